@@ -1,0 +1,246 @@
+"""The vocabulary and the records that pass between the parts.
+
+========== =====================================================================================================
+word       meaning
+========== =====================================================================================================
+sampler    the policy in the engine that drew the tokens (low precision, maybe noisy, maybe stale)
+learner    the policy being trained; `learner_old` is the learner at the moment of the rollout (θ_old)
+logprobs   natural log, fp32, of the processed distribution (after temperature)
+log_ratio  `learner_old − sampler` per token, detached: the mismatch, in nats; called `d` in formulas
+mask       True on completion tokens that count in the loss
+weights    per-token multipliers of the surrogate (importance weights)
+keep       per-token True/False: False removes the token from the loss *and* from its denominator (rejection)
+version    integer, +1 at each publish; stamped on every rollout
+========== =====================================================================================================
+
+Shapes: `b` sequences, `s` prompt + completion tokens, `t` completion tokens, `g` completions per prompt, `v` vocabulary.
+Prompts are padded on the left to `s − t` columns and completions on the right, so index 0 of `t` is the first
+completion token of every row and `tokens[:, s − t:]` are the completions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lit_qrl.precision.formats.base import NumberFormat
+
+FinishReason = Literal["stop", "length"]
+
+
+class AllReduce(Protocol):
+    """Reduces a tensor over all ranks and returns it; the identity in a single process."""
+
+    def __call__(self, value: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor: ...
+
+
+def no_all_reduce(value: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
+    """Return `value`: the `AllReduce` of a single process."""
+    return value
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingParams:
+    """How an engine draws tokens.
+
+    Args:
+        max_tokens: completion limit, in tokens.
+        temperature: 0 is greedy; log-probs are those of the distribution after division by it (greedy: T = 1).
+        top_p: nucleus mass in (0, 1].
+        top_k: number of most likely tokens kept; 0 keeps all.
+        stop_token_ids: a completion ends with (and includes) the first of these.
+        ignore_stop: never stop before `max_tokens` (benchmarks).
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_stop: bool = False
+
+    @property
+    def truncated(self) -> bool:
+        """True when the sampled distribution is not the full softmax."""
+        return self.top_p < 1.0 or self.top_k > 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Completion:
+    """One sampled completion: token ids (with the stop token), their processed log-probs, why it ended."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    version: int
+    routed_experts: Tensor | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutBatch:
+    """All sequences of one iteration, or any slice of them; see the module docstring for padding."""
+
+    tokens: Int[Tensor, "b s"]
+    prompt_length: Int[Tensor, " b"]
+    mask: Bool[Tensor, "b t"]
+    sampler_logprobs: Float[Tensor, "b t"]
+    rewards: Float[Tensor, " b"]
+    advantages: Float[Tensor, " b"]
+    group: Int[Tensor, " b"]
+    version: Int[Tensor, " b"]
+    stopped: Bool[Tensor, " b"]
+    reward_parts: dict[str, Float[Tensor, " b"]] = field(default_factory=dict)
+    learner_old_logprobs: Float[Tensor, "b t"] | None = None
+    reference_logprobs: Float[Tensor, "b t"] | None = None
+    routed_experts: Tensor | None = None
+    weights: Float[Tensor, "b t"] | None = None
+    keep: Bool[Tensor, "b t"] | None = None
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def completion_length(self) -> Int[Tensor, " b"]:
+        """Number of unmasked completion tokens of each sequence."""
+        return self.mask.sum(dim=1)
+
+    @property
+    def attention_mask(self) -> Int[Tensor, "b s"]:
+        """0 on the left padding, 1 elsewhere; the right padding needs none, since attention is causal."""
+        columns = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        padding = self.tokens.shape[1] - self.mask.shape[1] - self.prompt_length
+        return (columns >= padding[:, None]).long()
+
+    def select(self, rows: Tensor, *, trim: bool = True) -> "RolloutBatch":
+        """Return the given rows; `trim` drops columns that are padding in all of them."""
+        chosen = self._map(lambda tensor: tensor[rows])
+        if not trim or len(chosen) == 0:
+            return chosen
+        s, t = self.tokens.shape[1], self.mask.shape[1]
+        left = s - t - int(chosen.prompt_length.max())
+        used = chosen.mask.any(dim=0).nonzero()
+        t_used = max(int(used.max()) + 1, 1) if len(used) else 1
+        kept = {f.name: getattr(chosen, f.name) for f in fields(chosen)}
+        for name, value in kept.items():
+            if isinstance(value, Tensor) and value.ndim >= 2:
+                kept[name] = value[:, left : s - t + t_used] if value.shape[1] == s else value[:, :t_used]
+        return RolloutBatch(**kept)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "RolloutBatch":
+        """Return a copy on `device`; dtypes stay as they are."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "RolloutBatch":
+        changed: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                changed[f.name] = function(value)
+            elif isinstance(value, dict):
+                changed[f.name] = {name: function(tensor) for name, tensor in value.items()}
+        return replace(self, **changed)
+
+
+class MicroBatch:
+    """What the data loader yields: a slice of the rollout plus the denominator of its whole mini-batch.
+
+    A plain class on purpose: Lightning moves whatever has `.to`, but recurses into dataclasses, mappings and tuples,
+    where its half-precision plugins would cast the log-probs to bf16 (an error of up to 0.03 nats).
+
+    Args:
+        batch: the sequences of this micro-batch.
+        total: what the loss sum is divided by, global over the mini-batch and all ranks: kept tokens, or sequences.
+        rows: positions of these sequences in the iteration's rollout.
+    """
+
+    def __init__(self, batch: RolloutBatch, total: Tensor, rows: Tensor) -> None:
+        self.batch, self.total, self.rows = batch, total, rows
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "MicroBatch":
+        """Return a copy on `device`."""
+        return MicroBatch(
+            self.batch.to(device, non_blocking), self.total.to(device), self.rows.to(device, non_blocking=non_blocking)
+        )
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossContext:
+    """What a correction may look at: one whole mini-batch, detached, fp32.
+
+    Args:
+        learner_old: log-probs of the learner at the moment of the rollout.
+        sampler: log-probs of the engine.
+        log_ratio: learner_old − sampler, exactly 0 where mask is False.
+        mask: completion tokens that count.
+        advantages: one per sequence.
+        version: the published version that drew each sequence.
+        all_reduce: sums over ranks, so that statistics are global.
+    """
+
+    learner_old: Float[Tensor, "b t"]
+    sampler: Float[Tensor, "b t"]
+    log_ratio: Float[Tensor, "b t"]
+    mask: Bool[Tensor, "b t"]
+    advantages: Float[Tensor, " b"]
+    version: Int[Tensor, " b"]
+    all_reduce: AllReduce = no_all_reduce
+
+
+@dataclass(slots=True)
+class Correction:
+    """What a correction returns: multipliers, tokens to keep, and scalars to log. `None` changes nothing."""
+
+    weights: Float[Tensor, "b t"] | None = None
+    keep: Bool[Tensor, "b t"] | None = None
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ObjectiveTerms:
+    """What an objective returns: the loss of every token, not yet reduced, and scalars to log."""
+
+    loss: Float[Tensor, "b t"]
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class QuantizedWeight:
+    """A weight in a number format.
+
+    Args:
+        codes: the stored codes, in the layout of the checkpoint ("out in", or packed along "in").
+        scales: one per tensor, row, group or block.
+        global_scale: the second level of a two-level format (NVFP4), or None.
+        format: the number format that made it.
+        shape: (out, in) of the weight.
+    """
+
+    codes: Tensor
+    scales: Tensor | None
+    global_scale: Tensor | None
+    format: "NumberFormat"
+    shape: tuple[int, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class PublishReport:
+    """What one publish did.
+
+    Args:
+        version: the version now loaded.
+        seconds: wall time of the whole publish.
+        bytes: bytes of all tensors that were sent.
+        layers: for every tensor name of the model, the name of the format actually loaded.
+    """
+
+    version: int
+    seconds: float
+    bytes: int
+    layers: dict[str, str]
