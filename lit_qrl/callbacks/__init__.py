@@ -1,0 +1,1 @@
+"""Lightning callbacks with the hooks of reinforcement learning."""

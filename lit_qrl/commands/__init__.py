@@ -1,0 +1,1 @@
+"""Commands beside the Trainer's: audit, export, quantize, report."""

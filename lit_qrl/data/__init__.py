@@ -1,0 +1,1 @@
+"""Prompts in, scored rollouts out."""

@@ -1,0 +1,43 @@
+"""The contract of a task: rows, prompts, rewards, and what counts as correct."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lit_qrl.rewards.base import Reward, Sample
+
+Row = Mapping[str, Any]
+Message = dict[str, str]
+
+
+class Task(ABC):
+    """Rows of a problem set and how they are posed and scored.
+
+    `setup` runs before any model is loaded, so that a missing file or column is known at once.
+    """
+
+    name: str
+    rewards: Sequence[Reward]
+
+    def setup(self) -> None:  # noqa: B027
+        """Read or generate the rows; raise `ConfigError` for what is missing."""
+
+    @abstractmethod
+    def train_rows(self) -> Sequence[Row]:
+        """Return the rows to train on."""
+
+    @abstractmethod
+    def evaluation_rows(self) -> Sequence[Row]:
+        """Return the held-out rows, disjoint from training."""
+
+    @abstractmethod
+    def prompt(self, row: Row) -> str | list[Message]:
+        """Return the prompt: plain text, or chat messages for the tokenizer's chat template."""
+
+    @abstractmethod
+    def reference(self, row: Row) -> Any:
+        """Return the gold answer of a row."""
+
+    @abstractmethod
+    def is_correct(self, samples: Sequence[Sample]) -> list[bool]:
+        """Return for each sample whether it counts as solved in the evaluation."""

@@ -1,0 +1,1 @@
+"""Lightning precision plugins and the number formats behind them."""

@@ -1,0 +1,1 @@
+"""Number formats, one per file."""

@@ -1,0 +1,1 @@
+"""Where learner and engine live."""
