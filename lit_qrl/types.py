@@ -13,7 +13,7 @@ keep       per-token True/False: False removes the token from the loss *and* fro
 version    integer, +1 at each publish; stamped on every rollout
 ========== =====================================================================================================
 
-Shapes: `b` sequences, `s` prompt + completion tokens, `t` completion tokens, `g` completions per prompt, `v` vocabulary.
+Shapes: `b` sequences, `s` prompt + completion tokens, `t` completion tokens, `g` completions per prompt, `v` words.
 Prompts are padded on the left to `s − t` columns and completions on the right, so index 0 of `t` is the first
 completion token of every row and `tokens[:, s − t:]` are the completions.
 """

@@ -1,4 +1,4 @@
-"""The one place where callbacks and the module meet: Lightning's `Callback` with the hooks of reinforcement learning."""
+"""Where callbacks and the module meet: Lightning's `Callback` with the hooks of reinforcement learning."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
