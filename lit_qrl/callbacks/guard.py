@@ -1,0 +1,169 @@
+"""One declared action and one logged event for everything that can go wrong in an update."""
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch import Trainer
+from torch.optim import Optimizer
+
+from lit_qrl.callbacks.base import RLCallback
+from lit_qrl.errors import ConfigError
+from lit_qrl.events import log_event
+from lit_qrl.functional.importance import log_ratio
+from lit_qrl.functional.mismatch import mismatch_metrics
+from lit_qrl.types import RolloutBatch
+
+if TYPE_CHECKING:
+    from lit_qrl.module import GRPOModule
+
+Action = Literal["warn", "skip", "stop"]
+
+
+def _event(trainer: Trainer, kind: str, message: str, **fields: Any) -> None:
+    if trainer.is_global_zero:
+        log_event(trainer.default_root_dir, kind, message, iteration=trainer.current_epoch + 1, **fields)
+
+
+class Guard(RLCallback):
+    """Keeps a broken number from reaching the weights.
+
+    ========================================== =======================================================================
+    condition                                  action
+    ========================================== =======================================================================
+    non-finite log-prob or ratio of a token    the token leaves the loss and its denominator; past
+                                               `max_nonfinite_fraction` of all tokens the run stops
+    non-finite gradient                        the optimizer step is vetoed on all ranks; after `patience` in a row
+                                               the run stops
+    every token rejected, all advantages zero  the step is skipped and counted
+    ESS ratio under `ess_floor`                `action`: warn, skip the iteration's updates, or stop
+    mismatch KL over `kl_ceiling`              the same
+    ========================================== =======================================================================
+
+    Args:
+        max_nonfinite_fraction: share of tokens, in [0, 1].
+        patience: vetoed optimizer steps in a row.
+        ess_floor: lowest effective-sample-size ratio of the uncorrected weights; None does not look.
+        kl_ceiling: highest KL(sampler ‖ learner_old), in nats per token; None does not look.
+        action: what follows when `ess_floor` or `kl_ceiling` trips.
+    """
+
+    def __init__(
+        self,
+        max_nonfinite_fraction: float = 0.01,
+        patience: int = 3,
+        ess_floor: float | None = None,
+        kl_ceiling: float | None = None,
+        action: Action = "warn",
+    ) -> None:
+        if not 0 <= max_nonfinite_fraction <= 1:
+            raise ConfigError(
+                "guard.max_nonfinite_fraction is a share.", expected="[0, 1]", given=max_nonfinite_fraction
+            )
+        if patience < 1:
+            raise ConfigError("guard.patience is too small.", expected="at least 1", given=patience)
+        if ess_floor is not None and not 0 < ess_floor <= 1:
+            raise ConfigError("guard.ess_floor is a ratio.", expected="(0, 1]", given=ess_floor)
+        if kl_ceiling is not None and kl_ceiling <= 0:
+            raise ConfigError("guard.kl_ceiling must be positive.", given=kl_ceiling)
+        self.max_nonfinite_fraction, self.patience = max_nonfinite_fraction, patience
+        self.ess_floor, self.kl_ceiling, self.action = ess_floor, kl_ceiling, action
+        self.vetoed_in_a_row = 0
+        self.vetoed = 0
+        self.skipped = 0
+        self._skip_iteration = False
+
+    def on_rollout_end(self, trainer: Trainer, module: "GRPOModule", batch: RolloutBatch) -> None:
+        """Drop tokens without a finite log-ratio, then look at the batch as a whole."""
+        self._skip_iteration = False
+        finite = torch.isfinite(batch.sampler_logprobs)
+        if batch.learner_old_logprobs is not None:
+            finite &= torch.isfinite(batch.learner_old_logprobs)
+        broken = module.reduce((batch.mask & ~finite).sum())
+        if int(broken):
+            total = int(module.reduce(batch.mask.sum()))
+            batch.mask &= finite
+            batch.sampler_logprobs.masked_fill_(~finite, 0.0)
+            if batch.learner_old_logprobs is not None:
+                batch.learner_old_logprobs.masked_fill_(~finite, 0.0)
+            share = int(broken) / total
+            message = f"{int(broken)} of {total} tokens had a non-finite log-prob and were dropped."
+            _event(trainer, "nonfinite_logprobs", message, tokens=int(broken), share=share)
+            if share > self.max_nonfinite_fraction:
+                self._stop(trainer, "nonfinite_logprobs", message)
+        module.iteration.value("guard/nonfinite_tokens", float(broken))
+        if (self.ess_floor is not None or self.kl_ceiling is not None) and batch.learner_old_logprobs is not None:
+            self._look(trainer, module, batch)
+
+    def _look(self, trainer: Trainer, module: "GRPOModule", batch: RolloutBatch) -> None:
+        assert batch.learner_old_logprobs is not None
+        d = log_ratio(batch.learner_old_logprobs, batch.sampler_logprobs, batch.mask)
+        metrics = mismatch_metrics(
+            batch.sampler_logprobs + d, batch.sampler_logprobs, batch.mask, all_reduce=module.reduce
+        )
+        ess, kl = float(metrics["ess_ratio"]), float(metrics["kl_k1"])
+        tripped = []
+        if self.ess_floor is not None and ess < self.ess_floor:
+            tripped.append(f"the ESS ratio {ess:.4f} is under guard.ess_floor = {self.ess_floor}")
+        if self.kl_ceiling is not None and kl > self.kl_ceiling:
+            tripped.append(f"the mismatch KL {kl:.4f} is over guard.kl_ceiling = {self.kl_ceiling}")
+        if tripped:
+            message = "; ".join(tripped) + "."
+            _event(trainer, "mismatch", message, action=self.action, ess_ratio=ess, kl=kl)
+            self._skip_iteration = self.action == "skip"
+            if self.action == "stop":
+                self._stop(trainer, "mismatch", message)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: "GRPOModule", optimizer: Optimizer) -> None:
+        """Veto a step whose gradient is not finite; skip one that has no signal; log the gradient's norm."""
+        gradients = [
+            parameter.grad
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        if not gradients:
+            return
+        norm = torch.nn.utils.get_total_norm(gradients)
+        bad = pl_module.reduce((~torch.isfinite(norm)).to(torch.int32), op="max")
+        if self._skip_iteration or pl_module.skip_step:
+            self._clear(optimizer)
+            self.skipped += 1
+            pl_module.iteration.value("guard/skipped_steps", 1.0)
+            if pl_module.skip_step:
+                _event(trainer, "no_signal", "Every token was rejected or every advantage was zero: step skipped.")
+            return
+        if int(bad):
+            self._clear(optimizer)
+            self.vetoed += 1
+            self.vetoed_in_a_row += 1
+            message = f"The gradient was not finite: optimizer step vetoed ({self.vetoed_in_a_row} in a row)."
+            _event(trainer, "nonfinite_gradient", message)
+            pl_module.iteration.value("guard/vetoed_steps", 1.0)
+            if self.vetoed_in_a_row >= self.patience:
+                self._stop(trainer, "nonfinite_gradient", message)
+            return
+        self.vetoed_in_a_row = 0
+        pl_module.iteration.value("update/grad_norm", norm)
+
+    @staticmethod
+    def _clear(optimizer: Optimizer) -> None:
+        # A zero gradient would still move the weights by AdamW's momentum; None does not.
+        optimizer.zero_grad(set_to_none=True)
+
+    @staticmethod
+    def _stop(trainer: Trainer, kind: str, message: str) -> None:
+        from lit_qrl.callbacks.checkpoint import last_checkpoint
+
+        saved = last_checkpoint(trainer.default_root_dir)
+        where = f"The last good checkpoint is {saved}." if saved else "No checkpoint had been written."
+        _event(trainer, "stopped", f"{message} {where}", cause=kind)
+        raise ConfigError(f"The run was stopped by the guard: {message}", remedy=where)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts."""
+        return {"vetoed": self.vetoed, "skipped": self.skipped, "vetoed_in_a_row": self.vetoed_in_a_row}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the counts."""
+        self.vetoed, self.skipped = state_dict["vetoed"], state_dict["skipped"]
+        self.vetoed_in_a_row = state_dict["vetoed_in_a_row"]

@@ -1,0 +1,95 @@
+"""The command `lit-qrl`: LightningCLI for training, and parsers of their own for the rest."""
+
+import importlib
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lit_qrl.errors import ConfigError
+
+TRAINING = {
+    "fit": "train a policy with reinforcement learning",
+    "validate": "evaluate on the held-out problems",
+    "test": "evaluate and log under test/",
+    "predict": "sample completions of the held-out problems",
+}
+COMMANDS = {
+    "report": "make the HTML report of one run folder, or compare several",
+}
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run `lit-qrl`; a configuration that cannot work ends with status 2 and one paragraph."""
+    args = list(sys.argv[1:] if args is None else args)
+    word = args[0] if args else "--help"
+    if word in ("-h", "--help"):
+        print(overview())
+        return
+    if word == "--version":
+        from lit_qrl import __version__
+
+        print(f"lit-qrl {__version__}")
+        return
+    try:
+        if word in COMMANDS:
+            importlib.import_module(f"lit_qrl.commands.{word}").main(args[1:])
+        elif word in TRAINING:
+            run_training(args)
+        else:
+            from lit_qrl.errors import nearest
+
+            raise ConfigError(f"{word!r} is not a command of lit-qrl.", remedy=nearest(word, [*TRAINING, *COMMANDS]))
+    except ConfigError as error:
+        fail(str(error))
+
+
+def fail(message: str) -> NoReturn:
+    """Print one paragraph and exit with status 2."""
+    import textwrap
+
+    paragraph = textwrap.fill(f"lit-qrl: {message}", 110, break_long_words=False, break_on_hyphens=False)
+    print(f"\n{paragraph}\n", file=sys.stderr)
+    sys.exit(2)
+
+
+def overview() -> str:
+    """Return the help that lists every command."""
+    lines = ["usage: lit-qrl COMMAND [options]", "", "Quantized reinforcement learning of language models.", ""]
+    lines += [f"  {name:<10} {text}" for name, text in {**TRAINING, **COMMANDS}.items()]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "lit-qrl fit --config configs/quickstart.yaml",
+            "lit-qrl fit --config configs/quickstart.yaml --config configs/correction/tis.yaml --trainer.max_epochs 20",
+            "lit-qrl fit --config … --print_config   shows the effective configuration",
+            "lit-qrl COMMAND --help                  lists every option of a command",
+        ]
+    )
+
+
+def run_training(args: Sequence[str]) -> Any:
+    """Run a Trainer command and return the CLI object."""
+    from lit_qrl.training_cli import QRLCLI
+
+    return QRLCLI.run(list(args))
+
+
+def run_folder_name(args: Sequence[str]) -> str:
+    """Return the name under `runs/`: the first configuration file's.
+
+    >>> run_folder_name(["fit", "--config", "configs/quickstart.yaml", "-c=configs/correction/tis.yaml"])
+    'quickstart'
+    """
+    for index, arg in enumerate(args):
+        match = re.fullmatch(r"(?:--config|-c)(?:=(.*))?", arg)
+        if match:
+            path = match[1] or (args[index + 1] if index + 1 < len(args) else "")
+            return Path(path).stem or "run"
+    return "run"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""The data module: a task's prompts, the engine that answers them, and the sizes of everything."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lit_qrl.data.dataset import RolloutDataset
+from lit_qrl.data.task import Row, Task
+from lit_qrl.errors import ConfigError
+from lit_qrl.rewards.base import Sample, score_all
+from lit_qrl.rollout.engine import Progress, RolloutEngine
+from lit_qrl.seeding import derive_seed
+from lit_qrl.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from lit_qrl.module import GRPOModule
+
+
+class RolloutDataModule(LightningDataModule):
+    """Poses a task's problems to a rollout engine and yields scored micro-batches.
+
+    One Lightning epoch is one iteration: `prompts_per_iteration` × `group_size` completions are drawn, then
+    `passes` × `mini_batches` optimizer steps are taken on them.
+
+    Args:
+        task: the problems, their rewards, and what counts as correct.
+        engine: draws the completions.
+        prompts_per_iteration: distinct prompts per iteration, over all ranks.
+        group_size: completions per prompt (G).
+        passes: times the whole rollout is trained on.
+        mini_batches: optimizer steps per pass.
+        micro_batches: forward and backward passes per optimizer step; lowers memory, leaves the gradient unchanged.
+        max_prompt_tokens: longest prompt.
+        max_completion_tokens: longest completion.
+        long_prompt: `drop` removes longer prompts and says how many; `error` stops.
+        temperature: of the rollout; log-probs are those of the distribution at this temperature.
+        top_p: nucleus mass of the rollout.
+        top_k: most likely tokens kept in the rollout; 0 keeps all.
+        max_tokens_per_micro_batch: an upper bound on padded tokens; `setup` says which `micro_batches` meets it.
+        evaluation_size: held-out problems used; 0 uses all.
+        evaluation_samples: samples per problem for avg@k and pass@k.
+        evaluation_temperature: of those samples.
+        evaluation_greedy: also decode greedily for pass@1.
+        error_reward: the reward of a sample whose reward function failed or timed out.
+        seed: of prompts and sampling; by default the value of `seed_everything`.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        engine: RolloutEngine,
+        prompts_per_iteration: int = 32,
+        group_size: int = 8,
+        passes: int = 1,
+        mini_batches: int = 1,
+        micro_batches: int = 1,
+        max_prompt_tokens: int = 256,
+        max_completion_tokens: int = 256,
+        long_prompt: Literal["drop", "error"] = "drop",
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        max_tokens_per_micro_batch: int | None = None,
+        evaluation_size: int = 0,
+        evaluation_samples: int = 1,
+        evaluation_temperature: float = 1.0,
+        evaluation_greedy: bool = True,
+        error_reward: float = 0.0,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.task, self.engine = task, engine
+        self.prompts_per_iteration, self.group_size = prompts_per_iteration, group_size
+        self.passes, self.mini_batches, self.micro_batches = passes, mini_batches, micro_batches
+        self.max_prompt_tokens, self.max_completion_tokens = max_prompt_tokens, max_completion_tokens
+        self.long_prompt = long_prompt
+        self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
+        self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
+        self.evaluation_size, self.evaluation_samples = evaluation_size, evaluation_samples
+        self.evaluation_temperature, self.evaluation_greedy = evaluation_temperature, evaluation_greedy
+        self.error_reward = error_reward
+        self.base_seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
+        self.position = 0
+        self._rows: dict[str, list[Row]] = {}
+        self._ids: dict[int, list[int]] = {}
+        self._order: tuple[int, Tensor] = (-1, torch.empty(0))
+        self._check_sizes()
+
+    # ------------------------------------------------------------------------------------------------ configuration
+
+    def _check_sizes(self) -> None:
+        positive = ("prompts_per_iteration", "group_size", "passes", "mini_batches", "micro_batches")
+        for name in (*positive, "max_prompt_tokens", "max_completion_tokens", "evaluation_samples"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"data.{name} is too small.", expected="at least 1", given=getattr(self, name))
+        if self.temperature <= 0:
+            raise ConfigError(
+                "data.temperature must be positive: greedy rollouts explore nothing.",
+                expected="a number above 0",
+                given=self.temperature,
+                remedy="Set it to 1.0; evaluations decode greedily with data.evaluation_greedy.",
+            )
+        if not 0 < self.top_p <= 1:
+            raise ConfigError("data.top_p is out of range.", expected="a number in (0, 1]", given=self.top_p)
+        if self.prompts_per_iteration % self.mini_batches:
+            raise ConfigError(
+                "data.prompts_per_iteration is not divisible by data.mini_batches.",
+                expected=f"a multiple of {self.mini_batches}",
+                given=self.prompts_per_iteration,
+                remedy="Groups stay whole: change one of the two.",
+            )
+        rows = self.prompts_per_iteration // self.mini_batches * self.group_size
+        if rows % self.micro_batches:
+            raise ConfigError(
+                "A mini-batch is not divisible by data.micro_batches.",
+                expected=f"a divisor of its {rows} sequences",
+                given=self.micro_batches,
+                remedy="Change data.micro_batches.",
+            )
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How rollouts are drawn."""
+        return SamplingParams(
+            max_tokens=self.max_completion_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop_token_ids=self.module.policy.stop_token_ids,
+        )
+
+    @property
+    def module(self) -> "GRPOModule":
+        """The module that trains on this data."""
+        if self.trainer is None:
+            raise RuntimeError("The data module is not attached to a Trainer yet.")
+        return self.trainer.lightning_module  # pyright: ignore[reportReturnType]
+
+    @property
+    def pad_token_id(self) -> int:
+        """The tokenizer's padding token."""
+        return self.module.policy.pad_token_id
+
+    @property
+    def prompts_per_rank(self) -> int:
+        """Prompts that this rank answers each iteration."""
+        return self.prompts_per_iteration // (self.trainer.world_size if self.trainer else 1)
+
+    def setup(self, stage: str) -> None:
+        """Read the task's rows and check every size; runs before any weight is loaded."""
+        if self.trainer is not None and self.prompts_per_iteration % (self.trainer.world_size * self.mini_batches):
+            raise ConfigError(
+                "data.prompts_per_iteration does not divide over the ranks.",
+                expected=f"a multiple of {self.trainer.world_size} ranks × {self.mini_batches} mini-batches",
+                given=self.prompts_per_iteration,
+            )
+        longest = self.max_prompt_tokens + self.max_completion_tokens
+        rows = self.prompts_per_rank // self.mini_batches * self.group_size
+        limit = self.max_tokens_per_micro_batch
+        if limit is not None and rows // self.micro_batches * longest > limit:
+            fits = [k for k in range(1, rows + 1) if rows % k == 0 and rows // k * longest <= limit]
+            raise ConfigError(
+                "A micro-batch may exceed data.max_tokens_per_micro_batch.",
+                expected=f"at most {limit} padded tokens",
+                given=f"{rows // self.micro_batches} sequences × {longest} tokens",
+                remedy=f"Set data.micro_batches to {fits[0]}." if fits else "One sequence alone exceeds the limit.",
+            )
+        self.task.setup()
+        if stage == "fit":
+            self._rows.setdefault("train", self._admit(self.task.train_rows(), "training"))
+        if "evaluation" not in self._rows:
+            held_out = list(self.task.evaluation_rows())
+            self._rows["evaluation"] = self._admit(held_out[: self.evaluation_size or None], "evaluation")
+
+    def _admit(self, rows: Sequence[Row], what: str) -> list[Row]:
+        if len(rows) == 0:
+            raise ConfigError(f"The task has no {what} rows.", remedy="Check data.task.")
+        kept = [row for row in rows if len(self.prompt_ids(row)) <= self.max_prompt_tokens]
+        dropped = len(rows) - len(kept)
+        if dropped and (self.long_prompt == "error" or not kept):
+            longest = max(len(self.prompt_ids(row)) for row in rows)
+            raise ConfigError(
+                f"{dropped} of {len(rows)} {what} prompts are too long.",
+                expected=f"at most data.max_prompt_tokens = {self.max_prompt_tokens} tokens",
+                given=f"up to {longest} tokens",
+                remedy="Raise the limit, or set data.long_prompt to drop.",
+            )
+        if dropped:
+            rank_zero_info(f"Dropped {dropped} of {len(rows)} {what} prompts over {self.max_prompt_tokens} tokens.")
+        return kept
+
+    # ------------------------------------------------------------------------------------------------------ prompts
+
+    def prompt_ids(self, row: Row) -> list[int]:
+        """Return the token ids of a row's prompt."""
+        key = id(row)
+        if key not in self._ids:
+            self._ids[key] = self.module.policy.encode(self.task.prompt(row))
+        return self._ids[key]
+
+    def next_rows(self, count: int) -> list[Row]:
+        """Return this rank's share of the next prompts; every pass over the data has an order of its own."""
+        rows, world, rank = self._rows["train"], self.trainer.world_size, self.module.global_rank  # pyright: ignore
+        start = self.position
+        self.position += count * world
+        return [rows[self._index(start + rank * count + i, len(rows))] for i in range(count)]
+
+    def _index(self, position: int, size: int) -> int:
+        lap, offset = divmod(position, size)
+        if self._order[0] != lap:
+            generator = torch.Generator().manual_seed(derive_seed(self.base_seed, "order", lap))
+            self._order = (lap, torch.randperm(size, generator=generator))
+        return int(self._order[1][offset])
+
+    def samples(self, rows: Sequence[Row], completions: Sequence[Completion]) -> list[Sample]:
+        """Return what the rewards see: texts and references, prompt-major."""
+        n = len(completions) // len(rows)
+        decode = self.module.policy.decode
+        texts = {id(row): decode(self.prompt_ids(row)) for row in rows}
+        return [
+            Sample(texts[id(row)], decode(completion.token_ids), self.task.reference(row), dict(row))
+            for row, completion in ((rows[i // n], completion) for i, completion in enumerate(completions))
+        ]
+
+    def reward(self, rows: Sequence[Row], completions: Sequence[Completion]) -> tuple[Tensor, dict[str, Tensor], float]:
+        """Return total rewards, the parts by name, and how many samples' rewards failed."""
+        total, parts, failed = score_all(self.task.rewards, self.samples(rows, completions), self.error_reward)
+        return torch.tensor(total), {name: torch.tensor(values) for name, values in parts.items()}, float(failed)
+
+    def progress(self, stage: str, total: int) -> Progress | None:
+        """Return a callback that moves the progress bar during generation."""
+        bar = self.trainer.progress_bar_callback if self.trainer else None
+        update: Callable[..., Any] | None = getattr(bar, "update_generation", None)
+        return None if update is None else lambda done, tokens: update(stage, done, total, tokens)
+
+    # -------------------------------------------------------------------------------------------------------- loaders
+
+    def train_dataloader(self) -> DataLoader:
+        """Return the loader whose every pass is one iteration."""
+        return DataLoader(RolloutDataset(self), batch_size=None, num_workers=0)
+
+    def val_dataloader(self) -> DataLoader:
+        """Return this rank's held-out rows as one batch."""
+        rank, world = self.module.global_rank, self.trainer.world_size  # pyright: ignore
+        return DataLoader([self._rows["evaluation"][rank::world]], batch_size=None, num_workers=0)  # pyright: ignore
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+    @torch.no_grad()
+    def answer(self, rows: Sequence[Row], stage: str) -> dict[str, Tensor]:
+        """Return which samples solve their problem: `greedy` "rows 1", `sampled` "rows evaluation_samples".
+
+        The generator is seeded anew each time, so that evaluations differ by the policy alone and the training's
+        random state is not touched.
+        """
+        ids = [self.prompt_ids(row) for row in rows]
+        plans = [("sampled", self.evaluation_samples, self.evaluation_temperature)]
+        if self.evaluation_greedy:
+            plans.insert(0, ("greedy", 1, 0.0))
+        results = {}
+        for name, n, temperature in plans:
+            sampling = SamplingParams(
+                max_tokens=self.max_completion_tokens,
+                temperature=temperature,
+                stop_token_ids=self.module.policy.stop_token_ids,
+            )
+            seed = derive_seed(self.base_seed, "evaluation", self.module.global_rank)
+            progress = self.progress(stage, len(ids) * n)
+            completions = self.engine.generate(ids, n, seed, progress, sampling)
+            correct = self.task.is_correct(self.samples(rows, completions))
+            results[name] = torch.tensor(correct).view(len(rows), n)
+            self.last_answers = (rows, completions, correct)
+        return results
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the stream of prompts."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue at the saved position."""
+        self.position = state_dict["position"]
+
+    def teardown(self, stage: str) -> None:
+        """Free the engine and the rewards' workers."""
+        self.engine.close()
+        for reward in self.task.rewards:
+            reward.close()
