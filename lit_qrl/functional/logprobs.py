@@ -1,0 +1,202 @@
+"""Log-probs and entropies of tokens, from logits or straight from hidden states without ever holding all logits."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}
+"""Logits held at once: 16 MB of fp32 on a CPU (about its last-level cache), 512 MB on a GPU (900 rows of a 150,000-word
+vocabulary, enough to fill its matrix units)."""
+
+
+def token_logprobs(
+    hidden: Float[Tensor, "*n h"],
+    weight: Float[Tensor, "v h"],
+    tokens: Int[Tensor, "*n"],
+    temperature: float = 1.0,
+    bias: Float[Tensor, " v"] | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    entropy: bool = False,
+    chunk_elements: int | None = None,
+) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"] | None]:
+    r"""Return the log-probs of `tokens` and, where asked for, the full-vocabulary entropies (detached), both in nats.
+
+    $\log \pi(y) = z_y - \log \sum_v e^{z_v}$ with
+    $z = \mathrm{cap}(\mathrm{scale} \cdot (W h + b)) / T$ and $\mathrm{cap}(x) = c \tanh(x / c)$;
+    $H = \log \sum_v e^{z_v} - \sum_v \pi_v z_v$.
+
+    The rows go through in chunks; each chunk's logits are made in the dtype of `hidden`, raised to fp32, reduced, and
+    dropped, and made again in the backward pass. Neither pass holds more than `chunk_elements` logits.
+
+    Args:
+        hidden: "*n h", last hidden states at the positions that predict `tokens`.
+        weight: "v h", the output embedding.
+        tokens: "*n", token ids in [0, v).
+        temperature: positive; log-probs are those of the distribution at it.
+        bias: " v", of the output embedding.
+        softcap: c of the final logit soft-capping, or None.
+        scale: multiplies the logits before the cap.
+        entropy: also return the entropy of each position's distribution.
+        chunk_elements: logits held at once; None takes `CHUNK_ELEMENTS` of the device.
+
+    Raises:
+        ValueError: for a temperature that is not positive, or shapes that do not fit.
+
+    >>> logprobs, entropies = token_logprobs(torch.eye(2), torch.eye(2), torch.tensor([0, 0]), entropy=True)
+    >>> logprobs
+    tensor([-0.3133, -1.3133])
+    >>> entropies
+    tensor([0.5822, 0.5822])
+    """
+    _check_temperature(temperature)
+    if hidden.shape[:-1] != tokens.shape:
+        raise ValueError(
+            f"Hidden states and tokens differ in shape. Expected: {tuple(tokens.shape)} + (h,). "
+            f"Given: {tuple(hidden.shape)}. Select the hidden states that predict the tokens."
+        )
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden = hidden.to(dtype)
+    if chunk_elements is None:
+        chunk_elements = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"])
+    options = (temperature, softcap, scale, entropy, max(1, chunk_elements // weight.shape[0]))
+    with torch.autocast(device, enabled=False):
+        logprobs, entropies = _TokenLogprobs.apply(
+            hidden.flatten(0, -2),
+            weight.to(hidden.dtype),
+            None if bias is None else bias.to(hidden.dtype),
+            tokens.flatten(),
+            options,
+        )  # pyright: ignore[reportGeneralTypeIssues]
+    return logprobs.view(tokens.shape), entropies.view(tokens.shape) if entropy else None
+
+
+def logits_logprobs(
+    logits: Float[Tensor, "*n v"], tokens: Int[Tensor, "*n"], temperature: float = 1.0, entropy: bool = False
+) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"] | None]:
+    r"""Return the log-probs of `tokens` under given logits and, where asked for, the entropies (detached), in nats.
+
+    $\log \pi(y) = z_y - \log \sum_v e^{z_v}$ with $z = \mathrm{logits} / T$. For small vocabularies; the others never
+    hold all logits and use `token_logprobs`.
+
+    Args:
+        logits: "*n v".
+        tokens: "*n", token ids in [0, v).
+        temperature: positive.
+        entropy: also return the entropy of each position's distribution.
+
+    Raises:
+        ValueError: for a temperature that is not positive.
+
+    >>> logits_logprobs(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))[0]
+    tensor([-0.3133])
+    """
+    _check_temperature(temperature)
+    scores = _raised(logits)
+    if temperature != 1.0:
+        scores = scores / temperature
+    normalizer = scores.logsumexp(dim=-1)
+    logprobs = scores.gather(-1, tokens[..., None])[..., 0] - normalizer
+    return logprobs, _entropy(scores.detach(), normalizer.detach()) if entropy else None
+
+
+def _check_temperature(temperature: float) -> None:
+    if temperature <= 0:
+        raise ValueError(
+            f"Log-probs need a positive temperature. Given: {temperature}. Score greedy samples at temperature 1."
+        )
+
+
+def _raised(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _entropy(scores: Tensor, normalizer: Tensor) -> Tensor:
+    # A word of probability 0 has a score of -inf and adds 0 · -inf = nan; its true share is 0.
+    probabilities = (scores - normalizer[..., None]).exp_()
+    return normalizer - torch.where(probabilities > 0, probabilities * scores, 0.0).sum(dim=-1)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Log-probs by chunks of rows; the backward pass makes each chunk's logits again."""
+
+    @staticmethod
+    def _scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: tuple) -> tuple[Tensor, Tensor | None]:
+        """Return the fp32 scores of a chunk and the derivative of the soft-cap, if there is one."""
+        temperature, softcap, scale = options[:3]
+        scores = _raised(torch.nn.functional.linear(hidden, weight, bias))
+        if scale != 1.0:
+            scores = scores * scale
+        slope = None
+        if softcap is not None:
+            capped = torch.tanh(scores / softcap)
+            slope = 1 - capped.square()
+            scores = capped * softcap
+        if temperature != 1.0:
+            scores = scores / temperature
+        return scores, slope
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, options: tuple
+    ) -> tuple[Tensor, Tensor]:
+        rows = options[-1]
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        logprobs = torch.empty(len(tokens), dtype=dtype, device=hidden.device)
+        normalizer = torch.empty_like(logprobs)
+        entropies = torch.empty_like(logprobs) if options[3] else logprobs.new_empty(0)
+        for start in range(0, len(tokens), rows):
+            part = slice(start, start + rows)
+            scores, _ = _TokenLogprobs._scores(hidden[part], weight, bias, options)
+            normalizer[part] = scores.logsumexp(dim=-1)
+            logprobs[part] = scores.gather(-1, tokens[part, None])[:, 0] - normalizer[part]
+            if options[3]:
+                entropies[part] = _entropy(scores, normalizer[part])
+        ctx.save_for_backward(hidden, weight, bias, tokens, normalizer)
+        ctx.options = options
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        hidden, weight, bias, tokens, normalizer = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        temperature, _, scale, _, rows = ctx.options
+        upstream = grads[0].to(normalizer.dtype) * (scale / temperature)
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        # Sums over chunks run in fp32: thousands of chunks would round away in bf16.
+        several = len(tokens) > rows
+        grad_weight = torch.zeros_like(weight, dtype=normalizer.dtype if several else weight.dtype)
+        grad_weight = grad_weight if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=normalizer.dtype) if needs_bias else None
+        for start in range(0, len(tokens), rows):
+            part = slice(start, start + rows)
+            scores, slope = _TokenLogprobs._scores(hidden[part], weight, bias, ctx.options)
+            # d log π(y) / d z = onehot(y) − π
+            step = upstream[part, None]
+            grad = scores.sub_(normalizer[part, None]).exp_().mul_(-step)
+            grad.scatter_add_(1, tokens[part, None], step)
+            if slope is not None:
+                grad *= slope
+            if grad_bias is not None:
+                grad_bias += grad.sum(dim=0)
+            grad = grad.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                grad_weight += grad.T @ hidden[part]
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+        )

@@ -1,0 +1,201 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lit_qrl.functional.logprobs import logits_logprobs, token_logprobs
+
+
+def reference(hidden, weight, tokens, temperature=1.0, bias=None, softcap=None, scale=1.0):
+    """One position at a time, in Python floats."""
+    logprobs, entropies = [], []
+    for row, token in zip(hidden.tolist(), tokens.tolist(), strict=True):
+        scores = []
+        for word, embedding in enumerate(weight.tolist()):
+            score = sum(x * w for x, w in zip(row, embedding, strict=True)) + (0 if bias is None else bias[word].item())
+            score *= scale
+            if softcap is not None:
+                score = softcap * math.tanh(score / softcap)
+            scores.append(score / temperature)
+        top = max(scores)
+        normalizer = top + math.log(math.fsum(math.exp(score - top) for score in scores))
+        logprobs.append(scores[token] - normalizer)
+        entropies.append(-math.fsum(math.exp(score - normalizer) * (score - normalizer) for score in scores))
+    return torch.tensor(logprobs, dtype=torch.float64), torch.tensor(entropies, dtype=torch.float64)
+
+
+def problem(n=7, h=5, v=11, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(n, h, generator=generator, dtype=torch.float64)
+    weight = torch.randn(v, h, generator=generator, dtype=torch.float64) * 2
+    bias = torch.randn(v, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(v, (n,), generator=generator)
+    return hidden.to(dtype), weight.to(dtype), bias.to(dtype), tokens
+
+
+CASES = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 1.3, "softcap": 3.0},
+    {"scale": 0.25, "softcap": 2.0},
+]
+
+
+@pytest.mark.parametrize("options", CASES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("chunk_elements", [1, 25, None])
+def test_values_match_a_loop(options, with_bias, chunk_elements):
+    hidden, weight, bias, tokens = problem()
+    bias = bias if with_bias else None
+    expected, expected_entropy = reference(hidden, weight, tokens, bias=bias, **options)
+    got, entropy = token_logprobs(
+        hidden, weight, tokens, bias=bias, entropy=True, chunk_elements=chunk_elements, **options
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("options", CASES)
+@pytest.mark.parametrize("chunk_elements", [1, 25, None])
+def test_gradients_match_finite_differences(options, chunk_elements):
+    hidden, weight, bias, tokens = problem()
+    inputs = [tensor.requires_grad_() for tensor in (hidden, weight, bias)]
+
+    def run(h, w, b):
+        return token_logprobs(h, w, tokens, bias=b, chunk_elements=chunk_elements, **options)[0]
+
+    assert torch.autograd.gradcheck(run, inputs)
+
+
+def test_several_leading_dimensions():
+    hidden, weight, _, tokens = problem(n=12)
+    flat, _ = token_logprobs(hidden, weight, tokens)
+    folded, entropy = token_logprobs(hidden.view(3, 4, -1), weight, tokens.view(3, 4), entropy=True)
+    assert torch.equal(folded.flatten(), flat)
+    assert entropy.shape == (3, 4)
+
+
+def test_entropy_is_detached_and_leaves_the_gradient_alone():
+    hidden, weight, _, tokens = problem()
+    grads = []
+    for entropy in (False, True):
+        leaf = hidden.clone().requires_grad_()
+        logprobs, entropies = token_logprobs(leaf, weight, tokens, entropy=entropy)
+        logprobs.sum().backward()
+        grads.append(leaf.grad)
+    assert not entropies.requires_grad
+    assert torch.equal(*grads)
+
+
+def test_half_precision_logits_are_reduced_in_fp32():
+    hidden, weight, _, tokens = problem(n=64, h=32, v=500, dtype=torch.bfloat16)
+    got, entropy = token_logprobs(hidden, weight, tokens, entropy=True)
+    assert got.dtype == entropy.dtype == torch.float32
+    logits = torch.nn.functional.linear(hidden, weight).double()
+    torch.testing.assert_close(
+        got.double(), logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0], atol=1e-5, rtol=0
+    )
+
+
+def test_bf16_weight_gradient_over_many_chunks_stays_accurate():
+    hidden, weight, _, tokens = problem(n=512, h=8, v=16)
+    exact = weight.clone().requires_grad_()
+    token_logprobs(hidden, exact, tokens)[0].sum().backward()
+    half = weight.bfloat16().requires_grad_()
+    token_logprobs(hidden.bfloat16(), half, tokens, chunk_elements=16)[0].sum().backward()
+    error = (half.grad.double() - exact.grad).norm() / exact.grad.norm()
+    assert half.grad.dtype == torch.bfloat16
+    assert error < 0.01
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the element count of the largest floating tensor that any operation returned."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                self.largest = max(self.largest, tensor.numel())
+        return out
+
+
+def test_no_tensor_of_all_logits_in_either_pass():
+    n, h, v, chunk = 128, 4, 1000, 8000
+    hidden, weight, _, tokens = problem(n, h, v, torch.float32)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    with LargestTensor() as watch:
+        logprobs, _ = token_logprobs(hidden, weight, tokens, entropy=True, chunk_elements=chunk)
+        logprobs.sum().backward()
+    assert watch.largest <= chunk
+    with LargestTensor() as control:
+        logits_logprobs(hidden @ weight.T, tokens)
+    assert control.largest == n * v
+
+
+def test_autocast_computes_logits_in_the_autocast_dtype():
+    hidden, weight, bias, tokens = problem(n=16, dtype=torch.float32)
+    weight.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, _ = token_logprobs(hidden, weight, tokens, bias=bias)
+        logits = torch.nn.functional.linear(hidden, weight, bias)
+    assert logits.dtype == torch.bfloat16
+    expected = logits.detach().float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(got.detach(), expected, atol=1e-6, rtol=0)
+    got.sum().backward()
+    assert weight.grad.dtype == torch.float32
+
+
+def test_from_logits_matches_the_loop_and_its_gradient():
+    hidden, weight, _, tokens = problem()
+    expected, expected_entropy = reference(hidden, weight, tokens, temperature=0.8)
+    logits = (hidden @ weight.T).requires_grad_()
+    got, entropy = logits_logprobs(logits, tokens, temperature=0.8, entropy=True)
+    torch.testing.assert_close(got.detach(), expected)
+    torch.testing.assert_close(entropy, expected_entropy)
+    assert torch.autograd.gradcheck(lambda x: logits_logprobs(x, tokens, temperature=0.8)[0], [logits])
+
+
+def test_masked_words_have_no_entropy():
+    logits = torch.tensor([[0.0, -math.inf, 0.0]])
+    logprobs, entropy = logits_logprobs(logits, torch.tensor([2]), entropy=True)
+    assert logprobs.item() == pytest.approx(-math.log(2))
+    assert entropy.item() == pytest.approx(math.log(2))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shift=st.floats(-1e4, 1e4),
+    temperature=st.floats(0.05, 20),
+    chunk_elements=st.integers(1, 40),
+    n=st.integers(1, 6),
+)
+def test_properties(shift, temperature, chunk_elements, n):
+    hidden, weight, _, tokens = problem(n=n)
+    got, entropy = token_logprobs(hidden, weight, tokens, temperature, entropy=True, chunk_elements=chunk_elements)
+    bias = torch.full((len(weight),), shift, dtype=torch.float64)
+    shifted, _ = token_logprobs(hidden, weight, tokens, temperature, bias=bias)
+    torch.testing.assert_close(got, shifted, atol=1e-8 * max(1, 1 / temperature), rtol=1e-8)
+    assert (got <= 0).all()
+    assert (entropy >= -1e-9).all()
+    assert (entropy <= math.log(len(weight)) + 1e-9).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0])
+def test_temperature_must_be_positive(temperature):
+    hidden, weight, _, tokens = problem()
+    with pytest.raises(ValueError, match="positive temperature"):
+        token_logprobs(hidden, weight, tokens, temperature)
+    with pytest.raises(ValueError, match="positive temperature"):
+        logits_logprobs(hidden @ weight.T, tokens, temperature)
+
+
+def test_mismatched_shapes_are_explained():
+    hidden, weight, _, tokens = problem()
+    with pytest.raises((ValueError, TypeError)):
+        token_logprobs(hidden, weight, tokens[:-1])
