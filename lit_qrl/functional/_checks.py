@@ -1,0 +1,86 @@
+"""Checks of the parameters of corrections, shared by the functions and by the callbacks' constructors."""
+
+import math
+
+from jaxtyping import Float
+from torch import Tensor
+
+from lit_qrl.errors import ConfigError
+
+Bound = float | Float[Tensor, ""]
+
+
+def check_band(lower: float | None, upper: Bound, what: str = "The band of importance ratios") -> float | Tensor:
+    """Return the lower bound, 1/upper for None, after checking that 0 <= lower <= 1 <= upper.
+
+    Args:
+        lower: on the ratio itself, not its logarithm.
+        upper: on the ratio itself; a tensor (a measured bound) is not checked, since that would wait for the device.
+        what: how the error names the band.
+
+    Raises:
+        ConfigError: the band does not hold 1.
+
+    >>> check_band(None, 4.0)
+    0.25
+    """
+    if isinstance(upper, Tensor):
+        return 1.0 / upper if lower is None else lower
+    if math.isnan(upper) or upper < 1.0:
+        raise ConfigError(
+            f"{what} must hold 1, the ratio of equal policies.",
+            expected="upper >= 1",
+            given=upper,
+            remedy="Raise upper; bounds are on the ratio, not its logarithm.",
+        )
+    if lower is None:
+        return 1.0 / upper
+    if not 0.0 <= lower <= 1.0:
+        raise ConfigError(
+            f"{what} must hold 1, the ratio of equal policies.",
+            expected="0 <= lower <= 1 <= upper",
+            given=f"lower {lower}, upper {upper}",
+            remedy="Correct lower; bounds are on the ratio, not its logarithm.",
+        )
+    return lower
+
+
+def check_veto(threshold: float) -> None:
+    """Raise `ConfigError` unless the veto's threshold is a ratio in (0, 1)."""
+    if not 0.0 < threshold < 1.0:
+        raise ConfigError(
+            "The veto's threshold is a ratio of probabilities.",
+            expected="0 < threshold < 1",
+            given=threshold,
+            remedy="Give the ratio itself, such as 1e-4, not its logarithm.",
+        )
+
+
+def check_delta(delta: float) -> None:
+    """Raise `ConfigError` unless the drift that the off-policy mask allows is positive."""
+    if not delta > 0:
+        raise ConfigError(
+            "The drift allowed to a negative sequence must be positive.",
+            expected="delta > 0, in nats per token",
+            given=delta,
+            remedy="Give a value above the mean log-ratio of a healthy run.",
+        )
+
+
+def check_ais(
+    clip: float, saturation: float, tolerance: float, sensitivity: float, eps: float, level: str = "token"
+) -> None:
+    """Raise `ConfigError` for parameters with which the gate means nothing."""
+    check_band(0.0, clip, what="The clip of AIS")
+    for name, value, allowed in (
+        ("saturation", saturation, saturation > 0),
+        ("tolerance", tolerance, tolerance > 0),
+        ("sensitivity", sensitivity, sensitivity >= 0),
+        ("eps", eps, eps > 0),
+    ):
+        if not allowed:
+            expected = f"{name} >= 0" if name == "sensitivity" else f"{name} > 0"
+            remedy = "To correct at full strength always, use TruncatedIS." if name == "saturation" else "Correct it."
+            raise ConfigError(f"{name} of AIS is out of range.", expected=expected, given=value, remedy=remedy)
+    if level not in ("token", "sequence"):
+        raise ConfigError("level of AIS is unknown.", expected="token or sequence", given=level, remedy="Correct it.")

@@ -1,0 +1,73 @@
+"""Sums and moments over the masked entries of a mini-batch, global over ranks and without a host synchronisation."""
+
+import torch
+from torch import Tensor
+
+from lit_qrl.types import AllReduce, no_all_reduce
+
+
+def as_float(value: Tensor) -> Tensor:
+    """Return `value` in at least fp32: half types are raised, float64 stays.
+
+    >>> as_float(torch.zeros(1, dtype=torch.bfloat16)).dtype
+    torch.float32
+    """
+    return value.float() if value.dtype.itemsize < 4 or not value.is_floating_point() else value
+
+
+def require_tokens(mask: Tensor) -> None:
+    """Raise `ValueError` when the completions have no column at all; known from the shape, so it costs nothing."""
+    if mask.shape[-1] == 0:
+        raise ValueError(
+            f"The completions are empty. Expected: at least one column of tokens. Given: a mask of shape "
+            f"{tuple(mask.shape)}. Drop empty batches before correcting them."
+        )
+
+
+def masked(mask: Tensor, value: Tensor, fill: float = 0.0) -> Tensor:
+    """Return `value` where `mask` is True and `fill` elsewhere, whatever stood there (NaN too).
+
+    >>> masked(torch.tensor([True, False]), torch.tensor([2.0, float("nan")]))
+    tensor([2., 0.])
+    """
+    return torch.where(mask, value, fill)
+
+
+def masked_sums(mask: Tensor, *values: Tensor, all_reduce: AllReduce = no_all_reduce) -> Tensor:
+    """Return the number of True entries followed by the sum of each value over them, in one vector.
+
+    One kernel and one collective for all values: small launches are what these statistics cost.
+
+    >>> masked_sums(torch.tensor([True, False]), torch.tensor([2.0, 9.0]))
+    tensor([1., 2.])
+    """
+    stacked = torch.stack([torch.ones_like(values[0]), *values])
+    return all_reduce(masked(mask, stacked).flatten(1).sum(dim=1))
+
+
+def row_sums(mask: Tensor, value: Tensor) -> Tensor:
+    """Return the sum of `value` over the True entries of each row: "b t" -> " b".
+
+    >>> row_sums(torch.tensor([[True, True], [True, False]]), torch.ones(2, 2))
+    tensor([2., 1.])
+    """
+    return masked(mask, value).sum(dim=1)
+
+
+def row_means(mask: Tensor, value: Tensor) -> Tensor:
+    """Return the mean of `value` over the True entries of each row, 0 for a row without any: "b t" -> " b".
+
+    >>> row_means(torch.tensor([[True, True], [False, False]]), torch.tensor([[1.0, 3.0], [7.0, 7.0]]))
+    tensor([2., 0.])
+    """
+    return row_sums(mask, value) / mask.sum(dim=1).clamp(min=1)
+
+
+def largest(mask: Tensor, value: Tensor, all_reduce: AllReduce = no_all_reduce) -> Tensor:
+    """Return the maximum of `value` over the True entries, −inf if there is none."""
+    return all_reduce(masked(mask, value, -torch.inf).amax(), op="max")
+
+
+def smallest(mask: Tensor, value: Tensor, all_reduce: AllReduce = no_all_reduce) -> Tensor:
+    """Return the minimum of `value` over the True entries, +inf if there is none."""
+    return all_reduce(masked(mask, value, torch.inf).amin(), op="min")

@@ -1,0 +1,138 @@
+"""Adaptive importance sampling (AIS): how strongly to correct, decided from each mini-batch."""
+
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lit_qrl.functional._checks import check_ais, check_band
+from lit_qrl.functional._statistics import as_float, masked, masked_sums, require_tokens, row_sums
+from lit_qrl.types import AllReduce, no_all_reduce
+
+Level = Literal["token", "sequence"]
+
+
+class AISGate(NamedTuple):
+    """The mixing coefficient and what it is made of, 0-dim tensors; numbers in brackets are AIS equations.
+
+    Args:
+        alpha: clip(reliability − sensitivity · variance_penalty, 0, 1) · necessity (17).
+        reliability: α_ess = sqrt(ess_ratio) (12).
+        necessity: α_mis = min(1, mean_abs_log_ratio / saturation) (14).
+        variance_penalty: α_var = max(0, (amplification − tolerance) / tolerance) (16).
+        amplification: Δσ = std(A·w̄) / (std(A) + eps) (15).
+        mean_abs_log_ratio: d̄, nats (13).
+        ess_ratio: 1 / (1 + CV²) of the clipped weights (12).
+        truncated: share of the weights above the clip.
+    """
+
+    alpha: Float[Tensor, ""]
+    reliability: Float[Tensor, ""]
+    necessity: Float[Tensor, ""]
+    variance_penalty: Float[Tensor, ""]
+    amplification: Float[Tensor, ""]
+    mean_abs_log_ratio: Float[Tensor, ""]
+    ess_ratio: Float[Tensor, ""]
+    truncated: Float[Tensor, ""]
+
+
+def ais_gate(
+    d: Float[Tensor, "b t"],
+    mask: Bool[Tensor, "b t"],
+    advantages: Float[Tensor, " b"],
+    clip: float = 5.0,
+    saturation: float = 0.02,
+    tolerance: float = 1.2,
+    sensitivity: float = 1.0,
+    eps: float = 1e-6,
+    *,
+    level: Level = "token",
+    all_reduce: AllReduce = no_all_reduce,
+) -> AISGate:
+    """Return the mixing coefficient α of one mini-batch and its three signals.
+
+    AIS eqs. 12–17 with sample standard deviations (ddof = 1) over masked tokens; an advantage counts once per token.
+    d̄ is the mean |Δ log p| of eq. 13, not the E|Δp| that the text under Fig. 4 equates with it. The paper gives no
+    value for β, here `sensitivity`. Detached. With `level="sequence"` weights are e^(Σ d) and their statistics run
+    over sequences; d̄ stays per token, as eq. 13 says.
+
+    Args:
+        d: "b t", nats.
+        mask: completion tokens that count.
+        advantages: " b".
+        clip: C >= 1, bound of the weights (10).
+        saturation: δ > 0, the mean |log-ratio| from which the correction is in full force (14), nats.
+        tolerance: γ > 0, the amplification that is let pass (16).
+        sensitivity: β >= 0, how much the variance penalty counts (17).
+        eps: ε > 0, added to std(A) (15).
+        level: what one weight belongs to.
+        all_reduce: makes all sums global over ranks.
+
+    Raises:
+        ConfigError: a parameter out of range.
+
+    >>> d, mask = torch.tensor([[0.01, -0.01]]), torch.ones(1, 2, dtype=torch.bool)
+    >>> round(float(ais_gate(d, mask, torch.tensor([1.0])).necessity), 4)
+    0.5
+    """
+    check_ais(clip, saturation, tolerance, sensitivity, eps, level)
+    require_tokens(mask)
+    d = as_float(d.detach())
+    advantages = as_float(advantages.detach())
+    tokens, abs_sum = masked_sums(mask, d.abs(), all_reduce=all_reduce)
+    mean_abs = abs_sum / tokens.clamp(min=1)
+    if level == "sequence":
+        d, mask = row_sums(mask, d)[:, None], mask.any(dim=1, keepdim=True)
+    ratio = d.exp()
+    w = ratio.clamp(max=clip)
+    a = advantages[:, None].to(w.dtype).expand_as(w)
+    count, *sums = masked_sums(mask, w, a, a * w, (ratio > clip).to(w.dtype), all_reduce=all_reduce).unbind()
+    count = count.clamp(min=1)
+    mean_w, mean_a, mean_aw, truncated = (total / count for total in sums)
+    # Weights relative to their mean: CV² without the underflow of mean². All weights 0 counts as all equal.
+    relative = torch.where(mean_w > 0, w / mean_w, 1.0)
+    squares = masked_sums(
+        mask, (relative - 1).square(), (a - mean_a).square(), (a * w - mean_aw).square(), all_reduce=all_reduce
+    )
+    cv2, var_a, var_aw = (squares[1:] / (count - 1).clamp(min=1)).unbind()
+    ess_ratio = 1 / (1 + cv2)
+    reliability = ess_ratio.sqrt()
+    necessity = (mean_abs / saturation).clamp(max=1)
+    amplification = var_aw.sqrt() / (var_a.sqrt() + eps)
+    variance_penalty = ((amplification - tolerance) / tolerance).clamp(min=0)
+    alpha = (reliability - sensitivity * variance_penalty).clamp(0, 1) * necessity
+    return AISGate(alpha, reliability, necessity, variance_penalty, amplification, mean_abs, ess_ratio, truncated)
+
+
+def ais_weights(
+    d: Float[Tensor, "b t"],
+    mask: Bool[Tensor, "b t"],
+    alpha: float | Float[Tensor, ""],
+    clip: float = 5.0,
+    *,
+    level: Level = "token",
+) -> Float[Tensor, "b t"]:
+    """Return the rectification weights 1 + α (min(e^d, C) − 1), AIS eq. 18.
+
+    At most 1 + α (C − 1) (Proposition 2); α = 0 is no correction, α = 1 is truncated importance sampling.
+
+    Args:
+        d: "b t", nats.
+        mask: completion tokens that count.
+        alpha: in [0, 1], from `ais_gate`.
+        clip: C >= 1.
+        level: "sequence" takes e^(Σ d) instead, on every token of the sequence.
+
+    Raises:
+        ConfigError: a clip below 1.
+
+    >>> ais_weights(torch.tensor([[3.0]]), torch.ones(1, 1, dtype=torch.bool), 0.5)
+    tensor([[3.]])
+    """
+    check_band(0.0, clip, what="The clip of AIS")
+    require_tokens(mask)
+    d = as_float(d.detach())
+    if level == "sequence":
+        d = row_sums(mask, d)[:, None]
+    return masked(mask, 1 + alpha * (d.exp().clamp(max=clip) - 1), 1.0)

@@ -1,0 +1,85 @@
+"""Advantages from the rewards of groups of completions, and the shaping of rewards that comes before."""
+
+from typing import Literal
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lit_qrl.functional._statistics import as_float
+from lit_qrl.types import AllReduce, no_all_reduce
+
+
+def group_advantages(
+    rewards: Float[Tensor, " b"],
+    group_size: int,
+    scale: Literal["group", "batch", "none"] = "group",
+    eps: float = 1e-6,
+    *,
+    all_reduce: AllReduce = no_all_reduce,
+) -> Float[Tensor, " b"]:
+    """Return each completion's reward minus its group's mean, scaled.
+
+    A_i = (r_i − mean(r)) / (std(r) + eps); `scale="group"` is GRPO (QaRL §2.1), "none" is Dr.GRPO (AIS eq. 3). A
+    group of equal rewards gives exactly 0: rounding of its mean is not blown up by eps.
+
+    Args:
+        rewards: " b", the rewards of whole groups one after another.
+        group_size: completions per prompt, at least 2.
+        scale: the sample standard deviation (ddof = 1) that divides: of the group, of the batch, or none.
+        eps: added to the standard deviation.
+        all_reduce: makes the batch's standard deviation global over ranks.
+
+    Raises:
+        ValueError: `group_size` below 2, or not a divisor of `b`; an unknown `scale`.
+
+    >>> import torch
+    >>> group_advantages(torch.tensor([1.0, 0.0, 3.0, 3.0]), 2, scale="none")
+    tensor([ 0.5000, -0.5000,  0.0000,  0.0000])
+    """
+    if group_size < 2:
+        raise ValueError(
+            f"A group of one has no baseline: its advantage is always 0. Expected: group_size >= 2. "
+            f"Given: {group_size}. Draw several completions per prompt."
+        )
+    if rewards.shape[0] % group_size:
+        raise ValueError(
+            f"The batch holds a part of a group. Expected: a multiple of group_size = {group_size}. "
+            f"Given: {rewards.shape[0]} rewards. Pass whole groups."
+        )
+    if scale not in ("group", "batch", "none"):
+        raise ValueError(f"Unknown scale of advantages. Expected: group, batch or none. Given: {scale}. Correct it.")
+    rewards = as_float(rewards)
+    groups = rewards.view(-1, group_size)
+    varied = groups.amax(dim=1, keepdim=True) > groups.amin(dim=1, keepdim=True)
+    centred = (groups - groups.mean(dim=1, keepdim=True)) * varied
+    if scale == "group":
+        centred = centred / (groups.std(dim=1, keepdim=True) + eps)
+    elif scale == "batch":
+        count = all_reduce(rewards.new_full((), rewards.numel()))
+        mean = all_reduce(rewards.sum()) / count
+        variance = all_reduce((rewards - mean).square().sum()) / (count - 1).clamp(min=1)
+        centred = centred / (variance.sqrt() + eps)
+    return centred.flatten()
+
+
+def overlong_penalty(lengths: Int[Tensor, " b"], limit: int, cache: int, factor: float = 1.0) -> Float[Tensor, " b"]:
+    """Return the soft over-long penalty to add to each reward, in [−factor, 0].
+
+    0 up to `limit − cache` tokens, then linear down to −factor at `limit` (DAPO eq. 13, as named in QaRL §5).
+
+    Args:
+        lengths: " b", tokens of each completion.
+        limit: the completion limit, in tokens.
+        cache: tokens over which the penalty grows, in [1, limit].
+        factor: the largest penalty, in units of reward.
+
+    Raises:
+        ValueError: `cache` outside [1, limit].
+
+    >>> import torch
+    >>> overlong_penalty(torch.tensor([6, 9, 10]), limit=10, cache=4)
+    tensor([-0.0000, -0.7500, -1.0000])
+    """
+    if not 1 <= cache <= limit:
+        raise ValueError(f"The penalty's range must fit. Expected: 1 <= cache <= {limit}. Given: {cache}. Correct it.")
+    return -factor * ((lengths - (limit - cache)) / cache).clamp(0.0, 1.0)

@@ -1,0 +1,331 @@
+"""Importance weights and rejections for the mismatch between learner and sampler.
+
+`d` is the log-ratio learner_old − sampler, "b t", in nats, exactly 0 where `mask` is False. Weights are 1 and keeps
+True where `mask` is False. Every band holds 1, so that equal policies give weights of exactly 1.0. A sequence
+without tokens has ratio 1. Log-ratios are never clamped: e^d of a non-finite or huge `d` is what it is.
+"""
+
+import math
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lit_qrl.functional._checks import Bound, check_band, check_delta, check_veto
+from lit_qrl.functional._statistics import as_float, largest, masked, masked_sums, require_tokens, row_means, row_sums
+from lit_qrl.functional.adaptive import AISGate, ais_gate, ais_weights
+from lit_qrl.types import AllReduce, no_all_reduce
+
+Weights = Float[Tensor, "b t"]
+
+__all__ = [
+    "AISGate",
+    "adaptive_upper",
+    "ais_gate",
+    "ais_weights",
+    "batch_normalized",
+    "geometric_keep",
+    "geometric_masked",
+    "geometric_truncated",
+    "log_ratio",
+    "opsm_keep",
+    "sequence_masked",
+    "sequence_truncated",
+    "token_masked",
+    "token_truncated",
+    "token_veto",
+]
+
+
+def log_ratio(
+    learner: Float[Tensor, "b t"], sampler: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"]
+) -> Float[Tensor, "b t"]:
+    """Return d = learner − sampler per token, detached, exactly 0 where `mask` is False.
+
+    log w_mismatch of QaRL eq. 3, log ρ_t of AIS eq. 7.
+
+    Args:
+        learner: "b t", nats, of the learner that is to be followed (learner_old).
+        sampler: "b t", nats, of the engine.
+        mask: completion tokens that count.
+
+    >>> log_ratio(torch.tensor([[-1.0, -9.0]]), torch.tensor([[-1.5, 0.0]]), torch.tensor([[True, False]]))
+    tensor([[0.5000, 0.0000]])
+    """
+    return masked(mask, as_float(learner.detach()) - as_float(sampler.detach()))
+
+
+def _sequence(d: Tensor, mask: Tensor) -> Tensor:
+    require_tokens(mask)
+    return row_sums(mask, as_float(d))[:, None]
+
+
+def _geometric(d: Tensor, mask: Tensor) -> Tensor:
+    require_tokens(mask)
+    return row_means(mask, as_float(d))[:, None]
+
+
+def _truncate(log_weights: Tensor, mask: Tensor, upper: Bound, lower: float | None) -> Tensor:
+    bottom = check_band(lower, upper)
+    weights = log_weights.exp()
+    weights = torch.minimum(weights, upper) if isinstance(upper, Tensor) else weights.clamp(max=upper)
+    weights = torch.maximum(weights, bottom) if isinstance(bottom, Tensor) else weights.clamp(min=bottom)
+    return masked(mask, weights, 1.0)
+
+
+def _inside(log_weights: Tensor, lower: float | None, upper: Bound) -> tuple[Tensor, Tensor]:
+    bottom = check_band(lower, upper)
+    weights = log_weights.exp()
+    return weights, (weights >= bottom) & (weights <= upper)
+
+
+def _zero_outside(log_weights: Tensor, mask: Tensor, lower: float | None, upper: Bound) -> Tensor:
+    weights, inside = _inside(log_weights, lower, upper)
+    return masked(mask, torch.where(inside, weights, 0.0), 1.0)
+
+
+def token_truncated(d: Weights, mask: Bool[Tensor, "b t"], upper: Bound = 2.0, lower: float | None = 0.0) -> Weights:
+    """Return e^d per token, clamped into [lower, upper]: truncated importance sampling (TIS).
+
+    min(ρ_t, C), AIS eq. 8 (FlashRL); survey "Token-TIS". With upper = inf it is the untruncated form of NeMo-RL.
+
+    Args:
+        d: "b t", nats.
+        mask: completion tokens that count.
+        upper: C >= 1; 0-dim tensors are taken as measured bounds.
+        lower: in [0, 1]; None is 1/upper.
+
+    Raises:
+        ConfigError: the band does not hold 1.
+
+    >>> token_truncated(torch.tensor([[0.0, 3.0, -1.0]]), torch.ones(1, 3, dtype=torch.bool))
+    tensor([[1.0000, 2.0000, 0.3679]])
+    """
+    require_tokens(mask)
+    return _truncate(as_float(d), mask, upper, lower)
+
+
+def token_masked(d: Weights, mask: Bool[Tensor, "b t"], lower: float | None, upper: Bound) -> Weights:
+    """Return e^d per token inside [lower, upper] and 0 outside: masked importance sampling (MIS), IcePop.
+
+    I(lower <= ρ_t <= upper)·ρ_t, survey "Token-level MIS". A weight of 0 stays in the loss's denominator.
+
+    Args:
+        d: "b t", nats.
+        mask: completion tokens that count.
+        lower: in [0, 1]; None is 1/upper.
+        upper: at least 1.
+
+    Raises:
+        ConfigError: the band does not hold 1.
+
+    >>> token_masked(torch.tensor([[0.0, 3.0, -1.0]]), torch.ones(1, 3, dtype=torch.bool), None, 2.0)
+    tensor([[1., 0., 0.]])
+    """
+    require_tokens(mask)
+    return _zero_outside(as_float(d), mask, lower, upper)
+
+
+def sequence_truncated(d: Weights, mask: Bool[Tensor, "b t"], upper: Bound = 5.0, lower: float | None = 0.0) -> Weights:
+    """Return e^(Σ d) of the sequence, clamped into [lower, upper], on each of its tokens.
+
+    min(Π_t ρ_t, C), survey "Sequence-TIS".
+
+    Args:
+        d: "b t", nats.
+        mask: completion tokens that count.
+        upper: C >= 1, or the 0-dim tensor of `adaptive_upper`.
+        lower: in [0, 1]; None is 1/upper.
+
+    Raises:
+        ConfigError: the band does not hold 1.
+
+    >>> import math
+    >>> d = torch.full((1, 10), math.log(1.1))
+    >>> round(float(sequence_truncated(d, torch.ones(1, 10, dtype=torch.bool))[0, 0]), 2)
+    2.59
+    """
+    return _truncate(_sequence(d, mask), mask, upper, lower)
+
+
+def sequence_masked(d: Weights, mask: Bool[Tensor, "b t"], lower: float | None, upper: Bound) -> Weights:
+    """Return e^(Σ d) of the sequence inside [lower, upper] and 0 outside, on each of its tokens.
+
+    I(ρ <= C)·ρ, survey "Sequence-MIS" with lower = 0.
+
+    Args:
+        d: "b t", nats.
+        mask: completion tokens that count.
+        lower: in [0, 1]; None is 1/upper.
+        upper: at least 1.
+
+    Raises:
+        ConfigError: the band does not hold 1.
+
+    >>> sequence_masked(torch.tensor([[1.0, 1.0]]), torch.ones(1, 2, dtype=torch.bool), 0.0, 5.0)
+    tensor([[0., 0.]])
+    """
+    return _zero_outside(_sequence(d, mask), mask, lower, upper)
+
+
+def geometric_truncated(d: Weights, mask: Bool[Tensor, "b t"], upper: Bound, lower: float | None = 0.0) -> Weights:
+    """Return e^(mean d) of the sequence, clamped into [lower, upper], on each of its tokens.
+
+    ρ^(1/T), survey "Geo-RS", used as a weight: w_seq-mismatch of QaRL §3.2 with lower = 1/upper.
+
+    Args:
+        d: "b t", nats.
+        mask: completion tokens that count.
+        upper: at least 1.
+        lower: in [0, 1]; None is 1/upper.
+
+    Raises:
+        ConfigError: the band does not hold 1.
+
+    >>> geometric_truncated(torch.tensor([[1.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool), 2.0)
+    tensor([[1.6487, 1.6487]])
+    """
+    return _truncate(_geometric(d, mask), mask, upper, lower)
+
+
+def geometric_masked(d: Weights, mask: Bool[Tensor, "b t"], lower: float | None, upper: Bound) -> Weights:
+    """Return e^(mean d) of the sequence inside [lower, upper] and 0 outside, on each of its tokens.
+
+    Args:
+        d: "b t", nats.
+        mask: completion tokens that count.
+        lower: in [0, 1]; None is 1/upper.
+        upper: at least 1.
+
+    Raises:
+        ConfigError: the band does not hold 1.
+
+    >>> geometric_masked(torch.tensor([[1.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool), None, 1.5)
+    tensor([[0., 0.]])
+    """
+    return _zero_outside(_geometric(d, mask), mask, lower, upper)
+
+
+def geometric_keep(d: Weights, mask: Bool[Tensor, "b t"], lower: float | None, upper: Bound) -> Bool[Tensor, "b t"]:
+    """Return True on all tokens of a sequence whose e^(mean d) lies inside [lower, upper]: Geo-RS.
+
+    I(C_low <= ρ^(1/T) <= C_high), survey "Geo-RS". The bounds are on the ratio itself.
+
+    Args:
+        d: "b t", nats.
+        mask: completion tokens that count.
+        lower: in [0, 1]; None is 1/upper.
+        upper: at least 1.
+
+    Raises:
+        ConfigError: the band does not hold 1.
+
+    >>> geometric_keep(torch.tensor([[0.1, 0.1]]), torch.ones(1, 2, dtype=torch.bool), None, 1.01)
+    tensor([[False, False]])
+    """
+    return _inside(_geometric(d, mask), lower, upper)[1] | ~mask
+
+
+def token_veto(d: Weights, mask: Bool[Tensor, "b t"], threshold: float = 1e-4) -> Bool[Tensor, "b t"]:
+    """Return False on all tokens of a sequence in which any token's ratio e^d is below the threshold.
+
+    The "catastrophic token" veto of the survey's implementations.
+
+    Args:
+        d: "b t", nats.
+        mask: completion tokens that count.
+        threshold: on the ratio, in (0, 1).
+
+    Raises:
+        ConfigError: a threshold outside (0, 1).
+
+    >>> token_veto(torch.tensor([[0.0, -10.0]]), torch.ones(1, 2, dtype=torch.bool))
+    tensor([[False, False]])
+    """
+    check_veto(threshold)
+    require_tokens(mask)
+    vetoed = ((as_float(d) < math.log(threshold)) & mask).any(dim=1, keepdim=True)
+    return ~vetoed | ~mask
+
+
+def opsm_keep(
+    d: Weights, mask: Bool[Tensor, "b t"], advantages: Float[Tensor, " b"], delta: float
+) -> Bool[Tensor, "b t"]:
+    """Return False on all tokens of a sequence with a negative advantage that drifted off policy.
+
+    Keep if A >= 0 or mean_t(sampler − learner_old) <= delta: the off-policy sequence mask of recent peers, on the
+    learner at the moment of the rollout (theirs compares with the learner of the current step).
+
+    Args:
+        d: "b t", nats.
+        mask: completion tokens that count.
+        advantages: " b".
+        delta: mean drift, nats per token, positive.
+
+    Raises:
+        ConfigError: `delta` not positive.
+
+    >>> opsm_keep(torch.tensor([[-0.2], [-0.2]]), torch.ones(2, 1, dtype=torch.bool), torch.tensor([1.0, -1.0]), 0.1)
+    tensor([[ True],
+            [False]])
+    """
+    check_delta(delta)
+    drift = -_geometric(d, mask)
+    return (advantages[:, None] >= 0) | (drift <= delta) | ~mask
+
+
+def adaptive_upper(d: Weights, mask: Bool[Tensor, "b t"], all_reduce: AllReduce = no_all_reduce) -> Float[Tensor, ""]:
+    """Return the truncation bound for sequence ratios that minimises the survey's bound on the error.
+
+    C* = sqrt(2 (1 + χ²)) with 1 + χ² = E[ρ²], ρ = e^(Σ d), over the batch's non-empty sequences (survey,
+    "Sequence-TIS"). Computed from log-sum-exp, so that it overflows only where C* itself does.
+
+    Args:
+        d: "b t", nats.
+        mask: completion tokens that count.
+        all_reduce: makes the mean global over ranks.
+
+    >>> round(float(adaptive_upper(torch.zeros(3, 4), torch.ones(3, 4, dtype=torch.bool))), 4)
+    1.4142
+    """
+    doubled = 2.0 * _sequence(d, mask)[:, 0]
+    rows = mask.any(dim=1)
+    top = largest(rows, doubled, all_reduce).clamp(min=torch.finfo(doubled.dtype).min)
+    count, total = masked_sums(rows, (doubled - top).exp(), all_reduce=all_reduce)
+    log_second_moment = top + total.log() - count.log()
+    # A batch without any sequence has nothing to correct: C* of equal policies.
+    return torch.where(count > 0, (0.5 * (math.log(2.0) + log_second_moment)).exp(), math.sqrt(2.0))
+
+
+def batch_normalized(
+    weights: Weights,
+    mask: Bool[Tensor, "b t"],
+    level: str = "token",
+    *,
+    all_reduce: AllReduce = no_all_reduce,
+) -> Weights:
+    """Return weights divided by their mean over the batch's tokens, or over its sequences.
+
+    w / mean(w): self-normalised importance sampling (survey, "Seq-IS"). Weights that are all 0 stay as they are.
+
+    Args:
+        weights: "b t".
+        mask: completion tokens that count.
+        level: "token" for the mean over tokens, "sequence" for the mean over sequences of the token mean.
+        all_reduce: makes the mean global over ranks.
+
+    Raises:
+        ValueError: an unknown level.
+
+    >>> batch_normalized(torch.tensor([[1.0, 3.0]]), torch.ones(1, 2, dtype=torch.bool))
+    tensor([[0.5000, 1.5000]])
+    """
+    weights = as_float(weights)
+    if level == "token":
+        count, total = masked_sums(mask, weights, all_reduce=all_reduce)
+    elif level == "sequence":
+        count, total = masked_sums(mask.any(dim=1), row_means(mask, weights), all_reduce=all_reduce)
+    else:
+        raise ValueError(f"Unknown level of normalisation. Expected: token or sequence. Given: {level}. Correct it.")
+    mean = total / count.clamp(min=1)
+    return masked(mask, weights / torch.where(mean > 0, mean, 1.0), 1.0)
