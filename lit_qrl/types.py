@@ -28,6 +28,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from lit_qrl.precision.formats.base import NumberFormat
+    from lit_qrl.rollout.receipt import ReceivedLedger
 
 FinishReason = Literal["stop", "length"]
 
@@ -239,9 +240,11 @@ class PublishReport:
         seconds: wall time of the whole publish.
         bytes: bytes of all tensors that were sent.
         layers: for every tensor name of the model, the name of the format actually loaded.
+        received: what the engine's modules hold, to be compared with what was sent; None where it keeps no record.
     """
 
     version: int
     seconds: float
     bytes: int
     layers: dict[str, str]
+    received: "ReceivedLedger | None" = None

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from lit_qrl.types import Completion, PublishReport, SamplingParams
@@ -36,6 +37,14 @@ class RolloutEngine(ABC):
 
     policy: Any = None
     version: int = -1
+    holds_one_format: bool = False
+    """True for an engine whose modules are built for one format; it also evaluates in that one."""
+    plain_dtype: torch.dtype | None = None
+    """The dtype in which plain tensors must be sent; None takes what comes."""
+    prompt_limit: int | None = None
+    """Longest prompt in tokens, set by the data module before `validate`."""
+    exclude: tuple[str, ...] = ()
+    """Name patterns of linear layers that stay plain, set by the publisher before `setup`."""
 
     def validate(self, format: "NumberFormat | None", sampling: SamplingParams) -> None:  # noqa: B027
         """Raise `ConfigError` for what cannot work on this host; called before any weight is loaded."""
@@ -77,6 +86,10 @@ class RolloutEngine(ABC):
 
     def read_back(self, name: str) -> Tensor | None:
         """Return the loaded tensor of that checkpoint name, or None where the engine repacks its layout."""
+        return None
+
+    def read_columns(self, layer: str, columns: Sequence[int]) -> Tensor | None:
+        """Return columns ("out columns") of a layer's weight as its GEMM multiplies with them, or None if unknown."""
         return None
 
     def load_adapter(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> PublishReport:

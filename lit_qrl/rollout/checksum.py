@@ -1,0 +1,130 @@
+"""Checksums of tensors that see every bit and every position, computed where the tensor lives."""
+
+import math
+
+import torch
+from torch import Tensor
+
+# Odd constants of a 64-bit integer mix (the golden ratio, and the two of the splitmix64 generator), as signed integers.
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+MIX_A, MIX_B = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+# Keeps the weights of column positions apart from those of row positions.
+COLUMN_OFFSET = 1 << 40
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """Return the bits of `tensor` as an integer matrix whose width depends on the number of bytes alone.
+
+    >>> as_matrix(torch.zeros(6, 4, dtype=torch.float32)).shape
+    torch.Size([3, 4])
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    size = flat.numel() * flat.element_size()
+    width = next(width for width in (8, 4, 2, 1) if size % width == 0)
+    dtype = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]
+    if flat.storage_offset() * flat.element_size() % width:
+        flat = flat.clone()
+    bits = flat.view(dtype)
+    count = max(bits.numel(), 1)
+    # About a square: then the sums over rows and over columns are both short.
+    columns = math.gcd(count, 1 << max(count.bit_length() // 2, 1))
+    return bits.view(-1, columns)
+
+
+def position_weights(start: int, count: int, device: torch.device) -> Tensor:
+    """Return odd pseudo-random int64 multipliers of the positions `start` … `start + count − 1` (splitmix64)."""
+    x = (torch.arange(start + 1, start + count + 1, device=device, dtype=torch.int64)) * GOLDEN
+    x = (x ^ _shift(x, 30)) * MIX_A
+    x = (x ^ _shift(x, 27)) * MIX_B
+    return (x ^ _shift(x, 31)) | 1
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+class Checksums:
+    """Collects tensors and returns for each a 64-bit checksum and whether it is finite, in one transfer per device.
+
+    The bits, as integers x_ij of a matrix that is about square, are summed modulo 2⁶⁴ over its rows and over its
+    columns, and the sums weighted with pseudo-random odd numbers by position: Σ_i u_i Σ_j x_ij + Σ_j v_j Σ_i x_ij.
+    Two plain reductions per tensor read it twice and hold nothing of its size. A changed value, exchanged elements,
+    rows or columns, a transposed block and a change of sign all move the result.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._sums: list[tuple[Tensor, Tensor]] = []
+        self._extremes: list[tuple[str, Tensor]] = []
+        self._unchecked = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Remember the sums of one tensor; nothing waits for the device."""
+        bits = as_matrix(tensor)
+        self._names.append(name)
+        self._sums.append((bits.sum(dim=1, dtype=torch.int64), bits.sum(dim=0, dtype=torch.int64)))
+        if tensor.is_floating_point() and tensor.numel():
+            self._extremes.append((name, _extremes(tensor.detach())))
+
+    def first_non_finite(self) -> str | None:
+        """Return the first name added since the last call whose tensor holds NaN or infinity, or None."""
+        fresh, self._unchecked = self._extremes[self._unchecked :], len(self._extremes)
+        for (name, _), finite in zip(fresh, _finite([value for _, value in fresh]), strict=True):
+            if not finite:
+                return name
+        return None
+
+    def finish(self) -> dict[str, tuple[int, bool]]:
+        """Return (checksum, finite) by name."""
+        finite = dict.fromkeys(self._names, True)
+        finite.update(zip((n for n, _ in self._extremes), _finite([value for _, value in self._extremes]), strict=True))
+        result: dict[str, tuple[int, bool]] = {}
+        by_device: dict[torch.device, list[int]] = {}
+        for index, (rows, _) in enumerate(self._sums):
+            by_device.setdefault(rows.device, []).append(index)
+        for device, members in by_device.items():
+            sums = torch.zeros(len(members), dtype=torch.int64, device=device)
+            for axis, offset in ((0, 0), (1, COLUMN_OFFSET)):
+                parts = [self._sums[index][axis] for index in members]
+                lengths = [len(part) for part in parts]
+                table = position_weights(offset, max(lengths), device)
+                weights = torch.cat([table[:length] for length in lengths])
+                owner = torch.repeat_interleave(
+                    torch.arange(len(members), device=device), torch.tensor(lengths, device=device)
+                )
+                sums.index_add_(0, owner, torch.cat(parts) * weights)
+            for index, value in zip(members, sums.tolist(), strict=True):
+                result[self._names[index]] = value, finite[self._names[index]]
+        return {name: result[name] for name in self._names}
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return the checksum of one tensor's bits.
+
+    >>> a = torch.arange(6.0).view(2, 3)
+    >>> checksum(a) == checksum(a.clone()), checksum(a) == checksum(a.flip(0))
+    (True, False)
+    """
+    collected = Checksums()
+    collected.add("tensor", tensor)
+    return collected.finish()["tensor"][0]
+
+
+def _extremes(tensor: Tensor) -> Tensor:
+    """Return two numbers that are finite exactly when all of `tensor` is."""
+    if tensor.element_size() > 1:
+        return torch.stack(torch.aminmax(tensor)).float()
+    if tensor.dtype == torch.float8_e4m3fn:  # no infinity; NaN is a code with all seven lower bits set
+        codes = tensor.view(torch.uint8).bitwise_and(0x7F)
+        return torch.stack(torch.aminmax(codes)).float().masked_fill_(codes.amax() == 0x7F, float("nan"))
+    if tensor.dtype == torch.float8_e8m0fnu:  # a power of two; NaN is the last code
+        codes = tensor.view(torch.uint8)
+        return torch.stack(torch.aminmax(codes)).float().masked_fill_(codes.amax() == 0xFF, float("nan"))
+    return torch.stack(torch.aminmax(tensor.float()))
+
+
+def _finite(extremes: list[Tensor]) -> list[bool]:
+    if not extremes:
+        return []
+    device = extremes[0].device
+    return torch.stack([value.to(device) for value in extremes]).isfinite().all(dim=1).tolist()
