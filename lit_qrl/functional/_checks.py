@@ -84,3 +84,61 @@ def check_ais(
             raise ConfigError(f"{name} of AIS is out of range.", expected=expected, given=value, remedy=remedy)
     if level not in ("token", "sequence"):
         raise ConfigError("level of AIS is unknown.", expected="token or sequence", given=level, remedy="Correct it.")
+
+
+def check_clip(**bounds: float | None) -> None:
+    """Raise `ConfigError` for a clip that is negative, or a lower one above 1 (ratios are positive)."""
+    for name, value in bounds.items():
+        top = 1.0 if "low" in name else float("inf")
+        if value is not None and not 0.0 <= value <= top:
+            raise ConfigError(
+                f"{name} is out of range.",
+                expected=f"0 <= {name} <= {top}",
+                given=value,
+                remedy="Give the distance from 1: 0.2 clips at 0.8 or 1.2.",
+            )
+
+
+def check_dual_clip(dual_clip: float | None) -> None:
+    """Raise `ConfigError` unless the dual clip is above 1."""
+    if dual_clip is not None and not dual_clip > 1.0:
+        raise ConfigError(
+            "dual_clip bounds the ratio of negative samples.",
+            expected="dual_clip > 1",
+            given=dual_clip,
+            remedy="Give the largest ratio to follow, such as 3.0, or null for none.",
+        )
+
+
+def check_mismatch_cap(mismatch_cap: float) -> None:
+    """Raise `ConfigError` unless the cap of TBPO's mismatch weight is above 1."""
+    if not mismatch_cap > 1.0:
+        raise ConfigError(
+            "mismatch_cap bounds the mismatch weight from both sides.",
+            expected="mismatch_cap > 1",
+            given=mismatch_cap,
+            remedy="Give the largest weight, such as 2.0.",
+        )
+
+
+def check_temperatures(*temperatures: float) -> None:
+    """Raise `ConfigError` unless all temperatures of SAPO are positive."""
+    for temperature in temperatures:
+        if not temperature > 0:
+            raise ConfigError(
+                "A temperature of SAPO is out of range.",
+                expected="a positive number",
+                given=temperature,
+                remedy="The paper uses 1.0 for positive and 1.05 for negative samples.",
+            )
+
+
+def check_reduction(reduction: str) -> None:
+    """Raise `ConfigError` for an unknown reduction."""
+    if reduction not in ("sequence", "token", "constant"):
+        raise ConfigError(
+            "Unknown reduction of the loss.",
+            expected="sequence, token or constant",
+            given=reduction,
+            remedy="Correct reduction.",
+        )
