@@ -2,12 +2,29 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lit_qrl.types import QuantizedWeight
+
+
+@dataclass(slots=True)
+class PreparedWeight:
+    """A weight in the form that a GEMM takes, made once per publish and used by every call.
+
+    Args:
+        operand: the dequantized weight ("out in"), or the codes where the device multiplies those.
+        scale: what the product is multiplied by where the operand holds codes.
+        native: True when the device's own low-bit GEMM is used.
+    """
+
+    operand: Tensor
+    scale: Tensor | None = None
+    native: bool = False
 
 
 class NumberFormat(ABC):
@@ -17,9 +34,13 @@ class NumberFormat(ABC):
     """
 
     name: ClassVar[str]
-    quantizes_activations: ClassVar[bool] = False
     shares_amax: ClassVar[bool] = False
     """True when layers that the engine fuses (q, k, v; gate, up) must share one amax (a per-tensor or global scale)."""
+
+    @property
+    def quantizes_activations(self) -> bool:
+        """True when the GEMM's left operand is quantized too."""
+        return False
 
     @property
     @abstractmethod
@@ -37,9 +58,17 @@ class NumberFormat(ABC):
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight ("out in") that the codes stand for."""
 
-    @abstractmethod
-    def linear(self, x: Tensor, q: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    def prepare(self, q: QuantizedWeight, dtype: torch.dtype) -> PreparedWeight:
+        """Return the operand that `apply` multiplies inputs of `dtype` by; a weight-only format dequantizes."""
+        return PreparedWeight(self.dequantize(q, dtype))
+
+    def apply(self, x: Tensor, prepared: PreparedWeight, bias: Tensor | None = None) -> Tensor:
         """Return `x @ W.T + bias` in the format's own arithmetic: "... in" -> "... out", dtype of `x`."""
+        return F.linear(x, prepared.operand, bias)
+
+    def linear(self, x: Tensor, q: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+        """Return what `apply` does, preparing the weight for this one call."""
+        return self.apply(x, self.prepare(q, x.dtype), bias)
 
     @abstractmethod
     def export(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:

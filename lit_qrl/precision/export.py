@@ -1,0 +1,107 @@
+"""From the learner's named weights to the tensors of a quantized checkpoint, layer by layer."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from lit_qrl.precision.formats.base import NumberFormat
+from lit_qrl.precision.formats.dense import Dense
+from lit_qrl.precision.formats.numerics import require_finite
+from lit_qrl.precision.surgery import fused_group, fused_groups
+
+_WEIGHT = ".weight"
+
+
+@torch.no_grad()
+def export_tensors(
+    named: Iterable[tuple[str, Tensor]],
+    format: NumberFormat | None,
+    quantizable: Collection[str],
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield checkpoint names and tensors of a stream of weights, the given layers in `format`.
+
+    The weights of layers that engines fuse come out together, with one scale where the format shares it; no more
+    than the fused layers still incomplete are held, which is one when the stream is in the model's order.
+
+    Args:
+        named: checkpoint names and tensors of the plain model.
+        format: of the quantizable layers; None quantizes nothing.
+        quantizable: names of layers, without `.weight`.
+        dtype: what floating tensors outside these layers are cast to; None leaves them, and with a dense format
+            takes that format's dtype.
+
+    Raises:
+        ValueError: for a tensor with NaN or inf, a shape that does not fit, or a fused layer with a part missing.
+    """
+    if isinstance(format, Dense):
+        dtype = dtype or format.dtype
+    chosen = set(quantizable) if format is not None else set()
+    groups = fused_groups(name for name in quantizable if name in chosen)
+    waiting: dict[str, dict[str, Tensor]] = {}
+    seen: set[str] = set()
+    for name, tensor in named:
+        layer = name.removesuffix(_WEIGHT)
+        if format is None or layer not in chosen or not name.endswith(_WEIGHT):
+            yield name, _plain(name, tensor, dtype)
+            continue
+        seen.add(layer)
+        key = fused_group(layer)
+        parts = waiting.setdefault(key, {})
+        parts[layer] = tensor.detach()
+        if len(parts) == len(groups[key]):
+            yield from _quantized(waiting.pop(key), format)
+    missing = sorted(chosen - seen)
+    if missing:
+        held = f", while {', '.join(sorted(waiting))} waited for them" if waiting else ""
+        raise ValueError(
+            f"The stream of weights is incomplete. Expected: a weight for {', '.join(missing)}. "
+            f"Given: none{held}. Send every layer of the model in one publish."
+        )
+
+
+def _plain(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    tensor = tensor.detach()
+    if not tensor.is_floating_point():
+        return tensor
+    if dtype is not None:
+        tensor = tensor.to(dtype)
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError(
+            f"{name} holds NaN or inf and cannot be published. Expected: finite values. "
+            "Lower the learning rate, or let the guard veto non-finite gradients."
+        )
+    return tensor
+
+
+def _quantized(parts: dict[str, Tensor], format: NumberFormat) -> Iterator[tuple[str, Tensor]]:
+    for layer, tensor in parts.items():
+        format.check(layer, (tensor.shape[0], tensor.shape[1]))
+    shared = shared_amax(parts) if format.shares_amax and len(parts) > 1 else None
+    for layer in list(parts):
+        try:
+            q = format.quantize(parts.pop(layer), shared)
+        except ValueError as error:
+            raise ValueError(f"{layer}{_WEIGHT}: {error}") from None
+        yield from format.export(q, layer)
+
+
+def shared_amax(parts: Mapping[str, Tensor]) -> Tensor:
+    """Return the largest magnitude over the weights of one fused layer; refuse a weight that is not finite.
+
+    Args:
+        parts: layer names and weights.
+
+    >>> shared_amax({"q_proj": torch.tensor([[1.0]]), "k_proj": torch.tensor([[-3.0]])}).item()
+    3.0
+    """
+    amaxes = []
+    for layer, tensor in parts.items():
+        amax = tensor.detach().abs().amax()
+        try:
+            require_finite(amax)
+        except ValueError as error:
+            raise ValueError(f"{layer}{_WEIGHT}: {error}") from None
+        amaxes.append(amax)
+    return torch.stack([amax.to(amaxes[0].device) for amax in amaxes]).amax()

@@ -1,0 +1,113 @@
+"""The low-bit GEMMs of CUDA devices, and when they may be used."""
+
+from functools import lru_cache
+from math import ceil
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+BLOCK = 128
+# cuBLASLt wants leading dimensions of 8-bit operands in units of 16 bytes, and block scales padded to four columns.
+_ALIGNMENT = 16
+_SCALE_ALIGNMENT = 4
+# torch._int_mm on CUDA refuses fewer than 17 rows.
+_INT_MM_ROWS = 32
+
+
+@lru_cache
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def fp8_gemm(device: torch.device, shape: tuple[int, int]) -> bool:
+    """Return True when the device multiplies FP8 by FP8 (compute capability 8.9+) and the weight's shape fits."""
+    if device.type != "cuda" or not hasattr(F, "scaled_mm"):
+        return False
+    return _capability(device.index) >= (8, 9) and all(size % _ALIGNMENT == 0 for size in shape)
+
+
+def fp8_block_gemm(device: torch.device, shape: tuple[int, int]) -> bool:
+    """Return True when cuBLASLt has the 1×128 by 128×128 scaling: compute capability 9.0, CUDA 12.9."""
+    if not fp8_gemm(device, shape) or any(size % BLOCK for size in shape):
+        return False
+    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    return _capability(device.index) == (9, 0) and version >= (12, 9)
+
+
+def int8_gemm(device: torch.device, shape: tuple[int, int]) -> bool:
+    """Return True when `torch._int_mm` runs on the device's tensor cores and the weight's shape fits."""
+    return device.type == "cuda" and _capability(device.index) >= (8, 0) and all(size % 8 == 0 for size in shape)
+
+
+def scaled_mm(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return `(a · scale_a) @ (b · scale_b).T + bias` with scales per tensor (one element) or per row.
+
+    Args:
+        a: "m k", float8_e4m3fn.
+        scale_a: one fp32 number, or "m 1".
+        b: "n k", float8_e4m3fn.
+        scale_b: one fp32 number, or "n 1".
+        bias: " n", or None.
+        dtype: of the result.
+    """
+    # cuBLASLt mixes no granularities: when one operand has a scale per row, the other's single scale is repeated.
+    if scale_a.numel() == 1 and scale_b.numel() == 1:
+        recipe = F.ScalingType.TensorWise
+        scale_a, scale_b = scale_a.reshape(()), scale_b.reshape(())
+    else:
+        recipe = F.ScalingType.RowWise
+        scale_a = scale_a.reshape(-1, 1).expand(a.shape[0], 1).contiguous()
+        scale_b = scale_b.reshape(1, -1).expand(1, b.shape[0]).contiguous()
+    # A bias is added outside: the fused one exists for bf16 and fp16 results only and rounds in another place.
+    out = F.scaled_mm(a, b.t(), scale_a, recipe, scale_b, recipe, output_dtype=dtype)
+    return out if bias is None else out + bias
+
+
+def scaled_mm_block(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return `(a · scale_a) @ (b · scale_b).T + bias` with `a` scaled per 1×128 and `b` per 128×128 or 1×128.
+
+    Args:
+        a: "m k", float8_e4m3fn.
+        scale_a: "m k/128", fp32.
+        b: "n k", float8_e4m3fn.
+        scale_b: what `block_scale_layout` made of "n/128 k/128", or "n k/128" for 1×128 (a weight gradient).
+        bias: " n", or None.
+        dtype: of the result.
+    """
+    rows = a.shape[0]
+    padding = -rows % _SCALE_ALIGNMENT
+    if padding:
+        a = F.pad(a.view(torch.uint8), (0, 0, 0, padding)).view(a.dtype)
+        scale_a = F.pad(scale_a, (0, 0, 0, padding), value=1.0)
+    one = F.ScalingType.BlockWise1x128
+    other = one if scale_b.shape[0] == b.shape[0] else F.ScalingType.BlockWise128x128
+    out = F.scaled_mm(
+        a, b.t(), _column_major(scale_a), one, _column_major(scale_b) if other is one else scale_b, other,
+        output_dtype=dtype,
+    )  # fmt: skip
+    out = out[:rows]
+    return out if bias is None else out + bias
+
+
+def block_scale_layout(scale: Tensor) -> Tensor:
+    """Return 128×128 scales ("n/128 k/128") as cuBLASLt reads them: "k/128 (padded to 4), n/128", column by column."""
+    columns = scale.shape[1]
+    padded = ceil(columns / _SCALE_ALIGNMENT) * _SCALE_ALIGNMENT
+    return F.pad(scale.float(), (0, padded - columns), value=1.0).contiguous().t()
+
+
+def int_mm(a: Tensor, b: Tensor) -> Tensor:
+    """Return `a @ b.T` of int8 matrices "m k" and "n k", as int32."""
+    rows = a.shape[0]
+    if rows < _INT_MM_ROWS:
+        a = F.pad(a, (0, 0, 0, _INT_MM_ROWS - rows))
+    return torch._int_mm(a, b.t())[:rows]
+
+
+def _column_major(scale: Tensor) -> Tensor:
+    return scale.t().contiguous().t()
