@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-EVENTS_FILE = "events.jsonl"
+EVENTS_FILE, SAMPLES_FILE, METRICS_FILE = "events.jsonl", "samples.jsonl", "metrics.csv"
+"""Names of the files in a run folder."""
 
 
 def log_event(

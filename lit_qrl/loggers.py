@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-METRICS_FILE = "metrics.csv"
+from lit_qrl.events import METRICS_FILE
 
 
 class RunCSVLogger(Logger):

@@ -1,0 +1,339 @@
+"""The plots of a report: what each figure shows, and how one is drawn for light and for dark pages."""
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from lit_qrl.report.run import Run, Series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Theme = Literal["light", "dark"]
+
+COLORS = ("#3b76e8", "#e8812c", "#2a9d77", "#9a63d8", "#d94f5c", "#20a0b8", "#c79a14", "#8a6a55")
+"""Told apart with the usual kinds of colour blindness, and legible on white and on near-black."""
+
+INK = {
+    "light": {"paper": "#ffffff", "text": "#3a4150", "faint": "#8b93a1", "grid": "#e9ecf1", "edge": "#c9ced8"},
+    "dark": {"paper": "#171a21", "text": "#c6ccd8", "faint": "#7d8696", "grid": "#272c36", "edge": "#3c4350"},
+}
+DOTS_UP_TO = 40
+"""Series with at most so many points also show the points."""
+SMOOTH_FROM = 60
+"""Series with at least so many points are drawn faintly under their running mean over a twentieth of them."""
+BARS_UP_TO = 40
+"""Thinner bars would alias; a stepped area shows more iterations."""
+MARKS_UP_TO = 30
+"""More events than this are not marked in the plots."""
+WIDTH_INCHES, HEIGHT_INCHES = 10.0, 2.75
+DPI = 160
+
+
+@dataclass(frozen=True)
+class Line:
+    """One metric in a panel: its name and its legend."""
+
+    metric: str
+    label: str = ""
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes.
+
+    Args:
+        title: above the axes; carries the unit.
+        lines: metrics to draw; in a comparison only the first that any run has.
+        compared: whether a comparison shows the panel.
+        stacked: draw the lines as a stack of areas.
+        limits: smallest range of the vertical axis.
+        log: logarithmic vertical axis where all values are positive.
+    """
+
+    title: str
+    lines: tuple[Line, ...]
+    stacked: bool = False
+    limits: tuple[float | None, float | None] = (None, None)
+    log: bool = False
+    compared: bool = True
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One section of the report: an anchor, a heading, what to look for, and its panels."""
+
+    key: str
+    heading: str
+    caption: str
+    panels: tuple[Panel, ...] = field(default=())
+
+
+def figures_for(runs: Sequence[Run]) -> list[Figure]:
+    """Return the figures for which the runs have data, with the panels and lines that have any."""
+    chosen = []
+    for figure in _catalogue(runs):
+        panels = []
+        for panel in figure.panels:
+            lines = tuple(line for line in panel.lines if any(run.series(line.metric) for run in runs))
+            if lines and (panel.compared or len(runs) == 1):
+                panels.append(replace(panel, lines=lines))
+        if panels:
+            chosen.append(Figure(figure.key, figure.heading, figure.caption, tuple(panels)))
+    return chosen
+
+
+def draw(figure: Figure, runs: Sequence[Run], labels: Sequence[str], theme: Theme) -> bytes:
+    """Return the PNG of a figure: the lines of one run, or each panel's first line for every run."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Sheet
+
+    ink = INK[theme]
+    count = len(figure.panels)
+    with rc_context({"font.size": 9.0, "font.family": "sans-serif", "axes.unicode_minus": True}):
+        sheet = Sheet(figsize=(WIDTH_INCHES, HEIGHT_INCHES), dpi=DPI, facecolor=ink["paper"], layout="constrained")
+        FigureCanvasAgg(sheet)
+        all_axes = sheet.subplots(1, max(count, 2), squeeze=False)[0]
+        for spare in all_axes[count:]:
+            spare.set_axis_off()
+        for axes, panel in zip(all_axes, figure.panels, strict=False):
+            first = panel.lines[0].label
+            several = len(runs) > 1 and len(panel.lines) > 1 and first
+            _prepare(axes, f"{panel.title} ({first})" if several else panel.title, ink)
+            drawn = (
+                _stack(axes, panel, runs[0]) if panel.stacked and len(runs) == 1 else _lines(axes, panel, runs, labels)
+            )
+            if len(runs) == 1:
+                _mark_events(axes, runs[0], ink)
+            _finish(axes, panel, drawn, ink)
+            # In a comparison the colours mean the same in every panel.
+            if len(runs) == 1 or axes is all_axes[0]:
+                _legend(axes, panel.stacked and len(runs) == 1, ink)
+        image = io.BytesIO()
+        sheet.savefig(image, format="png", facecolor=ink["paper"])
+    return image.getvalue()
+
+
+def _catalogue(runs: Sequence[Run]) -> list[Figure]:
+    def every(prefix: str, *known: str) -> tuple[Line, ...]:
+        names = sorted({name for run in runs for name in run.prefixed(prefix)} - set(known))
+        return tuple(Line(name, name.removeprefix(prefix).lstrip("_") or name) for name in names)
+
+    parts = every("reward/", "reward/mean", "reward/std")
+    best = tuple(Line(line.metric, f"pass@{line.label}") for line in every("val/pass@", "val/pass@1"))
+    signals = {
+        "alpha": "α",
+        "reliability": "reliability",
+        "necessity": "necessity",
+        "variance_penalty": "variance penalty",
+    }
+    others = every("correction/", *(f"correction/{name}" for name in signals))
+    return [
+        Figure(
+            "learning",
+            "Learning",
+            "Mean reward of the rollouts, and accuracy on held-out problems that are never trained on.",
+            (
+                Panel("Reward", (Line("reward/mean", "mean"),)),
+                Panel(
+                    "Held-out accuracy",
+                    (Line("val/accuracy", "sampled"), Line("val/pass@1", "greedy", dashed=True), *best),
+                ),
+                *((Panel("Parts of the reward", parts, compared=False),) if len(parts) > 1 else ()),
+            ),
+        ),
+        Figure(
+            "mismatch",
+            "Mismatch between sampler and learner",
+            "How far the policy that drew the tokens is from the one that is trained, before any correction. A KL that "
+            "climbs, or an effective sample size that falls, comes before a collapse.",
+            (
+                Panel(
+                    "KL(sampler ‖ learner), nats",
+                    (Line("mismatch/kl_k3", "k3"), Line("mismatch/kl_k1", "k1", dashed=True)),
+                ),
+                Panel("E|Δp|, probability", (Line("mismatch/abs_prob_diff"),), limits=(0.0, None)),
+                Panel("Effective sample size, ratio", (Line("mismatch/ess_ratio"),), limits=(None, 1.0)),
+            ),
+        ),
+        Figure(
+            "correction",
+            "Correction",
+            "What the correction made of the mismatch: α mixes the uncorrected gradient (0) with the "
+            "importance-weighted one (1); it is (reliability − variance penalty) × necessity.",
+            (
+                Panel("α, strength of the correction", (Line("correction/alpha", "α"),), limits=(0.0, 1.0)),
+                Panel(
+                    "The signals behind α",
+                    tuple(Line(f"correction/{name}", label) for name, label in signals.items() if name != "alpha"),
+                    limits=(0.0, 1.0),
+                    compared=False,
+                ),
+                Panel("Weights", others[:6], compared=False),
+            ),
+        ),
+        Figure(
+            "policy",
+            "Policy",
+            "Entropy that drops to zero means that the policy has stopped exploring; a clip fraction that grows means "
+            "that updates leave the trust region.",
+            (
+                Panel("Entropy, nats per token", (Line("update/entropy"),), limits=(0.0, None)),
+                Panel("Clip fraction", every("update/clip_fraction"), limits=(0.0, None)),
+                Panel("Completion length, tokens", (Line("rollout/length"),), limits=(0.0, None)),
+            ),
+        ),
+        Figure(
+            "update",
+            "Update",
+            "The optimizer's view: the surrogate loss, the norm of the gradient before clipping, and how far one "
+            "iteration moves the policy.",
+            (
+                Panel("Loss", (Line("update/loss"),)),
+                Panel("Gradient norm", (Line("update/grad_norm"),), limits=(0.0, None)),
+                Panel("KL(learner ‖ learner before), nats", (Line("update/kl"),)),
+                Panel("Noise σ", (Line("noise/sigma"),), log=True),
+            ),
+        ),
+        Figure(
+            "time",
+            "Time",
+            "Where the seconds of an iteration go, and how fast the sampler draws tokens.",
+            (
+                Panel(
+                    "Seconds per iteration",
+                    tuple(
+                        Line(f"time/{phase}", phase) for phase in ("rollout", "score", "update", "publish", "evaluate")
+                    )
+                    if len(runs) == 1
+                    else (Line("time/iteration"),),
+                    stacked=True,
+                    limits=(0.0, None),
+                ),
+                Panel("Tokens per second", (Line("rollout/tokens_per_second"),), limits=(0.0, None)),
+            ),
+        ),
+    ]
+
+
+def _prepare(axes: "Axes", title: str, ink: dict[str, str]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_facecolor(ink["paper"])
+    axes.set_title(title, loc="left", fontsize=9.5, color=ink["text"], pad=8)
+    axes.grid(visible=True, color=ink["grid"], linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(ink["edge"])
+    axes.tick_params(colors=ink["faint"], labelcolor=ink["faint"], length=0, pad=4, labelsize=8)
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+
+
+def _lines(axes: "Axes", panel: Panel, runs: Sequence[Run], labels: Sequence[str]) -> list[Series]:
+    chosen: list[tuple[Run, Line, str]]
+    if len(runs) == 1:
+        chosen = [(runs[0], line, line.label) for line in panel.lines]
+    else:
+        chosen = [(run, panel.lines[0], label) for run, label in zip(runs, labels, strict=True)]
+    drawn = []
+    for index, (run, line, label) in enumerate(chosen):
+        series = run.series(line.metric)
+        if not series:
+            continue
+        drawn.append(series)
+        style: dict[str, Any] = {"color": COLORS[index % len(COLORS)], "solid_capstyle": "round"}
+        style["linestyle"] = "--" if line.dashed else ("-", "-.", ":")[index // len(COLORS) % 3]
+        x, y = series.iterations, series.values
+        if len(y) >= SMOOTH_FROM:
+            axes.plot(x, y, linewidth=0.8, alpha=0.28, color=style["color"])
+            axes.plot(x, running_mean(y, max(len(y) // 20, 3)), linewidth=1.9, label=label, **style)
+        else:
+            marker = {"marker": "o", "markersize": 3.2} if len(y) <= DOTS_UP_TO else {}
+            axes.plot(x, y, linewidth=1.7, label=label, **marker, **style)
+    return drawn
+
+
+def _stack(axes: "Axes", panel: Panel, run: Run) -> list[Series]:
+    series = [(line, run.series(line.metric)) for line in panel.lines]
+    iterations = sorted({i for _, one in series for i in one.iterations})
+    heights = []
+    for _, one in series:
+        values = dict(zip(*_pair(one), strict=True))
+        heights.append([values.get(i, 0.0) for i in iterations])
+    colors = [COLORS[i % len(COLORS)] for i in range(len(series))]
+    if len(iterations) <= BARS_UP_TO:
+        floor = [0.0] * len(iterations)
+        for (line, _), height, color in zip(series, heights, colors, strict=True):
+            axes.bar(iterations, height, width=0.8, bottom=floor, color=color, label=line.label, linewidth=0)
+            floor = [a + b for a, b in zip(floor, height, strict=True)]
+    else:
+        labels = [line.label for line, _ in series]
+        axes.stackplot(iterations, heights, colors=colors, labels=labels, linewidth=0, step="mid")
+    total = [math.fsum(column) for column in zip(*heights, strict=True)]
+    # One slow iteration, such as an evaluation, would press all others to the ground.
+    usual = sorted(total)[int(0.9 * (len(total) - 1))]
+    # The rest of the height is room for the legend.
+    axes.set_ylim(0, 1.3 * (max(total) if max(total) <= 3 * usual else 1.3 * usual) or None)
+    return [Series(iterations, total)]
+
+
+def _finish(axes: "Axes", panel: Panel, drawn: Sequence[Series], ink: dict[str, str]) -> None:
+    low, high = panel.limits
+    values = [value for series in drawn for value in series.values]
+    if panel.log and values and min(values) > 0:
+        axes.set_yscale("log")
+    elif not panel.stacked and values:
+        bottom, top = axes.get_ylim()
+        margin = 0.03 * (top - bottom)
+        bottom = min(low - margin, bottom) if low is not None else bottom
+        top = max(high + margin, top) if high is not None else top
+        axes.set_ylim(bottom, top)
+    axes.set_xlabel("iteration", fontsize=8, color=ink["faint"])
+    points = sorted({i for series in drawn for i in series.iterations})
+    if len(points) == 1:
+        axes.set_xlim(points[0] - 1, points[0] + 1)
+
+
+def _legend(axes: "Axes", above: bool, ink: dict[str, str]) -> None:
+    handles, names = axes.get_legend_handles_labels()
+    if len([name for name in names if name]) < 2:
+        return
+    columns = len(names) if above else 2 if len(names) > 4 else 1
+    axes.legend(
+        handles, names, fontsize=7.5, labelcolor=ink["text"], ncols=columns, loc="upper left" if above else "best",
+        facecolor=ink["paper"], edgecolor="none", framealpha=0.75, handlelength=1.3, handletextpad=0.5,
+        columnspacing=1.0, labelspacing=0.3, borderaxespad=0.2,
+    )  # fmt: skip
+
+
+def _mark_events(axes: "Axes", run: Run, ink: dict[str, str]) -> None:
+    quiet = ("start", "finish", "resume", "report", "checkpoint")
+    marks = {event.get("iteration") for event in run.events if event.get("kind") not in quiet}
+    marks = {mark for mark in marks if isinstance(mark, int) and 0 < mark <= max(run.iterations, 1)}
+    if len(marks) <= MARKS_UP_TO:
+        for mark in marks:
+            axes.axvline(mark, color=ink["faint"], linewidth=0.8, linestyle=(0, (1, 2)), zorder=0)
+
+
+def running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Return the mean over a centred window that shrinks at both ends.
+
+    >>> running_mean([0.0, 3.0, 6.0], 3)
+    [1.5, 3.0, 4.5]
+    """
+    half = width // 2
+    means = []
+    for i in range(len(values)):
+        window = values[max(0, i - half) : i + half + 1]
+        means.append(math.fsum(window) / len(window))
+    return means
+
+
+def _pair(series: Series) -> tuple[list[int], list[float]]:
+    return series.iterations, series.values

@@ -1,0 +1,293 @@
+"""A run folder, read as it is: cut short, half written, or without one of its files."""
+
+import csv
+import io
+import json
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lit_qrl.events import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, read_jsonl
+
+ENDINGS = {"finish": "finished", "interrupt": "interrupted", "exception": "failed"}
+"""Kinds of events that end a session, and what the run is called after them."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the run.
+
+    Args:
+        iterations: how many iterations were done when the value was taken, ascending.
+        values: finite numbers, as many.
+    """
+
+    iterations: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+    @property
+    def first(self) -> float | None:
+        """The first value, None without any."""
+        return self.values[0] if self.values else None
+
+    @property
+    def last(self) -> float | None:
+        """The last value, None without any."""
+        return self.values[-1] if self.values else None
+
+    @property
+    def mean(self) -> float | None:
+        """The mean over iterations, None without any value."""
+        return math.fsum(self.values) / len(self.values) if self.values else None
+
+    @property
+    def minimum(self) -> float | None:
+        """The smallest value, None without any."""
+        return min(self.values, default=None)
+
+
+class Run:
+    """What a run folder tells; every file may be missing, cut or empty.
+
+    Args:
+        folder: the run folder.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.config_text = _read_text(self.folder / "config.yaml")
+        self.rows = read_metrics(self.folder / METRICS_FILE)
+        self.events = read_jsonl(self.folder / EVENTS_FILE)
+        self.samples = read_jsonl(self.folder / SAMPLES_FILE)
+        self.publish = _read_json(self.folder / "publish.json")
+        self.histograms = _read_json(self.folder / "histograms.json")
+
+    @property
+    def name(self) -> str:
+        """The folder's name, with its parent's when it is only a number."""
+        path = self.folder.resolve()
+        return f"{path.parent.name}/{path.name}" if path.name.isdigit() else path.name
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The configuration, empty when it cannot be read."""
+        import yaml
+
+        try:
+            loaded = yaml.safe_load(self.config_text)
+        except yaml.YAMLError:
+            return {}
+        return loaded if isinstance(loaded, dict) else {}
+
+    def setting(self, *keys: str) -> Any:
+        """Return the value at a path of the configuration, or None."""
+        value: Any = self.config
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Names of the metrics that have at least one finite value, sorted."""
+        found = {name for row in self.rows for name, value in row.items() if math.isfinite(value)}
+        return sorted(found - {"epoch", "step"})
+
+    def series(self, name: str) -> Series:
+        """Return one metric over the iterations: the mean of its finite values in each.
+
+        Lightning adds `_step` and `_epoch` to the name of a metric that is logged as both; either is found.
+        """
+        for candidate in (name, f"{name}_epoch", f"{name}_step"):
+            values: dict[int, list[float]] = defaultdict(list)
+            for row, iteration in zip(self.rows, self._iterations(evaluation=name.startswith("val/")), strict=True):
+                value = row.get(candidate)
+                if value is not None and math.isfinite(value):
+                    values[iteration].append(value)
+            if values:
+                ordered = sorted(values)
+                return Series(ordered, [math.fsum(values[i]) / len(values[i]) for i in ordered])
+        return Series()
+
+    def prefixed(self, prefix: str) -> list[str]:
+        """Return the metrics whose name starts so, without Lightning's `_step` twins."""
+        names = [name for name in self.names if name.startswith(prefix)]
+        return [n.removesuffix("_epoch") for n in names if not (n.endswith("_step") and f"{n[:-5]}_epoch" in names)]
+
+    @property
+    def iterations(self) -> int:
+        """Iterations that have a row of training metrics."""
+        return max((i for i, row in zip(self._iterations(), self.rows, strict=True) if _is_training(row)), default=0)
+
+    @property
+    def accuracy(self) -> Series:
+        """The held-out accuracy: sampled, or else greedy."""
+        return self.series("val/accuracy") or self.series("val/pass@1")
+
+    @property
+    def status(self) -> str:
+        """`finished`, `interrupted`, `failed`, `running`, or `unknown` without a diary."""
+        for event in reversed(self.events):
+            kind = event.get("kind")
+            if kind in ENDINGS:
+                return ENDINGS[kind]
+            if kind in ("start", "resume"):
+                return "running"
+        return "unknown"
+
+    @property
+    def seconds(self) -> float | None:
+        """Wall time of all sessions of the run, from the diary; else the sum of its iterations."""
+        total, start, last = 0.0, None, None
+        for event in self.events:
+            now = _number(event.get("time"))
+            if now is None:
+                continue
+            if event.get("kind") in ("start", "resume"):
+                total += last - start if start is not None and last is not None else 0.0
+                start = now
+            last = now
+        if start is None or last is None:
+            return math.fsum(self.series("time/iteration").values) or None
+        if self.status == "running":
+            last = max(last, _modified(self.folder / METRICS_FILE))
+        return total + max(last - start, 0.0)
+
+    @property
+    def layers(self) -> dict[str, str]:
+        """For every tensor name the format that was loaded at the last publish."""
+        layers = self.publish.get("layers") if isinstance(self.publish, dict) else None
+        return {str(name): str(format) for name, format in layers.items()} if isinstance(layers, dict) else {}
+
+    @property
+    def format(self) -> str | None:
+        """The sampler's number format: as loaded, else as configured."""
+        quantized = [name for name in self.layers.values() if name not in ("bf16", "fp16", "fp32", "None")]
+        if quantized:
+            return max(sorted(set(quantized)), key=quantized.count)
+        if self.layers:
+            return max(sorted(set(self.layers.values())), key=list(self.layers.values()).count)
+        return short_name(self._started("format") or self.setting("publisher", "format"))
+
+    @property
+    def correction(self) -> str | None:
+        """Names of the corrections, joined; `none` when the run says that it has none."""
+        names = self._started("corrections")
+        if not isinstance(names, list):
+            callbacks = self.setting("trainer", "callbacks")
+            if not self.config:
+                return None
+            listed = callbacks if isinstance(callbacks, list) else []
+            names = [
+                short_name(c) for c in listed if not _class_path(c).startswith(("lightning.", "pytorch_lightning."))
+            ]
+        return " + ".join(str(name) for name in names) or "none"
+
+    def _started(self, key: str) -> Any:
+        for event in reversed(self.events):
+            if event.get("kind") == "start" and event.get(key) is not None:
+                return event[key]
+        return None
+
+    @property
+    def started(self) -> dict[str, Any]:
+        """What the run said of itself when it began."""
+        return next((event for event in reversed(self.events) if event.get("kind") == "start"), {})
+
+    def _iterations(self, evaluation: bool = False) -> list[int]:
+        """Return for each row how many iterations were done at its end."""
+        done = [int(row.get("epoch", row.get("step", index))) + 1 for index, row in enumerate(self.rows)]
+        if evaluation and (first := self._before_training()) is not None:
+            done[first] = 0
+        return done
+
+    def _before_training(self) -> int | None:
+        """Return the row of the evaluation before the first iteration.
+
+        Lightning numbers it like one at the end of the first iteration: epoch 0, step 0. They are told apart by what
+        comes after: a second evaluation in that epoch, a training row of the epoch at a later step, or the distance
+        of the other evaluations, into which a first iteration would not fit.
+        """
+        evaluations = [i for i, row in enumerate(self.rows) if any(name.startswith("val/") for name in row)]
+        if not evaluations or self.rows[evaluations[0]].get("epoch", 0) != 0:
+            return None
+        first, later = evaluations[0], [int(self.rows[i].get("epoch", 0)) for i in evaluations[1:]]
+        if any(_is_training(row) for row in self.rows[: first + 1]):
+            return None
+        trained = [row for row in self.rows if _is_training(row) and row.get("epoch") == 0]
+        if any(row.get("step", 0) > self.rows[first].get("step", 0) for row in trained):
+            return first
+        every = math.gcd(*(epoch + 1 for epoch in later))
+        return first if not later or later[0] == 0 or every > 1 else None
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Return the rows of a metrics file with the cells that are numbers; a last line without its end is left out."""
+    text = _read_text(path)
+    lines = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1].replace("\0", ""), newline="")))
+    if not lines:
+        return []
+    rows = []
+    for cells in lines[1:]:
+        numbers = {name: _number(cell) for name, cell in zip(lines[0], cells, strict=False)}
+        row = {name: number for name, number in numbers.items() if number is not None}
+        if not all(math.isfinite(row.get(key, 0.0)) for key in ("epoch", "step")):
+            continue
+        if row:
+            rows.append(row)
+    return rows
+
+
+def short_name(value: Any) -> str | None:
+    """Return the class name of a `class_path` entry, with its arguments, or the value itself as text.
+
+    >>> short_name({"class_path": "lit_qrl.precision.formats.Int4Group", "init_args": {"group_size": 32}})
+    'Int4Group(group_size=32)'
+    """
+    if isinstance(value, dict):
+        arguments = value.get("init_args") or {}
+        inner = ", ".join(f"{k}={v}" for k, v in arguments.items()) if isinstance(arguments, dict) else ""
+        return _class_path(value).rsplit(".", 1)[-1] + (f"({inner})" if inner and len(inner) <= 40 else "")
+    return None if value is None else str(value)
+
+
+def _class_path(value: Any) -> str:
+    return str(value.get("class_path", "")) if isinstance(value, dict) else str(value)
+
+
+def _is_training(row: dict[str, float]) -> bool:
+    return any(not name.startswith(("val/", "test/")) and name not in ("epoch", "step") for name in row)
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(_read_text(path) or "{}")
+    except ValueError:
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
