@@ -139,7 +139,8 @@ def swap_linears(
             remedy="Correct the plugin's `exclude` globs, or use a model made of nn.Linear layers.",
         )
     for parent in list(root.modules()):
-        for child_name, child in list(parent.named_children()):
+        # not `named_children`, which leaves out the second name of a shared layer
+        for child_name, child in list(parent._modules.items()):
             if id(child) in replaced:
                 setattr(parent, child_name, replaced[id(child)])
     return SwapReport(tuple(swapped), tuple(present), tuple(skipped))
