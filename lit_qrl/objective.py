@@ -1,0 +1,416 @@
+"""The objectives as classes for YAML; their maths is in `lit_qrl.functional`."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.functional import _checks as checks
+from lit_qrl.functional import advantage, objective
+from lit_qrl.functional.importance import log_ratio
+from lit_qrl.types import AllReduce, ObjectiveTerms, RolloutBatch, no_all_reduce
+
+Scale = Literal["group", "batch", "none"]
+Reduction = Literal["sequence", "token", "constant"]
+OldLogprobs = Literal["decoupled", "bypass", "policy_gradient"]
+Estimator = Literal["k1", "k2", "k3"]
+
+# DAPO's released recipe gives up after ten rounds of generation.
+DAPO_MAX_RESAMPLE = 10
+# DAPO's cache of 4096 of 20480 tokens, and its largest penalty.
+DAPO_OVERLONG = (0.2, 1.0)
+
+
+def _choice(name: str, value: object, *allowed: object) -> None:
+    if value not in allowed:
+        raise ConfigError(
+            f"objective.{name} is unknown.",
+            expected=" or ".join(str(choice) for choice in allowed),
+            given=value,
+            remedy=f"Correct {name}.",
+        )
+
+
+class Objective(ABC):
+    """The loss of one update: advantages, surrogate, penalties, reduction.
+
+    A subclass implements `surrogate`, and calls `super().__init__` with defaults of its own.
+
+    Args:
+        scale: what divides the centred rewards: the standard deviation of the `group`, of the `batch`, or `none`.
+        reduction: `sequence` is the mean over sequences of their token means, `token` the mean over all tokens,
+            `constant` divides by the completion limit.
+        old_logprobs: against what the ratio is taken. `decoupled`: learner_old, scored again. `bypass`: the sampler
+            itself, no second forward. `policy_gradient`: the current learner, so that the ratio is 1 and nothing is
+            clipped; only the corrections' weights act.
+        kl_coefficient: factor of the KL to the reference policy; 0 means that no reference is kept.
+        kl_estimator: how the KL is estimated from drawn tokens.
+        kl_in: whether it is added to the `loss` of each token or taken off the `reward` of the completion.
+        entropy_coefficient: factor of the entropy, subtracted from the loss.
+        normalize_weights: divide the product of all corrections' weights by its mean over `token`s or `sequence`s.
+        filter_zero_variance: draw again groups whose completions all got the same reward.
+        max_resample: how many more rounds of generation that may take, at most.
+        overlong_penalty: (share of the completion limit, largest penalty): completions that end in that last share
+            of the limit lose a linearly growing part of the largest penalty; none if null.
+    """
+
+    carries_ratio: ClassVar[bool] = False
+    """True when the loss itself holds the ratio learner_old / sampler."""
+
+    def __init__(
+        self,
+        scale: Scale = "group",
+        reduction: Reduction = "sequence",
+        old_logprobs: OldLogprobs = "decoupled",
+        kl_coefficient: float = 0.0,
+        kl_estimator: Estimator = "k3",
+        kl_in: Literal["loss", "reward"] = "loss",
+        entropy_coefficient: float = 0.0,
+        normalize_weights: Literal["token", "sequence"] | None = None,
+        filter_zero_variance: bool = False,
+        max_resample: int = 0,
+        overlong_penalty: tuple[float, float] | None = None,
+    ) -> None:
+        _choice("scale", scale, "group", "batch", "none")
+        _choice("old_logprobs", old_logprobs, "decoupled", "bypass", "policy_gradient")
+        _choice("kl_estimator", kl_estimator, "k1", "k2", "k3")
+        _choice("kl_in", kl_in, "loss", "reward")
+        _choice("normalize_weights", normalize_weights, None, "token", "sequence")
+        checks.check_reduction(reduction)
+        for name, value in (
+            ("kl_coefficient", kl_coefficient),
+            ("entropy_coefficient", entropy_coefficient),
+            ("max_resample", max_resample),
+        ):
+            if not value >= 0:
+                raise ConfigError(
+                    f"objective.{name} is negative.", expected=f"{name} >= 0", given=value, remedy="Correct its sign."
+                )
+        if overlong_penalty is not None and not (0 < overlong_penalty[0] <= 1 and overlong_penalty[1] >= 0):
+            raise ConfigError(
+                "objective.overlong_penalty is out of range.",
+                expected="[share of the completion limit in (0, 1], largest penalty >= 0]",
+                given=list(overlong_penalty),
+                remedy="DAPO uses [0.2, 1.0].",
+            )
+        self.scale: Scale = scale
+        self.reduction: Reduction = reduction
+        self.old_logprobs: OldLogprobs = old_logprobs
+        self.kl_coefficient = kl_coefficient
+        self.kl_estimator: Estimator = kl_estimator
+        self.kl_in: Literal["loss", "reward"] = kl_in
+        self.entropy_coefficient = entropy_coefficient
+        self.normalize_weights: Literal["token", "sequence"] | None = normalize_weights
+        self.filter_zero_variance = filter_zero_variance
+        self.max_resample = max_resample
+        self.overlong_penalty = overlong_penalty
+
+    @abstractmethod
+    def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> ObjectiveTerms:
+        """Return the loss of every token, times `batch.weights`.
+
+        Args:
+            logprobs: "b t", nats, with gradient.
+            old_logprobs: "b t", nats, as `old_logprobs` chose them.
+            mask: "b t", tokens that count, after rejection.
+            batch: the micro-batch: advantages, weights, and whatever else the loss needs.
+        """
+
+    def shaped_rewards(self, batch: RolloutBatch, completion_limit: int) -> Tensor:
+        """Return the rewards, " b", after the soft over-long penalty and, if it belongs there, the KL."""
+        rewards = batch.rewards
+        if self.overlong_penalty is not None:
+            share, factor = self.overlong_penalty
+            cache = min(max(round(share * completion_limit), 1), completion_limit)
+            rewards = rewards + advantage.overlong_penalty(batch.completion_length, completion_limit, cache, factor)
+        if self.kl_coefficient and self.kl_in == "reward":
+            logprobs = batch.learner_old_logprobs
+            penalty = self._kl(batch.sampler_logprobs if logprobs is None else logprobs, batch, batch.mask)
+            rewards = rewards - self.kl_coefficient * penalty.sum(dim=1)
+        return rewards
+
+    def advantages(self, rewards: Tensor, group_size: int, all_reduce: AllReduce = no_all_reduce) -> Tensor:
+        """Return the advantages, " b", of whole groups of rewards."""
+        return advantage.group_advantages(rewards, group_size, self.scale, all_reduce=all_reduce)
+
+    def terms(self, logprobs: Tensor, batch: RolloutBatch, entropy: Tensor | None = None) -> ObjectiveTerms:
+        """Return the loss of every token of a micro-batch, "b t", and metrics as vectors (sum, count).
+
+        Args:
+            logprobs: "b t", nats, of the current learner, with gradient.
+            batch: the micro-batch, with the corrections' weights and keep.
+            entropy: "b t", nats, of the current learner; needed when `entropy_coefficient` is not 0.
+        """
+        mask = self.effective_mask(batch)
+        terms = self.surrogate(logprobs, self._old(logprobs, batch), mask, batch)
+        if self.kl_coefficient and self.kl_in == "loss":
+            penalty = self._kl(logprobs, batch, mask)
+            terms.loss = terms.loss + self.kl_coefficient * penalty
+            terms.metrics["update/reference_kl"] = torch.stack([penalty.detach().sum(), mask.sum().to(penalty.dtype)])
+        if self.entropy_coefficient:
+            if entropy is None:
+                raise ValueError("The entropy bonus needs the entropy. Expected: a tensor. Given: None. Pass entropy.")
+            terms.loss = terms.loss - self.entropy_coefficient * torch.where(mask, entropy, 0.0)
+        return terms
+
+    def loss(self, terms_loss: Tensor, batch: RolloutBatch, total: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the scalar loss of a micro-batch; over the micro-batches these add up to the mini-batch's.
+
+        Args:
+            terms_loss: "b t", from `terms`.
+            batch: the micro-batch.
+            total: 0-dim, `total` of the whole mini-batch, summed over ranks.
+            mask: "b t", if it is not that of the batch.
+        """
+        mask = self.effective_mask(batch) if mask is None else mask
+        # `total` holds the completion limit already.
+        return objective.reduce(terms_loss, mask, self.reduction, length=1, total=total.to(terms_loss.dtype))
+
+    def total(self, mask: Tensor, completion_limit: int) -> Tensor:
+        """Return the loss's denominator, 0-dim, of these sequences on this rank; the caller sums it over ranks.
+
+        Args:
+            mask: "b t", tokens that count, after rejection.
+            completion_limit: in tokens.
+        """
+        total = objective.count(mask, self.reduction)
+        return total * completion_limit if self.reduction == "constant" else total
+
+    @staticmethod
+    def effective_mask(batch: RolloutBatch) -> Tensor:
+        """Return the tokens that count after rejection, "b t"."""
+        return batch.mask if batch.keep is None else batch.mask & batch.keep
+
+    def _old(self, logprobs: Tensor, batch: RolloutBatch) -> Tensor:
+        if self.old_logprobs == "bypass":
+            return batch.sampler_logprobs
+        if self.old_logprobs == "policy_gradient" or batch.learner_old_logprobs is None:
+            return logprobs.detach()
+        return batch.learner_old_logprobs
+
+    def _kl(self, logprobs: Tensor, batch: RolloutBatch, mask: Tensor) -> Tensor:
+        if batch.reference_logprobs is None:
+            raise ValueError(
+                f"The KL to the reference policy (kl_coefficient {self.kl_coefficient}) has no reference. Expected: "
+                "reference_logprobs in the batch. Given: None. Score the batch with the reference policy first."
+            )
+        learner, reference = (torch.where(mask, values, 0.0) for values in (logprobs, batch.reference_logprobs))
+        return objective.kl_penalty(learner, reference, self.kl_estimator)
+
+
+class GRPO(Objective):
+    """Group-relative policy optimization (AIS eqs. 4, 19; QaRL §2.1).
+
+    The AIS paper's form has `scale: none`.
+
+    Args:
+        clip_low: the ratio is clipped at 1 − clip_low.
+        clip_high: and at 1 + clip_high.
+        **kwargs: see `Objective`.
+    """
+
+    def __init__(self, clip_low: float = 0.2, clip_high: float = 0.2, **kwargs) -> None:
+        super().__init__(**kwargs)
+        checks.check_clip(clip_low=clip_low, clip_high=clip_high)
+        self.clip_low, self.clip_high = clip_low, clip_high
+
+    def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> ObjectiveTerms:
+        return objective.clipped_surrogate(
+            logprobs, old_logprobs, batch.advantages, mask, batch.weights, self.clip_low, self.clip_high
+        )
+
+
+class DrGRPO(GRPO):
+    """GRPO without its two biases: no division by the group's deviation, none by the completion's length.
+
+    Args:
+        scale: see `Objective`.
+        reduction: see `Objective`.
+        **kwargs: see `GRPO`.
+    """
+
+    def __init__(self, scale: Scale = "none", reduction: Reduction = "constant", **kwargs) -> None:
+        super().__init__(scale=scale, reduction=reduction, **kwargs)
+
+
+class DAPO(GRPO):
+    """GRPO with a higher upper clip, the mean over tokens, no KL, dynamic sampling and a soft over-long penalty.
+
+    Args:
+        clip_high: the ratio is clipped at 1 + clip_high.
+        reduction: see `Objective`.
+        filter_zero_variance: draw again groups without any difference in reward.
+        max_resample: rounds of generation that this may add to an iteration; what is missing then stays missing.
+        overlong_penalty: (share of the completion limit, largest penalty), or null.
+        **kwargs: see `GRPO`.
+    """
+
+    def __init__(
+        self,
+        clip_high: float = 0.28,
+        reduction: Reduction = "token",
+        filter_zero_variance: bool = True,
+        max_resample: int = DAPO_MAX_RESAMPLE,
+        overlong_penalty: tuple[float, float] | None = DAPO_OVERLONG,
+        **kwargs,
+    ) -> None:
+        super().__init__(
+            clip_high=clip_high,
+            reduction=reduction,
+            filter_zero_variance=filter_zero_variance,
+            max_resample=max_resample,
+            overlong_penalty=overlong_penalty,
+            **kwargs,
+        )
+
+
+class DualClipGRPO(GRPO):
+    """GRPO whose negative samples are bounded from above too (QaRL §3.2, "Dual-clip GRPO" of §4.2).
+
+    Args:
+        dual_clip: where the advantage is negative, the gradient ends at this ratio.
+        **kwargs: see `GRPO`.
+    """
+
+    def __init__(self, dual_clip: float = 3.0, **kwargs) -> None:
+        super().__init__(**kwargs)
+        checks.check_dual_clip(dual_clip)
+        self.dual_clip = dual_clip
+
+    def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> ObjectiveTerms:
+        return objective.clipped_surrogate(
+            logprobs, old_logprobs, batch.advantages, mask, batch.weights, self.clip_low, self.clip_high, self.dual_clip
+        )
+
+
+class PositiveGRPO(GRPO):
+    """GRPO on the samples with a positive advantage alone (QaRL §4.2).
+
+    Args:
+        **kwargs: see `GRPO`.
+    """
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
+
+    def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> ObjectiveTerms:
+        return objective.positive_surrogate(
+            logprobs, old_logprobs, batch.advantages, mask, batch.weights, self.clip_low, self.clip_high
+        )
+
+
+class GSPO(Objective):
+    """Group sequence policy optimization: one ratio for the whole sequence, the geometric mean of its tokens'.
+
+    Args:
+        clip_low: the sequence's ratio is clipped at 1 − clip_low.
+        clip_high: and at 1 + clip_high.
+        **kwargs: see `Objective`.
+    """
+
+    def __init__(self, clip_low: float = 3e-4, clip_high: float = 4e-4, **kwargs) -> None:
+        super().__init__(**kwargs)
+        checks.check_clip(clip_low=clip_low, clip_high=clip_high)
+        self.clip_low, self.clip_high = clip_low, clip_high
+
+    def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> ObjectiveTerms:
+        return objective.gspo(
+            logprobs, old_logprobs, batch.advantages, mask, batch.weights, self.clip_low, self.clip_high
+        )
+
+
+class TBPO(Objective):
+    """Trust-band policy optimization: sequences outside their band get no gradient at all (QaRL §3.2).
+
+    It corrects the mismatch itself, so it stands beside no correction that carries the ratio.
+
+    Args:
+        clip_high: ε_h, band of positive samples: [0, 1 + clip_high].
+        neg_low: δ_l, band of negative samples: [1 − neg_low, 1 + neg_high].
+        neg_high: δ_h.
+        mismatch_cap: c, the mismatch weight lies in [1/c, c].
+        **kwargs: see `Objective`.
+    """
+
+    carries_ratio = True
+
+    def __init__(
+        self,
+        clip_high: float = 4e-4,
+        neg_low: float = 3e-4,
+        neg_high: float = 7e-4,
+        mismatch_cap: float = 2.0,
+        **kwargs,
+    ) -> None:
+        super().__init__(**kwargs)
+        checks.check_clip(clip_high=clip_high, neg_low=neg_low, neg_high=neg_high)
+        checks.check_mismatch_cap(mismatch_cap)
+        if self.old_logprobs == "bypass":
+            raise ConfigError(
+                "TBPO carries the mismatch weight; a ratio against the sampler would count the mismatch twice.",
+                expected="old_logprobs: decoupled or policy_gradient",
+                given="bypass",
+                remedy="Set old_logprobs to decoupled.",
+            )
+        self.clip_high, self.neg_low, self.neg_high, self.mismatch_cap = clip_high, neg_low, neg_high, mismatch_cap
+
+    def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> ObjectiveTerms:
+        learner_old = batch.learner_old_logprobs
+        mismatch = log_ratio(logprobs if learner_old is None else learner_old, batch.sampler_logprobs, mask)
+        terms = objective.tbpo(
+            logprobs,
+            old_logprobs,
+            batch.advantages,
+            mask,
+            mismatch,
+            self.clip_high,
+            self.neg_low,
+            self.neg_high,
+            self.mismatch_cap,
+        )
+        if batch.weights is not None:
+            terms.loss = terms.loss * batch.weights
+        return terms
+
+
+class SAPO(Objective):
+    """Soft adaptive policy optimization: a smooth gate instead of a clip (discussed in QaRL Appendix D.4).
+
+    Args:
+        temperature_pos: how sharply positive samples are gated.
+        temperature_neg: how sharply negative ones are.
+        **kwargs: see `Objective`.
+    """
+
+    def __init__(self, temperature_pos: float = 1.0, temperature_neg: float = 1.05, **kwargs) -> None:
+        super().__init__(**kwargs)
+        checks.check_temperatures(temperature_pos, temperature_neg)
+        self.temperature_pos, self.temperature_neg = temperature_pos, temperature_neg
+
+    def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> ObjectiveTerms:
+        return objective.sapo(
+            logprobs, old_logprobs, batch.advantages, mask, batch.weights, self.temperature_pos, self.temperature_neg
+        )
+
+
+class CISPO(Objective):
+    """Clipped importance-sampling weights on the log-likelihood: no token's gradient is lost.
+
+    Args:
+        clip_low: the weight is clipped at 1 − clip_low; 1 means no lower edge.
+        clip_high: and at 1 + clip_high.
+        reduction: see `Objective`.
+        **kwargs: see `Objective`.
+    """
+
+    def __init__(self, clip_low: float = 1.0, clip_high: float = 4.0, reduction: Reduction = "token", **kwargs) -> None:
+        super().__init__(reduction=reduction, **kwargs)
+        checks.check_clip(clip_low=clip_low, clip_high=clip_high)
+        self.clip_low, self.clip_high = clip_low, clip_high
+
+    def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> ObjectiveTerms:
+        return objective.cispo(
+            logprobs, old_logprobs, batch.advantages, mask, batch.weights, self.clip_low, self.clip_high
+        )
