@@ -1,0 +1,345 @@
+"""The policy: a causal language model from the hub, a folder or a config, with its tokenizer, full or under PEFT."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from peft import PeftConfig
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+)
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.functional.logprobs import token_logprobs
+from lit_qrl.rollout.network import merged_module, merged_weights, output_head
+from lit_qrl.types import RolloutBatch
+
+WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class TokenScores(NamedTuple):
+    """What the policy says of a batch's completion tokens: log-probs "b t" and, where asked for, entropies "b t"."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+class CausalPolicy(nn.Module):
+    """Holds the learner's model and tokenizer; the tokenizer loads at once, the weights in `configure`.
+
+    Args:
+        model: name on the hub, or a folder (relative to the working directory, else to the checkout) with
+            `config.json` and weights.
+        tokenizer: name or folder of the tokenizer; None takes the model's.
+        dtype: of the weights; `auto` is fp32 on a CPU, else the checkpoint's own.
+        lora: a PEFT config (`class_path: peft.LoraConfig`); None trains all weights.
+        gradient_checkpointing: keep only the layers' inputs for the backward pass and compute the rest again.
+        attn_implementation: `sdpa`, `eager`, `flash_attention_2`, …; None is the library's choice.
+        trust_remote_code: run model code that comes with a hub repository.
+        random_weights: build the model from its config alone, for benchmarks.
+        pad_token: padding token for a tokenizer without one.
+        eos_token: end token for a tokenizer without one.
+        chat_template_args: further arguments of the tokenizer's chat template, such as `enable_thinking: false`.
+        revision: branch, tag or commit on the hub.
+
+    Raises:
+        ConfigError: for a folder without config or weights, an unknown name, or a tokenizer without pad or end token.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: str | None = None,
+        dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+        lora: PeftConfig | None = None,
+        gradient_checkpointing: bool = False,
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+        random_weights: bool = False,
+        pad_token: str | None = None,
+        eos_token: str | None = None,
+        chat_template_args: dict[str, Any] | None = None,
+        revision: str | None = None,
+    ) -> None:
+        super().__init__()
+        if dtype not in ("auto", *DTYPES):
+            raise ConfigError("model.policy.dtype is unknown.", expected="auto, fp32, bf16 or fp16", given=dtype)
+        if lora is not None and lora.is_prompt_learning:
+            raise ConfigError(
+                "model.policy.lora is a prompt-learning method, which has no weights that a rollout engine could load.",
+                expected="a PEFT config that changes weights, such as peft.LoraConfig",
+                given=type(lora).__name__,
+            )
+        self.source = _resolve(model, weights=not random_weights)
+        self.dtype, self.lora, self.gradient_checkpointing = dtype, lora, gradient_checkpointing
+        self.attn_implementation, self.random_weights = attn_implementation, random_weights
+        self.chat_template_args = chat_template_args or {}
+        self._hub = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
+        self.config = self._load(AutoConfig, self.source, "config")
+        self.tokenizer = self._load_tokenizer(tokenizer, pad_token, eos_token)
+        self.stop_token_ids = self._stop_tokens()
+        self.model: nn.Module | None = None
+        # Neither is a registered submodule: the state dict is the learner's alone.
+        self._reference: list[nn.Module] = []
+        self._scoring_with_reference = False
+
+    # ----------------------------------------------------------------------------------------------------- tokenizer
+
+    def _load_tokenizer(self, name: str | None, pad_token: str | None, eos_token: str | None) -> Any:
+        source = self.source if name is None else _resolve(name, weights=False, what="tokenizer")
+        tokenizer = self._load(AutoTokenizer, source, "tokenizer")
+        for kind, given in (("pad", pad_token), ("eos", eos_token)):
+            if given is not None:
+                if given not in tokenizer.get_vocab():
+                    raise ConfigError(
+                        f"model.policy.{kind}_token is not in the tokenizer's vocabulary.",
+                        expected="a token that the model knows",
+                        given=repr(given),
+                    )
+                setattr(tokenizer, f"{kind}_token", given)
+            if getattr(tokenizer, f"{kind}_token_id") is None:
+                end = tokenizer.eos_token
+                hint = f"such as {end!r}" if kind == "pad" and end else "from its vocabulary"
+                raise ConfigError(
+                    f"The tokenizer of {source} has no {'padding' if kind == 'pad' else 'end'} token.",
+                    remedy=f"Set model.policy.{kind}_token to one {hint}.",
+                )
+        return tokenizer
+
+    def _stop_tokens(self) -> tuple[int, ...]:
+        """A chat model may end with more tokens than its tokenizer's `eos`: its generation config lists them."""
+        stops = [self.tokenizer.eos_token_id]
+        try:
+            listed = GenerationConfig.from_pretrained(self.source, revision=self._hub["revision"]).eos_token_id
+        except (OSError, ValueError):
+            listed = None
+        stops += listed if isinstance(listed, list) else [] if listed is None else [listed]
+        return tuple(sorted({stop for stop in stops if 0 <= stop < len(self.tokenizer)}))
+
+    @property
+    def pad_token_id(self) -> int:
+        """Id of the padding token."""
+        return self.tokenizer.pad_token_id
+
+    def encode(self, prompt: str | Sequence[dict[str, str]]) -> list[int]:
+        """Return the token ids of a prompt: text as it is, chat messages through the tokenizer's template.
+
+        Args:
+            prompt: a text, or messages with `role` and `content`.
+        """
+        if not isinstance(prompt, str):
+            if not self.tokenizer.chat_template:
+                raise ConfigError(
+                    f"The task poses chat messages, but the tokenizer of {self.source} has no chat template.",
+                    remedy="Use an instruction-tuned model, or let the task pose plain text.",
+                )
+            return self.tokenizer.apply_chat_template(
+                list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False, **self.chat_template_args
+            )
+        ids = self.tokenizer(prompt)["input_ids"]
+        # Some tokenizers end every text; a completion cannot follow an end token.
+        if ids and ids[-1] == self.tokenizer.eos_token_id and not prompt.endswith(self.tokenizer.eos_token):
+            ids = ids[:-1]
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    # -------------------------------------------------------------------------------------------------------- weights
+
+    def _load(self, auto_class: Any, source: str, what: str) -> Any:
+        try:
+            return auto_class.from_pretrained(source, **self._hub)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"The {what} of model {source!r} cannot be loaded: {str(error).splitlines()[0]}",
+                expected="a folder that exists, or a name on the hub that can be reached from here",
+                given=source,
+            ) from error
+
+    def configure(self) -> None:
+        """Load the weights (or draw random ones) and add the adapter; a second call changes nothing.
+
+        Raises:
+            ConfigError: when the checkpoint lacks weights of the model.
+        """
+        if self.model is not None:
+            return
+        on_cpu = torch.get_default_device().type == "cpu"
+        dtype = DTYPES.get(self.dtype, torch.float32 if on_cpu else "auto")
+        options: dict[str, Any] = {"trust_remote_code": self._hub["trust_remote_code"]}
+        if self.attn_implementation is not None:
+            options["attn_implementation"] = self.attn_implementation
+        if self.random_weights:
+            if dtype == "auto":
+                dtype = getattr(self.config, "dtype", None) or torch.float32
+            network = AutoModelForCausalLM.from_config(self.config, dtype=dtype, **options)
+        else:
+            network = self._pretrained(dtype, options)
+        network.config.use_cache = False
+        if self.gradient_checkpointing:
+            network.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.lora is not None:
+            from peft import get_peft_model
+
+            self.lora.task_type = self.lora.task_type or "CAUSAL_LM"
+            try:
+                network = get_peft_model(network, self.lora)
+            except ValueError as error:
+                raise ConfigError(f"model.policy.lora does not fit {self.source}: {error}") from error
+        self.model = network
+        self._check_head()
+        self.train()
+
+    def _check_head(self) -> None:
+        network = self.network
+        head, embedding = output_head(network)["weight"], merged_module(network.get_input_embeddings())
+        if network.config.get_text_config().tie_word_embeddings and head is not embedding.weight:
+            raise ConfigError(
+                "The adapter unties the output embedding from the input embedding, which this model shares.",
+                remedy="Set model.policy.lora.ensure_weight_tying to true, or leave both out of modules_to_save.",
+            )
+
+    def _pretrained(self, dtype: Any, options: dict[str, Any]) -> Any:
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                self.source, dtype=dtype, revision=self._hub["revision"], output_loading_info=True, **options
+            )
+            network, info = loaded
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"The weights of {self.source} cannot be loaded: {error}") from error
+        absent = sorted(info["missing_keys"])
+        if absent:
+            raise ConfigError(
+                f"The checkpoint of {self.source} lacks {len(absent)} weights of its model.",
+                expected=", ".join(absent[:3]) + (", …" if len(absent) > 3 else ""),
+                remedy="Take a complete checkpoint; without them the policy would start partly at random.",
+            )
+        return network
+
+    @property
+    def network(self) -> Any:
+        """The Hugging Face causal language model itself, adapter layers inside; its `config` describes it."""
+        if self.model is None:
+            raise RuntimeError("The policy has no weights yet: call configure() first.")
+        return self.model.get_base_model() if self.lora is not None else self.model  # pyright: ignore
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight under its checkpoint name, an adapter merged in; one merged weight exists at a time."""
+        return merged_weights(self.network)
+
+    def adapter_tensors(self) -> dict[str, Tensor]:
+        """Return the adapter's tensors under PEFT's checkpoint names; empty without an adapter."""
+        if self.lora is None:
+            return {}
+        from peft import get_peft_model_state_dict
+
+        return get_peft_model_state_dict(self.model)
+
+    # ------------------------------------------------------------------------------------------------------ reference
+
+    def keep_reference(self) -> None:
+        """Keep a frozen copy of the current weights for `reference`; under an adapter the base serves and none is."""
+        if self.lora is None and not self._reference:
+            frozen = copy.deepcopy(self.network).requires_grad_(False)
+            self._reference.append(frozen.eval())
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Make `forward` score with the reference: the base without its adapter, or the frozen copy.
+
+        Raises:
+            RuntimeError: when there is neither an adapter nor a copy.
+        """
+        if self.lora is not None:
+            with self.model.disable_adapter():  # pyright: ignore
+                yield
+            return
+        if not self._reference:
+            raise RuntimeError("There is no reference policy: call keep_reference() after configure().")
+        self._reference[0].to(next(self.network.parameters()).device)
+        self._scoring_with_reference = True
+        try:
+            yield
+        finally:
+            self._scoring_with_reference = False
+
+    # -------------------------------------------------------------------------------------------------------- forward
+
+    def forward(self, batch: RolloutBatch, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
+        """Return fp32 log-probs "b t" of the completion tokens, exactly 0 where the mask is False.
+
+        Each row is turned so that its left padding comes last: attention is then plainly causal, needs no mask, and
+        the positions count from 0. Only the hidden states that predict a completion token meet the output embedding.
+
+        Args:
+            batch: the sequences.
+            temperature: positive; the log-probs are those of the distribution at it.
+            entropy: also return the full-vocabulary entropy of each position, detached.
+        """
+        network: Any = self._reference[0] if self._scoring_with_reference else self.network
+        s, t = batch.tokens.shape[1], batch.mask.shape[1]
+        padding = (s - t - batch.prompt_length)[:, None]
+        columns = torch.arange(s, device=batch.tokens.device)
+        tokens = batch.tokens.gather(1, (columns + padding) % s)
+        hidden = network.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        predictors = columns[s - t - 1 : s - 1] - padding
+        scored = self._scored(batch.mask)
+        if scored is None:
+            rows = torch.arange(len(batch), device=tokens.device)[:, None]
+            hidden, chosen = hidden[rows, predictors], batch.tokens[:, s - t :]
+        else:
+            rows, steps = scored
+            hidden, chosen = hidden[rows, predictors[rows, steps]], batch.tokens[rows, s - t + steps]
+        logprobs, entropies = token_logprobs(
+            hidden, tokens=chosen, temperature=temperature, entropy=entropy, **output_head(network)
+        )
+        return TokenScores(
+            self._spread(logprobs, batch.mask, scored),
+            None if entropies is None else self._spread(entropies, batch.mask, scored),
+        )
+
+    @staticmethod
+    def _scored(mask: Tensor) -> tuple[Tensor, ...] | None:
+        """Positions to score; None scores all, where looking at the mask would stall an accelerator."""
+        return mask.nonzero(as_tuple=True) if mask.device.type == "cpu" else None
+
+    @staticmethod
+    def _spread(values: Tensor, mask: Tensor, scored: tuple[Tensor, ...] | None) -> Tensor:
+        if scored is None:
+            return torch.where(mask, values, 0.0)
+        return values.new_zeros(mask.shape).index_put(scored, values)
+
+
+def _resolve(name: str, weights: bool, what: str = "model") -> str:
+    """Return the folder that `name` means, or `name` itself when it can only be a hub name; check a folder's files."""
+    checkout = Path(__file__).resolve().parents[1]
+    folder = next((path for path in (Path(name), checkout / name) if path.is_dir()), None)
+    if folder is None:
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise ConfigError(f"The {what} folder does not exist.", given=name, remedy="Correct the path.")
+        return name
+    if what == "tokenizer":
+        if not any((folder / file).exists() for file in TOKENIZER_FILES):
+            raise ConfigError("The tokenizer folder has no tokenizer files.", given=folder)
+        return str(folder)
+    if not (folder / "config.json").exists():
+        raise ConfigError("The model folder has no config.json.", expected="a Hugging Face checkpoint", given=folder)
+    if weights and not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
+        raise ConfigError(
+            "The model folder has no weights.",
+            expected=" or ".join(WEIGHT_PATTERNS),
+            given=folder,
+            remedy="Add them, or set model.policy.random_weights for a benchmark.",
+        )
+    return str(folder)

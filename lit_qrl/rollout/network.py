@@ -1,0 +1,77 @@
+"""What learner and sampler ask of a Hugging Face causal language model: its output head and its checkpoint tensors."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
+from torch import Tensor, nn
+
+from lit_qrl.errors import ConfigError
+
+
+def output_head(network: Any) -> dict[str, Any]:
+    """Return weight, bias, scale and soft-cap of the output embedding, as `token_logprobs` takes them.
+
+    Raises:
+        ConfigError: when the output embedding is not a plain linear layer.
+    """
+    head = merged_module(network.get_output_embeddings())
+    if isinstance(head, BaseTunerLayer) or not isinstance(head, nn.Linear):
+        raise ConfigError(
+            "The output embedding must stay a plain linear layer.",
+            given=type(head).__name__,
+            remedy="Leave lm_head out of the adapter's target_modules and of every quantization.",
+        )
+    config = network.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
+    return {
+        "weight": head.weight,
+        "bias": head.bias,
+        "softcap": getattr(config, "final_logit_softcapping", None),
+        "scale": scale,
+    }
+
+
+def merged_module(module: Any) -> Any:
+    """Return the trained copy of a module that PEFT keeps beside the original one, or the module itself."""
+    if not isinstance(module, ModulesToSaveWrapper):
+        return module
+    return module.original_module if module.disable_adapters else module.modules_to_save[module.active_adapters[0]]
+
+
+def merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the network's weights and persistent buffers under their checkpoint names, PEFT adapters merged in.
+
+    A layer is merged into a copy of its weight, which is yielded and dropped before the next; the learner's own weight
+    comes back bit for bit. A weight that two modules share is yielded once, under its first name.
+    """
+    yield from _walk(network, "", set())
+
+
+def _walk(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    module = merged_module(module)
+    if isinstance(module, BaseTunerLayer) and hasattr(module, "base_layer"):
+        yield from _merged(module, prefix, seen)
+        return
+    own = {**module._parameters, **module._buffers}
+    for name, tensor in own.items():
+        if tensor is not None and name not in module._non_persistent_buffers_set and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield prefix + name, tensor.detach()
+    for name, child in module.named_children():
+        yield from _walk(child, f"{prefix}{name}.", seen)
+
+
+def _merged(layer: Any, prefix: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    base = layer.get_base_layer()
+    originals = {name: parameter.data for name, parameter in base.named_parameters()}
+    layer.merge(safe_merge=True)
+    merged = dict(_walk(base, prefix, seen))
+    for name, parameter in base.named_parameters():
+        parameter.data = originals[name]
+    layer.merged_adapters.clear()
+    del originals
+    while merged:
+        name = next(iter(merged))
+        yield name, merged.pop(name)

@@ -1,0 +1,416 @@
+import copy
+import json
+
+import peft
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.policy import CausalPolicy
+from lit_qrl.rollout.network import output_head
+from lit_qrl.types import RolloutBatch
+
+WORDS = ["<pad>", "<eos>", *"0123456789+-*/()=,:ab "]
+SIZES = {
+    "vocab_size": len(WORDS),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    "tie_word_embeddings": True,
+}
+
+
+def build_tokenizer(**special):
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def build_network(config_class=Qwen3Config, seed=0, **changes):
+    torch.manual_seed(seed)
+    config = config_class(**{**SIZES, **changes})
+    network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(4)
+    return network.eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    build_network().save_pretrained(path)
+    build_tokenizer(pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def policy(folder):
+    policy = CausalPolicy(str(folder))
+    policy.configure()
+    return policy
+
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+def lora_policy(folder, **options):
+    policy = CausalPolicy(str(folder), lora=peft.LoraConfig(**{**LORA, **options}))
+    torch.manual_seed(1)
+    policy.configure()
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return policy
+
+
+def batch_of(prompts, completions):
+    """Left-padded prompts, right-padded completions, as the records say."""
+    width, t = max(map(len, prompts)), max(map(len, completions))
+    b = len(prompts)
+    tokens, mask = torch.zeros(b, width + t, dtype=torch.long), torch.zeros(b, t, dtype=torch.bool)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        tokens[row, width - len(prompt) : width] = torch.tensor(prompt)
+        tokens[row, width : width + len(completion)] = torch.tensor(completion)
+        mask[row, : len(completion)] = True
+    zeros = torch.zeros(b)
+    return RolloutBatch(
+        tokens=tokens,
+        prompt_length=torch.tensor([len(prompt) for prompt in prompts]),
+        mask=mask,
+        sampler_logprobs=torch.zeros(b, t),
+        rewards=zeros,
+        advantages=zeros,
+        group=torch.arange(b),
+        version=torch.zeros(b, dtype=torch.long),
+        stopped=mask[:, -1],
+    )
+
+
+PROMPTS = [[5, 6, 7, 8, 9], [4], [3, 3, 12]]
+COMPLETIONS = [[4, 5, 1], [6, 7, 8, 9, 10, 11], [1]]
+
+
+def alone(network, prompt, completion, temperature=1.0):
+    """Each sequence by itself, without padding, through the library's own forward; log-softmax in fp64."""
+    logits = network(torch.tensor([prompt + completion])).logits[0].double() / temperature
+    logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(1, torch.tensor(completion)[:, None])[:, 0], entropy
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_match_each_sequence_alone(policy, temperature):
+    scores = policy(batch_of(PROMPTS, COMPLETIONS), temperature, entropy=True)
+    assert scores.logprobs.dtype == torch.float32
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        n = len(completion)
+        expected, entropy = alone(policy.network, prompt, completion, temperature)
+        torch.testing.assert_close(scores.logprobs[row, :n].double(), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(scores.entropy[row, :n].double(), entropy, atol=1e-5, rtol=1e-5)
+        assert (scores.logprobs[row, n:] == 0).all()
+        assert (scores.entropy[row, n:] == 0).all()
+
+
+def test_gradient_matches_each_sequence_alone(policy):
+    policy.zero_grad()
+    (policy(batch_of(PROMPTS, COMPLETIONS)).logprobs.sum()).backward()
+    got = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
+    policy.zero_grad()
+    sum(alone(policy.network, p, c)[0].sum() for p, c in zip(PROMPTS, COMPLETIONS, strict=True)).backward()
+    for name, parameter in policy.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad, atol=2e-4, rtol=2e-4)
+    policy.zero_grad()
+
+
+def test_more_padding_changes_nothing(policy):
+    base = policy(batch_of(PROMPTS, COMPLETIONS)).logprobs
+    wider = policy(batch_of([*PROMPTS, [2] * 20], [*COMPLETIONS, [3] * 9])).logprobs
+    torch.testing.assert_close(base, wider[:3, : base.shape[1]], atol=1e-6, rtol=0)
+
+
+def test_scoring_all_positions_gives_the_same(policy, monkeypatch):
+    batch = batch_of(PROMPTS, COMPLETIONS)
+    compressed = policy(batch, entropy=True)
+    monkeypatch.setattr(CausalPolicy, "_scored", staticmethod(lambda mask: None))
+    for left, right in zip(compressed, policy(batch, entropy=True), strict=True):
+        torch.testing.assert_close(left, right, atol=1e-6, rtol=0)
+
+
+def test_a_batch_with_nothing_to_score_has_no_gradient(policy):
+    batch = batch_of(PROMPTS, COMPLETIONS)
+    batch.mask = torch.zeros_like(batch.mask)
+    logprobs = policy(batch).logprobs
+    logprobs.sum().backward()
+    assert not logprobs.any()
+    assert all(not parameter.grad.any() for parameter in policy.parameters() if parameter.grad is not None)
+    policy.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("config_class", "changes"),
+    [
+        (LlamaConfig, {"attention_bias": True}),
+        (Gemma2Config, {"final_logit_softcapping": 3.0, "sliding_window": 4}),
+        (CohereConfig, {"logit_scale": 0.3}),
+        (GraniteConfig, {"logits_scaling": 2.5}),
+    ],
+)
+def test_heads_of_other_architectures(folder, config_class, changes):
+    policy = CausalPolicy(str(folder))
+    policy.model = build_network(config_class, **changes)
+    scores = policy(batch_of(PROMPTS, COMPLETIONS))
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        expected, _ = alone(policy.network, prompt, completion)
+        torch.testing.assert_close(scores.logprobs[row, : len(completion)].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_bf16_weights_give_fp32_log_probs_close_to_fp32(policy, folder):
+    half = CausalPolicy(str(folder), dtype="bf16")
+    half.configure()
+    batch = batch_of(PROMPTS, COMPLETIONS)
+    got, exact = half(batch).logprobs, policy(batch).logprobs
+    assert next(half.network.parameters()).dtype == torch.bfloat16
+    assert got.dtype == torch.float32
+    assert 0 < (got - exact).abs().max() < 0.3
+
+
+def test_tokenizer_loads_before_the_weights(folder):
+    policy = CausalPolicy(str(folder))
+    assert policy.encode("12+3=") == [3, 4, 12, 5, 18]
+    assert policy.decode([3, 4, 12, 5, 1]) == "12+3"
+    assert (policy.pad_token_id, policy.stop_token_ids) == (0, (1,))
+    assert not list(policy.parameters())
+    with pytest.raises(RuntimeError, match="configure"):
+        _ = policy.network
+
+
+def test_stop_tokens_include_the_generation_config(folder, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
+    assert CausalPolicy(str(tmp_path)).stop_token_ids == (1, 7)
+
+
+def test_configure_twice_keeps_the_weights(folder):
+    policy = CausalPolicy(str(folder))
+    policy.configure()
+    first = policy.model
+    policy.configure()
+    assert policy.model is first
+
+
+def test_loaded_weights_are_the_checkpoint(policy, folder):
+    saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    published = dict(policy.named_weights())
+    assert set(published) == set(saved) - {"lm_head.weight"}
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in published.items())
+
+
+def test_random_weights_need_no_checkpoint(folder, tmp_path):
+    for file in folder.iterdir():
+        if not file.name.endswith(".safetensors"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    policy = CausalPolicy(str(tmp_path), random_weights=True, dtype="fp32")
+    policy.configure()
+    assert torch.isfinite(policy(batch_of(PROMPTS, COMPLETIONS)).logprobs).all()
+    with pytest.raises(ConfigError, match="no weights"):
+        CausalPolicy(str(tmp_path))
+
+
+def test_gradient_checkpointing_gives_the_same_gradient(folder):
+    grads = []
+    for checkpointing in (False, True):
+        policy = CausalPolicy(str(folder), gradient_checkpointing=checkpointing)
+        policy.configure()
+        assert policy.training
+        policy(batch_of(PROMPTS, COMPLETIONS)).logprobs.sum().backward()
+        grads.append([parameter.grad for parameter in policy.parameters()])
+    for left, right in zip(*grads, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+# ------------------------------------------------------------------------------------------------------------ adapters
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_dora": True}, {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}],
+)
+def test_merged_weights_are_what_the_adapted_policy_computes(folder, options):
+    policy = lora_policy(folder, **options).eval()
+    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    plain = build_network(seed=5)
+    names = set(dict(policy.named_weights()))
+    missing, unexpected = plain.load_state_dict(dict(policy.named_weights()), strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    assert len(names) == len(list(plain.named_parameters()))
+    scores = policy(batch_of(PROMPTS, COMPLETIONS)).logprobs
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        expected, _ = alone(plain, prompt, completion)
+        torch.testing.assert_close(scores[row, : len(completion)].double(), expected, atol=1e-5, rtol=1e-5)
+    after = policy.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_only_the_adapter_trains_and_the_base_is_the_reference(folder, policy):
+    adapted = lora_policy(folder)
+    batch = batch_of(PROMPTS, COMPLETIONS)
+    assert all("lora_" in name for name, parameter in adapted.named_parameters() if parameter.requires_grad)
+    base = policy(batch).logprobs
+    with adapted.reference():
+        torch.testing.assert_close(adapted(batch).logprobs, base)
+    assert (adapted(batch).logprobs - base).abs().max() > 1e-3
+    assert all(name.endswith(("lora_A.weight", "lora_B.weight")) for name in adapted.adapter_tensors())
+    assert len(adapted.adapter_tensors()) == 12
+
+
+def test_an_adapter_on_the_output_embedding_is_refused(folder):
+    policy = CausalPolicy(str(folder), lora=peft.LoraConfig(r=2, target_modules=["lm_head"]))
+    with pytest.raises(ConfigError, match="output embedding"):
+        policy.configure()
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_an_adapter_that_unties_the_embeddings_is_refused(folder):
+    policy = CausalPolicy(str(folder), lora=peft.LoraConfig(**LORA, modules_to_save=["lm_head"]))
+    with pytest.raises(ConfigError, match="unties"):
+        policy.configure()
+
+
+def test_an_adapter_that_matches_nothing_is_refused(folder):
+    policy = CausalPolicy(str(folder), lora=peft.LoraConfig(r=2, target_modules=["nowhere"]))
+    with pytest.raises(ConfigError, match="does not fit"):
+        policy.configure()
+
+
+def test_prompt_learning_is_refused(folder):
+    with pytest.raises(ConfigError, match="prompt-learning"):
+        CausalPolicy(str(folder), lora=peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+
+
+def test_the_frozen_reference_stays_behind(folder):
+    policy = CausalPolicy(str(folder))
+    policy.configure()
+    batch = batch_of(PROMPTS, COMPLETIONS)
+    with pytest.raises(RuntimeError, match="keep_reference"), policy.reference():
+        pass
+    keys = list(policy.state_dict())
+    start = policy(batch).logprobs.detach()
+    policy.keep_reference()
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.1)
+    assert (policy(batch).logprobs - start).abs().max() > 1e-3
+    with policy.reference():
+        assert torch.equal(policy(batch).logprobs, start)
+    assert list(policy.state_dict()) == keys
+
+
+def test_state_restores_into_a_fresh_policy(folder):
+    trained, fresh = lora_policy(folder), CausalPolicy(str(folder), lora=peft.LoraConfig(**LORA))
+    fresh.configure()
+    fresh.load_state_dict(copy.deepcopy(trained.state_dict()))
+    batch = batch_of(PROMPTS, COMPLETIONS)
+    assert torch.equal(fresh.eval()(batch).logprobs, trained.eval()(batch).logprobs)
+
+
+def test_output_head_of_an_adapted_network(folder):
+    assert output_head(lora_policy(folder).network)["weight"].shape == (len(WORDS), 32)
+
+
+def test_any_peft_config_comes_from_yaml(folder):
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(CausalPolicy, "policy")
+    lora = {"class_path": "peft.LoraConfig", "init_args": {"r": 2, "target_modules": "all-linear"}}
+    init_args = {"model": str(folder), "lora": lora}
+    config = parser.parse_object({"policy": {"class_path": "CausalPolicy", "init_args": init_args}})
+    policy = parser.instantiate_classes(config).policy
+    policy.configure()
+    assert len(policy.adapter_tensors()) == 2 * 7 * 2
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("special", "message"),
+    [({"eos_token": "<eos>"}, "no padding token"), ({"pad_token": "<pad>"}, "no end token")],
+)
+def test_a_tokenizer_without_pad_or_end_token(folder, tmp_path, special, message):
+    build_tokenizer(**special).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        CausalPolicy(str(folder), tokenizer=str(tmp_path))
+    fixed = CausalPolicy(str(folder), tokenizer=str(tmp_path), pad_token="<pad>", eos_token="<eos>")
+    assert (fixed.pad_token_id, fixed.stop_token_ids) == (0, (1,))
+    with pytest.raises(ConfigError, match="vocabulary"):
+        CausalPolicy(str(folder), tokenizer=str(tmp_path), pad_token="<nothing>", eos_token="<eos>")
+
+
+def test_missing_folders_and_files(folder, tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        CausalPolicy(str(tmp_path / "absent"))
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        CausalPolicy(str(tmp_path))
+    with pytest.raises(ConfigError, match="tokenizer files"):
+        CausalPolicy(str(folder), tokenizer=str(tmp_path))
+    with pytest.raises(ConfigError, match="dtype"):
+        CausalPolicy(str(folder), dtype="int8")
+
+
+def test_an_incomplete_checkpoint(folder, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = {name: tensor for name, tensor in build_network().state_dict().items() if "layers.1.mlp" not in name}
+    weights.pop("lm_head.weight")
+    from safetensors.torch import save_file
+
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    policy = CausalPolicy(str(tmp_path))
+    with pytest.raises(ConfigError, match="lacks 3 weights"):
+        policy.configure()
+
+
+def test_chat_messages_need_a_template(policy, folder):
+    messages = [{"role": "user", "content": "12"}]
+    with pytest.raises(ConfigError, match="chat template"):
+        policy.encode(messages)
+    chatty = CausalPolicy(str(folder))
+    chatty.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
+    assert chatty.encode(messages) == [3, 4, 18]
+
+
+def test_an_end_token_that_the_tokenizer_appends_is_dropped(folder):
+    from tokenizers.processors import TemplateProcessing
+
+    policy = CausalPolicy(str(folder))
+    policy.tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$A <eos>", special_tokens=[("<eos>", 1)])
+    assert policy.tokenizer("12")["input_ids"] == [3, 4, 1]
+    assert policy.encode("12") == [3, 4]
