@@ -1,6 +1,7 @@
 """The objectives as classes for YAML; their maths is in `lit_qrl.functional`."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import torch
@@ -21,16 +22,6 @@ Estimator = Literal["k1", "k2", "k3"]
 DAPO_MAX_RESAMPLE = 10
 # DAPO's cache of 4096 of 20480 tokens, and its largest penalty.
 DAPO_OVERLONG = (0.2, 1.0)
-
-
-def _choice(name: str, value: object, *allowed: object) -> None:
-    if value not in allowed:
-        raise ConfigError(
-            f"objective.{name} is unknown.",
-            expected=" or ".join(str(choice) for choice in allowed),
-            given=value,
-            remedy=f"Correct {name}.",
-        )
 
 
 class Objective(ABC):
@@ -73,11 +64,11 @@ class Objective(ABC):
         max_resample: int = 0,
         overlong_penalty: tuple[float, float] | None = None,
     ) -> None:
-        _choice("scale", scale, "group", "batch", "none")
-        _choice("old_logprobs", old_logprobs, "decoupled", "bypass", "policy_gradient")
-        _choice("kl_estimator", kl_estimator, "k1", "k2", "k3")
-        _choice("kl_in", kl_in, "loss", "reward")
-        _choice("normalize_weights", normalize_weights, None, "token", "sequence")
+        checks.check_choice("objective.scale", scale, "group", "batch", "none")
+        checks.check_choice("objective.old_logprobs", old_logprobs, "decoupled", "bypass", "policy_gradient")
+        checks.check_choice("objective.kl_estimator", kl_estimator, "k1", "k2", "k3")
+        checks.check_choice("objective.kl_in", kl_in, "loss", "reward")
+        checks.check_choice("objective.normalize_weights", normalize_weights, None, "token", "sequence")
         checks.check_reduction(reduction)
         for name, value in (
             ("kl_coefficient", kl_coefficient),
@@ -200,7 +191,23 @@ class Objective(ABC):
         return objective.kl_penalty(learner, reference, self.kl_estimator)
 
 
-class GRPO(Objective):
+class _Clipped(Objective):
+    """An objective with one clip on either side, of whatever ratio its formula takes."""
+
+    formula: ClassVar[Callable[..., ObjectiveTerms]]
+
+    def __init__(self, clip_low: float, clip_high: float, **kwargs) -> None:
+        super().__init__(**kwargs)
+        checks.check_clip(clip_low=clip_low, clip_high=clip_high)
+        self.clip_low, self.clip_high = clip_low, clip_high
+
+    def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> ObjectiveTerms:
+        return type(self).formula(
+            logprobs, old_logprobs, batch.advantages, mask, batch.weights, self.clip_low, self.clip_high
+        )
+
+
+class GRPO(_Clipped):
     """Group-relative policy optimization (AIS eqs. 4, 19; QaRL §2.1).
 
     The AIS paper's form has `scale: none`.
@@ -211,15 +218,10 @@ class GRPO(Objective):
         **kwargs: see `Objective`.
     """
 
-    def __init__(self, clip_low: float = 0.2, clip_high: float = 0.2, **kwargs) -> None:
-        super().__init__(**kwargs)
-        checks.check_clip(clip_low=clip_low, clip_high=clip_high)
-        self.clip_low, self.clip_high = clip_low, clip_high
+    formula = staticmethod(objective.clipped_surrogate)
 
-    def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> ObjectiveTerms:
-        return objective.clipped_surrogate(
-            logprobs, old_logprobs, batch.advantages, mask, batch.weights, self.clip_low, self.clip_high
-        )
+    def __init__(self, clip_low: float = 0.2, clip_high: float = 0.2, **kwargs) -> None:
+        super().__init__(clip_low=clip_low, clip_high=clip_high, **kwargs)
 
 
 class DrGRPO(GRPO):
@@ -292,16 +294,10 @@ class PositiveGRPO(GRPO):
         **kwargs: see `GRPO`.
     """
 
-    def __init__(self, **kwargs) -> None:
-        super().__init__(**kwargs)
-
-    def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> ObjectiveTerms:
-        return objective.positive_surrogate(
-            logprobs, old_logprobs, batch.advantages, mask, batch.weights, self.clip_low, self.clip_high
-        )
+    formula = staticmethod(objective.positive_surrogate)
 
 
-class GSPO(Objective):
+class GSPO(_Clipped):
     """Group sequence policy optimization: one ratio for the whole sequence, the geometric mean of its tokens'.
 
     Args:
@@ -310,15 +306,10 @@ class GSPO(Objective):
         **kwargs: see `Objective`.
     """
 
-    def __init__(self, clip_low: float = 3e-4, clip_high: float = 4e-4, **kwargs) -> None:
-        super().__init__(**kwargs)
-        checks.check_clip(clip_low=clip_low, clip_high=clip_high)
-        self.clip_low, self.clip_high = clip_low, clip_high
+    formula = staticmethod(objective.gspo)
 
-    def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> ObjectiveTerms:
-        return objective.gspo(
-            logprobs, old_logprobs, batch.advantages, mask, batch.weights, self.clip_low, self.clip_high
-        )
+    def __init__(self, clip_low: float = 3e-4, clip_high: float = 4e-4, **kwargs) -> None:
+        super().__init__(clip_low=clip_low, clip_high=clip_high, **kwargs)
 
 
 class TBPO(Objective):
@@ -359,17 +350,8 @@ class TBPO(Objective):
     def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> ObjectiveTerms:
         learner_old = batch.learner_old_logprobs
         mismatch = log_ratio(logprobs if learner_old is None else learner_old, batch.sampler_logprobs, mask)
-        terms = objective.tbpo(
-            logprobs,
-            old_logprobs,
-            batch.advantages,
-            mask,
-            mismatch,
-            self.clip_high,
-            self.neg_low,
-            self.neg_high,
-            self.mismatch_cap,
-        )
+        bands = (self.clip_high, self.neg_low, self.neg_high, self.mismatch_cap)
+        terms = objective.tbpo(logprobs, old_logprobs, batch.advantages, mask, mismatch, *bands)
         if batch.weights is not None:
             terms.loss = terms.loss * batch.weights
         return terms
@@ -395,7 +377,7 @@ class SAPO(Objective):
         )
 
 
-class CISPO(Objective):
+class CISPO(_Clipped):
     """Clipped importance-sampling weights on the log-likelihood: no token's gradient is lost.
 
     Args:
@@ -405,12 +387,7 @@ class CISPO(Objective):
         **kwargs: see `Objective`.
     """
 
-    def __init__(self, clip_low: float = 1.0, clip_high: float = 4.0, reduction: Reduction = "token", **kwargs) -> None:
-        super().__init__(reduction=reduction, **kwargs)
-        checks.check_clip(clip_low=clip_low, clip_high=clip_high)
-        self.clip_low, self.clip_high = clip_low, clip_high
+    formula = staticmethod(objective.cispo)
 
-    def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> ObjectiveTerms:
-        return objective.cispo(
-            logprobs, old_logprobs, batch.advantages, mask, batch.weights, self.clip_low, self.clip_high
-        )
+    def __init__(self, clip_low: float = 1.0, clip_high: float = 4.0, reduction: Reduction = "token", **kwargs) -> None:
+        super().__init__(clip_low=clip_low, clip_high=clip_high, reduction=reduction, **kwargs)

@@ -5,7 +5,7 @@ import math
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, nearest
 
 Bound = float | Float[Tensor, ""]
 
@@ -141,4 +141,13 @@ def check_reduction(reduction: str) -> None:
             expected="sequence, token or constant",
             given=reduction,
             remedy="Correct reduction.",
+        )
+
+
+def check_choice(name: str, value: object, *allowed: object) -> None:
+    """Raise `ConfigError` unless the value of the key `name` is one of those allowed."""
+    if value not in allowed:
+        hint = nearest(str(value), [str(choice) for choice in allowed])
+        raise ConfigError(
+            f"{name} is unknown.", expected=" or ".join(str(choice) for choice in allowed), given=value, remedy=hint
         )
