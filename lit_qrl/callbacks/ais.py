@@ -1,0 +1,114 @@
+"""Adaptive importance sampling as a callback."""
+
+from collections import deque
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lit_qrl.callbacks.base import RLCallback, trainer_all_reduce
+from lit_qrl.errors import ConfigError
+from lit_qrl.functional._checks import check_ais, check_choice
+from lit_qrl.functional.importance import AISGate, ais_gate, ais_weights, log_ratio
+from lit_qrl.types import AllReduce, Correction, LossContext, RolloutBatch
+
+# Gates kept for the checkpoint and the report: a thousand mini-batches are 32 kB.
+HISTORY = 1000
+
+
+class AIS(RLCallback):
+    """Corrects the mismatch as strongly as each mini-batch bears (AIS, eqs. 12–18).
+
+    Weights are 1 + α (min(e^d, clip) − 1). The gate α falls to 0 when the weights are degenerate or the mismatch is
+    negligible.
+
+    Args:
+        clip: C, the largest weight.
+        saturation: δ, the mean |log-ratio| in nats from which the correction is in full force. 0.02 suits FP8; a
+            coarser format saturates it, so raise it there (AIS Appendix F).
+        tolerance: γ, how much the correction may widen the spread of the weighted advantages before it is damped.
+        sensitivity: β, how strongly it is damped then; the paper gives no value.
+        eps: ε, keeps the spread of equal advantages from dividing by 0.
+        level: whether a weight belongs to a `token` or to a whole `sequence`.
+        scope: whether α is measured on each `minibatch` or once on the whole `rollout`.
+    """
+
+    carries_ratio = True
+
+    def __init__(
+        self,
+        clip: float = 5.0,
+        saturation: float = 0.02,
+        tolerance: float = 1.2,
+        sensitivity: float = 1.0,
+        eps: float = 1e-6,
+        level: Literal["token", "sequence"] = "token",
+        scope: Literal["minibatch", "rollout"] = "minibatch",
+    ) -> None:
+        check_ais(clip, saturation, tolerance, sensitivity, eps, level)
+        check_choice("scope of AIS", scope, "minibatch", "rollout")
+        self.clip, self.saturation, self.tolerance, self.sensitivity, self.eps = (
+            clip,
+            saturation,
+            tolerance,
+            sensitivity,
+            eps,
+        )
+        self.level: Literal["token", "sequence"] = level
+        self.scope: Literal["minibatch", "rollout"] = scope
+        self.gates: deque[Tensor] = deque(maxlen=HISTORY)
+
+    def on_rollout_end(self, trainer: Trainer, module: Any, batch: RolloutBatch) -> None:
+        if self.scope == "minibatch":
+            return
+        if batch.learner_old_logprobs is None:
+            raise ConfigError(
+                "AIS with scope: rollout needs the learner's log-probs of the whole rollout.",
+                expected="learner_old_logprobs",
+                given=None,
+                remedy="Set old_logprobs to decoupled, or scope to minibatch.",
+            )
+        d = log_ratio(batch.learner_old_logprobs, batch.sampler_logprobs, batch.mask)
+        self._measure(d, batch.mask, batch.advantages, trainer_all_reduce(trainer))
+
+    def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
+        if self.scope == "minibatch":
+            gate = self._measure(context.log_ratio, context.mask, context.advantages, context.all_reduce)
+        elif self.gates:
+            gate = AISGate(*self.gates[-1].unbind())
+        else:
+            raise ConfigError(
+                "AIS with scope: rollout has seen no rollout.",
+                expected="on_rollout_end before correct",
+                given="no gate",
+                remedy="Set scope to minibatch.",
+            )
+        weights = ais_weights(context.log_ratio, context.mask, gate.alpha, self.clip, level=self.level)
+        metrics = {f"correction/{name}": value for name, value in gate._asdict().items() if name != "truncated"}
+        metrics[f"correction/truncated_{self.level}s"] = gate.truncated
+        return Correction(weights=weights, metrics=metrics)
+
+    def _measure(self, d: Tensor, mask: Tensor, advantages: Tensor, all_reduce: AllReduce) -> AISGate:
+        gate = ais_gate(
+            d,
+            mask,
+            advantages,
+            self.clip,
+            self.saturation,
+            self.tolerance,
+            self.sensitivity,
+            self.eps,
+            level=self.level,
+            all_reduce=all_reduce,
+        )
+        self.gates.append(torch.stack(list(gate)))
+        return gate
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last gates: one row each, columns as the fields of `AISGate`."""
+        fields = len(AISGate._fields)
+        return {"gates": torch.stack(list(self.gates)).cpu() if self.gates else torch.zeros(0, fields)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.gates = deque(state_dict["gates"].unbind(), maxlen=HISTORY)

@@ -1,0 +1,38 @@
+"""Masked importance sampling as a callback."""
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lit_qrl.callbacks._weighting import DEFAULT_UPPER, Level, weighted
+from lit_qrl.callbacks.base import RLCallback
+from lit_qrl.functional._checks import check_band, check_choice
+from lit_qrl.functional.importance import geometric_masked, sequence_masked, token_masked
+from lit_qrl.types import Correction, LossContext
+
+FUNCTIONS = {"token": token_masked, "sequence": sequence_masked, "geometric": geometric_masked}
+
+
+class MaskedIS(RLCallback):
+    """Multiplies by the ratio learner_old / sampler inside a band, by 0 outside (survey, "MIS"; IcePop for tokens).
+
+    What is masked stays in the loss's denominator.
+
+    Args:
+        level: the ratio of each `token`, of the whole `sequence` (their product), or their `geometric` mean.
+        lower: of the band; null takes 1/upper; the survey's one-sided form has 0.
+        upper: of the band; null takes 2 for tokens, 5 for sequences and 2 for the geometric mean.
+    """
+
+    carries_ratio = True
+
+    def __init__(self, level: Level = "token", lower: float | None = None, upper: float | None = None) -> None:
+        check_choice("level of MaskedIS", level, "token", "sequence", "geometric")
+        upper = DEFAULT_UPPER[level] if upper is None else upper
+        self.level: Level = level
+        check_band(lower, upper, what="The band of MaskedIS")
+        self.lower, self.upper = lower, upper
+
+    def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
+        weights = FUNCTIONS[self.level](context.log_ratio, context.mask, self.lower, self.upper)
+        return weighted("masked", self.level, self.upper, weights, weights == 0, context)

@@ -1,0 +1,67 @@
+"""Truncated importance sampling as a callback."""
+
+import math
+from typing import Any, Literal
+
+from lightning.pytorch import Trainer
+
+from lit_qrl.callbacks._weighting import DEFAULT_UPPER, Level, weighted
+from lit_qrl.callbacks.base import RLCallback
+from lit_qrl.errors import ConfigError
+from lit_qrl.functional._checks import check_band, check_choice
+from lit_qrl.functional.importance import adaptive_upper, geometric_truncated, sequence_truncated, token_truncated
+from lit_qrl.types import Correction, LossContext
+
+FUNCTIONS = {"token": token_truncated, "sequence": sequence_truncated, "geometric": geometric_truncated}
+
+
+class TruncatedIS(RLCallback):
+    """Multiplies by the ratio learner_old / sampler, cut at a bound (AIS eq. 8; survey, "TIS").
+
+    Args:
+        level: the ratio of each `token`, of the whole `sequence` (their product), or their `geometric` mean.
+        upper: the largest weight; null takes 2 for tokens, 5 for sequences and 2 for the geometric mean; `auto`
+            (sequences only) measures sqrt(2 (1 + χ²)) on each mini-batch; `.inf` does not truncate, and then rejects
+            tokens with a weight above e^20 and counts them in `correction/extreme_tokens`.
+        lower: the smallest weight; null takes 1/upper.
+    """
+
+    carries_ratio = True
+
+    def __init__(
+        self,
+        level: Level = "token",
+        upper: float | Literal["auto"] | None = None,
+        lower: float | None = 0.0,
+    ) -> None:
+        check_choice("level of TruncatedIS", level, "token", "sequence", "geometric")
+        if upper == "auto" and level != "sequence":
+            raise ConfigError(
+                "TruncatedIS measures its bound for sequence ratios alone.",
+                expected="level: sequence with upper: auto",
+                given=f"level: {level}",
+                remedy="Set level to sequence, or give a number.",
+            )
+        if upper == "auto":
+            check_band(lower, math.inf, what="The band of TruncatedIS")
+        elif isinstance(upper, str):
+            raise ConfigError(
+                "upper of TruncatedIS is unknown.", expected="a number or auto", given=upper, remedy="Correct it."
+            )
+        else:
+            upper = DEFAULT_UPPER[level] if upper is None else upper
+            check_band(lower, upper, what="The band of TruncatedIS")
+        self.level: Level = level
+        self.upper: float | Literal["auto"] = upper
+        self.lower = lower
+
+    def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
+        d, mask, weigh = context.log_ratio, context.mask, FUNCTIONS[self.level]
+        upper = adaptive_upper(d, mask, context.all_reduce) if self.upper == "auto" else self.upper
+        weights = weigh(d, mask, upper, self.lower)
+        correction = weighted(
+            "truncated", self.level, upper, weights, weights != weigh(d, mask, math.inf, 0.0), context
+        )
+        if self.upper == "auto":
+            correction.metrics["correction/upper"] = upper  # pyright: ignore[reportArgumentType]
+        return correction
