@@ -10,16 +10,24 @@ from lit_qrl.precision.formats.fp8_block import FP8Block
 from lit_qrl.precision.formats.fp8_row import FP8Row
 from lit_qrl.precision.formats.fp8_tensor import FP8Tensor
 from lit_qrl.precision.formats.int4_group import Int4Group
+from lit_qrl.precision.formats.int8_channel import Int8Channel
+from lit_qrl.precision.formats.mxfp4 import MXFP4
+from lit_qrl.precision.formats.nf4 import NF4
+from lit_qrl.precision.formats.nvfp4 import NVFP4
 
 __all__ = [
     "BF16",
     "FP16",
     "FP32",
+    "MXFP4",
+    "NF4",
+    "NVFP4",
     "Dense",
     "FP8Block",
     "FP8Row",
     "FP8Tensor",
     "Int4Group",
+    "Int8Channel",
     "NumberFormat",
     "PreparedWeight",
     "get",
@@ -27,7 +35,8 @@ __all__ = [
 ]
 
 _FORMATS: dict[str, type[NumberFormat]] = {
-    format.name: format for format in (BF16, FP16, FP32, FP8Tensor, FP8Row, FP8Block, Int4Group)
+    format.name: format
+    for format in (BF16, FP16, FP32, FP8Tensor, FP8Row, FP8Block, Int8Channel, Int4Group, NVFP4, MXFP4, NF4)
 }
 
 

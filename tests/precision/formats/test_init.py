@@ -75,7 +75,7 @@ def test_export_then_load_gives_the_same_weight(name, dtype):
     q = format.quantize(weight)
     exported = dict(format.export(q, "model.layers.0.mlp.up_proj"))
     assert all(key.startswith("model.layers.0.mlp.up_proj.weight") for key in exported)
-    suffixed = {key.rsplit(".", 1)[1]: tensor for key, tensor in exported.items()}
+    suffixed = {key.removeprefix("model.layers.0.mlp.up_proj."): tensor for key, tensor in exported.items()}
     loaded = format.load(suffixed, q.shape)
     assert same_bits(loaded.codes, q.codes)
     assert loaded.shape == (256, 384)
@@ -94,7 +94,8 @@ def test_a_checkpoint_of_another_shape_is_refused(name):
 def test_bits_per_weight_is_what_a_large_layer_takes(name):
     format = build(name)
     exported = dict(format.export(format.quantize(torch.randn(1024, 1024).bfloat16()), "a"))
-    taken = sum(t.numel() * t.element_size() * 8 for key, t in exported.items() if not key.endswith("shape"))
+    fixed = ("shape", "quant_map", "bitsandbytes__nf4")  # the same few bytes for any size
+    taken = sum(t.numel() * t.element_size() * 8 for key, t in exported.items() if not key.endswith(fixed))
     assert taken / 1024**2 == pytest.approx(format.bits_per_weight, rel=0.01)
 
 
@@ -103,8 +104,8 @@ def test_the_configuration_is_read_back_by_compressed_tensors(name):
     from compressed_tensors.quantization import QuantizationConfig
 
     config = build(name).quantization_config(ignore=["lm_head", "model.layers.0.mlp.down_proj"])
-    if config.get("quant_method") != "compressed-tensors":
-        assert isinstance(build(name), formats.Dense) == (not config)
+    if name in ("bf16", "fp16", "fp32", "nf4"):  # no compression, or another library's
+        assert config.get("quant_method") == ("bitsandbytes" if name == "nf4" else None)
         return
     parsed = QuantizationConfig.model_validate(config)
     assert parsed.ignore == ["lm_head", "model.layers.0.mlp.down_proj"]
