@@ -33,7 +33,7 @@ _LAYOUT = {
 
 @dataclass(frozen=True)
 class MXFP4(NumberFormat):
-    """E2M1 weights; a block of 32 shares the scale 2^e with e = floor(log2 amax) − 2, or one more from 1.75 · 2^k on."""
+    """E2M1 weights; a block of 32 shares the scale 2^(floor(log2 amax) − 2), twice that from amax = 1.75 · 2^k on."""
 
     name: ClassVar[str] = "mxfp4"
 
