@@ -1,0 +1,246 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.functional import importance as F
+from tests.functional.helpers import DTYPES, RTOL, Ranks, listed, no_host_sync, rows, spread_out
+
+INF = math.inf
+
+
+def clamp(x, low, high):
+    return min(max(x, low), high)
+
+
+def band(x, low, high):
+    return x if low <= x <= high else 0.0
+
+
+def mean(values):
+    return sum(values) / len(values) if values else 0.0
+
+
+# name: (function of (d, mask), reference of one row's list of d)
+CASES = {
+    "token_truncated": (lambda d, m: F.token_truncated(d, m), lambda r: [clamp(math.exp(x), 0, 2) for x in r]),
+    "token_truncated_both": (
+        lambda d, m: F.token_truncated(d, m, 3.0, None),
+        lambda r: [clamp(math.exp(x), 1 / 3, 3) for x in r],
+    ),
+    "token_untruncated": (lambda d, m: F.token_truncated(d, m, INF), lambda r: [math.exp(x) for x in r]),
+    "token_masked": (lambda d, m: F.token_masked(d, m, 0.5, 2.0), lambda r: [band(math.exp(x), 0.5, 2) for x in r]),
+    "token_masked_reciprocal": (
+        lambda d, m: F.token_masked(d, m, None, 1.25),
+        lambda r: [band(math.exp(x), 0.8, 1.25) for x in r],
+    ),
+    "sequence_truncated": (lambda d, m: F.sequence_truncated(d, m), lambda r: clamp(math.exp(sum(r)), 0, 5)),
+    "sequence_truncated_both": (
+        lambda d, m: F.sequence_truncated(d, m, 1.5, 0.9),
+        lambda r: clamp(math.exp(sum(r)), 0.9, 1.5),
+    ),
+    "sequence_masked": (lambda d, m: F.sequence_masked(d, m, 0.0, 5.0), lambda r: band(math.exp(sum(r)), 0, 5)),
+    "geometric_truncated": (
+        lambda d, m: F.geometric_truncated(d, m, 1.1, 0.95),
+        lambda r: clamp(math.exp(mean(r)), 0.95, 1.1),
+    ),
+    "geometric_masked": (
+        lambda d, m: F.geometric_masked(d, m, None, 1.2),
+        lambda r: band(math.exp(mean(r)), 1 / 1.2, 1.2),
+    ),
+    "geometric_keep": (lambda d, m: F.geometric_keep(d, m, 0.9, 1.1), lambda r: float(0.9 <= math.exp(mean(r)) <= 1.1)),
+    "token_veto": (lambda d, m: F.token_veto(d, m), lambda r: float(all(math.exp(x) >= 1e-4 for x in r))),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_loop(name, dtype):
+    function, reference = CASES[name]
+    learner, sampler, mask, _ = rows(dtype)
+    with no_host_sync():
+        d = F.log_ratio(learner, sampler, mask)
+        got = function(d, mask)
+    wanted = spread_out([reference(row) for row in listed(d, mask)], mask)
+    torch.testing.assert_close(got.double(), wanted, rtol=RTOL[dtype], atol=0)
+    assert got.dtype == (torch.bool if got.dtype == torch.bool else dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_log_ratio_equals_the_loop_and_is_exactly_zero_in_the_padding(dtype):
+    learner, sampler, mask, _ = rows(dtype)
+    got = F.log_ratio(learner.clone().requires_grad_(), sampler, mask)
+    wanted = spread_out(
+        [
+            [a - b for a, b in zip(x, y, strict=True)]
+            for x, y in zip(listed(learner, mask), listed(sampler, mask), strict=True)
+        ],
+        mask,
+        fill=0.0,
+    )
+    torch.testing.assert_close(got.double(), wanted, rtol=RTOL[dtype], atol=1e-6 if dtype == torch.float32 else 0)
+    assert torch.equal(got[~mask], torch.zeros_like(got[~mask]))
+    assert not got.requires_grad
+
+
+def test_opsm_equals_the_loop():
+    learner, sampler, mask, advantages = rows()
+    d = F.log_ratio(learner - 0.2, sampler, mask)
+    with no_host_sync():
+        got = F.opsm_keep(d, mask, advantages, 0.05)
+    wanted = [
+        float(a >= 0 or mean([-x for x in r]) <= 0.05)
+        for r, a in zip(listed(d, mask), advantages.tolist(), strict=True)
+    ]
+    torch.testing.assert_close(got.double(), spread_out(wanted, mask))
+    assert 0 < sum(wanted) < len(wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adaptive_upper_equals_the_loop(dtype):
+    learner, sampler, mask, _ = rows(dtype)
+    d = F.log_ratio(learner, sampler, mask)
+    with no_host_sync():
+        got = F.adaptive_upper(d, mask)
+    second = [math.exp(sum(r)) ** 2 for r in listed(d, mask) if r]
+    assert float(got) == pytest.approx(math.sqrt(2 * sum(second) / len(second)), rel=RTOL[dtype])
+
+
+def test_adaptive_upper_does_not_overflow_before_its_result_does():
+    d, mask = torch.full((2, 1), 60.0), torch.ones(2, 1, dtype=torch.bool)
+    assert float(F.adaptive_upper(d, mask)) == pytest.approx(math.sqrt(2) * math.exp(60), rel=1e-4)
+    assert math.isinf(float(torch.exp(2 * d[0, 0])))
+
+
+def test_adaptive_upper_of_an_empty_batch_and_as_a_bound():
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    assert float(F.adaptive_upper(torch.zeros(2, 3), nothing)) == pytest.approx(math.sqrt(2))
+    d, mask = torch.tensor([[3.0], [-3.0], [-3.0]]), torch.ones(3, 1, dtype=torch.bool)
+    upper = F.adaptive_upper(d, mask)
+    weights = F.sequence_truncated(d, mask, upper)
+    assert float(weights[0]) == pytest.approx(float(upper))
+    assert float(weights[1]) == pytest.approx(math.exp(-3))
+    assert float(F.sequence_truncated(d, mask, upper, None)[1]) == pytest.approx(max(math.exp(-3), 1 / float(upper)))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_batch_normalized_equals_the_loop(level, dtype):
+    learner, sampler, mask, _ = rows(dtype)
+    weights = F.token_truncated(F.log_ratio(learner, sampler, mask), mask)
+    with no_host_sync():
+        got = F.batch_normalized(weights, mask, level)
+    per_row = listed(weights, mask)
+    if level == "token":
+        average = mean([w for row in per_row for w in row])
+    else:
+        average = mean([mean(row) for row in per_row if row])
+    wanted = spread_out([[w / average for w in row] for row in per_row], mask)
+    torch.testing.assert_close(got.double(), wanted, rtol=RTOL[dtype], atol=0)
+
+
+def test_batch_normalized_leaves_zeros_and_refuses_an_unknown_level():
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    assert torch.equal(F.batch_normalized(torch.zeros(2, 2), mask), torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="token or sequence"):
+        F.batch_normalized(torch.ones(2, 2), mask, "geometric")
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_statistics_are_global_over_ranks(level):
+    learner, sampler, mask, _ = rows(huge=2.0)
+    d = F.log_ratio(learner, sampler, mask)
+    weights = F.token_truncated(d, mask)
+    whole, upper = F.batch_normalized(weights, mask, level), F.adaptive_upper(d, mask)
+    parts = Ranks(2).run(
+        lambda r, f: (
+            F.batch_normalized(weights[4 * r : 4 * r + 4], mask[4 * r : 4 * r + 4], level, all_reduce=f),
+            F.adaptive_upper(d[4 * r : 4 * r + 4], mask[4 * r : 4 * r + 4], f),
+        )
+    )
+    torch.testing.assert_close(torch.cat([part[0] for part in parts]), whole, rtol=1e-12, atol=0)
+    assert all(float(part[1]) == pytest.approx(float(upper), rel=1e-12) for part in parts)
+
+
+def test_equal_policies_give_weights_of_exactly_one():
+    _, sampler, mask, advantages = rows(torch.float32)
+    d = F.log_ratio(sampler, sampler, mask)
+    for name, (function, _) in CASES.items():
+        got = function(d, mask)
+        assert torch.equal(got.float(), torch.ones(mask.shape)), name
+    assert torch.equal(F.sequence_truncated(d, mask, F.adaptive_upper(d, mask), None), torch.ones(mask.shape))
+    assert F.opsm_keep(d, mask, advantages, 1e-9).all()
+    for level in ("token", "sequence"):
+        assert torch.equal(F.batch_normalized(torch.ones(mask.shape), mask, level), torch.ones(mask.shape))
+
+
+def test_length_bias_of_sequence_weights_and_none_of_geometric_ones():
+    for length, kept in ((10, True), (100, False)):
+        d, mask = torch.full((1, length), math.log(1.1)), torch.ones(1, length, dtype=torch.bool)
+        weight = float(F.sequence_truncated(d, mask, 5.0)[0, 0])
+        assert (round(weight, 2) == 2.59) == kept
+        assert (weight == 5.0) != kept
+        assert float(F.geometric_truncated(d, mask, 5.0)[0, 0]) == pytest.approx(1.1, rel=1e-5)
+        assert bool(F.geometric_keep(d, mask, None, 1.11).all())
+    for per_token, product in ((1.01, 7.3), (1.05, 17292)):
+        d, mask = torch.full((1, 200), math.log(per_token), dtype=torch.float64), torch.ones(1, 200, dtype=torch.bool)
+        assert float(F.sequence_truncated(d, mask, INF)[0, 0]) == pytest.approx(product, rel=3e-3)
+
+
+def test_huge_log_ratios_are_not_clamped():
+    d, mask = torch.tensor([[30.0, 30.0, 30.0]]), torch.ones(1, 3, dtype=torch.bool)
+    assert float(F.token_truncated(d, mask, INF)[0, 0]) == pytest.approx(math.exp(30), rel=1e-5)
+    assert math.isinf(float(F.sequence_truncated(d, mask, INF)[0, 0]))
+    assert torch.equal(F.sequence_truncated(d, mask), torch.full((1, 3), 5.0))
+    assert torch.equal(F.sequence_masked(d, mask, None, 5.0), torch.zeros(1, 3))
+
+
+def test_half_types_are_raised():
+    d, mask = torch.zeros(1, 2, dtype=torch.bfloat16), torch.ones(1, 2, dtype=torch.bool)
+    assert F.token_truncated(d, mask).dtype == torch.float32
+    assert F.log_ratio(d, d, mask).dtype == torch.float32
+
+
+ratios = st.lists(st.lists(st.floats(-30, 30), min_size=4, max_size=4), min_size=1, max_size=4)
+
+
+@given(values=ratios, lengths=st.lists(st.integers(0, 4), min_size=4, max_size=4), upper=st.floats(1, 1e6))
+@settings(max_examples=100, deadline=None)
+def test_weights_stay_within_their_bounds(values, lengths, upper):
+    mask = torch.arange(4) < torch.tensor(lengths[: len(values)])[:, None]
+    d = torch.where(mask, torch.tensor(values, dtype=torch.float64), 0.0)
+    low = 1 / upper
+    for truncate in (F.token_truncated, F.sequence_truncated, F.geometric_truncated):
+        weights = truncate(d, mask, upper, None)
+        assert ((weights >= low) & (weights <= upper)).all()
+    for zero_outside in (F.token_masked, F.sequence_masked, F.geometric_masked):
+        weights = zero_outside(d, mask, None, upper)
+        assert ((weights == 0) | ((weights >= low) & (weights <= upper))).all()
+        assert torch.equal(weights[~mask], torch.ones_like(weights[~mask]))
+    assert float(F.adaptive_upper(d, mask)) >= 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda d, m: F.token_truncated(d, m, 0.5),
+        lambda d, m: F.token_truncated(d, m, math.nan),
+        lambda d, m: F.token_masked(d, m, 3.0, 2.0),
+        lambda d, m: F.sequence_masked(d, m, -1.0, 2.0),
+        lambda d, m: F.geometric_keep(d, m, 1.001, 1.01),
+        lambda d, m: F.token_veto(d, m, -9.2),
+        lambda d, m: F.token_veto(d, m, 1.0),
+        lambda d, m: F.opsm_keep(d, m, torch.zeros(1), 0.0),
+    ],
+)
+def test_bad_bounds_are_refused_with_a_remedy(call):
+    with pytest.raises(ConfigError, match=r"Expected: .* Given: .*"):
+        call(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
+
+
+def test_completions_without_a_column_are_refused():
+    with pytest.raises(ValueError, match="empty"):
+        F.sequence_truncated(torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool))

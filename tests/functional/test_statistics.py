@@ -1,0 +1,60 @@
+import pytest
+import torch
+
+from lit_qrl.functional import _statistics as statistics
+from tests.functional.helpers import Ranks, no_host_sync, rows
+
+
+def test_as_float_raises_half_types_alone():
+    for given, wanted in (
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.int64, torch.float32),
+    ):
+        assert statistics.as_float(torch.zeros(2, dtype=given)).dtype == wanted
+    assert statistics.as_float(torch.zeros(2, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_masked_sums_ignore_what_stands_in_the_padding():
+    learner, _, mask, _ = rows()
+    count, total = statistics.masked_sums(mask, learner)
+    assert count == sum(int(n) for n in mask.sum(1))
+    assert float(total) == pytest.approx(sum(float(v) for row, m in zip(learner, mask, strict=True) for v in row[m]))
+
+
+def test_masked_sums_over_two_ranks_are_those_of_the_whole():
+    learner, _, mask, _ = rows()
+    whole = statistics.masked_sums(mask, learner)
+    for part in Ranks(2).run(lambda r, f: statistics.masked_sums(mask[r::2], learner[r::2], all_reduce=f)):
+        torch.testing.assert_close(part, whole)
+
+
+def test_row_means_of_an_empty_row_are_zero():
+    learner, _, mask, _ = rows()
+    means = statistics.row_means(mask, learner)
+    assert means[6] == 0
+    assert float(means[2]) == pytest.approx(sum(learner[2, :3].tolist()) / 3)
+
+
+def test_extremes_over_ranks():
+    learner, _, mask, _ = rows()
+    values = [float(v) for row, m in zip(learner, mask, strict=True) for v in row[m]]
+    for part in Ranks(2).run(
+        lambda r, f: (
+            statistics.largest(mask[r::2], learner[r::2], f),
+            statistics.smallest(mask[r::2], learner[r::2], f),
+        )
+    ):
+        assert (float(part[0]), float(part[1])) == (max(values), min(values))
+
+
+def test_no_columns_is_an_error():
+    with pytest.raises(ValueError, match="completions are empty"):
+        statistics.require_tokens(torch.zeros(3, 0, dtype=torch.bool))
+
+
+def test_the_watch_for_synchronisations_sees_them():
+    with pytest.raises(AssertionError, match="waits for the device"), no_host_sync():
+        torch.ones(2).sum().item()
+    with pytest.raises(AssertionError, match="mask"), no_host_sync():
+        torch.ones(2)[torch.tensor([True, False])]
