@@ -142,14 +142,15 @@ class Run:
 
     @property
     def seconds(self) -> float | None:
-        """Wall time of all sessions of the run, from the diary; else the sum of its iterations."""
+        """Wall time of the run's sessions, without the pauses between them; else the sum of its iterations."""
         total, start, last = 0.0, None, None
         for event in self.events:
             now = _number(event.get("time"))
             if now is None:
                 continue
             if event.get("kind") in ("start", "resume"):
-                total += last - start if start is not None and last is not None else 0.0
+                before = last - start if start is not None and last is not None else 0.0
+                total = total + before if event.get("kind") == "resume" else 0.0
                 start = now
             last = now
         if start is None or last is None:

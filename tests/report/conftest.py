@@ -10,7 +10,12 @@ import pytest
 
 
 def write_run(
-    folder: Path, iterations: int = 12, seed: int = 0, correction: str = "AIS", drift: float = 1.0, status: str = "finish"
+    folder: Path,
+    iterations: int = 12,
+    seed: int = 0,
+    correction: str = "AIS",
+    drift: float = 1.0,
+    status: str = "finish",
 ) -> Path:
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -20,34 +25,70 @@ def write_run(
         x = (epoch + 1) / iterations
         skill = 0.36 + 0.42 * (1 - math.exp(-2.5 * x))
         kl = drift * (0.0012 + 0.004 * x**2) * rng.uniform(0.8, 1.25)
-        seconds = {p: s * rng.uniform(0.9, 1.2) for p, s in (("rollout", 0.5), ("score", 0.12), ("update", 0.3), ("publish", 0.04))}
+        seconds = {
+            p: s * rng.uniform(0.9, 1.2)
+            for p, s in (("rollout", 0.5), ("score", 0.12), ("update", 0.3), ("publish", 0.04))
+        }
         step = 2 * epoch + 1
         if (epoch + 1) % max(iterations // 10, 1) == 0:
             seconds["evaluate"] = 0.8
-            rows.append({"epoch": epoch, "step": step, "val/accuracy": skill + rng.gauss(0, 0.012), "val/pass@1": skill + 0.05, "val/pass@4": min(skill + 0.22, 1)})
+            rows.append(
+                {
+                    "epoch": epoch,
+                    "step": step,
+                    "val/accuracy": skill + rng.gauss(0, 0.012),
+                    "val/pass@1": skill + 0.05,
+                    "val/pass@4": min(skill + 0.22, 1),
+                }
+            )
         alpha = min(1.0, 25 * kl) * 0.95
         row = {
-            "epoch": epoch, "step": step, "reward/mean": skill + rng.gauss(0, 0.03), "reward/std": math.sqrt(skill * (1 - skill)),
-            "reward/countdown": skill + rng.gauss(0, 0.03), "reward/format": 0.97 + 0.02 * x,
-            "mismatch/kl_k1": kl + rng.gauss(0, 0.0006), "mismatch/kl_k3": kl, "mismatch/abs_log_ratio": 3 * kl,
-            "mismatch/abs_prob_diff": 0.01 + 2.2 * kl, "mismatch/ess_ratio": max(1 - 18 * kl, 0.2),
-            "update/entropy": 0.9 * math.exp(-1.6 * x) + 0.08, "update/clip_fraction_low": 0.01 * x * rng.random(),
-            "update/clip_fraction_high": 0.02 * x * rng.random(), "update/kl": 0.0006 * rng.uniform(0.6, 1.4),
-            "update/loss": rng.gauss(-0.01, 0.02), "update/grad_norm": rng.uniform(0.2, 0.5),
-            "rollout/length": 14 + 3 * x + rng.gauss(0, 0.4), "rollout/tokens_per_second": rng.uniform(7800, 9000), "rollout/stopped": 0.99,
-            **{f"time/{phase}": value for phase, value in seconds.items()}, "time/iteration": sum(seconds.values()),
-            "publish/version": epoch, "publish/bytes": 1.1e6,
-        }  # fmt: skip
+            "epoch": epoch,
+            "step": step,
+            "reward/mean": skill + rng.gauss(0, 0.03),
+            "reward/std": math.sqrt(skill * (1 - skill)),
+            "reward/countdown": skill + rng.gauss(0, 0.03),
+            "reward/format": 0.97 + 0.02 * x,
+            "mismatch/kl_k1": kl + rng.gauss(0, 0.0006),
+            "mismatch/kl_k3": kl,
+            "mismatch/abs_log_ratio": 3 * kl,
+            "mismatch/abs_prob_diff": 0.01 + 2.2 * kl,
+            "mismatch/ess_ratio": max(1 - 18 * kl, 0.2),
+            "update/entropy": 0.9 * math.exp(-1.6 * x) + 0.08,
+            "update/clip_fraction_low": 0.01 * x * rng.random(),
+            "update/clip_fraction_high": 0.02 * x * rng.random(),
+            "update/kl": 0.0006 * rng.uniform(0.6, 1.4),
+            "update/loss": rng.gauss(-0.01, 0.02),
+            "update/grad_norm": rng.uniform(0.2, 0.5),
+            "rollout/length": 14 + 3 * x + rng.gauss(0, 0.4),
+            "rollout/tokens_per_second": rng.uniform(7800, 9000),
+            "rollout/stopped": 0.99,
+            **{f"time/{phase}": value for phase, value in seconds.items()},
+            "time/iteration": sum(seconds.values()),
+            "publish/version": epoch,
+            "publish/bytes": 1.1e6,
+        }
         if correction == "AIS":
-            row |= {"correction/alpha": alpha, "correction/reliability": 1 - 6 * kl, "correction/necessity": min(1.0, 25 * kl), "correction/variance_penalty": max(0.0, rng.gauss(0, 0.02))}
+            row |= {
+                "correction/alpha": alpha,
+                "correction/reliability": 1 - 6 * kl,
+                "correction/necessity": min(1.0, 25 * kl),
+                "correction/variance_penalty": max(0.0, rng.gauss(0, 0.02)),
+            }
         rows.append(row)
-        for k in range(3):
+        for _ in range(3):
             right = rng.random() < skill
-            samples.append({
-                "iteration": epoch + 1, "version": epoch, "prompt": f"{rng.randint(1, 50)} {rng.randint(1, 50)} {rng.randint(1, 50)} = {rng.randint(10, 99)}\n",
-                "completion": f"({rng.randint(1, 50)} + {rng.randint(1, 50)}) * {rng.randint(1, 9)}", "reward": float(right),
-                "parts": {"countdown": float(right), "format": 1.0}, "correct": right,
-            })  # fmt: skip
+            samples.append(
+                {
+                    "iteration": epoch + 1,
+                    "version": epoch,
+                    "prompt": f"{rng.randint(1, 50)} {rng.randint(1, 50)} {rng.randint(1, 50)} = {rng.randint(10, 99)}",
+                    "completion": f"({rng.randint(1, 50)} + {rng.randint(1, 50)}) * {rng.randint(1, 9)}",
+                    "reward": float(right),
+                    "parts": {"countdown": float(right), "format": 1.0},
+                    "correct": right,
+                }
+            )
     columns = ["epoch", "step", *sorted({name for row in rows for name in row} - {"epoch", "step"})]
     with (folder / "metrics.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
@@ -56,23 +97,49 @@ def write_run(
     (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     start = 1_760_000_000.0
     events = [
-        {"time": start, "iteration": 0, "kind": "start", "message": "Training started.", "corrections": [correction] if correction != "none" else [], "format": "fp8_tensor", "device": "2 CPU threads"},
-        {"time": start + 20, "iteration": max(iterations // 2, 1), "kind": "mismatch", "message": "the ESS ratio 0.9021 is under guard.ess_floor = 0.95."},
+        {
+            "time": start,
+            "iteration": 0,
+            "kind": "start",
+            "message": "Training started.",
+            "corrections": [correction] if correction != "none" else [],
+            "format": "fp8_tensor",
+            "device": "2 CPU threads",
+        },
+        {
+            "time": start + 20,
+            "iteration": max(iterations // 2, 1),
+            "kind": "mismatch",
+            "message": "the ESS ratio 0.9021 is under guard.ess_floor = 0.95.",
+        },
         {"time": start + iterations * 1.1, "iteration": iterations, "kind": status, "message": "Training ended."},
-    ]  # fmt: skip
+    ]
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    parts = (
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "self_attn.o_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+    )
     layers = {f"model.layers.{i}.{part}.weight": "fp8_tensor" for i in range(4) for part in parts}
     layers |= {"model.embed_tokens.weight": "bf16", "model.norm.weight": "bf16"}
     (folder / "publish.json").write_text(json.dumps({"version": iterations - 1, "layers": layers}))
     callbacks = [] if correction == "none" else [{"class_path": f"lit_qrl.callbacks.{correction}"}]
-    (folder / "config.yaml").write_text(json.dumps({
-        "seed_everything": 0,
-        "model": {"policy": {"class_path": "CausalPolicy", "init_args": {"model": "models/tiny-countdown"}}},
-        "data": {"task": {"class_path": "lit_qrl.data.Countdown"}, "group_size": 8},
-        "publisher": {"format": "fp8_tensor"},
-        "trainer": {"max_epochs": iterations, "callbacks": callbacks},
-    }, indent=1))  # fmt: skip
+    (folder / "config.yaml").write_text(
+        json.dumps(
+            {
+                "seed_everything": 0,
+                "model": {"policy": {"class_path": "CausalPolicy", "init_args": {"model": "models/tiny-countdown"}}},
+                "data": {"task": {"class_path": "lit_qrl.data.Countdown"}, "group_size": 8},
+                "publisher": {"format": "fp8_tensor"},
+                "trainer": {"max_epochs": iterations, "callbacks": callbacks},
+            },
+            indent=1,
+        )
+    )
     return folder
 
 

@@ -1,0 +1,107 @@
+import io
+import struct
+
+import pytest
+
+from lit_qrl.report.figures import draw, figures_for, running_mean
+from lit_qrl.report.run import Run
+
+
+def keys(runs):
+    return [figure.key for figure in figures_for(runs)]
+
+
+def size_of(png):
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", png[16:24])
+
+
+def pixels(png):
+    from matplotlib.image import imread
+
+    return imread(io.BytesIO(png))
+
+
+def write(folder, text):
+    (folder / "metrics.csv").write_text(text)
+    return Run(folder)
+
+
+def test_a_whole_run_has_all_figures(make_run):
+    run = Run(make_run())
+    assert keys([run]) == ["learning", "mismatch", "correction", "policy", "update", "time"]
+    panels = {figure.key: [panel.title for panel in figure.panels] for figure in figures_for([run])}
+    assert len(panels["mismatch"]) == 3
+    assert panels["correction"] == ["α, strength of the correction", "The signals behind α"]
+
+
+def test_only_what_was_logged_is_drawn(tmp_path):
+    run = write(tmp_path, "epoch,step,reward/mean,mismatch/kl_k3\n0,0,0.5,nan\n")
+    figures = figures_for([run])
+    assert [figure.key for figure in figures] == ["learning"]
+    assert [panel.title for panel in figures[0].panels] == ["Reward"]
+
+
+def test_unknown_signals_of_another_correction_are_shown(tmp_path):
+    run = write(tmp_path, "epoch,step,correction/truncated_fraction\n0,0,0.1\n1,1,0.2\n")
+    (figure,) = figures_for([run])
+    assert [line.metric for line in figure.panels[0].lines] == ["correction/truncated_fraction"]
+
+
+def test_every_pass_at_k_gets_its_line(tmp_path):
+    run = write(tmp_path, "epoch,step,val/accuracy,val/pass@1,val/pass@16\n0,0,0.1,0.2,0.6\n")
+    (figure,) = figures_for([run])
+    assert [line.label for line in figure.panels[0].lines] == ["sampled", "greedy", "pass@16"]
+
+
+@pytest.mark.parametrize("iterations", [1, 3, 70])
+@pytest.mark.parametrize("theme, paper", [("light", (1.0, 1.0, 1.0)), ("dark", (0x17 / 255, 0x1A / 255, 0x21 / 255))])
+def test_drawing_at_any_length_of_run(make_run, iterations, theme, paper):
+    run = Run(make_run(iterations=iterations))
+    for figure in figures_for([run])[:: 5 if iterations > 1 else 1]:
+        image = draw(figure, [run], ["run"], theme)
+        assert size_of(image) == (1600, 440)
+        assert pixels(image)[0, 0, :3] == pytest.approx(paper, abs=0.01)
+
+
+def test_the_drawing_shows_the_values(tmp_path):
+    rows = "".join(f"{e},{e},{e % 7}\n" for e in range(30))
+    run = write(tmp_path, "epoch,step,reward/mean\n" + rows)
+    flat = write(tmp_path, "epoch,step,reward/mean\n" + "".join(f"{e},{e},0\n" for e in range(30)))
+    first, second = (draw(figures_for([one])[0], [one], ["a"], "light") for one in (run, flat))
+    assert (pixels(first) != pixels(second)).any()
+
+
+def test_drawing_nan_and_huge_values(tmp_path):
+    rows = "0,0,1e300,inf,0\n1,1,nan,nan,0\n2,2,-1e300,1e-300,0\n"
+    run = write(tmp_path, "epoch,step,reward/mean,mismatch/kl_k3,time/rollout\n" + rows)
+    for figure in figures_for([run]):
+        assert draw(figure, [run], ["a"], "light")
+
+
+def test_a_comparison_draws_one_line_per_run(make_run):
+    runs = [Run(make_run(name, seed=i, correction=name)) for i, name in enumerate(("AIS", "none"))]
+    figures = figures_for(runs)
+    titles = [panel.title for figure in figures for panel in figure.panels]
+    assert "Parts of the reward" not in titles
+    assert "The signals behind α" not in titles
+    one, two = (draw(figures[0], chosen, [r.name for r in chosen], "light") for chosen in (runs[:1], runs))
+    assert (pixels(one) != pixels(two)).any()
+
+
+def test_the_users_matplotlib_is_left_alone(make_run):
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    run = Run(make_run(iterations=1))
+    draw(figures_for([run])[0], [run], ["a"], "dark")
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_running_mean_shrinks_at_the_ends():
+    values = [float(i * i % 11) for i in range(9)]
+    for width in (1, 3, 5):
+        half = width // 2
+        for i, mean in enumerate(running_mean(values, width)):
+            window = [values[j] for j in range(9) if abs(i - j) <= half]
+            assert mean == pytest.approx(sum(window) / len(window))

@@ -1,0 +1,170 @@
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from lit_qrl.report import render
+from lit_qrl.report.run import Run
+from lit_qrl.report.single import CHARACTERS_SHOWN, accuracy_change, first_middle_last
+
+VOID = {"meta", "img", "source", "col", "br"}
+
+
+class Balanced(HTMLParser):
+    """Fails on a closing tag that closes nothing; keeps the text by tag."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.text = [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def read(index):
+    html = index.read_text()
+    parser = Balanced()
+    parser.feed(html)
+    assert parser.open == []
+    return html, "\n".join(parser.text)
+
+
+@pytest.fixture
+def without_plots(monkeypatch):
+    """Skip the slow part where a test is about the rest of the page."""
+    monkeypatch.setattr("lit_qrl.report.single.draw", lambda *args: b"PNG")
+
+
+def test_the_page_of_a_whole_run(make_run):
+    folder = make_run()
+    index = render(folder)
+    assert index == folder / "report" / "index.html"
+    html, text = read(index)
+    assert "finished" in text
+    assert "fp8_tensor" in text
+    assert "AIS" in text
+    assert "models/tiny-countdown · Countdown · 2 CPU threads" in text
+    assert not re.search(r"(?:src|href)=['\"](?!data:|#)", html)
+    names = {path.name for path in index.parent.iterdir()}
+    assert names == {
+        "index.html",
+        *(f"{k}.png" for k in ("learning", "mismatch", "correction", "policy", "update", "time")),
+    }
+
+
+def test_tiles_tell_the_numbers_of_the_run(make_run, without_plots):
+    folder = make_run(iterations=12)
+    run = Run(folder)
+    _, text = read(render(folder))
+    values = run.accuracy.values
+    assert f"{values[0]:.3f} → {values[-1]:.3f}" in text
+    assert f"{values[-1] - values[0]:+.3f}" in text
+    ess = run.series("mismatch/ess_ratio")
+    assert f"{min(ess.values):.3f}" in text
+    assert f"at iteration {ess.iterations[ess.values.index(min(ess.values))]}" in text
+
+
+def test_it_is_written_where_asked(make_run, tmp_path, without_plots):
+    assert render(make_run(iterations=1), tmp_path / "deep" / "page") == tmp_path / "deep" / "page" / "index.html"
+
+
+def test_what_a_policy_writes_is_only_text(make_run, without_plots):
+    folder = make_run(iterations=1)
+    hostile = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>'\"&amp;"
+    sample = {"iteration": 1, "version": hostile, "prompt": hostile, "completion": hostile, "reward": hostile}
+    with (folder / "samples.jsonl").open("a") as file:
+        file.write(json.dumps({**sample, "parts": {hostile: hostile, "b": 1.0}}) + "\n")
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"time": 1, "kind": hostile, "message": hostile, "iteration": hostile}) + "\n")
+    (folder / "publish.json").write_text(json.dumps({"layers": {hostile: hostile}, "version": hostile}))
+    (folder / "config.yaml").write_text(hostile)
+    html, text = read(render(folder))
+    assert "<script" not in html
+    assert "<img src=x" not in html
+    assert text.count(hostile) >= 7
+
+
+@pytest.mark.parametrize(
+    "files", [{}, {"metrics.csv": "epoch,step\n"}, {"metrics.csv": ""}, {"config.yaml": "seed: 0"}]
+)
+def test_an_empty_run_has_a_page(tmp_path, files):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    _, text = read(render(tmp_path))
+    assert "No metrics have been logged yet" in text
+
+
+def test_one_value_of_everything_has_a_page(tmp_path):
+    (tmp_path / "metrics.csv").write_text("epoch,step,reward/mean,val/accuracy\n0,0,nan,\n0,0,,0.25\n")
+    _, text = read(render(tmp_path))
+    assert "0.250" in text
+    assert "at iteration" in text
+
+
+def test_a_run_that_was_cut_anywhere_has_a_page(make_run):
+    folder = make_run(iterations=2)
+    for name in ("metrics.csv", "samples.jsonl", "events.jsonl", "publish.json", "config.yaml"):
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: len(data) * 2 // 3])
+    read(render(folder))
+
+
+def test_rendering_again_replaces_the_page(make_run, without_plots):
+    folder = make_run(iterations=1)
+    before = render(folder).read_text()
+    make_run(iterations=3)
+    assert render(folder).read_text() != before
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        render(tmp_path / "nowhere")
+
+
+def test_long_completions_and_many_events_are_shortened(make_run, without_plots):
+    folder = make_run(iterations=1)
+    with (folder / "samples.jsonl").open("w") as file:
+        file.write(json.dumps({"iteration": 1, "prompt": "p", "completion": "x" * 50_000, "reward": 1}) + "\n")
+    with (folder / "events.jsonl").open("a") as file:
+        file.writelines(
+            json.dumps({"kind": "guard", "message": f"event {i}", "iteration": 1}) + "\n" for i in range(500)
+        )
+    _, text = read(render(folder))
+    assert max(len(run) for run in re.findall("x+", text)) == CHARACTERS_SHOWN
+    assert "44000 more characters" in text
+    assert "event 499" in text
+    assert "event 1\n" not in text
+    assert "The last 200 of 503 events" in text
+
+
+def test_samples_of_first_middle_and_last_iteration():
+    samples = [{"iteration": i, "n": n} for i in (1, 2, 3, 4, 5, 7) for n in range(2)]
+    chosen = first_middle_last(samples)
+    assert [iteration for iteration, _ in chosen] == [1, 4, 7]
+    assert all(len(group) == 2 for _, group in chosen)
+    assert [iteration for iteration, _ in first_middle_last(samples[:2])] == [1]
+    assert first_middle_last([]) == []
+
+
+def test_the_change_of_accuracy(tmp_path):
+    path = tmp_path / "metrics.csv"
+    path.write_text("epoch,step,val/accuracy,reward/mean\n0,0,0.5,\n0,1,,0.1\n1,3,0.25,\n")
+    assert accuracy_change(Run(tmp_path)) == ("0.500 → 0.250", "-0.250", "down")
+    path.write_text("epoch,step,val/accuracy\n0,0,0.5\n")
+    assert accuracy_change(Run(tmp_path)) == ("0.500", "at iteration 0", "")
+    path.write_text("epoch,step,reward/mean\n0,0,0.5\n")
+    assert accuracy_change(Run(tmp_path)) == ("–", "", "")
+
+
+def test_layers_are_grouped_by_block(make_run, without_plots):
+    _, text = read(render(make_run(iterations=1)))
+    assert "model.layers.*.mlp.up_proj.weight" in text
+    assert "28 × fp8_tensor, 2 × bf16" in text
