@@ -1,0 +1,304 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.functional import objective as F
+from tests.functional.helpers import DTYPES, RTOL, listed, no_host_sync, rows, spread_out
+
+
+def clipped(a, r, low, high):
+    """Return value and derivative in r of min(r·a, clip(r)·a)."""
+    edge = min(max(r, 1 - low), 1 + high)
+    return (r * a, a) if r * a <= edge * a else (edge * a, 0.0)
+
+
+def token_level(rule):
+    """Turn a rule (a, r) -> (gain, d gain / d r) into losses and gradients of one sequence."""
+
+    def sequence(log_r, a, w, c, d):
+        loss, gradient = [], []
+        for x, weight, factor in zip(log_r, w, c, strict=True):
+            gain, slope = rule(a, math.exp(x))
+            loss.append(-weight * gain)
+            gradient.append(-factor * weight * slope * math.exp(x))
+        return loss, gradient
+
+    return sequence
+
+
+def sequence_level(rule):
+    """The same with the geometric mean as the ratio, on every token; the rule also gets the mean of d."""
+
+    def sequence(log_r, a, w, c, d):
+        n = len(log_r)
+        if not n:
+            return [], []
+        s = math.exp(sum(log_r) / n)
+        gain, slope = rule(a, s, sum(d) / n)
+        loss = [-weight * gain for weight in w]
+        shared = sum(-factor * weight * slope * s / n for factor, weight in zip(c, w, strict=True))
+        return loss, [shared] * n
+
+    return sequence
+
+
+def dual(a, r):
+    gain, slope = clipped(a, r, 0.2, 0.2)
+    return (3.0 * a, 0.0) if a < 0 and gain < 3.0 * a else (gain, slope)
+
+
+def soft(a, r):
+    tau = 1.0 if a > 0 else 1.05
+    z = tau * (r - 1)
+    p = 1 / (1 + math.exp(-z)) if z > -700 else 0.0
+    # 4 p (1 − p) a, with 1 − p taken from its own formula where it vanishes.
+    q = 1 / (1 + math.exp(z)) if z < 700 else 0.0
+    return 4 / tau * p * a, 4 * p * q * a
+
+
+def banded(a, s, d_mean):
+    w = math.exp(min(max(d_mean, -math.log(2.0)), math.log(2.0)))
+    low, high = (1 - 0.03, 1 + 0.07) if a < 0 else (0.0, 1 + 0.04)
+    return w * min(max(s, low), high) * a, w * a * (low <= s <= high)
+
+
+CASES = {
+    "grpo": (
+        lambda lp, old, a, m, w, d: F.clipped_surrogate(lp, old, a, m, w),
+        token_level(lambda a, r: clipped(a, r, 0.2, 0.2)),
+    ),
+    "dapo": (
+        lambda lp, old, a, m, w, d: F.clipped_surrogate(lp, old, a, m, w, 0.2, 0.28),
+        token_level(lambda a, r: clipped(a, r, 0.2, 0.28)),
+    ),
+    "dual": (lambda lp, old, a, m, w, d: F.clipped_surrogate(lp, old, a, m, w, dual_clip=3.0), token_level(dual)),
+    "positive": (
+        lambda lp, old, a, m, w, d: F.positive_surrogate(lp, old, a, m, w),
+        token_level(lambda a, r: clipped(a, r, 0.2, 0.2) if a > 0 else (0.0, 0.0)),
+    ),
+    "gspo": (
+        lambda lp, old, a, m, w, d: F.gspo(lp, old, a, m, w, 0.05, 0.06),
+        sequence_level(lambda a, s, d: clipped(a, s, 0.05, 0.06)),
+    ),
+    "sapo": (lambda lp, old, a, m, w, d: F.sapo(lp, old, a, m, w), token_level(soft)),
+}
+
+
+def problem(dtype, seed=0):
+    learner, old, mask, advantages = rows(dtype, huge=30.0, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    weights = torch.rand(mask.shape, generator=generator, dtype=torch.float64).to(dtype)
+    factors = torch.randn(mask.shape, generator=generator, dtype=torch.float64).to(dtype)
+    mismatch = torch.randn(mask.shape, generator=generator, dtype=torch.float64).to(dtype)
+    return learner.requires_grad_(), old, mask, advantages, weights, factors, mismatch
+
+
+def expect(sequence, learner, old, mask, advantages, weights, factors, mismatch):
+    log_r = [
+        [a - b for a, b in zip(x, y, strict=True)]
+        for x, y in zip(listed(learner.detach(), mask), listed(old, mask), strict=True)
+    ]
+    parts = [
+        sequence(x, a, w, c, d)
+        for x, a, w, c, d in zip(
+            log_r,
+            advantages.tolist(),
+            listed(weights, mask),
+            listed(factors, mask),
+            listed(mismatch, mask),
+            strict=True,
+        )
+    ]
+    return tuple(spread_out([part[i] for part in parts], mask, fill=0.0) for i in (0, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_value_and_gradient_equal_the_loop(name, dtype):
+    function, sequence = CASES[name]
+    learner, old, mask, advantages, weights, factors, mismatch = problem(dtype)
+    with no_host_sync():
+        terms = function(learner, old, advantages, mask, weights, mismatch)
+        (terms.loss * factors).sum().backward()
+    loss, gradient = expect(sequence, learner, old, mask, advantages, weights, factors, mismatch)
+    torch.testing.assert_close(terms.loss.detach().double(), loss, rtol=RTOL[dtype], atol=1e-12)
+    torch.testing.assert_close(learner.grad.double(), gradient, rtol=RTOL[dtype], atol=1e-12)
+    assert terms.loss.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tbpo_equals_the_loop(dtype):
+    learner, old, mask, advantages, _, factors, mismatch = problem(dtype)
+    ones = torch.ones_like(factors)
+    with no_host_sync():
+        terms = F.tbpo(learner, old, advantages, mask, mismatch, 0.04, 0.03, 0.07, 2.0)
+        (terms.loss * factors).sum().backward()
+    loss, gradient = expect(sequence_level(banded), learner, old, mask, advantages, ones, factors, mismatch)
+    torch.testing.assert_close(terms.loss.detach().double(), loss, rtol=RTOL[dtype], atol=1e-12)
+    torch.testing.assert_close(learner.grad.double(), gradient, rtol=RTOL[dtype], atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cispo_equals_the_loop(dtype):
+    learner, old, mask, advantages, weights, factors, _ = problem(dtype)
+    with no_host_sync():
+        terms = F.cispo(learner, old, advantages, mask, weights, 0.1, 0.3)
+        (terms.loss * factors).sum().backward()
+    loss, gradient = [], []
+    for x, y, a, w, c in zip(
+        listed(learner.detach(), mask),
+        listed(old, mask),
+        advantages.tolist(),
+        listed(weights, mask),
+        listed(factors, mask),
+        strict=True,
+    ):
+        capped = [min(max(math.exp(p - q), 0.9), 1.3) for p, q in zip(x, y, strict=True)]
+        loss.append([-u * r * a * p for u, r, p in zip(w, capped, x, strict=True)])
+        gradient.append([-f * u * r * a for f, u, r in zip(c, w, capped, strict=True)])
+    torch.testing.assert_close(terms.loss.detach().double(), spread_out(loss, mask, 0.0), rtol=RTOL[dtype], atol=1e-12)
+    torch.testing.assert_close(learner.grad.double(), spread_out(gradient, mask, 0.0), rtol=RTOL[dtype], atol=1e-12)
+
+
+def test_metrics_are_pairs_of_sum_and_count():
+    learner, old, mask, advantages, *_ = problem(torch.float64)
+    metrics = F.clipped_surrogate(learner, old, advantages, mask, clip_low=0.1, clip_high=0.3).metrics
+    log_r = [
+        [a - b for a, b in zip(x, y, strict=True)]
+        for x, y in zip(listed(learner.detach(), mask), listed(old, mask), strict=True)
+    ]
+    flat = [(math.exp(x), a) for row, a in zip(log_r, advantages.tolist(), strict=True) for x in row]
+    wanted = {
+        "update/kl": (sum(r - 1 - math.log(r) for r, _ in flat), len(flat)),
+        "update/ratio": (sum(r for r, _ in flat), len(flat)),
+        "update/clip_fraction_low_positive": (sum(r < 0.9 and a > 0 for r, a in flat), sum(a > 0 for _, a in flat)),
+        "update/clip_fraction_high_positive": (sum(r > 1.3 and a > 0 for r, a in flat), sum(a > 0 for _, a in flat)),
+        "update/clip_fraction_low_negative": (sum(r < 0.9 and a < 0 for r, a in flat), sum(a < 0 for _, a in flat)),
+        "update/clip_fraction_high_negative": (sum(r > 1.3 and a < 0 for r, a in flat), sum(a < 0 for _, a in flat)),
+    }
+    assert set(metrics) == set(wanted)
+    for name, pair in wanted.items():
+        assert metrics[name].tolist() == pytest.approx(pair), name
+        assert not metrics[name].requires_grad
+    assert all(pair[0] > 0 for pair in wanted.values())
+
+
+def test_metrics_of_tbpo_know_the_band_of_each_sign():
+    one = torch.ones(2, 1, dtype=torch.bool)
+    learner = torch.tensor([[-1.0], [-1.0]])
+    metrics = F.tbpo(learner, torch.zeros(2, 1), torch.tensor([1.0, -1.0]), one, torch.zeros(2, 1)).metrics
+    assert metrics["update/clip_fraction_low_positive"].tolist() == [0, 1]
+    assert metrics["update/clip_fraction_low_negative"].tolist() == [1, 1]
+
+
+def test_tbpo_has_exactly_no_gradient_outside_its_band_for_both_signs():
+    for advantage in (1.5, -1.5):
+        for shift, inside in ((-0.5, advantage > 0), (-1e-4, True), (1e-4, True), (0.5, False)):
+            old = torch.full((1, 3), -1.0, dtype=torch.float64)
+            learner = (old + shift).requires_grad_()
+            mask = torch.ones(1, 3, dtype=torch.bool)
+            F.tbpo(
+                learner, old, torch.tensor([advantage], dtype=torch.float64), mask, torch.zeros_like(old)
+            ).loss.sum().backward()
+            assert bool((learner.grad != 0).all()) == inside
+            assert inside or torch.equal(learner.grad, torch.zeros_like(learner.grad))
+
+
+def test_gspo_is_grpo_for_one_token_completions():
+    learner, old, _, advantages, weights, *_ = problem(torch.float64)
+    learner, old, weights = (x.detach().nan_to_num(0.0, 0.0)[:, :1] for x in (learner, old, weights))
+    mask = torch.ones(8, 1, dtype=torch.bool)
+    both = []
+    for function in (F.gspo, F.clipped_surrogate):
+        x = learner.clone().requires_grad_()
+        loss = function(x, old, advantages, mask, weights, 0.1, 0.2).loss
+        F.reduce(loss, mask, "sequence").backward()
+        both.append((loss.detach(), x.grad))
+    torch.testing.assert_close(both[0], both[1], rtol=1e-12, atol=0)
+
+
+def test_dapo_is_grpo_at_equal_lengths_and_clips():
+    generator = torch.Generator().manual_seed(3)
+    learner, old = torch.randn(2, 4, 5, generator=generator, dtype=torch.float64)
+    mask, advantages = torch.ones(4, 5, dtype=torch.bool), torch.tensor([1.0, -1.0, 0.5, -0.5], dtype=torch.float64)
+    loss = F.clipped_surrogate(learner, old, advantages, mask, clip_high=0.28).loss
+    torch.testing.assert_close(F.reduce(loss, mask, "token"), F.reduce(loss, mask, "sequence"), rtol=1e-12, atol=0)
+
+
+def test_a_garbled_cluster_spares_its_later_tokens_under_grpo_and_not_under_tbpo():
+    # QaRL Fig. 6: a cluster of error tokens in the middle of a negative sequence, quiet tokens after it.
+    log_r = torch.zeros(1, 12, dtype=torch.float64)
+    log_r[0, 4:8] = -2.0
+    mask, advantages = torch.ones(1, 12, dtype=torch.bool), torch.tensor([-1.0], dtype=torch.float64)
+    old = torch.full_like(log_r, -1.0)
+    grpo, tbpo = (old + log_r).requires_grad_(), (old + log_r).requires_grad_()
+    F.clipped_surrogate(grpo, old, advantages, mask).loss.sum().backward()
+    F.tbpo(tbpo, old, advantages, mask, torch.zeros_like(old)).loss.sum().backward()
+    assert torch.equal(grpo.grad[0, 4:8], torch.zeros(4, dtype=torch.float64))
+    assert (grpo.grad[0, 8:] > 0).all()
+    assert torch.equal(tbpo.grad, torch.zeros_like(tbpo.grad))
+
+
+def test_weights_of_one_change_no_bit():
+    learner, old, mask, advantages, *_ = problem(torch.float32)
+    for function in (F.clipped_surrogate, F.gspo, F.sapo, F.cispo, F.positive_surrogate):
+        results = []
+        for weights in (None, torch.ones(mask.shape)):
+            x = learner.detach().clone().requires_grad_()
+            loss = function(x, old, advantages, mask, weights).loss
+            loss.sum().backward()
+            results.append((loss.detach(), x.grad))
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1])
+
+
+def test_a_wholly_rejected_batch_has_loss_and_gradient_zero():
+    learner, old, mask, advantages, weights, _, mismatch = problem(torch.float64)
+    nothing = torch.zeros_like(mask)
+    for function, _ in CASES.values():
+        x = learner.detach().clone().requires_grad_()
+        loss = function(x, old, advantages, nothing, weights, mismatch).loss
+        for reduction in ("sequence", "token", "constant"):
+            value = F.reduce(loss, nothing, reduction, 6)
+            value.backward(retain_graph=True)
+            assert float(value.detach()) == 0
+        assert torch.equal(x.grad, torch.zeros_like(x.grad))
+
+
+@given(
+    log_r=st.lists(st.floats(-30, 30), min_size=4, max_size=4),
+    advantage=st.floats(-5, 5),
+    d=st.lists(st.floats(-30, 30), min_size=4, max_size=4),
+)
+@settings(max_examples=60, deadline=None)
+def test_losses_are_finite_and_bounded_where_they_promise_it(log_r, advantage, d):
+    learner = torch.tensor([log_r], requires_grad=True)
+    old, mask, a = torch.zeros(1, 4), torch.ones(1, 4, dtype=torch.bool), torch.tensor([advantage])
+    loss = F.tbpo(learner, old, a, mask, torch.tensor([d])).loss
+    assert (loss.abs() <= 2.0 * 1.0007 * abs(advantage) * 1.0001 + 1e-12).all()
+    loss.sum().backward()
+    assert learner.grad.isfinite().all()
+    assert (F.clipped_surrogate(learner, old, a, mask, dual_clip=3.0).loss.abs() <= 3 * abs(advantage) + 1e-6).all()
+    assert (F.sapo(learner, old, a, mask).loss.abs() <= 4 * abs(advantage) + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, a, m: F.clipped_surrogate(x, x, a, m, clip_low=-0.1),
+        lambda x, a, m: F.clipped_surrogate(x, x, a, m, clip_low=1.1),
+        lambda x, a, m: F.clipped_surrogate(x, x, a, m, dual_clip=1.0),
+        lambda x, a, m: F.gspo(x, x, a, m, clip_high=-1e-4),
+        lambda x, a, m: F.tbpo(x, x, a, m, x, neg_low=2.0),
+        lambda x, a, m: F.tbpo(x, x, a, m, x, mismatch_cap=1.0),
+        lambda x, a, m: F.sapo(x, x, a, m, temperature_neg=0.0),
+        lambda x, a, m: F.cispo(x, x, a, m, clip_high=-1.0),
+    ],
+)
+def test_bad_parameters_are_refused(call):
+    with pytest.raises(ConfigError, match=r"Expected: .* Given: .*"):
+        call(torch.zeros(1, 1), torch.zeros(1), torch.ones(1, 1, dtype=torch.bool))
