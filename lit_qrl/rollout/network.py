@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
@@ -75,3 +76,13 @@ def _merged(layer: Any, prefix: str, seen: set[int]) -> Iterator[tuple[str, Tens
     while merged:
         name = next(iter(merged))
         yield name, merged.pop(name)
+
+
+def head_logits(hidden: Tensor, head: dict[str, Any]) -> Tensor:
+    """Return the logits "… v" of hidden states "… h", in their dtype, for a head from `output_head`."""
+    logits = nn.functional.linear(hidden, head["weight"], head["bias"])
+    if head["scale"] != 1.0:
+        logits = logits * head["scale"]
+    if head["softcap"] is not None:
+        logits = torch.tanh(logits / head["softcap"]) * head["softcap"]
+    return logits

@@ -1,0 +1,111 @@
+"""A static key-value cache whose rows can be shared out, dropped and reused."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer: "rows heads length dim", allocated once and written in place.
+
+    Args:
+        cache: the cache that this layer belongs to; it holds the number of live rows and of filled columns.
+    """
+
+    is_sliding = False
+    keys: Any
+    values: Any
+
+    def __init__(self, cache: "SlotCache") -> None:
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the layer for the whole batch and length."""
+        shape = (self.cache.capacity, key_states.shape[1], self.cache.max_length)
+        self.keys = key_states.new_empty(*shape, key_states.shape[3])
+        self.values = value_states.new_empty(*shape, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write the new columns and return all filled columns of the live rows."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        rows, start = self.cache.rows, self.cache.filled
+        stop = start + key_states.shape[2]
+        self.keys[:rows, :, start:stop] = key_states
+        self.values[:rows, :, start:stop] = value_states
+        return self.keys[:rows, :, :stop], self.values[:rows, :, :stop]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return length and offset of the keys that the next forward sees."""
+        return self.cache.filled + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return the number of filled columns."""
+        return self.cache.filled
+
+    def get_max_length(self) -> int:
+        """Return the number of allocated columns."""
+        return self.cache.max_length
+
+
+class SlotCache(Cache):
+    """Key-value cache of one decode batch, in the form that Hugging Face models take.
+
+    The caller sets `filled` after each forward and `rows` when sequences end.
+
+    Args:
+        layers: number of layers.
+        capacity: rows allocated.
+        max_length: columns allocated: prompt plus completion limit.
+    """
+
+    def __init__(self, layers: int, capacity: int, max_length: int) -> None:
+        self.capacity, self.max_length = capacity, max_length
+        self.rows, self.filled = capacity, 0
+        super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
+
+    @property
+    def slots(self) -> list[SlotLayer]:
+        """The layers."""
+        return self.layers  # pyright: ignore[reportReturnType]
+
+    def take(self, prompts: "SlotCache", counts: Tensor, start: int) -> None:
+        """Copy prefilled prompts into the rows from `start` on, each as often as it has completions.
+
+        Args:
+            prompts: cache of the prompts, one row each, as wide as this cache's filled part.
+            counts: completions of each prompt.
+            start: first row to write.
+        """
+        stop, width = start + int(counts.sum()), prompts.filled
+        same = bool((counts == counts[0]).all())
+        for source, target in zip(prompts.slots, self.slots, strict=True):
+            if not target.is_initialized:
+                target.lazy_initialization(source.keys, source.values)
+            for old, new in ((source.keys, target.keys), (source.values, target.values)):
+                if same:
+                    rows = new[start:stop, :, :width].unflatten(0, (len(counts), -1))
+                    rows.copy_(old[: len(counts), None, :, :width].expand_as(rows))
+                else:
+                    new[start:stop, :, :width] = old[:, :, :width].repeat_interleave(counts, dim=0)
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy the filled part of some rows over others."""
+        for layer in self.slots:
+            for tensor in (layer.keys, layer.values):
+                filled = tensor[:, :, : self.filled]
+                filled.index_copy_(0, targets, filled.index_select(0, sources))
+
+    @staticmethod
+    def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+        """Return the bytes that one token of one sequence takes in all layers."""
+        text = config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return 2 * text.num_hidden_layers * heads * dim * dtype.itemsize

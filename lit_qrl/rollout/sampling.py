@@ -1,0 +1,98 @@
+"""How the next token is drawn from logits, with its log-prob under the very distribution it was drawn from."""
+
+import torch
+from torch import Tensor
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.seeding import derive_seed
+from lit_qrl.types import SamplingParams
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Raise `ConfigError` for sampling parameters outside their range."""
+    limits = (
+        ("max_tokens", sampling.max_tokens >= 1, "at least 1"),
+        ("temperature", sampling.temperature >= 0, "0 (greedy) or a positive number"),
+        ("top_p", 0 < sampling.top_p <= 1, "a number in (0, 1]"),
+        ("top_k", sampling.top_k >= 0, "0 (all) or a positive number"),
+    )
+    for name, good, expected in limits:
+        if not good:
+            raise ConfigError(f"sampling.{name} is out of range.", expected=expected, given=getattr(sampling, name))
+
+
+def uniforms(seed: int, prompt: int, n: int, steps: int) -> Tensor:
+    """Return uniform numbers "n steps" in [0, 1) that depend on seed and prompt alone, not on the batch they are in.
+
+    Args:
+        seed: of the generation call.
+        prompt: position of the prompt in the call.
+        n: completions of the prompt.
+        steps: tokens to draw; a larger number extends the rows.
+
+    >>> torch.equal(uniforms(0, 3, 2, 4), uniforms(0, 3, 2, 6)[:, :4])
+    True
+    """
+    generator = torch.Generator().manual_seed(derive_seed(seed, "prompt", prompt))
+    # Step-major, so that a longer limit keeps the earlier numbers.
+    return torch.rand(steps, n, generator=generator).T
+
+
+def truncate(scores: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Return scores "b v" with −inf outside the kept set: the k likeliest, then the smallest set of mass top_p.
+
+    Args:
+        scores: "b v", logits after temperature.
+        top_k: number of words kept; 0 keeps all.
+        top_p: probability mass kept, in (0, 1]; the word that reaches it is kept.
+
+    >>> truncate(torch.tensor([[2.0, 1.0, 0.0]]), 0, 0.7)
+    tensor([[2., 1., -inf]])
+    """
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    dropped = torch.zeros_like(ordered, dtype=torch.bool)
+    if 0 < top_k < scores.shape[-1]:
+        dropped[:, top_k:] = True
+    if top_p < 1:
+        probabilities = ordered.masked_fill(dropped, -torch.inf).softmax(dim=-1)
+        before = probabilities.cumsum(dim=-1) - probabilities
+        dropped |= before >= top_p
+        dropped[:, 0] = False
+    return scores.masked_fill(dropped.scatter(1, order, dropped), -torch.inf)
+
+
+class TokenSampler:
+    """Draws tokens from logits by inverting the cumulative distribution.
+
+    Args:
+        sampling: temperature and truncation.
+    """
+
+    def __init__(self, sampling: SamplingParams) -> None:
+        self.greedy = sampling.temperature == 0
+        self.temperature = 1.0 if self.greedy else sampling.temperature
+        self.top_p, self.top_k = (1.0, 0) if self.greedy else (sampling.top_p, sampling.top_k)
+
+    def __call__(self, logits: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return tokens " b" and their fp32 log-probs " b" under the processed distribution (greedy: at T = 1).
+
+        Args:
+            logits: "b v".
+            uniform: " b", in [0, 1); None is greedy.
+        """
+        scores = logits.float()
+        if self.temperature != 1.0:
+            scores = scores / self.temperature
+        if self.top_k or self.top_p < 1:
+            scores = truncate(scores, self.top_k, self.top_p)
+        top = scores.amax(dim=-1, keepdim=True)
+        mass = (scores - top).exp_()
+        normalizer = mass.sum(dim=-1).log() + top[:, 0]
+        if uniform is None:
+            tokens = scores.argmax(dim=-1)
+        else:
+            cumulative = mass.cumsum(dim=-1)
+            # `right` skips words of mass 0; the total is scaled down so that rounding never passes the last word.
+            threshold = uniform[:, None] * cumulative[:, -1:]
+            tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_(max=scores.shape[-1] - 1)
+        return tokens, scores.gather(1, tokens[:, None])[:, 0] - normalizer

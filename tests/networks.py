@@ -1,0 +1,66 @@
+"""Tiny random models, a character tokenizer, and batches, for tests that need a real network."""
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+from lit_qrl.types import RolloutBatch
+
+WORDS = ["<pad>", "<eos>", *"0123456789+-*/()=,:ab "]
+SIZES = {
+    "vocab_size": len(WORDS),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    "tie_word_embeddings": True,
+}
+
+
+def build_tokenizer(**special):
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def build_network(config_class=Qwen3Config, seed=0, **changes):
+    torch.manual_seed(seed)
+    config = config_class(**{**SIZES, **changes})
+    network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(4)
+    return network.eval()
+
+
+def batch_of(prompts, completions):
+    """Left-padded prompts, right-padded completions, as the records say."""
+    width, t = max(map(len, prompts)), max(map(len, completions))
+    b = len(prompts)
+    tokens, mask = torch.zeros(b, width + t, dtype=torch.long), torch.zeros(b, t, dtype=torch.bool)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        tokens[row, width - len(prompt) : width] = torch.tensor(prompt)
+        tokens[row, width : width + len(completion)] = torch.tensor(completion)
+        mask[row, : len(completion)] = True
+    zeros = torch.zeros(b)
+    return RolloutBatch(
+        tokens=tokens,
+        prompt_length=torch.tensor([len(prompt) for prompt in prompts]),
+        mask=mask,
+        sampler_logprobs=torch.zeros(b, t),
+        rewards=zeros,
+        advantages=zeros,
+        group=torch.arange(b),
+        version=torch.zeros(b, dtype=torch.long),
+        stopped=mask[:, -1],
+    )
