@@ -1,0 +1,101 @@
+import io
+
+import pytest
+import torch
+
+from lit_qrl.callbacks.ais import AIS
+from lit_qrl.errors import ConfigError
+from lit_qrl.functional.importance import ais_gate, ais_weights
+from tests.callbacks.corrections import context, rollout, trainer
+from tests.functional.helpers import Ranks, no_host_sync
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_are_those_of_the_gate(level):
+    given = context()
+    with no_host_sync():
+        got = AIS(clip=3.0, saturation=0.5, tolerance=0.6, sensitivity=0.2, level=level).correct(None, None, given)
+    gate = ais_gate(given.log_ratio, given.mask, given.advantages, 3.0, 0.5, 0.6, 0.2, level=level)
+    assert torch.equal(got.weights, ais_weights(given.log_ratio, given.mask, gate.alpha, 3.0, level=level))
+    assert got.keep is None
+    assert 0 < float(gate.alpha) < 1
+    for name in ("alpha", "reliability", "necessity", "variance_penalty", "amplification", "mean_abs_log_ratio"):
+        assert torch.equal(got.metrics[f"correction/{name}"], getattr(gate, name))
+    assert torch.equal(got.metrics["correction/ess_ratio"], gate.ess_ratio)
+    assert torch.equal(got.metrics[f"correction/truncated_{level}s"], gate.truncated)
+
+
+def test_rollout_scope_uses_one_alpha_for_all_mini_batches():
+    whole, callback = context(), AIS(saturation=0.5, scope="rollout")
+    callback.on_rollout_end(trainer(), None, rollout(whole))
+    alpha = ais_gate(whole.log_ratio, whole.mask, whole.advantages, saturation=0.5).alpha
+    for part in (slice(0, 4), slice(4, 8)):
+        given = context(part=part)
+        got = callback.correct(trainer(), None, given)
+        assert torch.equal(got.weights, ais_weights(given.log_ratio, given.mask, alpha))
+    assert len(callback.gates) == 1
+
+
+def test_minibatch_scope_measures_each_and_ignores_the_rollout():
+    callback = AIS(saturation=0.5)
+    callback.on_rollout_end(trainer(), None, rollout(context()))
+    first = callback.correct(None, None, context(part=slice(0, 4)))
+    second = callback.correct(None, None, context(part=slice(4, 8)))
+    assert float(first.metrics["correction/alpha"]) != float(second.metrics["correction/alpha"])
+    assert len(callback.gates) == 2
+
+
+def test_rollout_scope_without_a_rollout_or_the_learners_logprobs_says_so():
+    callback = AIS(scope="rollout")
+    with pytest.raises(ConfigError, match="no rollout"):
+        callback.correct(None, None, context())
+    batch = rollout(context())
+    batch.learner_old_logprobs = None
+    with pytest.raises(ConfigError, match="learner_old_logprobs"):
+        callback.on_rollout_end(trainer(), None, batch)
+
+
+def test_alpha_is_global_over_ranks():
+    whole = AIS(saturation=0.5).correct(None, None, context())
+    parts = Ranks(2).run(
+        lambda r, f: AIS(saturation=0.5).correct(None, None, context(all_reduce=f, part=slice(4 * r, 4 * r + 4)))
+    )
+    torch.testing.assert_close(torch.cat([part.weights for part in parts]), whole.weights, rtol=1e-10, atol=0)
+
+
+def test_state_survives_a_checkpoint_that_loads_weights_only():
+    callback = AIS(saturation=0.5, scope="rollout")
+    callback.on_rollout_end(trainer(), None, rollout(context()))
+    buffer = io.BytesIO()
+    torch.save(callback.state_dict(), buffer)
+    buffer.seek(0)
+    again = AIS(saturation=0.5, scope="rollout")
+    again.load_state_dict(torch.load(buffer, weights_only=True))
+    before, after = (c.correct(trainer(), None, context(part=slice(0, 4))) for c in (callback, again))
+    assert torch.equal(before.weights, after.weights)
+    empty = AIS()
+    empty.load_state_dict(AIS().state_dict())
+    assert len(empty.gates) == 0
+
+
+def test_equal_policies_leave_every_weight_exactly_one():
+    for level in ("token", "sequence"):
+        got = AIS(level=level).correct(None, None, context(torch.float32, equal=True))
+        assert torch.equal(got.weights, torch.ones(8, 6))
+
+
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        ({"clip": 0.5}, "clip"),
+        ({"saturation": 0.0}, "TruncatedIS"),
+        ({"tolerance": -1.0}, "tolerance"),
+        ({"sensitivity": -1.0}, "sensitivity"),
+        ({"eps": 0.0}, "eps"),
+        ({"level": "geometric"}, "level"),
+        ({"scope": "mini_batch"}, "Did you mean 'minibatch'"),
+    ],
+)
+def test_bad_input_is_refused_at_construction(options, word):
+    with pytest.raises(ConfigError, match=word):
+        AIS(**options)
