@@ -249,7 +249,7 @@ class RLProgress(ProgressBar):
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        console = Console()
+        console = Console(file=sys.stdout)
         if console.is_dumb_terminal:
             return
         self._live = Progress(

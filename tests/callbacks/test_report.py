@@ -1,0 +1,194 @@
+import csv
+import json
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from lit_qrl.callbacks.base import RLCallback
+from lit_qrl.callbacks.report import Report
+from lit_qrl.errors import ConfigError
+from lit_qrl.loggers import RunCSVLogger
+from lit_qrl.report.run import Run
+from tests.callbacks.tiny_loop import COMPLETION, GROUP_SIZE, GROUPS, Module, trainer_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def quick_plots(monkeypatch):
+    """The plots have tests of their own."""
+    monkeypatch.setattr("lit_qrl.report.single.draw", lambda *args: b"PNG")
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def epochs(folder):
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [row["epoch"] for row in csv.DictReader(file) if row["reward/mean"]]
+
+
+class Tilt(RLCallback):
+    def correct(self, trainer, module, context):
+        return None
+
+
+def test_a_run_leaves_samples_a_diary_and_a_page(tmp_path, capsys):
+    trainer_of(
+        tmp_path,
+        [
+            Tilt(),
+            RLCallback(),
+            Report(),
+        ],
+        enable_progress_bar=False,
+    ).fit(Module())
+    index = tmp_path / "report" / "index.html"
+    assert capsys.readouterr().out.strip().endswith(f"Report: {index}")
+    assert "0.250 → 0.375" in index.read_text()
+    events = lines(tmp_path / "events.jsonl")
+    assert [(event["kind"], event["iteration"]) for event in events] == [("start", 0), ("finish", 3)]
+    assert events[0]["corrections"] == ["Tilt"]
+    assert events[0]["parameters"] == 3
+    run = Run(tmp_path)
+    assert run.status == "finished"
+    assert run.correction == "Tilt"
+    assert run.series("reward/mean").values == [0.0, 0.125, 0.25]
+    assert run.accuracy.iterations == [0, 2]
+
+
+def test_samples_are_the_texts_of_the_rollout(tmp_path):
+    trainer_of(tmp_path, [Report(samples_per_iteration=4)], iterations=2, enable_progress_bar=False).fit(Module())
+    samples = lines(tmp_path / "samples.jsonl")
+    b = GROUPS * GROUP_SIZE
+    assert len(samples) == 8
+    for n, sample in enumerate(samples):
+        row, iteration = n % 4 * b // 4, n // 4
+        assert sample == {
+            "iteration": iteration + 1,
+            "version": iteration,
+            "prompt": f"{100 * row + 1} {100 * row + 2} {100 * row + 3}",
+            "completion": " ".join(str(100 * row + 51 + i) for i in range(1 + row % COMPLETION)),
+            "reward": float(row),
+            "parts": {"half": row / 2},
+            "correct": row > 5,
+        }
+
+
+@pytest.mark.parametrize("wanted, written", [(0, 0), (1, 1), (12, 12), (99, 12)])
+def test_the_number_of_samples(tmp_path, wanted, written):
+    trainer_of(tmp_path, [Report(samples_per_iteration=wanted)], iterations=1, enable_progress_bar=False).fit(Module())
+    path = tmp_path / "samples.jsonl"
+    assert (len(lines(path)) if path.exists() else 0) == written
+
+
+@pytest.mark.parametrize(
+    "error, raised, status",
+    [(RuntimeError("broken"), RuntimeError, "failed"), (KeyboardInterrupt(), SystemExit, "interrupted")],
+)
+def test_an_end_before_the_end_still_has_a_report(tmp_path, capsys, monkeypatch, error, raised, status):
+    # Lightning ignores Ctrl-C during its shutdown, for good.
+    monkeypatch.setattr("signal.signal", lambda *args: None)
+    with pytest.raises(raised):
+        trainer_of(tmp_path, [Report()], enable_progress_bar=False).fit(Module(fail_at=2, error=error))
+    assert f"Report: {tmp_path / 'report' / 'index.html'}" in capsys.readouterr().out
+    run = Run(tmp_path)
+    assert run.status == status
+    assert run.events[-1]["iteration"] == 3
+    assert type(error).__name__ in run.events[-1]["message"]
+    assert run.series("reward/mean").values == [0.0, 0.125]
+    assert run.samples[-1]["iteration"] == 3
+
+
+def test_a_report_that_cannot_be_made_loses_nothing(tmp_path, monkeypatch, capsys, caplog):
+    def fail(*args):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("lit_qrl.callbacks.report.render", fail)
+    trainer_of(tmp_path, [Report()], enable_progress_bar=False).fit(Module())
+    assert "Report:" not in capsys.readouterr().out
+    assert "lit-qrl report" in caplog.text
+    run = Run(tmp_path)
+    assert run.status == "finished"
+    assert run.events[-1]["kind"] == "report"
+    assert "no room" in run.events[-1]["message"]
+    assert run.iterations == 3
+
+
+def test_the_error_of_the_run_is_not_hidden_by_a_report_that_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr("lit_qrl.callbacks.report.render", lambda *args: 1 / 0)
+    with pytest.raises(RuntimeError, match="the cause"):
+        trainer_of(tmp_path, [Report()], enable_progress_bar=False).fit(Module(1, RuntimeError("the cause")))
+
+
+def test_a_resumed_run_continues_its_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("signal.signal", lambda *args: None)
+    saving = {"enable_checkpointing": True, "enable_progress_bar": False}
+    checkpoint = ModelCheckpoint(tmp_path / "checkpoints", filename="last", save_on_train_epoch_end=True)
+    with pytest.raises(SystemExit):
+        trainer_of(tmp_path, [Report(), checkpoint], 5, **saving).fit(Module(fail_at=2, error=KeyboardInterrupt()))
+    assert Run(tmp_path).samples[-1]["iteration"] == 3
+    trainer_of(tmp_path, [Report()], 4, **saving).fit(Module(), ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
+    run = Run(tmp_path)
+    assert epochs(tmp_path) == ["0", "1", "2", "3"]
+    assert sorted({sample["iteration"] for sample in run.samples}) == [1, 2, 3, 4]
+    assert len(run.samples) == 16
+    assert run.accuracy.iterations == [0, 2, 4]
+    assert [event["kind"] for event in run.events] == ["start", "interrupt", "resume", "finish"]
+    assert run.events[2]["iteration"] == 2
+
+
+def test_a_second_run_in_the_same_folder_puts_the_first_aside(tmp_path):
+    for iterations in (3, 1):
+        trainer_of(tmp_path, [Report()], iterations, enable_progress_bar=False).fit(Module())
+    assert epochs(tmp_path) == ["0"]
+    assert {"metrics.1.csv", "samples.1.jsonl"} <= {path.name for path in tmp_path.iterdir()}
+    assert len(lines(tmp_path / "samples.1.jsonl")) == 12
+
+
+@pytest.mark.parametrize("every, made", [(0, 1), (1, 3), (2, 2)])
+def test_the_report_between_iterations(tmp_path, monkeypatch, every, made):
+    seen = []
+    monkeypatch.setattr("lit_qrl.callbacks.report.render", lambda folder: seen.append(Run(folder).iterations))
+    trainer_of(tmp_path, [Report(every_n_iterations=every)], 3, enable_progress_bar=False).fit(Module())
+    assert len(seen) == made
+    # Each sees the iterations that are done, the last of them included.
+    assert seen == {0: [3], 1: [1, 2, 3], 2: [2, 3]}[every]
+
+
+def test_metrics_are_there_with_any_logger(tmp_path):
+    trainer = trainer_of(tmp_path, [Report()], logger=CSVLogger(tmp_path / "other"), enable_progress_bar=False)
+    trainer.fit(Module())
+    assert isinstance(trainer.loggers[-1], RunCSVLogger)
+    assert epochs(tmp_path) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("options", [{"fast_dev_run": True}])
+def test_a_trial_run_leaves_nothing(tmp_path, options):
+    trainer_of(tmp_path, [Report()], enable_progress_bar=False, **options).fit(Module())
+    assert not (tmp_path / "events.jsonl").exists()
+    assert not (tmp_path / "report").exists()
+
+
+def test_an_evaluation_alone_makes_no_report(tmp_path):
+    trainer_of(tmp_path, [Report()], enable_progress_bar=False).validate(Module(), verbose=False)
+    assert not (tmp_path / "events.jsonl").exists()
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_wrong_configuration_makes_no_report(tmp_path):
+    class Refusing(RLCallback):
+        def setup(self, trainer, pl_module, stage):
+            raise ConfigError("No.")
+
+    with pytest.raises(ConfigError):
+        trainer_of(tmp_path, [Report(), Refusing()], enable_progress_bar=False).fit(Module())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["every_n_iterations", "samples_per_iteration"])
+def test_negative_numbers_are_refused(name):
+    with pytest.raises(ConfigError, match=f"report.{name}"):
+        Report(**{name: -1})
