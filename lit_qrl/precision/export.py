@@ -1,6 +1,6 @@
 """From the learner's named weights to the tensors of a quantized checkpoint, layer by layer."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.precision.formats.dense import Dense
 from lit_qrl.precision.formats.numerics import require_finite
 from lit_qrl.precision.surgery import fused_group, fused_groups
+from lit_qrl.types import QuantizedWeight
 
 _WEIGHT = ".weight"
 
@@ -19,6 +20,7 @@ def export_tensors(
     format: NumberFormat | None,
     quantizable: Collection[str],
     dtype: torch.dtype | None = None,
+    quantized: Callable[[str, Tensor], QuantizedWeight | None] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield checkpoint names and tensors of a stream of weights, the given layers in `format`.
 
@@ -31,6 +33,7 @@ def export_tensors(
         quantizable: names of layers, without `.weight`.
         dtype: what floating tensors outside these layers are cast to; None leaves them, and with a dense format
             takes that format's dtype.
+        quantized: from a layer's name and its tensor to codes that exist already, or None where they must be made.
 
     Raises:
         ValueError: for a tensor with NaN or inf, a shape that does not fit, or a fused layer with a part missing.
@@ -51,7 +54,7 @@ def export_tensors(
         parts = waiting.setdefault(key, {})
         parts[layer] = tensor.detach()
         if len(parts) == len(groups[key]):
-            yield from _quantized(waiting.pop(key), format)
+            yield from _quantized(waiting.pop(key), format, quantized or _none)
     missing = sorted(chosen - seen)
     if missing:
         held = f", while {', '.join(sorted(waiting))} waited for them" if waiting else ""
@@ -75,16 +78,35 @@ def _plain(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor
 
 
-def _quantized(parts: dict[str, Tensor], format: NumberFormat) -> Iterator[tuple[str, Tensor]]:
-    for layer, tensor in parts.items():
-        format.check(layer, (tensor.shape[0], tensor.shape[1]))
-    shared = shared_amax(parts) if format.shares_amax and len(parts) > 1 else None
+def _none(layer: str, tensor: Tensor) -> QuantizedWeight | None:
+    return None
+
+
+def _quantized(
+    parts: dict[str, Tensor], format: NumberFormat, existing: Callable[[str, Tensor], QuantizedWeight | None]
+) -> Iterator[tuple[str, Tensor]]:
+    made = {layer: existing(layer, tensor) for layer, tensor in parts.items()}
+    shared = None
+    if any(q is None for q in made.values()):
+        # one part that must be quantized anew changes the scale that all of a fused layer share
+        if format.shares_amax:
+            made = dict.fromkeys(made)
+        for layer, tensor in parts.items():
+            format.check(layer, (tensor.shape[0], tensor.shape[1]))
+        shared = shared_amax(parts) if format.shares_amax and len(parts) > 1 else None
     for layer in list(parts):
-        try:
-            q = format.quantize(parts.pop(layer), shared)
-        except ValueError as error:
-            raise ValueError(f"{layer}{_WEIGHT}: {error}") from None
+        tensor, q = parts.pop(layer), made.pop(layer)
+        if q is None:
+            q = quantize_named(format, layer, tensor, shared)
         yield from format.export(q, layer)
+
+
+def quantize_named(format: NumberFormat, layer: str, weight: Tensor, shared: Tensor | None = None) -> QuantizedWeight:
+    """Return `format.quantize(weight, shared)`; an error names the parameter."""
+    try:
+        return format.quantize(weight, shared)
+    except ValueError as error:
+        raise ValueError(f"{layer}{_WEIGHT}: {error}") from None
 
 
 def shared_amax(parts: Mapping[str, Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,8 +76,8 @@ def _kept(name: str, exclude: Collection[str]) -> bool:
 
 
 def _output_embedding(root: nn.Module) -> nn.Module | None:
-    get = getattr(root, "get_output_embeddings", None)
-    return get() if callable(get) else None
+    get: Any = getattr(root, "get_output_embeddings", None)
+    return None if get is None else get()
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lit_qrl.errors import ConfigError
 from lit_qrl.precision.formats import activations, gemm
 from lit_qrl.precision.formats.base import NumberFormat, PreparedWeight
 from lit_qrl.precision.formats.configs import compressed_tensors_config
@@ -29,6 +30,12 @@ class FP8Tensor(NumberFormat):
 
     name: ClassVar[str] = "fp8_tensor"
     shares_amax: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.activations not in ("tensor", "token"):
+            raise ConfigError(
+                "The activations of fp8_tensor are unknown.", expected="tensor or token", given=repr(self.activations)
+            )
 
     @property
     def quantizes_activations(self) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lit_qrl.errors import ConfigError
 from lit_qrl.precision.formats import activations
 from lit_qrl.precision.formats.base import NumberFormat, PreparedWeight
 from lit_qrl.precision.formats.configs import compressed_tensors_config
@@ -44,13 +45,17 @@ class Int4Group(NumberFormat):
 
     def __post_init__(self) -> None:
         if self.group_size <= 0 or self.group_size % _PER_INT32:
-            raise ValueError(
-                f"int4_group.group_size does not fit. Expected: a positive multiple of {_PER_INT32}. "
-                f"Given: {self.group_size}. Engines take 32, 64 and 128."
+            raise ConfigError(
+                "The group_size of int4_group does not fit.",
+                expected=f"a positive multiple of {_PER_INT32}",
+                given=self.group_size,
+                remedy="Engines take 32, 64 and 128.",
             )
         if self.activations not in (None, "fp8", "int8"):
-            raise ValueError(
-                f"int4_group.activations is unknown. Expected: null, fp8 or int8. Given: {self.activations!r}."
+            raise ConfigError(
+                "The activations of int4_group are unknown.",
+                expected="null, fp8 or int8",
+                given=repr(self.activations),
             )
 
     @property

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from lit_qrl.errors import ConfigError
 from lit_qrl.precision.formats import FP8Tensor
 
 from .oracle import args, compressed, gemm64, same_bits, ulps, weights
@@ -61,3 +62,8 @@ def test_one_tensor_scale_is_shared_by_all_rows():
     loud = torch.cat([x, torch.full((1, 64), 1e4)])
     assert not torch.equal(FP8Tensor().linear(x, q), FP8Tensor().linear(loud, q)[:4])
     assert torch.equal(FP8Tensor("token").linear(x, q), FP8Tensor("token").linear(loud, q)[:4])
+
+
+def test_options_are_checked_at_construction():
+    with pytest.raises(ConfigError, match=r"tensor or token.*'row'"):
+        FP8Tensor(activations="row")

@@ -2,6 +2,7 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized import pack_to_int32
 
+from lit_qrl.errors import ConfigError
 from lit_qrl.precision.formats import Int4Group
 
 from .oracle import args, compressed, gemm64, same_bits, ulps, weights
@@ -63,7 +64,7 @@ def test_a_shape_that_does_not_fit_names_layer_shape_and_remedy():
 
 
 def test_options_are_checked_at_construction():
-    with pytest.raises(ValueError, match=r"multiple of 8.*Given: 12"):
+    with pytest.raises(ConfigError, match=r"multiple of 8.*Given: 12"):
         Int4Group(group_size=12)
-    with pytest.raises(ValueError, match=r"null, fp8 or int8.*'fp4'"):
+    with pytest.raises(ConfigError, match=r"null, fp8 or int8.*'fp4'"):
         Int4Group(activations="fp4")

@@ -1,0 +1,113 @@
+"""A small policy under a real Trainer, for the plugins' tests."""
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+VOCABULARY, HIDDEN, LENGTH = 32, 64, 6
+
+
+def network(seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=64, attn_implementation="sdpa",
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).to(dtype)
+
+
+PARTS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+LINEARS = [f"model.layers.{i}.{part}" for i in range(2) for part in PARTS]
+
+
+class Policy(nn.Module):
+    def __init__(self, seed=0, checkpointing=False, lora=None, dtype=torch.float32):
+        super().__init__()
+        self.seed, self.checkpointing, self.lora, self.dtype, self.model = seed, checkpointing, lora, dtype, None
+
+    def configure(self):
+        if self.model is not None:
+            return
+        model = network(self.seed, self.dtype)
+        if self.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.lora is not None:
+            from peft import get_peft_model
+
+            torch.manual_seed(self.seed + 1)
+            model = get_peft_model(model, self.lora)
+        self.model = model
+
+    @property
+    def network(self):
+        return self.model.get_base_model() if self.lora is not None else self.model
+
+    def named_weights(self):
+        return ((name, tensor.detach()) for name, tensor in self.network.named_parameters())
+
+    def forward(self, tokens):
+        return self.network(input_ids=tokens, use_cache=False).logits
+
+
+class Module(LightningModule):
+    def __init__(self, policy, steps_lr=1e-3, optimizer=torch.optim.AdamW):
+        super().__init__()
+        self.policy, self.lr, self.optimizer = policy, steps_lr, optimizer
+        self.losses, self.seen = [], []
+
+    def configure_model(self):
+        self.policy.configure()
+        configure = getattr(self.trainer.precision_plugin, "configure_policy", None)
+        if configure is not None:
+            configure(self.policy)
+
+    def training_step(self, batch, _):
+        (tokens,) = batch
+        self.seen.append((torch.get_default_dtype(), tokens.dtype))
+        logits = self.policy(tokens)
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return self.optimizer([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+def batches(count=4, size=8):
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, VOCABULARY, (count * size, LENGTH), generator=generator)
+    return DataLoader(TensorDataset(tokens), batch_size=size, shuffle=False)
+
+
+def trainer(tmp_path, plugin, epochs=1, **options):
+    return Trainer(
+        max_epochs=epochs, plugins=[plugin] if plugin else None, accelerator="cpu", logger=False,
+        default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=options.pop("enable_checkpointing", False), **options,
+    )  # fmt: skip
+
+
+def fit(tmp_path, plugin, module=None, **options):
+    module = module or Module(Policy())
+    run = trainer(tmp_path, plugin, **options)
+    run.fit(module, batches())
+    return module, run
+
+
+def weights_of(module):
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def resumed_equals_uninterrupted(tmp_path, make_plugin, make_module):
+    """Fit four epochs at once, and two and two over a checkpoint; return both state dicts and both loss lists."""
+    whole = make_module()
+    trainer(tmp_path, make_plugin(), epochs=4).fit(whole, batches())
+    first = make_module()
+    run = trainer(tmp_path, make_plugin(), epochs=2)
+    run.fit(first, batches())
+    run.save_checkpoint(tmp_path / "half.ckpt")
+    second = make_module()
+    trainer(tmp_path, make_plugin(), epochs=4).fit(second, batches(), ckpt_path=tmp_path / "half.ckpt")
+    return weights_of(whole), weights_of(second), whole.losses, first.losses + second.losses
