@@ -1,0 +1,1 @@
+"""The tasks that ship: rows, prompts and rewards of one problem set each."""

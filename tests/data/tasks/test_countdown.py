@@ -1,0 +1,205 @@
+import itertools
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from lit_qrl.data.tasks.countdown import (
+    PUBLIC_TEST_HASHES,
+    Countdown,
+    is_held_out,
+    key_hash,
+    problem_key,
+    read_problems,
+)
+from lit_qrl.data.tasks.countdown_solver import expressions, reachable, solve
+from lit_qrl.errors import ConfigError
+from lit_qrl.rewards.base import Sample
+from lit_qrl.rewards.constant import ConstantReward
+from lit_qrl.rewards.countdown import evaluate
+
+PUBLIC = Path(__file__).parents[4] / "shared" / "data" / "countdown" / "test.public.jsonl"
+
+
+def calculate(op, a, b):
+    if op == "/":
+        return None if b == 0 else a / b
+    return {"+": a + b, "-": a - b, "*": a * b}[op]
+
+
+def brute_force(numbers):
+    """All (value, value with the numbers replaced by 10007, 20011, 30029) of both shapes of three-number trees."""
+    stand_ins = [Fraction(n) for n in (10007, 20011, 30029)]
+    for order in itertools.permutations(range(3)):
+        for first, second in itertools.product("+-*/", repeat=2):
+            for left in (True, False):
+                pair = []
+                for values in (numbers, stand_ins):
+                    a, b, c = (Fraction(values[i]) for i in order)
+                    inner = calculate(first, a, b)
+                    if inner is None:
+                        break
+                    outer = calculate(second, inner, c) if left else calculate(second, c, inner)
+                    if outer is None:
+                        break
+                    pair.append(outer)
+                if len(pair) == 2:
+                    yield tuple(pair)
+
+
+def keys(rows):
+    return {problem_key(row["numbers"], row["target"]) for row in rows}
+
+
+@pytest.mark.parametrize("numbers", [(2, 3, 7), (1, 4, 6), (3, 8, 30), (5, 10, 15)])
+def test_solver_finds_every_expression_once_and_nothing_else(numbers):
+    # Two trees are the same expression when they agree as functions, told here by large stand-ins for the numbers.
+    by_function = {function: value for value, function in brute_force(numbers)}
+    found = expressions(numbers)
+    assert len(found) == len(by_function)
+    assert sorted(e.value for e in found) == sorted(by_function.values())
+    assert len({e.text for e in found}) == len(found)
+
+
+@pytest.mark.parametrize("numbers", [(2, 3, 7), (4, 4, 6), (9, 9, 9), (1, 1, 30)])
+def test_reachable_agrees_with_brute_force(numbers):
+    values = {value for value, _ in brute_force(numbers)}
+    assert reachable(numbers, 50) == tuple(t for t in range(1, 51) if Fraction(t) in values)
+
+
+def test_solutions_are_what_they_say():
+    for numbers, target in [((3, 5, 7), 22), ((25, 6, 4), 27), ((2, 2, 2), 2), ((1, 2, 3, 4), 24)]:
+        solutions = solve(numbers, target)
+        assert solutions
+        for text in solutions:
+            result = evaluate(text)
+            assert result is not None
+            assert result[0] == target
+            assert sorted(result[1]) == sorted(numbers)
+    assert solve((1, 1, 1), 30) == []
+
+
+def test_solutions_carry_no_needless_parentheses():
+    assert solve((3, 5, 7), 15) == ["7+5+3"]
+    assert solve((2, 3, 10), 16) == ["10+3*2"]
+    assert solve((2, 3, 10), 26) == ["(10+3)*2"]
+
+
+def test_expressions_want_sorted_numbers():
+    with pytest.raises(ValueError, match="ascending"):
+        expressions((3, 2))
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_number": 100, "max_target": 100, "train_size": 3000}])
+def test_rows_are_solvable_distinct_and_disjoint(settings):
+    task = Countdown(**settings)
+    train, held_out = task.train_rows(), task.evaluation_rows()
+    assert len(train) == settings.get("train_size", 8192)
+    assert len(held_out) == 500
+    assert len(keys(train)) == len(train)
+    assert len(keys(held_out)) == 500
+    assert not keys(train) & keys(held_out)
+    for row in [*train[:200], *held_out]:
+        assert solve(row["numbers"], row["target"])
+        assert all(1 <= n <= task.max_number for n in row["numbers"])
+        assert 1 <= row["target"] <= task.max_target
+
+
+def test_no_seed_trains_on_what_another_seed_evaluates():
+    train = keys(Countdown(seed=1).train_rows())
+    assert not train & keys(Countdown(seed=2).evaluation_rows())
+    assert not any(is_held_out(key) for key in train)
+
+
+def test_rows_repeat_with_the_seed_and_evaluation_ignores_train_size():
+    first, again, other = Countdown(seed=3), Countdown(seed=3, train_size=100), Countdown(seed=4)
+    assert first.train_rows()[:100] == again.train_rows()
+    assert first.evaluation_rows() == again.evaluation_rows()
+    assert first.evaluation_rows() != other.evaluation_rows()
+
+
+def test_public_test_problems_are_never_drawn():
+    public = keys(read_problems(str(PUBLIC)))
+    assert len(public) == 128
+    task = Countdown(max_number=100, max_target=100, train_size=3000)
+    hashes = {key_hash(key) for key in public}
+    shipped = set(PUBLIC_TEST_HASHES.read_text().split())
+    assert shipped == hashes
+    assert not public & (keys(task.train_rows()) | keys(task.evaluation_rows()))
+
+
+def test_a_public_problem_is_passed_over_when_it_comes_up(monkeypatch):
+    task = Countdown(train_size=50)
+    first = problem_key(task.train_rows()[0]["numbers"], task.train_rows()[0]["target"])
+    monkeypatch.setattr("lit_qrl.data.tasks.countdown._public_test_hashes", lambda: frozenset({key_hash(first)}))
+    again = Countdown(train_size=50)
+    assert first not in keys(again.train_rows())
+    assert again.train_rows()[:49] == task.train_rows()[1:]
+
+
+def test_excluded_files_are_left_out_on_both_sides(tmp_path):
+    plain = Countdown(train_size=50, evaluation_size=20)
+    rows = [*plain.train_rows()[:10], *plain.evaluation_rows()[:5]]
+    file = tmp_path / "seen.jsonl"
+    lines = [{"input": ",".join(map(str, reversed(r["numbers"]))), "output": str(r["target"])} for r in rows]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    task = Countdown(train_size=50, evaluation_size=20, exclude=[str(file)])
+    assert not keys(rows) & (keys(task.train_rows()) | keys(task.evaluation_rows()))
+    assert len(task.train_rows()) == 50
+
+
+def test_evaluation_file_is_evaluated_and_not_trained_on(tmp_path):
+    row = Countdown(train_size=5).train_rows()[2]
+    file = tmp_path / "test.jsonl"
+    file.write_text(json.dumps({"input": ",".join(map(str, row["numbers"])), "output": row["target"]}))
+    task = Countdown(train_size=5, evaluation_path=str(file))
+    assert list(task.evaluation_rows()) == [row]
+    assert not keys([row]) & keys(task.train_rows())
+
+
+def test_prompts_and_correctness():
+    row = {"numbers": [7, 3, 5], "target": 22}
+    short, chat = Countdown(), Countdown(prompt_format="chat")
+    assert short.prompt(row) == "7,3,5=22:"
+    (message,) = chat.prompt(row)
+    assert message["role"] == "user"
+    assert all(piece in message["content"] for piece in ("7, 3, 5", "22", "<answer>"))
+    texts = ["3*5+7", "5*3+7", "22", "3*5+8", "3+5+7", "7+<answer>3*5+7</answer>"]
+    samples = [Sample("", text, short.reference(row), row) for text in texts]
+    assert short.is_correct(samples) == [True, True, False, False, False, True]
+
+
+def test_other_rewards_do_not_change_what_is_correct():
+    row = {"numbers": [7, 3, 5], "target": 22}
+    task = Countdown(rewards=[ConstantReward(1.0)])
+    assert task.is_correct([Sample("", "3+5+7", 22, row), Sample("", "3*5+7", 22, row)]) == [False, True]
+    assert [reward.name for reward in task.rewards] == ["constant"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"count": 1}, "count"),
+        ({"max_number": 0}, "max_number"),
+        ({"evaluation_size": 0}, "evaluation_size"),
+        ({"prompt_format": "long"}, "prompt_format"),
+    ],
+)
+def test_wrong_settings_are_named(settings, named):
+    with pytest.raises(ConfigError, match=named):
+        Countdown(**settings)
+
+
+def test_too_small_a_space_is_an_error_with_a_remedy():
+    with pytest.raises(ConfigError, match=r"train_size.*Lower train_size"):
+        Countdown(max_number=4, max_target=10, train_size=1000, evaluation_size=5).setup()
+
+
+def test_bad_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="missing"):
+        Countdown(exclude=[str(tmp_path / "none.jsonl")]).setup()
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"input": "1,2,3", "output": "6"}\n{"question": "?"}\n')
+    with pytest.raises(ConfigError, match=r"Line 2 of .*bad\.jsonl"):
+        Countdown(exclude=[str(bad)]).setup()
