@@ -26,9 +26,11 @@ SMOOTH_FROM = 60
 """Series with at least so many points are drawn faintly under their running mean over a twentieth of them."""
 BARS_UP_TO = 40
 """Thinner bars would alias; a stepped area shows more iterations."""
+RAW_SIGNALS = ("ess_ratio", "mean_abs_log_ratio", "amplification")
+"""What AIS computes its signals from: in metrics.csv, not in the plots."""
 MARKS_UP_TO = 30
 """More events than this are not marked in the plots."""
-WIDTH_INCHES, HEIGHT_INCHES = 10.0, 2.75
+WIDTH_INCHES, ROW_INCHES = 10.0, 2.75
 DPI = 160
 
 
@@ -95,15 +97,17 @@ def draw(figure: Figure, runs: Sequence[Run], labels: Sequence[str], theme: Them
     ink = INK[theme]
     count = len(figure.panels)
     with rc_context({"font.size": 9.0, "font.family": "sans-serif", "axes.unicode_minus": True}):
-        sheet = Sheet(figsize=(WIDTH_INCHES, HEIGHT_INCHES), dpi=DPI, facecolor=ink["paper"], layout="constrained")
+        columns = 3 if count == 3 or count > 4 else 2
+        height = ROW_INCHES * math.ceil(count / columns)
+        sheet = Sheet(figsize=(WIDTH_INCHES, height), dpi=DPI, facecolor=ink["paper"], layout="constrained")
         FigureCanvasAgg(sheet)
-        all_axes = sheet.subplots(1, max(count, 2), squeeze=False)[0]
+        all_axes = sheet.subplots(math.ceil(count / columns), columns, squeeze=False).flatten()
         for spare in all_axes[count:]:
             spare.set_axis_off()
         for axes, panel in zip(all_axes, figure.panels, strict=False):
             first = panel.lines[0].label
             several = len(runs) > 1 and len(panel.lines) > 1 and first
-            _prepare(axes, f"{panel.title} ({first})" if several else panel.title, ink)
+            prepare(axes, f"{panel.title} ({first})" if several else panel.title, ink)
             drawn = (
                 _stack(axes, panel, runs[0]) if panel.stacked and len(runs) == 1 else _lines(axes, panel, runs, labels)
             )
@@ -121,7 +125,7 @@ def draw(figure: Figure, runs: Sequence[Run], labels: Sequence[str], theme: Them
 def _catalogue(runs: Sequence[Run]) -> list[Figure]:
     def every(prefix: str, *known: str) -> tuple[Line, ...]:
         names = sorted({name for run in runs for name in run.prefixed(prefix)} - set(known))
-        return tuple(Line(name, name.removeprefix(prefix).lstrip("_") or name) for name in names)
+        return tuple(Line(name, name.removeprefix(prefix).strip("_").replace("_", " ")) for name in names)
 
     parts = every("reward/", "reward/mean", "reward/std")
     best = tuple(Line(line.metric, f"pass@{line.label}") for line in every("val/pass@", "val/pass@1"))
@@ -131,7 +135,10 @@ def _catalogue(runs: Sequence[Run]) -> list[Figure]:
         "necessity": "necessity",
         "variance_penalty": "variance penalty",
     }
-    others = every("correction/", *(f"correction/{name}" for name in signals))
+    weights = ("correction/weight_mean", "correction/weight_max")
+    shares = tuple(line for line in every("correction/") if line.metric.endswith(("_tokens", "_sequences")))
+    known = {*weights, *(line.metric for line in shares), *(f"correction/{name}" for name in (*signals, *RAW_SIGNALS))}
+    others = tuple(line for line in every("correction/") if line.metric not in known)
     return [
         Figure(
             "learning",
@@ -173,7 +180,9 @@ def _catalogue(runs: Sequence[Run]) -> list[Figure]:
                     limits=(0.0, 1.0),
                     compared=False,
                 ),
-                Panel("Weights", others[:6], compared=False),
+                Panel("Weight of a token", (Line(weights[0], "mean"), Line(weights[1], "largest", dashed=True))),
+                Panel("Affected share", shares, limits=(0.0, None), compared=False),
+                Panel("Other signals", others[:8], compared=False),
             ),
         ),
         Figure(
@@ -185,6 +194,7 @@ def _catalogue(runs: Sequence[Run]) -> list[Figure]:
                 Panel("Entropy, nats per token", (Line("update/entropy"),), limits=(0.0, None)),
                 Panel("Clip fraction", every("update/clip_fraction"), limits=(0.0, None)),
                 Panel("Completion length, tokens", (Line("rollout/length"),), limits=(0.0, None)),
+                Panel("Completions that ended by themselves, share", (Line("rollout/stopped"),), limits=(None, 1.0)),
             ),
         ),
         Figure(
@@ -195,7 +205,10 @@ def _catalogue(runs: Sequence[Run]) -> list[Figure]:
             (
                 Panel("Loss", (Line("update/loss"),)),
                 Panel("Gradient norm", (Line("update/grad_norm"),), limits=(0.0, None)),
-                Panel("KL(learner ‖ learner before), nats", (Line("update/kl"),)),
+                Panel(
+                    "KL to the learner before, nats",
+                    (Line("update/kl", "iteration before"), Line("update/reference_kl", "reference", dashed=True)),
+                ),
                 Panel("Noise σ", (Line("noise/sigma"),), log=True),
             ),
         ),
@@ -220,7 +233,8 @@ def _catalogue(runs: Sequence[Run]) -> list[Figure]:
     ]
 
 
-def _prepare(axes: "Axes", title: str, ink: dict[str, str]) -> None:
+def prepare(axes: "Axes", title: str, ink: dict[str, str]) -> None:
+    """Give empty axes the look of the report."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_facecolor(ink["paper"])

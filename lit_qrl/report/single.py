@@ -10,6 +10,7 @@ from typing import Any
 
 from lit_qrl.report import page
 from lit_qrl.report.figures import Figure, draw, figures_for
+from lit_qrl.report.histograms import draw_histograms, histograms_of
 from lit_qrl.report.run import Run
 
 EVENTS_SHOWN = 200
@@ -41,7 +42,11 @@ def render(run_folder: str | Path, out: str | Path | None = None) -> Path:
     if not figures:
         text = "<p class=caption>No metrics have been logged yet.</p>"
         sections.append(("empty", "Nothing to plot", page.card("empty", "Nothing to plot", text)))
-    sections += [section for section in (_samples(run), _events(run), _layers(run), _config(run)) if section]
+    sections += [
+        section
+        for section in (_histograms(run, out), _samples(run), _events(run), _layers(run), _config(run))
+        if section
+    ]
     body = [
         page.header(run.name, _subtitle(run), run.status),
         page.navigation([(key, heading) for key, heading, _ in sections]),
@@ -112,6 +117,18 @@ def _subtitle(run: Run) -> str:
         time.strftime("%Y-%m-%d %H:%M", time.localtime(started["time"])) if _is_time(started.get("time")) else None,
     ]
     return " · ".join(str(piece) for piece in pieces if piece)
+
+
+def _histograms(run: Run, out: Path) -> tuple[str, str, str] | None:
+    histograms = histograms_of(run)
+    if not histograms:
+        return None
+    light, dark = draw_histograms(histograms, "light"), draw_histograms(histograms, "dark")
+    (out / "histograms.png").write_bytes(light)
+    picture = page.picture(light, dark, "Histograms: " + ", ".join(str(one.get("title", "")) for one in histograms))
+    iteration = run.histograms.get("iteration")
+    caption = f"Counts of tokens in iteration {iteration}." if iteration is not None else "Counts of tokens."
+    return "histograms", "Histograms", page.card("histograms", "Histograms", picture, caption)
 
 
 def _samples(run: Run) -> tuple[str, str, str] | None:

@@ -43,9 +43,11 @@ def test_only_what_was_logged_is_drawn(tmp_path):
 
 
 def test_unknown_signals_of_another_correction_are_shown(tmp_path):
-    run = write(tmp_path, "epoch,step,correction/truncated_fraction\n0,0,0.1\n1,1,0.2\n")
+    names = ["correction/my_signal", "correction/rejected_tokens", "correction/weight_mean"]
+    run = write(tmp_path, f"epoch,step,{','.join(names)}\n0,0,0.1,0.2,0.9\n")
     (figure,) = figures_for([run])
-    assert [line.metric for line in figure.panels[0].lines] == ["correction/truncated_fraction"]
+    lines = {panel.title: [line.metric for line in panel.lines] for panel in figure.panels}
+    assert lines == {"Weight of a token": names[2:], "Affected share": names[1:2], "Other signals": names[:1]}
 
 
 def test_every_pass_at_k_gets_its_line(tmp_path):
@@ -60,7 +62,7 @@ def test_drawing_at_any_length_of_run(make_run, iterations, theme, paper):
     run = Run(make_run(iterations=iterations))
     for figure in figures_for([run])[:: 5 if iterations > 1 else 1]:
         image = draw(figure, [run], ["run"], theme)
-        assert size_of(image) == (1600, 440)
+        assert size_of(image) == (1600, 440 if len(figure.panels) <= 3 else 880)
         assert pixels(image)[0, 0, :3] == pytest.approx(paper, abs=0.01)
 
 

@@ -1,0 +1,69 @@
+import json
+
+import pytest
+
+from lit_qrl.report import render
+from lit_qrl.report.histograms import draw_histograms, histograms_of
+from lit_qrl.report.run import Run
+
+FLAT = {
+    "title": "log-ratio <b>",
+    "x": {"label": "nats", "edges": [-1, 0, 1]},
+    "counts": {"A > 0": [3, 0], "A < 0": [0, 5]},
+    "lines": [0.2],
+}
+MAP = {
+    "title": "ratio and probability",
+    "x": {"label": "nats", "edges": [-1, 0, 1]},
+    "y": {"label": "p", "edges": [0, 0.3, 0.6, 1]},
+    "counts": [[1, 0, 100], [0, 0, 7]],
+}
+
+
+def run_with(folder, content):
+    (folder / "histograms.json").write_text(json.dumps(content))
+    return Run(folder)
+
+
+@pytest.mark.parametrize("histograms", [[FLAT], [MAP], [FLAT, MAP, FLAT, MAP, FLAT]])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_they_are_drawn(tmp_path, histograms, theme):
+    run = run_with(tmp_path, {"iteration": 7, "histograms": histograms})
+    assert histograms_of(run) == histograms
+    assert draw_histograms(histograms, theme)[1:4] == b"PNG"
+
+
+def test_counts_of_zero_everywhere(tmp_path):
+    empty = [{**FLAT, "counts": {"A": [0, 0]}}, {**MAP, "counts": [[0, 0, 0], [0, 0, 0]]}]
+    assert draw_histograms(empty, "light")[1:4] == b"PNG"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x": {"edges": [0, 0, 1]}},
+        {"x": {"edges": [0]}},
+        {"x": None},
+        {"counts": {"A": [1, 2, 3]}},
+        {"counts": {"A": [1, "2"]}},
+        {"counts": {}},
+        {"counts": [[1], [2]]},
+        {"counts": None},
+        {"counts": {"A": [1, float("nan")]}},
+    ],
+)
+def test_what_is_not_whole_is_left_out(tmp_path, change):
+    assert histograms_of(run_with(tmp_path, {"histograms": [{**FLAT, **change}, "text", FLAT]})) == [FLAT]
+
+
+@pytest.mark.parametrize("content", [{}, {"histograms": 3}, []])
+def test_no_histograms(tmp_path, content):
+    assert histograms_of(run_with(tmp_path, content)) == []
+
+
+def test_they_stand_in_the_report(tmp_path):
+    run_with(tmp_path, {"iteration": 7, "histograms": [FLAT]})
+    html = render(tmp_path).read_text()
+    assert "Counts of tokens in iteration 7." in html
+    assert "log-ratio <b>" not in html
+    assert (tmp_path / "report" / "histograms.png").is_file()
