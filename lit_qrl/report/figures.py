@@ -10,6 +10,7 @@ from lit_qrl.report.run import Run, Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Sheet
 
 Theme = Literal["light", "dark"]
 
@@ -91,20 +92,11 @@ def figures_for(runs: Sequence[Run]) -> list[Figure]:
 def draw(figure: Figure, runs: Sequence[Run], labels: Sequence[str], theme: Theme) -> bytes:
     """Return the PNG of a figure: the lines of one run, or each panel's first line for every run."""
     from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure as Sheet
 
     ink = INK[theme]
-    count = len(figure.panels)
     with rc_context({"font.size": 9.0, "font.family": "sans-serif", "axes.unicode_minus": True}):
-        columns = 3 if count == 3 or count > 4 else 2
-        height = ROW_INCHES * math.ceil(count / columns)
-        sheet = Sheet(figsize=(WIDTH_INCHES, height), dpi=DPI, facecolor=ink["paper"], layout="constrained")
-        FigureCanvasAgg(sheet)
-        all_axes = sheet.subplots(math.ceil(count / columns), columns, squeeze=False).flatten()
-        for spare in all_axes[count:]:
-            spare.set_axis_off()
-        for axes, panel in zip(all_axes, figure.panels, strict=False):
+        sheet, all_axes = grid(len(figure.panels), ink)
+        for axes, panel in zip(all_axes, figure.panels, strict=True):
             first = panel.lines[0].label
             several = len(runs) > 1 and len(panel.lines) > 1 and first
             prepare(axes, f"{panel.title} ({first})" if several else panel.title, ink)
@@ -120,6 +112,22 @@ def draw(figure: Figure, runs: Sequence[Run], labels: Sequence[str], theme: Them
         image = io.BytesIO()
         sheet.savefig(image, format="png", facecolor=ink["paper"])
     return image.getvalue()
+
+
+def grid(count: int, ink: dict[str, str]) -> "tuple[Sheet, list[Axes]]":
+    """Return a sheet with room for `count` panels in rows of two or three, and their axes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Sheet
+
+    columns = 3 if count == 3 or count > 4 else 2
+    rows = math.ceil(count / columns)
+    sheet = Sheet((WIDTH_INCHES, ROW_INCHES * rows), dpi=DPI, facecolor=ink["paper"], layout="constrained")
+    sheet.get_layout_engine().set(h_pad=0.1 if rows > 1 else 0.04)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
+    FigureCanvasAgg(sheet)
+    all_axes = list(sheet.subplots(rows, columns, squeeze=False).flatten())
+    for spare in all_axes[count:]:
+        spare.set_axis_off()
+    return sheet, all_axes[:count]
 
 
 def _catalogue(runs: Sequence[Run]) -> list[Figure]:
@@ -194,7 +202,7 @@ def _catalogue(runs: Sequence[Run]) -> list[Figure]:
                 Panel("Entropy, nats per token", (Line("update/entropy"),), limits=(0.0, None)),
                 Panel("Clip fraction", every("update/clip_fraction"), limits=(0.0, None)),
                 Panel("Completion length, tokens", (Line("rollout/length"),), limits=(0.0, None)),
-                Panel("Completions that ended by themselves, share", (Line("rollout/stopped"),), limits=(None, 1.0)),
+                Panel("Completions that ended by themselves, share", (Line("rollout/stopped"),), limits=(0.0, 1.0)),
             ),
         ),
         Figure(

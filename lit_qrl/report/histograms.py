@@ -11,7 +11,7 @@ import math
 from itertools import pairwise
 from typing import Any
 
-from lit_qrl.report.figures import COLORS, DPI, INK, ROW_INCHES, WIDTH_INCHES, Theme, prepare
+from lit_qrl.report.figures import COLORS, INK, Theme, grid, prepare
 from lit_qrl.report.run import Run
 
 
@@ -24,20 +24,12 @@ def histograms_of(run: Run) -> list[dict[str, Any]]:
 def draw_histograms(histograms: list[dict[str, Any]], theme: Theme) -> bytes:
     """Return the PNG of all histograms, side by side."""
     from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure as Sheet
 
     ink = INK[theme]
-    columns = 3 if len(histograms) == 3 or len(histograms) > 4 else 2
-    rows = math.ceil(len(histograms) / columns)
     with rc_context({"font.size": 9.0, "font.family": "sans-serif"}):
-        sheet = Sheet((WIDTH_INCHES, ROW_INCHES * rows), dpi=DPI, facecolor=ink["paper"], layout="constrained")
-        FigureCanvasAgg(sheet)
-        all_axes = sheet.subplots(rows, columns, squeeze=False).flatten()
-        for spare in all_axes[len(histograms) :]:
-            spare.set_axis_off()
-        for axes, one in zip(all_axes, histograms, strict=False):
+        sheet, all_axes = grid(len(histograms), ink)
+        for axes, one in zip(all_axes, histograms, strict=True):
             prepare(axes, str(one.get("title", "")), ink)
             x, counts = one["x"]["edges"], one["counts"]
             if isinstance(counts, dict):
