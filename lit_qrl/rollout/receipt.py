@@ -162,7 +162,7 @@ class SentLedger(Ledger):
             self.record(name, tensor)
             if tensor.device.type == "cpu":
                 self._refuse_non_finite()
-            if module in self._wanted:
+            if module in self._wanted and not name.endswith(".bias"):
                 self._parts[name.rpartition(".")[2]] = tensor
             yield name, tensor
         self._close_module(module)
@@ -176,10 +176,9 @@ class SentLedger(Ledger):
         self._parts = {}
 
     def _dequantized(self, module: str) -> Tensor:
-        if self.format is None or set(self._parts) <= {"weight", "bias"}:
+        if self.format is None or set(self._parts) == {"weight"}:
             return self._parts["weight"]
-        parts = {suffix: part for suffix, part in self._parts.items() if suffix != "bias"}
-        return self.format.dequantize(self.format.load(parts, self.sampled[module]))
+        return self.format.dequantize(self.format.load(self._parts, self.sampled[module]))
 
     def _refuse_non_finite(self) -> None:
         name = self._checksums.first_non_finite()

@@ -148,15 +148,16 @@ class VLLMEngine(RolloutEngine):
         network = policy.network
         learner = next(network.parameters()).dtype
         plain = self.format is None or not self.format.quantization_config()
-        self.plain_dtype = DTYPES.get(self.dtype) or (learner if plain else torch.bfloat16)
+        dtype: torch.dtype = DTYPES.get(self.dtype) or (learner if plain else torch.bfloat16)
         if plain and self.format is not None and self.dtype == "auto":
-            self.plain_dtype = getattr(self.format, "dtype", learner)
+            dtype = getattr(self.format, "dtype", learner)
+        self.plain_dtype = dtype
         lora = getattr(policy, "lora", None)
         if self.max_lora_rank and lora is not None:
             check_adapter(lora, self.max_lora_rank)
         check_model(network)
         if torch.cuda.is_available():
-            bits = self.format.bits_per_weight if self.format is not None else 8.0 * self.plain_dtype.itemsize
+            bits = self.format.bits_per_weight if self.format is not None else 8.0 * dtype.itemsize
             check_device_memory(network, bits, self.gpu_memory_utilization)
 
     def _start(self, format: "NumberFormat | None") -> None:

@@ -101,7 +101,7 @@ class LiveAdapter:
         manager = self.live.runner.lora_manager._adapter_manager
         slot = list(manager.lora_index_to_id).index(ADAPTER_ID)
         layer = name.removeprefix(_PREFIX)
-        place = self.live.locate(f"{layer}.weight")
+        place = self.live.locate_layer(layer)
         wrapper = None if place is None else manager.modules.get(place.module_name)
         if place is None or wrapper is None:
             raise ValueError(

@@ -285,6 +285,24 @@ def reloading(llm: Any, model: nn.Module) -> Iterator[None]:
             finalize_layerwise_reload(model, config.model_config)
 
 
+def checkpoint_names(module: nn.Module) -> set[str]:
+    """Return the names of the tensors that vLLM's loader fills in this module; repacking may rename them."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    parameters, buffers = get_layerwise_info(module).restore_metadata
+    return {*parameters, *buffers, *module._parameters, *module._buffers}
+
+
+def refresh_tied(llm: Any, module: nn.Module) -> None:
+    """Make a module that shares its parameters with a reloaded one pack them again (CPU only)."""
+    from vllm.config import set_current_vllm_config
+
+    method = getattr(module, "quant_method", None)
+    if not torch.cuda.is_available() and method is not None and hasattr(module, "cpu_linear"):
+        with set_current_vllm_config(llm.llm_engine.vllm_config):
+            method.process_weights_after_loading(module)
+
+
 def register_adapter(llm: Any, tensors: dict[str, Tensor], config: dict[str, Any], slot: int = 1) -> None:
     """Add a LoRA adapter from tensors in memory; vLLM itself reads adapters from files only."""
     from vllm.lora.peft_helper import PEFTHelper
@@ -301,7 +319,7 @@ def register_adapter(llm: Any, tensors: dict[str, Tensor], config: dict[str, Any
                 break
         adapter = manager._lora_model_cls.from_lora_tensors(
             lora_model_id=request.lora_int_id,
-            tensors=dict(tensors),
+            tensors={name: tensor.detach().clone() for name, tensor in tensors.items()},  # it scales them in place
             peft_helper=helper,
             device="cpu",
             dtype=manager.lora_config.lora_dtype,
@@ -312,7 +330,7 @@ def register_adapter(llm: Any, tensors: dict[str, Tensor], config: dict[str, Any
         return adapter
 
     original = WorkerLoRAManager._load_adapter
-    WorkerLoRAManager._load_adapter = load
+    WorkerLoRAManager._load_adapter = load  # pyright: ignore[reportAttributeAccessIssue]
     try:
         llm.llm_engine.add_lora(LoRARequest("policy", slot, "in-memory", load_inplace=True))
     finally:

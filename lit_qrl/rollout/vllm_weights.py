@@ -87,9 +87,13 @@ class LiveModel:
     def locate(self, name: str) -> Place | None:
         """Return where the checkpoint tensor `name` goes, or None where only vLLM's loader knows (experts)."""
         layer, _, attribute = name.rpartition(".")
-        module = self._modules.get(layer)
-        if module is not None:
-            return Place(layer, module, attribute)
+        place = self.locate_layer(layer, attribute)
+        return place if place is not None and attribute in compat.checkpoint_names(place.module) else None
+
+    def locate_layer(self, layer: str, attribute: str = "weight") -> Place | None:
+        """Return the module that holds a layer of the checkpoint, and which part of it."""
+        if layer in self._modules:
+            return Place(layer, self._modules[layer], attribute)
         parent, _, leaf = layer.rpartition(".")
         if leaf in self._fused:
             fused, index, parts = self._fused[leaf]
@@ -122,6 +126,7 @@ class LiveModel:
                 self.model.load_weights(self._gate(tensors))  # pyright: ignore[reportCallIssue]
                 incomplete = self._revert_incomplete()
             self._record_unprocessed()
+            self._refresh_tied()
             self._check_copies()
         finally:
             self._ledger = None
@@ -218,15 +223,15 @@ class LiveModel:
         for place, _, _ in self._sent.values():
             seen.setdefault(place.module_name, {}).setdefault(place.attribute, set()).add(place.part)
         faults = []
-        for module_name, attributes in seen.items():
-            module = self._modules[module_name]
-            info = get_layerwise_info(module)
+        for module_name, module in self._modules.items():
+            attributes, info = seen.get(module_name, {}), get_layerwise_info(module)
             parts = self._parts_of(module_name)
             lacking = sorted({parts[i] for got in attributes.values() for i in range(len(parts)) if i not in got})
             short = info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0)
             if not lacking and not (short and not hasattr(module, "num_embeddings_padded")):
                 continue
-            what = f"without {', '.join(lacking)}" if lacking else f"only {', '.join(sorted(attributes))} arrived"
+            came = ", ".join(sorted(attributes)) or f"{info.load_numel} of {info.load_numel_total} numbers"
+            what = f"without {', '.join(lacking)}" if lacking else f"only {came} arrived"
             faults.append(Fault("fused_group", module_name, what))
             info.loaded_weights.clear()
             info.load_numel = 0
@@ -237,18 +242,46 @@ class LiveModel:
         leaf = module_name.rpartition(".")[2]
         return next((parts for fused, _, parts in self._fused.values() if fused == leaf), ())
 
-    def _not_loaded(self) -> list[Fault]:
-        """Return a fault for each module with parameters of its own that no tensor was for."""
+    def _tied(self) -> list[tuple[str, nn.Module]]:
+        """Return the modules that got no tensor because they share a loaded module's parameters."""
         loaded = {place.module_name for place, _, _ in self._sent.values()}
         reached = {tensor.data_ptr() for name in loaded for tensor in _tensors(self._modules[name]).values()}
-        faults = []
-        for name, module in self._modules.items():
-            own = [parameter for parameter in module._parameters.values() if parameter is not None]
-            if not own or name in loaded or all(tensor.data_ptr() in reached for tensor in own):
+        return [
+            (name, module)
+            for name, module in self._modules.items()
+            if name not in loaded
+            and (own := [tensor for tensor in module._parameters.values() if tensor is not None])
+            and all(tensor.data_ptr() in reached for tensor in own)
+        ]
+
+    @torch.no_grad()
+    def _refresh_tied(self) -> None:
+        """Pack a tied output head again, and ask it for a few columns of the embedding that it should hold.
+
+        On CPU vLLM packs a copy for the head's GEMM, and a reload of the embedding alone leaves that one as it was.
+        """
+        assert self._ledger is not None
+        for name, module in self._tied():
+            compat.refresh_tied(self.llm, module)
+            weight = getattr(module, "weight", None)
+            if weight is None or weight.ndim != 2 or not hasattr(module, "embedding_dim"):
                 continue
-            if not any(other.startswith(f"{name}.") for other in self._unlocated):
-                faults.append(Fault("missing", name, "no tensor of the stream was for it"))
-        return faults
+            columns = [0, weight.shape[1] // 2, weight.shape[1] - 1]
+            got = self.read_columns(name, columns)
+            if got is not None and not torch.equal(got, weight[:, columns]):
+                self._ledger.faults.append(Fault("gemm", f"{name}.weight", "tied to the embedding"))
+
+    def _not_loaded(self) -> list[Fault]:
+        """Return a fault for each module with parameters of its own that no tensor was for."""
+        loaded = {place.module_name for place, _, _ in self._sent.values()} | {name for name, _ in self._tied()}
+        unlocated = {name.rpartition(".")[0] for name in self._unlocated}
+        return [
+            Fault("missing", name, "no tensor of the stream was for it")
+            for name, module in self._modules.items()
+            if name not in loaded
+            and any(tensor is not None for tensor in module._parameters.values())
+            and not any(name.startswith(layer) or layer.startswith(name) for layer in unlocated)
+        ]
 
     # ------------------------------------------------------------------------------------------------- reading back
 
@@ -289,9 +322,11 @@ class LiveModel:
         """
         from vllm.config import set_current_vllm_config
 
-        place = self.locate(f"{layer}.weight")
+        place = self.locate_layer(layer)
         method = None if place is None else getattr(place.module, "quant_method", None)
-        size = None if place is None else getattr(place.module, "input_size", None)
+        size = getattr(place and place.module, "input_size", None) or getattr(
+            place and place.module, "embedding_dim", None
+        )
         if place is None or method is None or size is None:
             return None
         config = self.llm.llm_engine.vllm_config
@@ -305,6 +340,8 @@ class LiveModel:
             sizes = [int(size) for size in place.module.output_sizes]  # pyright: ignore
             start = sum(sizes[: place.part])
             rows = rows[start : start + sizes[place.part]]
+        elif f"{layer}.weight" in self._sent:
+            rows = rows[: self._sent[f"{layer}.weight"][1][0]]
         return rows
 
     def formats(self) -> dict[str, str]:
