@@ -1,1 +1,20 @@
 """Verifiable rewards."""
+
+from lit_qrl.rewards.base import Reward, Sample, Scores, score_all
+from lit_qrl.rewards.constant import ConstantReward
+from lit_qrl.rewards.countdown import CountdownReward
+from lit_qrl.rewards.format import FormatReward
+from lit_qrl.rewards.math import MathReward
+from lit_qrl.rewards.sudoku import SudokuReward
+
+__all__ = [
+    "ConstantReward",
+    "CountdownReward",
+    "FormatReward",
+    "MathReward",
+    "Reward",
+    "Sample",
+    "Scores",
+    "SudokuReward",
+    "score_all",
+]

@@ -1,0 +1,135 @@
+import logging
+import math
+
+import pytest
+import torch
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.rewards import ConstantReward, Reward, Sample, score_all
+
+SAMPLES = [Sample("q", text) for text in ("a", "bb", "ccc")]
+
+
+class Length(Reward):
+    name = "length"
+
+    def __init__(self, weight: float = 1.0) -> None:
+        self.weight = weight
+
+    def __call__(self, samples):
+        return [float(len(sample.completion)) for sample in samples]
+
+
+class Returns(Reward):
+    def __init__(self, value) -> None:
+        self.value = value
+
+    def __call__(self, samples):
+        return self.value
+
+
+class RaisesOn(Length):
+    name = "picky"
+
+    def __init__(self, text: str) -> None:
+        self.text, self.calls = text, 0
+
+    def __call__(self, samples):
+        self.calls += 1
+        if any(sample.completion == self.text for sample in samples):
+            raise RuntimeError("no such text")
+        return super().__call__(samples)
+
+
+def test_total_is_the_weighted_sum_and_parts_are_unweighted():
+    scores = score_all([Length(weight=0.5), ConstantReward(2.0, weight=-1.0)], SAMPLES)
+    assert scores.total == [0.5 - 2.0, 1.0 - 2.0, 1.5 - 2.0]
+    assert scores.parts == {"length": [1.0, 2.0, 3.0], "constant": [2.0, 2.0, 2.0]}
+    assert scores.errors == 0
+
+
+def test_a_reward_that_raises_costs_only_its_sample(caplog):
+    with caplog.at_level(logging.WARNING):
+        total, parts, errors = score_all([ConstantReward(10.0), RaisesOn("bb")], SAMPLES, error_reward=-1.0)
+    assert total == [11.0, -1.0, 13.0]
+    assert parts == {"constant": [10.0, 10.0, 10.0], "picky": [1.0, -1.0, 3.0]}
+    assert errors == 1
+    assert "picky" in caplog.text
+    assert "no such text" in caplog.text
+
+
+def test_two_failed_rewards_of_one_sample_count_once():
+    other = RaisesOn("bb")
+    other.name = "other"
+    assert score_all([RaisesOn("bb"), other], SAMPLES).errors == 1
+
+
+def test_samples_listed_as_failures_score_the_error_reward():
+    class Late(Length):
+        def __call__(self, samples):
+            self.failures = {i: "late" for i, sample in enumerate(samples) if sample.completion == "ccc"}
+            return super().__call__(samples)
+
+    scores = score_all([Late()], SAMPLES, error_reward=-5.0)
+    assert scores.total == [1.0, 2.0, -5.0]
+    assert scores.errors == 1
+
+
+def test_failures_listed_by_a_call_for_one_sample_keep_their_position():
+    class LateAndPicky(RaisesOn):
+        def __call__(self, samples):
+            self.failures = {}
+            scores = super().__call__(samples)
+            self.failures = {i: "late" for i, sample in enumerate(samples) if sample.completion == "ccc"}
+            return scores
+
+    scores = score_all([LateAndPicky("a")], SAMPLES, error_reward=-5.0)
+    assert scores.total == [-5.0, 2.0, -5.0]
+    assert scores.errors == 2
+
+
+@pytest.mark.parametrize("value", [[1.0, 2.0], [1.0] * 4, [], None, 3.0])
+def test_a_wrong_number_of_scores_is_an_error_that_names_the_reward(value):
+    with pytest.raises(ConfigError, match=r"'Returns'.*wrong number.*Expected: 3"):
+        score_all([Returns(value)], SAMPLES)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "one"])
+def test_a_score_that_is_no_finite_number_is_an_error_that_names_the_reward(value):
+    with pytest.raises(ConfigError, match=r"'Returns'.*not a finite number.*for sample 1"):
+        score_all([Returns([1.0, value, 1.0])], SAMPLES)
+
+
+def test_nan_is_an_error_also_when_another_sample_raises():
+    class NaNForOne(RaisesOn):
+        def __call__(self, samples):
+            return [math.nan if score == 3 else score for score in super().__call__(samples)]
+
+    with pytest.raises(ConfigError, match="not a finite number"):
+        score_all([NaNForOne("a")], SAMPLES)
+
+
+def test_tensors_and_booleans_are_scores():
+    assert score_all([Returns(torch.tensor([1.0, 0.0, 2.0]))], SAMPLES).total == [1.0, 0.0, 2.0]
+    assert score_all([Returns([True, False, True])], SAMPLES).total == [1.0, 0.0, 1.0]
+
+
+def test_an_interrupt_is_not_taken_for_a_failed_sample():
+    class Interrupted(Length):
+        def __call__(self, samples):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score_all([Interrupted()], SAMPLES)
+
+
+def test_names_are_distinct_and_there_is_a_reward():
+    with pytest.raises(ConfigError, match="both named 'constant'"):
+        score_all([ConstantReward(), ConstantReward()], SAMPLES)
+    with pytest.raises(ConfigError, match="no reward"):
+        score_all([], SAMPLES)
+
+
+def test_a_reward_without_a_name_has_that_of_its_class():
+    assert Returns([1.0]).name == "Returns"
+    assert Length().name == "length"

@@ -1,0 +1,76 @@
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from lit_qrl.rewards.equivalence import equivalent, settled, split_top
+from tests.rewards.datasets import rows
+
+PAIRS = [json.loads(line) for line in Path(__file__).with_name("math_pairs.jsonl").read_text("utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def verdicts():
+    return [equivalent(pair["gold"], pair["answer"]) for pair in PAIRS]
+
+
+def test_hand_labelled_pairs_are_judged_right_both_ways(verdicts):
+    assert len(PAIRS) >= 200
+    assert 0.4 < sum(pair["equal"] for pair in PAIRS) / len(PAIRS) < 0.6
+    wrong = [pair for pair, verdict in zip(PAIRS, verdicts, strict=True) if verdict is not pair["equal"]]
+    by_label = Counter(pair["equal"] for pair in wrong)
+    for label in (True, False):
+        assert by_label[label] <= 0.03 * sum(pair["equal"] is label for pair in PAIRS), wrong
+
+
+def test_what_is_settled_without_algebra_agrees_with_the_full_judgement(verdicts):
+    quick = [settled(pair["gold"], pair["answer"]) for pair in PAIRS]
+    assert [pair for one, other, pair in zip(quick, verdicts, PAIRS, strict=True) if one not in (None, other)] == []
+    assert len(PAIRS) - quick.count(None) > len(PAIRS) / 4
+
+
+@pytest.mark.parametrize("answer", sorted({row["answer"] for row in rows("math500/test.public.jsonl")})[::6])
+def test_a_gold_answer_equals_itself_and_not_its_alterations(answer):
+    assert equivalent(answer, answer)
+    assert equivalent(answer, f" ${answer}$ .")
+    for altered in (f"{answer} + 1", f"2 \\cdot ({answer})", f"{answer}7", f"({answer}, 1)", f"{answer}, 3141"):
+        if altered not in ("2 \\cdot (0)",):
+            assert not equivalent(answer, altered), altered
+
+
+def test_broken_latex_is_no_answer():
+    for broken in (
+        "",
+        " ",
+        "\\",
+        "{",
+        "}",
+        "\\frac{",
+        "\\frac{1}{",
+        "\\sqrt{2",
+        "5)",
+        "(5",
+        "5 +",
+        "\\text{",
+        "x^",
+        "_",
+        "&",
+    ):
+        assert not equivalent("5", broken), broken
+        assert not equivalent("x^2", broken), broken
+
+
+def test_only_whole_answers_are_read():
+    for answer in (r"5 \foo{2}", "5 @ 6", "5 = ", r"\frac{1}{2} \bar", "5 and more"):
+        assert not equivalent("5", answer), answer
+        assert not equivalent(r"\frac{1}{2}", answer), answer
+
+
+def test_split_top_keeps_brackets_whole():
+    assert split_top(r"(1,2), \{3,4\}, f(5,6), \begin{pmatrix} 1,2 \end{pmatrix}") == [
+        "(1,2)",
+        r"\{3,4\}",
+        "f(5,6)",
+        r"\begin{pmatrix} 1,2 \end{pmatrix}",
+    ]

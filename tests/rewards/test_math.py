@@ -1,0 +1,160 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.rewards import MathReward, Sample, score_all
+from tests.rewards.datasets import rows
+
+
+@pytest.fixture(scope="module")
+def reward():
+    reward = MathReward(workers=2)
+    yield reward
+    reward.close()
+
+
+def samples(pairs, wrap="<answer>{}</answer>"):
+    return [Sample("question", wrap.format(answer), gold) for gold, answer in pairs]
+
+
+def test_gold_answers_of_gsm8k_are_right_in_every_form(reward):
+    problems = rows("gsm8k/test.public.jsonl")
+    assert len(problems) == 659
+    solutions = [row["answer"] for row in problems]
+    golds = [solution.rpartition("#### ")[2] for solution in solutions]
+    steps = [solution.rpartition("#### ")[0] for solution in solutions]
+    last_number = MathReward(last_number=True)
+    for completions in (
+        solutions,
+        [f"{text}<answer>{gold}</answer>" for text, gold in zip(steps, golds, strict=True)],
+        [f"{text}So it is $\\boxed{{{gold}}}$." for text, gold in zip(steps, golds, strict=True)],
+    ):
+        for references in (solutions, golds):
+            batch = [Sample("", c, r) for c, r in zip(completions, references, strict=True)]
+            assert reward(batch) == [1.0] * len(batch)
+    plain = [f"{text}The answer is {gold}." for text, gold in zip(steps, golds, strict=True)]
+    assert last_number([Sample("", c, r) for c, r in zip(plain, solutions, strict=True)]) == [1.0] * len(plain)
+    assert reward._pool.pids == []  # not one needed a worker
+
+
+def test_altered_answers_of_gsm8k_are_wrong(reward):
+    golds = [row["answer"].rpartition("#### ")[2] for row in rows("gsm8k/test.public.jsonl")]
+    values = [int(gold.replace(",", "")) for gold in golds]
+    for alter in ("{}.5", "1{}", "{}01", "-{}1"):
+        assert reward(samples([(gold, alter.format(value)) for gold, value in zip(golds, values, strict=True)])) == [
+            0.0
+        ] * len(golds)
+
+
+def test_gold_answers_of_math500_are_right_within_their_solutions(reward):
+    problems = rows("math500/test.public.jsonl")
+    assert len(problems) == 250
+    scores = reward([Sample(row["problem"], row["solution"], row["answer"]) for row in problems])
+    assert sum(scores) >= 0.97 * len(problems)
+    assert sum(reward([Sample(row["problem"], row["solution"], row["solution"]) for row in problems])) == sum(scores)
+
+
+def test_altered_answers_of_math500_are_wrong(reward):
+    golds = [row["answer"] for row in rows("math500/test.public.jsonl")]
+    for form in ("{}7", "{} + 1", "({}, 1)", "{}, 3141"):
+        scores = reward(samples([(gold, form.format(gold)) for gold in golds]))
+        assert [gold for gold, score in zip(golds, scores, strict=True) if score] == []
+
+
+def test_pairs_are_judged_alike_in_workers(reward):
+    pairs = [json.loads(line) for line in Path(__file__).with_name("math_pairs.jsonl").read_text("utf-8").splitlines()]
+    scores = reward(samples([(pair["gold"], pair["answer"]) for pair in pairs]))
+    assert reward.failures == {}
+    right = sum(score == pair["equal"] for score, pair in zip(scores, pairs, strict=True))
+    assert right >= 0.97 * len(pairs)
+
+
+HOSTILE = [
+    "9**9**9**9", "9^{9^{9^{9}}}", "9^9^9", "1" * 100_000, "-" * 100_000, "(" * 10_000 + ")" * 10_000, "{" * 10_000,
+    "\\frac{" * 300, "\\sqrt{" * 20 + "}" * 20, "5\x00", "\x00" * 100, "__import__('os').system('exit')", "{{}}",
+    "\\boxed{", "\\", "$$", "}{", "&", "^", "1/0", "\\frac{1}{0}", "1e999999999", "5," * 400, "\\pm" * 99,
+    "\\begin{pmatrix}", "\\text{", "\ud800", "\u202e5", "(lambda: 5)()", "{'a': 5}", "0x5", "5j", "nan", "\\cup" * 50,
+]  # fmt: skip
+
+
+def test_hostile_answers_score_zero(reward):
+    for gold in ("5", "x^2+1", r"\{1,2\}"):
+        assert reward(samples([(gold, answer) for answer in HOSTILE])) == [0.0] * len(HOSTILE)
+        assert reward([Sample("", answer, gold) for answer in HOSTILE]) == [0.0] * len(HOSTILE)
+    assert reward.failures == {}
+
+
+def test_a_late_comparison_is_killed_counted_and_the_next_one_works():
+    reward = MathReward(workers=1, timeout=1.0)
+    late = ("1", "((99999!)!)!")
+    try:
+        assert reward(samples([("x+1", "1+x")])) == [1.0]
+        (pid,) = reward._pool.pids
+        total, _, errors = score_all([reward], samples([late, ("x+2", "2+x"), ("5", "5")]), error_reward=-1.0)
+        assert total == [-1.0, 1.0, 1.0]
+        assert errors == 1
+        assert list(reward.failures) == [0]
+        assert "not done within 1 s" in reward.failures[0]
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        assert reward(samples([("x+3", "3+x")])) == [1.0]
+        assert reward.failures == {}
+    finally:
+        reward.close()
+    assert reward._pool.pids == []
+
+
+def test_equal_pairs_are_judged_once(reward, monkeypatch):
+    judged = []
+    run = reward._pool.map
+    monkeypatch.setattr(reward._pool, "map", lambda calls: judged.extend(calls) or run(calls))
+    batch = samples([("(x+7)^2", "x^2+14x+49")] * 8 + [("(x+7)^2", "x^2+14x+48")] * 8)
+    assert reward(batch) == [1.0] * 8 + [0.0] * 8
+    assert reward(batch) == [1.0] * 8 + [0.0] * 8
+    assert len(judged) == 2
+
+
+def test_any_of_several_references_is_right(reward):
+    batch = [Sample("", rf"\boxed{{{answer}}}", ["1", "x+1"]) for answer in ("1", "1+x", "2", "x+2")]
+    assert reward(batch) == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_only_the_last_answer_counts(reward):
+    texts = [r"\boxed{5} \boxed{6}", r"\boxed{6} \boxed{5}", "<answer>5</answer> \\boxed{6}", "5", ""]
+    assert reward([Sample("", text, "5") for text in texts]) == [0.0, 1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_missing_reference_is_an_error():
+    with pytest.raises(ValueError, match="needs a reference"):
+        MathReward()([Sample("", r"\boxed{5}", None)])
+
+
+@pytest.mark.parametrize("wrong", [{"timeout": 0.0}, {"timeout": -1.0}, {"workers": -1}])
+def test_wrong_arguments(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        MathReward(**wrong)
+
+
+def test_importing_the_rewards_loads_no_algebra():
+    code = (
+        "import sys, lit_qrl.rewards as r; s = r.Sample('', '\\\\boxed{1/2}', '0.5'); m = r.MathReward();"
+        "assert m([s]) == [1.0] and not m._pool.pids;"
+        "print(sorted({'sympy', 'math_verify', 'torch', 'lightning'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_no_main_guard_is_needed(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from lit_qrl.rewards import MathReward, Sample\n"
+        "print('once')\n"
+        "print(MathReward()([Sample('', r'\\boxed{1+x}', 'x+1')]))\n"
+    )
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert result.stdout == "once\n[1.0]\n"
