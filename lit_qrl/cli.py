@@ -1,6 +1,7 @@
 """The command `lit-qrl`: LightningCLI for training, and parsers of their own for the rest."""
 
 import importlib
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
         print(f"lit-qrl {__version__}")
         return
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # so that `class_path: my_file.MyCallback` finds the user's own code
     try:
         if word in COMMANDS:
             importlib.import_module(f"lit_qrl.commands.{word}").main(args[1:])

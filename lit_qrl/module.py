@@ -10,11 +10,10 @@ import torch
 from jsonargparse import lazy_instance
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from lit_qrl.callbacks.base import check_combination, combine, overrides, rl_callbacks
+from lit_qrl.callbacks.base import check_combination, combine, overrides, rl_callbacks, trainer_all_reduce
 from lit_qrl.data.dealing import deal_by_length
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.errors import ConfigError
@@ -57,7 +56,8 @@ class GRPOModule(LightningModule):
         if not 0 <= warmup < 1:
             raise ConfigError("model.warmup is a share of the run.", expected="a number in [0, 1)", given=warmup)
         self.policy, self.objective, self.optimizer = policy, objective, optimizer
-        self.lr_schedule, self.warmup, self.lr_scheduler = lr_schedule, warmup, lr_scheduler
+        self.lr_schedule: Literal["constant", "linear", "cosine"] = lr_schedule
+        self.warmup, self.lr_scheduler = warmup, lr_scheduler
         self.evaluate_first = evaluate_first
         self.iteration = IterationMetrics()
         self.rollout: RolloutBatch | None = None
@@ -76,7 +76,6 @@ class GRPOModule(LightningModule):
         if self.objective.kl_coefficient > 0:
             with self.policy.reference():
                 rollout.reference_logprobs = self.score(rollout, chunks)
-            self.objective.penalize(rollout)
 
     @torch.no_grad()
     def score(self, rollout: RolloutBatch, chunks: int = 1) -> Tensor:
@@ -110,7 +109,7 @@ class GRPOModule(LightningModule):
                 correction = callback.correct(trainer, self, context)
                 if correction is not None:
                     corrections.append(correction)
-        mini_batch.weights, mini_batch.keep, metrics = combine(corrections, mini_batch.mask)
+        mini_batch.weights, mini_batch.keep, metrics = combine(corrections, mini_batch.mask, all_reduce=self.reduce)
         level = self.objective.normalize_weights
         if level is not None and mini_batch.weights is not None:
             mini_batch.weights = batch_normalized(mini_batch.weights, mini_batch.mask, level, all_reduce=self.reduce)
@@ -165,7 +164,7 @@ class GRPOModule(LightningModule):
 
     def reduce(self, value: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
         """Return `value` reduced over all ranks."""
-        return value if self.trainer.world_size == 1 else self.trainer.strategy.reduce(value, reduce_op=op)  # pyright: ignore
+        return trainer_all_reduce(self.trainer)(value, op)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -197,11 +196,6 @@ class GRPOModule(LightningModule):
                     expected="data.top_p = 1 and data.top_k = 0",
                     given=f"top_p = {data.top_p}, top_k = {data.top_k}",
                     remedy="Lower data.temperature instead, or remove the correction.",
-                )
-            if objective.old_logprobs == "bypass" and self.corrected:
-                raise ConfigError(
-                    "`old_logprobs: bypass` puts the sampler into the ratio; a correction would count it twice.",
-                    remedy="Use configs/correction/none.yaml, or old_logprobs: decoupled.",
                 )
 
     def configure_model(self) -> None:
@@ -309,7 +303,3 @@ class GRPOModule(LightningModule):
             {"prompt": sample.prompt, "completion": sample.completion, "correct": good}
             for sample, good in zip(samples, correct, strict=True)
         ]
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Say where the run stopped."""
-        rank_zero_info(f"Stopped in iteration {self.trainer.current_epoch}: {type(exception).__name__}")

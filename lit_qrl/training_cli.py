@@ -1,7 +1,6 @@
 """LightningCLI with the parts that every run has: publisher, monitor, guard, report, checkpoint, progress."""
 
 import logging
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,21 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 
 # Imported so that `class_path: AIS` resolves without a module path.
-from lit_qrl import callbacks, objective, precision, rewards, rollout  # noqa: F401
+from lit_qrl import callbacks, objective, policy, precision, rewards, rollout
 from lit_qrl.callbacks.checkpoint import RunCheckpoint, resolve_checkpoint
 from lit_qrl.callbacks.guard import Guard
 from lit_qrl.callbacks.mismatch import MismatchMonitor
 from lit_qrl.callbacks.progress import RLProgress
 from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.callbacks.report import Report
-from lit_qrl.data import tasks  # noqa: F401
+from lit_qrl.cli import TRAINING, run_folder_name
+from lit_qrl.data import tasks
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.errors import ConfigError
 from lit_qrl.loggers import RunCSVLogger
 from lit_qrl.module import GRPOModule
+from lit_qrl.parser_errors import readable
+from lit_qrl.precision import formats
 
 FORCED = {
     "publisher": WeightPublisher,
@@ -46,7 +48,8 @@ class QRLParser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Raise the paragraph; `main` prints it."""
-        raise ConfigError(readable(message)) from ex
+        options = [option for action in self._actions for option in action.option_strings]
+        raise ConfigError(readable(message, known_classes(), options)) from ex
 
 
 class QRLCLI(LightningCLI):
@@ -68,6 +71,7 @@ class QRLCLI(LightningCLI):
             auto_configure_optimizers=False,
             seed_everything_default=0,
             trainer_defaults=dict(TRAINER_DEFAULTS),
+            parser_kwargs={name: {"allow_abbrev": False} for name in TRAINING},
             save_config_kwargs={"overwrite": True},
             load_from_checkpoint_support=False,
         )
@@ -86,9 +90,7 @@ class QRLCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Choose the run folder and the checkpoint before anything is built."""
-        from lit_qrl.cli import run_folder_name
-
-        config = self.config[self.subcommand]
+        config = self.config[str(self.subcommand)]
         resume = bool(config.get("resume_if_possible")) or config.get("ckpt_path") == "last"
         if config.trainer.default_root_dir is None:
             base = Path("runs") / run_folder_name(self.arguments)
@@ -115,29 +117,35 @@ def next_run_folder(base: Path, resume: bool) -> Path:
     return base / str(taken[-1] + 1 if taken else 1)
 
 
-def readable(message: str) -> str:
-    """Return the part of a parser's error that tells what is wrong.
-
-    A value that may be of several types is reported once per type; the attempt that came furthest is the true one.
-    """
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    telling = [
-        line for line in lines if re.search(r"not accepted|No such|not found|Did you mean|invalid|required", line)
-    ]
-    text = " ".join(dict.fromkeys(telling[:2] or lines[:3]))
-    head = lines[0] if lines else message
-    key = re.search(r'(?:Parser key|key) "([^"]+)"', message)
-    parts = [f'Key "{key[1]}":'] if key and key[1] not in text else []
-    parts.append(text if text else head)
-    return " ".join(parts).strip()
+def known_classes() -> list[str]:
+    """Return the names that a `class_path` may have without a module path."""
+    return sorted(
+        {
+            name
+            for package in (callbacks, formats, objective, policy, precision, rewards, rollout, tasks)
+            for name, value in vars(package).items()
+            if isinstance(value, type) and not name.startswith("_")
+        }
+    )
 
 
 def quiet() -> None:
     """Silence the advice that does not apply to reinforcement learning."""
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
     for pattern in (
+        "LightningCLI's args parameter.*",
         ".*does not have many workers.*",
         ".*smaller than the logging interval.*",
         ".*`training_step` returned",
+        ".*`IterableDataset` has `__len__` defined.*",
+        ".*LeafSpec.*is deprecated.*",  # Lightning's own use of torch
     ):
         warnings.filterwarnings("ignore", pattern)
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    ours = logging.getLogger("lit_qrl")
+    if not ours.handlers:
+        ours.addHandler(logging.StreamHandler())
+    ours.setLevel(logging.INFO)

@@ -1,1 +1,33 @@
 """Lightning callbacks with the hooks of reinforcement learning."""
+
+from lit_qrl.callbacks.ais import AIS
+from lit_qrl.callbacks.aqn import AQNNoise
+from lit_qrl.callbacks.base import RLCallback
+from lit_qrl.callbacks.checkpoint import RunCheckpoint
+from lit_qrl.callbacks.geometric import GeometricRejection
+from lit_qrl.callbacks.guard import Guard
+from lit_qrl.callbacks.masked import MaskedIS
+from lit_qrl.callbacks.mismatch import MismatchMonitor
+from lit_qrl.callbacks.opsm import OffPolicySequenceMask
+from lit_qrl.callbacks.progress import RLProgress
+from lit_qrl.callbacks.publisher import WeightPublisher
+from lit_qrl.callbacks.report import Report
+from lit_qrl.callbacks.truncated import TruncatedIS
+from lit_qrl.callbacks.veto import TokenVeto
+
+__all__ = [
+    "AIS",
+    "AQNNoise",
+    "GeometricRejection",
+    "Guard",
+    "MaskedIS",
+    "MismatchMonitor",
+    "OffPolicySequenceMask",
+    "RLCallback",
+    "RLProgress",
+    "Report",
+    "RunCheckpoint",
+    "TokenVeto",
+    "TruncatedIS",
+    "WeightPublisher",
+]

@@ -70,7 +70,7 @@ class RunCheckpoint(Checkpoint):
             return
         for target in ("last", *([copy] if copy else [])):
             partial = folder / f".{target}.partial"
-            trainer.save_checkpoint(partial)
+            trainer.save_checkpoint(partial, weights_only=False)  # optimizer and loops too
             if trainer.is_global_zero:
                 os.replace(partial, folder / f"{target}.ckpt")
         self._saved = trainer.global_step

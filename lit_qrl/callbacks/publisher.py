@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,10 +12,20 @@ from torch import Tensor
 
 from lit_qrl.callbacks.base import RLCallback, overrides, rl_callbacks
 from lit_qrl.errors import ConfigError
+from lit_qrl.events import log_event
 from lit_qrl.precision import formats
 from lit_qrl.precision.export import export_tensors
 from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.precision.surgery import quantizable_linears
+from lit_qrl.rollout.receipt import (
+    PublishError,
+    SentLedger,
+    TensorReceipt,
+    choose,
+    compare,
+    compare_columns,
+    compare_read_back,
+)
 from lit_qrl.types import PublishReport
 
 if TYPE_CHECKING:
@@ -37,6 +47,7 @@ class WeightPublisher(RLCallback):
             the sampler's format.
         exclude: name patterns of linear layers that stay unquantized, beside embeddings, head and routers.
         unaligned: allow a format that differs from the precision plugin's own.
+        on_fault: what follows when a publish did not arrive as sent: `stop` the run, or `retry` once and then stop.
     """
 
     def __init__(
@@ -46,13 +57,16 @@ class WeightPublisher(RLCallback):
         evaluation_format: Literal["learner", "rollout"] = "learner",
         exclude: list[str] | None = None,
         unaligned: bool = False,
+        on_fault: Literal["stop", "retry"] = "stop",
     ) -> None:
         if every_n_iterations < 1:
             raise ConfigError("publisher.every_n_iterations is too small.", expected="at least 1")
         self.format = None if format == "auto" else formats.get(format)
         self.every_n_iterations, self.evaluation_format = every_n_iterations, evaluation_format
         self.exclude, self.unaligned = tuple(exclude or ()), unaligned
+        self.on_fault = on_fault
         self.version = -1
+        self._receipts: dict[NumberFormat | None, dict[str, TensorReceipt]] = {}
         self.last_report: PublishReport | None = None
         self._engine_ready = False
         self._holds_rollout_weights = False
@@ -99,6 +113,7 @@ class WeightPublisher(RLCallback):
     def _publish_rollout(self, trainer: Trainer, module: "GRPOModule") -> None:
         for callback in rl_callbacks(trainer):
             callback.on_rollout_start(trainer, module, self.version)
+        self._holds_rollout_weights = False
         perturbing = [callback for callback in rl_callbacks(trainer) if overrides(callback, "on_publish")]
 
         def perturbed(name: str, tensor: Tensor) -> Tensor:
@@ -106,8 +121,10 @@ class WeightPublisher(RLCallback):
                 tensor = callback.on_publish(trainer, module, name, tensor)
             return tensor
 
-        weights = ((name, perturbed(name, tensor)) for name, tensor in module.policy.named_weights())
-        report = self._send(module, weights, self._rollout_format, share=not perturbing)
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            return ((name, perturbed(name, tensor)) for name, tensor in module.policy.named_weights())
+
+        report = self._send(trainer, module, weights, self._rollout_format)
         self.last_report, self._holds_rollout_weights = report, True
         module.iteration.update(
             {
@@ -120,26 +137,61 @@ class WeightPublisher(RLCallback):
             self._write_layers(trainer, report)
 
     def _publish_evaluation(self, trainer: Trainer, module: "GRPOModule") -> None:
-        format = self._rollout_format if self.evaluation_format == "rollout" else None
-        self._send(module, module.policy.named_weights(), format, share=True)
+        one_format = self.evaluation_format == "rollout" or module.data.engine.single_format
+        self._send(trainer, module, module.policy.named_weights, self._rollout_format if one_format else None)
         self._holds_rollout_weights = False
 
     def _send(
         self,
+        trainer: Trainer,
         module: "GRPOModule",
-        weights: Iterator[tuple[str, Tensor]],
+        weights: Callable[[], Iterator[tuple[str, Tensor]]],
         format: NumberFormat | None,
-        share: bool,
     ) -> PublishReport:
+        """Publish, compare both ledgers, and publish once more where `on_fault` says so."""
         engine, policy = module.data.engine, module.policy
         if not self._engine_ready:
             engine.setup(policy, policy.tokenizer, module.data.sampling)
             self._engine_ready = True
+        attempts = 2 if self.on_fault == "retry" else 1
+        for attempt in range(attempts):
+            try:
+                return self._attempt(module, weights(), format)
+            except PublishError as error:
+                log_event(
+                    trainer.default_root_dir,
+                    "publish_fault",
+                    str(error),
+                    iteration=trainer.current_epoch + 1,
+                    faults=[fault.kind for fault in error.faults],
+                )
+                if attempt == attempts - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _attempt(
+        self, module: "GRPOModule", weights: Iterator[tuple[str, Tensor]], format: NumberFormat | None
+    ) -> PublishReport:
+        engine = module.data.engine
         start = time.perf_counter()
-        layers = [f"{name}.weight" for name in quantizable_linears(policy.network, self.exclude)]
-        stream = export_tensors(weights, format, set(layers))
+        linears = quantizable_linears(module.policy.network, self.exclude)
+        shapes = {name.removesuffix(".base_layer"): tuple(linear.weight.shape) for name, linear in linears.items()}
+        sampled = {name: shapes[name] for name in choose(list(shapes), max(self.version, 0))}
+        sent = SentLedger(self.version, format, sampled)
+        stream = sent.watch(export_tensors(weights, format, list(shapes)))
         report = engine.load_weights(stream, format, self.version)
+        arrived = time.perf_counter()
+        if report.received is not None:
+            faults = compare(sent, report.received, self._receipts.get(format))
+            faults += compare_columns(sent, engine.read_columns, exact=format is None)
+            faults += compare_read_back(
+                sent, engine.read_back, list(sent.receipts())[:: max(len(sent.receipts()) // 4, 1)]
+            )
+            if faults:
+                raise PublishError(faults, self.version)
+            self._receipts = {format: sent.receipts()}
         report.seconds = time.perf_counter() - start
+        module.seconds["verify"] += time.perf_counter() - arrived
         return report
 
     @rank_zero_only

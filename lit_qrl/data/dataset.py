@@ -42,7 +42,8 @@ class RolloutDataset(IterableDataset):
         with module.timed("score"):
             rollout = rollout.to(module.device)
             module.score_rollout(rollout, chunks=data.mini_batches * data.micro_batches, needed=self._needs_old(module))
-            rollout.advantages = module.objective.advantages(rollout.rewards, data.group_size)
+            rewards = module.objective.shaped_rewards(rollout, data.max_completion_tokens)
+            rollout.advantages = module.objective.advantages(rewards, data.group_size, module.reduce)
         module.rollout = rollout
         for callback in rl_callbacks(trainer):
             callback.on_rollout_end(trainer, module, rollout)

@@ -1,12 +1,12 @@
 """The data module: a task's prompts, the engine that answers them, and the sizes of everything."""
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -20,6 +20,8 @@ from lit_qrl.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
+
+log = logging.getLogger(__name__)
 
 
 class RolloutDataModule(LightningDataModule):
@@ -192,7 +194,7 @@ class RolloutDataModule(LightningDataModule):
                 remedy="Raise the limit, or set data.long_prompt to drop.",
             )
         if dropped:
-            rank_zero_info(f"Dropped {dropped} of {len(rows)} {what} prompts over {self.max_prompt_tokens} tokens.")
+            log.info(f"Dropped {dropped} of {len(rows)} {what} prompts over {self.max_prompt_tokens} tokens.")
         return kept
 
     # ------------------------------------------------------------------------------------------------------ prompts

@@ -37,6 +37,8 @@ class RolloutEngine(ABC):
 
     policy: Any = None
     version: int = -1
+    single_format: bool = False
+    """True when the engine holds the format it was started with and no other, so that evaluations use it too."""
     holds_one_format: bool = False
     """True for an engine whose modules are built for one format; it also evaluates in that one."""
     plain_dtype: torch.dtype | None = None

@@ -58,7 +58,8 @@ def is_held_out(key: str) -> bool:
 
 
 @cache
-def _public_test_hashes() -> frozenset[str]:
+def public_test_hashes() -> frozenset[str]:
+    """Return the hashes of the keys of the public test problems."""
     return frozenset(PUBLIC_TEST_HASHES.read_text(encoding="utf-8").split())
 
 
@@ -175,7 +176,7 @@ class Countdown(Task):
             if key in seen or is_held_out(key) != held_out:
                 continue
             seen.add(key)
-            if key_hash(key) not in _public_test_hashes():
+            if key_hash(key) not in public_test_hashes():
                 rows.append({"numbers": numbers, "target": target})
         if len(rows) < size:
             what = "evaluation_size" if held_out else "train_size"

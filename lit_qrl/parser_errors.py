@@ -1,0 +1,61 @@
+"""A parser's error, which may be fifty lines of attempts, as one paragraph."""
+
+import re
+from collections.abc import Iterable
+
+from lit_qrl.errors import nearest
+
+
+def readable(message: str, classes: Iterable[str] = (), options: Iterable[str] = ()) -> str:
+    r"""Return what is wrong, what was expected and given, and the nearest name that exists.
+
+    A value that may be of several types is reported once per type; the attempt that came furthest is the true one.
+
+    Args:
+        message: the parser's message.
+        classes: names that a `class_path` may have, for a suggestion.
+        options: option strings of the command, for a suggestion.
+
+    >>> readable('Parser key "trainer.callbacks":\n  - Expected a dot import path string: AISS', ["AIS", "TokenVeto"])
+    "trainer.callbacks: there is no class 'AISS'. Did you mean 'AIS'?"
+    """
+    key = re.search(r'(?:Parser key|[Kk]ey) "([^"]+)"', message)
+    where = f"{key[1]}: " if key else ""
+    given = re.search(r"Given value: (.*)", message)
+    value = f" Given: {given[1].strip()}." if given else ""
+
+    if found := re.search(r"(?:Option '([^']+)' is not accepted|Key '([^']+)' is not expected)", message):
+        name = found[1] or found[2]
+        missing = re.findall(r"(?:Subclass|class) '([\w.]+)'", message)
+        return (
+            f"{where}there is no option {name!r}{f' of {missing[0]}' if missing else ''}. See --help for the options."
+        )
+    if found := re.search(r"unrecognized arguments?: (--?[\w.+-]+)", message):
+        return f"{found[1]} is not an option of this command. {nearest(found[1], options)}"
+    if found := re.search(r"Expected a dot import path string: (\S.*)", message):
+        name = re.sub(r".*class_path:\s*([\w.]+).*", r"\1", found[1].strip())
+        return f"{where}there is no class {name!r}. {nearest(name, classes)}"
+    if found := re.search(r"(?:No module named|has no attribute|cannot import name) ?'?([\w.]+)'?", message):
+        return f"{where}{found[0].strip()}.{value} Check the class path."
+    if found := re.search(r'(?:Key|Option) "?([\w.]+)"? is required[^.]*', message):
+        return f"{found[1]} is required but was not given. Add it to a --config file or the command line."
+    if "is required" in message:
+        return f"{where}{_first(message)} Add it to a --config file or the command line."
+    if re.search(r"(?:not accessible|Problem parsing|Unable to (?:load|parse)|No such file)", message) and not given:
+        return f"{where}{_first(message)}"
+    expected = dict.fromkeys(re.findall(r"Expected (?:a|an|value) <class '(?:[\w.]*\.)?(\w+)'>", message))
+    literals = re.search(r"(?:Expected|Subtypes?).*?Literal\[([^\]]+)\]", message)
+    if literals:
+        choices = [choice.strip(" '\"") for choice in literals[1].split(",")]
+        hint = nearest(given[1].strip(), choices) if given else f"Choose one of {', '.join(choices)}."
+        return f"{where}the value is not one of the choices.{value} {hint}"
+    if expected:
+        kinds = " or ".join("null" if kind == "NoneType" else kind for kind in expected)
+        return f"{where}the value has the wrong type. Expected: {kinds}.{value}"
+    return f"{where}{_first(message)}{value}"
+
+
+def _first(message: str) -> str:
+    lines = [line.strip(" -:") for line in message.splitlines()]
+    telling = [line for line in lines if line and not line.startswith(("Parser key", "Subtypes", "Errors"))]
+    return (telling[0] if telling else message.strip()).rstrip(".") + "."
