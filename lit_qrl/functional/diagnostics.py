@@ -1,0 +1,176 @@
+"""Counts and shares behind the plots: where in probability, position and length the mismatch sits."""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lit_qrl.functional._statistics import as_float, masked_sums
+from lit_qrl.types import AllReduce, no_all_reduce
+
+# An odd multiplier with well mixed bits (2^64 / golden ratio, as a signed number) for the rolling hash of n-grams.
+HASH_MULTIPLIER = -7046029254386353131
+NO_NGRAM = torch.iinfo(torch.int64).max
+
+
+def _counts(index: Tensor, hit: Tensor, size: int, all_reduce: AllReduce) -> Tensor:
+    counts = torch.zeros(size, dtype=torch.float32, device=index.device)
+    counts.scatter_add_(0, index.flatten(), hit.flatten().float())
+    return all_reduce(counts)
+
+
+def _bin(values: Tensor, low: float, high: float, bins: int) -> Tensor:
+    """Return the bin of each value, the outer bins taking what lies beyond."""
+    return ((values - low) * (bins / (high - low))).nan_to_num(0.0).floor().clamp(0, bins - 1).long()
+
+
+def histogram2d_by_sign(
+    values: Float[Tensor, "b t"],
+    logprobs: Float[Tensor, "b t"],
+    mask: Bool[Tensor, "b t"],
+    advantages: Float[Tensor, " b"],
+    limit: float = 1.0,
+    bins: tuple[int, int] = (40, 20),
+    *,
+    all_reduce: AllReduce = no_all_reduce,
+) -> Float[Tensor, "2 values probabilities"]:
+    """Return token counts over (value, probability), for negative and for positive samples.
+
+    QaRL Fig. 4 with the log mismatch weight and the sampler's log-probs, Fig. 5 with the log update ratio and
+    learner_old's. Samples of advantage 0 are in neither.
+
+    Args:
+        values: "b t", nats; cut into equal bins from −limit to limit, the outer ones open.
+        logprobs: "b t", nats; the probability is cut into equal bins from 0 to 1.
+        mask: completion tokens that count.
+        advantages: " b"; index 0 of the result holds A < 0, index 1 holds A > 0.
+        limit: largest value told apart, nats.
+        bins: of the values, of the probabilities.
+        all_reduce: adds the counts of all ranks.
+
+    >>> one = torch.ones(1, 1)
+    >>> counts = histogram2d_by_sign(0.3 * one, -0.1 * one, one.bool(), torch.tensor([-1.0]), 1.0, (4, 2))
+    >>> counts[0].tolist(), float(counts[1].sum())
+    ([[0.0, 0.0], [0.0, 0.0], [0.0, 1.0], [0.0, 0.0]], 0.0)
+    """
+    n, m = bins
+    cell = _bin(as_float(values), -limit, limit, n) * m + _bin(as_float(logprobs).exp(), 0.0, 1.0, m)
+    sign = (advantages > 0).long()[:, None]
+    hit = mask & (advantages != 0)[:, None]
+    return _counts(sign * (n * m) + cell, hit, 2 * n * m, all_reduce).view(2, n, m)
+
+
+def mismatch_by_position(
+    d: Float[Tensor, "b t"],
+    mask: Bool[Tensor, "b t"],
+    bins: int = 16,
+    length: int | None = None,
+    *,
+    all_reduce: AllReduce = no_all_reduce,
+) -> tuple[Float[Tensor, " bins"], Float[Tensor, " bins"]]:
+    """Return the mean |d| by position in the completion, and the number of tokens in each bin.
+
+    Args:
+        d: "b t", nats.
+        mask: completion tokens that count.
+        bins: equal parts of the completion limit.
+        length: the completion limit, in tokens; None is the number of columns. Ranks must agree on it.
+        all_reduce: adds up over ranks.
+
+    >>> mean, count = mismatch_by_position(torch.tensor([[0.1, -0.3]]), torch.ones(1, 2, dtype=torch.bool), bins=2)
+    >>> [round(float(x), 1) for x in mean]
+    [0.1, 0.3]
+    """
+    t = mask.shape[1]
+    position = torch.arange(t, device=d.device) * bins // (length or t)
+    index = position.clamp(max=bins - 1).expand_as(mask)
+    count = _counts(index, mask, bins, all_reduce)
+    total = _counts(index, torch.where(mask, as_float(d).abs(), 0.0), bins, all_reduce)
+    return total / count.clamp(min=1), count
+
+
+def accepted_by_length(
+    keep: Bool[Tensor, "b t"],
+    mask: Bool[Tensor, "b t"],
+    bins: int = 8,
+    length: int | None = None,
+    *,
+    all_reduce: AllReduce = no_all_reduce,
+) -> tuple[Float[Tensor, " bins"], Float[Tensor, " bins"]]:
+    """Return the share of sequences of which a token is kept, by their length, and the number of sequences.
+
+    Args:
+        keep: "b t", what the rejections left.
+        mask: completion tokens that count; sequences without any are not counted.
+        bins: equal parts of the completion limit: of lengths 1 to `length`.
+        length: the completion limit, in tokens; None is the number of columns. Ranks must agree on it.
+        all_reduce: adds up over ranks.
+
+    >>> mask = torch.tensor([[True, False], [True, True]])
+    >>> share, count = accepted_by_length(torch.tensor([[True, True], [False, False]]), mask, bins=2)
+    >>> share.tolist(), count.tolist()
+    ([1.0, 0.0], [1.0, 1.0])
+    """
+    lengths = mask.sum(dim=1)
+    index = ((lengths - 1) * bins // (length or mask.shape[1])).clamp(0, bins - 1)
+    count = _counts(index, lengths > 0, bins, all_reduce)
+    accepted = _counts(index, (mask & keep).any(dim=1), bins, all_reduce)
+    return accepted / count.clamp(min=1), count
+
+
+def repeated_ngrams(tokens: Int[Tensor, "b t"], mask: Bool[Tensor, "b t"], n: int = 4) -> Float[Tensor, " b"]:
+    """Return the share of each completion's n-grams that occurred before in it; 0 where there is no n-gram.
+
+    Repetition marks the error tokens of QaRL §3.2. N-grams are compared by a 64-bit hash.
+
+    Args:
+        tokens: "b t", ids of the completion's tokens.
+        mask: True on the completion's tokens, from the first on without a gap.
+        n: length of an n-gram.
+
+    Raises:
+        ValueError: `n` below 1.
+
+    >>> repeated_ngrams(torch.tensor([[5, 6, 5, 6, 5]]), torch.ones(1, 5, dtype=torch.bool), n=2)
+    tensor([0.5000])
+    """
+    if n < 1:
+        raise ValueError(f"An n-gram has at least one token. Expected: n >= 1. Given: {n}. Raise n.")
+    if mask.shape[1] < n:
+        return torch.zeros(mask.shape[0], device=mask.device)
+    windows = mask.shape[1] - n + 1
+    key = torch.zeros_like(tokens[:, :windows], dtype=torch.int64)
+    for offset in range(n):
+        key = (key ^ (tokens[:, offset : offset + windows].long() + 1)) * HASH_MULTIPLIER
+        key = key ^ (key >> 29)
+    valid = mask[:, n - 1 :]
+    ordered = torch.where(valid, key, NO_NGRAM).sort(dim=1).values
+    repeated = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_NGRAM)).sum(dim=1)
+    return repeated.float() / valid.sum(dim=1).clamp(min=1)
+
+
+def low_probability_share(
+    logprobs: Float[Tensor, "b t"],
+    mask: Bool[Tensor, "b t"],
+    advantages: Float[Tensor, " b"],
+    threshold: float = 0.05,
+    *,
+    all_reduce: AllReduce = no_all_reduce,
+) -> Float[Tensor, ""]:
+    """Return the share of the tokens of negative samples whose probability is below the threshold.
+
+    QaRL §3.2: error tokens are rare in positive samples and sit at low probability in negative ones.
+
+    Args:
+        logprobs: "b t", nats, of the learner at the moment of the rollout.
+        mask: completion tokens that count.
+        advantages: " b".
+        threshold: a probability.
+        all_reduce: makes the share global over ranks.
+
+    >>> logprobs = torch.tensor([[0.01, 0.9]]).log()
+    >>> low_probability_share(logprobs, torch.ones(1, 2, dtype=torch.bool), torch.tensor([-1.0]))
+    tensor(0.5000)
+    """
+    low = (as_float(logprobs).exp() < threshold).float()
+    count, total = masked_sums(mask & (advantages < 0)[:, None], low, all_reduce=all_reduce)
+    return total / count.clamp(min=1)

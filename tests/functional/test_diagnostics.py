@@ -1,0 +1,102 @@
+import math
+import random
+
+import pytest
+import torch
+
+from lit_qrl.functional import diagnostics as F
+from lit_qrl.functional.importance import log_ratio
+from tests.functional.helpers import LENGTHS, Ranks, listed, no_host_sync, rows
+
+
+def test_histogram_equals_the_loop():
+    learner, sampler, mask, advantages = rows(torch.float32)
+    d = log_ratio(learner, sampler, mask)
+    with no_host_sync():
+        got = F.histogram2d_by_sign(d, sampler, mask, advantages, limit=0.5, bins=(10, 5))
+    wanted = torch.zeros(2, 10, 5)
+    for x, p, a in zip(listed(d, mask), listed(sampler, mask), advantages.tolist(), strict=True):
+        for value, logprob in zip(x, p, strict=True):
+            i = min(max(math.floor((value + 0.5) * 10), 0), 9)
+            j = min(math.floor(math.exp(logprob) * 5), 4)
+            if a:
+                wanted[int(a > 0), i, j] += 1
+    assert torch.equal(got, wanted)
+    assert (got[:, 0] + got[:, -1]).sum() > 0
+    parts = Ranks(2).run(
+        lambda r, f: F.histogram2d_by_sign(
+            d[r::2], sampler[r::2], mask[r::2], advantages[r::2], 0.5, (10, 5), all_reduce=f
+        )
+    )
+    assert torch.equal(parts[0], got)
+
+
+def test_mismatch_by_position_equals_the_loop():
+    learner, sampler, mask, _ = rows(torch.float32, huge=0.0)
+    d = log_ratio(learner, sampler, mask)
+    with no_host_sync():
+        mean, count = F.mismatch_by_position(d, mask, bins=3, length=8)
+    wanted = {0: [], 1: [], 2: []}
+    for row in listed(d, mask):
+        for position, x in enumerate(row):
+            wanted[position * 3 // 8].append(abs(x))
+    assert count.tolist() == [len(wanted[i]) for i in range(3)]
+    assert mean.tolist() == pytest.approx([sum(v) / len(v) if v else 0.0 for v in wanted.values()], rel=1e-5)
+    parts = Ranks(2).run(lambda r, f: F.mismatch_by_position(d[r::2], mask[r::2], 3, 8, all_reduce=f))
+    torch.testing.assert_close(parts[1][0], mean)
+
+
+def test_accepted_by_length_equals_the_loop():
+    _, _, mask, _ = rows()
+    keep = torch.ones_like(mask)
+    keep[0], keep[4], keep[5, 0] = False, False, False
+    with no_host_sync():
+        share, count = F.accepted_by_length(keep, mask, bins=3, length=6)
+    wanted = {0: [], 1: [], 2: []}
+    for i, n in enumerate(LENGTHS):
+        if n:
+            wanted[(n - 1) * 3 // 6].append(i not in (0, 4))
+    assert count.tolist() == [len(v) for v in wanted.values()]
+    assert share.tolist() == pytest.approx([sum(v) / len(v) for v in wanted.values()])
+    parts = Ranks(2).run(lambda r, f: F.accepted_by_length(keep[r::2], mask[r::2], 3, 6, all_reduce=f))
+    torch.testing.assert_close(parts[0], (share, count))
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_repeated_ngrams_equal_the_loop(n):
+    chooser = random.Random(n)
+    lengths = [0, 1, 3, 4, 5, 12, 40, 40]
+    tokens = torch.tensor([[chooser.choice([0, 1, 2, 150_000]) for _ in range(40)] for _ in lengths])
+    tokens[-1] = 7
+    mask = torch.arange(40) < torch.tensor(lengths)[:, None]
+    with no_host_sync():
+        got = F.repeated_ngrams(tokens, mask, n)
+    for i, length in enumerate(lengths):
+        grams = [tuple(tokens[i, j : j + n].tolist()) for j in range(length - n + 1)]
+        wanted = 1 - len(set(grams)) / len(grams) if grams else 0.0
+        assert float(got[i]) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_repeated_ngrams_of_short_completions_and_bad_lengths():
+    assert torch.equal(F.repeated_ngrams(torch.ones(2, 3, dtype=torch.long), torch.ones(2, 3).bool()), torch.zeros(2))
+    with pytest.raises(ValueError, match="n >= 1"):
+        F.repeated_ngrams(torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3).bool(), 0)
+
+
+def test_low_probability_share_equals_the_loop():
+    learner, _, mask, advantages = rows()
+    with no_host_sync():
+        got = F.low_probability_share(learner, mask, advantages, 0.3)
+    flat = [
+        math.exp(x) < 0.3
+        for row, a in zip(listed(learner, mask), advantages.tolist(), strict=True)
+        if a < 0
+        for x in row
+    ]
+    assert float(got) == pytest.approx(sum(flat) / len(flat))
+    assert 0 < float(got) < 1
+    parts = Ranks(2).run(
+        lambda r, f: F.low_probability_share(learner[r::2], mask[r::2], advantages[r::2], 0.3, all_reduce=f)
+    )
+    assert float(parts[0]) == pytest.approx(float(got))
+    assert float(F.low_probability_share(learner, mask, advantages.abs(), 0.3)) == 0.0
