@@ -202,7 +202,7 @@ def _catalogue(runs: Sequence[Run]) -> list[Figure]:
                 Panel("Entropy, nats per token", (Line("update/entropy"),), limits=(0.0, None)),
                 Panel("Clip fraction", every("update/clip_fraction"), limits=(0.0, None)),
                 Panel("Completion length, tokens", (Line("rollout/length"),), limits=(0.0, None)),
-                Panel("Completions that ended by themselves, share", (Line("rollout/stopped"),), limits=(0.0, 1.0)),
+                Panel("Ended by themselves, share", (Line("rollout/stopped"),), limits=(0.0, 1.0)),
             ),
         ),
         Figure(
@@ -243,7 +243,7 @@ def _catalogue(runs: Sequence[Run]) -> list[Figure]:
 
 def prepare(axes: "Axes", title: str, ink: dict[str, str]) -> None:
     """Give empty axes the look of the report."""
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_facecolor(ink["paper"])
     axes.set_title(title, loc="left", fontsize=9.5, color=ink["text"], pad=8)
@@ -254,6 +254,8 @@ def prepare(axes: "Axes", title: str, ink: dict[str, str]) -> None:
     axes.spines["bottom"].set_color(ink["edge"])
     axes.tick_params(colors=ink["faint"], labelcolor=ink["faint"], length=0, pad=4, labelsize=8)
     axes.yaxis.set_major_locator(MaxNLocator(5))
+    # The usual formatter moves a common part of the numbers to where the title is.
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.7g}".replace("-", "−")))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
@@ -310,12 +312,12 @@ def _finish(axes: "Axes", panel: Panel, drawn: Sequence[Series], ink: dict[str, 
     values = [value for series in drawn for value in series.values]
     if panel.log and values and min(values) > 0:
         axes.set_yscale("log")
-    elif not panel.stacked and values:
-        bottom, top = axes.get_ylim()
-        margin = 0.03 * (top - bottom)
-        bottom = min(low - margin, bottom) if low is not None else bottom
-        top = max(high + margin, top) if high is not None else top
-        axes.set_ylim(bottom, top)
+    elif values and (low is not None or high is not None) and not axes.patches and not axes.collections:
+        bottom = min(values if low is None else [low, *values])
+        top = max(values if high is None else [high, *values])
+        margin = 0.05 * (top - bottom)
+        if margin > 0:
+            axes.set_ylim(bottom - margin, top + margin)
     axes.set_xlabel("iteration", fontsize=8, color=ink["faint"])
     points = sorted({i for series in drawn for i in series.iterations})
     if len(points) == 1:

@@ -3,7 +3,7 @@
 The file holds a list under `histograms`, and the `iteration` they were taken in. Each has a `title`, an axis `x` with
 `label` and `edges`, and `counts`: by name one list each (drawn over each other), or with a second axis `y` a list of
 lists "x y" (drawn as a map, on a logarithmic scale of counts). `lines` are positions on the x axis to mark, such as
-clip bounds.
+clip bounds. Counts by name stand on a logarithmic scale; `scale: linear` is for means and shares.
 """
 
 import io
@@ -36,8 +36,10 @@ def draw_histograms(histograms: list[dict[str, Any]], theme: Theme) -> bytes:
                 for color, (name, heights) in zip(COLORS, counts.items(), strict=False):
                     axes.stairs(heights, x, color=color, fill=True, alpha=0.35)
                     axes.stairs(heights, x, color=color, linewidth=1.4, label=str(name))
-                axes.set_yscale("symlog", linthresh=1)
-                axes.legend(fontsize=7.5, labelcolor=ink["text"], frameon=False)
+                if one.get("scale") != "linear":
+                    axes.set_yscale("symlog", linthresh=1)
+                if len(counts) > 1:
+                    axes.legend(fontsize=7.5, labelcolor=ink["text"], frameon=False)
             else:
                 mesh = [[value or math.nan for value in column] for column in zip(*counts, strict=True)]
                 most = max((v for column in mesh for v in column if v == v), default=1.0)

@@ -67,6 +67,7 @@ class Run:
         self.samples = read_jsonl(self.folder / SAMPLES_FILE)
         self.publish = _read_json(self.folder / "publish.json")
         self.histograms = _read_json(self.folder / "histograms.json")
+        self._series: dict[str, Series] = {}
 
     @property
     def name(self) -> str:
@@ -103,9 +104,15 @@ class Run:
 
         Lightning adds `_step` and `_epoch` to the name of a metric that is logged as both; either is found.
         """
+        if name not in self._series:
+            self._series[name] = self._collect(name)
+        return self._series[name]
+
+    def _collect(self, name: str) -> Series:
+        iterations = self._iterations(evaluation=name.startswith("val/"))
         for candidate in (name, f"{name}_epoch", f"{name}_step"):
             values: dict[int, list[float]] = defaultdict(list)
-            for row, iteration in zip(self.rows, self._iterations(evaluation=name.startswith("val/")), strict=True):
+            for row, iteration in zip(self.rows, iterations, strict=True):
                 value = row.get(candidate)
                 if value is not None and math.isfinite(value):
                     values[iteration].append(value)

@@ -127,7 +127,7 @@ def _histograms(run: Run, out: Path) -> tuple[str, str, str] | None:
     (out / "histograms.png").write_bytes(light)
     picture = page.picture(light, dark, "Histograms: " + ", ".join(str(one.get("title", "")) for one in histograms))
     iteration = run.histograms.get("iteration")
-    caption = f"Counts of tokens in iteration {iteration}." if iteration is not None else "Counts of tokens."
+    caption = f"The tokens of iteration {iteration}." if iteration is not None else ""
     return "histograms", "Histograms", page.card("histograms", "Histograms", picture, caption)
 
 

@@ -33,6 +33,11 @@ def test_they_are_drawn(tmp_path, histograms, theme):
     assert draw_histograms(histograms, theme)[1:4] == b"PNG"
 
 
+def test_means_stand_on_a_linear_scale():
+    linear = {**FLAT, "scale": "linear", "counts": {"mean": [0.001, 0.002]}}
+    assert draw_histograms([linear], "light") != draw_histograms([{**linear, "scale": "log"}], "light")
+
+
 def test_counts_of_zero_everywhere(tmp_path):
     empty = [{**FLAT, "counts": {"A": [0, 0]}}, {**MAP, "counts": [[0, 0, 0], [0, 0, 0]]}]
     assert draw_histograms(empty, "light")[1:4] == b"PNG"
@@ -64,6 +69,6 @@ def test_no_histograms(tmp_path, content):
 def test_they_stand_in_the_report(tmp_path):
     run_with(tmp_path, {"iteration": 7, "histograms": [FLAT]})
     html = render(tmp_path).read_text()
-    assert "Counts of tokens in iteration 7." in html
+    assert "The tokens of iteration 7." in html
     assert "log-ratio <b>" not in html
     assert (tmp_path / "report" / "histograms.png").is_file()
