@@ -23,8 +23,11 @@ def dynamic_scale(x: Tensor, dim: int | None, steps: float) -> Tensor:
     [[2.0]]
     """
     magnitude = x.detach().abs()
-    amax = magnitude.amax() if dim is None else magnitude.amax(dim=dim, keepdim=True)
-    return (amax.float() / steps).clamp_min_(_SMALLEST_SCALE)
+    amax = (magnitude.amax() if dim is None else magnitude.amax(dim=dim, keepdim=True)).float()
+    # On CUDA, torch divides by a number as it multiplies by its inverse, which is another scale in one case of three;
+    # a divisor on the device is divided by.
+    divisor = steps if amax.device.type == "cpu" else torch.full((), steps, device=amax.device)
+    return (amax / divisor).clamp_min_(_SMALLEST_SCALE)
 
 
 def e4m3_codes(x: Tensor, scale: Tensor) -> Tensor:

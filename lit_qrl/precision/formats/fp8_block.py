@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_qrl.precision.formats import activations, gemm
+from lit_qrl.precision.formats import activations, fused, gemm
 from lit_qrl.precision.formats.base import NumberFormat, PreparedWeight
 from lit_qrl.precision.formats.configs import compressed_tensors_config
 from lit_qrl.precision.formats.numerics import E4M3_MAX, expect_shape, require_finite, scale_from_amax, to_e4m3
@@ -45,6 +45,10 @@ class FP8Block(NumberFormat):
         """
         weight = weight.detach()
         rows, columns = weight.shape
+        made = fused.fp8_blocks(weight)
+        if made is not None:
+            require_finite(made[1])
+            return QuantizedWeight(made[0], made[1], None, self, (rows, columns))
         blocks = _blocks(weight)
         amax = blocks.abs().amax(dim=(1, 3))
         require_finite(amax)
@@ -68,7 +72,9 @@ class FP8Block(NumberFormat):
         rows = x.reshape(-1, x.shape[-1])
         if prepared.native:
             assert prepared.scale is not None
-            codes, scale = activations.e4m3_group_codes(rows, BLOCK)
+            made, _ = fused.e4m3_tiles(rows, rows=True, columns=False)
+            assert made is not None
+            codes, scale = made
             out = gemm.scaled_mm_block(codes, scale, prepared.operand, prepared.scale, bias, x.dtype)
         else:
             out = F.linear(activations.e4m3_group_dequantized(rows, BLOCK), prepared.operand)

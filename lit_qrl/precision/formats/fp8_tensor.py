@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.precision.formats import activations, gemm
+from lit_qrl.precision.formats import activations, fused, gemm
 from lit_qrl.precision.formats.base import NumberFormat, PreparedWeight
 from lit_qrl.precision.formats.configs import compressed_tensors_config
 from lit_qrl.precision.formats.numerics import E4M3_MAX, expect_shape, require_finite, scale_from_amax, to_e4m3
@@ -73,12 +73,13 @@ class FP8Tensor(NumberFormat):
 
     def apply(self, x: Tensor, prepared: PreparedWeight, bias: Tensor | None = None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        scale = activations.dynamic_scale(rows, -1 if self.activations == "token" else None, E4M3_MAX)
+        per_token = self.activations == "token"
         if prepared.native:
             assert prepared.scale is not None
-            codes = activations.e4m3_codes(rows, scale)
+            codes, scale = fused.e4m3_tokens(rows) if per_token else fused.e4m3_whole(rows)
             out = gemm.scaled_mm(codes, scale, prepared.operand, prepared.scale, bias, x.dtype)
         else:
+            scale = activations.dynamic_scale(rows, -1 if per_token else None, E4M3_MAX)
             out = F.linear(activations.e4m3_rounded(rows, scale), prepared.operand).mul_(scale)
             out = (out if bias is None else out.add_(bias)).to(x.dtype)
         return out.view(*x.shape[:-1], out.shape[-1])

@@ -67,7 +67,13 @@ def scaled_mm(
 
 
 def scaled_mm_block(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, dtype: torch.dtype
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    blocks: bool = True,
 ) -> Tensor:
     """Return `(a · scale_a) @ (b · scale_b).T + bias` with `a` scaled per 1×128 and `b` per 128×128 or 1×128.
 
@@ -75,9 +81,10 @@ def scaled_mm_block(
         a: "m k", float8_e4m3fn.
         scale_a: "m k/128", fp32.
         b: "n k", float8_e4m3fn.
-        scale_b: what `block_scale_layout` made of "n/128 k/128", or "n k/128" for 1×128 (a weight gradient).
+        scale_b: what `block_scale_layout` made of "n/128 k/128"; with `blocks=False` "n k/128", for 1×128.
         bias: " n", or None.
         dtype: of the result.
+        blocks: whether `b` is scaled per 128×128, as a weight is, or per 1×128, as in a weight's gradient.
     """
     rows = a.shape[0]
     padding = -rows % _SCALE_ALIGNMENT
@@ -85,12 +92,9 @@ def scaled_mm_block(
         a = F.pad(a.view(torch.uint8), (0, 0, 0, padding)).view(a.dtype)
         scale_a = F.pad(scale_a, (0, 0, 0, padding), value=1.0)
     one = F.ScalingType.BlockWise1x128
-    other = one if scale_b.shape[0] == b.shape[0] else F.ScalingType.BlockWise128x128
-    out = F.scaled_mm(
-        a, b.t(), _column_major(scale_a), one, _column_major(scale_b) if other is one else scale_b, other,
-        output_dtype=dtype,
-    )  # fmt: skip
-    out = out[:rows]
+    other = F.ScalingType.BlockWise128x128 if blocks else one
+    scale_b = scale_b if blocks else _column_major(scale_b)
+    out = F.scaled_mm(a, b.t(), _column_major(scale_a), one, scale_b, other, output_dtype=dtype)[:rows]
     return out if bias is None else out + bias
 
 
@@ -110,4 +114,4 @@ def int_mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _column_major(scale: Tensor) -> Tensor:
-    return scale.t().contiguous().t()
+    return scale if scale.stride(0) == 1 else scale.t().contiguous().t()

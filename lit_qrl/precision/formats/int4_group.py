@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.precision.formats import activations
+from lit_qrl.precision.formats import activations, fused
 from lit_qrl.precision.formats.base import NumberFormat, PreparedWeight
 from lit_qrl.precision.formats.configs import compressed_tensors_config
 from lit_qrl.precision.formats.numerics import (
@@ -79,6 +79,10 @@ class Int4Group(NumberFormat):
         ([[7, -8, 1, 0, 0, 0, 0, 0]], [[1.0]])
         """
         self.check("This weight", (weight.shape[0], weight.shape[1]))
+        made = fused.int4_groups(weight.detach(), self.group_size)
+        if made is not None:
+            require_finite(made[1])
+            return QuantizedWeight(made[0], made[1], None, self, (weight.shape[0], weight.shape[1]))
         groups = weight.detach().unflatten(-1, (-1, self.group_size))
         amax = groups.abs().amax(dim=-1)
         require_finite(amax)
@@ -88,6 +92,9 @@ class Int4Group(NumberFormat):
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         assert q.scales is not None
+        made = fused.int4_values(q.codes, q.scales, self.group_size, dtype)
+        if made is not None:
+            return made
         codes = unpack_int4(q.codes).float().unflatten(-1, (-1, self.group_size))
         return codes.mul_(q.scales.float().unsqueeze(-1)).flatten(-2).to(dtype)
 

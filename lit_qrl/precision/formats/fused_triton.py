@@ -1,0 +1,219 @@
+"""Triton kernels of the quantizers; import it only where Triton and a CUDA device are.
+
+Every division is the correctly rounded one and every intermediate has the dtype that torch gives it, so that codes
+and scales are those of the plain operations bit for bit.
+"""
+
+# Kernels are compiled from their source and launched with arguments that their Python signature does not have.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lit_qrl.precision.formats.numerics import E4M3, E4M3_MAX, INT4_STEPS
+
+TILE = 128
+_MAX = tl.constexpr(E4M3_MAX)
+_STEPS = tl.constexpr(INT4_STEPS)
+_SMALLEST = tl.constexpr(float(torch.finfo(torch.float32).tiny))
+
+
+@triton.jit
+def _codes(x, scale):
+    return _clamp(tl.div_rn(x, scale), -_MAX, _MAX)
+
+
+@triton.jit
+def _clamp(x, low, high):
+    # a NaN must come out as one, as it does of torch.clamp
+    bounded = tl.maximum(x, tl.full(x.shape, low, tl.float32), propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(bounded, tl.full(x.shape, high, tl.float32), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _weight_scale(amax, nans, inverse, eps, dtype: tl.constexpr):
+    # torch divides a CUDA tensor by a number as it multiplies by the fp32 inverse
+    scale = (amax * inverse).to(dtype).to(tl.float32)
+    scale = tl.where(scale == 0, eps, scale)
+    return tl.where(nans > 0, float("nan"), scale)  # the caller refuses a scale that is not finite
+
+
+@triton.jit
+def _scale(amax):
+    return tl.maximum(tl.div_rn(amax, tl.full(amax.shape, _MAX, tl.float32)), _SMALLEST)
+
+
+@triton.jit
+def _tiles_kernel(
+    x, rows, rows_scale, columns, columns_scale, m, k, stride, padded, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """One 128×128 tile: scales along both of its sides from one read."""
+    tile_k, tile_m = tl.program_id(0), tl.program_id(1)
+    row = tile_m * SIZE + tl.arange(0, SIZE)
+    column = tile_k * SIZE + tl.arange(0, SIZE)
+    inside = (row < m)[:, None] & (column < k)[None, :]
+    offsets = row.to(tl.int64)[:, None] * stride + column[None, :]
+    values = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+    magnitude = tl.abs(values)
+    if ROWS:
+        scale = _scale(tl.max(magnitude, axis=1))
+        codes = _codes(values, scale[:, None]).to(rows.dtype.element_ty)
+        tl.store(rows + row.to(tl.int64)[:, None] * k + column[None, :], codes, mask=inside)
+        tl.store(rows_scale + tile_k * m + row, scale, mask=row < m)  # "m k/128", column by column
+    if COLUMNS:
+        scale = _scale(tl.max(magnitude, axis=0))
+        codes = _codes(values, scale[None, :]).to(columns.dtype.element_ty)
+        to = columns + column.to(tl.int64)[:, None] * padded + row[None, :]
+        tl.store(to, tl.trans(codes), mask=(column < k)[:, None] & (row < padded)[None, :])
+        tl.store(columns_scale + tile_m * k + column, scale, mask=column < k)  # "k m/128", column by column
+
+
+def e4m3_tiles(
+    x: Tensor, rows: bool, columns: bool
+) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
+    """Return what `fused.e4m3_tiles` says, scales stored column by column as the GEMM reads them."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    m, k = x.shape
+    padded = triton.cdiv(m, TILE) * TILE
+    tiles_m, tiles_k = padded // TILE, triton.cdiv(k, TILE)
+    nothing = x.new_empty(0)
+    along = across = along_scale = across_scale = nothing
+    if rows:
+        along = torch.empty((m, k), dtype=E4M3, device=x.device)
+        along_scale = torch.empty((tiles_k, m), dtype=torch.float32, device=x.device)
+    if columns:
+        across = torch.empty((k, padded), dtype=E4M3, device=x.device)
+        across_scale = torch.empty((tiles_m, k), dtype=torch.float32, device=x.device)
+    _tiles_kernel[(tiles_k, tiles_m)](
+        x, along, along_scale, across, across_scale, m, k, x.stride(0), padded, rows, columns, TILE, num_warps=8
+    )
+    return ((along, along_scale.t()) if rows else None, (across, across_scale.t()) if columns else None)
+
+
+@triton.jit
+def _blocks_kernel(w, codes, scales, n, k, stride, eps, LOW: tl.constexpr, SIZE: tl.constexpr):
+    """One 128×128 block of a weight, with the roundings of a weight in its own dtype."""
+    block_k, block_n = tl.program_id(0), tl.program_id(1)
+    row = block_n * SIZE + tl.arange(0, SIZE)
+    column = block_k * SIZE + tl.arange(0, SIZE)
+    inside = (row < n)[:, None] & (column < k)[None, :]
+    stored = tl.load(w + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
+    values = stored.to(tl.float32)
+    amax = tl.max(tl.max(tl.abs(values), axis=1), axis=0)
+    nans = tl.max(tl.max((values != values).to(tl.int32), axis=1), axis=0)
+    scale = _weight_scale(amax, nans, 1.0 / _MAX, eps, w.dtype.element_ty)
+    quotient = tl.div_rn(values, tl.full(values.shape, 1.0, tl.float32) * scale)
+    if LOW:
+        quotient = quotient.to(w.dtype.element_ty).to(tl.float32)
+    quotient = _clamp(quotient, -_MAX, _MAX)
+    to = row.to(tl.int64)[:, None] * k + column[None, :]
+    tl.store(codes + to, quotient.to(codes.dtype.element_ty), mask=inside)
+    tl.store(scales + block_n * tl.num_programs(0) + block_k, scale.to(scales.dtype.element_ty))
+
+
+def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return E4M3 codes "n k" and scales "n/128 k/128" of a weight, as `FP8Block.quantize` makes them."""
+    weight = weight.contiguous()
+    n, k = weight.shape
+    codes = torch.empty((n, k), dtype=E4M3, device=weight.device)
+    grid = (triton.cdiv(k, TILE), triton.cdiv(n, TILE))
+    scales = torch.empty((grid[1], grid[0]), dtype=weight.dtype, device=weight.device)
+    eps = torch.finfo(weight.dtype).eps
+    low = weight.dtype != torch.float32
+    _blocks_kernel[grid](weight, codes, scales, n, k, weight.stride(0), eps, low, TILE, num_warps=8)
+    return codes, scales
+
+
+@triton.jit
+def _int4_kernel(w, packed, scales, n, groups, stride, eps, LOW: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """`ROWS` rows of one group: amax, codes, and eight codes per int32."""
+    group = tl.program_id(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, GROUP)
+    offsets = row.to(tl.int64)[:, None] * stride + group * GROUP + column[None, :]
+    values = tl.load(w + offsets, mask=(row < n)[:, None], other=0.0).to(tl.float32)
+    nans = tl.max((values != values).to(tl.int32), axis=1)
+    scale = _weight_scale(tl.max(tl.abs(values), axis=1), nans, 1.0 / _STEPS, eps, w.dtype.element_ty)
+    quotient = tl.div_rn(values, tl.full(values.shape, 1.0, tl.float32) * scale[:, None])
+    if LOW:
+        quotient = quotient.to(w.dtype.element_ty).to(tl.float32)
+    quotient = _clamp(quotient, -8.0, 7.0)
+    # adding and taking away 1.5 · 2^23 rounds to the nearest integer, ties to even
+    rounded = (quotient + 12582912.0) - 12582912.0
+    nibbles = tl.reshape(rounded.to(tl.int32) + 8, (ROWS, GROUP // 8, 8))
+    word = tl.sum(nibbles << (tl.arange(0, 8) * 4)[None, None, :], axis=2)
+    to = row.to(tl.int64)[:, None] * (groups * (GROUP // 8)) + group * (GROUP // 8) + tl.arange(0, GROUP // 8)[None, :]
+    tl.store(packed + to, word, mask=(row < n)[:, None])
+    tl.store(scales + row.to(tl.int64) * groups + group, scale.to(scales.dtype.element_ty), mask=row < n)
+
+
+def int4_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Return codes "n k/8" (eight per int32) and scales "n k/g" of a weight, as `Int4Group.quantize` makes them."""
+    weight = weight.contiguous()
+    n, k = weight.shape
+    groups, rows = k // group_size, 32
+    packed = torch.empty((n, k // 8), dtype=torch.int32, device=weight.device)
+    scales = torch.empty((n, groups), dtype=weight.dtype, device=weight.device)
+    eps = torch.finfo(weight.dtype).eps
+    low = weight.dtype != torch.float32
+    grid = (groups, triton.cdiv(n, rows))
+    _int4_kernel[grid](weight, packed, scales, n, groups, weight.stride(0), eps, low, group_size, rows, num_warps=4)
+    return packed, scales
+
+
+@triton.jit
+def _int4_values_kernel(packed, scales, out, n, groups, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Codes times scales, rounded once."""
+    group = tl.program_id(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    inside = (row < n)[:, None]
+    words = row.to(tl.int64)[:, None] * (groups * (GROUP // 8)) + group * (GROUP // 8)
+    word = tl.load(packed + words + tl.arange(0, GROUP // 8)[None, :], mask=inside, other=0)
+    nibble = (word[:, :, None] >> (tl.arange(0, 8) * 4)[None, None, :]) & 0xF
+    codes = (tl.reshape(nibble, (ROWS, GROUP)) - 8).to(tl.float32)
+    scale = tl.load(scales + row.to(tl.int64) * groups + group, mask=row < n, other=0.0).to(tl.float32)
+    to = row.to(tl.int64)[:, None] * (groups * GROUP) + group * GROUP + tl.arange(0, GROUP)[None, :]
+    tl.store(out + to, (codes * scale[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+def int4_values(packed: Tensor, scales: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
+    """Return the weight "n k" that packed INT4 codes and their scales stand for."""
+    n, groups = scales.shape
+    rows = 32
+    out = torch.empty((n, groups * group_size), dtype=dtype, device=packed.device)
+    grid = (groups, triton.cdiv(n, rows))
+    _int4_values_kernel[grid](packed.contiguous(), scales.contiguous(), out, n, groups, group_size, rows, num_warps=4)
+    return out
+
+
+@triton.jit
+def _token_kernel(x, codes, scales, stride, K: tl.constexpr, SIZE: tl.constexpr):
+    """One row: its amax first, then its codes, the second read out of the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE)
+    amax = tl.zeros((SIZE,), tl.float32)
+    for start in range(0, K, SIZE):
+        values = tl.load(x + row * stride + start + column, mask=start + column < K, other=0.0)
+        amax = tl.maximum(amax, tl.abs(values.to(tl.float32)))
+    scale = _scale(tl.max(amax, axis=0, keep_dims=True))
+    for start in range(0, K, SIZE):
+        values = tl.load(x + row * stride + start + column, mask=start + column < K, other=0.0).to(tl.float32)
+        to = codes + row * K + start + column
+        tl.store(to, _codes(values, scale).to(codes.dtype.element_ty), mask=start + column < K)
+    tl.store(scales + row + tl.arange(0, 1), scale)
+
+
+def e4m3_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return E4M3 codes "m k" and scales "m 1" of `x` with a scale per row."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    m, k = x.shape
+    codes = torch.empty((m, k), dtype=E4M3, device=x.device)
+    scales = torch.empty((m, 1), dtype=torch.float32, device=x.device)
+    # 4096 values a step keep a row's state in registers at eight warps
+    _token_kernel[(m,)](x, codes, scales, x.stride(0), k, min(triton.next_power_of_2(k), 4096), num_warps=8)
+    return codes, scales

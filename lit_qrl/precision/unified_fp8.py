@@ -1,0 +1,122 @@
+"""Jet-RL's unified precision flow: all three GEMMs of every linear layer in FP8, on both sides of the loop."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.precision import block_fp8
+from lit_qrl.precision.base import LowBitLinear, QuantizedPrecision, autocast_input, network_of
+from lit_qrl.precision.block_fp8 import Backend, Operand
+from lit_qrl.precision.formats.fp8_block import BLOCK, FP8Block
+from lit_qrl.precision.surgery import quantizable_linears
+
+log = logging.getLogger(__name__)
+
+
+class _BlockScaled(torch.autograd.Function):
+    """Forward, input gradient and weight gradient in block-scaled FP8; the input is kept in FP8 in between."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "UnifiedLinear") -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        # The weight's gradient sums over tokens, so the input is kept quantized along them.
+        along, across = layer.backend.quantize(flat, True, weight.requires_grad)
+        assert along is not None
+        added = None if bias is None else bias.to(x.dtype)
+        out = layer.backend.multiply(along, layer.operands()[0], x.dtype, added)[: flat.shape[0]]
+        ctx.layer, ctx.shape, ctx.has_bias, ctx.weight_dtype = layer, x.shape, bias is not None, weight.dtype
+        ctx.save_for_backward(*(() if across is None else (across.codes, across.scale)))
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        flat, backend = grad.reshape(-1, grad.shape[-1]), ctx.layer.backend
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        along, across = backend.quantize(flat, needs_x, needs_weight)
+        grad_x = grad_weight = grad_bias = None
+        if along is not None:
+            grad_x = backend.multiply(along, ctx.layer.operands()[1], grad.dtype)[: flat.shape[0]].view(ctx.shape)
+        if across is not None:
+            codes, scale = ctx.saved_tensors
+            kept = Operand(codes, scale, False)
+            grad_weight = backend.multiply(across, kept, grad.dtype).to(ctx.weight_dtype)
+        if ctx.has_bias and needs_bias:
+            grad_bias = flat.sum(dim=0)
+        return grad_x, grad_weight, grad_bias, None
+
+
+class UnifiedLinear(LowBitLinear):
+    """A linear layer whose three GEMMs are block-scaled FP8."""
+
+    backend: Backend
+
+    def operands(self) -> tuple[Operand, Operand]:
+        """Return the weight for the forward product and for the input's gradient, made once per version of it."""
+        q = self.quantized()
+        if "operands" not in self._prepared:
+            with torch.inference_mode(False), torch.no_grad():
+                self._prepared["operands"] = self.backend.weight(q)
+        return self._prepared["operands"]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return `x @ W.T + b`: "... in" -> "... out"."""
+        return _BlockScaled.apply(autocast_input(input), self.weight, self.bias, self)  # pyright: ignore
+
+
+class UnifiedFP8(QuantizedPrecision):
+    """One FP8 precision flow for learner and sampler (Jet-RL, arXiv:2601.14243, §4).
+
+    Weights are quantized per 128×128, activations and gradients per 1×128, E4M3 throughout; activations are kept for
+    the backward pass in FP8, gradients between operators and master weights stay bf16. The rollout format is
+    `fp8_block`, and what is published are the codes and scales that the forward pass multiplies with.
+
+    Args:
+        backend: `te` (Transformer Engine's kernels), `torch` (scaled_mm), `emulate` (any device), or `auto`.
+        exclude: globs over names of linear layers that stay as they are, beside embeddings, output and routers.
+        autocast: run the other operations in bf16 over fp32 master weights; `none` leaves each in its own dtype.
+
+    Raises:
+        ConfigError: for a backend that this host cannot run.
+    """
+
+    layer_class = UnifiedLinear
+
+    def __init__(
+        self,
+        backend: Literal["auto", "te", "torch", "emulate"] = "auto",
+        exclude: Sequence[str] = (),
+        autocast: Literal["none", "bf16"] = "none",
+    ) -> None:
+        super().__init__(FP8Block(), exclude, autocast)
+        self.backend = block_fp8.backend(backend)
+        if backend == "auto":
+            log.info("UnifiedFP8 takes the backend %s.", self.backend.name)
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        if self.backend.name != "emulate":
+            self._check_shapes(quantizable_linears(network_of(module), self.exclude))
+        super().convert_module(module)
+        for layer in self.layers(module).values():
+            assert isinstance(layer, UnifiedLinear)
+            layer.backend = self.backend
+        return module
+
+    def _check_shapes(self, layers: dict[str, nn.Linear]) -> None:
+        odd = [
+            f"{name} {(layer.out_features, layer.in_features)}"
+            for name, layer in layers.items()
+            if layer.out_features % BLOCK or layer.in_features % BLOCK
+        ]
+        if odd:
+            raise ConfigError(
+                f"{len(odd)} layers do not fit the FP8 GEMM: {', '.join(odd[:4])}{' …' if len(odd) > 4 else ''}.",
+                expected=f"in_features and out_features divisible by {BLOCK}",
+                remedy="Exclude them with the plugin's `exclude` globs, or set backend to emulate.",
+            )

@@ -1,0 +1,219 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.precision import block_fp8
+from lit_qrl.precision.base import StepClock
+from lit_qrl.precision.export import export_tensors
+from lit_qrl.precision.formats import FP8Block
+from lit_qrl.precision.unified_fp8 import UnifiedFP8, UnifiedLinear
+
+from .toy import LINEARS, Module, Policy, batches, fit, resumed_equals_uninterrupted, trainer
+
+
+def unified(linear):
+    layer = UnifiedLinear.from_linear(linear, "layer", FP8Block(), StepClock())
+    layer.backend = block_fp8.backend("emulate")
+    return layer
+
+
+def plugin(**options):
+    return UnifiedFP8(backend="emulate", **options)
+
+
+def along(matrix):
+    """Quantize each 1×128 of a matrix to E4M3 and back, in a loop, fp64."""
+    out = torch.empty(matrix.shape, dtype=torch.float64)
+    for i in range(matrix.shape[0]):
+        for start in range(0, matrix.shape[1], 128):
+            part = matrix[i, start : start + 128].float()
+            scale = part.abs().max() / 448.0
+            codes = (part / scale).to(torch.float8_e4m3fn) if scale > 0 else torch.zeros_like(part)
+            out[i, start : start + 128] = codes.double() * scale.double()
+    return out
+
+
+def squares(weight):
+    """Quantize each 128×128 of a weight to E4M3 and back, in a loop, fp64."""
+    out = torch.empty(weight.shape, dtype=torch.float64)
+    for i in range(0, weight.shape[0], 128):
+        for j in range(0, weight.shape[1], 128):
+            part = weight[i : i + 128, j : j + 128]
+            scale = part.abs().max() / 448.0
+            out[i : i + 128, j : j + 128] = (part / scale).to(torch.float8_e4m3fn).double() * scale.double()
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [3, 130, 256])
+def test_the_three_gemms_against_loops_in_fp64(tokens, dtype):
+    torch.manual_seed(0)
+    linear = nn.Linear(200, 264).to(dtype)
+    layer = unified(linear)
+    x = (torch.randn(tokens, 200) * torch.rand(tokens, 1) * 4).to(dtype).requires_grad_()
+    grad = (torch.randn(tokens, 264) * torch.rand(1, 264)).to(dtype)
+    out = layer(x)
+    out.backward(grad)
+    weight = squares(linear.weight.detach())
+    eps = torch.finfo(dtype).eps
+    for ours, a, b, added in [
+        (out, along(x.detach()), weight, linear.bias.detach().double()),
+        (x.grad, along(grad), weight.t(), 0.0),
+        (layer.weight.grad, along(grad.t()), along(x.detach().t()), 0.0),
+    ]:
+        exact = a @ b.t() + added
+        slack = (a.abs() @ b.abs().t()) * 2.0**-20
+        assert ours.dtype == dtype
+        assert bool(((ours.double() - exact).abs() <= exact.abs() * eps + slack).all())
+    assert torch.allclose(layer.bias.grad, grad.sum(dim=0))
+
+
+def test_the_forward_pass_is_the_sampler_s():
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        linear = nn.Linear(256, 128).to(dtype)
+        layer = unified(linear)
+        x = torch.randn(2, 7, 256).to(dtype)
+        format = FP8Block()
+        assert torch.equal(layer(x), format.linear(x, format.quantize(linear.weight), linear.bias))
+
+
+def test_the_input_is_kept_in_eight_bits():
+    layer = unified(nn.Linear(256, 128, bias=False))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer(torch.randn(128, 256, requires_grad=True))
+    assert sorted(t.dtype.itemsize for t in saved) == [1, 4]
+    assert sum(t.numel() * t.dtype.itemsize for t in saved) == 128 * 256 + 256 * 4
+
+
+def test_a_frozen_weight_keeps_no_input():
+    layer = unified(nn.Linear(256, 128, bias=False))
+    layer.weight.requires_grad_(False)
+    saved = []
+    x = torch.randn(4, 256, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = layer(x)
+    out.sum().backward()
+    assert not saved
+    assert x.grad is not None
+
+
+def test_gradients_stay_close_to_the_plain_layer_s():
+    torch.manual_seed(0)
+    plain = nn.Linear(256, 256)
+    layer = unified(copy.deepcopy(plain))
+    inputs = [torch.randn(512, 256, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
+    upstream = torch.randn(512, 256)
+    layer(inputs[0]).backward(upstream)
+    plain(inputs[1]).backward(upstream)
+    for ours, theirs in [(inputs[0].grad, inputs[1].grad), (layer.weight.grad, plain.weight.grad)]:
+        error = (ours - theirs).norm() / theirs.norm()
+        assert 1e-3 < error < 0.06  # two E4M3 operands: about 2.6 % each
+
+
+def test_convert_module_leaves_the_state_dict_alone_and_is_idempotent():
+    module = Module(Policy())
+    module.policy.configure()
+    before = {name: (tensor.shape, tensor.dtype, tensor.data_ptr()) for name, tensor in module.state_dict().items()}
+    unify = plugin()
+    unify.convert_module(module)
+    layers = unify.layers(module)
+    unify.convert_module(module)
+    assert unify.layers(module) == layers
+    assert sorted(layers) == sorted(LINEARS)
+    module.policy(torch.zeros(1, 4, dtype=torch.long))
+    after = {name: (tensor.shape, tensor.dtype, tensor.data_ptr()) for name, tensor in module.state_dict().items()}
+    assert after == before
+
+
+def test_what_is_published_is_what_the_forward_used(tmp_path):
+    unify = plugin()
+    module, _ = fit(tmp_path, unify)
+    published = dict(unify.export(module.policy))
+    again = dict(export_tensors(module.policy.named_weights(), FP8Block(), LINEARS))
+    assert list(published) == list(again)
+    for name, layer in unify.layers(module).items():
+        q = layer.quantized()
+        assert published[f"{name}.weight"].data_ptr() == q.codes.data_ptr()
+        assert torch.equal(again[f"{name}.weight"].view(torch.uint8), q.codes.view(torch.uint8))
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path):
+    plain, _ = fit(tmp_path, plugin())
+    checkpointed, _ = fit(tmp_path, plugin(), Module(Policy(checkpointing=True)))
+    assert checkpointed.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+def test_resume_continues_bit_for_bit(tmp_path):
+    whole, second, losses, joined = resumed_equals_uninterrupted(tmp_path, plugin, lambda: Module(Policy()))
+    assert joined == losses
+    assert all(torch.equal(whole[name], second[name]) for name in whole)
+
+
+def test_accumulation_quantizes_once_per_step(tmp_path, monkeypatch):
+    calls = []
+    original = FP8Block.quantize
+    monkeypatch.setattr(FP8Block, "quantize", lambda *a: calls.append(1) or original(*a))
+    fit(tmp_path, plugin(), accumulate_grad_batches=2)
+    assert len(calls) == 2 * len(LINEARS)
+
+
+def test_training_learns(tmp_path):
+    module, _ = fit(tmp_path, plugin(), Module(Policy(), steps_lr=5e-3), epochs=12)
+    assert sum(module.losses[-4:]) < 0.8 * sum(module.losses[:4])
+
+
+def test_a_copy_of_the_policy_computes_alone():
+    module = Module(Policy())
+    module.policy.configure()
+    unify = plugin()
+    unify.convert_module(module)
+    tokens = torch.arange(6).view(1, 6)
+    with torch.no_grad():
+        before = module.policy(tokens)
+        frozen = copy.deepcopy(module.policy)
+        for layer in unify.layers(module).values():
+            layer.weight.mul_(1.5)
+        assert torch.equal(frozen(tokens), before)
+        assert not torch.equal(module.policy(tokens), before)
+
+
+@pytest.mark.parametrize("name", ["torch", "te"])
+def test_a_backend_that_cannot_run_here_is_refused_at_once(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=rf"FP8 backend {name} cannot run here: there is no CUDA.*emulate"):
+        UnifiedFP8(backend=name)
+
+
+def test_a_missing_transformer_engine_is_named(monkeypatch):
+    monkeypatch.setattr(block_fp8, "_block_gemm_missing", lambda: None)
+    monkeypatch.setattr(block_fp8, "TE_REQUIREMENT", "transformer_engine_that_is_not_there>=2.10")
+    with pytest.raises(ConfigError, match="transformer_engine_that_is_not_there"):
+        UnifiedFP8(backend="te")
+    assert block_fp8.backend("auto").name == "torch"
+
+
+def test_unknown_backends_are_refused():
+    with pytest.raises(ConfigError, match=r"auto, te, torch or emulate.*cuda"):
+        UnifiedFP8(backend="cuda")
+
+
+def test_shapes_that_the_gemm_cannot_take_are_named():
+    module = Module(Policy())
+    module.policy.configure()
+    unify = plugin()
+    unify.backend = type("Fast", (block_fp8.Emulated,), {"name": "torch"})()
+    with pytest.raises(ConfigError, match=r"14 layers do not fit.*q_proj \(64, 64\).*divisible by 128.*emulate"):
+        unify.convert_module(module)
+
+
+def test_a_plain_checkpoint_fits(tmp_path):
+    _, run = fit(tmp_path, None)
+    run.save_checkpoint(tmp_path / "plain.ckpt")
+    module = Module(Policy())
+    trainer(tmp_path, plugin(), epochs=2).fit(module, batches(), ckpt_path=tmp_path / "plain.ckpt")
+    assert len(module.losses) == 4
