@@ -69,6 +69,7 @@ class RLProgress(ProgressBar):
         self._lines = 0
         self._ran = False
         self._pending: int | None = None
+        self._evaluated: dict[str, float] = {}
         self._generation: tuple[str, int, int, int, float] | None = None
         self._first = (0, 0.0)
         self._train_started: tuple[float, int] | None = None
@@ -93,8 +94,16 @@ class RLProgress(ProgressBar):
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return the last known value of every logged metric, as numbers."""
-        found = {**trainer.logged_metrics, **trainer.callback_metrics}
+        found = {**self._evaluated, **trainer.logged_metrics, **trainer.callback_metrics}
         return {name: float(value) for name, value in found.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last evaluation, so that a resumed run can go on showing it."""
+        return {"evaluated": dict(self._evaluated)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the last evaluation."""
+        self._evaluated = dict(state_dict["evaluated"])
 
     # ---------------------------------------------------------------------------------------------------------- phases
 
@@ -198,10 +207,11 @@ class RLProgress(ProgressBar):
         """Print the line of the untrained policy; take the bars away when this was all."""
         if trainer.state.fn != "fit":
             self._stop()
-        elif not self._ran and trainer.current_epoch == 0 and not trainer.sanity_checking:
-            self._line(
-                trainer, 0, {n: v for n, v in self.get_metrics(trainer, pl_module).items() if n.startswith("val/")}
-            )
+            return
+        metrics = self.get_metrics(trainer, pl_module)
+        self._evaluated = {name: value for name, value in metrics.items() if name.startswith("val/")}
+        if not self._ran and trainer.current_epoch == 0 and not trainer.sanity_checking:
+            self._line(trainer, 0, self._evaluated)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the bars away."""

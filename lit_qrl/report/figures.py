@@ -179,7 +179,9 @@ def _catalogue(runs: Sequence[Run]) -> list[Figure]:
             "correction",
             "Correction",
             "What the correction made of the mismatch: α mixes the uncorrected gradient (0) with the "
-            "importance-weighted one (1); it is (reliability − variance penalty) × necessity.",
+            "importance-weighted one (1); it is (reliability − variance penalty) × necessity."
+            if any(run.series("correction/alpha") for run in runs)
+            else "What the correction made of the mismatch: how large its weights are, and how many tokens it reaches.",
             (
                 Panel("α, strength of the correction", (Line("correction/alpha", "α"),), limits=(0.0, 1.0)),
                 Panel(

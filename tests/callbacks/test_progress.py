@@ -84,7 +84,10 @@ def test_a_resumed_run_prints_its_own_iterations_only(tmp_path, capsys):
     (checkpoint,) = (tmp_path / "checkpoints").glob("*.ckpt")
     trainer = trainer_of(tmp_path, [RLProgress()], 4)
     trainer.fit(Module(), ckpt_path=checkpoint)
-    assert [row.split()[0] for row in capsys.readouterr().out.splitlines()[1:]] == ["3/4", "4/4"]
+    rows = [row.split() for row in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[0] for row in rows] == ["3/4", "4/4"]
+    # The first has the accuracy that the process before has measured.
+    assert [row[2] for row in rows] == ["0.375", "0.625"]
 
 
 def test_a_terminal_sees_generation_move(tmp_path, terminal):
