@@ -39,8 +39,6 @@ class RolloutEngine(ABC):
     version: int = -1
     single_format: bool = False
     """True when the engine holds the format it was started with and no other, so that evaluations use it too."""
-    holds_one_format: bool = False
-    """True for an engine whose modules are built for one format; it also evaluates in that one."""
     plain_dtype: torch.dtype | None = None
     """The dtype in which plain tensors must be sent; None takes what comes."""
     prompt_limit: int | None = None

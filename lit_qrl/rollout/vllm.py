@@ -18,7 +18,7 @@ from lit_qrl.rollout import vllm_requests as requests
 from lit_qrl.rollout.engine import EnginePolicy, Progress, RolloutEngine
 from lit_qrl.rollout.receipt import PublishError, ReceivedLedger
 from lit_qrl.rollout.vllm_adapter import LiveAdapter, check_adapter
-from lit_qrl.rollout.vllm_checks import check_device_memory, check_format, check_model, plain_layers
+from lit_qrl.rollout.vllm_checks import automatic_dtype, check_device_memory, check_format, check_model, plain_layers
 from lit_qrl.rollout.vllm_weights import LiveModel
 from lit_qrl.types import Completion, PublishReport, SamplingParams
 
@@ -37,14 +37,14 @@ class VLLMEngine(RolloutEngine):
     It is built at the first `load_weights`, when the format is known, and holds that format from then on.
 
     Args:
-        dtype: of activations and of all tensors that are not quantized; `auto` is the learner's where the format is
-            plain, else bf16.
+        dtype: of activations and of all tensors that are not quantized; `auto` is the format's or the learner's, but
+            bf16 where the low-bit kernels take nothing else.
         gpu_memory_utilization: share of the GPU's memory that the engine may take, weights and KV cache together.
         kv_cache_gib: size of the KV cache in GiB: on a GPU, instead of what the share leaves; on CPU, 1 by default.
         kv_cache_dtype: `auto` is the model's; `fp8` is a source of mismatch of its own.
         max_model_len: longest prompt and completion together, in tokens; None is the sum of the run's two limits.
         max_num_seqs: sequences decoded at a time.
-        enforce_eager: no compilation and no CUDA graphs: starts in seconds and decodes slower.
+        enforce_eager: no compilation and no CUDA graphs: starts in seconds and decodes slower; always so on CPU.
         quick_start: CUDA graphs for decoding without compilation; starts in seconds and decodes nearly at full speed.
         max_lora_rank: of adapters published apart from their base; 0 allows none.
         sleep_level: what `sleep` does on a GPU: 0 nothing, 1 moves the weights to the host, 2 drops them. The KV
@@ -56,7 +56,7 @@ class VLLMEngine(RolloutEngine):
         engine_args: further arguments of `vllm.LLM`.
     """
 
-    holds_one_format = True
+    single_format = True
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class VLLMEngine(RolloutEngine):
             "gpu_memory_utilization": gpu_memory_utilization,
             "kv_cache_dtype": kv_cache_dtype,
             "max_num_seqs": max_num_seqs,
-            "enforce_eager": enforce_eager,
+            "enforce_eager": enforce_eager or not torch.cuda.is_available(),
             "enable_prefix_caching": True,
             "seed": seed,
             **({"compilation_config": compilation} if compilation and torch.cuda.is_available() else {}),
@@ -147,10 +147,7 @@ class VLLMEngine(RolloutEngine):
         self.policy, self.sampling = policy, sampling
         network = policy.network
         learner = next(network.parameters()).dtype
-        plain = self.format is None or not self.format.quantization_config()
-        dtype: torch.dtype = DTYPES.get(self.dtype) or (learner if plain else torch.bfloat16)
-        if plain and self.format is not None and self.dtype == "auto":
-            dtype = getattr(self.format, "dtype", learner)
+        dtype = DTYPES.get(self.dtype) or automatic_dtype(self.format, learner)
         self.plain_dtype = dtype
         lora = getattr(policy, "lora", None)
         if self.max_lora_rank and lora is not None:

@@ -14,7 +14,22 @@ if TYPE_CHECKING:
 
 # What the CPU build of vLLM has kernels for without AMX.
 cpu_formats: set[str] = {"bf16", "fp16", "fp32", "fp8_tensor", "fp8_row", "int8_channel", "int4_group"}
+# Those of them whose GEMM has no fp32 activations.
+half_only = frozenset({"int4_group"})
 cuda_formats: set[str] = cpu_formats | {"fp8_block", "nvfp4", "mxfp4"}
+
+
+def automatic_dtype(format: "NumberFormat | None", learner: torch.dtype) -> torch.dtype:
+    """Return the engine's dtype: the format's or the learner's own, bf16 where kernels take nothing else.
+
+    >>> from lit_qrl.precision import formats
+    >>> automatic_dtype(formats.get("bf16"), torch.float32), automatic_dtype(None, torch.float32)
+    (torch.bfloat16, torch.float32)
+    """
+    if format is None or not format.quantization_config():
+        return getattr(format, "dtype", learner)
+    takes_float32 = not torch.cuda.is_available() and format.name not in half_only
+    return learner if takes_float32 or learner != torch.float32 else torch.bfloat16
 
 
 def check_format(format: "NumberFormat | None") -> None:
