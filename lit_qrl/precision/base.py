@@ -184,6 +184,20 @@ class QuantizedPrecision(Precision):
         """Return the low-bit layers of a module or a policy, by checkpoint name."""
         return {name: part for name, part in network_of(module).named_modules() if isinstance(part, LowBitLinear)}
 
+    # --------------------------------------------------------------------------------------------- for the publisher
+
+    def shapes(self, policy: Any) -> dict[str, tuple[int, int]]:
+        """Return (out, in) of every layer that is published in `format`, by checkpoint name."""
+        return {name: (layer.out_features, layer.in_features) for name, layer in self.layers(policy).items()}
+
+    def weights(self, policy: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the learner's weights under their checkpoint names, as `export` takes them."""
+        return policy.named_weights() if hasattr(policy, "named_weights") else iter(policy.named_parameters())
+
+    def plain_weights(self, policy: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield full-precision weights for an evaluation that does not depend on the format."""
+        return self.weights(policy)
+
     def export(
         self, policy: Any, named: Iterable[tuple[str, Tensor]] | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
@@ -191,18 +205,18 @@ class QuantizedPrecision(Precision):
 
         Args:
             policy: the policy, or its network.
-            named: its weights as they are to be published, such as perturbed norms; a layer whose tensor is not the
-                learner's own is quantized anew.
+            named: what `weights` yields as it is to be published, such as with perturbed norms; a layer whose tensor
+                is not the learner's own is quantized anew.
             dtype: of the floating tensors outside these layers; None leaves them.
         """
         layers = self.layers(policy)
-        plain = policy.named_weights if hasattr(policy, "named_weights") else policy.named_parameters
 
         def existing(name: str, tensor: Tensor) -> QuantizedWeight | None:
             layer = layers[name]
             return layer.quantized() if tensor.data_ptr() == layer.weight.data_ptr() else None
 
-        return export_tensors(plain() if named is None else named, self.format, list(layers), dtype, existing)
+        stream = self.weights(policy) if named is None else named
+        return export_tensors(stream, self.format, list(layers), dtype, existing)
 
 
 def network_of(module: nn.Module) -> nn.Module:

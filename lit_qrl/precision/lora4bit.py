@@ -190,6 +190,12 @@ class NVFP4LoRA(QuantizedPrecision):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         return Precision.optimizer_step(self, *args, **kwargs)
 
+    def shapes(self, policy: Any) -> dict[str, tuple[int, int]]:
+        return {name: layer.shape for name, layer in self.packed(policy).items()}
+
+    def plain_weights(self, policy: Any) -> Iterator[tuple[str, Tensor]]:
+        return self.merged_weights(policy)
+
     def export(
         self, policy: Any, named: Iterable[tuple[str, Tensor]] | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
@@ -197,15 +203,14 @@ class NVFP4LoRA(QuantizedPrecision):
 
         Args:
             policy: the policy, or its network.
-            named: replaces `base_weights`, for instance with perturbed norms; the packed layers' entries are names
-                with any tensor, such as an empty one.
+            named: what `weights` yields, such as with perturbed norms; a packed layer is exported as it is held.
             dtype: of the floating tensors outside these layers; None leaves them.
         """
         layers = self.packed(policy)
-        stream = self.base_weights(policy) if named is None else named
+        stream = self.weights(policy) if named is None else named
         return export_tensors(stream, self.format, list(layers), dtype, lambda name, tensor: layers[name].weight)
 
-    def base_weights(self, policy: Any) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, policy: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the base's tensors under their checkpoint names; of a packed layer, an empty tensor in its place."""
         seen: set[int] = set()
         for name, module in network_of(policy).named_modules():
@@ -236,7 +241,7 @@ class NVFP4LoRA(QuantizedPrecision):
         }
         fallback = next(iter(network_of(policy).parameters())).dtype
         with torch.no_grad():
-            for name, tensor in self.base_weights(policy):
+            for name, tensor in self.weights(policy):
                 layer = name.removesuffix(".weight")
                 if layer not in layers or not name.endswith(".weight"):
                     yield name, tensor

@@ -94,6 +94,7 @@ def test_packing_is_idempotent():
     packer.configure_policy(policy)
     assert packer.packed(policy) == before
     assert sorted(packer.report.swapped) == sorted(LINEARS)
+    assert packer.shapes(policy)["model.layers.0.self_attn.k_proj"] == (32, 64)
 
 
 def test_layers_without_an_adapter_are_packed_too():
@@ -129,7 +130,7 @@ def test_the_exported_base_is_the_one_that_the_forward_uses(name):
 
 def test_a_perturbed_norm_passes_into_the_export():
     policy, packer = configured()
-    stream = ((n, t * 3 if n == "model.norm.weight" else t) for n, t in packer.base_weights(policy))
+    stream = ((n, t * 3 if n == "model.norm.weight" else t) for n, t in packer.weights(policy))
     assert dict(packer.export(policy, stream))["model.norm.weight"].tolist() == [3.0] * 64
 
 
@@ -137,7 +138,7 @@ def test_a_perturbed_norm_passes_into_the_export():
 def test_base_and_adapter_agree_with_the_merged_weights(name):
     policy, packer = configured(name)
     plain = network(seed=9)
-    merged = dict(packer.merged_weights(policy, torch.float32))
+    merged = dict(packer.plain_weights(policy))
     assert sorted(merged) == sorted(dict(plain.named_parameters()))
     plain.load_state_dict(merged, strict=False)
     tokens = torch.arange(12).view(2, 6)

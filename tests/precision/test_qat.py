@@ -105,6 +105,8 @@ def test_convert_module_leaves_the_state_dict_alone_and_is_idempotent():
     layers = qat.layers(module)
     assert sorted(layers) == sorted(LINEARS)
     assert sorted(qat.report.swapped) == sorted(LINEARS)
+    assert qat.shapes(module.policy)["model.layers.0.self_attn.k_proj"] == (32, 64)
+    assert [name for name, _ in qat.plain_weights(module.policy)] == [n for n, _ in module.policy.named_weights()]
     qat.convert_module(module)
     assert qat.layers(module) == layers
     after = {name: (tensor.shape, tensor.dtype, tensor.data_ptr()) for name, tensor in module.state_dict().items()}
