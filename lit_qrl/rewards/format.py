@@ -33,21 +33,21 @@ class FormatReward(Reward):
     def __init__(
         self,
         tags: Sequence[str] = ("think", "answer"),
-        pattern: str | None = None,
+        pattern: str = "",
         opened: bool = False,
         weight: float = 1.0,
         name: str = "format",
     ) -> None:
         self.weight, self.name, self.tags, self.opened = weight, name, tuple(tags), opened
         wrong = [tag for tag in self.tags if not re.fullmatch(r"[A-Za-z][\w-]*", tag)]
-        if pattern is None and (wrong or not self.tags):
+        if not pattern and (wrong or not self.tags):
             raise ConfigError(
                 "FormatReward.tags are not names.",
                 expected="names without angle brackets, such as [think, answer]",
                 given=list(self.tags),
             )
         try:
-            self.pattern = None if pattern is None else re.compile(pattern, re.DOTALL)
+            self.pattern = re.compile(pattern, re.DOTALL) if pattern else None
         except re.error as error:
             raise ConfigError(
                 "FormatReward.pattern is not a regular expression.", expected="Python's syntax", given=error

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from math import isqrt
-from typing import Any
 
 from lit_qrl.rewards.answers import last_tagged
 from lit_qrl.rewards.base import Reward, Sample
@@ -97,16 +96,3 @@ class SudokuReward(Reward):
         empty = [i for i, given in enumerate(puzzle) if given == "0"]
         right = sum(grid[i] == solution[i] for i in empty)
         return right / len(empty) if self.partial_credit and right < len(empty) else 0.0
-
-
-def sudoku_cells(grid: Any, size: int = 4) -> str:
-    """Return a grid as lines of digits, as prompts show it.
-
-    >>> print(sudoku_cells("1200340000430021"))
-    1200
-    3400
-    0043
-    0021
-    """
-    text = str(grid)
-    return "\n".join(text[i : i + size] for i in range(0, len(text), size))

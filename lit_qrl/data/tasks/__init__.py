@@ -1,1 +1,7 @@
 """The tasks that ship: rows, prompts and rewards of one problem set each."""
+
+from lit_qrl.data.tasks.countdown import Countdown
+from lit_qrl.data.tasks.dataset import DatasetTask
+from lit_qrl.data.tasks.sudoku import Sudoku
+
+__all__ = ["Countdown", "DatasetTask", "Sudoku"]

@@ -1,0 +1,188 @@
+"""Rows from files, folders and the hub, with errors that say what is there instead."""
+
+import csv
+import difflib
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_qrl.errors import ConfigError, nearest
+
+_HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
+
+
+def read_rows(path: str, split: str = "train", subset: str | None = None) -> list[dict[str, Any]]:
+    """Return the rows of a data set as dictionaries.
+
+    Args:
+        path: a `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file; a folder in any form that the `datasets` library
+            reads or has saved; or a name on its hub.
+        split: of a folder or hub data set; a file is read whole.
+        subset: configuration of a hub data set.
+
+    Raises:
+        ConfigError: nothing is there (names the nearest that is), it cannot be read, or it has no rows.
+    """
+    place = Path(path).expanduser()
+    if place.is_dir():
+        rows = _read_library(str(place), split, subset, saved=_is_saved(place))
+    elif place.is_file():
+        rows = _read_file(place)
+    elif place.suffix.lower() in _READERS or path.startswith((".", "~", "/")) or _is_folder(place.parent):
+        raise ConfigError(
+            f"The data file {path!r} does not exist.",
+            expected="an existing file or folder",
+            given=f"{place.absolute()}",
+            remedy=_nearest_path(place),
+        )
+    elif _HUB_NAME.fullmatch(path):
+        rows = _read_library(path, split, subset, saved=False)
+    else:
+        raise ConfigError(f"{path!r} is no data set.", expected="a file, a folder, or a hub name such as openai/gsm8k")
+    if not rows:
+        raise ConfigError(
+            f"The data set {path!r} is empty.", expected="at least one row", given=f"0 rows in {place.name!r}"
+        )
+    return rows
+
+
+def _is_folder(parent: Path) -> bool:
+    return parent != Path() and parent.is_dir()
+
+
+def _read_file(place: Path) -> list[dict[str, Any]]:
+    reader = _READERS.get(place.suffix.lower())
+    if reader is None:
+        raise ConfigError(
+            f"The kind of the data file {place} is unknown.",
+            expected=f"a name that ends in {', '.join(_READERS)}",
+            given=place.suffix or "no ending",
+            remedy="Rename or convert the file.",
+        )
+    try:
+        rows = reader(place)
+    except (OSError, ValueError) as error:  # UnicodeDecodeError and pyarrow's own errors are ValueErrors
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"The data file {place} cannot be read.", expected=f"valid {place.suffix[1:]} in UTF-8", given=error
+        ) from error
+    wrong = next((i for i, row in enumerate(rows, start=1) if not isinstance(row, dict)), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"Row {wrong} of {place} is not a row.", expected="an object with columns", given=repr(rows[wrong - 1])[:80]
+        )
+    return rows
+
+
+def _read_jsonl(place: Path) -> list[Any]:
+    rows = []
+    with place.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ConfigError(
+                    f"Line {number} of {place} is not JSON.",
+                    expected="one JSON object per line",
+                    given=line[:80].strip(),
+                ) from error
+    return rows
+
+
+def _read_json(place: Path) -> list[Any]:
+    data = json.loads(place.read_text(encoding="utf-8-sig"))
+    if not isinstance(data, list):
+        raise ConfigError(f"{place} holds no list.", expected="a JSON list of objects", given=type(data).__name__)
+    return data
+
+
+def _read_table(delimiter: str) -> Callable[[Path], list[Any]]:
+    def read(place: Path) -> list[Any]:
+        with place.open(encoding="utf-8-sig", newline="") as file:  # every cell stays text: "0140" keeps its zero
+            return [
+                {name: value for name, value in row.items() if name is not None}
+                for row in csv.DictReader(file, delimiter=delimiter)
+            ]
+
+    return read
+
+
+def _read_parquet(place: Path) -> list[Any]:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_table(place).to_pylist()
+
+
+_READERS: dict[str, Callable[[Path], list[Any]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_table(","),
+    ".tsv": _read_table("\t"),
+    ".parquet": _read_parquet,
+}
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+
+
+def _read_library(path: str, split: str, subset: str | None, saved: bool) -> list[dict[str, Any]]:
+    import datasets
+
+    try:
+        if saved:
+            loaded: Any = datasets.load_from_disk(path)
+            if isinstance(loaded, datasets.DatasetDict):
+                if split not in loaded:
+                    raise ConfigError(
+                        f"The data set {path!r} has no split {split!r}.",
+                        expected=", ".join(map(str, loaded)),
+                        given=split,
+                        remedy=nearest(split, map(str, loaded)),
+                    )
+                loaded = loaded[split]
+        else:
+            loaded = datasets.load_dataset(path, subset, split=split)
+    except ConfigError:
+        raise
+    except Exception as error:  # the library raises errors of many kinds, its own and those of the network
+        reason = str(error).strip().splitlines() or [""]
+        raise ConfigError(
+            f"The data set {path!r} (split {split!r}) cannot be loaded.",
+            expected="a folder or a hub data set that exists and can be reached",
+            given=f"{type(error).__name__}: {reason[0][:300]}",
+            remedy="Check the name, the split and the subset; without a network, give a file.",
+        ) from error
+    return list(loaded)
+
+
+def _nearest_path(place: Path) -> str:
+    """Return a sentence with what exists nearest to a missing path."""
+    parent = place.absolute().parent
+    if parent.is_dir():
+        names = sorted(entry.name for entry in parent.iterdir() if not entry.name.startswith("."))
+        close = difflib.get_close_matches(place.name, names, n=1, cutoff=0.5)
+        if close:
+            return f"Did you mean {str(place.parent / close[0])!r}?"
+        return f"{parent} holds {', '.join(names[:8]) or 'nothing'}{' …' if len(names) > 8 else ''}."
+    while not parent.is_dir():
+        parent = parent.parent
+    return f"The folder {str(place.parent)!r} does not exist either; the nearest that does is {str(parent)!r}."
+
+
+def check_columns(rows: Sequence[dict[str, Any]], columns: Sequence[str], source: str) -> None:
+    """Raise `ConfigError` when the first row lacks a column."""
+    present = list(rows[0])
+    for column in columns:
+        if column not in present:
+            raise ConfigError(
+                f"The data set {source!r} has no column {column!r}.",
+                expected=f"one of its columns: {', '.join(map(str, present))}",
+                given=column,
+                remedy=nearest(column, map(str, present)),
+            )

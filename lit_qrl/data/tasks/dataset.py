@@ -1,0 +1,214 @@
+"""Problems from a file or any data set, posed and scored as its YAML says."""
+
+import logging
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from lit_qrl.data.sources import check_columns, read_rows
+from lit_qrl.data.task import Message, Row, Task
+from lit_qrl.errors import ConfigError
+from lit_qrl.rewards.base import Reward, Sample, check_names, score_all
+from lit_qrl.rewards.constant import ConstantReward
+from lit_qrl.rewards.format import FormatReward
+from lit_qrl.rewards.math import MathReward
+
+log = logging.getLogger(__name__)
+
+HELD_OUT_SHARE = 0.1
+HELD_OUT_MOST = 500
+"""Held out by default: a tenth of the rows, at most 500, with which an accuracy has a standard error of about 2 %."""
+
+
+class DatasetTask(Task):
+    r"""Rows with a question and an answer: JSONL, JSON, CSV, TSV or Parquet files, folders, or hub data sets.
+
+    No prompt is both trained on and evaluated: training rows whose prompt is also evaluated are removed and counted.
+
+    Args:
+        path: a file, a folder, or a name on the hub.
+        prompt_column: column of the question.
+        answer_column: column of the gold answer.
+        split: of a folder or hub data set, to train on.
+        subset: configuration of a hub data set.
+        evaluation_path: where the held-out rows are; by default in `path`.
+        evaluation_split: split to evaluate on. With neither this nor `evaluation_path`, rows are held out of the
+            training data by a seeded draw.
+        evaluation_size: rows to evaluate on; by default all of an evaluation source, or a tenth of the training data.
+        answer_pattern: regular expression with one group that finds the answer in its column: `#### (.*)` for GSM8K;
+            by default the whole column.
+        row_filter: allowed values by column, such as `level: [3, 4, 5]`; other rows are left out.
+        system_prompt: the system message, if any.
+        prompt_suffix: put after every question.
+        chat: pose chat messages; else plain text.
+        rewards: what is learned from; by default `MathReward`.
+        correct: decides what counts as solved (a score of 1); by default the first of `rewards` that looks at the
+            answer, else a `MathReward`.
+        seed: of the draw of held-out rows.
+        name: of the task.
+
+    Raises:
+        ConfigError: an argument is wrong; in `setup`, a file or a column is missing, a row has no prompt or answer, or
+            no row is left.
+    """
+
+    # Texts are `str` with an empty default: of a `str | None`, the parser reads the value as YAML first, to which
+    # "#### (.*)" is a comment.
+    def __init__(
+        self,
+        path: str,
+        prompt_column: str = "question",
+        answer_column: str = "answer",
+        split: str = "train",
+        subset: str | None = None,
+        evaluation_path: str | None = None,
+        evaluation_split: str | None = None,
+        evaluation_size: int | None = None,
+        answer_pattern: str = "",
+        row_filter: dict[str, list[Any]] | None = None,
+        system_prompt: str = "",
+        prompt_suffix: str = "",
+        chat: bool = True,
+        rewards: list[Reward] | None = None,
+        correct: Reward | None = None,
+        seed: int = 0,
+        name: str = "dataset",
+    ) -> None:
+        if evaluation_size is not None and evaluation_size < 1:
+            raise ConfigError("evaluation_size is too small.", expected="1 or more, or null", given=evaluation_size)
+        self.path, self.split, self.subset, self.name = path, split, subset, name
+        self.prompt_column, self.answer_column = prompt_column, answer_column
+        self.evaluation_path, self.evaluation_split = evaluation_path, evaluation_split
+        self.evaluation_size, self.seed = evaluation_size, seed
+        self.answer_pattern = _compiled(answer_pattern) if answer_pattern else None
+        self.row_filter = dict(row_filter or {})
+        self.system_prompt, self.prompt_suffix, self.chat = system_prompt, prompt_suffix, chat
+        self.rewards = [MathReward()] if rewards is None else list(rewards)
+        check_names(self.rewards)
+        judges = [reward for reward in self.rewards if not isinstance(reward, (FormatReward, ConstantReward))]
+        self.correct: Reward = correct or (judges[0] if judges else MathReward())
+        self._train: list[dict[str, Any]] = []
+        self._evaluation: list[dict[str, Any]] = []
+
+    def setup(self) -> None:
+        if self._evaluation:
+            return
+        train = self._read(self.path, self.split)
+        if self.evaluation_path is None and self.evaluation_split is None:
+            evaluation = self._held_out(train)
+        else:
+            source, split = self.evaluation_path or self.path, self.evaluation_split
+            evaluation = self._read(source, split or "test")[: self.evaluation_size]
+        evaluated = {self._key(row) for row in evaluation}
+        kept = [row for row in train if self._key(row) not in evaluated]
+        removed = len(train) - len(kept)
+        if not kept:
+            raise ConfigError(
+                f"No training row of {self.path!r} is left.",
+                expected="training rows that are not evaluated on",
+                given=f"{len(train)} rows, all of them among the {len(evaluation)} evaluation rows",
+                remedy="Name another evaluation source, or lower evaluation_size.",
+            )
+        if removed and (self.evaluation_path is not None or self.evaluation_split is not None):
+            log.info("Removed %d of %d training rows that are also evaluated on.", removed, len(train))
+        self._train, self._evaluation = kept, evaluation
+
+    def train_rows(self) -> Sequence[Row]:
+        return self._train
+
+    def evaluation_rows(self) -> Sequence[Row]:
+        return self._evaluation
+
+    def prompt(self, row: Row) -> str | list[Message]:
+        question = f"{row[self.prompt_column]}{self.prompt_suffix}"
+        if not self.chat:
+            return f"{self.system_prompt}\n\n{question}" if self.system_prompt else question
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        return [*system, {"role": "user", "content": question}]
+
+    def reference(self, row: Row) -> Any:
+        answer = row[self.answer_column]
+        if self.answer_pattern is None:
+            return answer
+        matches = self.answer_pattern.findall(str(answer))
+        return matches[-1].strip() if matches else None
+
+    def is_correct(self, samples: Sequence[Sample]) -> list[bool]:
+        scores = score_all([self.correct], samples).parts[self.correct.name]  # one bad sample fails alone
+        return [score >= 1.0 for score in scores]
+
+    # ----------------------------------------------------------------------------------------------------------- rows
+
+    def _read(self, path: str, split: str) -> list[dict[str, Any]]:
+        rows = read_rows(path, split, self.subset)
+        check_columns(rows, [self.prompt_column, self.answer_column, *self.row_filter], path)
+        for column, allowed in self.row_filter.items():
+            kept = [row for row in rows if _is_allowed(row.get(column), allowed)]
+            if not kept:
+                present = sorted({str(row.get(column)) for row in rows})
+                raise ConfigError(
+                    f"row_filter leaves no row of {path!r}.",
+                    expected=f"values that column {column!r} has: {', '.join(present[:10])}",
+                    given=allowed,
+                    remedy="Correct row_filter.",
+                )
+            rows = kept
+        for number, row in enumerate(rows, start=1):
+            self._check(row, f"Row {number} of {path!r}" + (" after row_filter" if self.row_filter else ""))
+        return rows
+
+    def _check(self, row: dict[str, Any], where: str) -> None:
+        prompt = row.get(self.prompt_column)
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise ConfigError(
+                f"{where} has no prompt in column {self.prompt_column!r}.", expected="text", given=repr(prompt)[:80]
+            )
+        answer = row.get(self.answer_column)
+        if answer is None or (isinstance(answer, str) and not answer.strip()):
+            raise ConfigError(
+                f"{where} has no answer in column {self.answer_column!r}.", expected="a gold answer", given=repr(answer)
+            )
+        if not self.reference(row) and self.answer_pattern is not None:
+            raise ConfigError(
+                f"{where} has no answer that answer_pattern finds.",
+                expected=self.answer_pattern.pattern,
+                given=f"…{str(answer)[-80:]}",
+                remedy="Correct answer_pattern, or leave it out.",
+            )
+
+    def _held_out(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        wanted = self.evaluation_size
+        if wanted is None:
+            wanted = max(1, min(HELD_OUT_MOST, int(len(rows) * HELD_OUT_SHARE)))
+        if wanted >= len(rows):
+            raise ConfigError(
+                f"Holding out {wanted} rows of {self.path!r} leaves none to train on.",
+                expected=f"an evaluation_size below its {len(rows)} rows",
+                given=wanted,
+                remedy="Lower evaluation_size, or name an evaluation_path.",
+            )
+        chosen = random.Random(self.seed).sample(range(len(rows)), wanted)
+        return [rows[i] for i in sorted(chosen)]
+
+    def _key(self, row: dict[str, Any]) -> str:
+        return " ".join(str(row[self.prompt_column]).split()).casefold()
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ConfigError("answer_pattern is not a regular expression.", given=f"{pattern!r}: {error}") from error
+    if compiled.groups != 1:
+        raise ConfigError(
+            "answer_pattern has not one group.",
+            expected="exactly one pair of brackets around the answer, such as '#### (.*)'",
+            given=pattern,
+        )
+    return compiled
+
+
+def _is_allowed(value: Any, allowed: Sequence[Any]) -> bool:
+    """Return whether a value is allowed; numbers and their text are the same, since CSV has only text."""
+    return value in allowed or str(value) in map(str, allowed)

@@ -1,0 +1,230 @@
+import copy
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import yaml
+from jsonargparse import ArgumentParser
+
+import lit_qrl.data.tasks
+import lit_qrl.rewards
+from lit_qrl.data.task import Task
+from lit_qrl.data.tasks import DatasetTask
+from lit_qrl.errors import ConfigError
+from lit_qrl.rewards import ConstantReward, FormatReward, MathReward, Reward, Sample, SudokuReward
+from tests.rewards.datasets import DATA, rows
+
+CONFIGS = Path(__file__).parents[3] / "configs" / "task"
+
+
+def write(path, count=20, start=0, **columns):
+    lines = [{"question": f"{i} + 1 = ?", "answer": str(i + 1), **columns} for i in range(start, start + count)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return write(tmp_path / "rows.jsonl")
+
+
+def ready(*arguments, **options):
+    task = DatasetTask(*arguments, **options)
+    task.setup()
+    return task
+
+
+def questions(rows_):
+    return [row["question"] for row in rows_]
+
+
+def test_rows_are_held_out_by_a_seeded_draw(path):
+    task = ready(path, evaluation_size=5)
+    train, held_out = questions(task.train_rows()), questions(task.evaluation_rows())
+    assert len(train) == 15
+    assert len(held_out) == 5
+    assert set(train) | set(held_out) == {f"{i} + 1 = ?" for i in range(20)}
+    assert questions(ready(path, evaluation_size=5).evaluation_rows()) == held_out
+    assert questions(ready(path, evaluation_size=5, seed=1).evaluation_rows()) != held_out
+
+
+def test_by_default_a_tenth_is_held_out(path, tmp_path):
+    assert len(ready(path).evaluation_rows()) == 2
+    assert len(ready(write(tmp_path / "small.jsonl", 2)).evaluation_rows()) == 1
+    assert len(ready(write(tmp_path / "large.jsonl", 6000)).evaluation_rows()) == 500
+
+
+def test_setup_may_be_repeated(path):
+    task = ready(path)
+    first = task.evaluation_rows()
+    task.setup()
+    assert task.evaluation_rows() is first
+
+
+def test_evaluated_rows_are_removed_from_training_and_counted(path, tmp_path, caplog):
+    evaluation = write(tmp_path / "evaluation.jsonl", 10, start=15)
+    with caplog.at_level(logging.INFO):
+        task = ready(path, evaluation_path=evaluation)
+    assert len(task.train_rows()) == 15
+    assert len(task.evaluation_rows()) == 10
+    assert not set(questions(task.train_rows())) & set(questions(task.evaluation_rows()))
+    assert "Removed 5 of 20 training rows" in caplog.text
+
+
+def test_rows_that_differ_in_spaces_and_case_are_the_same(tmp_path):
+    (tmp_path / "a.jsonl").write_text(
+        '{"question": "How  many?\\n", "answer": "1"}\n{"question": "What?", "answer": "2"}\n'
+    )
+    (tmp_path / "b.jsonl").write_text('{"question": "how many?", "answer": "1"}\n')
+    task = ready(str(tmp_path / "a.jsonl"), evaluation_path=str(tmp_path / "b.jsonl"))
+    assert questions(task.train_rows()) == ["What?"]
+
+
+def test_duplicates_of_held_out_rows_are_not_trained_on(tmp_path):
+    (tmp_path / "a.jsonl").write_text((Path(write(tmp_path / "b.jsonl", 10)).read_text()) * 2)
+    task = ready(str(tmp_path / "a.jsonl"), evaluation_size=4)
+    assert not set(questions(task.train_rows())) & set(questions(task.evaluation_rows()))
+
+
+def test_evaluation_rows_can_be_limited(path, tmp_path):
+    evaluation = write(tmp_path / "evaluation.jsonl", 10, start=100)
+    assert len(ready(path, evaluation_path=evaluation, evaluation_size=3).evaluation_rows()) == 3
+
+
+def test_splits_of_a_folder(tmp_path):
+    write(tmp_path / "train.jsonl", 8)
+    write(tmp_path / "test.jsonl", 4, start=50)
+    task = ready(str(tmp_path), evaluation_split="test")
+    assert (len(task.train_rows()), len(task.evaluation_rows())) == (8, 4)
+
+
+def test_prompts(path):
+    row = {"question": "2 + 2?", "answer": "4"}
+    assert DatasetTask(path).prompt(row) == [{"role": "user", "content": "2 + 2?"}]
+    assert DatasetTask(path, system_prompt="Think.", prompt_suffix=" Box it.").prompt(row) == [
+        {"role": "system", "content": "Think."},
+        {"role": "user", "content": "2 + 2? Box it."},
+    ]
+    assert DatasetTask(path, chat=False).prompt(row) == "2 + 2?"
+    assert DatasetTask(path, chat=False, system_prompt="Think.").prompt(row) == "Think.\n\n2 + 2?"
+
+
+def test_answer_pattern(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"question": "a", "answer": "x #### 1 #### 2\\n#### 1,000 "}\n' * 2)
+    task = DatasetTask(str(tmp_path / "a.jsonl"), answer_pattern="#### (.*)")
+    assert task.reference({"question": "a", "answer": "x #### 1\n#### 1,000 "}) == "1,000"
+    with pytest.raises(ConfigError, match=r"Row 1 of .*no answer that answer_pattern finds"):
+        ready(str(tmp_path / "a.jsonl"), answer_pattern="Answer: (.*)")
+
+
+def test_row_filter(tmp_path):
+    a, b = write(tmp_path / "a.jsonl", 6, level=3), write(tmp_path / "b.jsonl", 6, start=6, level=5)
+    both = tmp_path / "both.jsonl"
+    both.write_text(Path(a).read_text() + Path(b).read_text())
+    task = ready(str(both), row_filter={"level": [4, 5]}, evaluation_size=2)
+    assert {row["level"] for row in (*task.train_rows(), *task.evaluation_rows())} == {5}
+    assert len(ready(str(both), row_filter={"level": ["3"]}, evaluation_size=2).train_rows()) == 4
+    with pytest.raises(ConfigError, match=r"row_filter leaves no row.*'level' has: 3, 5"):
+        ready(str(both), row_filter={"level": [1]})
+    with pytest.raises(ConfigError, match="no column 'grade'"):
+        ready(str(both), row_filter={"grade": [1]})
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"prompt_column": "problem"}, r"no column 'problem'.*question, answer"),
+        ({"answer_column": "anwser"}, r"no column 'anwser'.*Did you mean 'answer'"),
+        ({"evaluation_size": 20}, r"leaves none to train on.*below its 20 rows"),
+        ({"evaluation_path": "nowhere.jsonl"}, "does not exist"),
+    ],
+)
+def test_what_setup_refuses(path, options, message):
+    task = DatasetTask(path, **options)
+    with pytest.raises(ConfigError, match=message):
+        task.setup()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"evaluation_size": 0}, "evaluation_size"),
+        ({"answer_pattern": "("}, "not a regular expression"),
+        ({"answer_pattern": "####"}, "not one group"),
+        ({"rewards": []}, "no reward"),
+        ({"rewards": [MathReward(), MathReward()]}, "both named 'math'"),
+    ],
+)
+def test_what_construction_refuses(options, message):
+    with pytest.raises(ConfigError, match=message):
+        DatasetTask("rows.jsonl", **options)
+
+
+def test_evaluating_on_all_training_rows_is_refused(path):
+    with pytest.raises(ConfigError, match=r"No training row .* is left"):
+        ready(path, evaluation_path=path)
+
+
+@pytest.mark.parametrize(
+    "line", ['{"question": "", "answer": "1"}', '{"question": null, "answer": "1"}', '{"answer": "1"}']
+)
+def test_a_row_without_prompt_is_refused(path, line):
+    with open(path, "a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ConfigError, match=r"Row 21 of .*no prompt in column 'question'"):
+        ready(path)
+
+
+@pytest.mark.parametrize("line", ['{"question": "a", "answer": " "}', '{"question": "a"}'])
+def test_a_row_without_answer_is_refused(path, line):
+    with open(path, "a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ConfigError, match=r"Row 21 of .*no answer in column 'answer'"):
+        ready(path)
+
+
+def test_what_counts_as_correct():
+    samples = [Sample("", r"\boxed{5}", "5"), Sample("", r"\boxed{6}", "5"), Sample("", "5", "5")]
+    for rewards in (None, [MathReward()], [ConstantReward()], [FormatReward(["a"]), MathReward(weight=0.1)]):
+        assert DatasetTask("a.jsonl", rewards=rewards).is_correct(samples) == [True, False, False]
+    last = DatasetTask("a.jsonl", rewards=[ConstantReward()], correct=MathReward(last_number=True))
+    assert last.is_correct(samples) == [True, False, True]
+    sudoku = SudokuReward()
+    assert DatasetTask("a.jsonl", rewards=[sudoku]).correct is sudoku
+
+
+def test_a_judge_that_raises_counts_the_sample_as_wrong():
+    class Judge(Reward):
+        def __call__(self, samples):
+            return [1.0 / len(sample.completion) for sample in samples]
+
+    task = DatasetTask("a.jsonl", rewards=[Judge()])
+    assert task.is_correct([Sample("", "x"), Sample("", ""), Sample("", "xx")]) == [True, False, False]
+
+
+def test_gsm8k_from_files():
+    folder = DATA / "gsm8k"
+    task = ready(
+        str(folder / "train.jsonl"), evaluation_path=str(folder / "test.public.jsonl"), answer_pattern="#### (.*)"
+    )
+    assert (len(task.train_rows()), len(task.evaluation_rows())) == (7473, 659)
+    answered = [Sample("", row["answer"], task.reference(row)) for row in task.evaluation_rows()]
+    assert all(task.is_correct(answered))
+    assert task.reference(rows("gsm8k/test.public.jsonl")[0]) == "18"
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "math500", "jsonl", "sudoku"])
+def test_shipped_fragments_build_their_task(name):
+    assert lit_qrl.data.tasks
+    assert lit_qrl.rewards  # imported, so that short class names resolve
+    config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["data"]["task"]
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Task, "task")
+    task = parser.instantiate(parser.parse_object({"task": copy.deepcopy(config)})).task
+    given = config["init_args"]
+    for key in set(given) - {"rewards", "answer_pattern"}:
+        assert getattr(task, key) == given[key]
+    if "answer_pattern" in given:
+        assert task.answer_pattern.pattern == given["answer_pattern"]
+    assert [type(reward).__name__ for reward in task.rewards] == [r["class_path"] for r in given["rewards"]]

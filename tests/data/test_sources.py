@@ -1,0 +1,120 @@
+import json
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from lit_qrl.data.sources import check_columns, read_rows
+from lit_qrl.errors import ConfigError
+
+ROWS = [{"question": "1+1 =\n?", "answer": "2"}, {"question": "Größe, “x”", "answer": "0140"}]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+def write_jsonl(path, rows=ROWS):
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_csv(path, delimiter=","):
+    datasets.Dataset.from_list(ROWS).to_pandas().to_csv(path, sep=delimiter, index=False)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "A.JSONL"])
+def test_every_kind_of_file_gives_the_same_rows(tmp_path, name):
+    path = tmp_path / name
+    match path.suffix.lower():
+        case ".jsonl":
+            write_jsonl(path)
+        case ".json":
+            path.write_text(json.dumps(ROWS))
+        case ".csv":
+            write_csv(path)
+        case ".tsv":
+            write_csv(path, "\t")
+        case ".parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    assert read_rows(str(path)) == ROWS
+    assert read_rows(name) == ROWS
+
+
+def test_blank_lines_and_a_byte_order_mark_are_skipped(tmp_path):
+    (tmp_path / "a.jsonl").write_text('\ufeff{"a": 1}\n\n{"a": 2}\n', encoding="utf-8")
+    assert read_rows("a.jsonl") == [{"a": 1}, {"a": 2}]
+
+
+def test_folders_of_files_and_saved_data_sets(tmp_path):
+    (tmp_path / "plain").mkdir()
+    write_jsonl(tmp_path / "plain" / "train.jsonl")
+    write_jsonl(tmp_path / "plain" / "test.jsonl", ROWS[:1])
+    assert read_rows(str(tmp_path / "plain")) == ROWS
+    assert read_rows("plain", split="test") == ROWS[:1]
+    saved = datasets.Dataset.from_list(ROWS)
+    saved.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": saved, "test": saved.select([1])}).save_to_disk(tmp_path / "two")
+    assert read_rows("one") == ROWS
+    assert read_rows("two", split="test") == ROWS[1:]
+    with pytest.raises(ConfigError, match=r"no split 'tset'.*train, test.*Did you mean 'test'"):
+        read_rows("two", split="tset")
+
+
+def test_a_missing_file_names_the_nearest(tmp_path):
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "train.jsonl")
+    with pytest.raises(ConfigError, match=r"'data/trian.jsonl' does not exist.*Did you mean 'data/train.jsonl'"):
+        read_rows("data/trian.jsonl")
+    with pytest.raises(ConfigError, match=r"does not exist.*holds train.jsonl"):
+        read_rows("data/zzz.csv")
+    with pytest.raises(ConfigError, match=r"'dta' does not exist either; the nearest that does is '.*'"):
+        read_rows("dta/train.jsonl")
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_rows("data/train")
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_rows(str(tmp_path / "nothing"))
+
+
+def test_a_hub_name_that_cannot_be_reached():
+    with pytest.raises(ConfigError, match=r"'no-such/data-set' \(split 'train'\) cannot be loaded.*without a network"):
+        read_rows("no-such/data-set")
+
+
+def test_what_is_no_name_at_all():
+    with pytest.raises(ConfigError, match="is no data set"):
+        read_rows("what is this?")
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.jsonl", '{"a": 1}\n{"a": \n', "Line 2 of .*is not JSON"),
+        ("a.jsonl", '{"a": 1}\n5\n', "Row 2 of .*is not a row"),
+        ("a.json", '{"a": 1}', "holds no list"),
+        ("a.json", "[1", "cannot be read"),
+        ("a.parquet", "nonsense", "cannot be read"),
+        ("a.txt", "text", "kind of the data file .*unknown.*jsonl"),
+        ("a.jsonl", "", "is empty"),
+        ("a.csv", "a,b\n", "is empty"),
+        ("a.json", "[]", "is empty"),
+    ],
+)
+def test_unreadable_files(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_rows(name)
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_rows("a.jsonl")
+
+
+def test_a_missing_column_lists_the_others():
+    check_columns(ROWS, ["question", "answer"], "a.jsonl")
+    with pytest.raises(ConfigError, match=r"no column 'anser'.*question, answer.*Did you mean 'answer'"):
+        check_columns(ROWS, ["anser"], "a.jsonl")
