@@ -1,0 +1,77 @@
+import csv
+
+import pytest
+import torch
+
+from lit_qrl.callbacks import AQNNoise, RLCallback
+from lit_qrl.errors import ConfigError
+from tests.run import build, fit
+
+
+class Norms(RLCallback):
+    """Keeps what the engine got and what the learner holds."""
+
+    def __init__(self):
+        self.sent = []
+        self.learner = []
+
+    def on_rollout_end(self, trainer, module, batch):
+        name = "model.layers.0.input_layernorm.weight"
+        self.sent.append(module.data.engine.read_back(name).clone())
+        self.learner.append(module.policy.network.get_parameter(name).detach().clone())
+
+
+def run(folder, iterations=4, **options):
+    norms = Norms()
+    noise = AQNNoise(**{"start": 0.1, "end": 0.01, "num_stages": 2, **options})
+    fit(folder, callbacks=[noise, norms], trainer={"max_epochs": iterations})
+    return norms
+
+
+def test_stage_zero_is_silent_then_noise_is_fresh_and_never_accumulates(tmp_path):
+    norms = run(tmp_path, iterations=6, num_stages=3)
+    differences = [sent - clean for sent, clean in zip(norms.sent, norms.learner, strict=True)]
+    assert [bool(d.any()) for d in differences] == [False, False, True, True, True, True]
+    assert not torch.equal(differences[2], differences[3])
+    # σ is 0.1 in stage 1 and 0.01 in stage 2; an accumulated draw would be larger.
+    assert 0.05 < float(differences[3].std()) < 0.2
+    assert 0.005 < float(differences[5].std()) < 0.02
+
+
+def test_the_draw_depends_on_the_seed_and_the_iteration_alone(tmp_path):
+    first, again = run(tmp_path / "a"), run(tmp_path / "b")
+    assert torch.equal(first.sent[3] - first.learner[3], again.sent[3] - again.learner[3])
+    other = run(tmp_path / "c", seed=7)
+    assert not torch.equal(first.sent[3] - first.learner[3], other.sent[3] - other.learner[3])
+
+
+def test_the_noise_is_counted_in_the_samplers_log_probs(tmp_path):
+    run(tmp_path, start=0.5, end=0.5)
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    mismatch = [float(row["mismatch/abs_log_ratio"]) for row in rows]
+    assert min(mismatch[2:]) > 3 * max(mismatch[:2])
+    # Two layers, two norms before projections each.
+    assert [float(row["noise/perturbed_norms"]) for row in rows] == [0, 0, 4, 4]
+
+
+def test_noise_on_a_norm_is_multiplicative_noise_on_the_next_matrix():
+    """QeRL eq. 10-12: (w + z) ⊙ x̂ · Wᵀ = w ⊙ x̂ · ((z/w + 1) ⊙ W)ᵀ, row-wise over input channels."""
+    torch.manual_seed(0)
+    w, z = 1 + torch.rand(8, dtype=torch.float64), 0.1 * torch.randn(8, dtype=torch.float64)
+    normalized, matrix = torch.randn(5, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
+    noisy_norm = ((w + z) * normalized) @ matrix.T
+    noisy_matrix = (w * normalized) @ (matrix * (z / w + 1)).T
+    torch.testing.assert_close(noisy_norm, noisy_matrix, rtol=1e-12, atol=1e-12)
+
+
+def test_bad_arguments_and_a_model_without_such_norms_are_refused(tmp_path):
+    for bad in ({"start": 1e-4, "end": 1e-2}, {"end": 0.0}, {"num_stages": 1}):
+        with pytest.raises(ConfigError):
+            AQNNoise(**bad)
+    trainer, module, data = build(tmp_path, callbacks=[AQNNoise(num_stages=5)])
+    with pytest.raises(ConfigError, match="more stages than"):
+        trainer.fit(module, datamodule=data)
+    trainer, module, data = build(tmp_path, callbacks=[AQNNoise(num_stages=2, norms=["*.ln_1.weight"])])
+    with pytest.raises(ConfigError, match="input_layernorm"):
+        trainer.fit(module, datamodule=data)

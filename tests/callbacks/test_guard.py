@@ -1,0 +1,110 @@
+import json
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lit_qrl.callbacks import Guard, RLCallback
+from lit_qrl.errors import ConfigError
+from lit_qrl.rewards.constant import ConstantReward
+from lit_qrl.types import Correction
+from tests.run import DigitTask, build, fit, parameters_of
+
+
+def events(folder):
+    path = folder / "run" / "events.jsonl"
+    return [json.loads(line)["kind"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+class Poison(RLCallback):
+    """Makes the first tokens of the rollout non-finite."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def on_rollout_end(self, trainer, module, batch):
+        batch.sampler_logprobs[0, : self.tokens] = float("nan")
+
+
+class PoisonGradient(Callback):
+    def __init__(self, times):
+        self.times = times
+
+    def on_after_backward(self, trainer, pl_module):
+        if self.times > 0:
+            self.times -= 1
+            next(pl_module.policy.parameters()).grad[0, 0] = float("inf")
+
+
+def start(folder):
+    _, module, _ = build(folder)
+    module.policy.configure()
+    return parameters_of(module)
+
+
+def test_a_token_without_a_finite_log_prob_leaves_the_loss(tmp_path):
+    _, module, _ = fit(tmp_path, callbacks=[Poison(1)], guard={"max_nonfinite_fraction": 0.5})
+    assert torch.isfinite(parameters_of(module)).all()
+    assert events(tmp_path).count("nonfinite_logprobs") == 2
+
+
+def test_too_many_of_them_stop_the_run_and_name_the_checkpoint(tmp_path):
+    with pytest.raises(ConfigError, match=r"non-finite log-prob"):
+        fit(tmp_path, callbacks=[Poison(8)], guard={"max_nonfinite_fraction": 0.0})
+    assert events(tmp_path)[-1] == "stopped"
+
+
+def test_a_bad_gradient_is_vetoed_and_the_next_step_taken(tmp_path):
+    _, module, _ = fit(tmp_path, callbacks=[PoisonGradient(1)], trainer={"max_epochs": 1})
+    assert torch.equal(parameters_of(module), start(tmp_path))
+    _, module, _ = fit(tmp_path / "two", callbacks=[PoisonGradient(1)], trainer={"max_epochs": 2})
+    assert torch.isfinite(parameters_of(module)).all()
+    assert not torch.equal(parameters_of(module), start(tmp_path / "two"))
+
+
+def test_patience_ends_a_run_that_does_not_recover(tmp_path):
+    with pytest.raises(ConfigError, match="gradient was not finite"):
+        fit(tmp_path, callbacks=[PoisonGradient(9)], trainer={"max_epochs": 5}, guard={"patience": 2})
+    assert events(tmp_path) == ["nonfinite_gradient", "nonfinite_gradient", "stopped"]
+
+
+def test_equal_rewards_skip_the_step_and_move_nothing(tmp_path):
+    task = DigitTask(reward=ConstantReward(1.0))
+    _, module, _ = fit(tmp_path, task=task, trainer={"max_epochs": 3})
+    assert torch.equal(parameters_of(module), start(tmp_path))
+    assert events(tmp_path) == ["no_signal"] * 3
+
+
+def test_a_wholly_rejected_batch_skips_the_step(tmp_path):
+    class RejectAll(RLCallback):
+        def correct(self, trainer, module, context):
+            return Correction(keep=torch.zeros_like(context.mask))
+
+    _, module, _ = fit(tmp_path, callbacks=[RejectAll()])
+    assert torch.equal(parameters_of(module), start(tmp_path))
+
+
+@pytest.mark.parametrize("action", ["warn", "skip", "stop"])
+def test_kl_ceiling_takes_the_configured_action(tmp_path, action):
+    class Worse(RLCallback):
+        def correct(self, trainer, module, context):
+            return None
+
+    class Shift(RLCallback):
+        def on_rollout_end(self, trainer, module, batch):
+            batch.sampler_logprobs += 1.0
+
+    options = {"callbacks": [Worse(), Shift()], "guard": {"kl_ceiling": 0.5, "action": action}}
+    if action == "stop":
+        with pytest.raises(ConfigError, match="kl_ceiling"):
+            fit(tmp_path, **options)
+        return
+    _, module, _ = fit(tmp_path, **options)
+    assert events(tmp_path).count("mismatch") == 2
+    assert torch.equal(parameters_of(module), start(tmp_path)) == (action == "skip")
+
+
+def test_arguments_are_checked():
+    for bad in ({"patience": 0}, {"ess_floor": 1.5}, {"kl_ceiling": -1.0}, {"max_nonfinite_fraction": 2.0}):
+        with pytest.raises(ConfigError):
+            Guard(**bad)

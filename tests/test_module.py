@@ -1,0 +1,197 @@
+import csv
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lit_qrl.callbacks import AIS, GeometricRejection, MaskedIS, RLCallback, TokenVeto, TruncatedIS
+from lit_qrl.errors import ConfigError
+from lit_qrl.objective import DAPO, GRPO, GSPO, TBPO, DrGRPO
+from lit_qrl.types import Correction
+from tests.run import build, fit, parameters_of
+
+
+class FirstGradient(Callback):
+    """Remembers the gradient of the first optimizer step."""
+
+    gradient = None
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if self.gradient is None:
+            self.gradient = torch.cat([p.grad.flatten() for p in pl_module.policy.parameters()])
+
+
+class Trace(RLCallback):
+    """Writes down what happens, in order."""
+
+    def __init__(self):
+        self.events = []
+
+    def on_rollout_start(self, trainer, module, version):
+        self.events.append(f"publish {version}")
+
+    def on_rollout_end(self, trainer, module, batch):
+        assert set(batch.version.tolist()) == {int(self.events[-1].split()[1])}
+        self.events.append("generate")
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.events.append("update")
+
+    def on_validation_start(self, trainer, pl_module):
+        self.events.append("evaluate")
+
+
+def first_gradient(folder, **options):
+    seen = FirstGradient()
+    callbacks = [*options.pop("callbacks", []), seen]
+    fit(folder, callbacks=callbacks, **{**options, "trainer": {"max_epochs": 1, **options.get("trainer", {})}})
+    return seen.gradient
+
+
+def rows_of(folder):
+    with (folder / "run" / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_events_come_in_the_order_publish_generate_update(tmp_path):
+    trace = Trace()
+    data = {"mini_batches": 2, "micro_batches": 2}
+    fit(tmp_path, callbacks=[trace], data=data, trainer={"max_epochs": 3})
+    expected = [[f"publish {i}", "generate", "update", "update"] for i in range(3)]
+    assert trace.events == sum(expected, [])
+
+
+def test_the_learned_policy_is_the_same_bit_for_bit_when_the_run_is_repeated(tmp_path):
+    runs = [fit(tmp_path / str(i), callbacks=[AIS()], format="fp8_tensor") for i in range(2)]
+    first, second = (parameters_of(module) for _, module, _ in runs)
+    assert torch.equal(first, second)
+    start = build(tmp_path / "start")[1]
+    start.policy.configure()
+    assert not torch.equal(first, parameters_of(start))
+
+
+@pytest.mark.parametrize("objective", [GRPO(scale="none"), DAPO(filter_zero_variance=False), DrGRPO(), GSPO()])
+def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(tmp_path, objective):
+    splits = [1, 2, 8]
+    gradients = [
+        first_gradient(tmp_path / str(k), objective=objective, data={"micro_batches": k}, callbacks=[AIS()])
+        for k in splits
+    ]
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0], rtol=0, atol=1e-5 * float(gradients[0].abs().max()))
+
+
+CORRECTIONS = [
+    [AIS()],
+    [TruncatedIS()],
+    [MaskedIS(level="token", lower=0.5, upper=2.0)],
+    [TruncatedIS(level="sequence")],
+    [GeometricRejection(lower=0.5, upper=2.0), TokenVeto()],
+]
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda c: "+".join(type(one).__name__ for one in c))
+def test_corrections_change_nothing_when_sampler_and_learner_agree(tmp_path, correction):
+    """fp32 on both sides: the mismatch is rounding, and so is every correction's effect."""
+    plain = first_gradient(tmp_path / "plain", format="fp32")
+    corrected = first_gradient(tmp_path / "corrected", format="fp32", callbacks=correction)
+    assert float(rows_of(tmp_path / "plain")[-1]["mismatch/abs_log_ratio"]) <= 1e-5
+    assert float((corrected - plain).norm() / plain.norm()) <= 1e-4
+
+
+def test_a_correction_of_ones_leaves_the_gradient_bit_for_bit(tmp_path):
+    class Ones(RLCallback):
+        def correct(self, trainer, module, context):
+            return Correction(weights=torch.ones_like(context.log_ratio), keep=torch.ones_like(context.mask))
+
+    # Both score learner_old on their own, so that the ratio comes from the same two forward passes.
+    class Nothing(RLCallback):
+        def correct(self, trainer, module, context):
+            return None
+
+    gradients = [first_gradient(tmp_path / str(i), callbacks=[c]) for i, c in enumerate((Ones(), Nothing()))]
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_log_probs_stay_fp32_under_stock_precision(tmp_path, precision):
+    class Look(RLCallback):
+        dtypes = set()
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            self.dtypes |= {batch.batch.sampler_logprobs.dtype, batch.batch.learner_old_logprobs.dtype}
+            self.dtypes |= {batch.batch.advantages.dtype, batch.total.dtype}
+
+    look = Look()
+    fit(tmp_path, callbacks=[look, AIS()], trainer={"precision": precision, "max_epochs": 1})
+    assert look.dtypes <= {torch.float32, torch.int64}
+    assert torch.float32 in look.dtypes
+
+
+def test_one_row_of_metrics_per_iteration(tmp_path):
+    fit(tmp_path, callbacks=[AIS()], trainer={"max_epochs": 3})
+    rows = [row for row in rows_of(tmp_path) if row["reward/mean"]]
+    assert [int(row["epoch"]) for row in rows] == [0, 1, 2]
+    for name in ("mismatch/kl_k3", "mismatch/ess_ratio", "correction/alpha", "update/entropy", "time/rollout"):
+        assert all(float(row[name]) >= 0 for row in rows), name
+
+
+def test_with_one_update_and_no_correction_learner_old_is_the_training_forward(tmp_path, monkeypatch):
+    from lit_qrl.module import GRPOModule
+
+    calls = []
+    score = GRPOModule.score
+    monkeypatch.setattr(GRPOModule, "score", lambda self, *a, **k: calls.append(1) or score(self, *a, **k))
+    fit(tmp_path / "plain")
+    assert calls == []
+    assert float(rows_of(tmp_path / "plain")[-1]["mismatch/kl_k3"]) > 0
+    fit(tmp_path / "two", data={"mini_batches": 2})
+    assert len(calls) == 2
+
+
+def test_validate_alone_publishes_first(tmp_path):
+    trainer, module, data = build(tmp_path, trainer={"limit_val_batches": 1.0})
+    (result,) = trainer.validate(module, datamodule=data, verbose=False)
+    assert set(result) == {"val/pass@1", "val/accuracy"}
+    assert 0 <= result["val/accuracy"] <= 1
+
+
+def test_fit_evaluates_before_the_first_iteration_without_disturbing_the_training(tmp_path):
+    quiet, loud = tmp_path / "quiet", tmp_path / "loud"
+    _, plain, _ = fit(quiet)
+    _, watched, _ = fit(loud, trainer={"limit_val_batches": 1.0, "check_val_every_n_epoch": 1})
+    accuracies = [row["val/accuracy"] for row in rows_of(loud) if row["val/accuracy"]]
+    assert len(accuracies) == 3
+    assert torch.equal(parameters_of(plain), parameters_of(watched))
+
+
+def test_kl_to_the_reference_and_lora_train(tmp_path):
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=4, target_modules="all-linear", lora_alpha=8)
+    for name, policy in (("full", {}), ("lora", {"lora": lora})):
+        objective = GRPO(scale="none", kl_coefficient=0.1)
+        fit(tmp_path / name, objective=objective, policy=policy, data={"mini_batches": 2})
+        kl = [float(row["update/reference_kl"]) for row in rows_of(tmp_path / name) if row["update/reference_kl"]]
+        assert kl[-1] > 0, name
+
+
+def test_two_corrections_with_the_ratio_are_refused_by_name(tmp_path):
+    for callbacks, objective in (([AIS(), TruncatedIS()], None), ([AIS()], TBPO())):
+        trainer, module, data = build(tmp_path, callbacks=callbacks, objective=objective)
+        with pytest.raises(ConfigError, match="AIS and T"):
+            trainer.fit(module, datamodule=data)
+
+
+def test_bad_sizes_are_refused_before_a_model_is_loaded(tmp_path):
+    cases = [
+        ({"group_size": 1}, GRPO(), "more than one completion"),
+        ({"top_p": 0.9}, GRPO(), "full sampling distribution"),
+        ({"max_tokens_per_micro_batch": 100}, GRPO(), r"data\.micro_batches to 4"),
+    ]
+    for data, objective, words in cases:
+        trainer, module, loader = build(tmp_path, callbacks=[AIS()], objective=objective, data=data)
+        with pytest.raises(ConfigError, match=words):
+            trainer.fit(module, datamodule=loader)
+        assert module.policy.model is None
