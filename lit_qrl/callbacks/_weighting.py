@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lit_qrl.functional._statistics import masked_sums
+from lit_qrl.functional._statistics import share
 from lit_qrl.types import Correction, LossContext
 
 Level = Literal["token", "sequence", "geometric"]
@@ -16,12 +16,6 @@ DEFAULT_UPPER: dict[Level, float] = {"token": 2.0, "sequence": 5.0, "geometric":
 # A weight of e^20 outweighs any batch. Only without an upper bound can it occur; then its tokens leave the loss and
 # are counted, rather than that it is clamped in silence.
 EXTREME = math.exp(20.0)
-
-
-def share(mask: Tensor, hit: Tensor, context: LossContext) -> Tensor:
-    """Return the share of the masked entries that are hit, over all ranks."""
-    count, total = masked_sums(mask, hit.to(context.log_ratio.dtype), all_reduce=context.all_reduce)
-    return total / count.clamp(min=1)
 
 
 def weighted(
@@ -39,9 +33,11 @@ def weighted(
     """
     mask = context.mask
     if level == "token":
-        metrics = {f"correction/{name}_tokens": share(mask, changed, context)}
+        metrics = {f"correction/{name}_tokens": share(mask, changed, context.all_reduce)}
     else:
-        metrics = {f"correction/{name}_sequences": share(mask.any(dim=1), (changed & mask).any(dim=1), context)}
+        metrics = {
+            f"correction/{name}_sequences": share(mask.any(dim=1), (changed & mask).any(dim=1), context.all_reduce)
+        }
     if isinstance(upper, Tensor) or upper <= EXTREME:
         return Correction(weights=weights, metrics=metrics)
     keep = (weights <= EXTREME) | ~mask
@@ -58,7 +54,7 @@ def rejected(name: str, keep: Tensor, count_rejected: bool, context: LossContext
         count_rejected: leave the rejected in the loss's denominator: weights of 0 instead of keep = False.
         context: of the mini-batch.
     """
-    metrics = {f"correction/{name}_sequences": share(context.mask.any(dim=1), ~keep.all(dim=1), context)}
+    metrics = {f"correction/{name}_sequences": share(context.mask.any(dim=1), ~keep.all(dim=1), context.all_reduce)}
     if count_rejected:
         return Correction(weights=keep.to(context.log_ratio.dtype), metrics=metrics)
     return Correction(keep=keep, metrics=metrics)

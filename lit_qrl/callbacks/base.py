@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.functional._statistics import largest, masked_sums
+from lit_qrl.functional._statistics import masked, share
 from lit_qrl.types import AllReduce, Correction, LossContext, RolloutBatch, no_all_reduce
 
 if TYPE_CHECKING:
@@ -111,16 +111,16 @@ def combine(
     weights = reduce(torch.mul, factors) if factors else None
     keep = reduce(torch.logical_and, keeps) if keeps else None
     if weights is not None:
-        count, total, reweighted = masked_sums(mask, weights, (weights != 1).to(weights.dtype), all_reduce=all_reduce)
+        inside = masked(mask, weights)
+        reweighted = mask & (weights != 1)
+        tokens = torch.stack([mask.sum(), reweighted.sum()]).to(inside.dtype)
+        count, reweighted, total = all_reduce(torch.cat([tokens, inside.sum()[None]])).unbind()
         metrics["correction/weight_mean"] = total / count.clamp(min=1)
-        metrics["correction/weight_max"] = largest(mask, weights, all_reduce)
+        metrics["correction/weight_max"] = all_reduce(inside.amax(), op="max")
         metrics["correction/reweighted_tokens"] = reweighted / count.clamp(min=1)
     if keep is not None:
-        count, rejected = masked_sums(mask, (~keep).float(), all_reduce=all_reduce)
-        metrics["correction/rejected_tokens"] = rejected / count.clamp(min=1)
-        left = (mask & keep).any(dim=1)
-        count, rejected = masked_sums(mask.any(dim=1), (~left).float(), all_reduce=all_reduce)
-        metrics["correction/rejected_sequences"] = rejected / count.clamp(min=1)
+        metrics["correction/rejected_tokens"] = share(mask, ~keep, all_reduce)
+        metrics["correction/rejected_sequences"] = share(mask.any(dim=1), ~(mask & keep).any(dim=1), all_reduce)
     return weights, keep, metrics
 
 

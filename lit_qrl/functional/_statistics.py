@@ -15,6 +15,18 @@ def as_float(value: Tensor) -> Tensor:
     return value.float() if value.dtype.itemsize < 4 or not value.is_floating_point() else value
 
 
+def precise(value: Tensor) -> Tensor:
+    """Return `value` in fp64, or in fp32 on a device that has none.
+
+    Moments by sums then need no second pass over the data (and no second collective), and small differences keep
+    their digits; on some hundred thousand tokens that costs nothing.
+
+    >>> precise(torch.zeros(1, dtype=torch.bfloat16)).dtype
+    torch.float64
+    """
+    return as_float(value) if value.device.type == "mps" else value.double()
+
+
 def require_tokens(mask: Tensor) -> None:
     """Raise `ValueError` when the completions have no column at all; known from the shape, so it costs nothing."""
     if mask.shape[-1] == 0:
@@ -45,29 +57,29 @@ def masked_sums(mask: Tensor, *values: Tensor, all_reduce: AllReduce = no_all_re
     return all_reduce(masked(mask, stacked).flatten(1).sum(dim=1))
 
 
-def row_sums(mask: Tensor, value: Tensor) -> Tensor:
-    """Return the sum of `value` over the True entries of each row: "b t" -> " b".
-
-    >>> row_sums(torch.tensor([[True, True], [True, False]]), torch.ones(2, 2))
-    tensor([2., 1.])
-    """
-    return masked(mask, value).sum(dim=1)
-
-
 def row_means(mask: Tensor, value: Tensor) -> Tensor:
     """Return the mean of `value` over the True entries of each row, 0 for a row without any: "b t" -> " b".
 
     >>> row_means(torch.tensor([[True, True], [False, False]]), torch.tensor([[1.0, 3.0], [7.0, 7.0]]))
     tensor([2., 0.])
     """
-    return row_sums(mask, value) / mask.sum(dim=1).clamp(min=1)
+    return masked(mask, value).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+
+
+def share(mask: Tensor, hit: Tensor, all_reduce: AllReduce = no_all_reduce) -> Tensor:
+    """Return which share of the True entries of `mask` is hit; 0 if there is none.
+
+    >>> share(torch.tensor([True, True, False]), torch.tensor([True, False, True]))
+    tensor(0.5000)
+    """
+    hits, count = all_reduce(torch.stack([hit & mask, mask]).flatten(1).sum(dim=1)).unbind()
+    return hits / count.clamp(min=1)
 
 
 def largest(mask: Tensor, value: Tensor, all_reduce: AllReduce = no_all_reduce) -> Tensor:
-    """Return the maximum of `value` over the True entries, −inf if there is none."""
+    """Return the maximum of `value` over the True entries, −inf if there is none.
+
+    >>> largest(torch.tensor([True, False]), torch.tensor([2.0, 9.0]))
+    tensor(2.)
+    """
     return all_reduce(masked(mask, value, -torch.inf).amax(), op="max")
-
-
-def smallest(mask: Tensor, value: Tensor, all_reduce: AllReduce = no_all_reduce) -> Tensor:
-    """Return the minimum of `value` over the True entries, +inf if there is none."""
-    return all_reduce(masked(mask, value, torch.inf).amin(), op="min")

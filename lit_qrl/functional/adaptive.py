@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_qrl.functional._checks import check_ais, check_band
-from lit_qrl.functional._statistics import as_float, masked, masked_sums, require_tokens, row_sums
+from lit_qrl.functional._statistics import as_float, masked, precise, require_tokens
 from lit_qrl.types import AllReduce, no_all_reduce
 
 Level = Literal["token", "sequence"]
@@ -78,31 +78,33 @@ def ais_gate(
     """
     check_ais(clip, saturation, tolerance, sensitivity, eps, level)
     require_tokens(mask)
-    d = as_float(d.detach())
-    advantages = as_float(advantages.detach())
-    tokens, abs_sum = masked_sums(mask, d.abs(), all_reduce=all_reduce)
-    mean_abs = abs_sum / tokens.clamp(min=1)
-    if level == "sequence":
-        d, mask = row_sums(mask, d)[:, None], mask.any(dim=1, keepdim=True)
-    ratio = d.exp()
+    d = precise(d.detach())
+    units, unit_d = (mask, d) if level == "token" else (mask.any(dim=1, keepdim=True), d.sum(dim=1, keepdim=True))
+    ratio = unit_d.exp()
     w = ratio.clamp(max=clip)
-    a = advantages[:, None].to(w.dtype).expand_as(w)
-    count, *sums = masked_sums(mask, w, a, a * w, (ratio > clip).to(w.dtype), all_reduce=all_reduce).unbind()
-    count = count.clamp(min=1)
-    mean_w, mean_a, mean_aw, truncated = (total / count for total in sums)
-    # Weights relative to their mean: CV² without the underflow of mean². All weights 0 counts as all equal.
-    relative = torch.where(mean_w > 0, w / mean_w, 1.0)
-    squares = masked_sums(
-        mask, (relative - 1).square(), (a - mean_a).square(), (a * w - mean_aw).square(), all_reduce=all_reduce
-    )
-    cv2, var_a, var_aw = (squares[1:] / (count - 1).clamp(min=1)).unbind()
-    ess_ratio = 1 / (1 + cv2)
-    reliability = ess_ratio.sqrt()
-    necessity = (mean_abs / saturation).clamp(max=1)
+    sums = masked(units, torch.stack([w, w.square(), (ratio > clip).to(w.dtype)])).sum(dim=2)
+    counts = torch.stack([units.sum(dim=1), mask.sum(dim=1)]).to(w.dtype)
+    # An advantage is the same for a whole row, so every moment with it comes from the row's sums.
+    rows = torch.cat([counts, sums, d.abs().sum(dim=1)[None]])
+    a = precise(advantages.detach())
+    powers = torch.stack([torch.ones_like(a), a, a.square()])
+    count, tokens, first, second, cut, abs_d = all_reduce((rows[:, None] * powers).sum(dim=2)).unbind()
+    n, tokens = count[0].clamp(min=1), tokens[0].clamp(min=1)
+    mean_w, mean_w2, mean_abs = first[0] / n, second[0] / n, abs_d[0] / tokens
+    # Means and squares of w, A and A·w.
+    means = torch.stack([first[0], count[1], first[1]]) / n
+    variances = torch.stack([second[0], count[2], second[2]]) / n - means.square()
+    var_w, var_a, var_aw = (variances.clamp(min=0) * (n / (n - 1).clamp(min=1))).unbind()
+    # 1 / (1 + CV²) with both sides multiplied by mean², which may underflow: then all weights are 0, hence equal.
+    ess_ratio = torch.where(mean_w2 > 0, mean_w.square() / (mean_w.square() + var_w), 1.0)
     amplification = var_aw.sqrt() / (var_a.sqrt() + eps)
     variance_penalty = ((amplification - tolerance) / tolerance).clamp(min=0)
+    necessity = (mean_abs / saturation).clamp(max=1)
+    reliability = ess_ratio.sqrt()
     alpha = (reliability - sensitivity * variance_penalty).clamp(0, 1) * necessity
-    return AISGate(alpha, reliability, necessity, variance_penalty, amplification, mean_abs, ess_ratio, truncated)
+    dtype = torch.float64 if advantages.dtype == torch.float64 else torch.float32
+    fields = (alpha, reliability, necessity, variance_penalty, amplification, mean_abs, ess_ratio, cut[0] / n)
+    return AISGate(*torch.stack(fields).to(dtype).unbind())
 
 
 def ais_weights(
@@ -133,6 +135,6 @@ def ais_weights(
     check_band(0.0, clip, what="The clip of AIS")
     require_tokens(mask)
     d = as_float(d.detach())
-    if level == "sequence":
-        d = row_sums(mask, d)[:, None]
-    return masked(mask, 1 + alpha * (d.exp().clamp(max=clip) - 1), 1.0)
+    if level == "token":
+        return 1 + alpha * (d.exp().clamp(max=clip) - 1)
+    return masked(mask, 1 + alpha * (d.sum(dim=1, keepdim=True).exp().clamp(max=clip) - 1), 1.0)

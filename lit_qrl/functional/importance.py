@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_qrl.functional._checks import Bound, check_band, check_delta, check_veto
-from lit_qrl.functional._statistics import as_float, largest, masked, masked_sums, require_tokens, row_means, row_sums
+from lit_qrl.functional._statistics import as_float, largest, masked, masked_sums, require_tokens, row_means
 from lit_qrl.functional.adaptive import AISGate, ais_gate, ais_weights
 from lit_qrl.types import AllReduce, no_all_reduce
 
@@ -57,20 +57,30 @@ def log_ratio(
 
 def _sequence(d: Tensor, mask: Tensor) -> Tensor:
     require_tokens(mask)
-    return row_sums(mask, as_float(d))[:, None]
+    return as_float(d).sum(dim=1, keepdim=True)
 
 
 def _geometric(d: Tensor, mask: Tensor) -> Tensor:
-    require_tokens(mask)
-    return row_means(mask, as_float(d))[:, None]
+    return _sequence(d, mask) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def _spread(weights: Tensor, mask: Tensor) -> Tensor:
+    """Return one weight per token; where a token has its own, it is 1 in the padding already, since d is 0 there."""
+    return weights if weights.shape == mask.shape else masked(mask, weights, 1.0)
 
 
 def _truncate(log_weights: Tensor, mask: Tensor, upper: Bound, lower: float | None) -> Tensor:
     bottom = check_band(lower, upper)
     weights = log_weights.exp()
-    weights = torch.minimum(weights, upper) if isinstance(upper, Tensor) else weights.clamp(max=upper)
-    weights = torch.maximum(weights, bottom) if isinstance(bottom, Tensor) else weights.clamp(min=bottom)
-    return masked(mask, weights, 1.0)
+    if isinstance(upper, Tensor):
+        weights = torch.minimum(weights, upper)
+    elif upper < math.inf:
+        weights = weights.clamp(max=upper)
+    if isinstance(bottom, Tensor):
+        weights = torch.maximum(weights, bottom)
+    elif bottom > 0:
+        weights = weights.clamp(min=bottom)
+    return _spread(weights, mask)
 
 
 def _inside(log_weights: Tensor, lower: float | None, upper: Bound) -> tuple[Tensor, Tensor]:
@@ -81,7 +91,7 @@ def _inside(log_weights: Tensor, lower: float | None, upper: Bound) -> tuple[Ten
 
 def _zero_outside(log_weights: Tensor, mask: Tensor, lower: float | None, upper: Bound) -> Tensor:
     weights, inside = _inside(log_weights, lower, upper)
-    return masked(mask, torch.where(inside, weights, 0.0), 1.0)
+    return _spread(masked(inside, weights), mask)
 
 
 def token_truncated(d: Weights, mask: Bool[Tensor, "b t"], upper: Bound = 2.0, lower: float | None = 0.0) -> Weights:

@@ -1,19 +1,12 @@
 """The one list of metrics of the mismatch between learner and sampler."""
 
+import math
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_qrl.functional._statistics import (
-    as_float,
-    largest,
-    masked,
-    masked_sums,
-    require_tokens,
-    row_means,
-    row_sums,
-    smallest,
-)
+from lit_qrl.functional._statistics import as_float, masked, precise, require_tokens
 from lit_qrl.types import AllReduce, no_all_reduce
 
 # Bins of the 99th percentile: logarithmic from 1e-7 (rounding of fp32 log-probs) to 1e2 (no model differs by more),
@@ -21,20 +14,16 @@ from lit_qrl.types import AllReduce, no_all_reduce
 SMALLEST_LOG_RATIO = 1e-7
 DECADES = 9
 BINS_PER_DECADE = 64
-# Below this the Taylor series of e^d − 1 − d is exact to fp64 with the terms used, and above it the subtraction loses
-# at most three digits.
-SERIES_BELOW = 1e-2
 
 
 def k3_divergence(d: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return e^d − 1 − d, without the cancellation that would eat all digits of a small `d`.
+    """Return e^d − 1 − d, computed in fp64, where the subtraction leaves enough digits of a small `d`.
 
     >>> k3_divergence(torch.tensor([1e-4, 1.0]))
     tensor([5.0002e-09, 7.1828e-01])
     """
-    small = torch.where(d.abs() < SERIES_BELOW, d, 0.0)
-    series = small.square() * (1 / 2 + small * (1 / 6 + small * (1 / 24 + small * (1 / 120 + small / 720))))
-    return torch.where(d.abs() < SERIES_BELOW, series, torch.expm1(d) - d)
+    wide = precise(d)
+    return (torch.expm1(wide) - wide).to(d.dtype)
 
 
 def log_quantile(
@@ -60,17 +49,17 @@ def log_quantile(
     1.0
     """
     bins = DECADES * BINS_PER_DECADE
-    position = (values / SMALLEST_LOG_RATIO).clamp(min=1e-30).log10() * BINS_PER_DECADE
-    index = masked(mask, position.ceil(), 0.0).clamp(0, bins).long()
+    position = values.log2() * (BINS_PER_DECADE / math.log2(10)) - BINS_PER_DECADE * math.log10(SMALLEST_LOG_RATIO)
+    index = position.nan_to_num(0.0).ceil().clamp(0, bins).long()
     # A histogram for every row first: thousands of tokens in one bin would queue for one counter.
     rows = index.flatten(0, -2) if index.ndim > 1 else index[None]
-    offset = torch.arange(rows.shape[0], device=rows.device)[:, None] * (bins + 1)
-    counts = values.new_zeros(rows.shape[0] * (bins + 1))
-    counts.scatter_add_(0, (rows + offset).flatten(), mask.to(values.dtype).flatten())
-    cumulative = all_reduce(counts.view(rows.shape[0], bins + 1).sum(dim=0)).cumsum(0)
+    starts = torch.arange(0, rows.shape[0] * (bins + 1), bins + 1, device=rows.device)
+    counts = torch.zeros(rows.shape[0] * (bins + 1), device=rows.device)
+    counts.scatter_add_(0, (rows + starts[:, None]).flatten(), mask.flatten().float())
+    cumulative = all_reduce(counts.view(-1, bins + 1).sum(dim=0)).cumsum(0)
     chosen = (cumulative < q * cumulative[-1]).sum()
-    edge = SMALLEST_LOG_RATIO * 10.0 ** (chosen.to(values.dtype) / BINS_PER_DECADE)
-    return torch.where(chosen > 0, edge, 0.0)
+    edge = torch.exp2(chosen * (math.log2(10) / BINS_PER_DECADE) + math.log2(SMALLEST_LOG_RATIO)).to(values.dtype)
+    return edge * (chosen > 0)
 
 
 def mismatch_metrics(
@@ -116,56 +105,61 @@ def mismatch_metrics(
     (0.05, 0.00259)
     """
     require_tokens(mask)
-    learner, sampler = as_float(learner.detach()), as_float(sampler.detach())
-    d = masked(mask, learner - sampler)
-    finite = mask & d.isfinite()
-    nonfinite = all_reduce((mask & ~finite).sum())
-    d, learner, sampler = masked(finite, d), masked(finite, learner), masked(finite, sampler)
-    d_max, d_min = largest(finite, d, all_reduce), smallest(finite, d, all_reduce)
-    top = torch.where(d_max > -torch.inf, d_max, 0.0)
+    dtype = torch.promote_types(as_float(learner).dtype, as_float(sampler).dtype)
+    learner, sampler = precise(learner.detach()), precise(sampler.detach())
+    d = learner - sampler
+    # Not `isfinite`, which is four kernels: only finite numbers have a difference to themselves.
+    finite = mask & (d - d == 0)
+    kept = masked(finite, torch.stack([d, learner, sampler]))
+    d, learner, sampler = kept.unbind()
+    ends = masked(finite, torch.stack([d, -d]), -torch.inf).amax(dim=(1, 2))
+    ends = all_reduce(ends, op="max")
+    top = ends[0].clamp(min=torch.finfo(d.dtype).min)
     # Effective sample size and CV do not change when all weights are scaled, so the largest is made 1.
     scaled = (d - top).exp()
-    token = masked_sums(
-        finite,
-        -d,
-        k3_divergence(d),
+    shift = torch.expm1(d)
+    probability = kept[1:].exp()
+    columns = [
+        d,
+        shift - d,
         d.abs(),
-        (learner.exp() - sampler.exp()).abs(),
-        torch.expm1(2 * d),
-        torch.expm1(d).abs(),
+        (probability[0] - probability[1]).abs(),
+        shift * (shift + 2),  # e^(2d) − 1
+        shift.abs(),
         scaled,
         scaled.square(),
-        all_reduce=all_reduce,
-    )
-    n = token[0].clamp(min=1)
-    k1, k3, abs_d, abs_p, chi2, tv, mean_w, mean_w2 = (token[1:] / n).unbind()
-    spread = masked_sums(finite, (scaled - mean_w).square(), all_reduce=all_reduce)[1]
-    rows = finite.any(dim=1)
-    sequence = masked_sums(
-        rows,
-        torch.expm1(2 * row_sums(finite, d)),
-        (-row_means(finite, d)).exp(),
-        (-row_means(finite, learner)).exp(),
-        (-row_means(finite, sampler)).exp(),
-        all_reduce=all_reduce,
-    )
-    chi2_sequence, ppl_ratio, learner_ppl, sampler_ppl = (sequence[1:] / sequence[0].clamp(min=1)).unbind()
-    some = token[0] > 0
-    return {
-        "kl_k1": k1,
+    ]
+    tokens = masked(finite, torch.stack(columns)).sum(dim=(1, 2))
+    row_count = finite.sum(dim=1)
+    row_sum = kept.sum(dim=2)
+    rows = row_count > 0
+    perplexities = (-row_sum / row_count.clamp(min=1)).exp()
+    sequences = masked(rows, torch.cat([torch.expm1(2 * row_sum[:1]), perplexities])).sum(dim=1)
+    counts = torch.stack([row_count.sum(), rows.sum(), mask.sum()]).to(d.dtype)
+    sums = all_reduce(torch.cat([counts, tokens, sequences]))
+    n, sequence_count, total = sums[:3].unbind()
+    token_means = sums[3:11] / n.clamp(min=1)
+    d_mean, k3, abs_d, abs_p, chi2, abs_shift, mean_w, mean_w2 = token_means.unbind()
+    chi2_sequence, ppl_ratio, learner_ppl, sampler_ppl = (sums[11:] / sequence_count.clamp(min=1)).unbind()
+    some = n > 0
+    variance = (mean_w2 - mean_w.square()).clamp(min=0) * (n / (n - 1).clamp(min=1))
+    ratio_max, ratio_min = masked(some, torch.stack([ends[0], -ends[1]])).exp().unbind()
+    metrics = {
+        "kl_k1": -d_mean,
         "kl_k3": k3,
         "abs_log_ratio": abs_d,
         "abs_prob_diff": abs_p,
-        "ess_ratio": torch.where(some, mean_w.square() / torch.where(some, mean_w2, 1.0), 1.0),
+        "ess_ratio": torch.where(some, mean_w.square() / mean_w2, 1.0),
         "chi2_token": chi2,
         "chi2_sequence": chi2_sequence,
-        "tv": tv / 2,
-        "weight_cv": (spread / (n - 1).clamp(min=1)).sqrt() / torch.where(some, mean_w, 1.0),
+        "tv": abs_shift / 2,
+        "weight_cv": masked(some, variance.sqrt() / mean_w),
         "ppl_ratio": ppl_ratio,
         "learner_ppl": learner_ppl,
         "sampler_ppl": sampler_ppl,
-        "ratio_max": torch.where(some, d_max, 0.0).exp(),
-        "ratio_min": torch.where(some, d_min, 0.0).exp(),
+        "ratio_max": ratio_max,
+        "ratio_min": ratio_min,
         "log_ratio_p99": log_quantile(d.abs(), finite, 0.99, all_reduce=all_reduce),
-        "nonfinite": nonfinite,
+        "nonfinite": total - n,
     }
+    return dict(zip(metrics, torch.stack(list(metrics.values())).to(dtype).unbind(), strict=True))

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_qrl.functional._checks import check_reduction
-from lit_qrl.functional._statistics import row_means, row_sums
+from lit_qrl.functional._statistics import masked, row_means
 
 Reduction = Literal["sequence", "token", "constant"]
 
@@ -48,7 +48,7 @@ def reduce(
     if reduction == "sequence":
         value = row_means(mask, loss).sum()
     else:
-        value = row_sums(mask, loss).sum()
+        value = masked(mask, loss).sum()
     if total is None:
         total = count(mask, reduction, loss.dtype)
     total = total.clamp(min=1)

@@ -85,7 +85,16 @@ class Ranks:
 
 
 class _NoSync(TorchDispatchMode):
-    WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal.default", "unique", "bincount")
+    WAITS = (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "is_nonzero",
+        "equal.default",
+        "unique",
+        "bincount",
+        "lift_fresh",
+    )
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = str(func)

@@ -36,16 +36,24 @@ def test_row_means_of_an_empty_row_are_zero():
     assert float(means[2]) == pytest.approx(sum(learner[2, :3].tolist()) / 3)
 
 
-def test_extremes_over_ranks():
+def test_largest_over_ranks():
     learner, _, mask, _ = rows()
     values = [float(v) for row, m in zip(learner, mask, strict=True) for v in row[m]]
-    for part in Ranks(2).run(
-        lambda r, f: (
-            statistics.largest(mask[r::2], learner[r::2], f),
-            statistics.smallest(mask[r::2], learner[r::2], f),
-        )
-    ):
-        assert (float(part[0]), float(part[1])) == (max(values), min(values))
+    for part in Ranks(2).run(lambda r, f: statistics.largest(mask[r::2], learner[r::2], f)):
+        assert float(part) == max(values)
+
+
+def test_share_over_ranks():
+    learner, _, mask, _ = rows()
+    hit = learner < -1
+    values = [float(v) < -1 for row, m in zip(learner, mask, strict=True) for v in row[m]]
+    for part in Ranks(2).run(lambda r, f: statistics.share(mask[r::2], hit[r::2], f)):
+        assert float(part) == pytest.approx(sum(values) / len(values))
+    assert float(statistics.share(mask & False, hit)) == 0.0
+
+
+def test_precise_is_double():
+    assert statistics.precise(torch.zeros(2, dtype=torch.float16)).dtype == torch.float64
 
 
 def test_no_columns_is_an_error():
@@ -54,7 +62,10 @@ def test_no_columns_is_an_error():
 
 
 def test_the_watch_for_synchronisations_sees_them():
+    values, chosen = torch.ones(2), torch.tensor([True, False])
     with pytest.raises(AssertionError, match="waits for the device"), no_host_sync():
-        torch.ones(2).sum().item()
+        values.sum().item()
+    with pytest.raises(AssertionError, match="waits for the device"), no_host_sync():
+        values + torch.tensor(1.0)
     with pytest.raises(AssertionError, match="mask"), no_host_sync():
-        torch.ones(2)[torch.tensor([True, False])]
+        values[chosen]
