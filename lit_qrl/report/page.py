@@ -45,7 +45,7 @@ tr.group td{padding-top:18px;font-weight:600;color:var(--text);border-bottom:1px
 tr.group td span{font-weight:400;color:var(--soft)}
 pre,code{font:12.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"Liberation Mono",monospace}
 pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere}
-td pre{max-height:220px;overflow:auto}
+td pre{max-height:320px;overflow:auto}
 .scroll{overflow-x:auto}
 .samples{table-layout:fixed}
 .pill{display:inline-block;border-radius:999px;padding:1px 9px;font-size:12px;font-weight:600;
@@ -148,6 +148,7 @@ def number(value: float | None, digits: int = 3) -> str:
     """
     if value is None or not math.isfinite(value):
         return "–"
+    value += 0.0  # no negative zero
     size = abs(value)
     if size >= 1000:
         return f"{value:,.0f}".replace(",", "\u202f")

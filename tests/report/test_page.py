@@ -28,7 +28,7 @@ def test_text_is_escaped(html):
 
 
 def test_numbers():
-    assert page.number(0.0) == "0.000"
+    assert page.number(0.0) == page.number(-0.0) == "0.000"
     assert page.number(-0.5) == "-0.500"
     assert page.number(0.0026, 4) == "0.0026"
     assert page.number(45.678) == "45.7"
