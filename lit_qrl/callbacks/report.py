@@ -61,7 +61,7 @@ class Report(RLCallback):
             return
         self._active = True
         folder = Path(trainer.default_root_dir)
-        done = trainer.fit_loop.epoch_progress.current.processed
+        done = trainer.fit_loop.epoch_progress.current.processed  # pyright: ignore[reportAttributeAccessIssue]
         resumed = done > 0 or trainer.global_step > 0
         tables = [one for one in trainer.loggers if isinstance(one, RunCSVLogger)]
         if resumed:
