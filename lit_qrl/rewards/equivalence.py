@@ -15,7 +15,12 @@ from lit_qrl.rewards.units import same_unit, split_unit
 
 _AND = re.compile(r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|(?<![\\A-Za-z])(?:and|or)(?![A-Za-z]))\s*")
 _MEMBER = re.compile(r"[A-Za-z]\s*\\in\s*(?=[\[(\\{])")
-_NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\s*\([^()=]*\))?")
+_NAME = re.compile(
+    r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\s*\([^()=]*\))?|\(\s*[A-Za-z](?:_\{?\w\}?)?(?:\s*,\s*[A-Za-z](?:_\{?\w\}?)?)*\s*\)"
+)
+_SET_BUILDER = re.compile(
+    r"\\\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid(?![a-zA-Z])|\\vert(?![a-zA-Z])|:|\|)(.*)\\\}"
+)
 _EQUALS = re.compile(r"(?<![<>!\\=:])=(?!=)")
 _INEQUALITY = re.compile(r"<|>|\\(?:le|ge|lt|gt|ne)(?![a-zA-Z])")
 _SET_NOTATION = re.compile(rf"{_INEQUALITY.pattern}|\\(?:mathbb|cup|cap|setminus|begin|backslash)(?![a-zA-Z])")
@@ -76,7 +81,7 @@ def _same(gold: str, answer: str, level: int) -> bool:
     known = _numbers(gold, answer)
     if known is not None:
         return known
-    gold, answer = _MEMBER.sub("", gold, count=1), _MEMBER.sub("", answer, count=1)
+    gold, answer = (_SET_BUILDER.sub(r"\1", _MEMBER.sub("", text, count=1)).strip() for text in (gold, answer))
     gold, answer = _AND.sub(", ", gold), _AND.sub(", ", answer)
     gold, answer = _without_names(gold, answer)
 
@@ -92,6 +97,10 @@ def _same(gold: str, answer: str, level: int) -> bool:
         if gold_kind == "group":
             return same(ours[0], answer)
         if answer_kind == "group":
+            return same(gold, theirs[0])
+        if gold_kind == "set" and len(ours) == 1 and answer_kind is None:
+            return same(ours[0], answer)
+        if answer_kind == "set" and len(theirs) == 1 and gold_kind is None:
             return same(gold, theirs[0])
         if gold_kind in ("list", "set") or answer_kind in ("list", "set"):
             return _same_collections((gold_kind, ours), (answer_kind, theirs), same)
@@ -113,7 +122,7 @@ def _numbers(gold: str, answer: str) -> bool | None:
 def _without_names(gold: str, answer: str) -> tuple[str, str]:
     """Return both without `x =` where only one has it, or where both name the same; chains keep their last member."""
     ours, theirs = _EQUALS.split(gold), _EQUALS.split(answer)
-    if any("," in part for part in (*ours[:-1], *theirs[:-1])):
+    if any("," in part and not _name(part) for part in (*ours[:-1], *theirs[:-1])):
         return gold, answer
     if len(ours) == 2 and len(theirs) == 2 and _name(ours[0]) and squeezed(ours[0]) == squeezed(theirs[0]):
         return ours[1], theirs[1]
@@ -160,6 +169,9 @@ def _container(text: str) -> tuple[str | None, list[str]]:
         return "set", []
     if read_number(text) is not None:  # its commas are thousands
         return None, []
+    sets = [_container(part) for part in split_top(text, r"\cup")] if r"\cup" in text else []
+    if sets and all(kind == "set" for kind, _ in sets):
+        return "set", list(dict.fromkeys(member for _, union in sets for member in union))
     members = split_top(text)
     if (words := _WORDS.fullmatch(text)) and "," in words[1]:
         members = [rf"\text{{{member.strip()}}}" for member in words[1].split(",")]
@@ -248,7 +260,12 @@ def _same_leaf(gold: str, answer: str) -> bool:
     (gold, gold_unit), (answer, answer_unit) = split_unit(gold), split_unit(answer)
     if not same_unit(gold_unit, answer_unit):
         return False
-    if gold_unit or answer_unit:
+    if (gold_unit == ("deg",)) != (answer_unit == ("deg",)) and "\\pi" in gold + answer:
+        gold, answer = (
+            rf"({text}) \cdot \frac{{\pi}}{{180}}" if unit else text
+            for text, unit in ((gold, gold_unit), (answer, answer_unit))
+        )
+    elif gold_unit or answer_unit:
         known = _numbers(gold, answer)
         if known is not None or squeezed(gold) == squeezed(answer):
             return known is not False

@@ -10,7 +10,7 @@ from lit_qrl.rewards.base import Reward, Sample
 from lit_qrl.rewards.equivalence import settled
 from lit_qrl.rewards.workers import Failure, WorkerPool, WorkerStartError
 
-CACHE_SIZE = 65_536
+CACHE_SIZE = 16_384
 """Judged pairs that are remembered: the completions of a group often agree, and so do epochs."""
 MAX_WORKERS = 4
 """By default; most answers are settled without a worker."""

@@ -33,6 +33,7 @@ _REPLACEMENTS = [
         (r"\\[lr]brack(?![a-zA-Z])", lambda m: "[" if "l" in m.group() else "]"),
         (r"\\(?:text(?:normal|bf|it|rm|sf|tt|up)?|[mh]box|math(?:rm|bf|it|sf|tt)|bm|boldsymbol)\s*(?={)", r"\\text"),
         (r"^\s*\\text\{([^{}]*\d[^{}]*|\s*infinity\s*)\}\s*$", r"\1"),
+        (r"\\text\{\s*(hundred|thousand|[mb]illion|trillion)\s*\}", r" \1"),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\(?:leq|leqslant|leqq)(?![a-zA-Z])|<=|≦", r"\\le "),
         (r"\\(?:geq|geqslant|geqq)(?![a-zA-Z])|>=|≧", r"\\ge "),
@@ -133,6 +134,8 @@ _SCIENTIFIC = re.compile(
 _SLASH = re.compile(rf"{_SIGN}\(?\s*({_DECIMAL})\s*\)?\s*/{_SIGN}\(?\s*({_DECIMAL})\s*\)?")
 _FRAC = re.compile(rf"{_SIGN}\\frac\s*\{{{_SIGN}({_DECIMAL})\s*\}}\s*\{{{_SIGN}({_DECIMAL})\s*\}}")
 _MIXED = re.compile(r"\s*([-+]?)\s*(\d+)(?:\s*\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|\s+(\d+)\s*/\s*(\d+))")
+_SCALED = re.compile(rf"({_SIGN}{_DECIMAL})\s*(hundred|thousand|[mb]illion|trillion)")
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _REPEATING = re.compile(r"\s*([-+]?)\s*(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}")
 
 
@@ -174,6 +177,9 @@ def _read(text: str) -> tuple[Fraction | None, int | None]:
         return (_signed(m[1]) * (int(m[2]) + part), None) if part < 1 else (None, None)
     if m := _SCIENTIFIC.fullmatch(text):
         return _signed(m[1]) * _decimal(m[2]) * Fraction(10) ** int(m[3] or m[4]), None
+    if m := _SCALED.fullmatch(text):
+        value, _ = _read(m[1])
+        return (None if value is None else value * 10 ** _SCALES[m[3]]), None
     if m := _REPEATING.fullmatch(text):
         whole, fixed, cycle = m[2] or "0", m[3], m[4]
         tail = Fraction(int(cycle), (10 ** len(cycle) - 1) * 10 ** len(fixed))

@@ -25,6 +25,7 @@ _BARE_UNIT = re.compile(r"[A-Za-z](?:[A-Za-z./ '-]|\^\{?\d\}?)*")
 _TEXT = re.compile(r"(.*\S)\s*\\text\{([^{}]*)\}\s*(?:\^\s*\{?(\d)\}?)?\s*")
 _DEGREES = re.compile(r"(.*\S)\s*\^\{\\circ\}\s*(?:\\text\{\s*)?([CF]?)\s*\}?")
 _ANGLE_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
+_SCALE = re.compile(r"(hundred|thousand|[mb]illion|trillion)(?![A-Za-z])\s*")
 _OPERATOR_WORDS = {"or", "and", "if", "mod", "x", "e", "i", "k", "n", "y", "z", "a", "b", "t", "r", "p", "q", "d"}
 
 
@@ -47,6 +48,9 @@ def split_unit(text: str) -> tuple[str, tuple[str, ...]]:
             return inner, more + words
     m = _BARE_LETTER.search(text)
     core, unit = (text[: m.start()], text[m.start() :]) if m else (text, "")
+    scale = _SCALE.match(unit)
+    if scale and _NUMERIC.fullmatch(core):  # "2.5 million dollars": the first word is part of the number
+        return f"{core.strip()} {scale[1]}", canonical_unit(unit[scale.end() :])
     if unit and _BARE_UNIT.fullmatch(unit) and _NUMERIC.fullmatch(core) and core.count("{") == core.count("}"):
         known = canonical_unit(unit)
         first = re.split(r"[^A-Za-z]", unit.replace(".", ""), maxsplit=1)[0]

@@ -61,6 +61,7 @@ def test_normalize(text, normal):
         (".5", Fraction(1, 2)),
         ("5.", 5),
         ("(5)", 5),
+        ("2.5 million", 2_500_000),
     ],
 )
 def test_numbers_are_read_exactly(text, value):

@@ -18,6 +18,7 @@ from lit_qrl.rewards.units import canonical_unit, same_unit, split_unit
         (r"90^{\circ}", "90", ("deg",)),
         (r"36\pi \text{ cm}^3", r"36\pi", ("cm^3",)),
         ("6:00 pm", "6:00", ("pm",)),
+        ("2.5 million dollars", "2.5 million", ("$",)),
         (r"\frac{1}{2} hour", r"\frac{1}{2}", ("h",)),
     ],
 )

@@ -192,3 +192,22 @@ def test_pools_can_be_copied(pool):
     for twin in (copy.deepcopy(workers), pickle.loads(pickle.dumps(workers))):
         assert (twin.function, twin.size, twin.timeout) == (workers.function, 2, 30.0)
         assert twin.pids == []
+
+
+def test_an_interrupt_kills_the_workers_and_later_calls_get_their_own_answers(pool):
+    workers = pool("sleep", size=2, timeout=60.0)
+    workers.map([(0,)])
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            workers.map([(30,), (30,)])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert workers.pids == []
+    assert workers.map([(0,)]) == ["awake"]
