@@ -12,9 +12,11 @@ from lit_qrl.callbacks.opsm import OffPolicySequenceMask
 from lit_qrl.callbacks.truncated import TruncatedIS
 from lit_qrl.callbacks.veto import TokenVeto
 from lit_qrl.errors import ConfigError
-from lit_qrl.objective import GRPO, TBPO
+from lit_qrl.functional.importance import batch_normalized
+from lit_qrl.functional.mismatch import mismatch_metrics
+from lit_qrl.objective import CISPO, GRPO, GSPO, SAPO, TBPO, DualClipGRPO, PositiveGRPO
 from lit_qrl.types import Correction
-from tests.callbacks.corrections import context
+from tests.callbacks.corrections import context, rollout
 from tests.functional.helpers import Ranks, no_host_sync
 
 
@@ -142,3 +144,38 @@ def test_trainer_all_reduce_asks_the_strategy():
     assert float(all_reduce(torch.ones(()))) == 2
     all_reduce(torch.ones(()), op="max")
     assert seen == ["sum", "max"]
+
+
+@pytest.mark.gpu
+def test_on_a_device_nothing_waits_for_it():
+    given = context(torch.float32)
+    moved = {
+        name: value.cuda() if isinstance((value := getattr(given, name)), torch.Tensor) else value
+        for name in given.__dataclass_fields__
+    }
+    given = type(given)(**moved)
+    callbacks = [
+        AIS(),
+        AIS(level="sequence"),
+        TruncatedIS(),
+        TruncatedIS("sequence", upper="auto"),
+        TruncatedIS("geometric", upper=float("inf")),
+        MaskedIS(),
+        MaskedIS("sequence"),
+        GeometricRejection(),
+        TokenVeto(),
+        OffPolicySequenceMask(0.1),
+    ]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for callback in callbacks:
+            combine([callback.correct(None, None, given)], given.mask)
+        mismatch_metrics(given.learner_old, given.sampler, given.mask)
+        normalized = batch_normalized(torch.ones_like(given.log_ratio), given.mask)
+        terms = [TBPO, GRPO, GSPO, SAPO, CISPO, DualClipGRPO, PositiveGRPO]
+        batch = rollout(given)
+        losses = [kind().terms(given.sampler.clone().requires_grad_(), batch).loss for kind in terms]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(normalized[given.mask], torch.ones_like(normalized[given.mask]))
+    assert all(loss.isfinite().all() for loss in losses)

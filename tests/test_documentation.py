@@ -1,0 +1,64 @@
+"""The pages in docs/ name what the code has."""
+
+import re
+from pathlib import Path
+
+from lit_qrl import callbacks, objective
+from lit_qrl.callbacks.base import RLCallback, combine
+from lit_qrl.functional.mismatch import mismatch_metrics
+from lit_qrl.functional.objective import clipped_surrogate
+from tests.callbacks.corrections import context
+
+DOCS = Path(__file__).parents[1] / "docs"
+CORRECTIONS = [
+    callbacks.AIS(),
+    callbacks.AIS(level="sequence"),
+    callbacks.TruncatedIS("sequence", upper="auto"),
+    callbacks.TruncatedIS(upper=float("inf")),
+    callbacks.MaskedIS(),
+    callbacks.MaskedIS("sequence"),
+    callbacks.GeometricRejection(),
+    callbacks.TokenVeto(),
+    callbacks.OffPolicySequenceMask(0.1),
+]
+
+
+def documented(section):
+    """Return the metric names in the first column of the tables of a section, with `…_x` spelled out."""
+    text = (DOCS / "metrics.md").read_text().split(f"## `{section}/*`")[1].split("\n## ")[0]
+    names = set()
+    for row in re.findall(r"^\| (`[^|]*) \|", text, flags=re.MULTILINE):
+        found = re.findall(r"`([^`]+)`", row)
+        for name in found:
+            names.add(name.replace("…", found[0].split("_low")[0].split("_high")[0]))
+    return names
+
+
+def test_every_mismatch_metric_is_documented_and_no_other():
+    given = context()
+    assert documented("mismatch") == set(mismatch_metrics(given.learner_old, given.sampler, given.mask))
+
+
+def test_every_correction_metric_is_documented_and_no_other():
+    given, names = context(), set()
+    for callback in CORRECTIONS:
+        correction = callback.correct(None, None, given)
+        names |= combine([correction], given.mask)[2].keys()
+    assert documented("correction") == {name.removeprefix("correction/") for name in names}
+
+
+def test_every_update_metric_of_the_objectives_is_documented():
+    given = context()
+    names = clipped_surrogate(given.learner_old, given.sampler, given.advantages, given.mask).metrics
+    assert documented("update") >= {name.removeprefix("update/") for name in names} | {"reference_kl"}
+
+
+def test_every_correction_and_objective_has_its_place_among_the_estimators():
+    text = (DOCS / "estimators.md").read_text()
+    classes = {type(callback) for callback in CORRECTIONS}
+    kinds = [value for value in vars(objective).values() if isinstance(value, type)]
+    classes |= {kind for kind in kinds if issubclass(kind, objective.Objective) and not kind.__name__.startswith("_")}
+    assert len(classes) >= 6 + 10
+    for kind in classes:
+        assert f"`{kind.__name__}" in text or f"`lit_qrl.objective.{kind.__name__}" in text, kind
+    assert RLCallback.__name__ in text
