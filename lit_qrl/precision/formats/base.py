@@ -74,6 +74,10 @@ class NumberFormat(ABC):
     def export(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the checkpoint tensors of the layer `name` (without `.weight`), as vLLM's loader reads them."""
 
+    def checkpoint(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors as a saved checkpoint names them, where that differs from a publish."""
+        return self.export(q, name)
+
     @abstractmethod
     def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         """Return the weight from its exported tensors, keyed by suffix (`weight`, `weight_scale`, …)."""

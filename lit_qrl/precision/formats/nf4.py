@@ -82,6 +82,12 @@ class NF4(NumberFormat):
 
     def export(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:
         assert q.scales is not None
+        yield f"{name}.weight_packed", q.codes
+        yield f"{name}.weight_absmax", q.scales
+
+    def checkpoint(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that transformers reads into a bitsandbytes layer."""
+        assert q.scales is not None
         state = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": "bfloat16", "shape": list(q.shape)}
         yield f"{name}.weight", q.codes
         yield f"{name}.weight.absmax", q.scales
@@ -89,7 +95,8 @@ class NF4(NumberFormat):
         yield f"{name}.{_STATE}", torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
     def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
-        q = QuantizedWeight(tensors["weight"], tensors["weight.absmax"], None, self, shape)
+        codes, amax = ("weight", "weight.absmax") if "weight.absmax" in tensors else ("weight_packed", "weight_absmax")
+        q = QuantizedWeight(tensors[codes], tensors[amax], None, self, shape)
         return expect_shape(q, (shape[0] * shape[1] // 2, 1))
 
     def quantization_config(self, ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:

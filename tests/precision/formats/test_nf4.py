@@ -40,10 +40,10 @@ def test_codes_are_the_nearest_quantiles():
             assert dequantized[row, column].item() == pytest.approx(nearest, rel=1e-6)
 
 
-def test_the_exported_state_is_read_back_by_bitsandbytes(bnb):
+def test_the_saved_state_is_read_back_by_bitsandbytes(bnb):
     weight = torch.randn(8, 64).bfloat16()
     q = NF4().quantize(weight)
-    tensors = {key.removeprefix("x."): tensor for key, tensor in NF4().export(q, "x")}
+    tensors = {key.removeprefix("x."): tensor for key, tensor in NF4().checkpoint(q, "x")}
     packed = tensors.pop("weight")
     state = bnb.QuantState.from_dict({key.removeprefix("weight."): t for key, t in tensors.items()}, device="cpu")
     assert torch.equal(bnb.dequantize_4bit(packed, state), NF4().dequantize(q, torch.bfloat16))
