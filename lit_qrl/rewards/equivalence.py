@@ -169,7 +169,8 @@ def _container(text: str) -> tuple[str | None, list[str]]:
         return "set", []
     if read_number(text) is not None:  # its commas are thousands
         return None, []
-    sets = [_container(part) for part in split_top(text, r"\cup")] if r"\cup" in text else []
+    united = split_top(text, r"\cup")
+    sets = [_container(part) for part in united] if len(united) > 1 else []
     if sets and all(kind == "set" for kind, _ in sets):
         return "set", list(dict.fromkeys(member for _, union in sets for member in union))
     members = split_top(text)

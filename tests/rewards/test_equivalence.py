@@ -3,8 +3,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lit_qrl.rewards.equivalence import equivalent, settled, split_top
+from lit_qrl.rewards.equivalence import _container, equivalent, settled, split_top
+from lit_qrl.rewards.normalize import normalize
 from tests.rewards.datasets import rows
 
 PAIRS = [json.loads(line) for line in Path(__file__).with_name("math_pairs.jsonl").read_text("utf-8").splitlines()]
@@ -74,3 +77,15 @@ def test_split_top_keeps_brackets_whole():
         "f(5,6)",
         r"\begin{pmatrix} 1,2 \end{pmatrix}",
     ]
+
+
+TOKENS = [*r"()[]{}|,=<>_^+-:", "\\{", "\\}", "\\cup", "\\pm", "\\text{", "x", "1", " "]
+
+
+@given(st.lists(st.sampled_from(TOKENS), max_size=30))
+def test_taking_answers_apart_never_raises(tokens):
+    text = "".join(tokens)
+    kind, members = _container(normalize(text))
+    assert kind is not None or members == []
+    assert settled(text, "1") in (True, False, None)
+    assert settled("1", text) in (True, False, None)
