@@ -259,7 +259,7 @@ class GRPOModule(LightningModule):
             }
         )
         total = time.perf_counter() - self._started
-        others = sum(self.seconds[name] for name in ("rollout", "score", "evaluate"))
+        others = sum(self.seconds[name] for name in ("rollout", "score"))
         self.seconds["update"] = max(total - others, 0.0)
         self.seconds["iteration"] = total + self.seconds["publish"]
         record.update({f"time/{name}": seconds for name, seconds in self.seconds.items()})

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import set_parsing_settings
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 
@@ -28,12 +29,12 @@ from lit_qrl.parser_errors import readable
 from lit_qrl.precision import formats
 
 FORCED = {
+    "progress": RLProgress,  # first: it prints a line before the next publish
     "publisher": WeightPublisher,
     "monitor": MismatchMonitor,
     "guard": Guard,
     "report": Report,
     "checkpoint": RunCheckpoint,
-    "progress": RLProgress,
 }
 TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,  # the module evaluates once before the first iteration, and logs it
@@ -107,6 +108,12 @@ class QRLCLI(LightningCLI):
             chosen = [logger for logger in loggers if isinstance(logger, Logger)]
             kwargs["logger"] = [RunCSVLogger(config.default_root_dir), *chosen]
         return super().instantiate_trainer(**kwargs)
+
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        if config.get("enable_progress_bar") is False:
+            callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
+        return super()._instantiate_trainer(config, callbacks)
 
 
 def next_run_folder(base: Path, resume: bool) -> Path:

@@ -1,0 +1,97 @@
+"""Every YAML that ships is accepted by the command line, and fragments compose as they read."""
+
+from pathlib import Path
+
+import pytest
+
+from lit_qrl.training_cli import QRLCLI
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "configs"
+WHOLE = [*CONFIGS.glob("*.yaml"), *CONFIGS.glob("recipes/*.yaml")]
+FRAGMENTS = [path for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "recipes"]
+EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
+CORRECTIONS = sorted(CONFIGS.glob("correction/*.yaml"))
+OTHERS = sorted(path for path in FRAGMENTS if path.parent.name != "correction")
+
+
+class _Parsed(Exception):
+    pass
+
+
+class _ParserOnly(QRLCLI):
+    def parse_arguments(self, parser, args):
+        raise _Parsed(parser)
+
+
+@pytest.fixture(scope="module")
+def parse():
+    with pytest.raises(_Parsed) as caught:
+        _ParserOnly.run(["fit"])
+    parser = caught.value.args[0]
+
+    def parse(*paths):
+        arguments = [part for path in paths for part in ("--config", str(path))]
+        return parser.parse_args(["fit", *arguments], _skip_validation=False).fit
+
+    return parse
+
+
+@pytest.fixture(autouse=True)
+def _in_the_checkout(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+def names(config):
+    return [one.class_path.rpartition(".")[2] for one in config.trainer.callbacks or []]
+
+
+@pytest.mark.parametrize("path", WHOLE, ids=lambda path: path.stem)
+def test_whole_configs_are_accepted(parse, path):
+    config = parse(path)
+    assert config.data.task
+    assert config.trainer.max_epochs > 0
+
+
+@pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_fragments_are_accepted_after_the_quickstart(parse, path):
+    assert parse(CONFIGS / "quickstart.yaml", path).data.task
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to(ROOT / "examples")))
+def test_examples_are_accepted(parse, path, monkeypatch):
+    monkeypatch.syspath_prepend(str(path.parent))
+    assert parse(CONFIGS / "quickstart.yaml", path).data.task
+
+
+@pytest.mark.parametrize("path", [*WHOLE, *FRAGMENTS, *EXAMPLES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_first_line_says_what_it_is(path):
+    first = path.read_text().splitlines()[0]
+    assert first.startswith("# ")
+    assert len(first) > 12
+
+
+# A fragment that does not name the callbacks cannot change them; parsing all pairs would take minutes.
+APPENDING = [path for path in OTHERS if "callbacks" in path.read_text()]
+
+
+def test_other_fragments_only_append():
+    for path in OTHERS:
+        assert "callbacks:" not in path.read_text(), f"{path} would replace the corrections"
+    assert APPENDING
+
+
+@pytest.mark.parametrize("other", APPENDING, ids=lambda path: path.stem)
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda path: path.stem)
+def test_a_correction_replaces_the_list_and_everything_else_appends(parse, correction, other):
+    corrected = names(parse(CONFIGS / "quickstart.yaml", correction))
+    appended = names(parse(other, CONFIGS / "quickstart.yaml"))[:-1]
+    assert names(parse(CONFIGS / "quickstart.yaml", correction, other)) == [*corrected, *appended]
+    if correction.stem == "none":
+        assert corrected == []
+
+
+def test_no_base_file_sets_the_precision():
+    for path in CONFIGS.glob("*.yaml"):
+        assert "precision:" not in path.read_text()
