@@ -19,6 +19,7 @@ from transformers import (
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional.logprobs import token_logprobs
 from lit_qrl.rollout.network import merged_module, merged_weights, output_head
+from lit_qrl.rollout.packing import enable_packing, pack, packed_hidden, packs
 from lit_qrl.types import RolloutBatch
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
@@ -50,6 +51,8 @@ class CausalPolicy(nn.Module):
         eos_token: end token for a tokenizer without one.
         chat_template_args: further arguments of the tokenizer's chat template, such as `enable_thinking: false`.
         revision: branch, tag or commit on the hub.
+        packing: `auto` runs the layers on real tokens only, a group's prompt once, wherever the architecture and the
+            attention implementation allow it; `never` keeps padded batches.
 
     Raises:
         ConfigError: for a folder without config or weights, an unknown name, or a tokenizer without pad or end token.
@@ -69,6 +72,7 @@ class CausalPolicy(nn.Module):
         eos_token: str | None = None,
         chat_template_args: dict[str, Any] | None = None,
         revision: str | None = None,
+        packing: Literal["auto", "never"] = "auto",
     ) -> None:
         super().__init__()
         if dtype not in ("auto", *DTYPES):
@@ -82,7 +86,7 @@ class CausalPolicy(nn.Module):
         self.source = _resolve(model, weights=not random_weights)
         self.dtype, self.lora, self.gradient_checkpointing = dtype, lora, gradient_checkpointing
         self.attn_implementation, self.random_weights = attn_implementation, random_weights
-        self.chat_template_args = chat_template_args or {}
+        self.chat_template_args, self.packing = chat_template_args or {}, packing
         self._hub = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
         self.config = self._load(AutoConfig, self.source, "config")
         self.tokenizer = self._load_tokenizer(tokenizer, pad_token, eos_token)
@@ -189,6 +193,8 @@ class CausalPolicy(nn.Module):
         network.config.use_cache = False
         if self.gradient_checkpointing:
             network.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.packing == "auto" and self.attn_implementation is None:
+            enable_packing(network)
         if self.lora is not None:
             from peft import get_peft_model
 
@@ -279,8 +285,7 @@ class CausalPolicy(nn.Module):
     def forward(self, batch: RolloutBatch, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
         """Return fp32 log-probs "b t" of the completion tokens, exactly 0 where the mask is False.
 
-        Each row is turned so that its left padding comes last: attention is then plainly causal, needs no mask, and
-        the positions count from 0. Only the hidden states that predict a completion token meet the output embedding.
+        Only the hidden states that predict a completion token meet the output embedding.
 
         Args:
             batch: the sequences.
@@ -288,37 +293,54 @@ class CausalPolicy(nn.Module):
             entropy: also return the full-vocabulary entropy of each position, detached.
         """
         network: Any = self._reference[0] if self._scoring_with_reference else self.network
+        device, t = batch.tokens.device, batch.mask.shape[1]
+        scored: tuple[Tensor, Tensor] | None
+        if packs(network):
+            packed = pack(batch.to("cpu")).to(device)
+            hidden, scored = packed_hidden(network, packed), packed.scored
+        else:
+            hidden, scored = self._padded_hidden(network, batch)
+        completions = batch.tokens[:, -t:]
+        logprobs, entropies = token_logprobs(
+            hidden,
+            tokens=completions if scored is None else completions[scored],
+            temperature=temperature,
+            entropy=entropy,
+            **output_head(network),
+        )
+        return TokenScores(
+            _spread(logprobs, batch.mask, scored),
+            None if entropies is None else _spread(entropies, batch.mask, scored),
+        )
+
+    def _padded_hidden(self, network: Any, batch: RolloutBatch) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Return the hidden states that predict the completions: of the scored positions, or all of them (None).
+
+        Each row is turned so that its left padding comes last: attention is then plainly causal, needs no mask, and
+        the positions count from 0.
+        """
         s, t = batch.tokens.shape[1], batch.mask.shape[1]
         padding = (s - t - batch.prompt_length)[:, None]
         columns = torch.arange(s, device=batch.tokens.device)
         tokens = batch.tokens.gather(1, (columns + padding) % s)
         hidden = network.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         predictors = columns[s - t - 1 : s - 1] - padding
-        scored = self._scored(batch.mask)
-        if scored is None:
-            rows = torch.arange(len(batch), device=tokens.device)[:, None]
-            hidden, chosen = hidden[rows, predictors], batch.tokens[:, s - t :]
-        else:
-            rows, steps = scored
-            hidden, chosen = hidden[rows, predictors[rows, steps]], batch.tokens[rows, s - t + steps]
-        logprobs, entropies = token_logprobs(
-            hidden, tokens=chosen, temperature=temperature, entropy=entropy, **output_head(network)
-        )
-        return TokenScores(
-            self._spread(logprobs, batch.mask, scored),
-            None if entropies is None else self._spread(entropies, batch.mask, scored),
-        )
+        if self._scores_all(batch.mask):
+            return hidden[torch.arange(len(batch), device=tokens.device)[:, None], predictors], None
+        rows, steps = batch.mask.nonzero(as_tuple=True)
+        return hidden[rows, predictors[rows, steps]], (rows, steps)
 
     @staticmethod
-    def _scored(mask: Tensor) -> tuple[Tensor, ...] | None:
-        """Positions to score; None scores all, where looking at the mask would stall an accelerator."""
-        return mask.nonzero(as_tuple=True) if mask.device.type == "cpu" else None
+    def _scores_all(mask: Tensor) -> bool:
+        """Looking at the mask to score less would stall an accelerator."""
+        return mask.device.type != "cpu"
 
-    @staticmethod
-    def _spread(values: Tensor, mask: Tensor, scored: tuple[Tensor, ...] | None) -> Tensor:
-        if scored is None:
-            return torch.where(mask, values, 0.0)
-        return values.new_zeros(mask.shape).index_put(scored, values)
+
+def _spread(values: Tensor, mask: Tensor, scored: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Return values "b t", 0 where nothing is scored."""
+    if scored is None:
+        return torch.where(mask, values, 0.0)
+    return values.new_zeros(mask.shape).index_put(scored, values)
 
 
 def _resolve(name: str, weights: bool, what: str = "model") -> str:

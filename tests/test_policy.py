@@ -15,6 +15,7 @@ from transformers import (
 from lit_qrl.errors import ConfigError
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.rollout.network import output_head
+from lit_qrl.rollout.packing import packs
 from tests.networks import WORDS, batch_of, build_network, build_tokenizer
 
 
@@ -26,10 +27,11 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def policy(folder):
-    policy = CausalPolicy(str(folder))
+@pytest.fixture(scope="module", params=["auto", "never"])
+def policy(folder, request):
+    policy = CausalPolicy(str(folder), packing=request.param)
     policy.configure()
+    assert packs(policy.network) == (request.param == "auto")
     return policy
 
 
@@ -88,10 +90,12 @@ def test_more_padding_changes_nothing(policy):
     torch.testing.assert_close(base, wider[:3, : base.shape[1]], atol=1e-6, rtol=0)
 
 
-def test_scoring_all_positions_gives_the_same(policy, monkeypatch):
+def test_scoring_all_positions_gives_the_same(folder, monkeypatch):
+    policy = CausalPolicy(str(folder), packing="never")
+    policy.configure()
     batch = batch_of(PROMPTS, COMPLETIONS)
     compressed = policy(batch, entropy=True)
-    monkeypatch.setattr(CausalPolicy, "_scored", staticmethod(lambda mask: None))
+    monkeypatch.setattr(CausalPolicy, "_scores_all", staticmethod(lambda mask: True))
     for left, right in zip(compressed, policy(batch, entropy=True), strict=True):
         torch.testing.assert_close(left, right, atol=1e-6, rtol=0)
 

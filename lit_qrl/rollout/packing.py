@@ -1,0 +1,226 @@
+"""Forward passes without padding, where the completions of one prompt share its computation.
+
+Every layer but attention works on tokens alone, so it gets the real tokens only, in one flat row: each group's prompt
+once, then the completions. Attention puts the sequences together again, in buckets of similar length.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from lit_qrl.types import RolloutBatch
+
+ATTENTION = "lit_qrl_packed"
+PLAIN_ATTENTION = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "granite", "olmo2"})
+"""Model types whose attention is softmax(q·kᵀ·scaling)·v over the whole past, by way of the library's registry."""
+BUCKET_GROWTH = 1.2
+"""Longest over shortest sequence of a bucket: attention then pads at most a fifth of a row."""
+BUCKET_TOKENS = 1024
+"""Padded tokens below which a bucket takes longer sequences too: a call costs more than the padding it saves."""
+
+
+@dataclass(slots=True)
+class Packed:
+    """A batch as one flat row of real tokens.
+
+    Args:
+        tokens: " n", ids: the prompts of all groups, then the completions without their last tokens.
+        positions: " n", position of each token in its sequence.
+        buckets: "rows length" each: where in the flat row a sequence's tokens are; 0 beyond its end.
+        restored: " n", where each token's output is among the flattened buckets.
+        predictors: " m", where in the flat row each scored token is predicted.
+        scored: positions "m" of the scored tokens in the mask: rows, steps.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    buckets: list[Tensor]
+    restored: Tensor
+    predictors: Tensor
+    scored: tuple[Tensor, Tensor]
+
+    def to(self, device: torch.device) -> "Packed":
+        """Return the layout on a device."""
+        if device.type == "cpu":
+            return self
+        rows, steps = (index.to(device) for index in self.scored)
+        return Packed(
+            self.tokens.to(device),
+            self.positions.to(device),
+            [bucket.to(device) for bucket in self.buckets],
+            self.restored.to(device),
+            self.predictors.to(device),
+            (rows, steps),
+        )
+
+
+def enable_packing(network: Any) -> bool:
+    """Give a Hugging Face model `attend` as its attention where it computes the same, and return whether it did.
+
+    Without a layout the model computes as before.
+
+    Args:
+        network: a causal language model with scaled dot-product attention.
+    """
+    config = network.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ("full_attention",)
+    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    plain = config.model_type in PLAIN_ATTENTION and set(kinds) == {"full_attention"} and not windowed
+    if not plain or config._attn_implementation != "sdpa" or getattr(config, "attention_dropout", 0):
+        return False
+    network.set_attn_implementation(ATTENTION)
+    return True
+
+
+def packs(network: Any) -> bool:
+    """Return whether `packed_hidden` may be called with a model."""
+    return network.config.get_text_config()._attn_implementation == ATTENTION
+
+
+def unpacked(implementation: str) -> str:
+    """Return the attention implementation that a model had before `enable_packing`.
+
+    >>> unpacked("eager")
+    'eager'
+    """
+    return "sdpa" if implementation == ATTENTION else implementation
+
+
+def pack(batch: RolloutBatch) -> Packed:
+    """Return the layout of a batch on the CPU; completions count up to their last unmasked token.
+
+    Args:
+        batch: the sequences; rows of one group whose prompts are equal share it.
+    """
+    b, t = batch.mask.shape
+    width = batch.tokens.shape[1] - t
+    steps = torch.arange(1, t + 1)
+    completion = (batch.mask * steps).amax(dim=1)
+    inputs = (completion - 1).clamp_(min=0)  # the last token is predicted, but predicts nothing
+    first, owner = _owners(batch, width)
+    prompt = batch.prompt_length
+    prompt_start = torch.zeros(b, dtype=torch.long)
+    prompt_start[first] = prompt[first].cumsum(0) - prompt[first]
+    completion_start = prompt[first].sum() + inputs.cumsum(0) - inputs
+
+    length = prompt + inputs
+    columns = torch.arange(int(length.max()))
+    in_prompt = columns < prompt[:, None]
+    flat = torch.where(
+        in_prompt, prompt_start[owner][:, None] + columns, completion_start[:, None] + columns - prompt[:, None]
+    )
+    used = columns < length[:, None]
+    n = int(prompt[first].sum() + inputs.sum())
+    where = flat[used]
+    tokens, positions, restored = (torch.empty(n, dtype=torch.long) for _ in range(3))
+    source = columns + (width - prompt)[:, None]
+    tokens[where] = batch.tokens.gather(1, source.clamp_(max=batch.tokens.shape[1] - 1))[used]
+    positions[where] = columns.expand_as(flat)[used]
+    flat = flat.masked_fill(~used, 0)
+
+    buckets, start = [], 0
+    for rows in _bucket_rows(length):
+        longest = int(length[rows].max())
+        bucket = flat[rows, :longest]
+        inside = used[rows, :longest]
+        # Rows that share a prompt write the same outputs; any of them serves.
+        restored[bucket[inside]] = start + torch.arange(bucket.numel()).view(bucket.shape)[inside]
+        start += bucket.numel()
+        buckets.append(bucket)
+    rows, scored_steps = batch.mask.nonzero(as_tuple=True)
+    predictors = flat[rows, prompt[rows] - 1 + scored_steps]
+    return Packed(tokens, positions, buckets, restored, predictors, (rows, scored_steps))
+
+
+def _owners(batch: RolloutBatch, width: int) -> tuple[Tensor, Tensor]:
+    """Return the rows that own a prompt, and for every row the row whose prompt it uses."""
+    groups, inverse = batch.group.unique(return_inverse=True)
+    rows = torch.arange(len(batch))
+    owner = torch.full((len(groups),), len(batch)).scatter_reduce(0, inverse, rows, "amin")[inverse]
+    prompts = batch.tokens[:, :width]
+    equal = (prompts == prompts[owner]).all(dim=1) & (batch.prompt_length == batch.prompt_length[owner])
+    owner = torch.where(equal, owner, rows)
+    return (owner == rows).nonzero()[:, 0], owner
+
+
+def _bucket_rows(length: Tensor) -> list[Tensor]:
+    """Return the rows of each bucket, longest first."""
+    ordered, order = length.sort(descending=True, stable=True)
+    lengths = ordered.tolist()
+    cuts = [0]
+    for row, tokens in enumerate(lengths):
+        longest = lengths[cuts[-1]]
+        if longest > BUCKET_GROWTH * tokens and longest * (row - cuts[-1]) >= BUCKET_TOKENS:
+            cuts.append(row)
+    return [order[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(lengths)], strict=True)]
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packed: Packed | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention output "1 n heads dim" of a flat row; without a layout, the library's own attention.
+
+    Args:
+        module: the attention layer.
+        query: "1 heads n dim".
+        key: "1 key_heads n dim".
+        value: "1 key_heads n dim".
+        attention_mask: not used: the layout says what is attended to.
+        scaling: factor of the scores.
+        dropout: for the library's attention; packed models have none.
+        packed: the layout, or None.
+        **kwargs: what else the library hands to an attention.
+    """
+    if packed is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    grouped = query.shape[1] != key.shape[1]
+    outputs = []
+    for bucket in packed.buckets:
+        rows, length = bucket.shape
+        index = bucket.flatten()
+        q, k, v = (x.index_select(0, index).unflatten(0, (rows, length)).transpose(1, 2) for x in flat)
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, packed.restored)[None], None
+
+
+AttentionInterface.register(ATTENTION, attend)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+def packed_hidden(network: Any, packed: Packed) -> Tensor:
+    """Return the last hidden states "m h" that predict the scored tokens.
+
+    Args:
+        network: a causal language model for which `packs` holds.
+        packed: the layout.
+    """
+    # Four dimensions keep the library from making a mask of n × n; `attend` looks at the layout alone.
+    no_mask = packed.tokens.new_zeros(1, 1, 1, 1, dtype=torch.bool)
+    hidden = network.base_model(
+        input_ids=packed.tokens[None],
+        attention_mask=no_mask,
+        position_ids=packed.positions[None],
+        use_cache=False,
+        packed=packed,
+    ).last_hidden_state
+    return hidden[0].index_select(0, packed.predictors)
