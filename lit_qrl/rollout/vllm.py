@@ -176,6 +176,8 @@ class VLLMEngine(RolloutEngine):
             "disable_log_stats": True,
             **self._arguments,
         }
+        if not torch.cuda.is_available():
+            arguments = compat.whole_prefills(arguments)
         if self.kv_cache_gib is not None and torch.cuda.is_available():
             arguments.setdefault("kv_cache_memory_bytes", int(self.kv_cache_gib * 2**30))
         if self.max_lora_rank:

@@ -23,6 +23,9 @@ OLDEST, BEYOND = (0, 26), (0, 33)
 # LoRA kernels are compiled for these ranks.
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
+# Tokens of one prefill batch on CPU, where larger ones gain nothing.
+CPU_PREFILL_TOKENS = 2048
+
 _MARLIN_MODULES = (
     "vllm.model_executor.layers.quantization.utils.marlin_utils",
     "vllm.model_executor.layers.quantization.utils.marlin_utils_fp4",
@@ -221,6 +224,16 @@ def _quantize_activations_on_cpu() -> None:
 
     scaled_fp8_quant.in_torch = True  # pyright: ignore[reportFunctionMemberAccess]
     ops.scaled_fp8_quant = scaled_fp8_quant
+
+
+def whole_prefills(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the engine's arguments with every prompt prefilled in one piece.
+
+    After a piece of a prefill vLLM rewinds the request's random generator, which a generator on CPU cannot do: a
+    seeded request would end the engine.
+    """
+    budget = max(arguments["max_model_len"], CPU_PREFILL_TOKENS)
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": budget, **arguments}
 
 
 def before_reload(model: nn.Module) -> None:
