@@ -196,9 +196,7 @@ def attend(
         rows, length = bucket.shape
         index = bucket.flatten()
         q, k, v = (x.index_select(0, index).unflatten(0, (rows, length)).transpose(1, 2) for x in flat)
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, packed.restored)[None], None
 
