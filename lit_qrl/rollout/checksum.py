@@ -33,10 +33,14 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 def position_weights(start: int, count: int, device: torch.device) -> Tensor:
     """Return odd pseudo-random int64 multipliers of the positions `start` … `start + count − 1` (splitmix64)."""
-    x = (torch.arange(start + 1, start + count + 1, device=device, dtype=torch.int64)) * GOLDEN
+    return scrambled(torch.arange(start + 1, start + count + 1, device=device, dtype=torch.int64) * GOLDEN) | 1
+
+
+def scrambled(x: Tensor) -> Tensor:
+    """Return the bijection of int64 onto itself that ends splitmix64: each bit of `x` moves about half of all bits."""
     x = (x ^ _shift(x, 30)) * MIX_A
     x = (x ^ _shift(x, 27)) * MIX_B
-    return (x ^ _shift(x, 31)) | 1
+    return x ^ _shift(x, 31)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
@@ -46,16 +50,18 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 class Checksums:
     """Collects tensors and returns for each a 64-bit checksum and whether it is finite, in one transfer per device.
 
-    The bits, as integers x_ij of a matrix that is about square, are summed modulo 2⁶⁴ over its rows and over its
-    columns, and the sums weighted with pseudo-random odd numbers by position: Σ_i u_i Σ_j x_ij + Σ_j v_j Σ_i x_ij.
-    Two plain reductions per tensor read it twice and hold nothing of its size. A changed value, exchanged elements,
-    rows or columns, a transposed block and a change of sign all move the result.
+    The bits, as 64-bit integers x_ij of a matrix that is about square, are summed modulo 2⁶⁴ over its rows and over
+    its columns, and the sums scrambled by position: Σ_i h(u_i Σ_j x_ij) + Σ_j h(v_j Σ_i x_ij) with odd u and v and the
+    bijection h of `scrambled`. Two plain reductions per tensor read it twice and hold nothing of its size. A changed
+    value, exchanged elements, rows or columns, a transposed block and a change of sign all move the result; what stays
+    unseen leaves the sums of every row and of every column as they were.
     """
 
     def __init__(self) -> None:
         self._names: list[str] = []
         self._sums: list[tuple[Tensor, Tensor]] = []
         self._extremes: list[tuple[str, Tensor]] = []
+        self._non_finite: list[str] = []
         self._unchecked = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -64,20 +70,27 @@ class Checksums:
         self._names.append(name)
         self._sums.append((bits.sum(dim=1, dtype=torch.int64), bits.sum(dim=0, dtype=torch.int64)))
         if tensor.is_floating_point() and tensor.numel():
-            self._extremes.append((name, _extremes(tensor.detach())))
+            low, high = _extremes(tensor.detach())
+            if tensor.device.type != "cpu":
+                self._extremes.append((name, torch.stack((low, high)).float()))
+            elif not (math.isfinite(low) and math.isfinite(high)):
+                self._non_finite.append(name)
 
     def first_non_finite(self) -> str | None:
-        """Return the first name added since the last call whose tensor holds NaN or infinity, or None."""
+        """Return a name whose tensor holds NaN or infinity, the first added if there are more, or None."""
+        self._settle()
+        return self._non_finite[0] if self._non_finite else None
+
+    def _settle(self) -> None:
         fresh, self._unchecked = self._extremes[self._unchecked :], len(self._extremes)
-        for (name, _), finite in zip(fresh, _finite([value for _, value in fresh]), strict=True):
-            if not finite:
-                return name
-        return None
+        if fresh:
+            finite = torch.stack([value.to(fresh[0][1].device) for _, value in fresh]).isfinite().all(dim=1).tolist()
+            self._non_finite += [name for (name, _), good in zip(fresh, finite, strict=True) if not good]
 
     def finish(self) -> dict[str, tuple[int, bool]]:
         """Return (checksum, finite) by name."""
-        finite = dict.fromkeys(self._names, True)
-        finite.update(zip((n for n, _ in self._extremes), _finite([value for _, value in self._extremes]), strict=True))
+        self._settle()
+        bad = set(self._non_finite)
         result: dict[str, tuple[int, bool]] = {}
         by_device: dict[torch.device, list[int]] = {}
         for index, (rows, _) in enumerate(self._sums):
@@ -86,15 +99,15 @@ class Checksums:
             sums = torch.zeros(len(members), dtype=torch.int64, device=device)
             for axis, offset in ((0, 0), (1, COLUMN_OFFSET)):
                 parts = [self._sums[index][axis] for index in members]
-                lengths = [len(part) for part in parts]
+                lengths = [part.shape[0] for part in parts]
                 table = position_weights(offset, max(lengths), device)
                 weights = torch.cat([table[:length] for length in lengths])
                 owner = torch.repeat_interleave(
                     torch.arange(len(members), device=device), torch.tensor(lengths, device=device)
                 )
-                sums.index_add_(0, owner, torch.cat(parts) * weights)
+                sums.index_add_(0, owner, scrambled(torch.cat(parts) * weights))
             for index, value in zip(members, sums.tolist(), strict=True):
-                result[self._names[index]] = value, finite[self._names[index]]
+                result[self._names[index]] = value, self._names[index] not in bad
         return {name: result[name] for name in self._names}
 
 
@@ -110,21 +123,15 @@ def checksum(tensor: Tensor) -> int:
     return collected.finish()["tensor"][0]
 
 
-def _extremes(tensor: Tensor) -> Tensor:
+def _extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return two numbers that are finite exactly when all of `tensor` is."""
     if tensor.element_size() > 1:
-        return torch.stack(torch.aminmax(tensor)).float()
-    if tensor.dtype == torch.float8_e4m3fn:  # no infinity; NaN is a code with all seven lower bits set
-        codes = tensor.view(torch.uint8).bitwise_and(0x7F)
-        return torch.stack(torch.aminmax(codes)).float().masked_fill_(codes.amax() == 0x7F, float("nan"))
-    if tensor.dtype == torch.float8_e8m0fnu:  # a power of two; NaN is the last code
-        codes = tensor.view(torch.uint8)
-        return torch.stack(torch.aminmax(codes)).float().masked_fill_(codes.amax() == 0xFF, float("nan"))
-    return torch.stack(torch.aminmax(tensor.float()))
-
-
-def _finite(extremes: list[Tensor]) -> list[bool]:
-    if not extremes:
-        return []
-    device = extremes[0].device
-    return torch.stack([value.to(device) for value in extremes]).isfinite().all(dim=1).tolist()
+        return torch.aminmax(tensor)
+    # NaN is a code with all seven lower bits set in E4M3, which has no infinity, and the last code in E8M0.
+    nan_codes = {torch.float8_e4m3fn: 0x7F, torch.float8_e8m0fnu: 0xFF}
+    if tensor.dtype not in nan_codes:
+        return torch.aminmax(tensor.float())
+    last = nan_codes[tensor.dtype]
+    highest = tensor.view(torch.uint8).bitwise_and(last).amax()
+    high = highest.float().masked_fill_(highest == last, float("nan"))
+    return high, high
