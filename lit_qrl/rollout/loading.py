@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lit_qrl.errors import nearest
 from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.precision.surgery import QuantizedLinear
+from lit_qrl.rollout.attention import FOLDED
 from lit_qrl.rollout.packing import unpacked
 from lit_qrl.rollout.receipt import ReceivedLedger
 
@@ -33,7 +34,8 @@ def skeleton(network: Any, device: torch.device) -> Any:
     kind = next(c for c in type(network).__mro__ if not c.__name__.startswith("FSDP"))
     config = copy.deepcopy(network.config)
     with init_empty_weights(include_buffers=False):
-        built = kind._from_config(config, attn_implementation=unpacked(config._attn_implementation))
+        attention = unpacked(config._attn_implementation)
+        built = kind._from_config(config, attn_implementation=FOLDED if attention == "sdpa" else attention)
     built.tie_weights()  # each parameter was replaced by an empty one of its own
     for module in built.modules():
         for name, buffer in module._buffers.items():
