@@ -66,8 +66,9 @@ def _tiles_kernel(
     if COLUMNS:
         scale = _scale(tl.max(magnitude, axis=0))
         codes = _codes(values, scale[None, :]).to(columns.dtype.element_ty)
-        to = columns + column.to(tl.int64)[:, None] * padded + row[None, :]
-        tl.store(to, tl.trans(codes), mask=(column < k)[:, None] & (row < padded)[None, :])
+        # stored where the transpose has them; the compiler turns the layout so that rows are written whole
+        to = columns + column.to(tl.int64)[None, :] * padded + row[:, None]
+        tl.store(to, codes, mask=(column < k)[None, :] & (row < padded)[:, None])
         tl.store(columns_scale + tile_m * k + column, scale, mask=column < k)  # "k m/128", column by column
 
 

@@ -1,0 +1,207 @@
+"""What needs a CUDA device: low-bit GEMMs against their emulation, fused quantizers against plain operations."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+
+from lit_qrl.precision import NVFP4LoRA, QATAligned, UnifiedFP8, block_fp8
+from lit_qrl.precision.base import StepClock
+from lit_qrl.precision.formats import FP8Block, FP8Row, FP8Tensor, Int4Group, Int8Channel, activations, fused
+from lit_qrl.precision.lora4bit import PackedLinear
+from lit_qrl.precision.unified_fp8 import UnifiedLinear
+from lit_qrl.types import QuantizedWeight
+
+from .formats.oracle import bits, weights
+from .toy import LINEARS, Module, Policy
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+NATIVE = [FP8Tensor(), FP8Tensor("token"), FP8Row(), FP8Block(), Int8Channel()]
+# An FP8 tensor core keeps about 14 bits of a partial sum, so an output that is a small difference of large terms has
+# fewer good digits than bf16 shows.
+PARTIAL_SUM = 2.0**-12
+
+
+def moved(q, device):
+    parts = [None if part is None else part.to(device) for part in (q.codes, q.scales, q.global_scale)]
+    return QuantizedWeight(parts[0], parts[1], parts[2], q.format, q.shape)
+
+
+def ulps_apart(a, b):
+    """Distance of two bf16 tensors in representable numbers."""
+    order = [t.cpu().contiguous().view(torch.int16).int() for t in (a, b)]
+    order = [torch.where(t < 0, -(t & 0x7FFF), t) for t in order]
+    return (order[0] - order[1]).abs()
+
+
+@pytest.mark.parametrize("rows", [1, 17, 256, 1000])
+@pytest.mark.parametrize("format", NATIVE, ids=str)
+def test_the_gemm_equals_its_emulation_within_one_ulp(format, rows):
+    torch.manual_seed(0)
+    # all terms positive: every output has all its digits
+    weight = torch.rand(512, 1024, dtype=torch.bfloat16) * 0.05
+    x = torch.rand(rows, 1024, dtype=torch.bfloat16) * torch.rand(rows, 1).bfloat16()
+    q = format.quantize(weight)
+    on_device = moved(q, DEVICE)
+    assert format.prepare(on_device, torch.bfloat16).native
+    native, emulated = format.linear(x.to(DEVICE), on_device), format.linear(x, q)
+    assert native.dtype == emulated.dtype == torch.bfloat16
+    assert ulps_apart(native, emulated).max() <= 1
+
+
+@pytest.mark.parametrize("format", NATIVE, ids=str)
+def test_the_gemm_equals_its_emulation_on_normal_weights(format):
+    torch.manual_seed(0)
+    weight, bias = torch.randn(512, 1024).bfloat16() * 0.05, torch.randn(512).bfloat16()
+    x = (torch.randn(300, 1024) * torch.rand(300, 1)).bfloat16()
+    q = format.quantize(weight)
+    native = format.linear(x.to(DEVICE), moved(q, DEVICE), bias.to(DEVICE)).cpu()
+    emulated = format.linear(x, q, bias)
+    absolute = x.float().abs() @ format.dequantize(q).abs().t()
+    apart = ulps_apart(native, emulated)
+    cancelled = (native.float() - emulated.float()).abs() <= absolute * PARTIAL_SUM
+    assert bool(((apart <= 1) | cancelled).all())
+    assert (apart <= 1).float().mean() > 0.98
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", list(weights(torch.float32)))
+def test_fused_weight_quantizers_are_the_plain_operations(case, dtype, monkeypatch):
+    weight = weights(dtype)[case].to(DEVICE)
+    assert fused.available(weight)
+    for format in (FP8Block(), Int4Group(32), Int4Group(128)):
+        one_pass = format.quantize(weight)
+        with monkeypatch.context() as patch:
+            patch.setattr(fused, "available", lambda x: False)
+            plain = format.quantize(weight)
+            values = {kind: format.dequantize(plain, kind) for kind in (torch.float32, torch.bfloat16)}
+        assert torch.equal(bits(one_pass.scales), bits(plain.scales))
+        assert torch.equal(bits(one_pass.codes), bits(plain.codes))
+        for kind, expected in values.items():
+            assert torch.equal(format.dequantize(one_pass, kind), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 100, 128, 1000])
+def test_fused_activation_quantizers_are_the_plain_operations(tokens, dtype):
+    torch.manual_seed(0)
+    x = (torch.randn(tokens, 768) * torch.rand(tokens, 1) * 10).to(dtype)
+    x[0] = 0
+    along, across = fused.e4m3_tiles(x.to(DEVICE), rows=True, columns=True)
+    expected_along, expected_across = fused.e4m3_tiles(x, rows=True, columns=True)
+    token = fused.e4m3_tokens(x.to(DEVICE))
+    for made, expected in [
+        (along, expected_along),
+        (across, expected_across),
+        (token, (activations.e4m3_codes(x, activations.dynamic_scale(x, -1, 448.0)), None)),
+    ]:
+        assert torch.equal(bits(made[0].cpu()), bits(expected[0]))
+        if expected[1] is not None:
+            assert torch.equal(made[1].cpu(), expected[1])
+
+
+def test_fused_quantizers_show_what_is_not_finite():
+    x = torch.randn(256, 256, device=DEVICE)
+    for value in (float("nan"), float("inf")):
+        broken = x.clone()
+        broken[3, 5] = value
+        for format in (FP8Block(), Int4Group(32)):
+            with pytest.raises(ValueError, match="NaN or inf"):
+                format.quantize(broken)
+        assert torch.isnan(FP8Block().linear(broken.bfloat16(), FP8Block().quantize(x.bfloat16()))).any()
+
+
+@pytest.mark.parametrize("name", ["torch", "te"])
+def test_the_three_gemms_agree_with_their_emulation(name):
+    torch.manual_seed(0)
+    linear = nn.Linear(512, 768).bfloat16()
+    layers = {}
+    for backend, device in (("emulate", "cpu"), (name, DEVICE)):
+        layer = UnifiedLinear.from_linear(copy.deepcopy(linear).to(device), "layer", FP8Block(), StepClock())
+        layer.backend = block_fp8.backend(backend)
+        x = torch.randn(2, 300, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+        x = x.to(device).requires_grad_()
+        out = layer(x)
+        out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16().to(device))
+        layers[backend] = [t.detach().cpu().float() for t in (out, x.grad, layer.weight.grad, layer.bias.grad)]
+    for ours, theirs in zip(layers[name], layers["emulate"], strict=True):
+        # Transformer Engine multiplies by an inverse scale, which moves a code in a few of a thousand
+        assert (ours - theirs).norm() / theirs.norm() < (2e-3 if name == "torch" else 6e-3)
+
+
+def test_inputs_are_kept_in_eight_bits_on_the_device():
+    layer = UnifiedLinear.from_linear(
+        nn.Linear(4096, 4096, bias=False, device=DEVICE, dtype=torch.bfloat16), "layer", FP8Block(), StepClock()
+    )
+    layer.backend = block_fp8.backend("torch")
+    x = torch.randn(8192, 4096, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    layer(x)
+    before = torch.cuda.memory_allocated()
+    out = layer(x)
+    kept = torch.cuda.memory_allocated() - before - out.numel() * 2
+    assert kept < x.numel() * 1.1
+
+
+@pytest.mark.parametrize(
+    "format", [Int4Group(32), FP8Row(), FP8Block(), FP8Tensor("token"), Int8Channel()], ids=lambda format: format.name
+)
+def test_an_aligned_layer_learns_on_the_device(format):
+    torch.manual_seed(0)
+    linear = nn.Linear(256, 256, device=DEVICE, dtype=torch.bfloat16)
+    plugin = QATAligned(format)
+    model = nn.Sequential(linear, nn.SiLU())
+    plugin.convert_module(model)
+    x = torch.randn(4, 64, 256, device=DEVICE, dtype=torch.bfloat16)
+    loss = model(x).float().pow(2).mean()
+    loss.backward()
+    (layer,) = plugin.layers(model).values()
+    assert layer.weight.grad.isfinite().all()
+    exported = dict(plugin.export(model))
+    assert all(tensor.is_cuda for name, tensor in exported.items() if not name.endswith("shape"))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "int4_group"])
+def test_compiled_dequantization_is_the_plain_one_and_nothing_is_kept(name):
+    torch.manual_seed(0)
+    from lit_qrl.precision import formats
+
+    format = formats.get(name)
+    weight = torch.randn(1024, 2048, device=DEVICE, dtype=torch.bfloat16) * 0.02
+    layer = PackedLinear(format, (1024, 2048), cache=False).to(DEVICE)
+    layer.set_weight(format.quantize(weight))
+    for dtype in (torch.bfloat16, torch.float32):
+        assert torch.equal(layer.dequantized(dtype), format.dequantize(layer.weight, dtype))
+    x = torch.randn(64, 2048, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    out = layer(x)
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    del out
+    assert held - torch.cuda.memory_allocated() < weight.numel()
+
+
+def test_a_packed_policy_trains_on_the_device():
+    policy = Policy(lora=LoraConfig(r=4, target_modules="all-linear"), dtype=torch.bfloat16)
+    policy.configure()
+    plugin = NVFP4LoRA("nvfp4")
+    plugin.configure_policy(policy)
+    policy.to(DEVICE)
+    tokens = torch.randint(0, 32, (4, 6), device=DEVICE)
+    policy(tokens).float().logsumexp(-1).mean().backward()
+    assert sorted(plugin.packed(policy)) == sorted(LINEARS)
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    assert all(p.grad is not None for p in trained)
+
+
+def test_the_unified_plugin_picks_a_backend_that_runs():
+    plugin = UnifiedFP8("auto", exclude=["*self_attn*"])
+    assert plugin.backend.name in ("te", "torch")
+    module = Module(Policy(dtype=torch.bfloat16))
+    module.policy.configure()
+    from lit_qrl.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"do not fit the FP8 GEMM.*\(128, 64\)"):
+        plugin.convert_module(module.to(DEVICE))
