@@ -5,7 +5,6 @@ from hashlib import blake2b
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize
-from compressed_tensors.quantization.quant_args import FP8_E4M3_DATA
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from torch import Tensor
 
