@@ -1,42 +1,109 @@
 """Watches how far sampler and learner disagree, each iteration, on the same masks as everything else."""
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
 
 from lit_qrl.callbacks.base import RLCallback
+from lit_qrl.errors import ConfigError
+from lit_qrl.functional.diagnostics import (
+    histogram2d_by_sign,
+    low_probability_share,
+    mismatch_by_position,
+    repeated_ngrams,
+)
+from lit_qrl.functional.importance import log_ratio
 from lit_qrl.functional.mismatch import mismatch_metrics
 
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
 
+VALUE_BINS, PROBABILITY_BINS, POSITION_BINS = 40, 20, 16
+LOG_WEIGHT_LIMIT = 0.5
+"""Log weights drawn, in nats either side; the outer bins take what lies beyond."""
+
 
 class MismatchMonitor(RLCallback):
-    """Logs `mismatch/*`: learner_old against sampler, over the whole rollout.
+    """Logs `mismatch/*`: learner_old against sampler, over the whole rollout, and draws where it sits.
 
     It reads the rollout at the end of the iteration, so that learner_old may be the training forward's own log-probs
-    when nothing else needs them earlier.
+    when nothing else needs them earlier. `histograms.json` in the run folder holds the last iteration's pictures: log
+    mismatch weight against sampler probability by sign of the advantage (QaRL Fig. 4, 5), and mismatch by position.
 
     Args:
         every_n_iterations: iterations between measurements.
+        histograms_every: iterations between rewrites of `histograms.json`; 0 writes none.
     """
 
-    def __init__(self, every_n_iterations: int = 1) -> None:
-        self.every_n_iterations = every_n_iterations
+    def __init__(self, every_n_iterations: int = 1, histograms_every: int = 10) -> None:
+        if every_n_iterations < 1 or histograms_every < 0:
+            raise ConfigError(
+                "monitor counts iterations.", expected="every_n_iterations >= 1 and histograms_every >= 0"
+            )
+        self.every_n_iterations, self.histograms_every = every_n_iterations, histograms_every
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: "GRPOModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Measure the iteration's mismatch after its last update."""
         rollout = pl_module.rollout
-        if (
-            not trainer.is_last_batch
-            or rollout is None
-            or rollout.learner_old_logprobs is None
-            or trainer.current_epoch % self.every_n_iterations
-        ):
+        if not trainer.is_last_batch or rollout is None or rollout.learner_old_logprobs is None:
             return
-        metrics = mismatch_metrics(
-            rollout.learner_old_logprobs, rollout.sampler_logprobs, rollout.mask, all_reduce=pl_module.reduce
-        )
+        if trainer.current_epoch % self.every_n_iterations:
+            return
+        learner, sampler, mask = rollout.learner_old_logprobs, rollout.sampler_logprobs, rollout.mask
+        metrics = mismatch_metrics(learner, sampler, mask, all_reduce=pl_module.reduce)
         pl_module.iteration.update({f"mismatch/{name}": value for name, value in metrics.items()})
+        completions = rollout.tokens[:, rollout.tokens.shape[1] - mask.shape[1] :]
+        rare = low_probability_share(learner, mask, rollout.advantages, all_reduce=pl_module.reduce)
+        pl_module.iteration.update(
+            {
+                "rollout/repeated_4grams": repeated_ngrams(completions, mask).mean(),
+                "rollout/low_probability_negative": rare,
+            }
+        )
+        last = trainer.current_epoch + 1 == trainer.max_epochs
+        if self.histograms_every and (last or trainer.current_epoch % self.histograms_every == 0):
+            d = log_ratio(learner, sampler, mask)
+            self._write(trainer, self._histograms(pl_module, d, sampler, mask, rollout.advantages))
+
+    def _histograms(
+        self, module: "GRPOModule", d: Tensor, sampler: Tensor, mask: Tensor, advantages: Tensor
+    ) -> list[dict[str, Any]]:
+        bins = (VALUE_BINS, PROBABILITY_BINS)
+        counts = histogram2d_by_sign(
+            d, sampler, mask, advantages, limit=LOG_WEIGHT_LIMIT, bins=bins, all_reduce=module.reduce
+        )
+        means, _ = mismatch_by_position(d, mask, bins=POSITION_BINS, all_reduce=module.reduce)
+        values = torch.linspace(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT, VALUE_BINS + 1).tolist()
+        probabilities = torch.linspace(0, 1, PROBABILITY_BINS + 1).tolist()
+        positions = torch.linspace(0, mask.shape[1], POSITION_BINS + 1).tolist()
+        weight, probability = {"label": "log mismatch weight (nats)", "edges": values}, "sampler probability"
+        return [
+            {
+                "title": f"{sign} samples",
+                "x": weight,
+                "y": {"label": probability, "edges": probabilities},
+                "counts": counts[index].tolist(),
+            }
+            for index, sign in enumerate(("Negative", "Positive"))
+        ] + [
+            {
+                "title": "Mismatch by position",
+                "x": {"label": "completion token", "edges": positions},
+                "counts": {"mean |d| (nats)": means.nan_to_num(0.0).tolist()},
+                "scale": "linear",
+            }
+        ]
+
+    @staticmethod
+    @rank_zero_only
+    def _write(trainer: Trainer, histograms: list[dict[str, Any]]) -> None:
+        path = Path(trainer.default_root_dir) / "histograms.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"iteration": trainer.current_epoch + 1, "histograms": histograms}))
