@@ -170,3 +170,12 @@ def test_a_policy_packs_on_its_own(tmp_path):
         policy = CausalPolicy(str(tmp_path), **options)
         policy.configure()
         assert packs(policy.network) is expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_equals_padded_on_a_gpu(dtype):
+    network = build_network(hidden_size=128, head_dim=32).to("cuda", dtype)
+    (padded, _), (packed, _) = both(network, groups().to("cuda"))
+    tolerance = 1e-4 if dtype == torch.float32 else 0.3
+    torch.testing.assert_close(padded.logprobs, packed.logprobs, atol=tolerance, rtol=tolerance)

@@ -1,5 +1,6 @@
 import types
 
+import peft
 import pytest
 import torch
 from transformers import Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
@@ -340,6 +341,22 @@ def test_a_sampler_of_its_own_stays_at_its_version():
     assert engine.generate(PROMPTS, 2, seed=0) == before
 
 
+def test_an_adapter_is_merged_for_the_sampler():
+    network = build_network()
+    adapted = peft.get_peft_model(network, peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    engine = engine_of(network)
+    completions = engine.generate(PROMPTS, 4, seed=0)
+    check_log_probs(adapted.eval(), PROMPTS, completions, 4)
+    with adapted.disable_adapter():
+        base = full_forward(adapted, PROMPTS[0], completions[0])
+    assert (base - full_forward(adapted, PROMPTS[0], completions[0])).abs().max() > 1e-3
+    held = dict(engine.network.named_parameters())
+    assert held["model.norm.weight"].data_ptr() == network.model.norm.weight.data_ptr()
+
+
 def test_norms_can_be_replaced_alone():
     network = build_network()
     engine = engine_of(network)
@@ -412,3 +429,24 @@ def test_bad_options(options):
 def test_sampling_is_checked_before_any_weight():
     with pytest.raises(ConfigError, match="top_p"):
         TransformersEngine().validate(None, SamplingParams(top_p=2.0))
+
+
+# ----------------------------------------------------------------------------------------------------------------- GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [None, "fp8_tensor", "fp8_row", "int4_group"])
+def test_on_a_gpu_decode_and_score_agree(name):
+    network = build_network(
+        hidden_size=128, intermediate_size=256, head_dim=32, vocab_size=4096, tie_word_embeddings=False
+    )
+    network = network.bfloat16().cuda()
+    engine = engine_of(network, formats.get(name) if name else None)
+    completions = engine.generate(PROMPTS, 64, seed=0)
+    assert completions == engine.generate(PROMPTS, 64, seed=0)
+    sequences = [PROMPTS[i // 64] + completion.token_ids for i, completion in enumerate(completions)]
+    differences = []
+    for index, scores in enumerate(engine.score(sequences)):
+        drawn = torch.tensor(completions[index].logprobs)
+        differences.append((scores.cpu()[len(PROMPTS[index // 64]) - 1 :] - drawn).abs())
+    assert torch.cat(differences).mean() < 0.05
