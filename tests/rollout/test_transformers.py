@@ -449,4 +449,5 @@ def test_on_a_gpu_decode_and_score_agree(name):
     for index, scores in enumerate(engine.score(sequences)):
         drawn = torch.tensor(completions[index].logprobs)
         differences.append((scores.cpu()[len(PROMPTS[index // 64]) - 1 :] - drawn).abs())
-    assert torch.cat(differences).mean() < 0.05
+    # Per-tensor activation scales differ between a decode step and a whole sequence.
+    assert torch.cat(differences).mean() < (0.1 if name in (None, "int4_group") else 0.3)
