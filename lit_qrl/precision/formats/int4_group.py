@@ -99,7 +99,9 @@ class Int4Group(NumberFormat):
         return codes.mul_(q.scales.float().unsqueeze(-1)).flatten(-2).to(dtype)
 
     def prepare(self, q: QuantizedWeight, dtype: torch.dtype) -> PreparedWeight:
-        return PreparedWeight(self.dequantize(q, dtype if self.activations is None else torch.float32))
+        # bf16 holds every code of the activations, and tensor cores take it; a CPU is as fast in fp32 and exact
+        low = self.activations is None or q.codes.is_cuda
+        return PreparedWeight(self.dequantize(q, dtype if low else torch.float32))
 
     def apply(self, x: Tensor, prepared: PreparedWeight, bias: Tensor | None = None) -> Tensor:
         if self.activations is None:
@@ -111,7 +113,7 @@ class Int4Group(NumberFormat):
         else:
             scale = activations.dynamic_scale(rows, -1, activations.INT8_ACTIVATION_STEPS)
             rounded = activations.int8_rounded(rows, scale)
-        out = F.linear(rounded, prepared.operand).mul_(scale)
+        out = F.linear(rounded.to(prepared.operand.dtype), prepared.operand).float().mul_(scale)
         out = (out if bias is None else out.add_(bias)).to(x.dtype)
         return out.view(*x.shape[:-1], out.shape[-1])
 

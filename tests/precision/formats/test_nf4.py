@@ -6,8 +6,8 @@ from lit_qrl.precision.formats.nf4 import TABLE
 
 from .oracle import digest, exact_weights, same_bits, weights
 
-# What `quantize_4bit` of bitsandbytes 0.50.2 made of `exact_weights` on a CPU: codes, then amaxes. The library itself is
-# compared on a GPU host, since its mere presence makes every start of peft slower.
+# What `quantize_4bit` of bitsandbytes 0.50.2 made of `exact_weights` on a CPU: codes, then amaxes. The library itself
+# is compared on a GPU host, since its mere presence makes every start of peft slower.
 BITSANDBYTES = {
     "uniform float32": "ec537f0ad21586aa",
     "wide float32": "aceeb9dea84be403",
