@@ -284,6 +284,9 @@ def compare_columns(
         got = read_columns(layer, columns)
         if got is None:
             continue
+        if got.shape != expected.shape:
+            faults.append(Fault("shape", f"{layer}.weight", f"sent {expected.shape[0]} rows, loaded {got.shape[0]}"))
+            continue
         got = got.float().to(expected.device)
         bound = torch.zeros_like(expected) if exact else expected.abs() * relative
         wrong = ((got - expected).abs() > bound) | ~got.isfinite()

@@ -327,7 +327,7 @@ class VLLMEngine(RolloutEngine):
             requests.drawing(drawn_with, requests.request_seed(seed, i // n, i % n) if self.request_seeds else None)
             for i in order
         ]
-        with compat.engine_seed(None if self.request_seeds else seed):
+        with compat.kept_generators(None if self.request_seeds else seed):
             outputs = self._run([prompts[i // n] for i in order], params, progress)
         drawn = {i: requests.completion(output, self.version) for i, output in zip(order, outputs, strict=True)}
         self._poisoned |= not all(math.isfinite(value) for one in drawn.values() for value in one.logprobs)
@@ -336,12 +336,14 @@ class VLLMEngine(RolloutEngine):
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
         self._awake(complete=True)
-        outputs = self._run(sequences, [requests.scoring() for _ in sequences], None)
+        with compat.kept_generators():
+            outputs = self._run(sequences, [requests.scoring() for _ in sequences], None)
         scores = [requests.scores(output, tokens) for output, tokens in zip(outputs, sequences, strict=True)]
         self._poisoned |= not all(bool(values.isfinite().all()) for values in scores)
         return scores
 
     def _run(self, prompts: Sequence[Sequence[int]], params: list[Any], progress: Progress | None) -> list[Any]:
+        requests.check_lengths(prompts, params, self._longest())
         try:
             return requests.run(self.llm, prompts, params, self._adapter_active, progress, self.step_timeout)
         except requests.EngineDiedError:

@@ -296,6 +296,16 @@ def reloading(llm: Any, model: nn.Module) -> Iterator[None]:
             yield
         finally:
             finalize_layerwise_reload(model, config.model_config)
+            _restore_released(model)
+
+
+def _restore_released(model: nn.Module) -> None:
+    """Declare again, as None, what a layer's packing had released: vLLM forgets it in layers that got nothing."""
+    for module in model.modules():
+        if hasattr(module, "quant_method"):
+            for name in checkpoint_names(module):
+                if not hasattr(module, name):
+                    module.register_parameter(name, None)
 
 
 def checkpoint_names(module: nn.Module) -> set[str]:
@@ -367,11 +377,9 @@ def shutdown(llm: Any, owns_process_group: bool) -> None:
 
 
 @contextmanager
-def engine_seed(seed: int | None) -> Iterator[None]:
-    """Seed the global generators, from which vLLM draws for requests without a seed, and restore them on exit."""
-    if seed is None:
-        yield
-        return
+def kept_generators(seed: int | None = None) -> Iterator[None]:
+    """Restore the global generators on exit: vLLM draws from them even for seeded requests. `seed` seeds them first."""
     with kept_process_state():
-        torch.manual_seed(seed)
+        if seed is not None:
+            torch.manual_seed(seed)
         yield

@@ -61,6 +61,16 @@ def by_length(prompts: Sequence[Sequence[int]], n: int) -> list[int]:
     return sorted(range(len(prompts) * n), key=lambda i: (-len(prompts[i // n]), i))
 
 
+def check_lengths(prompts: Sequence[Sequence[int]], params: Sequence[Any], limit: int) -> None:
+    """Raise `ValueError` for a request that is longer than the engine was built for."""
+    longest = max((len(prompt) + param.max_tokens for prompt, param in zip(prompts, params, strict=True)), default=0)
+    if longest > limit or not all(len(prompt) for prompt in prompts):
+        raise ValueError(
+            f"A request does not fit the engine. Expected: 1 to {limit} tokens, prompt and completion together. "
+            f"Given: {longest if longest > limit else 'an empty prompt'}. Raise data.engine.max_model_len."
+        )
+
+
 def run(
     llm: Any,
     prompts: Sequence[Sequence[int]],

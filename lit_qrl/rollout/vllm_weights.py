@@ -189,6 +189,9 @@ class LiveModel:
                 narrow = cut.to(dtype)
                 self._inexact.append((name, (narrow.to(cut.dtype) != cut).any()))
                 cut = narrow
+            elif dtype != cut.dtype:
+                detail = f"it came as {str(dtype).removeprefix('torch.')} and was cast"
+                self._ledger.faults.append(Fault("dtype", name, detail))
             self._ledger.record(name, cut)
 
     def _record_unprocessed(self) -> None:
@@ -245,7 +248,7 @@ class LiveModel:
     def _tied(self) -> list[tuple[str, nn.Module]]:
         """Return the modules that got no tensor because they share a loaded module's parameters."""
         loaded = {place.module_name for place, _, _ in self._sent.values()}
-        reached = {tensor.data_ptr() for name in loaded for tensor in _tensors(self._modules[name]).values()}
+        reached = {tensor.data_ptr() for name in loaded for tensor in _tensors(self._modules[name]).values()} - {0}
         return [
             (name, module)
             for name, module in self._modules.items()

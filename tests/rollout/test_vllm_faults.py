@@ -1,0 +1,247 @@
+"""Publishes that go wrong on their way into a live vLLM, one optimizer step after a good one: each is named."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lit_qrl.rollout.receipt import Fault, PublishError
+from tests.vllm_engines import (
+    build_engine,
+    checkpoint,
+    disagreement,
+    optimizer_step,
+    prompts,
+    publish,
+    sampler_format,
+    tiny_network,
+)
+
+pytestmark = pytest.mark.vllm
+
+FORMATS = ["plain", "fp8_tensor", "fp8_row", "fp8_block", "int8_channel", "int4_group", "nvfp4"]
+O_PROJ = "model.layers.{}.self_attn.o_proj"
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def published(request):
+    """An engine that holds the weights of before one optimizer step, with what was sent to it then."""
+    format, network = sampler_format(request.param), tiny_network()
+    engine = build_engine(network, format)
+    version = 0
+
+    def one_step_later():
+        nonlocal version
+        faults, sent, _ = publish(network, engine, format, version)
+        assert faults == []
+        old = {name: tensor.clone() for name, tensor in checkpoint(network, engine, format)}
+        optimizer_step(network, seed=version)
+        version += 1
+        return SimpleNamespace(
+            network=network, engine=engine, format=format, version=version, old=old, previous=sent.receipts()
+        )
+
+    yield one_step_later
+    faults, _, _ = publish(network, engine, format, version + 1)
+    assert faults == []
+    assert disagreement(network, engine, format) < 0.03
+    engine.close()
+
+
+def corrupted(state, corrupt, **options):
+    """The faults of a publish whose stream passes through `corrupt(tensors, old) -> tensors` on its way."""
+
+    def wire(stream):
+        yield from corrupt(dict(stream), state.old).items()
+
+    return publish(
+        state.network, state.engine, state.format, state.version, state.previous, wire, **{"everywhere": True} | options
+    )[0]
+
+
+def named(faults):
+    return {(fault.kind, fault.name) for fault in faults}
+
+
+def of_ledgers(faults):
+    """Without those of reading back, which repeat what the ledgers already say."""
+    return {(kind, name) for kind, name in named(faults) if kind not in ("read_back", "gemm")}
+
+
+def codes_of(layer, tensors):
+    return next(name for name in (f"{layer}.weight", f"{layer}.weight_packed") if name in tensors)
+
+
+def changed(tensors, old, suffix):
+    """Tensors of that suffix that the step moved."""
+    names = [name for name in tensors if name.endswith(suffix) and not torch.equal(tensors[name], old[name])]
+    assert names
+    return names
+
+
+def test_skipped_layer(published):
+    state = published()
+    faults = corrupted(state, lambda new, old: {name: t for name, t in new.items() if ".layers.1." not in name})
+    skipped = {("missing", name) for name in state.old if ".layers.1." in name}
+    assert skipped <= named(faults)
+    assert ("missing", "model.layers.1.mlp.gate_up_proj") in named(faults)  # the engine misses it by itself, too
+
+
+def test_dropped_k_proj_is_refused_and_the_old_weights_stay(published):
+    state = published()
+    layer = "model.layers.0.self_attn.q_proj"
+    before = state.engine.read_columns(layer, [0, 5, 77])
+    with pytest.raises(PublishError) as caught:
+        corrupted(
+            state, lambda new, old: {name: t for name, t in new.items() if "layers.0.self_attn.k_proj" not in name}
+        )
+    expected = Fault("fused_group", "model.layers.0.self_attn.qkv_proj", "without k_proj")
+    assert caught.value.faults == [expected]
+    assert torch.equal(state.engine.read_columns(layer, [0, 5, 77]), before)
+    with pytest.raises(RuntimeError, match="no complete weights"):
+        state.engine.generate(prompts(1), 1, 0)
+
+
+def test_two_layers_exchanged(published):
+    state = published()
+
+    def exchange(new, old):
+        swapped = {}
+        for name in new:
+            other = name.replace("layers.0", "layers.9").replace("layers.1", "layers.0").replace("layers.9", "layers.1")
+            swapped[name] = new[other] if "o_proj" in name else new[name]
+        return swapped
+
+    faults = named(corrupted(state, exchange))
+    for layer in (0, 1):
+        assert ("swapped", codes_of(O_PROJ.format(layer), state.old)) in faults
+        assert ("gemm", f"{O_PROJ.format(layer)}.weight") in faults
+
+
+def test_stale_scale(published):
+    state = published()
+    if state.format is None:
+        target = codes_of(O_PROJ.format(0), state.old)
+        faults = corrupted(state, lambda new, old: new | {target: old[target]})
+    else:
+        fresh = dict(checkpoint(state.network, state.engine, state.format))
+        target = changed(fresh, state.old, ".weight_scale")[0]
+        faults = corrupted(state, lambda new, old: new | {target: old[target]})
+    assert ("stale", target) in named(faults)
+
+
+def test_wrong_scale(published):
+    state = published()
+    suffix = {None: ".o_proj.weight"}.get(state.format, ".o_proj.weight_scale")
+    suffix = ".k_proj.weight_global_scale" if state.format and state.format.name == "nvfp4" else suffix
+    target = next(name for name in state.old if name.endswith(suffix))
+    faults = corrupted(state, lambda new, old: new | {target: (new[target].float() * 2).to(new[target].dtype)})
+    assert ("different", target) in named(faults)
+
+
+def test_wrong_version(published):
+    state = published()
+    load = state.engine.load_weights
+    engine = SimpleNamespace(
+        plain_dtype=state.engine.plain_dtype,
+        load_weights=lambda stream, format, version: load(stream, format, version - 1),
+        read_back=state.engine.read_back,
+        read_columns=state.engine.read_columns,
+    )
+    faults, _, _ = publish(state.network, engine, state.format, state.version, state.previous)
+    assert [fault.kind for fault in faults] == ["version"]
+    assert f"sent {state.version}, stamped {state.version - 1}" in str(faults[0])
+
+
+def test_not_finite_on_the_way(published):
+    state = published()
+    faults = corrupted(state, lambda new, old: new | {NORM: torch.full_like(new[NORM], float("nan"))})
+    assert ("non_finite", NORM) in named(faults)
+
+
+def test_not_finite_at_the_sender_is_refused_and_named(published):
+    state = published()
+    kept = state.network.get_parameter(NORM).data.clone()
+    state.network.get_parameter(NORM).data[3] = float("inf")
+    with pytest.raises(ValueError, match=NORM):
+        publish(state.network, state.engine, state.format, state.version)
+    state.network.get_parameter(NORM).data.copy_(kept)
+    with pytest.raises(RuntimeError, match="no complete weights"):
+        state.engine.score(prompts(1))
+
+
+def test_prefix_cache_not_reset(published, monkeypatch):
+    state = published()
+    monkeypatch.setattr(state.engine.llm, "reset_prefix_cache", lambda: False)
+    assert [fault.kind for fault in corrupted(state, lambda new, old: new)] == ["prefix_cache"]
+
+
+def test_transposed_block(published):
+    state = published()
+    target = codes_of(O_PROJ.format(1), state.old)
+    side = min(128, state.old[target].shape[1])
+
+    def transpose(new, old):
+        turned = new[target].clone()
+        turned[:side, :side] = new[target][:side, :side].T
+        return new | {target: turned}
+
+    assert ("different", target) in named(corrupted(state, transpose))
+
+
+def test_old_norms(published):
+    state = published()
+    fresh = dict(checkpoint(state.network, state.engine, state.format))
+    norms = changed(fresh, state.old, "norm.weight")
+    faults = corrupted(state, lambda new, old: new | {name: old[name] for name in norms})
+    assert {("stale", name) for name in norms} == of_ledgers(faults)
+
+
+def test_wrong_dtype(published):
+    state = published()
+    other = torch.bfloat16 if state.engine.plain_dtype == torch.float32 else torch.float32
+    faults = corrupted(state, lambda new, old: new | {NORM: new[NORM].to(other)})
+    assert of_ledgers(faults) == {("dtype", NORM)}
+
+
+def test_tensor_sent_twice(published):
+    state = published()
+
+    def wire(stream):
+        for name, tensor in stream:
+            yield name, tensor
+            if name == NORM:
+                yield name, tensor
+
+    faults, _, _ = publish(state.network, state.engine, state.format, state.version, state.previous, wire)
+    assert ("twice", NORM) in named(faults)
+
+
+def test_engine_that_does_not_take_over_what_it_repacked(published, monkeypatch):
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    state = published()
+    target = state.engine.live.locate_layer(O_PROJ.format(0)).module
+    copy_back = layerwise._copy_and_restore_kernel_tensors
+    if state.format is None:  # plain weights are packed into a closure of the layer
+        old = target.cpu_linear
+
+        def forget(layer, info):
+            copy_back(layer, info)
+            if layer is target:
+                layer.cpu_linear = old
+    else:
+
+        def forget(layer, info):
+            if layer is target:
+                layerwise._place_kernel_tensors(layer, info)
+            else:
+                copy_back(layer, info)
+
+    monkeypatch.setattr(layerwise, "_copy_and_restore_kernel_tensors", forget)
+    faults = named(corrupted(state, lambda new, old: new))
+    if state.format is None:
+        assert ("gemm", f"{O_PROJ.format(0)}.weight") in faults
+    else:
+        assert any(kind == "not_copied" and O_PROJ.format(0) in name for kind, name in faults)

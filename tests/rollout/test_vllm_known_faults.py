@@ -1,0 +1,179 @@
+"""Faults of vLLM itself and of an engine's life: what the handling prevents, and that clean publishes raise none."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from transformers import Qwen3MoeConfig
+
+from lit_qrl.precision.export import export_tensors
+from lit_qrl.precision.surgery import quantizable_linears
+from lit_qrl.rollout import vllm_compat
+from lit_qrl.rollout.receipt import PublishError, SentLedger, compare, compare_columns
+from lit_qrl.rollout.vllm_requests import EngineDiedError
+from tests.vllm_engines import (
+    build_engine,
+    checkpoint,
+    disagreement,
+    optimizer_step,
+    prompts,
+    publish,
+    sampler_format,
+    tiny_network,
+)
+
+pytestmark = pytest.mark.vllm
+
+
+def named(faults):
+    return {(fault.kind, fault.name) for fault in faults}
+
+
+def test_half_an_adapter():
+    lora = LoraConfig(r=8, lora_alpha=8, target_modules=["q_proj", "o_proj"])
+    network = tiny_network()
+    engine = build_engine(network, None, lora, max_lora_rank=8)
+    try:
+        publish(network, engine, None, 0)
+        tensors = get_peft_model_state_dict(get_peft_model(copy.deepcopy(network), lora))
+        sent = SentLedger(1)
+        assert compare(sent, engine.load_adapter(sent.watch(iter(tensors.items())), 1).received) == []
+        previous = sent.receipts()
+        tensors = {name: tensor + 4e-5 for name, tensor in tensors.items()}
+        half = {name: tensor for name, tensor in tensors.items() if "layers.1" not in name}
+        sent = SentLedger(2)
+        list(sent.watch(iter(tensors.items())))
+        faults = compare(sent, engine.load_adapter(iter(half.items()), 2).received, previous)
+        assert named(faults) == {("missing", name) for name in tensors if "layers.1" in name}
+        with pytest.raises(PublishError, match="lora_B"):
+            engine.load_adapter(((name, tensor) for name, tensor in tensors.items() if "lora_A" in name), 3)
+        with pytest.raises(RuntimeError, match="no complete weights"):
+            engine.generate(prompts(1), 1, 0)
+    finally:
+        engine.close()
+
+
+# --------------------------------------------------------------------------------------------------- no false alarms
+
+
+@pytest.mark.parametrize("name", ["int4_group", "fp8_row"])
+def test_two_hundred_clean_publishes_raise_no_alarm(name):
+    format, network = sampler_format(name), tiny_network()
+    engine = build_engine(network, format)
+    previous, alarms = None, []
+    try:
+        for version in range(100):  # of each of two formats
+            faults, sent, _ = publish(network, engine, format, version, previous)
+            alarms += faults
+            previous = sent.receipts()
+            optimizer_step(network, seed=version)
+        assert alarms == []
+    finally:
+        engine.close()
+
+
+# ------------------------------------------------------------------------------------------------ vLLM's own faults
+
+
+def test_pages_with_nan_do_not_outlive_the_weights_that_made_them():
+    network = tiny_network()
+    engine = build_engine(network)
+    try:
+        publish(network, engine, None, 0)
+        broken = torch.full((128,), float("nan"))
+        engine.perturb(iter([("model.layers.0.input_layernorm.weight", broken)]), 1)
+        assert not engine.score(prompts(2))[0].isfinite().any()
+        assert publish(network, engine, None, 2)[0] == []
+        assert disagreement(network, engine) < 1e-4
+    finally:
+        engine.close()
+
+
+def test_experts_are_stale_without_the_workaround(monkeypatch):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+    network = tiny_network(Qwen3MoeConfig, **sizes)
+    engine = build_engine(network)
+    try:
+        publish(network, engine, None, 0)
+        optimizer_step(network, learning_rate=0.03)
+        with monkeypatch.context() as patch:
+            patch.setattr(vllm_compat, "before_reload", lambda model: None)
+            publish(network, engine, None, 1)
+        assert disagreement(network, engine) > 0.05
+        publish(network, engine, None, 2)
+        assert disagreement(network, engine) < 1e-4
+    finally:
+        engine.close()
+
+
+def test_tied_head_is_stale_without_the_workaround_and_noticed(monkeypatch):
+    network = tiny_network(tie_word_embeddings=True)
+    engine = build_engine(network)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(vllm_compat, "refresh_tied", lambda llm, module: None)
+            assert named(publish(network, engine, None, 0)[0]) == {("gemm", "lm_head.weight")}
+        assert publish(network, engine, None, 1)[0] == []
+    finally:
+        engine.close()
+
+
+def test_separate_global_scales_of_a_fused_layer_are_noticed():
+    format, network = sampler_format("nvfp4"), tiny_network()
+    with torch.no_grad():
+        network.model.layers[0].self_attn.k_proj.weight.mul_(3)
+    engine = build_engine(network, format)
+    try:
+        assert publish(network, engine, format, 0, everywhere=True)[0] == []
+        layers = list(quantizable_linears(network))
+
+        def separately(stream):
+            own = {}
+            for layer in layers:
+                pair = (f"{layer}.weight", network.get_parameter(f"{layer}.weight").detach())
+                own |= dict(export_tensors([pair], format, [layer]))
+            return ((name, own.get(name, tensor)) for name, tensor in stream)
+
+        sent = SentLedger(1, format, {layer: tuple(network.get_submodule(layer).weight.shape) for layer in layers})
+        list(sent.watch(separately(checkpoint(network, engine, format))))
+        engine.load_weights(separately(checkpoint(network, engine, format)), format, 1)
+        wrong = {fault.name for fault in compare_columns(sent, engine.read_columns, exact=False)}
+        assert "model.layers.0.self_attn.k_proj.weight" in wrong
+    finally:
+        engine.close()
+
+
+def test_marlin_layers_share_lock_memory_over_reloads(monkeypatch):
+    vllm_compat.apply_workarounds()
+    import vllm.model_executor.layers.quantization.utils.marlin_utils as marlin
+
+    monkeypatch.setattr(marlin, "num_compute_units", lambda index: 4)
+    device = torch.device("cpu")
+    first = marlin.marlin_make_workspace_new(device, 2)
+    assert marlin.marlin_make_workspace_new(device, 2) is first
+    assert marlin.marlin_make_workspace_new(device, 1) is not first
+    first.fill_(7)
+    vllm_compat.clear_workspaces()
+    assert not first.any()
+
+
+def test_engine_that_dies_says_so_and_can_be_built_again(monkeypatch):
+    network = tiny_network()
+    engine = build_engine(network)
+    try:
+        publish(network, engine, None, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.llm.llm_engine, "step", lambda: (_ for _ in ()).throw(MemoryError("out of memory")))
+            with pytest.raises(EngineDiedError, match="MemoryError: out of memory"):
+                engine.generate(prompts(1), 1, 0)
+        with pytest.raises(RuntimeError, match="no complete weights"):
+            engine.generate(prompts(1), 1, 0)
+        engine.close()
+        assert publish(network, engine, None, 1)[0] == []
+        assert disagreement(network, engine) < 1e-4
+        engine.step_timeout = 0.0
+        with pytest.raises(EngineDiedError, match="one step took longer than 0 s"):
+            engine.generate(prompts(1), 1, 0)
+    finally:
+        engine.close()

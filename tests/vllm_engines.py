@@ -1,0 +1,119 @@
+"""A tiny policy, engines on it, and publishes as the trainer makes them, for the tests that run vLLM."""
+
+from types import SimpleNamespace
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from lit_qrl.precision import formats
+from lit_qrl.precision.export import export_tensors
+from lit_qrl.precision.surgery import quantizable_linears
+from lit_qrl.rollout.probe import computing_as
+from lit_qrl.rollout.receipt import SentLedger, choose, compare, compare_columns, compare_read_back
+from lit_qrl.types import SamplingParams
+
+VOCABULARY = 512
+LEARNING_RATE = 4e-5  # the quickstart's
+PROMPT_LIMIT, COMPLETION_LIMIT = 160, 24
+
+
+def tiny_network(config_class=Qwen3Config, seed=0, dtype=torch.float32, **changes):
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.05,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+    }
+    network = AutoModelForCausalLM.from_config(config_class(**{**sizes, **changes}), dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            elif name.endswith(".bias"):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return network.eval()
+
+
+def sampler_format(name):
+    """The format as vLLM computes it: per-token activation scales beside a weight scale per tensor."""
+    if name == "plain":
+        return None
+    options = {"int4_group": {"group_size": 32}, "fp8_tensor": {"activations": "token"}}
+    return formats.get(name, **options.get(name, {}))
+
+
+def build_engine(network, format=None, lora=None, **options):
+    from lit_qrl.rollout.vllm import VLLMEngine
+    from tests import vllm_cpu_shim
+
+    vllm_cpu_shim.install()
+    engine = VLLMEngine(**{"max_num_seqs": 32, **options})
+    engine.prompt_limit = PROMPT_LIMIT
+    sampling = SamplingParams(max_tokens=COMPLETION_LIMIT, ignore_stop=True)
+    engine.validate(format, sampling)
+    engine.setup(SimpleNamespace(network=network, lora=lora), None, sampling)
+    return engine
+
+
+def optimizer_step(network, seed=0, learning_rate=LEARNING_RATE):
+    """One AdamW step on random gradients: every weight moves by the learning rate."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in network.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    torch.optim.AdamW(network.parameters(), lr=learning_rate).step()
+    network.zero_grad()
+
+
+def checkpoint(network, engine, format):
+    """The stream that the publisher makes of a network."""
+    dtype = engine.plain_dtype
+    named = ((name, parameter.detach().to(dtype)) for name, parameter in network.named_parameters())
+    return export_tensors(named, format, list(quantizable_linears(network)))
+
+
+def publish(network, engine, format, version, previous=None, wire=lambda stream: stream, everywhere=False):
+    """Publish and verify; return the faults, the sender's ledger and the report. `wire` may corrupt the stream."""
+    shapes = {name: tuple(linear.weight.shape) for name, linear in quantizable_linears(network).items()}
+    names = list(shapes) if everywhere else choose(list(shapes), version)
+    sent = SentLedger(version, format, {name: shapes[name] for name in names})
+    report = engine.load_weights(wire(sent.watch(checkpoint(network, engine, format))), format, version)
+    faults = compare(sent, report.received, previous)
+    faults += compare_columns(sent, engine.read_columns, exact=format is None)
+    faults += compare_read_back(sent, engine.read_back, list(sent.receipts()))
+    return faults, sent, report
+
+
+def prompts(count=4, length=140, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (length + i,), generator=generator).tolist() for i in range(count)]
+
+
+@torch.no_grad()
+def reference_logprobs(network, prompt, completion, format=None, dtype=torch.float32, temperature=1.0):
+    """The log-probs of a completion under the learner computing in the sampler's format."""
+    ids = torch.tensor([[*prompt, *completion]])
+    with computing_as(network, format, dtype=dtype):
+        logits = network(input_ids=ids).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return logits.log_softmax(dim=-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def disagreement(network, engine, format=None, temperature=1.0, n=1, **generation):
+    """Mean |Δ log p| between what the engine reports for its completions and the reference."""
+    asked = prompts()
+    differences = []
+    for i, completion in enumerate(engine.generate(asked, n, seed=7, **generation)):
+        expected = reference_logprobs(
+            network, asked[i // n], completion.token_ids, format, engine.plain_dtype, temperature
+        )
+        differences.append((torch.tensor(completion.logprobs) - expected).abs())
+    return float(torch.cat(differences).mean())
