@@ -1,0 +1,223 @@
+import importlib
+import json
+import math
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lit_qrl.events import log_event
+from lit_qrl.loggers import RunCSVLogger
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STUDIES = ("mismatch_study", "alignment_study", "qerl_study")
+
+TOML = """
+base = ["configs/quickstart.yaml"]
+seeds = 2
+baseline = "none+bf16"
+arms = ["none+bf16", "{none,tis}+int4"]
+[groups]
+"INT4" = ["{none,tis}+int4"]
+[power]
+arm = "none+int4"
+accuracy_loss = 0.05
+abs_log_ratio = 0.05
+[config]
+data = { mini_batches = 4 }
+[parts.none]
+files = ["configs/correction/none.yaml"]
+[parts.tis]
+config.trainer.callbacks = [{ class_path = "TruncatedIS", init_args = { upper = 3.0 } }]
+[parts.bf16]
+files = ["configs/precision/rollout_bf16.yaml"]
+[parts.int4]
+files = ["configs/precision/rollout_int4_group.yaml"]
+[variants.strong.config]
+data = { passes = 2 }
+"""
+
+
+@pytest.fixture
+def study(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield importlib.import_module("study")
+    for name in ("study", "study_report"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def small(study, tmp_path):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    (folder / "study.toml").write_text(TOML)
+    return study.load(folder)
+
+
+def fake_run(study, job, accuracies, log_ratio=0.01, ending="finish"):
+    """Write the folder that a run of `job` would leave."""
+    job.folder.mkdir(parents=True)
+    (job.folder / study.COMMAND_FILE).write_text(json.dumps({"fingerprint": job.fingerprint}))
+    log_event(job.folder, "start", "Training started.", iteration=0)
+    logger = RunCSVLogger(job.folder)
+    for epoch, accuracy in enumerate(accuracies):
+        row = {"reward/mean": accuracy / 2, "mismatch/abs_log_ratio": log_ratio, "mismatch/ess_ratio": 1 - log_ratio}
+        logger.log_metrics({"epoch": epoch, **row, "mismatch/kl_k3": 0.001, "val/accuracy": accuracy}, step=epoch)
+    if ending:
+        log_event(job.folder, ending, "Training ended.", iteration=len(accuracies))
+
+
+def test_shipped_studies_have_the_arms_of_their_question(study):
+    arms = {name: set(study.load(EXAMPLES / name).arms) for name in STUDIES}
+    for correction in ("none", "tis_2", "tis_5", "tis_10", "mis", "sequence_tis", "sequence_mis", "geometric_tis"):
+        assert {f"{correction}+int4_group", f"{correction}+fp8_tensor"} <= arms["mismatch_study"]
+    assert {"none+bf16", "ais+int4_group", "ais_fitted+int4_group", "tbpo+int4_group"} <= arms["mismatch_study"]
+    for objective in ("grpo", "tbpo"):
+        assert {f"{objective}+{x}" for x in ("bf16", "int4_rollout", "int4_aligned")} <= arms["alignment_study"]
+    assert {"grpo+fp8_rollout", "grpo+fp8_unified"} <= arms["alignment_study"]
+    assert {"bf16_lora", "nvfp4_lora", "nvfp4_lora+aqn", "mxfp4_lora", "nf4_lora", "int4_full"} <= arms["qerl_study"]
+    for name in STUDIES:
+        loaded = study.load(EXAMPLES / name)
+        assert loaded.seeds == 5
+        drawn = {pattern for patterns in loaded.groups.values() for pattern in patterns if "*" not in pattern}
+        assert drawn <= arms[name]
+
+
+def test_plan_gives_files_in_order_and_a_folder_for_each_seed(study, small, tmp_path):
+    jobs = study.plan(small, tmp_path / "out", extra=["--trainer.max_epochs", "3"])
+    assert [(job.arm, job.seed) for job in jobs] == [
+        (arm, seed) for seed in (0, 1) for arm in ("none+bf16", "none+int4", "tis+int4")
+    ]
+    arguments = jobs[-1].arguments
+    files = [arguments[i + 1] for i, word in enumerate(arguments) if word == "--config"]
+    assert [Path(file).stem for file in files] == ["quickstart", "common", "tis", "rollout_int4_group"]
+    assert yaml.safe_load(Path(files[1]).read_text()) == {"data": {"mini_batches": 4}}
+    (callback,) = yaml.safe_load(Path(files[2]).read_text())["trainer"]["callbacks"]
+    assert callback == {"class_path": "TruncatedIS", "init_args": {"upper": 3.0}}
+    options = dict(pairwise(arguments))
+    assert options["--seed_everything"] == "1"
+    assert options["--trainer.max_epochs"] == "3"
+    assert options["--resume_if_possible"] == "true"
+    assert options["--trainer.default_root_dir"] == str(tmp_path / "out" / "tis+int4" / "1")
+    assert len({job.fingerprint for job in jobs}) == 6
+    part = study.plan(small, tmp_path / "out", arms=["tis*"], seeds=[1], extra=["--trainer.max_epochs", "3"])
+    assert part == jobs[-1:]
+
+
+def test_a_variant_has_its_own_name_and_configuration(study, small, tmp_path):
+    strong = study.load(tmp_path / "small", "strong")
+    assert strong.name == "small-strong"
+    (job,) = study.plan(strong, tmp_path / "out", arms=["none+int4"], seeds=[0])
+    assert str(tmp_path / "out" / "configs" / "variant-strong.yaml") in job.arguments
+    (plain,) = study.plan(small, tmp_path / "out", arms=["none+int4"], seeds=[0])
+    assert plain.fingerprint != job.fingerprint
+
+
+def test_finished_runs_are_left_alone_and_cut_ones_go_on(study, small, tmp_path, monkeypatch, capsys):
+    jobs = study.plan(small, tmp_path / "out", seeds=[0])
+    assert [job.state for job in jobs] == ["new"] * 3
+    fake_run(study, jobs[0], [0.5])
+    fake_run(study, jobs[1], [0.5], ending=None)
+    (jobs[1].folder / "checkpoints").mkdir()
+    (jobs[1].folder / "checkpoints" / "last.ckpt").touch()
+    assert [job.state for job in jobs] == ["finished", "cut", "new"]
+    ran = []
+    monkeypatch.setattr(study, "run_one", lambda job: (ran.append(job), (0, 1.0))[1])
+    assert study.run_all(jobs) == []
+    assert ran == jobs[1:]
+    assert "1 of 3 runs are finished" in capsys.readouterr().out
+
+
+def test_a_run_of_another_configuration_is_refused(study, small, tmp_path):
+    (job,) = study.plan(small, tmp_path / "out", arms=["none+int4"], seeds=[0])
+    fake_run(study, job, [0.5])
+    (other,) = study.plan(small, tmp_path / "out", arms=["none+int4"], seeds=[0], extra=["--trainer.max_epochs", "9"])
+    assert other.state == "changed"
+    with pytest.raises(study.StudyError, match="another configuration"):
+        study.run_all([other])
+
+
+def test_a_failed_run_is_named_and_the_others_go_on(study, small, tmp_path, monkeypatch, capsys):
+    jobs = study.plan(small, tmp_path / "out", seeds=[0])
+    monkeypatch.setattr(study.sys, "executable", "false")
+    assert {job.arm for job in study.run_all(jobs, parallel=2)} == {job.arm for job in jobs}
+    assert capsys.readouterr().out.count("FAILED") == 3
+    recorded = json.loads((jobs[0].folder / study.COMMAND_FILE).read_text())
+    assert recorded["arguments"] == list(jobs[0].arguments)
+
+
+def test_table_and_figure_of_fake_runs(study, small, tmp_path, capsys):
+    out = tmp_path / "out"
+    final = {"none+bf16": (0.60, 0.70), "none+int4": (0.50, 0.62), "tis+int4": (0.58, 0.66)}
+    for job in study.plan(small, out):
+        fake_run(study, job, [0.4, 0.45, final[job.arm][job.seed]], log_ratio=0.03 if "int4" in job.arm else 0.001)
+    assert study.main([str(tmp_path / "small"), "--out", str(out), "--report"]) == 0
+    text = capsys.readouterr().out
+    assert "6 of 6 runs finished" in text
+    assert (out / "table.md").read_text().strip() == text.strip()
+    assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    rows = {cells[0]: cells for cells in ([cell.strip() for cell in line.strip("| ").split("|")] for line in lines)}
+    header = dict(zip(rows["Arm"], rows["none+int4"], strict=True))
+    assert header["Seeds"] == "2"
+    assert header["Accuracy"] == "0.56 ± 0.06"
+    # Differences −0.1 and −0.08: mean −0.09, standard error 0.01, and t quantiles of one degree of freedom.
+    assert header["against baseline"] == "-0.09 ± 0.01"
+    assert float(header["detectable"]) == pytest.approx((12.706 + 1.376) * 0.01, rel=1e-2)
+    assert header["Reward, first third"] == "0.2 ± 0"
+    assert header["last third"] == "0.28 ± 0.03"
+    assert header["mean abs. log-ratio"] == "0.03 ± 0"
+    assert header["lowest ESS"] == "0.97"
+    assert rows["none+bf16"][3] == "–"
+    assert "loses 0.09 ± 0.01" in text
+    assert "can tell corrections apart" in text
+
+
+@pytest.mark.parametrize(("loss", "log_ratio", "power"), [(0.0, 0.01, False), (0.0, 0.06, True), (0.06, 0.01, True)])
+def test_power_needs_a_loss_or_a_mismatch(study, small, tmp_path, loss, log_ratio, power):
+    jobs = study.plan(small, tmp_path / "out", arms=["none+*"], seeds=[0])
+    for job in jobs:
+        fake_run(study, job, [0.5 - loss if "int4" in job.arm else 0.5], log_ratio=log_ratio)
+    results = [(job.arm, job.seed, study.Run(job.folder)) for job in jobs]
+    text = study.write_report(small, results, 6, tmp_path / "out")
+    assert ("can tell corrections apart" in text) == power
+    assert ("has no power" in text) != power
+
+
+def test_unfinished_runs_stay_out_of_the_table(study, small, tmp_path, capsys):
+    jobs = study.plan(small, tmp_path / "out", seeds=[0])
+    fake_run(study, jobs[0], [0.5])
+    fake_run(study, jobs[1], [0.9], ending="exception")
+    assert study.main([str(tmp_path / "small"), "--out", str(tmp_path / "out"), "--report"]) == 0
+    text = capsys.readouterr().out
+    assert "1 of 6 runs finished" in text
+    assert "none+int4 |" not in text
+    assert "Power: unknown" in text
+
+
+def test_bad_studies_are_refused_in_one_sentence(study, tmp_path, capsys):
+    for change, message in (
+        (("{none,tis}", "{none,tsi}"), "Did you mean 'tis'?"),
+        (("seeds", "sedes"), "Did you mean 'seeds'?"),
+        (('baseline = "none+bf16"', 'baseline = "none+bf"'), "is not an arm"),
+        (("quickstart.yaml", "quick.yaml"), "does not exist"),
+        (("[parts.none]", "[parts.none"), "is not TOML"),
+    ):
+        path = tmp_path / "study.toml"
+        path.write_text(TOML.replace(*change))
+        assert study.main([str(path), "--list", "--out", str(tmp_path / "out")]) == 2
+        assert message in capsys.readouterr().err
+    path.write_text(TOML)
+    assert study.main([str(path), "--arms", "none+int", "--list", "--out", str(tmp_path / "out")]) == 2
+    assert "Did you mean 'none+int4'?" in capsys.readouterr().err
+    assert study.main([str(path), "--variant", "weak", "--list"]) == 2
+    assert study.main([str(tmp_path / "nothing"), "--list"]) == 2
+
+
+def test_errors_of_single_seeds_are_not_a_number(study):
+    report = sys.modules["study_report"]
+    assert math.isnan(report.standard_error([1.0]))
+    assert report.spread([0.5]) == "0.5"
+    assert report.third(report.Series([1, 2, 3, 4, 5, 6], [1.0, 1.0, 2.0, 2.0, 3.0, 4.0]), 2) == 3.5
