@@ -132,7 +132,7 @@ def test_public_test_problems_are_never_drawn():
 def test_a_public_problem_is_passed_over_when_it_comes_up(monkeypatch):
     task = Countdown(train_size=50)
     first = problem_key(task.train_rows()[0]["numbers"], task.train_rows()[0]["target"])
-    monkeypatch.setattr("lit_qrl.data.tasks.countdown._public_test_hashes", lambda: frozenset({key_hash(first)}))
+    monkeypatch.setattr("lit_qrl.data.tasks.countdown.public_test_hashes", lambda: frozenset({key_hash(first)}))
     again = Countdown(train_size=50)
     assert first not in keys(again.train_rows())
     assert again.train_rows()[:49] == task.train_rows()[1:]

@@ -1,0 +1,121 @@
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lit_qrl.data.tasks.countdown import Countdown
+from lit_qrl.data.tasks.countdown_solver import expressions
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = ROOT / "models" / "tiny-countdown"
+MAX_BYTES = 4_000_000
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("tiny_model_build", ROOT / "examples" / "tiny_model" / "build.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32), AutoTokenizer.from_pretrained(SHIPPED)
+
+
+def size(folder):
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def test_shipped_model_is_a_small_qwen3_of_kernel_friendly_sizes(shipped):
+    network, tokenizer = shipped
+    assert size(SHIPPED) < MAX_BYTES
+    assert network.config.model_type == "qwen3"
+    assert network.config.vocab_size == len(tokenizer)
+    assert 0.7e6 < sum(p.numel() for p in network.parameters()) < 1.3e6
+    linears = [m for name, m in network.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"]
+    assert len(linears) == 7 * network.config.num_hidden_layers
+    assert all(linear.in_features % 128 == 0 and linear.out_features % 128 == 0 for linear in linears)
+    assert network.get_output_embeddings().weight is network.get_input_embeddings().weight
+
+
+def test_shipped_tokenizer_round_trip(shipped):
+    _, tokenizer = shipped
+    for text in ["3,5,7=22:", "(30-29)*12/4+10", "1 + 2 = 3"]:
+        ids = tokenizer(text).input_ids
+        assert len(ids) == len(text)
+        assert tokenizer.decode(ids) == text
+    longest = {token for numbers in [(28, 29, 30), (7, 11, 13)] for e in expressions(numbers) for token in e.text}
+    assert tokenizer.unk_token_id not in tokenizer("".join(sorted(longest))).input_ids
+    assert len({tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}) == 3
+    assert tokenizer.decode([tokenizer.eos_token_id, *tokenizer("1+2").input_ids], skip_special_tokens=True) == "1+2"
+
+
+def test_shipped_model_writes_valid_expressions_and_solves_some(shipped, script):
+    network, tokenizer = shipped
+    task = Countdown(train_size=1, evaluation_size=200)
+    accuracy, valid = script.evaluate(network, tokenizer, task, temperature=1.0, seed=1)
+    assert valid >= 0.93
+    # The band is 0.30 to 0.45 on 500 problems; 200 problems add two standard errors of 0.034.
+    assert 0.23 < accuracy < 0.52
+
+
+def test_teacher_answers_are_right_or_wrong_as_asked_and_never_held_out(script):
+    recipe = script.Recipe(max_number=9, max_target=20, batch=64)
+    tokenizer = script.build_tokenizer()
+    teacher = script.Teacher(recipe, tokenizer)
+    held_out = {
+        (tuple(sorted(row["numbers"])), row["target"])
+        for row in Countdown(max_number=9, max_target=20, train_size=1, evaluation_size=100).evaluation_rows()
+    }
+    assert not held_out & {(numbers, target) for numbers, target, _ in teacher.problems}
+    for wrong_share in (0.0, 1.0):
+        tokens, labels = teacher.batch(wrong_share)
+        assert tokens.shape == labels.shape
+        samples = []
+        for row, label in zip(tokens, labels, strict=True):
+            assert torch.equal(row[label != -100], label[label != -100])
+            prompt = tokenizer.decode(row[: int((label != -100).nonzero()[0])])
+            answer = tokenizer.decode(label[label != -100])
+            assert answer.endswith("<eos>")
+            numbers, target = prompt.removesuffix(":").split("=")
+            columns = {"numbers": numbers, "target": target}
+            samples.append(script.Sample(prompt, answer.removesuffix("<eos>"), target, columns))
+        scores = script.CountdownReward(partial=0.5)(samples)
+        assert sum(s == 1.0 for s in scores) == (0 if wrong_share else recipe.batch)
+        assert all(s > 0 for s in scores)
+
+
+def test_build_repeats_bit_for_bit(script, tmp_path, capsys):
+    small = "--layers 1 --batch 32 --steps 30 --unsure_steps 5 --max_number 6 --max_target 10 --threads 1"
+    arguments = [*small.split(), "--evaluation_size", "16", "--any_accuracy"]
+    weights = []
+    for name in ("one", "two"):
+        assert script.main([*arguments, "--output", str(tmp_path / name)]) == 0
+        weights.append(AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).state_dict())
+    result = json.loads(capsys.readouterr().out.splitlines()[-2])
+    assert set(result) == {"accuracy", "valid", "greedy_accuracy"}
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    assert size(tmp_path / "one") < MAX_BYTES
+    assert AutoTokenizer.from_pretrained(tmp_path / "one").decode([4, 5]) == "01"
+
+
+def test_training_lowers_the_loss(script):
+    recipe = script.Recipe(layers=1, batch=32, max_number=6, max_target=10)
+    tokenizer = script.build_tokenizer()
+    network = script.build_network(recipe, tokenizer)
+    losses = list(script.train(network, script.Teacher(recipe, tokenizer), 60, 6e-3, 0.0))
+    assert sum(losses[-10:]) < 0.6 * sum(losses[:10])
+
+
+def test_build_outside_the_band_exits_with_one(script, tmp_path, capsys):
+    tiny = "--layers 1 --batch 4 --steps 1 --unsure_steps 1 --max_number 6 --max_target 10 --threads 1"
+    assert script.main([*tiny.split(), "--evaluation_size", "8", "--output", str(tmp_path)]) == 1
+    assert "Expected accuracy" in capsys.readouterr().out
