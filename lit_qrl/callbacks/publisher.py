@@ -10,14 +10,18 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from lit_qrl.callbacks._sources import WeightSource
 from lit_qrl.callbacks.base import RLCallback, overrides, rl_callbacks
 from lit_qrl.errors import ConfigError
 from lit_qrl.events import log_event
 from lit_qrl.precision import formats
-from lit_qrl.precision.export import export_tensors
 from lit_qrl.precision.formats.base import NumberFormat
-from lit_qrl.precision.surgery import quantizable_linears
+from lit_qrl.precision.lora4bit import NVFP4LoRA
+from lit_qrl.rollout.adapter import check_separable
+from lit_qrl.rollout.engine import RolloutEngine
+from lit_qrl.rollout.probe import Probe, ProbeResult, learner_scores
 from lit_qrl.rollout.receipt import (
+    Fault,
     PublishError,
     SentLedger,
     TensorReceipt,
@@ -31,13 +35,17 @@ from lit_qrl.types import PublishReport
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
 
+PROBE_LENGTH = 64
+"""Tokens of a probe's sequence, fewer where the engine's longest sequence is shorter."""
+
 
 class WeightPublisher(RLCallback):
     """Keeps the sampler's weights what the run says they are.
 
     Before every n-th iteration it streams the learner's weights, layer by layer, through the callbacks' `on_publish`,
     the number format and the engine's loader, and raises the version. Before every evaluation it publishes the clean
-    weights, which is not counted as a version.
+    weights, which is not counted as a version. Under a precision plugin of this library the very codes of the
+    learner's forward pass go out.
 
     Args:
         format: number format of the sampler's linear layers; `auto` is what the precision plugin exports, else the
@@ -48,6 +56,10 @@ class WeightPublisher(RLCallback):
         exclude: name patterns of linear layers that stay unquantized, beside embeddings, head and routers.
         unaligned: allow a format that differs from the precision plugin's own.
         on_fault: what follows when a publish did not arrive as sent: `stop` the run, or `retry` once and then stop.
+        lora: `merged` publishes the sum of base and adapter; `adapter` the base once, then only adapter and perturbed
+            norms; `auto` is `adapter` under NVFP4LoRA, whose base stays packed, else `merged`.
+        probe_every: publishes between two scorings of the same tokens by engine and learner, the first included;
+            0 never compares.
     """
 
     def __init__(
@@ -58,24 +70,35 @@ class WeightPublisher(RLCallback):
         exclude: list[str] | None = None,
         unaligned: bool = False,
         on_fault: Literal["stop", "retry"] = "stop",
+        lora: Literal["auto", "merged", "adapter"] = "auto",
+        probe_every: int = 50,
     ) -> None:
         if every_n_iterations < 1:
             raise ConfigError("publisher.every_n_iterations is too small.", expected="at least 1")
+        if probe_every < 0:
+            raise ConfigError("publisher.probe_every is negative.", expected="0 or more", given=probe_every)
         self.format = None if format == "auto" else formats.get(format)
         self.every_n_iterations, self.evaluation_format = every_n_iterations, evaluation_format
         self.exclude, self.unaligned = tuple(exclude or ()), unaligned
-        self.on_fault = on_fault
+        self.on_fault, self.lora, self.probe_every = on_fault, lora, probe_every
         self.version = -1
-        self._receipts: dict[NumberFormat | None, dict[str, TensorReceipt]] = {}
+        self.probe: Probe | None = None
         self.last_report: PublishReport | None = None
-        self._engine_ready = False
+        self._baseline: float | None = None
+        self._receipts: dict[Any, dict[str, TensorReceipt]] = {}
+        self._source: WeightSource | None = None
         self._holds_rollout_weights = False
+        self._published = 0
+        # What the engine holds in adapter mode: the base's state and layers, and which norms differ from it.
+        self._base: tuple[Any, dict[str, str]] | None = None
+        self._perturbed: set[str] = set()
 
     # ----------------------------------------------------------------------------------------------------------- hooks
 
     def setup(self, trainer: Trainer, pl_module: "GRPOModule", stage: str) -> None:
         """Check the format against the precision plugin and the device, before any weight is loaded."""
-        aligned: NumberFormat | None = getattr(trainer.precision_plugin, "format", None)
+        plugin = trainer.precision_plugin
+        aligned: NumberFormat | None = getattr(plugin, "format", None)
         if self.format is not None and aligned is not None and self.format != aligned and not self.unaligned:
             raise ConfigError(
                 "The sampler's format differs from the one that the learner computes in.",
@@ -84,16 +107,53 @@ class WeightPublisher(RLCallback):
                 remedy="Set publisher.unaligned to true to study the mismatch.",
             )
         self._rollout_format = self.format if self.format is not None else aligned
+        same = aligned is not None and self._rollout_format == aligned
+        if same and self.exclude:
+            raise ConfigError(
+                "The precision plugin says which layers are quantized, and the publisher too.",
+                given=f"publisher.exclude: {', '.join(self.exclude)}",
+                remedy="Move the patterns to the plugin's exclude.",
+            )
         engine, sampling = pl_module.data.engine, pl_module.data.sampling
+        engine.exclude = tuple(getattr(plugin, "exclude", ())) if same else self.exclude
+        self._check_adapter(pl_module.policy.lora, engine, plugin, same)
         engine.validate(self._rollout_format, sampling)
+
+    def _check_adapter(self, config: Any, engine: RolloutEngine, plugin: Any, aligned: bool) -> None:
+        packed = isinstance(plugin, NVFP4LoRA)
+        self._apart = self.lora == "adapter" or (self.lora == "auto" and packed and aligned)
+        if packed and aligned and not self._apart and not self.unaligned:
+            raise ConfigError(
+                "The sum of a packed base and its adapter would be rounded once more, which the learner never sees.",
+                expected="publisher.lora: adapter",
+                given="merged",
+                remedy="Set publisher.unaligned to true to study the mismatch.",
+            )
+        if not self._apart:
+            return
+        if config is None:
+            raise ConfigError(
+                "The policy has no adapter to publish.",
+                expected="model.policy.lora",
+                given="publisher.lora: adapter",
+                remedy="Give the policy an adapter, or leave publisher.lora at auto.",
+            )
+        check_separable(config)
+        if type(engine).load_adapter is RolloutEngine.load_adapter:
+            raise ConfigError(f"{type(engine).__name__} cannot load adapters.", remedy="Set publisher.lora to merged.")
+        if getattr(engine, "max_lora_rank", None) == 0:
+            raise ConfigError(
+                "The engine would be built without room for an adapter.",
+                expected=f"data.engine.max_lora_rank of at least {config.r}",
+                given=0,
+                remedy="Set it, or set publisher.lora to merged.",
+            )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Publish this iteration's sampler."""
-        due = trainer.current_epoch % self.every_n_iterations == 0
-        if due or not self._holds_rollout_weights:
+        if trainer.current_epoch % self.every_n_iterations == 0 or not self._holds_rollout_weights:
             with pl_module.timed("publish"):
-                if due:
-                    self.version += 1
+                self.version += 1
                 self._publish_rollout(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
@@ -111,20 +171,30 @@ class WeightPublisher(RLCallback):
     # ------------------------------------------------------------------------------------------------------ publishing
 
     def _publish_rollout(self, trainer: Trainer, module: "GRPOModule") -> None:
-        for callback in rl_callbacks(trainer):
-            callback.on_rollout_start(trainer, module, self.version)
         self._holds_rollout_weights = False
         perturbing = [callback for callback in rl_callbacks(trainer) if overrides(callback, "on_publish")]
+        probes = self.probe_every > 0 and self._published % self.probe_every == 0
 
-        def perturbed(name: str, tensor: Tensor) -> Tensor:
-            for callback in perturbing:
-                tensor = callback.on_publish(trainer, module, name, tensor)
-            return tensor
+        def attempt() -> PublishReport:
+            # Each attempt starts the callbacks anew: what a repeated one draws is what the first drew.
+            for callback in rl_callbacks(trainer):
+                callback.on_rollout_start(trainer, module, self.version)
+            altered: dict[str, Tensor] = {}
 
-        def weights() -> Iterator[tuple[str, Tensor]]:
-            return ((name, perturbed(name, tensor)) for name, tensor in module.policy.named_weights())
+            def change(name: str, tensor: Tensor) -> Tensor:
+                before = tensor
+                for callback in perturbing:
+                    tensor = callback.on_publish(trainer, module, name, tensor)
+                if tensor is not before:
+                    altered[name] = tensor if tensor.ndim == 1 else tensor.new_empty(0)
+                return tensor
 
-        report = self._send(trainer, module, weights, self._rollout_format)
+            report = self._publish_apart(module, change) if self._apart else self._publish_whole(module, change)
+            if probes:
+                self._compare_scores(trainer, module, altered)
+            return report
+
+        report = self._repeated(trainer, module, attempt)
         self.last_report, self._holds_rollout_weights = report, True
         module.iteration.update(
             {
@@ -133,66 +203,150 @@ class WeightPublisher(RLCallback):
                 "publish/gigabytes_per_second": report.bytes / 1e9 / max(report.seconds, 1e-9),
             }
         )
-        if self.version == 0 or trainer.is_last_batch:
+        if self._published == 0:
             self._write_layers(trainer, report)
+        self._published += 1
 
     def _publish_evaluation(self, trainer: Trainer, module: "GRPOModule") -> None:
         one_format = self.evaluation_format == "rollout" or module.data.engine.single_format
-        self._send(trainer, module, module.policy.named_weights, self._rollout_format if one_format else None)
+
+        def attempt() -> PublishReport:
+            source = self._source_of(trainer, module)
+            # Base and adapter side by side are the packed learner's own arithmetic.
+            if self._apart and (one_format or source.packed):
+                return self._publish_apart(module, _unchanged)
+            if one_format:
+                return self._publish_whole(module, _unchanged)
+            self._base = None
+            dtype = module.data.engine.plain_dtype
+            return self._deliver(module, source.plain(dtype), None, dict(source.shapes()))
+
+        self._repeated(trainer, module, attempt)
         self._holds_rollout_weights = False
 
-    def _send(
-        self,
-        trainer: Trainer,
-        module: "GRPOModule",
-        weights: Callable[[], Iterator[tuple[str, Tensor]]],
-        format: NumberFormat | None,
-    ) -> PublishReport:
-        """Publish, compare both ledgers, and publish once more where `on_fault` says so."""
-        engine, policy = module.data.engine, module.policy
-        if not self._engine_ready:
-            engine.setup(policy, policy.tokenizer, module.data.sampling)
-            self._engine_ready = True
+    def _repeated(self, trainer: Trainer, module: "GRPOModule", attempt: Callable[[], PublishReport]) -> PublishReport:
+        """Publish, and publish once more where `on_fault` says so."""
+        self._source_of(trainer, module)
+        module.data.engine.wake()
         attempts = 2 if self.on_fault == "retry" else 1
-        for attempt in range(attempts):
+        for count in range(attempts):
+            start = time.perf_counter()
             try:
-                return self._attempt(module, weights(), format)
-            except PublishError as error:
+                report = attempt()
+            except (PublishError, ValueError) as error:
+                if isinstance(error, ConfigError):
+                    raise
+                self._base = None  # whatever arrived, the next publish sends everything
                 log_event(
                     trainer.default_root_dir,
                     "publish_fault",
                     str(error),
                     iteration=trainer.current_epoch + 1,
-                    faults=[fault.kind for fault in error.faults],
+                    faults=[fault.kind for fault in getattr(error, "faults", ())],
                 )
-                if attempt == attempts - 1:
+                if count == attempts - 1:
                     raise
+            else:
+                report.seconds = time.perf_counter() - start
+                return report
         raise AssertionError("unreachable")
 
-    def _attempt(
-        self, module: "GRPOModule", weights: Iterator[tuple[str, Tensor]], format: NumberFormat | None
+    def _source_of(self, trainer: Trainer, module: "GRPOModule") -> WeightSource:
+        """Return the source of this run's weights; the first call sets the engine up."""
+        if self._source is None:
+            policy, engine = module.policy, module.data.engine
+            self._source = WeightSource(policy, trainer.precision_plugin, self._rollout_format, self.exclude)
+            engine.setup(policy, policy.tokenizer, module.data.sampling)
+        return self._source
+
+    def _publish_whole(self, module: "GRPOModule", change: Callable[[str, Tensor], Tensor]) -> PublishReport:
+        source = self._source
+        assert source is not None
+        stream = source.whole(change, source.plain_dtype(module.data.engine))
+        return self._deliver(module, stream, self._rollout_format, source.shapes())
+
+    def _publish_apart(self, module: "GRPOModule", change: Callable[[str, Tensor], Tensor]) -> PublishReport:
+        """Publish the base where the engine does not hold it, then what differs: norms and adapter."""
+        source, engine = self._source, module.data.engine
+        assert source is not None
+        dtype, sent = source.plain_dtype(engine), 0
+        state = source.base_state()
+        if self._base is None or self._base[0] != state:
+            self._base, self._perturbed = None, set()
+            report = self._deliver(module, source.base(dtype), self._rollout_format, source.shapes())
+            self._base, sent = (state, report.layers), report.bytes
+        changed = source.changed_norms(change)
+        restored = source.norms(self._perturbed - changed.keys())
+        if changed or restored:
+            norms = ((name, tensor.to(dtype)) for name, tensor in {**restored, **changed}.items())
+            self._perturbed |= changed.keys()
+            sent += self._deliver(module, norms, None, {}, engine.perturb).bytes
+            self._perturbed = set(changed)
+        report = self._deliver(module, source.adapter(engine.plain_dtype), None, {}, engine.load_adapter)
+        report.layers = {**self._base[1], **report.layers}
+        report.bytes += sent
+        return report
+
+    def _deliver(
+        self,
+        module: "GRPOModule",
+        stream: Iterator[tuple[str, Tensor]],
+        format: NumberFormat | None,
+        shapes: dict[str, tuple[int, int]],
+        load: Callable[[Iterator[tuple[str, Tensor]], int], PublishReport] | None = None,
     ) -> PublishReport:
+        """Hand one stream to the engine, by `load_weights` or by `load`, and compare both ledgers."""
         engine = module.data.engine
-        start = time.perf_counter()
-        linears = quantizable_linears(module.policy.network, self.exclude)
-        shapes = {name.removesuffix(".base_layer"): tuple(linear.weight.shape) for name, linear in linears.items()}
-        sampled = {name: shapes[name] for name in choose(list(shapes), max(self.version, 0))}
+        sampled = {name: shapes[name] for name in choose(list(shapes), max(self.version, 0))} if shapes else {}
         sent = SentLedger(self.version, format, sampled)
-        stream = sent.watch(export_tensors(weights, format, list(shapes)))
-        report = engine.load_weights(stream, format, self.version)
+        watched = sent.watch(stream)
+        if load is None:
+            report = engine.load_weights(watched, format, self.version)
+        else:
+            report = load(watched, self.version)
         arrived = time.perf_counter()
         if report.received is not None:
-            faults = compare(sent, report.received, self._receipts.get(format))
+            key = format if load is None else load.__name__
+            faults = compare(sent, report.received, self._receipts.get(key))
             faults += compare_columns(sent, engine.read_columns, exact=format is None)
-            faults += compare_read_back(
-                sent, engine.read_back, list(sent.receipts())[:: max(len(sent.receipts()) // 4, 1)]
-            )
+            if load is None:
+                names = list(sent.receipts())
+                faults += compare_read_back(sent, engine.read_back, names[:: max(len(names) // 4, 1)])
+                self._receipts.clear()
             if faults:
                 raise PublishError(faults, self.version)
-            self._receipts = {format: sent.receipts()}
-        report.seconds = time.perf_counter() - start
+            self._receipts[key] = sent.receipts()
         module.seconds["verify"] += time.perf_counter() - arrived
         return report
+
+    # ----------------------------------------------------------------------------------------------------------- probe
+
+    def _compare_scores(self, trainer: Trainer, module: "GRPOModule", altered: dict[str, Tensor]) -> None:
+        """Score the probe on both sides; a mean difference beyond the bound is a fault of the publish."""
+        source, engine = self._source, module.data.engine
+        assert source is not None
+        if (source.packed and source.aligned is None) or any(tensor.numel() == 0 for tensor in altered.values()):
+            return  # the learner cannot compute as this sampler does
+        start = time.perf_counter()
+        format = None if source.aligned is not None else self._rollout_format
+        if self.probe is None:
+            length = min(PROBE_LENGTH, module.data.max_prompt_tokens + module.data.max_completion_tokens)
+            noisy = self._rollout_format is not None and self._rollout_format.quantizes_activations
+            vocabulary = module.policy.network.config.get_text_config().vocab_size
+            self.probe = Probe(vocabulary, noisy, length=length)
+            self.probe.load_state_dict({"baseline": self._baseline})
+        with trainer.precision_plugin.forward_context():
+            network, tokens = module.policy.network, self.probe.tokens
+            learner = learner_scores(
+                network, tokens, format, self.exclude, merged=not self._apart, overrides=altered or None
+            )
+        result = self.probe.compare(engine.score(self.probe.tokens), learner)
+        module.iteration.update(
+            {"publish/probe_mean": result.mean, "publish/probe_max": result.max, "publish/probe_bound": result.bound}
+        )
+        module.seconds["verify"] += time.perf_counter() - start
+        if not result.passed:
+            raise PublishError([Fault("probe", "the sampler", _measured(result))], self.version)
 
     @rank_zero_only
     def _write_layers(self, trainer: Trainer, report: PublishReport) -> None:
@@ -204,9 +358,18 @@ class WeightPublisher(RLCallback):
     # ----------------------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the published version."""
-        return {"version": self.version}
+        """Return the published version and what the probe measured first."""
+        return {"version": self.version, "probe": self._baseline if self.probe is None else self.probe.baseline}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the numbering."""
-        self.version = state_dict["version"]
+        """Continue the numbering and the probe's bound."""
+        self.version, self._baseline = state_dict["version"], state_dict.get("probe")
+
+
+def _unchanged(name: str, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _measured(result: ProbeResult) -> str:
+    scores = f"mean |Δ log p| {result.mean:.3g}, at most {result.bound:.3g} expected"
+    return f"{result.nonfinite} scores are not finite" if result.nonfinite else scores

@@ -9,6 +9,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.precision.lora4bit import PackedLinear
 
 
 def output_head(network: Any) -> dict[str, Any]:
@@ -47,28 +48,54 @@ def merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     A layer is merged into a copy of its weight, which is yielded and dropped before the next; the learner's own weight
     comes back bit for bit. A weight that two modules share is yielded once, under its first name.
     """
-    yield from _walk(network, "", set())
+    yield from _walk(network, "", set(), merge=True)
 
 
-def _walk(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+def base_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the same names as `merged_weights` with the weights that the adapters stand beside."""
+    yield from _walk(network, "", set(), merge=False)
+
+
+def _walk(module: nn.Module, prefix: str, seen: set[int], merge: bool) -> Iterator[tuple[str, Tensor]]:
     module = merged_module(module)
     if isinstance(module, BaseTunerLayer) and hasattr(module, "base_layer"):
-        yield from _merged(module, prefix, seen)
+        if not merge:
+            yield from _walk(module.get_base_layer(), prefix, seen, merge)
+        elif isinstance(module.get_base_layer(), PackedLinear):
+            yield from _merged_packed(module, prefix, seen)
+        else:
+            yield from _merged(module, prefix, seen)
         return
+    if isinstance(module, PackedLinear):
+        yield prefix + "weight", module.dequantized(torch.get_default_dtype())
     own = {**module._parameters, **module._buffers}
     for name, tensor in own.items():
         if tensor is not None and name not in module._non_persistent_buffers_set and id(tensor) not in seen:
             seen.add(id(tensor))
             yield prefix + name, tensor.detach()
     for name, child in module.named_children():
-        yield from _walk(child, f"{prefix}{name}.", seen)
+        yield from _walk(child, f"{prefix}{name}.", seen, merge)
+
+
+@torch.no_grad()
+def _merged_packed(layer: Any, prefix: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """A packed base has no weight to merge into: it is multiplied out in fp32, and the sum is the adapter's dtype."""
+    base = layer.get_base_layer()
+    for name, tensor in _walk(base, prefix, seen, merge=True):
+        if name == prefix + "weight":
+            tensor = base.dequantized(torch.float32)
+            adapters = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
+            for adapter in adapters:
+                tensor += layer.get_delta_weight(adapter).float()
+            tensor = tensor.to(layer.lora_A[adapters[0]].weight.dtype) if adapters else tensor
+        yield name, tensor
 
 
 def _merged(layer: Any, prefix: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
     base = layer.get_base_layer()
     originals = {name: parameter.data for name, parameter in base.named_parameters()}
     layer.merge(safe_merge=True)
-    merged = dict(_walk(base, prefix, seen))
+    merged = dict(_walk(base, prefix, seen, merge=True))
     for name, parameter in base.named_parameters():
         parameter.data = originals[name]
     layer.merged_adapters.clear()

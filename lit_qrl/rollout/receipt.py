@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FaultKind = Literal[
     "missing", "extra", "twice", "shape", "dtype", "stale", "swapped", "different", "non_finite", "version",
-    "fused_group", "prefix_cache", "not_copied", "read_back", "gemm",
+    "fused_group", "prefix_cache", "not_copied", "read_back", "gemm", "probe",
 ]  # fmt: skip
 
 EXPLANATIONS: dict[str, str] = {
@@ -39,6 +39,7 @@ EXPLANATIONS: dict[str, str] = {
     "not_copied": "was repacked, but the engine's own copy does not hold the result",
     "read_back": "reads back differently from what was sent",
     "gemm": "is loaded, but the engine's GEMM computes with other values",
+    "probe": "gets other log-probs from the engine than from the learner computing as the sampler should",
 }
 
 

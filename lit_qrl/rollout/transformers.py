@@ -9,11 +9,13 @@ from torch import Tensor
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional.logprobs import token_logprobs
+from lit_qrl.rollout.adapter import EmbeddedAdapter
 from lit_qrl.rollout.cache import SlotCache
 from lit_qrl.rollout.decode import Decoder, Drawn, Piece, plan
 from lit_qrl.rollout.engine import EnginePolicy, Progress, RolloutEngine
 from lit_qrl.rollout.loading import Loader, Modules, skeleton
 from lit_qrl.rollout.network import output_head
+from lit_qrl.rollout.receipt import ReceivedLedger
 from lit_qrl.rollout.sampling import check_sampling
 from lit_qrl.types import Completion, PublishReport, SamplingParams
 
@@ -66,7 +68,9 @@ class TransformersEngine(RolloutEngine):
             )
         self.max_batch, self.cache_gigabytes = max_batch, cache_gigabytes
         self.dtype, self.share, self.keep_operands = DTYPES[dtype], share, keep_operands
+        self.plain_dtype = self.dtype
         self._modules: Modules | None = None
+        self._adapter: EmbeddedAdapter | None = None
         self._borrowed: list[tuple[Tensor, int]] = []
         self._whole = False
 
@@ -86,7 +90,7 @@ class TransformersEngine(RolloutEngine):
                 remedy="Use VLLMEngine for this architecture.",
             )
         device = next(learner.parameters()).device
-        self._modules = Modules(skeleton(learner, device), device)
+        self._modules, self._adapter = Modules(skeleton(learner, device), device), None
         self._whole = False
 
     @property
@@ -106,6 +110,8 @@ class TransformersEngine(RolloutEngine):
             raise RuntimeError("The engine is not set up: call setup(policy, tokenizer, sampling) first.")
         start = time.perf_counter()
         self._whole = False
+        if self._adapter is not None:
+            self._adapter.remove()
         owned = {parameter.untyped_storage().data_ptr() for parameter in self.policy.network.parameters()}
         share = self.share == "auto"
         loader = Loader(self._modules, format, version, self.dtype, owned, share, self.keep_operands)
@@ -123,8 +129,20 @@ class TransformersEngine(RolloutEngine):
         return None if self._modules is None else self._modules.held(name)
 
     @torch.no_grad()
+    def load_adapter(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> PublishReport:
+        """Replace the LoRA adapter over an unchanged base; the low-rank term is added unmerged, in its own dtype."""
+        start, _ = time.perf_counter(), self.network
+        assert self._modules is not None
+        if self._adapter is None:
+            self._adapter = EmbeddedAdapter(self._modules, self.policy.lora)
+        received = ReceivedLedger(version)
+        self._adapter.load(tensors, received)
+        return self._partial(received, start)
+
+    @torch.no_grad()
     def perturb(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> PublishReport:
-        start, layers, size = time.perf_counter(), {}, 0
+        """Replace the given norms in place, nothing else."""
+        start, received = time.perf_counter(), ReceivedLedger(version)
         network, modules = self.network, self._modules
         assert modules is not None
         for name, tensor in tensors:
@@ -134,9 +152,18 @@ class TransformersEngine(RolloutEngine):
                 )
             held = network.get_parameter(name)
             modules.set_plain(name, tensor.detach().to(device=held.device, dtype=held.dtype, copy=True))
-            layers[name], size = str(held.dtype).removeprefix("torch."), size + tensor.numel() * tensor.element_size()
-        self.version = version
-        return PublishReport(version=version, seconds=time.perf_counter() - start, bytes=size, layers=layers)
+            received.record(name, network.get_parameter(name))
+        return self._partial(received, start)
+
+    def _partial(self, received: ReceivedLedger, start: float) -> PublishReport:
+        self.version = received.version
+        return PublishReport(
+            version=received.version,
+            seconds=time.perf_counter() - start,
+            bytes=received.bytes,
+            layers={name: receipt.dtype for name, receipt in received.receipts().items()},
+            received=received,
+        )
 
     def _check_current(self) -> None:
         """The learner's own tensors may have moved on since they were published."""
@@ -235,4 +262,4 @@ class TransformersEngine(RolloutEngine):
         return scores
 
     def close(self) -> None:
-        self._modules, self._borrowed, self._whole = None, [], False
+        self._modules, self._adapter, self._borrowed, self._whole = None, None, [], False
