@@ -5,6 +5,7 @@ import math
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -163,6 +164,9 @@ class VLLMEngine(RolloutEngine):
         self.format = format
         compat.prepare_environment(self.deep_gemm, self.kv_cache_gib)
         self._owns_process_group = not torch.distributed.is_initialized()
+        if self._owns_process_group:
+            # vLLM makes a group of this one process, at which Lightning advises to reduce every metric over it.
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
         self._folder = Path(tempfile.mkdtemp(prefix="lit-qrl-vllm-"))
         self._write_config(self._folder)
         arguments: dict[str, Any] = {

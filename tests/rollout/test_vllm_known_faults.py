@@ -78,14 +78,14 @@ def test_two_hundred_clean_publishes_raise_no_alarm(name):
 
 def test_pages_with_nan_do_not_outlive_the_weights_that_made_them():
     network = tiny_network()
-    engine = build_engine(network)
+    engine = build_engine(network, dtype="bf16", engine_args={"num_gpu_blocks_override": 9})  # the same pages again
     try:
         publish(network, engine, None, 0)
-        broken = torch.full((128,), float("nan"))
+        broken = torch.full((128,), float("nan"), dtype=torch.bfloat16)
         engine.perturb(iter([("model.layers.0.input_layernorm.weight", broken)]), 1)
-        assert not engine.score(prompts(2))[0].isfinite().any()
+        assert not torch.cat(engine.score(prompts(8))).isfinite().any()
         assert publish(network, engine, None, 2)[0] == []
-        assert disagreement(network, engine) < 1e-4
+        assert disagreement(network, engine) < 0.05
     finally:
         engine.close()
 
