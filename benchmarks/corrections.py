@@ -2,19 +2,23 @@
 
     python benchmarks/corrections.py --out corrections.json
 
-On a CUDA device everything runs under `torch.cuda.set_sync_debug_mode("error")`, so that a hidden wait for the device
-ends the benchmark. The line "all corrections and mismatch metrics" is the sum of what one mini-batch could need, run
-back to back.
+Every line is measured as written and compiled (`lit_qrl.functional._compile`; on a CPU with `--compile` only), and on
+a CUDA device with the number of kernels that it launches. There everything runs under
+`torch.cuda.set_sync_debug_mode("error")`, so that a hidden wait for the device ends the benchmark. The line "all
+corrections and mismatch metrics" is the sum of what one mini-batch could need, run back to back; losses, histogram and
+n-grams are not compiled.
 """
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from lit_qrl.callbacks.ais import AIS
 from lit_qrl.callbacks.base import combine
@@ -24,10 +28,12 @@ from lit_qrl.callbacks.opsm import OffPolicySequenceMask
 from lit_qrl.callbacks.truncated import TruncatedIS
 from lit_qrl.callbacks.veto import TokenVeto
 from lit_qrl.functional import diagnostics, objective
+from lit_qrl.functional._compile import SWITCH
 from lit_qrl.functional.importance import batch_normalized, log_ratio
 from lit_qrl.functional.mismatch import mismatch_metrics
 from lit_qrl.types import LossContext
 
+WARM_UP = 3
 CORRECTIONS = {
     "ais token": AIS(),
     "ais sequence": AIS(level="sequence"),
@@ -87,7 +93,9 @@ def jobs(context: LossContext) -> dict:
 def median_ms(job, device: torch.device, repeats: int) -> float:
     """Return the median wall time of a job in ms, from launch to the end of its last kernel."""
     times = []
-    for repeat in range(repeats + 3):
+    for _ in range(WARM_UP):  # compiles, and builds caches
+        job()
+    for _ in range(repeats):
         if device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
@@ -96,9 +104,18 @@ def median_ms(job, device: torch.device, repeats: int) -> float:
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
             torch.cuda.synchronize()
-        if repeat >= 3:  # the first ones build caches
-            times.append(1e3 * (time.perf_counter() - start))
+        times.append(1e3 * (time.perf_counter() - start))
     return statistics.median(times)
+
+
+def kernel_count(job, device: torch.device) -> int | None:
+    """Return how many kernels a job launches on a CUDA device."""
+    if device.type != "cuda":
+        return None
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        job()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiled.events() or ())
 
 
 def main() -> None:
@@ -107,17 +124,26 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048, help="completion tokens of each")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--compile", action="store_true", help="measure compiled statistics on a CPU too")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     args = parser.parse_args()
     device = torch.device(args.device)
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
-    print(f"b = {args.batch}, t = {args.length}, fp32, {machine}, torch {torch.__version__}\n")
-    print(f"{'median of ' + str(args.repeats) + ' runs':<40} {'ms':>9}")
-    results = {}
+    modes = {"eager": "0"} if device.type == "cpu" and not args.compile else {"eager": "0", "compiled": "1"}
+    print(f"b = {args.batch}, t = {args.length}, fp32, {machine}, torch {torch.__version__}")
+    print(f"median of {args.repeats} runs\n")
+    print(f"{'':<40} " + " ".join(f"{mode + ' ms':>12} {'kernels':>8}" for mode in modes))
+    results: dict[str, dict[str, dict[str, float | int | None]]] = {}
     with torch.no_grad():
         for name, job in jobs(mini_batch(args.batch, args.length, device)).items():
-            results[name] = median_ms(job, device, args.repeats)
-            print(f"{name:<40} {results[name]:>9.3f}", flush=True)
+            results[name] = {}
+            line = f"{name:<40}"
+            for mode, switch in modes.items():
+                os.environ[SWITCH] = switch
+                ms, kernels = median_ms(job, device, args.repeats), kernel_count(job, device)
+                results[name][mode] = {"ms": ms, "kernels": kernels}
+                line += f" {ms:>12.3f} {'-' if kernels is None else kernels:>8}"
+            print(line, flush=True)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         record = {
@@ -125,7 +151,7 @@ def main() -> None:
             "length": args.length,
             "machine": machine,
             "torch": torch.__version__,
-            "ms": results,
+            "results": results,
         }
         args.out.write_text(json.dumps(record, indent=2) + "\n")
 

@@ -1,13 +1,26 @@
 """What truncated and masked importance sampling share: levels, default bounds, untruncated weights."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from lit_qrl.functional._compile import fused
 from lit_qrl.functional._statistics import share
-from lit_qrl.types import Correction, LossContext
+from lit_qrl.functional.importance import (
+    adaptive_upper,
+    geometric_keep,
+    geometric_masked,
+    geometric_truncated,
+    opsm_keep,
+    sequence_masked,
+    sequence_truncated,
+    token_masked,
+    token_truncated,
+    token_veto,
+)
+from lit_qrl.types import AllReduce, Correction, LossContext
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -18,43 +31,112 @@ DEFAULT_UPPER: dict[Level, float] = {"token": 2.0, "sequence": 5.0, "geometric":
 EXTREME = math.exp(20.0)
 
 
+WEIGHTS = {
+    ("truncated", "token"): token_truncated,
+    ("truncated", "sequence"): sequence_truncated,
+    ("truncated", "geometric"): geometric_truncated,
+    ("masked", "token"): token_masked,
+    ("masked", "sequence"): sequence_masked,
+    ("masked", "geometric"): geometric_masked,
+}
+KEEPS = {"geometric_rejected": geometric_keep, "vetoed": token_veto, "off_policy": opsm_keep}
+
+
 def weighted(
-    name: str, level: Level, upper: float | Tensor, weights: Tensor, changed: Tensor, context: LossContext
+    kind: Literal["truncated", "masked"],
+    level: Level,
+    lower: float | None,
+    upper: float | Literal["auto"],
+    context: LossContext,
 ) -> Correction:
-    """Return the correction, with the share of changed tokens (or sequences) under `correction/<name>_<level>s`.
+    """Return the weights, with the share of changed tokens (or sequences) under `correction/<kind>_<level>s`.
 
     Args:
-        name: of the metric.
+        kind: what happens outside of the band; also the name of the metric.
         level: what one weight belongs to.
-        upper: the bound that was used; weights beyond e^20 are rejected if it is no bound at all.
-        weights: "b t".
-        changed: "b t", where the weight is not the plain ratio.
+        lower: of the band.
+        upper: of the band; `auto` measures it; weights beyond e^20 are rejected if it is no bound at all.
         context: of the mini-batch.
     """
-    mask = context.mask
+    weights, keep, changed, extreme, bound = _weights(
+        context.log_ratio, context.mask, kind=kind, level=level, lower=lower, upper=upper, all_reduce=context.all_reduce
+    )
+    metrics = {f"correction/{kind}_{'token' if level == 'token' else 'sequence'}s": changed}
+    if extreme is not None:
+        metrics["correction/extreme_tokens"] = extreme
+    if bound is not None:
+        metrics["correction/upper"] = bound
+    return Correction(weights=weights, keep=keep, metrics=metrics)
+
+
+@fused
+def _weights(
+    d: Tensor,
+    mask: Tensor,
+    *,
+    kind: Literal["truncated", "masked"],
+    level: Level,
+    lower: float | None,
+    upper: float | Literal["auto"],
+    all_reduce: AllReduce,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
+    weigh = WEIGHTS[kind, level]
+    bound = adaptive_upper(d, mask, all_reduce) if upper == "auto" else upper
+    weights = weigh(d, mask, lower=lower, upper=bound)
+    changed = weights == 0 if kind == "masked" else weights != weigh(d, mask, lower=0.0, upper=math.inf)
     if level == "token":
-        metrics = {f"correction/{name}_tokens": share(mask, changed, context.all_reduce)}
+        changed_share = share(mask, changed, all_reduce)
     else:
-        metrics = {
-            f"correction/{name}_sequences": share(mask.any(dim=1), (changed & mask).any(dim=1), context.all_reduce)
-        }
-    if isinstance(upper, Tensor) or upper <= EXTREME:
-        return Correction(weights=weights, metrics=metrics)
+        changed_share = share(mask.any(dim=1), (changed & mask).any(dim=1), all_reduce)
+    if isinstance(bound, Tensor):
+        return weights, None, changed_share, None, bound
+    if bound <= EXTREME:
+        return weights, None, changed_share, None, None
     keep = (weights <= EXTREME) | ~mask
-    metrics["correction/extreme_tokens"] = context.all_reduce((~keep).sum())
-    return Correction(weights=torch.where(keep, weights, 1.0), keep=keep, metrics=metrics)
+    extreme = all_reduce((~keep).sum())
+    return torch.where(keep, weights, 1.0), keep, changed_share, extreme, None
 
 
-def rejected(name: str, keep: Tensor, count_rejected: bool, context: LossContext) -> Correction:
+def rejected(
+    name: Literal["geometric_rejected", "vetoed", "off_policy"],
+    count_rejected: bool,
+    context: LossContext,
+    **bounds: float | None,
+) -> Correction:
     """Return the rejection of whole sequences, with their share under `correction/<name>_sequences`.
 
     Args:
-        name: of the metric.
-        keep: "b t", True where `mask` is False.
+        name: of the rule and of the metric.
         count_rejected: leave the rejected in the loss's denominator: weights of 0 instead of keep = False.
         context: of the mini-batch.
+        bounds: of the rule.
     """
-    metrics = {f"correction/{name}_sequences": share(context.mask.any(dim=1), ~keep.all(dim=1), context.all_reduce)}
+    keep, weights, rejected_share = _keeps(
+        context.log_ratio,
+        context.mask,
+        context.advantages,
+        name=name,
+        count_rejected=count_rejected,
+        all_reduce=context.all_reduce,
+        **bounds,
+    )
+    return Correction(weights=weights, keep=keep, metrics={f"correction/{name}_sequences": rejected_share})
+
+
+@fused
+def _keeps(
+    d: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
+    *,
+    name: str,
+    count_rejected: bool,
+    all_reduce: AllReduce,
+    **bounds: Any,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    signs = (advantages,) if name == "off_policy" else ()
+    keep = KEEPS[name](d, mask, *signs, **bounds)
+    rejected_share = share(mask.any(dim=1), ~keep.all(dim=1), all_reduce)
     if count_rejected:
-        return Correction(weights=keep.to(context.log_ratio.dtype), metrics=metrics)
-    return Correction(keep=keep, metrics=metrics)
+        return None, keep.to(d.dtype), rejected_share
+    return keep, None, rejected_share

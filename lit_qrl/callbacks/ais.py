@@ -10,8 +10,8 @@ from torch import Tensor
 from lit_qrl.callbacks.base import RLCallback, trainer_all_reduce
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional._checks import check_ais, check_choice
-from lit_qrl.functional.importance import AISGate, ais_gate, ais_weights, log_ratio
-from lit_qrl.types import AllReduce, Correction, LossContext, RolloutBatch
+from lit_qrl.functional.importance import AISGate, ais_correction, ais_gate, ais_weights, log_ratio
+from lit_qrl.types import Correction, LossContext, RolloutBatch
 
 # Gates kept for the checkpoint and the report: a thousand mini-batches are 32 kB.
 HISTORY = 1000
@@ -70,13 +70,19 @@ class AIS(RLCallback):
                 remedy="Set old_logprobs to decoupled, or scope to minibatch.",
             )
         d = log_ratio(batch.learner_old_logprobs, batch.sampler_logprobs, batch.mask)
-        self._measure(d, batch.mask, batch.advantages, trainer_all_reduce(trainer))
+        gate = ais_gate(d, batch.mask, batch.advantages, all_reduce=trainer_all_reduce(trainer), **self._settings)
+        self.gates.append(torch.stack(list(gate)))
 
     def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
         if self.scope == "minibatch":
-            gate = self._measure(context.log_ratio, context.mask, context.advantages, context.all_reduce)
+            vector, weights = ais_correction(
+                context.log_ratio, context.mask, context.advantages, all_reduce=context.all_reduce, **self._settings
+            )
+            self.gates.append(vector)
+            gate = AISGate(*vector.unbind())
         elif self.gates:
             gate = AISGate(*self.gates[-1].unbind())
+            weights = ais_weights(context.log_ratio, context.mask, gate.alpha, self.clip, level=self.level)
         else:
             raise ConfigError(
                 "AIS with scope: rollout has seen no rollout.",
@@ -84,26 +90,14 @@ class AIS(RLCallback):
                 given="no gate",
                 remedy="Set scope to minibatch.",
             )
-        weights = ais_weights(context.log_ratio, context.mask, gate.alpha, self.clip, level=self.level)
         metrics = {f"correction/{name}": value for name, value in gate._asdict().items() if name != "truncated"}
         metrics[f"correction/truncated_{self.level}s"] = gate.truncated
         return Correction(weights=weights, metrics=metrics)
 
-    def _measure(self, d: Tensor, mask: Tensor, advantages: Tensor, all_reduce: AllReduce) -> AISGate:
-        gate = ais_gate(
-            d,
-            mask,
-            advantages,
-            self.clip,
-            self.saturation,
-            self.tolerance,
-            self.sensitivity,
-            self.eps,
-            level=self.level,
-            all_reduce=all_reduce,
-        )
-        self.gates.append(torch.stack(list(gate)))
-        return gate
+    @property
+    def _settings(self) -> dict[str, Any]:
+        names = ("clip", "saturation", "tolerance", "sensitivity", "eps", "level")
+        return {name: getattr(self, name) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last gates: one row each, columns as the fields of `AISGate`."""

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.functional._compile import fused
 from lit_qrl.functional._statistics import masked, share
 from lit_qrl.types import AllReduce, Correction, LossContext, RolloutBatch, no_all_reduce
 
@@ -106,6 +107,16 @@ def combine(
         metrics.update(correction.metrics)
     factors = [correction.weights.detach() for correction in corrections if correction.weights is not None]
     keeps = [correction.keep for correction in corrections if correction.keep is not None]
+    weights, keep, figures = _combined(mask, factors, keeps, all_reduce=all_reduce)
+    metrics.update({f"correction/{name}": value for name, value in figures.items()})
+    return weights, keep, metrics
+
+
+@fused
+def _combined(
+    mask: Tensor, factors: list[Tensor], keeps: list[Tensor], *, all_reduce: AllReduce
+) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:
+    figures: dict[str, Tensor] = {}
     if len(factors) > 2:
         factors = list(torch.stack(factors).sort(dim=0).values)
     weights = reduce(torch.mul, factors) if factors else None
@@ -115,13 +126,13 @@ def combine(
         reweighted = mask & (weights != 1)
         tokens = torch.stack([mask.sum(), reweighted.sum()]).to(inside.dtype)
         count, reweighted, total = all_reduce(torch.cat([tokens, inside.sum()[None]])).unbind()
-        metrics["correction/weight_mean"] = total / count.clamp(min=1)
-        metrics["correction/weight_max"] = all_reduce(inside.amax(), op="max")
-        metrics["correction/reweighted_tokens"] = reweighted / count.clamp(min=1)
+        figures["weight_mean"] = total / count.clamp(min=1)
+        figures["weight_max"] = all_reduce(inside.amax(), op="max")
+        figures["reweighted_tokens"] = reweighted / count.clamp(min=1)
     if keep is not None:
-        metrics["correction/rejected_tokens"] = share(mask, ~keep, all_reduce)
-        metrics["correction/rejected_sequences"] = share(mask.any(dim=1), ~(mask & keep).any(dim=1), all_reduce)
-    return weights, keep, metrics
+        figures["rejected_tokens"] = share(mask, ~keep, all_reduce)
+        figures["rejected_sequences"] = share(mask.any(dim=1), ~(mask & keep).any(dim=1), all_reduce)
+    return weights, keep, figures
 
 
 def check_combination(callbacks: Iterable[Callback], objective: "Objective | None" = None) -> None:

@@ -7,7 +7,6 @@ from lightning.pytorch import Trainer
 from lit_qrl.callbacks._weighting import rejected
 from lit_qrl.callbacks.base import RLCallback
 from lit_qrl.functional._checks import check_band
-from lit_qrl.functional.importance import geometric_keep
 from lit_qrl.types import Correction, LossContext
 
 
@@ -27,5 +26,4 @@ class GeometricRejection(RLCallback):
         self.lower, self.upper, self.count_rejected = lower, upper, count_rejected
 
     def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
-        keep = geometric_keep(context.log_ratio, context.mask, self.lower, self.upper)
-        return rejected("geometric_rejected", keep, self.count_rejected, context)
+        return rejected("geometric_rejected", self.count_rejected, context, lower=self.lower, upper=self.upper)

@@ -7,10 +7,7 @@ from lightning.pytorch import Trainer
 from lit_qrl.callbacks._weighting import DEFAULT_UPPER, Level, weighted
 from lit_qrl.callbacks.base import RLCallback
 from lit_qrl.functional._checks import check_band, check_choice
-from lit_qrl.functional.importance import geometric_masked, sequence_masked, token_masked
 from lit_qrl.types import Correction, LossContext
-
-FUNCTIONS = {"token": token_masked, "sequence": sequence_masked, "geometric": geometric_masked}
 
 
 class MaskedIS(RLCallback):
@@ -34,5 +31,4 @@ class MaskedIS(RLCallback):
         self.lower, self.upper = lower, upper
 
     def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
-        weights = FUNCTIONS[self.level](context.log_ratio, context.mask, self.lower, self.upper)
-        return weighted("masked", self.level, self.upper, weights, weights == 0, context)
+        return weighted("masked", self.level, self.lower, self.upper, context)

@@ -7,7 +7,6 @@ from lightning.pytorch import Trainer
 from lit_qrl.callbacks._weighting import rejected
 from lit_qrl.callbacks.base import RLCallback
 from lit_qrl.functional._checks import check_delta
-from lit_qrl.functional.importance import opsm_keep
 from lit_qrl.types import Correction, LossContext
 
 
@@ -25,5 +24,4 @@ class OffPolicySequenceMask(RLCallback):
         self.delta, self.count_rejected = delta, count_rejected
 
     def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
-        keep = opsm_keep(context.log_ratio, context.mask, context.advantages, self.delta)
-        return rejected("off_policy", keep, self.count_rejected, context)
+        return rejected("off_policy", self.count_rejected, context, delta=self.delta)

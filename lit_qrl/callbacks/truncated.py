@@ -9,10 +9,7 @@ from lit_qrl.callbacks._weighting import DEFAULT_UPPER, Level, weighted
 from lit_qrl.callbacks.base import RLCallback
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional._checks import check_band, check_choice
-from lit_qrl.functional.importance import adaptive_upper, geometric_truncated, sequence_truncated, token_truncated
 from lit_qrl.types import Correction, LossContext
-
-FUNCTIONS = {"token": token_truncated, "sequence": sequence_truncated, "geometric": geometric_truncated}
 
 
 class TruncatedIS(RLCallback):
@@ -56,12 +53,4 @@ class TruncatedIS(RLCallback):
         self.lower = lower
 
     def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
-        d, mask, weigh = context.log_ratio, context.mask, FUNCTIONS[self.level]
-        upper = adaptive_upper(d, mask, context.all_reduce) if self.upper == "auto" else self.upper
-        weights = weigh(d, mask, upper, self.lower)
-        correction = weighted(
-            "truncated", self.level, upper, weights, weights != weigh(d, mask, math.inf, 0.0), context
-        )
-        if self.upper == "auto":
-            correction.metrics["correction/upper"] = upper  # pyright: ignore[reportArgumentType]
-        return correction
+        return weighted("truncated", self.level, self.lower, self.upper, context)

@@ -7,7 +7,6 @@ from lightning.pytorch import Trainer
 from lit_qrl.callbacks._weighting import rejected
 from lit_qrl.callbacks.base import RLCallback
 from lit_qrl.functional._checks import check_veto
-from lit_qrl.functional.importance import token_veto
 from lit_qrl.types import Correction, LossContext
 
 
@@ -24,5 +23,4 @@ class TokenVeto(RLCallback):
         self.threshold, self.count_rejected = threshold, count_rejected
 
     def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
-        keep = token_veto(context.log_ratio, context.mask, self.threshold)
-        return rejected("vetoed", keep, self.count_rejected, context)
+        return rejected("vetoed", self.count_rejected, context, threshold=self.threshold)
