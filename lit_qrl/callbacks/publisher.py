@@ -115,6 +115,8 @@ class WeightPublisher(RLCallback):
                 remedy="Move the patterns to the plugin's exclude.",
             )
         engine, sampling = pl_module.data.engine, pl_module.data.sampling
+        if self.every_n_iterations > 1 and getattr(engine, "share", None) == "auto":
+            engine.share = "never"  # pyright: ignore[reportAttributeAccessIssue]  # the sampler outlives the update
         engine.exclude = tuple(getattr(plugin, "exclude", ())) if same else self.exclude
         self._check_adapter(pl_module.policy.lora, engine, plugin, same)
         engine.validate(self._rollout_format, sampling)

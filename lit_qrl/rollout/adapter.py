@@ -142,5 +142,5 @@ def scaling(config: Any, layer: str, rank: int) -> float:
     from peft.utils.other import get_pattern_key
 
     patterns = getattr(config, "alpha_pattern", None) or {}
-    alpha = patterns.get(get_pattern_key(patterns.keys(), layer), config.lora_alpha)
+    alpha = patterns.get(get_pattern_key(list(patterns), layer), config.lora_alpha)
     return alpha / (math.sqrt(rank) if getattr(config, "use_rslora", False) else rank)
