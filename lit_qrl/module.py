@@ -22,7 +22,7 @@ from lit_qrl.metrics import AverageAtK, IterationMetrics, PassAtK
 from lit_qrl.objective import GRPO, Objective
 from lit_qrl.optim import schedule_factor
 from lit_qrl.policy import CausalPolicy
-from lit_qrl.types import Correction, LossContext, MicroBatch, RolloutBatch
+from lit_qrl.types import AllReduce, Correction, LossContext, MicroBatch, RolloutBatch
 
 
 class GRPOModule(LightningModule):
@@ -61,6 +61,7 @@ class GRPOModule(LightningModule):
         self.evaluate_first = evaluate_first
         self.iteration = IterationMetrics()
         self.rollout: RolloutBatch | None = None
+        self.last_logprobs: Tensor | None = None
         self.skip_step = False
         self.seconds: dict[str, float] = defaultdict(float)
         self.accuracy = torch.nn.ModuleDict()
@@ -121,7 +122,9 @@ class GRPOModule(LightningModule):
     def training_step(self, micro_batch: MicroBatch, batch_idx: int) -> Tensor:
         """Return the loss of one micro-batch, so scaled that the optimizer sees the whole mini-batch's gradient."""
         batch = micro_batch.batch
-        forward = self.policy(batch, self.temperature, entropy=True)
+        bonus = self.objective.entropy_coefficient != 0
+        forward = self.policy(batch, self.temperature, entropy=True, entropy_gradient=bonus)
+        self.last_logprobs = forward.logprobs.detach()
         terms = self.objective.terms(forward.logprobs, batch, forward.entropy)
         loss = self.objective.loss(terms.loss, batch, micro_batch.total)
         self._record(micro_batch, forward.logprobs, forward.entropy, terms.metrics, loss)
@@ -162,9 +165,10 @@ class GRPOModule(LightningModule):
         """True when some callback looks at learner_old before the update."""
         return any(overrides(callback, "correct") for callback in rl_callbacks(self.trainer))
 
-    def reduce(self, value: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
-        """Return `value` reduced over all ranks."""
-        return trainer_all_reduce(self.trainer)(value, op)
+    @property
+    def reduce(self) -> AllReduce:
+        """How a tensor is reduced over all ranks."""
+        return trainer_all_reduce(self.trainer)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -297,8 +301,8 @@ class GRPOModule(LightningModule):
     def predict_step(self, batch: list, batch_idx: int) -> list[dict[str, Any]]:
         """Return one record per sampled completion of the held-out rows."""
         self.data.answer(batch, "predict")
-        rows, completions, correct = self.data.last_answers
-        samples = self.data.samples(rows, completions)
+        problems, completions, correct = self.data.last_answers
+        samples = self.data.samples(problems, completions)
         return [
             {"prompt": sample.prompt, "completion": sample.completion, "correct": good}
             for sample, good in zip(samples, correct, strict=True)

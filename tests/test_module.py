@@ -58,8 +58,8 @@ def test_events_come_in_the_order_publish_generate_update(tmp_path):
     trace = Trace()
     data = {"mini_batches": 2, "micro_batches": 2}
     fit(tmp_path, callbacks=[trace], data=data, trainer={"max_epochs": 3})
-    expected = [[f"publish {i}", "generate", "update", "update"] for i in range(3)]
-    assert trace.events == sum(expected, [])
+    expected = [event for i in range(3) for event in (f"publish {i}", "generate", "update", "update")]
+    assert trace.events == expected
 
 
 def test_the_learned_policy_is_the_same_bit_for_bit_when_the_run_is_repeated(tmp_path):
@@ -195,3 +195,48 @@ def test_bad_sizes_are_refused_before_a_model_is_loaded(tmp_path):
         with pytest.raises(ConfigError, match=words):
             trainer.fit(module, datamodule=loader)
         assert module.policy.model is None
+
+
+def test_every_validation_of_a_run_sees_the_same_problems_and_the_learners_weights(tmp_path):
+    """A loader that copies rows once made later validations answer other prompts than they scored."""
+    from lit_qrl.data.module import RolloutDataModule
+
+    seen = []
+    answer = RolloutDataModule.answer
+
+    def watched(self, problems, stage):
+        results = answer(self, problems, stage)
+        texts = [problem.prompt_text for problem in problems]
+        policy = self.module.policy
+        assert [policy.decode(problem.prompt_ids) for problem in problems] == texts
+        assert texts == [self.task.prompt(problem.row) for problem in problems]
+        (completion, *_), ids = self.last_answers[1], problems[0].prompt_ids
+        with torch.no_grad():
+            logits = policy.network(input_ids=torch.tensor([ids + completion.token_ids])).logits[0]
+        own = logits.float().log_softmax(-1)[len(ids) - 1 : -1]
+        own = own.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(own, torch.tensor(completion.logprobs), atol=1e-4, rtol=0)
+        seen.append(texts)
+        return results
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RolloutDataModule, "answer", watched)
+        fit(tmp_path, trainer={"limit_val_batches": 1.0, "check_val_every_n_epoch": 1, "max_epochs": 4})
+    assert len(seen) == 5
+    assert all(texts == seen[0] for texts in seen)
+
+
+def test_the_entropy_bonus_has_a_gradient_and_raises_the_entropy(tmp_path):
+    gradients = [
+        first_gradient(tmp_path / f"gradient-{c}", objective=GRPO(scale="none", entropy_coefficient=c))
+        for c in (0.0, 0.5, 1.0)
+    ]
+    bonus = gradients[1] - gradients[0]
+    assert bonus.norm() > 1e-3 * gradients[0].norm()
+    torch.testing.assert_close(gradients[2] - gradients[0], 2 * bonus, rtol=1e-3, atol=1e-5)
+    entropies = []
+    for c in (0.0, 1.0):
+        objective = GRPO(scale="none", entropy_coefficient=c)
+        fit(tmp_path / f"run-{c}", objective=objective, trainer={"max_epochs": 6}, lr=1e-2)
+        entropies.append(float(rows_of(tmp_path / f"run-{c}")[-1]["update/entropy"]))
+    assert entropies[1] > entropies[0] + 0.01

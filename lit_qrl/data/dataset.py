@@ -89,15 +89,15 @@ class RolloutDataset(IterableDataset):
 
     def _draw(self, module: "GRPOModule", prompts: int, attempt: int) -> RolloutBatch:
         data = self.data
-        rows = data.next_rows(prompts)
-        ids = [data.prompt_ids(row) for row in rows]
+        problems = data.next_problems(prompts)
+        ids = [problem.prompt_ids for problem in problems]
         seed = derive_seed(data.base_seed, "rollout", module.trainer.current_epoch, attempt, module.global_rank)
         progress = data.progress("rollout", prompts * data.group_size)
         with module.timed("generate"):
             completions = data.engine.generate(ids, data.group_size, seed, progress)
         batch = assemble(ids, completions, data.group_size, data.pad_token_id)
         with module.timed("reward"):
-            batch.rewards, batch.reward_parts, failed = data.reward(rows, completions)
+            batch.rewards, batch.reward_parts, failed = data.reward(problems, completions)
         module.iteration.value("guard/reward_errors", failed)
         return batch
 

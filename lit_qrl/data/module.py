@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+class Problem:
+    """A row of the task with its prompt; a plain class, so that no data loader takes it apart or copies it."""
+
+    def __init__(self, row: Row, prompt_ids: list[int], prompt_text: str) -> None:
+        self.row, self.prompt_ids, self.prompt_text = row, prompt_ids, prompt_text
+
+
 class RolloutDataModule(LightningDataModule):
     """Poses a task's problems to a rollout engine and yields scored micro-batches.
 
@@ -89,8 +96,7 @@ class RolloutDataModule(LightningDataModule):
         self.error_reward = error_reward
         self.base_seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.position = 0
-        self._rows: dict[str, list[Row]] = {}
-        self._ids: dict[int, list[int]] = {}
+        self._problems: dict[str, list[Problem]] = {}
         self._order: tuple[int, Tensor] = (-1, torch.empty(0))
         self._check_sizes()
 
@@ -175,18 +181,23 @@ class RolloutDataModule(LightningDataModule):
             )
         self.task.setup()
         if stage == "fit":
-            self._rows.setdefault("train", self._admit(self.task.train_rows(), "training"))
-        if "evaluation" not in self._rows:
+            self._problems["train"] = self._admit(self.task.train_rows(), "training")
+        if "evaluation" not in self._problems:
             held_out = list(self.task.evaluation_rows())
-            self._rows["evaluation"] = self._admit(held_out[: self.evaluation_size or None], "evaluation")
+            self._problems["evaluation"] = self._admit(held_out[: self.evaluation_size or None], "evaluation")
 
-    def _admit(self, rows: Sequence[Row], what: str) -> list[Row]:
+    def _admit(self, rows: Sequence[Row], what: str) -> list[Problem]:
         if len(rows) == 0:
             raise ConfigError(f"The task has no {what} rows.", remedy="Check data.task.")
-        kept = [row for row in rows if len(self.prompt_ids(row)) <= self.max_prompt_tokens]
+        policy = self.module.policy
+        problems = []
+        for row in rows:
+            ids = policy.encode(self.task.prompt(row))
+            problems.append(Problem(row, ids, policy.decode(ids)))
+        kept = [problem for problem in problems if len(problem.prompt_ids) <= self.max_prompt_tokens]
         dropped = len(rows) - len(kept)
         if dropped and (self.long_prompt == "error" or not kept):
-            longest = max(len(self.prompt_ids(row)) for row in rows)
+            longest = max(len(problem.prompt_ids) for problem in problems)
             raise ConfigError(
                 f"{dropped} of {len(rows)} {what} prompts are too long.",
                 expected=f"at most data.max_prompt_tokens = {self.max_prompt_tokens} tokens",
@@ -199,19 +210,12 @@ class RolloutDataModule(LightningDataModule):
 
     # ------------------------------------------------------------------------------------------------------ prompts
 
-    def prompt_ids(self, row: Row) -> list[int]:
-        """Return the token ids of a row's prompt."""
-        key = id(row)
-        if key not in self._ids:
-            self._ids[key] = self.module.policy.encode(self.task.prompt(row))
-        return self._ids[key]
-
-    def next_rows(self, count: int) -> list[Row]:
+    def next_problems(self, count: int) -> list[Problem]:
         """Return this rank's share of the next prompts; every pass over the data has an order of its own."""
-        rows, world, rank = self._rows["train"], self.trainer.world_size, self.module.global_rank  # pyright: ignore
+        problems, rank = self._problems["train"], self.module.global_rank
         start = self.position
-        self.position += count * world
-        return [rows[self._index(start + rank * count + i, len(rows))] for i in range(count)]
+        self.position += count * self.module.trainer.world_size
+        return [problems[self._index(start + rank * count + i, len(problems))] for i in range(count)]
 
     def _index(self, position: int, size: int) -> int:
         lap, offset = divmod(position, size)
@@ -220,19 +224,20 @@ class RolloutDataModule(LightningDataModule):
             self._order = (lap, torch.randperm(size, generator=generator))
         return int(self._order[1][offset])
 
-    def samples(self, rows: Sequence[Row], completions: Sequence[Completion]) -> list[Sample]:
+    def samples(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Sample]:
         """Return what the rewards see: texts and references, prompt-major."""
-        n = len(completions) // len(rows)
-        decode = self.module.policy.decode
-        texts = {id(row): decode(self.prompt_ids(row)) for row in rows}
+        n = len(completions) // len(problems)
+        decode, reference = self.module.policy.decode, self.task.reference
         return [
-            Sample(texts[id(row)], decode(completion.token_ids), self.task.reference(row), dict(row))
-            for row, completion in ((rows[i // n], completion) for i, completion in enumerate(completions))
+            Sample(problem.prompt_text, decode(completion.token_ids), reference(problem.row), dict(problem.row))
+            for problem, completion in ((problems[i // n], completion) for i, completion in enumerate(completions))
         ]
 
-    def reward(self, rows: Sequence[Row], completions: Sequence[Completion]) -> tuple[Tensor, dict[str, Tensor], float]:
+    def reward(
+        self, problems: Sequence[Problem], completions: Sequence[Completion]
+    ) -> tuple[Tensor, dict[str, Tensor], float]:
         """Return total rewards, the parts by name, and how many samples' rewards failed."""
-        total, parts, failed = score_all(self.task.rewards, self.samples(rows, completions), self.error_reward)
+        total, parts, failed = score_all(self.task.rewards, self.samples(problems, completions), self.error_reward)
         return torch.tensor(total), {name: torch.tensor(values) for name, values in parts.items()}, float(failed)
 
     def progress(self, stage: str, total: int) -> Progress | None:
@@ -248,20 +253,20 @@ class RolloutDataModule(LightningDataModule):
         return DataLoader(RolloutDataset(self), batch_size=None, num_workers=0)
 
     def val_dataloader(self) -> DataLoader:
-        """Return this rank's held-out rows as one batch."""
-        rank, world = self.module.global_rank, self.trainer.world_size  # pyright: ignore
-        return DataLoader([self._rows["evaluation"][rank::world]], batch_size=None, num_workers=0)  # pyright: ignore
+        """Return this rank's held-out problems as one batch."""
+        share = self._problems["evaluation"][self.module.global_rank :: self.module.trainer.world_size]
+        return DataLoader([share], batch_size=None, num_workers=0)  # pyright: ignore[reportArgumentType]
 
     test_dataloader = predict_dataloader = val_dataloader
 
     @torch.no_grad()
-    def answer(self, rows: Sequence[Row], stage: str) -> dict[str, Tensor]:
-        """Return which samples solve their problem: `greedy` "rows 1", `sampled` "rows evaluation_samples".
+    def answer(self, problems: Sequence[Problem], stage: str) -> dict[str, Tensor]:
+        """Return which samples solve their problem: `greedy` "problems 1", `sampled` "problems evaluation_samples".
 
         The generator is seeded anew each time, so that evaluations differ by the policy alone and the training's
         random state is not touched.
         """
-        ids = [self.prompt_ids(row) for row in rows]
+        ids = [problem.prompt_ids for problem in problems]
         plans = [("sampled", self.evaluation_samples, self.evaluation_temperature)]
         if self.evaluation_greedy:
             plans.insert(0, ("greedy", 1, 0.0))
@@ -275,9 +280,9 @@ class RolloutDataModule(LightningDataModule):
             seed = derive_seed(self.base_seed, "evaluation", self.module.global_rank)
             progress = self.progress(stage, len(ids) * n)
             completions = self.engine.generate(ids, n, seed, progress, sampling)
-            correct = self.task.is_correct(self.samples(rows, completions))
-            results[name] = torch.tensor(correct).view(len(rows), n)
-            self.last_answers = (rows, completions, correct)
+            correct = self.task.is_correct(self.samples(problems, completions))
+            results[name] = torch.tensor(correct).view(len(problems), n)
+            self.last_answers = (problems, completions, correct)
         return results
 
     def state_dict(self) -> dict[str, Any]:
