@@ -282,7 +282,9 @@ class CausalPolicy(nn.Module):
 
     # -------------------------------------------------------------------------------------------------------- forward
 
-    def forward(self, batch: RolloutBatch, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
+    def forward(
+        self, batch: RolloutBatch, temperature: float = 1.0, entropy: bool = False, entropy_gradient: bool = False
+    ) -> TokenScores:
         """Return fp32 log-probs "b t" of the completion tokens, exactly 0 where the mask is False.
 
         Only the hidden states that predict a completion token meet the output embedding.
@@ -290,7 +292,8 @@ class CausalPolicy(nn.Module):
         Args:
             batch: the sequences.
             temperature: positive; the log-probs are those of the distribution at it.
-            entropy: also return the full-vocabulary entropy of each position, detached.
+            entropy: also return the full-vocabulary entropy of each position.
+            entropy_gradient: let gradients through it; else it is detached.
         """
         network: Any = self._reference[0] if self._scoring_with_reference else self.network
         device, t = batch.tokens.device, batch.mask.shape[1]
@@ -306,6 +309,7 @@ class CausalPolicy(nn.Module):
             tokens=completions if scored is None else completions[scored],
             temperature=temperature,
             entropy=entropy,
+            entropy_gradient=entropy_gradient,
             **output_head(network),
         )
         return TokenScores(

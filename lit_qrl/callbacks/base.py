@@ -65,7 +65,9 @@ def overrides(callback: RLCallback, hook: str) -> bool:
 
 
 def trainer_all_reduce(trainer: Trainer) -> AllReduce:
-    """Return the `AllReduce` of the trainer's ranks, for hooks that get no `LossContext`."""
+    """Return the `AllReduce` of the trainer's ranks, `no_all_reduce` itself where there is one rank."""
+    if trainer.world_size == 1:
+        return no_all_reduce
 
     def all_reduce(value: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
         return trainer.strategy.reduce(value, reduce_op=op)  # pyright: ignore[reportReturnType, reportArgumentType]

@@ -35,6 +35,7 @@ class Guard(RLCallback):
     non-finite gradient                        the optimizer step is vetoed on all ranks; after `patience` in a row
                                                the run stops
     every token rejected, all advantages zero  the step is skipped and counted
+    importance weights above e^20 (no bound)   the tokens leave the loss and its denominator
     ESS ratio under `ess_floor`                `action`: warn, skip the iteration's updates, or stop
     mismatch KL over `kl_ceiling`              the same
     ========================================== =======================================================================
@@ -144,6 +145,15 @@ class Guard(RLCallback):
             return
         self.vetoed_in_a_row = 0
         pl_module.iteration.value("update/grad_norm", norm)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
+        """Say when an untruncated correction met weights that no batch can carry."""
+        extreme = pl_module.last_row.get("correction/extreme_tokens", 0.0)
+        if extreme:
+            message = (
+                f"{extreme:g} tokens of a mini-batch (mean) had an importance weight above e^20 and were rejected."
+            )
+            _event(trainer, "extreme_weights", message, tokens=extreme)
 
     @staticmethod
     def _clear(optimizer: Optimizer) -> None:

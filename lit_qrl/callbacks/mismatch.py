@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from lit_qrl.callbacks._updates import UpdateCounts
 from lit_qrl.callbacks.base import RLCallback
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional.diagnostics import (
@@ -32,8 +33,10 @@ class MismatchMonitor(RLCallback):
     """Logs `mismatch/*`: learner_old against sampler, over the whole rollout, and draws where it sits.
 
     It reads the rollout at the end of the iteration, so that learner_old may be the training forward's own log-probs
-    when nothing else needs them earlier. `histograms.json` in the run folder holds the last iteration's pictures: log
-    mismatch weight against sampler probability by sign of the advantage (QaRL Fig. 4, 5), and mismatch by position.
+    when nothing else needs them earlier. Quantiles of the update ratio, learner over learner_old, it collects from the
+    updates themselves. `histograms.json` in the run folder holds the last iteration's pictures: by sign of the
+    advantage, log mismatch weight against sampler probability (QaRL Fig. 4) and log update ratio against the
+    probability before (Fig. 5); mismatch by position; and, where a correction rejects, what it accepts by length.
 
     Args:
         every_n_iterations: iterations between measurements.
@@ -46,15 +49,25 @@ class MismatchMonitor(RLCallback):
                 "monitor counts iterations.", expected="every_n_iterations >= 1 and histograms_every >= 0"
             )
         self.every_n_iterations, self.histograms_every = every_n_iterations, histograms_every
+        self._updates = UpdateCounts()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: "GRPOModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Measure the iteration's mismatch after its last update."""
+        """Count every update; measure the iteration's mismatch after the last one."""
         rollout = pl_module.rollout
-        if not trainer.is_last_batch or rollout is None or rollout.learner_old_logprobs is None:
+        if rollout is None or trainer.current_epoch % self.every_n_iterations:
             return
-        if trainer.current_epoch % self.every_n_iterations:
+        last = trainer.current_epoch + 1 == trainer.max_epochs
+        draw = bool(self.histograms_every) and (last or trainer.current_epoch % self.histograms_every == 0)
+        limit = pl_module.data.max_completion_tokens
+        if pl_module.last_logprobs is not None:
+            self._updates.add(pl_module.last_logprobs, batch.batch, limit, draw)
+        if not trainer.is_last_batch:
+            return
+        updates, self._updates = self._updates, UpdateCounts()
+        pl_module.iteration.update(updates.quantiles(pl_module.reduce))
+        if rollout.learner_old_logprobs is None:
             return
         learner, sampler, mask = rollout.learner_old_logprobs, rollout.sampler_logprobs, rollout.mask
         metrics = mismatch_metrics(learner, sampler, mask, all_reduce=pl_module.reduce)
@@ -67,10 +80,11 @@ class MismatchMonitor(RLCallback):
                 "rollout/low_probability_negative": rare,
             }
         )
-        last = trainer.current_epoch + 1 == trainer.max_epochs
-        if self.histograms_every and (last or trainer.current_epoch % self.histograms_every == 0):
+        if draw:
             d = log_ratio(learner, sampler, mask)
-            self._write(trainer, self._histograms(pl_module, d, sampler, mask, rollout.advantages))
+            drawn = self._histograms(pl_module, d, sampler, mask, rollout.advantages)
+            drawn += updates.histograms(pl_module.objective, limit, pl_module.reduce)
+            self._write(trainer, drawn)
 
     def _histograms(
         self, module: "GRPOModule", d: Tensor, sampler: Tensor, mask: Tensor, advantages: Tensor

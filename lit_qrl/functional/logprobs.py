@@ -21,9 +21,10 @@ def token_logprobs(
     softcap: float | None = None,
     scale: float = 1.0,
     entropy: bool = False,
+    entropy_gradient: bool = False,
     chunk_elements: int | None = None,
 ) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"] | None]:
-    r"""Return the log-probs of `tokens` and, where asked for, the full-vocabulary entropies (detached), both in nats.
+    r"""Return the log-probs of `tokens` and, where asked for, the full-vocabulary entropies, both in nats.
 
     $\log \pi(y) = z_y - \log \sum_v e^{z_v}$ with
     $z = \mathrm{cap}(\mathrm{scale} \cdot (W h + b)) / T$ and $\mathrm{cap}(x) = c \tanh(x / c)$;
@@ -41,6 +42,7 @@ def token_logprobs(
         softcap: c of the final logit soft-capping, or None.
         scale: multiplies the logits before the cap.
         entropy: also return the entropy of each position's distribution.
+        entropy_gradient: let gradients through the entropies; else they are detached.
         chunk_elements: logits held at once; None takes `CHUNK_ELEMENTS` of the device.
 
     Raises:
@@ -64,7 +66,7 @@ def token_logprobs(
         hidden = hidden.to(dtype)
     if chunk_elements is None:
         chunk_elements = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"])
-    options = (temperature, softcap, scale, entropy, max(1, chunk_elements // weight.shape[0]))
+    options = (temperature, softcap, scale, entropy, entropy_gradient, max(1, chunk_elements // weight.shape[0]))
     with torch.autocast(device, enabled=False):
         logprobs, entropies = _TokenLogprobs.apply(
             hidden.flatten(0, -2),
@@ -157,9 +159,11 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs[part] = scores.gather(-1, tokens[part, None])[:, 0] - normalizer[part]
             if options[3]:
                 entropies[part] = _entropy(scores, normalizer[part])
-        ctx.save_for_backward(hidden, weight, bias, tokens, normalizer)
+        differentiable = options[3] and options[4]
+        ctx.save_for_backward(hidden, weight, bias, tokens, normalizer, entropies if differentiable else None)
         ctx.options = options
-        ctx.mark_non_differentiable(entropies)
+        if not differentiable:
+            ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
@@ -167,10 +171,11 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        hidden, weight, bias, tokens, normalizer = ctx.saved_tensors
+        hidden, weight, bias, tokens, normalizer, entropies = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        temperature, _, scale, _, rows = ctx.options
+        temperature, _, scale, _, _, rows = ctx.options
         upstream = grads[0].to(normalizer.dtype) * (scale / temperature)
+        upstream_entropy = None if entropies is None else grads[1].to(normalizer.dtype) * (scale / temperature)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         # Sums over chunks run in fp32: thousands of chunks would round away in bf16.
         several = len(tokens) > rows
@@ -182,7 +187,14 @@ class _TokenLogprobs(torch.autograd.Function):
             scores, slope = _TokenLogprobs._scores(hidden[part], weight, bias, ctx.options)
             # d log π(y) / d z = onehot(y) − π
             step = upstream[part, None]
-            grad = scores.sub_(normalizer[part, None]).exp_().mul_(-step)
+            log_shares = scores.sub_(normalizer[part, None])
+            if upstream_entropy is None or entropies is None:
+                grad = log_shares.exp_().mul_(-step)
+            else:
+                # d H / d z = −π (log π + H), which goes to 0 with π
+                shares = log_shares.exp()
+                bend = upstream_entropy[part, None] * (log_shares + entropies[part, None])
+                grad = torch.where(shares > 0, -shares * (step + bend), 0.0)
             grad.scatter_add_(1, tokens[part, None], step)
             if slope is not None:
                 grad *= slope

@@ -43,4 +43,4 @@ def rollout(given):
 
 def trainer():
     """Return what a callback needs of a trainer of one process."""
-    return SimpleNamespace(strategy=SimpleNamespace(reduce=lambda value, reduce_op: value))
+    return SimpleNamespace(world_size=1)

@@ -15,7 +15,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.functional.importance import batch_normalized
 from lit_qrl.functional.mismatch import mismatch_metrics
 from lit_qrl.objective import CISPO, GRPO, GSPO, SAPO, TBPO, DualClipGRPO, PositiveGRPO
-from lit_qrl.types import Correction
+from lit_qrl.types import Correction, no_all_reduce
 from tests.callbacks.corrections import context, rollout
 from tests.functional.helpers import Ranks, no_host_sync
 
@@ -140,10 +140,11 @@ def test_hooks_default_to_nothing():
 def test_trainer_all_reduce_asks_the_strategy():
     seen = []
     strategy = SimpleNamespace(reduce=lambda value, reduce_op: seen.append(reduce_op) or value * 2)
-    all_reduce = trainer_all_reduce(SimpleNamespace(strategy=strategy))
+    all_reduce = trainer_all_reduce(SimpleNamespace(strategy=strategy, world_size=2))
     assert float(all_reduce(torch.ones(()))) == 2
     all_reduce(torch.ones(()), op="max")
     assert seen == ["sum", "max"]
+    assert trainer_all_reduce(SimpleNamespace(strategy=strategy, world_size=1)) is no_all_reduce
 
 
 @pytest.mark.gpu

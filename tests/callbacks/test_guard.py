@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lit_qrl.callbacks import Guard, RLCallback
+from lit_qrl.callbacks import Guard, RLCallback, TruncatedIS
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards.constant import ConstantReward
 from lit_qrl.types import Correction
@@ -108,3 +108,18 @@ def test_arguments_are_checked():
     for bad in ({"patience": 0}, {"ess_floor": 1.5}, {"kl_ceiling": -1.0}, {"max_nonfinite_fraction": 2.0}):
         with pytest.raises(ConfigError):
             Guard(**bad)
+
+
+class Unlikely(RLCallback):
+    """Makes one token of the rollout all but impossible for the sampler."""
+
+    def on_rollout_end(self, trainer, module, batch):
+        batch.sampler_logprobs[0, 0] = -200.0
+
+
+@pytest.mark.parametrize("upper", [float("inf"), 2.0])
+def test_untruncated_weights_beyond_all_measure_are_rejected_and_logged(tmp_path, upper):
+    callbacks = [Unlikely(), TruncatedIS(upper=upper)]
+    _, module, _ = fit(tmp_path, callbacks=callbacks, trainer={"max_epochs": 1})
+    assert torch.isfinite(parameters_of(module)).all()
+    assert events(tmp_path).count("extreme_weights") == (upper == float("inf"))

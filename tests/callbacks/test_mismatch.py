@@ -1,8 +1,14 @@
 import csv
+import json
+import math
+from itertools import pairwise
 
 import pytest
+import torch
 
-from lit_qrl.callbacks import MismatchMonitor
+from lit_qrl.callbacks import GeometricRejection, MaskedIS, MismatchMonitor
+from lit_qrl.callbacks._updates import clip_edges
+from lit_qrl.objective import GRPO, TBPO, DualClipGRPO
 from tests.run import build, fit
 
 
@@ -31,3 +37,79 @@ def test_every_n_iterations(tmp_path):
 def test_metrics_stand_in_the_table(tmp_path, name):
     fit(tmp_path, trainer={"max_epochs": 1})
     assert len(column(tmp_path, f"mismatch/{name}")) == 1
+
+
+def pictures(folder):
+    return {one["title"]: one for one in json.loads((folder / "run" / "histograms.json").read_text())["histograms"]}
+
+
+class Updates(MismatchMonitor):
+    """Also keeps the tokens of every update."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        rows = batch.batch
+        d = (pl_module.last_logprobs - rows.learner_old_logprobs)[rows.mask]
+        p = rows.learner_old_logprobs.exp()[rows.mask]
+        a = rows.advantages[:, None].expand_as(rows.mask)[rows.mask]
+        self.seen += list(zip(d.tolist(), p.tolist(), a.tolist(), strict=True))
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+
+def test_update_ratios_of_all_micro_batches_in_table_and_pictures(tmp_path):
+    trainer, module, data = build(
+        tmp_path, data={"mini_batches": 2, "micro_batches": 2, "passes": 2}, trainer={"max_epochs": 1}, lr=3e-2
+    )
+    watch = Updates()
+    trainer.callbacks = [watch if isinstance(c, MismatchMonitor) else c for c in trainer.callbacks]
+    trainer.fit(module, datamodule=data)
+    ratios = sorted(math.exp(max(-2.0, min(2.0, d))) for d, _, _ in watch.seen)
+    for name, level in (("p01", 0.01), ("p99", 0.99)):
+        wanted = ratios[math.ceil(level * len(ratios)) - 1]
+        assert column(tmp_path, f"update/ratio_{name}") == [pytest.approx(wanted, rel=1.1e-3)]
+    assert ratios[-1] > 1.02
+    drawn = pictures(tmp_path)
+    for sign, title in ((-1, "Updates of negative samples"), (1, "Updates of positive samples")):
+        one = drawn[title]
+        counts = torch.tensor(one["counts"])
+        assert float(counts.sum()) == sum(a * sign > 0 for _, _, a in watch.seen)
+        edges = one["x"]["edges"]
+        pairs = list(pairwise(edges))[1:-1]
+        inner = [sum(a * sign > 0 and low <= d < high for d, _, a in watch.seen) for low, high in pairs]
+        assert (counts.sum(1)[1:-1] - torch.tensor(inner)).abs().max() <= 1
+        assert one["lines"] == pytest.approx([math.log(0.8), math.log(1.2)])
+
+
+def test_one_update_per_rollout_has_no_ratio(tmp_path):
+    fit(tmp_path, trainer={"max_epochs": 1})
+    assert column(tmp_path, "update/ratio_p99") == []
+    assert "Updates of negative samples" not in pictures(tmp_path)
+
+
+@pytest.mark.parametrize("callback", [GeometricRejection(upper=1.001), MaskedIS("sequence", upper=1.001)])
+def test_accepted_by_length_where_something_is_rejected(tmp_path, callback):
+    _, module, _ = fit(tmp_path, callbacks=[callback], trainer={"max_epochs": 1})
+    one = pictures(tmp_path)["Accepted by length"]
+    assert one["x"]["edges"][-1] == module.data.max_completion_tokens
+    shares = one["counts"]["share of sequences"]
+    assert all(0 <= share <= 1 for share in shares)
+    assert min(shares) < 1
+
+
+def test_nothing_is_drawn_where_nothing_is_rejected(tmp_path):
+    fit(tmp_path, callbacks=[GeometricRejection(lower=0.0, upper=1e9)], trainer={"max_epochs": 1})
+    assert "Accepted by length" not in pictures(tmp_path)
+
+
+def test_clip_edges_by_objective_and_sign():
+    edges = {
+        kind: [clip_edges(kind(), sign) for sign in ("negative", "positive")] for kind in (GRPO, TBPO, DualClipGRPO)
+    }
+    assert edges[GRPO][0] == edges[GRPO][1] == pytest.approx([math.log(0.8), math.log(1.2)])
+    assert edges[TBPO][0] == pytest.approx([math.log(1 - 3e-4), math.log(1 + 7e-4)])
+    assert edges[TBPO][1] == pytest.approx([math.log(1 + 4e-4)])
+    assert clip_edges(DualClipGRPO(dual_clip=1.5), "negative")[-1] == pytest.approx(math.log(1.5))
+    assert len(edges[DualClipGRPO][1]) == 2

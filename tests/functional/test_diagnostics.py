@@ -100,3 +100,22 @@ def test_low_probability_share_equals_the_loop():
     )
     assert float(parts[0]) == pytest.approx(float(got))
     assert float(F.low_probability_share(learner, mask, advantages.abs(), 0.3)) == 0.0
+
+
+def test_ratio_quantiles_equal_those_of_the_sorted_values():
+    generator = torch.Generator().manual_seed(0)
+    d = 0.1 * torch.randn(20, 50, generator=generator)
+    mask = torch.rand(20, 50, generator=generator) < 0.7
+    parts = [F.ratio_counts(d[r::2], mask[r::2]) for r in (0, 1)]
+    got = F.ratio_quantiles(parts[0] + parts[1], [0.01, 0.5, 0.99])
+    values = sorted(math.exp(float(x)) for row, m in zip(d, mask, strict=True) for x in row[m])
+    wanted = [values[math.ceil(level * len(values)) - 1] for level in (0.01, 0.5, 0.99)]
+    torch.testing.assert_close(got, torch.tensor(wanted), rtol=1e-3, atol=0)
+
+
+def test_ratio_quantiles_of_equal_policies_are_exactly_one_and_extremes_stop_at_the_limit():
+    ones = torch.ones(2, 3, dtype=torch.bool)
+    assert F.ratio_quantiles(F.ratio_counts(torch.zeros(2, 3), ones), [0.01, 0.99]).tolist() == [1, 1]
+    assert F.ratio_quantiles(torch.zeros(11), [0.5]).tolist() == [1]
+    far = F.ratio_counts(torch.tensor([[30.0, -30.0, float("nan")]]), ones[:1])
+    assert F.ratio_quantiles(far, [0.01, 0.99]).tolist() == pytest.approx([math.exp(-2), math.exp(2)])

@@ -90,6 +90,41 @@ def test_entropy_is_detached_and_leaves_the_gradient_alone():
     assert torch.equal(*grads)
 
 
+@pytest.mark.parametrize("options", CASES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("chunk_elements", [1, 25, None])
+def test_entropy_gradients_match_autograd_on_the_formula(options, with_bias, chunk_elements):
+    hidden, weight, bias, tokens = problem()
+    generator = torch.Generator().manual_seed(1)
+    ups = torch.randn(2, len(tokens), generator=generator, dtype=torch.float64)
+    grads = []
+    for dense in (False, True):
+        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+        h, w, b = leaves[0], leaves[1], leaves[2] if with_bias else None
+        if dense:
+            scores = torch.nn.functional.linear(h, w, b) * options.get("scale", 1.0)
+            if cap := options.get("softcap"):
+                scores = cap * torch.tanh(scores / cap)
+            shares = (scores / options.get("temperature", 1.0)).log_softmax(-1)
+            logprobs, entropies = shares.gather(-1, tokens[:, None])[:, 0], -(shares.exp() * shares).sum(-1)
+        else:
+            logprobs, entropies = token_logprobs(
+                h, w, tokens, bias=b, entropy=True, entropy_gradient=True, chunk_elements=chunk_elements, **options
+            )
+        (ups[0] @ logprobs + ups[1] @ entropies).backward()
+        grads.append([leaf.grad for leaf in leaves[: 3 if with_bias else 2]])
+    for got, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)
+
+
+def test_entropy_gradient_of_words_without_probability_is_zero():
+    weight = torch.tensor([[1.0], [1.0], [-1e4]], requires_grad=True)
+    _, entropies = token_logprobs(torch.ones(1, 1), weight, torch.tensor([0]), entropy=True, entropy_gradient=True)
+    entropies.sum().backward()
+    assert entropies.item() == pytest.approx(math.log(2))
+    torch.testing.assert_close(weight.grad, torch.zeros(3, 1), rtol=0, atol=1e-7)
+
+
 def test_half_precision_logits_are_reduced_in_fp32():
     hidden, weight, _, tokens = problem(n=64, h=32, v=500, dtype=torch.bfloat16)
     got, entropy = token_logprobs(hidden, weight, tokens, entropy=True)
