@@ -110,7 +110,7 @@ def _blocks_kernel(w, codes, scales, n, k, stride, eps, LOW: tl.constexpr, SIZE:
     quotient = tl.div_rn(values, tl.full(values.shape, 1.0, tl.float32) * scale)
     if LOW:
         quotient = quotient.to(w.dtype.element_ty).to(tl.float32)
-    quotient = _clamp(quotient, -_MAX, _MAX)
+    quotient = tl.where(quotient == 0, 0.0, _clamp(quotient, -_MAX, _MAX))  # −0 becomes +0, as in `to_e4m3`
     to = row.to(tl.int64)[:, None] * k + column[None, :]
     tl.store(codes + to, quotient.to(codes.dtype.element_ty), mask=inside)
     tl.store(scales + block_n * tl.num_programs(0) + block_k, scale.to(scales.dtype.element_ty))

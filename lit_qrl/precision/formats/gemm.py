@@ -1,5 +1,6 @@
 """The low-bit GEMMs of CUDA devices, and when they may be used."""
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import ceil
 
@@ -11,6 +12,9 @@ BLOCK = 128
 # cuBLASLt wants leading dimensions of 8-bit operands in units of 16 bytes, and block scales padded to four columns.
 _ALIGNMENT = 16
 _SCALE_ALIGNMENT = 4
+# Numbers of rows at which a device may change the kernel of its block-scaled GEMM; results of fewer rows are compared
+# with those of the last.
+_ROW_STEPS = (16, 32, 64, 128, 256, 512, 2048)
 # torch._int_mm on CUDA refuses fewer than 17 rows.
 _INT_MM_ROWS = 32
 
@@ -87,15 +91,69 @@ def scaled_mm_block(
         blocks: whether `b` is scaled per 128×128, as a weight is, or per 1×128, as in a weight's gradient.
     """
     rows = a.shape[0]
-    padding = -rows % _SCALE_ALIGNMENT
+    least = settled_rows(b.shape[0], b.shape[1], b.device, dtype) if blocks and rows < _ROW_STEPS[-1] else 0
+    padding = max(least - rows, -rows % _SCALE_ALIGNMENT)
     if padding:
         a = F.pad(a.view(torch.uint8), (0, 0, 0, padding)).view(a.dtype)
         scale_a = F.pad(scale_a, (0, 0, 0, padding), value=1.0)
+    scale_b = scale_b if blocks else _column_major(scale_b)
+    out = _block_product(a, _column_major(scale_a), b, scale_b, dtype, blocks)[:rows]
+    return out if bias is None else out + bias
+
+
+def _block_product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, blocks: bool) -> Tensor:
     one = F.ScalingType.BlockWise1x128
     other = F.ScalingType.BlockWise128x128 if blocks else one
-    scale_b = scale_b if blocks else _column_major(scale_b)
-    out = F.scaled_mm(a, b.t(), _column_major(scale_a), one, scale_b, other, output_dtype=dtype)[:rows]
-    return out if bias is None else out + bias
+    return F.scaled_mm(a, b.t(), scale_a, one, scale_b, other, output_dtype=dtype)
+
+
+@torch.compiler.assume_constant_result
+def settled_rows(n: int, k: int, device: torch.device, dtype: torch.dtype) -> int:
+    """Return the number of rows from which on the block-scaled GEMM gives a row the same bits however many there are.
+
+    For few rows cuBLASLt takes another kernel, which adds in another order; decoding would then differ from scoring
+    in the last bit, and FP8 makes steps of 2⁻³ of such bits. Fewer rows than this are padded: a GEMM of so few waits
+    for its weight anyhow. Measured once per weight shape; 0 where no number settles it.
+
+    Args:
+        n: rows of the weight.
+        k: its columns.
+        device: where it lies.
+        dtype: of the result.
+    """
+    return _settled_rows(n, k, device.index, dtype)
+
+
+@lru_cache(maxsize=256)
+@torch.inference_mode(False)
+@torch.no_grad()
+def _settled_rows(n: int, k: int, index: int | None, dtype: torch.dtype) -> int:
+    device = torch.device("cuda", index if index is not None else torch.cuda.current_device())
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(rows, k, generator=generator, device=device) for rows in (_ROW_STEPS[-1], n))
+    scale_a = torch.rand(k // BLOCK, _ROW_STEPS[-1], generator=generator, device=device).t() + 0.5
+    scale_b = block_scale_layout(torch.rand(n // BLOCK, k // BLOCK, generator=generator, device=device) + 0.5)
+    a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+
+    def product(rows: int) -> Tensor:
+        part = scale_a[:rows].t().contiguous().t()
+        return _block_product(a[:rows], part, b, scale_b, dtype, blocks=True)
+
+    return smallest_settled(product)
+
+
+def smallest_settled(product: Callable[[int], Tensor], steps: Sequence[int] = _ROW_STEPS) -> int:
+    """Return the smallest of `steps` from which on `product(rows)` is the beginning of `product(steps[-1])`, or 0.
+
+    >>> smallest_settled(lambda rows: torch.full((rows,), float(rows >= 64)))
+    64
+    """
+    whole, settled = product(steps[-1]), 0
+    for rows in reversed(steps[:-1]):
+        if not torch.equal(product(rows), whole[:rows]):
+            break
+        settled = rows
+    return settled
 
 
 def block_scale_layout(scale: Tensor) -> Tensor:
