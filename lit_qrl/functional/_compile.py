@@ -40,6 +40,7 @@ def fused(function: Function) -> Function:
         key = (function, *sorted((name, value) for name, value in constants.items() if name != "all_reduce"))
         first = key not in _compiled
         if first:
+            log.info("Compiling %s for this device, once.", function.__name__.strip("_"))
             _compiled[key] = _compile(function)
         compiled = _compiled[key]
         if compiled is None:
