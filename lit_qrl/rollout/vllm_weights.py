@@ -282,7 +282,8 @@ class LiveModel:
             Fault("missing", name, "no tensor of the stream was for it")
             for name, module in self._modules.items()
             if name not in loaded
-            and any(tensor is not None for tensor in module._parameters.values())
+            # Single numbers are scales of the KV cache, which have a default.
+            and any(tensor is not None and tensor.numel() != 1 for tensor in module._parameters.values())
             and not any(name.startswith(layer) or layer.startswith(name) for layer in unlocated)
         ]
 
@@ -351,6 +352,7 @@ class LiveModel:
         """Return for every tensor of the last stream the name of the format that its live module computes in."""
         return {name: loaded_format(place.module, dtype) for name, (place, _, dtype) in self._sent.items()}
 
+    @torch.inference_mode()
     def clear_kv_cache(self) -> None:
         """Zero every page: after a forward pass with NaN, a page keeps it until it is overwritten."""
         for cache in self.runner.kv_caches:

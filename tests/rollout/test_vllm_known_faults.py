@@ -25,6 +25,8 @@ from tests.vllm_engines import (
 
 pytestmark = pytest.mark.vllm
 
+PACKS_ON_CPU = (0, 32)  # from this version on the CPU build packs experts and heads, and forgets it in a reload
+
 
 def named(faults):
     return {(fault.kind, fault.name) for fault in faults}
@@ -100,7 +102,8 @@ def test_experts_are_stale_without_the_workaround(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(vllm_compat, "before_reload", lambda model: None)
             publish(network, engine, None, 1)
-        assert disagreement(network, engine) > 0.05
+        stale = vllm_compat.installed_version()[0] >= PACKS_ON_CPU
+        assert (disagreement(network, engine) > 0.05) == stale
         publish(network, engine, None, 2)
         assert disagreement(network, engine) < 1e-4
     finally:
@@ -113,7 +116,9 @@ def test_tied_head_is_stale_without_the_workaround_and_noticed(monkeypatch):
     try:
         with monkeypatch.context() as patch:
             patch.setattr(vllm_compat, "refresh_tied", lambda llm, module: None)
-            assert named(publish(network, engine, None, 0)[0]) == {("gemm", "lm_head.weight")}
+            stale = vllm_compat.installed_version()[0] >= PACKS_ON_CPU
+            expected = {("gemm", "lm_head.weight")} if stale else set()
+            assert named(publish(network, engine, None, 0)[0]) == expected
         assert publish(network, engine, None, 1)[0] == []
     finally:
         engine.close()
