@@ -310,6 +310,9 @@ def main(args: Sequence[str] | None = None) -> int:
     except StudyError as error:
         print(f"study: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("study: interrupted; the same command goes on from here.", file=sys.stderr)
+        return 130
     return 0
 
 
