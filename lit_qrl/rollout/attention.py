@@ -43,7 +43,7 @@ def attend_folded(
         )
     folded = query.view(len(query), key.shape[1], heads // key.shape[1], query.shape[3])
     out = F.scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.view(len(query), 1, heads, value.shape[3]), None
+    return out.reshape(len(query), 1, heads, value.shape[3]), None
 
 
 AttentionInterface.register(FOLDED, attend_folded)
