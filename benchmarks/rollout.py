@@ -324,12 +324,31 @@ class Bench:
             self.step()
             times.append(self.publish())
         median = {part: round(statistics.median(t[part] for t in times[1:]), 4) for part in ("all", "load", "compare")}
+        median |= self.parts()
         faults = sum(t["faults"] for t in times)
         figures["publish"] = median | {"second": round(times[0]["all"], 4), "faults": faults}
         figures["publish_gb"] = round(self.sent.bytes / 1e9, 3)
         if self.device == "cuda":
             figures["publish_peak_gib"] = round(self.torch.cuda.max_memory_allocated() / 2**30, 2)
         return figures
+
+    def parts(self) -> dict[str, float]:
+        """Return seconds of quantization alone, and of a bare reload of ready tensors, without receipts."""
+        from lit_qrl.precision.export import export_tensors
+
+        quantize, reload = [], []
+        for _ in range(3):
+            self.sync()
+            start = time.perf_counter()
+            ready = list(export_tensors(self.weights(), self.format, list(self.shapes)))
+            self.sync()
+            quantize.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            self.engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": ready})
+            self.sync()
+            reload.append(time.perf_counter() - start)
+        self.publish()
+        return {"quantize": round(statistics.median(quantize), 4), "bare_reload": round(statistics.median(reload), 4)}
 
     def run_norms(self) -> dict[str, Any]:
         figures, times = self.ready(), []

@@ -109,7 +109,6 @@ class QRLCLI(LightningCLI):
             kwargs["logger"] = [RunCSVLogger(config.default_root_dir), *chosen]
         return super().instantiate_trainer(**kwargs)
 
-
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         if config.get("enable_progress_bar") is False:
             callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]

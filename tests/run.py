@@ -80,7 +80,8 @@ def build(
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=lr),
         **(model or {}),
     )
-    sizes = {"prompts_per_iteration": 4, "group_size": 4, "max_completion_tokens": 8, "max_prompt_tokens": 16, "seed": 0}
+    sizes = {"prompts_per_iteration": 4, "group_size": 4, "seed": 0}
+    sizes |= {"max_completion_tokens": 8, "max_prompt_tokens": 16}
     module_data = RolloutDataModule(task or DigitTask(), TransformersEngine(), **{**sizes, **(data or {})})
     options = {
         "accelerator": "cpu",

@@ -52,7 +52,8 @@ class AQNNoise(RLCallback):
             )
         if num_stages < 2:
             raise ConfigError("AQNNoise.num_stages counts the silent stage too.", expected=">= 2", given=num_stages)
-        self.start, self.end, self.num_stages, self.schedule = start, end, num_stages, schedule
+        self.start, self.end, self.num_stages = start, end, num_stages
+        self.schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = schedule
         self.norms, self.seed = tuple(norms), seed
         self.stage, self.sigma, self.perturbed = 0, 0.0, 0
         self._generator = torch.Generator()
