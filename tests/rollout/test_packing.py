@@ -42,7 +42,7 @@ def both(network, batch):
         policy.model = copy.deepcopy(network).train()
         assert prepare(policy.model) == packs(policy.model)
         scores = policy(batch, 0.9, entropy=True)
-        weights = torch.linspace(-1, 1, scores.logprobs.numel()).view_as(scores.logprobs)
+        weights = torch.linspace(-1, 1, scores.logprobs.numel(), device=scores.logprobs.device).view_as(scores.logprobs)
         (scores.logprobs * weights).sum().backward()
         results.append((scores, [parameter.grad for parameter in policy.parameters()]))
     assert packs(policy.model)
