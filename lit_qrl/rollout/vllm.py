@@ -190,7 +190,7 @@ class VLLMEngine(RolloutEngine):
             arguments["enable_sleep_mode"] = True
         with compat.kept_process_state():
             compat.apply_workarounds()
-            from vllm import LLM
+            from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
 
             self.llm = LLM(**arguments)
         self.live = LiveModel(self.llm)

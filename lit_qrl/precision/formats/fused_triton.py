@@ -4,6 +4,9 @@ Every division is the correctly rounded one and every intermediate has the dtype
 and scales are those of the plain operations bit for bit.
 """
 
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
+# Without Triton installed its decorator is unknown, and a kernel looks like a function that is indexed.
+
 # Kernels are compiled from their source and launched with arguments that their Python signature does not have.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
