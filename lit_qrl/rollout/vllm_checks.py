@@ -42,6 +42,12 @@ def check_format(format: "NumberFormat | None") -> None:
             given=format.name,
             remedy="Choose one of these, or use TransformersEngine, which computes every format.",
         )
+    if format is not None and format.name == "int4_group" and format.quantizes_activations and device == "CPU":
+        raise ConfigError(
+            "vLLM on CPU has no kernel for 4-bit weights under 8-bit activations.",
+            expected="int4_group.activations: null",
+            remedy="Leave the activations alone, or use TransformersEngine.",
+        )
 
 
 def check_model(network: nn.Module) -> None:

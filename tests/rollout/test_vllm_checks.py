@@ -102,6 +102,14 @@ def test_format_without_a_kernel_is_refused(name):
         vllm_checks.check_format(formats.get(name))
 
 
+def test_four_bits_under_eight_bit_activations_need_a_gpu(monkeypatch):
+    mixed = formats.get("int4_group", activations="fp8")
+    with pytest.raises(ConfigError, match="4-bit weights under 8-bit activations"):
+        vllm_checks.check_format(mixed)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    vllm_checks.check_format(mixed)
+
+
 def test_dtype_is_the_learners_where_kernels_allow():
     learner = torch.float32
     expected = {"fp8_row": learner, "int4_group": torch.bfloat16, "bf16": torch.bfloat16, "fp32": learner}
