@@ -3,6 +3,8 @@ import csv
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch.nn import functional as F
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from lit_qrl.callbacks import AIS, GeometricRejection, MaskedIS, RLCallback, TokenVeto, TruncatedIS
 from lit_qrl.errors import ConfigError
@@ -80,6 +82,22 @@ def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(tmp_path, 
     ]
     for gradient in gradients[1:]:
         torch.testing.assert_close(gradient, gradients[0], rtol=0, atol=1e-5 * float(gradients[0].abs().max()))
+
+
+def test_in_fp64_the_gradient_does_not_depend_on_the_split_to_twelve_digits(tmp_path, monkeypatch):
+    """The library's norms compute in fp32 whatever the dtype, so here they get an fp64 form."""
+
+    def norm(self, hidden):
+        return F.rms_norm(hidden, hidden.shape[-1:], self.weight, self.variance_epsilon)
+
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", norm)
+    options = {"format": "fp32", "trainer": {"precision": "64-true"}}
+    whole, *others = (
+        first_gradient(tmp_path / str(k), data={"micro_batches": k}, callbacks=[AIS()], **options) for k in (1, 2, 8)
+    )
+    assert whole.dtype == torch.float64
+    for gradient in others:
+        torch.testing.assert_close(gradient, whole, rtol=0, atol=1e-12 * float(whole.abs().max()))
 
 
 CORRECTIONS = [
