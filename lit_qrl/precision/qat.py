@@ -5,12 +5,14 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from typing_extensions import override
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.precision import formats
 from lit_qrl.precision.base import LowBitLinear, QuantizedPrecision, autocast_input
 from lit_qrl.precision.formats.base import NumberFormat
+from lit_qrl.precision.kernel_choice import Kernel, KernelChoice
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -20,7 +22,7 @@ class _StraightThrough(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "AlignedLinear") -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        return layer.format.apply(x, layer.prepared(x.dtype), None if bias is None else bias.to(x.dtype))
+        return layer.multiply(x, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -40,6 +42,24 @@ class _StraightThrough(torch.autograd.Function):
 class AlignedLinear(LowBitLinear):
     """A linear layer that multiplies as the sampler does and learns as a plain one."""
 
+    choice: KernelChoice | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in) of the weight."""
+        return self.out_features, self.in_features
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `x @ Q(W).T + b`, by the sampler's kernel where the plugin takes it."""
+        kernel = None if self.choice is None else self.choice.pick(self.layer_name, self.shape, x)
+        if kernel is None:
+            return self.format.apply(x, self.prepared(x.dtype), bias)
+        q, key = self.quantized(), (kernel.vllm_name, x.dtype)
+        if key not in self._prepared:
+            with torch.inference_mode(False), torch.no_grad():
+                self._prepared[key] = kernel.prepare(q, x.dtype)
+        return kernel.apply(x, self._prepared[key], bias)
+
     def forward(self, input: Tensor) -> Tensor:
         """Return `x @ Q(W).T + b` in the format's arithmetic: "... in" -> "... out"."""
         return _StraightThrough.apply(autocast_input(input), self.weight, self.bias, self)  # pyright: ignore
@@ -56,9 +76,12 @@ class QATAligned(QuantizedPrecision):
         activations: for a format that leaves the choice: how inputs are quantized (`fp8`, `int8`, `token`, …).
         exclude: globs over names of linear layers that stay as they are, beside embeddings, output and routers.
         autocast: run the other operations in bf16 over fp32 master weights; `none` leaves each in its own dtype.
+        kernel: how packed 4-bit weights are multiplied: `auto` by vLLM's own kernel when vLLM is the sampler and has
+            one for the layer, else `dequantize`, multiplied out and by the bf16 GEMM; `machete` or `marlin` insist.
 
     Raises:
-        ConfigError: for an unknown format, or activations that the format does not know.
+        ConfigError: for an unknown format, activations that the format does not know, or a kernel that does not
+            multiply the format or cannot run on this host.
     """
 
     layer_class = AlignedLinear
@@ -69,6 +92,7 @@ class QATAligned(QuantizedPrecision):
         activations: str | None = None,
         exclude: Sequence[str] = (),
         autocast: Literal["none", "bf16"] = "none",
+        kernel: Kernel = "auto",
     ) -> None:
         format = formats.get(weights)
         if activations is not None:
@@ -83,3 +107,18 @@ class QATAligned(QuantizedPrecision):
             except ValueError as error:
                 raise ConfigError(str(error)) from None
         super().__init__(format, exclude, autocast)
+        self.choice = KernelChoice(kernel, format)
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        super().convert_module(module)
+        layers = self.layers(module)
+        engine = getattr(getattr(getattr(module, "_trainer", None), "datamodule", None), "engine", None)
+        self.choice.sampler = getattr(engine, "kernels", self.choice.sampler)
+        if layers:
+            dtype = torch.bfloat16 if self.autocast == "bf16" else next(iter(layers.values())).weight.dtype
+            self.choice.require(self.shapes(module), dtype)
+        for layer in layers.values():
+            assert isinstance(layer, AlignedLinear)
+            layer.choice = self.choice
+        return module

@@ -39,6 +39,8 @@ class RolloutEngine(ABC):
     version: int = -1
     single_format: bool = False
     """True when the engine holds the format it was started with and no other, so that evaluations use it too."""
+    kernels: str = "torch"
+    """Whose kernels multiply packed weights: `torch`, which multiplies them out, or `vllm`."""
     plain_dtype: torch.dtype | None = None
     """The dtype in which plain tensors must be sent; None takes what comes."""
     prompt_limit: int | None = None

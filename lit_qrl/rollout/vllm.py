@@ -58,6 +58,7 @@ class VLLMEngine(RolloutEngine):
     """
 
     single_format = True
+    kernels = "vllm"
 
     def __init__(
         self,
