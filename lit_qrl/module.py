@@ -20,7 +20,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.functional.importance import batch_normalized, log_ratio
 from lit_qrl.metrics import AverageAtK, IterationMetrics, PassAtK
 from lit_qrl.objective import GRPO, Objective
-from lit_qrl.optim import schedule_factor
+from lit_qrl.optim import build_optimizer, check_optimizer, schedule_factor
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.types import AllReduce, Correction, LossContext, MicroBatch, RolloutBatch
 
@@ -34,7 +34,7 @@ class GRPOModule(LightningModule):
     Args:
         policy: the model to train and its tokenizer.
         objective: the surrogate; its `old_logprobs`, `reduction` and advantage scale define the variant.
-        optimizer: built from the trainable parameters after the model is configured.
+        optimizer: built from the trainable parameters, with their names, after the model is configured.
         lr_schedule: `constant`, `linear` or `cosine` decay to zero over the run, per optimizer step.
         warmup: share of the run's optimizer steps with linearly rising learning rate.
         lr_scheduler: any scheduler instead of the two above, stepped per optimizer step.
@@ -186,6 +186,7 @@ class GRPOModule(LightningModule):
         objective, data = self.objective, self.data
         check_combination(list(rl_callbacks(self.trainer)), objective)
         if stage == "fit":
+            check_optimizer(self.optimizer, self.trainer.strategy.root_device, vectors=self.policy.lora is None)
             if data.group_size == 1 and objective.scale == "group":
                 raise ConfigError(
                     "Advantages scaled by the group need more than one completion per prompt.",
@@ -218,10 +219,10 @@ class GRPOModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Build the optimizer over the trainable parameters, and the learning-rate schedule."""
-        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        trainable = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
         if not trainable:
             raise ConfigError("The policy has no trainable parameter.", remedy="Check model.policy.lora.")
-        optimizer = self.optimizer(trainable)
+        optimizer = build_optimizer(self.optimizer, trainable)
         steps = int(self.trainer.estimated_stepping_batches)
         if self.lr_scheduler is not None:
             scheduler = self.lr_scheduler(optimizer)

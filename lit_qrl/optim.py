@@ -1,7 +1,169 @@
-"""Learning-rate schedules over the whole run."""
+"""Optimizers that route parameters by kind, and learning-rate schedules over the whole run."""
 
 import math
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lit_qrl.errors import ConfigError
+
+# Input and output embeddings of the architectures that transformers loads as causal language models.
+EMBEDDINGS = ("*embed*", "*wte.*", "*wpe.*", "*lm_head*", "*output_projection*")
+
+
+class MuonAdamW(Optimizer):
+    """Muon for the hidden matrices, AdamW for everything else, as one optimizer.
+
+    The rule of Muon's author (K. Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024):
+    two-dimensional weights of hidden layers by Muon; embeddings, the output layer, scalars and vectors by AdamW. A
+    LoRA's factors are two-dimensional weights of hidden layers too, so Muon takes them, unless `adamw` also lists
+    `*lora_*`. Experts stored as one three-dimensional parameter go to AdamW.
+
+    Muon's step: B ← μB + (1 − μ)g, U = (1 − μ)g + μB, W ← (1 − lr·decay)·W − lr·0.2·√max(out, in)·NS(U). NS, the
+    Newton–Schulz iteration, makes the singular values about 1, so the factor 0.2·√max(out, in) of `match_rms_adamw`
+    ("Muon is Scalable for LLM Training", arXiv:2502.16982, §2.2) gives the update AdamW's usual root mean square,
+    0.2: a rate tuned for AdamW, such as QaRL's 1e-6, serves both.
+
+    Args:
+        params: pairs of name and parameter, as `named_parameters()` yields them.
+        lr: learning rate of both, on AdamW's scale.
+        weight_decay: of both, decoupled.
+        momentum: of Muon.
+        nesterov: Muon's momentum looks ahead.
+        ns_steps: Newton–Schulz iterations of Muon.
+        adjust_lr_fn: scale of Muon's rate: `match_rms_adamw`, or its author's `original` √max(1, out/in).
+        betas: of AdamW.
+        eps: of AdamW.
+        adamw: globs over parameter names; what matches is AdamW's whatever its shape.
+
+    Raises:
+        ConfigError: parameters without names, no matrix for Muon, or a torch without Muon.
+
+    >>> model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 2), "up": torch.nn.Linear(2, 3)})
+    >>> [(g["algorithm"], g["param_names"]) for g in MuonAdamW(model.named_parameters(), lr=1e-6).param_groups]
+    [('muon', ['up.weight']), ('adamw', ['embed.weight', 'up.bias'])]
+    """
+
+    def __init__(
+        self,
+        params: Iterable[tuple[str, Tensor]],
+        lr: float = 1e-3,
+        weight_decay: float = 0.01,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adamw: Sequence[str] = EMBEDDINGS,
+    ) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise ConfigError("torch has no Muon.", expected="torch 2.9 or newer", given=torch.__version__)
+        named: list[Any] = list(params)
+        if any(not isinstance(pair, tuple) for pair in named):
+            raise ConfigError(
+                "MuonAdamW tells embeddings from hidden matrices by their names.",
+                expected="pairs of name and parameter",
+                given="parameters without names",
+                remedy="Pass model.named_parameters().",
+            )
+        matrices = [pair for pair in named if pair[1].ndim == 2 and not _matches(pair[0], adamw)]
+        if not matrices:
+            raise ConfigError(
+                "MuonAdamW found no hidden matrix to train.",
+                expected=f"a two-dimensional parameter whose name matches none of {', '.join(adamw)}",
+                given=", ".join(name for name, _ in named[:3]) or "no parameters",
+                remedy="Use torch.optim.AdamW, or correct `adamw`.",
+            )
+        chosen = {name for name, _ in matrices}
+        rest = [pair for pair in named if pair[0] not in chosen]
+        # Built here once with the settings as arguments, because a group's own are not checked.
+        muon = torch.optim.Muon(
+            matrices,
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+        )
+        groups: list[dict[str, Any]] = [{"algorithm": "muon", **muon.param_groups[0]}]
+        if rest:
+            others = torch.optim.AdamW(rest, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
+            groups.append({"algorithm": "adamw", **others.param_groups[0]})
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+        self._link()
+
+    def _link(self) -> None:
+        """Let an optimizer of each kind work on this one's groups and state, so that both are saved as one."""
+        kinds = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW}
+        self._parts: list[Optimizer] = [kinds[group["algorithm"]]([group]) for group in self.param_groups]
+        for part in self._parts:
+            part.state = self.state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # also what `load_state_dict` ends with: groups and state are new objects
+        self._link()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Take one step of both and return what `closure` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def check_optimizer(optimizer: Callable[[Any], Optimizer], device: torch.device, vectors: bool = True) -> None:
+    """Raise `ConfigError` where an optimizer cannot be built as configured, or not step on the device.
+
+    Tried on a parameter or two of its own, so that it is known before any weight is loaded.
+
+    Args:
+        optimizer: makes one from pairs of name and parameter.
+        device: of the training.
+        vectors: the model trains vectors too (norms), not matrices alone.
+    """
+    # 64 × 64 is the smallest that bitsandbytes keeps in 8 bits.
+    shapes: list[tuple[int, ...]] = [(64, 64), (64,)] if vectors else [(64, 64)]
+    trial = [(f"trial.{i}", torch.nn.Parameter(torch.zeros(shape, device=device))) for i, shape in enumerate(shapes)]
+    made = build_optimizer(optimizer, trial)
+    if not type(made).__module__.startswith("bitsandbytes"):
+        return
+    for _, parameter in trial:
+        parameter.grad = torch.ones_like(parameter)
+    try:
+        made.step()
+    except Exception as error:  # a missing kernel shows itself as an error of many kinds
+        raise ConfigError(
+            f"{type(made).__name__} of bitsandbytes cannot take a step on {device}.",
+            expected="a device that the installed bitsandbytes has kernels for, such as CUDA",
+            given=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            remedy="Train on a GPU, or set model.optimizer to torch.optim.AdamW.",
+        ) from error
+
+
+def build_optimizer(optimizer: Callable[[Any], Optimizer], named: Iterable[tuple[str, Tensor]]) -> Optimizer:
+    """Return `optimizer(named)`; what its class refuses becomes a `ConfigError`."""
+    try:
+        return optimizer(named)
+    except ConfigError:
+        raise
+    except (ValueError, TypeError) as error:
+        matrices_only = isinstance(error, ValueError) and "2D" in str(error)
+        remedy = "Use MuonAdamW, which gives AdamW the rest." if matrices_only else "Correct its init_args."
+        raise ConfigError(f"model.optimizer cannot be built: {str(error).rstrip('.')}.", remedy=remedy) from error
 
 
 def schedule_factor(step: int, steps: int, schedule: Literal["constant", "linear", "cosine"], warmup: float) -> float:

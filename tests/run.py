@@ -71,13 +71,14 @@ def build(
     guard=None,
     report=False,
     lr=3e-3,
+    optimizer=None,
 ):
     """Return (trainer, module, data) of a run in `folder`; nothing has happened yet."""
     torch.manual_seed(0)
     module = GRPOModule(
         CausalPolicy(model_folder(folder / "model"), **(policy or {})),
         objective=objective or GRPO(scale="none"),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=lr),
+        optimizer=optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=lr)),
         **(model or {}),
     )
     sizes = {"prompts_per_iteration": 4, "group_size": 4, "seed": 0}

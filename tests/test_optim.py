@@ -1,8 +1,280 @@
 import math
+import pickle
+from copy import deepcopy
 
 import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
-from lit_qrl.optim import schedule_factor
+from lit_qrl.errors import ConfigError
+from lit_qrl.optim import EMBEDDINGS, MuonAdamW, build_optimizer, check_optimizer, schedule_factor
+from tests.networks import build_network
+from tests.run import build, fit, parameters_of
+
+CPU = torch.device("cpu")
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.ModuleDict(
+        {
+            "embed": nn.Embedding(7, 6),
+            "up": nn.Linear(6, 10),
+            "down": nn.Linear(10, 6, bias=False),
+            "norm": nn.LayerNorm(6),
+        }
+    )
+
+
+def set_gradients(module, step):
+    generator = torch.Generator().manual_seed(step)
+    for parameter in module.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def train(module, optimizer, steps, scheduler=None, first=0):
+    for step in range(first, first + steps):
+        set_gradients(module, step)
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+
+
+def same(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def newton_schulz(matrix, steps=5):
+    """The quintic iteration of Jordan's post, in fp64: X ← aX + (bA + cA²)X with A = XXᵀ, on the wide side."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.T if tall else matrix).double()
+    x = x / math.sqrt(float((x * x).sum()))
+    rows, columns = x.shape
+    for _ in range(steps):
+        gram = [[sum(float(x[i, k] * x[j, k]) for k in range(columns)) for j in range(rows)] for i in range(rows)]
+        a = torch.tensor(gram, dtype=torch.float64)
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x.T if tall else x
+
+
+def test_hidden_matrices_go_to_muon_and_the_rest_to_adamw():
+    groups = MuonAdamW(model().named_parameters()).param_groups
+    named = {group["algorithm"]: group["param_names"] for group in groups}
+    assert named == {
+        "muon": ["up.weight", "down.weight"],
+        "adamw": ["embed.weight", "up.bias", "norm.weight", "norm.bias"],
+    }
+
+
+def test_a_language_model_is_split_by_the_authors_rule():
+    network = build_network(tie_word_embeddings=False)
+    named = {g["algorithm"]: g["param_names"] for g in MuonAdamW(network.named_parameters()).param_groups}
+    inputs, outputs = network.get_input_embeddings().weight, network.get_output_embeddings().weight
+    for name, parameter in network.named_parameters():
+        hidden = parameter.ndim == 2 and parameter is not inputs and parameter is not outputs
+        assert name in named["muon" if hidden else "adamw"]
+
+
+def test_factors_of_an_adapter_are_hidden_matrices_unless_excluded():
+    factors = [("layers.0.q_proj.lora_A.default.weight", nn.Parameter(torch.zeros(2, 8)))]
+    factors += [("layers.0.q_proj.lora_B.default.weight", nn.Parameter(torch.zeros(8, 2)))]
+    factors += [("embed_tokens.lora_embedding_A.default", nn.Parameter(torch.zeros(2, 8)))]
+    assert [len(group["params"]) for group in MuonAdamW(factors).param_groups] == [2, 1]
+    with pytest.raises(ConfigError, match="no hidden matrix"):
+        MuonAdamW(factors, adamw=[*EMBEDDINGS, "*lora_*"])
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muons_step_equals_its_formula_in_fp64(nesterov):
+    module = model()
+    optimizer = MuonAdamW(module.named_parameters(), lr=1e-2, weight_decay=0.1, momentum=0.9, nesterov=nesterov)
+    momentum = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in module.named_parameters()}
+    for step in range(3):
+        set_gradients(module, step)
+        before = {name: p.detach().double() for name, p in module.named_parameters()}
+        optimizer.step()
+        for name in ("up.weight", "down.weight"):
+            parameter = module.get_parameter(name)
+            gradient = parameter.grad.double()
+            momentum[name] = 0.9 * momentum[name] + 0.1 * gradient
+            ahead = 0.1 * gradient + 0.9 * momentum[name] if nesterov else momentum[name]
+            scale = 0.2 * math.sqrt(max(parameter.shape))
+            expected = before[name] * (1 - 1e-2 * 0.1) - 1e-2 * scale * newton_schulz(ahead)
+            # The library iterates in bf16, whose 8 bits leave an error of a few percent in the direction.
+            moved, wanted = parameter.detach().double() - before[name], expected - before[name]
+            assert float((moved - wanted).norm() / wanted.norm()) < 0.05
+
+
+def test_adamws_share_equals_its_formula_in_fp64():
+    module = model()
+    optimizer = MuonAdamW(module.named_parameters(), lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-8)
+    weight = module.embed.weight.detach().double()
+    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+    for step in range(1, 4):
+        set_gradients(module, step)
+        gradient = module.embed.weight.grad.double()
+        optimizer.step()
+        first, second = 0.8 * first + 0.2 * gradient, 0.9 * second + 0.1 * gradient**2
+        m, v = first / (1 - 0.8**step), second / (1 - 0.9**step)
+        weight = weight * (1 - 1e-2 * 0.1) - 1e-2 * m / (v.sqrt() + 1e-8)
+    torch.testing.assert_close(module.embed.weight.double(), weight, rtol=1e-5, atol=1e-6)
+
+
+def test_an_update_has_the_size_of_adamws():
+    torch.manual_seed(0)
+    for shape in ((64, 64), (32, 128), (128, 32)):
+        parameter = nn.Parameter(torch.zeros(shape))
+        optimizer = MuonAdamW([("up", parameter)], lr=1.0, weight_decay=0.0)
+        parameter.grad = torch.randn(shape)
+        optimizer.step()
+        # Singular values end between 0.5 and 1.5 by design of the iteration.
+        assert 0.1 < float(parameter.detach().square().mean().sqrt()) < 0.3
+
+
+def test_it_is_the_two_optimizers_of_torch_bit_for_bit_under_a_schedule():
+    module, twin = model(), model()
+    both = MuonAdamW(module.named_parameters(), lr=1e-2, weight_decay=0.1)
+    hidden = [twin.up.weight, twin.down.weight]
+    rest = [twin.embed.weight, twin.up.bias, twin.norm.weight, twin.norm.bias]
+    parts = [
+        torch.optim.Muon(hidden, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=1e-2, weight_decay=0.1),
+    ]
+
+    def half(step):
+        return 0.5**step
+
+    schedules = [LambdaLR(part, half) for part in parts]
+    schedule = LambdaLR(both, half)
+    for step in range(4):
+        train(module, both, 1, schedule, first=step)
+        set_gradients(twin, step)
+        for part, one in zip(parts, schedules, strict=True):
+            part.step()
+            one.step()
+    assert [group["lr"] for group in both.param_groups] == [1e-2 / 16] * 2
+    assert same(module, twin)
+
+
+@pytest.mark.parametrize("copy", [lambda state: pickle.loads(pickle.dumps(state)), deepcopy])
+def test_a_restored_optimizer_continues_bit_for_bit(copy):
+    whole, half = model(), model()
+    optimizer = MuonAdamW(whole.named_parameters(), lr=1e-2)
+    train(whole, optimizer, 6)
+    first = MuonAdamW(half.named_parameters(), lr=1e-2)
+    train(half, first, 3)
+    second = MuonAdamW(half.named_parameters(), lr=99.0)
+    second.load_state_dict(copy(first.state_dict()))
+    train(half, second, 3, first=3)
+    assert same(whole, half)
+
+
+def test_a_copied_optimizer_steps_its_own_parameters():
+    module = model()
+    optimizer = MuonAdamW(module.named_parameters(), lr=1e-2)
+    train(module, optimizer, 1)
+    module_copy, optimizer_copy = deepcopy((module, optimizer))
+    train(module_copy, optimizer_copy, 1, first=1)
+    assert not same(module, module_copy)
+    train(module, optimizer, 1, first=1)
+    assert same(module, module_copy)
+
+
+def test_parameters_without_a_gradient_stay():
+    module = model()
+    before = deepcopy(module)
+    optimizer = MuonAdamW(module.named_parameters(), lr=1e-2)
+    optimizer.zero_grad(set_to_none=True)
+    assert optimizer.step(lambda: 3.0) == 3.0
+    assert same(module, before)
+
+
+def test_it_needs_names():
+    with pytest.raises(ConfigError, match="by their names"):
+        MuonAdamW(model().parameters())
+
+
+# ------------------------------------------------------------------------------------------------------ in a whole run
+
+
+class Norms(Callback):
+    """Remembers the gradient's norm after clipping."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if gradients:
+            self.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+
+def muon(parameters):
+    return MuonAdamW(parameters, lr=1e-2)
+
+
+def test_a_run_with_muon_clips_and_resumes_bit_for_bit(tmp_path):
+    options = {"optimizer": muon, "model": {"lr_schedule": "cosine"}}
+    seen = Norms()
+    _, whole, _ = fit(
+        tmp_path / "whole", **options, callbacks=[seen], trainer={"gradient_clip_val": 0.01, "max_epochs": 4}
+    )
+    assert seen.norms
+    assert max(seen.norms) < 0.0101
+
+    class Stop(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 2:
+                raise KeyboardInterrupt
+
+    # The schedule knows the whole run's length, so the first half is a run of 4 that is interrupted.
+    clipped = {"gradient_clip_val": 0.01, "max_epochs": 4}
+    trainer, module, data = build(tmp_path / "cut", **options, callbacks=[Stop()], trainer=clipped)
+    with pytest.raises(SystemExit):
+        trainer.fit(module, datamodule=data)
+    saved = tmp_path / "cut" / "run" / "checkpoints" / "last.ckpt"
+    trainer, module, data = build(tmp_path / "cut", **options, trainer=clipped)
+    trainer.fit(module, datamodule=data, ckpt_path=saved, weights_only=True)
+    assert trainer.current_epoch == 4
+    assert torch.equal(parameters_of(whole), parameters_of(module))
+
+
+# ------------------------------------------------------------------------------------------- known before a model loads
+
+
+def test_settings_that_an_optimizer_refuses_are_known_at_once():
+    with pytest.raises(ConfigError, match=r"Invalid learning rate: -1.*init_args"):
+        check_optimizer(lambda named: torch.optim.AdamW(named, lr=-1.0), CPU)
+    with pytest.raises(ConfigError, match="-3"):
+        check_optimizer(lambda named: MuonAdamW(named, lr=-3.0), CPU)
+    with pytest.raises(ConfigError, match="foo"):
+        check_optimizer(lambda named: torch.optim.AdamW(named, foo=1), CPU)
+
+
+def test_plain_muon_is_refused_where_there_are_vectors():
+    with pytest.raises(ConfigError, match="Use MuonAdamW"):
+        check_optimizer(torch.optim.Muon, CPU)
+    check_optimizer(torch.optim.Muon, CPU, vectors=False)  # an adapter has matrices alone
+    made = build_optimizer(torch.optim.Muon, [("a", nn.Parameter(torch.zeros(2, 2)))])
+    assert made.param_groups[0]["param_names"] == ["a"]
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_bitsandbytes_must_have_a_step_for_the_device(works):
+    class AdamW8bit(torch.optim.SGD):
+        __module__ = "bitsandbytes.optim.adamw"
+
+        def step(self, closure=None):
+            if not works:
+                raise NotImplementedError("no kernel for cpu\nmore")
+
+    if works:
+        check_optimizer(AdamW8bit, CPU)
+        return
+    with pytest.raises(ConfigError, match=r"cannot take a step on cpu.*no kernel for cpu\. Train on a GPU"):
+        check_optimizer(AdamW8bit, CPU)
 
 
 def test_warmup_rises_to_one_and_cosine_ends_at_zero():
