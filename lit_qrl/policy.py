@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from peft import PeftConfig
+from peft import LoraConfig, PeftConfig
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -18,6 +18,7 @@ from transformers import (
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional.logprobs import token_logprobs
+from lit_qrl.precision.deferred import DeferredWeights, weights_are_deferred
 from lit_qrl.rollout.network import merged_module, merged_weights, output_head
 from lit_qrl.rollout.packing import enable_packing, pack, packed_hidden, packs
 from lit_qrl.types import RolloutBatch
@@ -92,6 +93,7 @@ class CausalPolicy(nn.Module):
         self.tokenizer = self._load_tokenizer(tokenizer, pad_token, eos_token)
         self.stop_token_ids = self._stop_tokens()
         self.model: nn.Module | None = None
+        self.deferred: DeferredWeights | None = None
         # Neither is a registered submodule: the state dict is the learner's alone.
         self._reference: list[nn.Module] = []
         self._scoring_with_reference = False
@@ -187,7 +189,7 @@ class CausalPolicy(nn.Module):
         if self.random_weights:
             if dtype == "auto":
                 dtype = getattr(self.config, "dtype", None) or torch.float32
-            network = AutoModelForCausalLM.from_config(self.config, dtype=dtype, **options)
+            network = self._random(dtype, options)
         else:
             network = self._pretrained(dtype, options)
         network.config.use_cache = False
@@ -206,6 +208,19 @@ class CausalPolicy(nn.Module):
         self.model = network
         self._check_head()
         self.train()
+
+    def _random(self, dtype: Any, options: dict[str, Any]) -> Any:
+        """Return a model with weights drawn at random: now, or by `deferred` where a precision plugin asks for that."""
+
+        def build() -> Any:
+            return AutoModelForCausalLM.from_config(self.config, dtype=dtype, **options)
+
+        # Some adapters start from the base's weights, so those must exist.
+        apart = isinstance(self.lora, LoraConfig) and not (self.lora.use_dora or self.lora.modules_to_save)
+        if not (weights_are_deferred() and apart and self.lora.init_lora_weights in (True, False, "gaussian")):
+            return build()
+        self.deferred = DeferredWeights(build)
+        return self.deferred.network
 
     def _check_head(self) -> None:
         network = self.network

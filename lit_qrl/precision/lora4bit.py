@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from typing_extensions import override
 from lit_qrl.errors import ConfigError
 from lit_qrl.precision import formats
 from lit_qrl.precision.base import QuantizedPrecision, autocast_input, check_shapes, network_of
+from lit_qrl.precision.deferred import DeferredWeights, deferred_weights
 from lit_qrl.precision.export import export_tensors, quantize_named, shared_amax
 from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.precision.surgery import QuantizedLinear, SwapReport, fused_groups, quantizable_linears
@@ -130,15 +132,30 @@ class NVFP4LoRA(QuantizedPrecision):
                 remedy="Correct the plugin's `exclude` globs.",
             )
         check_shapes(self.format, linears)
+        deferred: DeferredWeights | None = getattr(policy, "deferred", None)
         for names in fused_groups(linears).values():
+            for name in names:
+                if deferred is not None:
+                    deferred.fill(linears[name])
             parts = {name: linears[name].weight.detach() for name in names}
             shared = shared_amax(parts) if self.format.shares_amax else None
+            del parts
             for name in names:
                 self._pack(network, name, linears.pop(name), shared)
+        if deferred is not None:
+            deferred.fill_all()
+            policy.deferred = None
         packed = tuple(self.packed(network))
         skipped = tuple(quantizable_linears(network))
         self.report = SwapReport(packed, (), skipped)
         log.info("NVFP4LoRA: %s, as %s", self.report, self.format.name)
+
+    @override
+    @contextmanager
+    def module_init_context(self) -> Iterator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Leave random weights to be drawn layer by layer, so that the base never exists in full precision."""
+        with deferred_weights():
+            yield
 
     def _pack(self, network: nn.Module, name: str, linear: nn.Linear, shared: Tensor | None) -> None:
         home = linear.weight.device

@@ -1,0 +1,106 @@
+"""Weights that are drawn layer by layer: a model that is packed at once need never exist in full precision."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+_wanted: ContextVar[bool] = ContextVar("lit_qrl_deferred_weights", default=False)
+
+
+@contextmanager
+def deferred_weights() -> Iterator[None]:
+    """Let policies that are configured inside leave their weights to be drawn by `DeferredWeights`."""
+    token = _wanted.set(True)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
+
+
+def weights_are_deferred() -> bool:
+    """Return whether the code runs inside `deferred_weights`.
+
+    >>> with deferred_weights():
+    ...     weights_are_deferred()
+    True
+    >>> weights_are_deferred()
+    False
+    """
+    return _wanted.get()
+
+
+class DeferredWeights:
+    """Draws the weights of a model that was built without any.
+
+    Until a module is filled, its parameters are one number seen in the parameter's shape: they have its device, dtype
+    and shape, so that an adapter can be put around them, and no memory.
+
+    Args:
+        build: makes the model, a Hugging Face one, on the current default device.
+
+    >>> from transformers import AutoModelForCausalLM, LlamaConfig
+    >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    >>> config = LlamaConfig(vocab_size=8, **sizes)
+    >>> weights = DeferredWeights(lambda: AutoModelForCausalLM.from_config(config))
+    >>> head = weights.network.lm_head
+    >>> head.weight.shape, head.weight.untyped_storage().nbytes()
+    (torch.Size([8, 8]), 4)
+    >>> weights.fill(head)
+    >>> head.weight.untyped_storage().nbytes()
+    256
+    """
+
+    def __init__(self, build: Callable[[], Any]) -> None:
+        from accelerate import init_empty_weights
+
+        device = torch.get_default_device()
+        with init_empty_weights(include_buffers=False):
+            self.network = build()
+        self._waiting: dict[int, nn.Parameter] = {}
+        # How many modules hold a placeholder (a tied output embedding shares one), and what took its place in some.
+        self._places: Counter[int] = Counter()
+        self._filled: dict[int, nn.Parameter] = {}
+        placeholders: dict[int, nn.Parameter] = {}
+        for module in self.network.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if id(parameter) not in placeholders:
+                    one = torch.zeros((), dtype=parameter.dtype, device=device)
+                    placeholders[id(parameter)] = nn.Parameter(one.expand(parameter.shape), parameter.requires_grad)
+                placeholder = placeholders[id(parameter)]
+                # kept alive here, so that no other parameter can get its identity
+                self._waiting[id(placeholder)] = placeholder
+                self._places[id(placeholder)] += 1
+                module._parameters[name] = placeholder
+
+    @torch.no_grad()
+    def fill(self, module: nn.Module) -> None:
+        """Draw a module's own parameters as the model's initialisation says; what is there already stays."""
+        drawn = False
+        for name, parameter in module._parameters.items():
+            key = id(parameter)
+            if parameter is None or key not in self._waiting:
+                continue
+            if key not in self._filled:
+                fresh = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                self._filled[key] = nn.Parameter(fresh, parameter.requires_grad)
+                drawn = True
+            module._parameters[name] = self._filled[key]
+            self._places[key] -= 1
+            if not self._places[key]:
+                del self._filled[key]
+        if drawn:
+            self.network._init_weights(module)
+
+    def fill_all(self) -> None:
+        """Draw whatever is still missing."""
+        for module in list(self.network.modules()):
+            self.fill(module)
+        self._waiting.clear()
+        self._filled.clear()
