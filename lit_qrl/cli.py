@@ -17,6 +17,7 @@ TRAINING = {
     "predict": "sample completions of the held-out problems",
 }
 COMMANDS = {
+    "quantize": "write a model in a weight-only number format, for vLLM, transformers and fit",
     "report": "make the HTML report of one run folder, or compare several",
 }
 

@@ -1,0 +1,261 @@
+"""Safetensors folders, read and written a tensor at a time; a folder appears under its name when it is whole."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lit_qrl.errors import ConfigError
+
+INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+# What is beside the weights of a model: config, tokenizer, chat template.
+_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+
+
+def local_folder(source: str, revision: str | None = None) -> Path:
+    """Return the folder of a model: the given one, or a copy of a hub repository.
+
+    Args:
+        source: a folder, or a name on the hub.
+        revision: branch, tag or commit on the hub.
+
+    Raises:
+        ConfigError: when there is neither.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise ConfigError("The model folder does not exist.", given=source, remedy="Correct the path.")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, revision=revision, allow_patterns=list(_FILES)))
+    except Exception as error:  # the library raises its own errors and those of the network
+        raise ConfigError(
+            f"The model {source!r} cannot be fetched.",
+            expected="a folder that exists, or a name on the hub that can be reached from here",
+            given=f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}",
+        ) from error
+
+
+class Checkpoint:
+    """Names, shapes and dtypes of a folder's tensors, read from the headers; tensors are read when asked for.
+
+    Args:
+        folder: with `model.safetensors`, or shards and their index.
+
+    Raises:
+        ConfigError: without safetensors, for a shard that is missing or truncated, or an index that does not fit.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self.bytes = 0
+        self._files: dict[str, Path] = {}
+        listed = self._listed()
+        for path in sorted(set(listed.values())) if listed else [folder / _SINGLE]:
+            self._read_header(path)
+        absent = sorted(set(listed) - set(self._files))
+        if absent:
+            raise ConfigError(
+                f"{folder / INDEX} names {len(absent)} tensors that its shards do not hold.",
+                expected=f"{absent[0]} in {listed[absent[0]].name}",
+                remedy="Copy or download the folder again.",
+            )
+
+    def _listed(self) -> dict[str, Path]:
+        index = self.folder / INDEX
+        if not index.is_file():
+            if (self.folder / _SINGLE).is_file():
+                return {}
+            raise ConfigError(
+                f"The folder {self.folder} has no weights that can be read layer by layer.",
+                expected=f"{_SINGLE}, or shards and {INDEX}",
+                given=", ".join(sorted(path.name for path in self.folder.iterdir())[:8]) or "an empty folder",
+                remedy="Save the model with save_pretrained, which writes safetensors.",
+            )
+        try:
+            listed = json.loads(index.read_text())["weight_map"]
+            return {name: self.folder / file for name, file in listed.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index} is no index of shards.", expected="JSON with a weight_map") from error
+
+    def _read_header(self, path: Path) -> None:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - no mapping
+                    part = file.get_slice(name)
+                    self._files[name] = path
+                    self.shapes[name], self.dtypes[name] = tuple(part.get_shape()), part.get_dtype()
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"The shard {path} does not exist.", expected="every file that the index names"
+            ) from error
+        except (SafetensorError, OSError) as error:
+            size = path.stat().st_size if path.exists() else 0
+            raise ConfigError(
+                f"The shard {path} is truncated or damaged: {error}",
+                given=f"a file of {size} bytes",
+                remedy="Copy or download it again.",
+            ) from error
+        self.bytes += path.stat().st_size
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._files)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype of a floating tensor of 16 bits or more, else None."""
+        return _DTYPES.get(self.dtypes[name])
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return tensors by name; each shard is opened once and let go."""
+        wanted = sorted(names, key=lambda name: str(self._files[name]))
+        found: dict[str, Tensor] = {}
+        for path, part in groupby(wanted, key=lambda name: self._files[name]):
+            with safe_open(path, framework="pt") as file:
+                found.update({name: file.get_tensor(name) for name in part})
+        return found
+
+
+class CheckpointWriter:
+    """Writes tensors into shards as they come; `close` numbers them and writes the index.
+
+    Args:
+        folder: an existing folder.
+        shard_bytes: largest shard; it is held in memory until it is written.
+    """
+
+    def __init__(self, folder: Path, shard_bytes: int) -> None:
+        self.folder, self.shard_bytes = folder, shard_bytes
+        self.bytes = 0
+        self._pending: dict[str, Tensor] = {}
+        self._held = 0
+        self._shards: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor, and write what has come together when the next would exceed the shard."""
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._held + size > self.shard_bytes:
+            self._flush()
+        # its own memory: a tensor that was read may lie in a mapped file as large as a shard
+        own = tensor.detach().to("cpu", copy=True) if tensor.device.type == "cpu" else tensor.detach().cpu()
+        self._pending[name] = own.contiguous()
+        self._held += size
+        self.bytes += size
+
+    def _flush(self) -> None:
+        save_file(self._pending, self._path(len(self._shards)), metadata={"format": "pt"})
+        self._shards.append(list(self._pending))
+        self._pending, self._held = {}, 0
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"shard-{number:05d}.partial"
+
+    def _name(self, number: int, file: str) -> None:
+        path = self._path(number)
+        path.chmod(0o644)  # safetensors writes for the owner alone
+        path.rename(self.folder / file)
+
+    def close(self) -> None:
+        """Write the rest and give the shards their names."""
+        if self._pending:
+            self._flush()
+        count = len(self._shards)
+        if count == 1:
+            self._name(0, _SINGLE)
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._shards):
+            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            self._name(number, file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self.bytes}, "weight_map": weight_map}
+        (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copy tokenizer, generation config and whatever else is no weight; `config.json` and index are left out."""
+    for path in sorted({path for pattern in _FILES for path in source.glob(pattern)}):
+        if path.suffix != ".safetensors" and not path.name.endswith(".index.json") and path.name != "config.json":
+            shutil.copyfile(path, target / path.name)
+
+
+@contextmanager
+def appearing(output: Path, needed_bytes: int = 0) -> Iterator[Path]:
+    """Give a folder to write into, beside `output`, which takes its name at the end; an error leaves nothing.
+
+    Args:
+        output: the folder to make; it may exist when it is empty.
+        needed_bytes: what will be written.
+
+    Raises:
+        ConfigError: when `output` exists, its disk has no room, or it cannot be written.
+    """
+    if output.is_file() or (output.is_dir() and any(output.iterdir())):
+        raise ConfigError(
+            f"The output {output} exists already.", expected="a folder that is new or empty", remedy="Name another."
+        )
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(output.parent).free
+        if free < needed_bytes:
+            raise ConfigError(
+                f"There is no room for {output}.",
+                expected=f"{needed_bytes / 2**30:.1f} GiB of free disk",
+                given=f"{free / 2**30:.1f} GiB",
+                remedy="Name an output on another disk.",
+            )
+        partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
+    except OSError as error:
+        raise _unwritable(output, error) from error
+    try:
+        yield partial
+        partial.chmod(0o755)  # mkdtemp's is the owner's alone
+        os.replace(partial, output)
+    except OSError as error:
+        raise _unwritable(output, error) from error
+    except SafetensorError as error:
+        raise _unwritable(output, OSError(str(error))) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _unwritable(output: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"The output {output} cannot be written.",
+        given=f"{error.filename or output.parent}: {error.strerror or error}",
+        remedy="Name a folder that can be written, on a disk with room.",
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a folder's config.json.
+
+    Raises:
+        ConfigError: when it is missing or no JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read.", expected="the config.json of a model", given=error) from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is no model config.", expected="a JSON object", given=type(config).__name__)
+    return config
