@@ -1,13 +1,14 @@
 """From the learner's named weights to the tensors of a quantized checkpoint, layer by layer."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.precision.formats.dense import Dense
-from lit_qrl.precision.formats.numerics import require_finite
+from lit_qrl.precision.formats.numerics import postponed_checks, require_finite, runs_ahead
 from lit_qrl.precision.surgery import fused_group, fused_groups
 from lit_qrl.types import QuantizedWeight
 
@@ -36,7 +37,8 @@ def export_tensors(
         quantized: from a layer's name and its tensor to codes that exist already, or None where they must be made.
 
     Raises:
-        ValueError: for a tensor with NaN or inf, a shape that does not fit, or a fused layer with a part missing.
+        ValueError: for a tensor with NaN or inf, a shape that does not fit, or a fused layer with a part missing. On
+            an accelerator a NaN shows at the end of the stream, so that the host waits for the device once.
     """
     if isinstance(format, Dense):
         dtype = dtype or format.dtype
@@ -44,17 +46,18 @@ def export_tensors(
     groups = fused_groups(name for name in quantizable if name in chosen)
     waiting: dict[str, dict[str, Tensor]] = {}
     seen: set[str] = set()
+    finite = _Finite()
     for name, tensor in named:
         layer = name.removesuffix(_WEIGHT)
         if format is None or layer not in chosen or not name.endswith(_WEIGHT):
-            yield name, _plain(name, tensor, dtype)
+            yield name, finite.plain(name, tensor, dtype)
             continue
         seen.add(layer)
         key = fused_group(layer)
         parts = waiting.setdefault(key, {})
         parts[layer] = tensor.detach()
         if len(parts) == len(groups[key]):
-            yield from _quantized(waiting.pop(key), format, quantized or _none)
+            yield from _quantized(waiting.pop(key), format, quantized or _none, finite)
     missing = sorted(chosen - seen)
     if missing:
         held = f", while {', '.join(sorted(waiting))} waited for them" if waiting else ""
@@ -62,20 +65,59 @@ def export_tensors(
             f"The stream of weights is incomplete. Expected: a weight for {', '.join(missing)}. "
             f"Given: none{held}. Send every layer of the model in one publish."
         )
+    finite.check()
 
 
-def _plain(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    tensor = tensor.detach()
-    if not tensor.is_floating_point():
+class _Finite:
+    """Refuses NaN and inf: at once on a CPU, all in one transfer on an accelerator."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[str, Tensor]] = []
+
+    def plain(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """Return the tensor as it is sent."""
+        tensor = tensor.detach()
+        if not tensor.is_floating_point():
+            return tensor
+        if dtype is not None:
+            tensor = tensor.to(dtype)
+        if runs_ahead(tensor) and tensor.numel():
+            low, high = torch.aminmax(tensor)
+            self._kept += [(name, low), (name, high)]
+        elif not bool(torch.isfinite(tensor).all()):
+            raise ValueError(_not_finite(name))
         return tensor
-    if dtype is not None:
-        tensor = tensor.to(dtype)
-    if not bool(torch.isfinite(tensor).all()):
-        raise ValueError(
-            f"{name} holds NaN or inf and cannot be published. Expected: finite values. "
-            "Lower the learning rate, or let the guard veto non-finite gradients."
-        )
-    return tensor
+
+    @contextmanager
+    def of(self, layer: str) -> Iterator[None]:
+        """Check what is quantized within."""
+        kept: list[Tensor] = []
+        with postponed_checks(kept):
+            yield
+        self._kept += [(f"{layer}{_WEIGHT}", amax.amax()) for amax in kept]
+
+    def check(self) -> None:
+        """Wait for the device; raise `ValueError` naming the first tensor that is not finite."""
+        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for index, (_, value) in enumerate(self._kept):
+            kinds.setdefault((value.device, value.dtype), []).append(index)
+        found = [
+            index
+            for members in kinds.values()
+            for index, good in zip(
+                members, torch.stack([self._kept[i][1] for i in members]).isfinite().tolist(), strict=True
+            )
+            if not good
+        ]
+        if found:
+            raise ValueError(_not_finite(self._kept[min(found)][0]))
+
+
+def _not_finite(name: str) -> str:
+    return (
+        f"{name} holds NaN or inf and cannot be published. Expected: finite values. "
+        "Lower the learning rate, or let the guard veto non-finite gradients."
+    )
 
 
 def _none(layer: str, tensor: Tensor) -> QuantizedWeight | None:
@@ -83,7 +125,10 @@ def _none(layer: str, tensor: Tensor) -> QuantizedWeight | None:
 
 
 def _quantized(
-    parts: dict[str, Tensor], format: NumberFormat, existing: Callable[[str, Tensor], QuantizedWeight | None]
+    parts: dict[str, Tensor],
+    format: NumberFormat,
+    existing: Callable[[str, Tensor], QuantizedWeight | None],
+    finite: _Finite,
 ) -> Iterator[tuple[str, Tensor]]:
     made = {layer: existing(layer, tensor) for layer, tensor in parts.items()}
     shared = None
@@ -93,11 +138,14 @@ def _quantized(
             made = dict.fromkeys(made)
         for layer, tensor in parts.items():
             format.check(layer, (tensor.shape[0], tensor.shape[1]))
-        shared = shared_amax(parts) if format.shares_amax and len(parts) > 1 else None
+        if format.shares_amax and len(parts) > 1:
+            with postponed_checks([]):  # each part is checked below, under its own name
+                shared = shared_amax(parts)
     for layer in list(parts):
         tensor, q = parts.pop(layer), made.pop(layer)
         if q is None:
-            q = quantize_named(format, layer, tensor, shared)
+            with finite.of(layer):
+                q = quantize_named(format, layer, tensor, shared)
         yield from format.export(q, layer)
 
 

@@ -1,9 +1,15 @@
 """Checksums of tensors that see every bit and every position, computed where the tensor lives."""
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from lit_qrl.precision.formats import fused
+
+if TYPE_CHECKING:
+    from lit_qrl.rollout.checksum_triton import Sums
 
 # Odd constants of a 64-bit integer mix (the golden ratio, and the two of the splitmix64 generator), as signed integers.
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -52,9 +58,9 @@ class Checksums:
 
     The bits, as 64-bit integers x_ij of a matrix that is about square, are summed modulo 2⁶⁴ over its rows and over
     its columns, and the sums scrambled by position: Σ_i h(u_i Σ_j x_ij) + Σ_j h(v_j Σ_i x_ij) with odd u and v and the
-    bijection h of `scrambled`. Two plain reductions per tensor read it twice and hold nothing of its size. A changed
-    value, exchanged elements, rows or columns, a transposed block and a change of sign all move the result; what stays
-    unseen leaves the sums of every row and of every column as they were.
+    bijection h of `scrambled`. Two plain reductions per tensor read it twice and hold nothing of its size; on CUDA one
+    kernel reads it once. A changed value, exchanged elements, rows or columns, a transposed block and a change of sign
+    all move the result; what stays unseen leaves the sums of every row and of every column as they were.
     """
 
     def __init__(self) -> None:
@@ -62,12 +68,16 @@ class Checksums:
         self._sums: list[tuple[Tensor, Tensor]] = []
         self._extremes: list[tuple[str, Tensor]] = []
         self._non_finite: list[str] = []
-        self._unchecked = 0
+        self._counts: list[tuple[str, Tensor]] = []
+        self._fused: dict[torch.device, Sums] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Remember the sums of one tensor; nothing waits for the device."""
         bits = as_matrix(tensor)
         self._names.append(name)
+        if bits.dtype == torch.int64 and fused.available(bits):
+            self._add_fused(name, bits, tensor.dtype)
+            return
         self._sums.append((bits.sum(dim=1, dtype=torch.int64), bits.sum(dim=0, dtype=torch.int64)))
         if tensor.is_floating_point() and tensor.numel():
             low, high = _extremes(tensor.detach())
@@ -76,16 +86,39 @@ class Checksums:
             elif not (math.isfinite(low) and math.isfinite(high)):
                 self._non_finite.append(name)
 
-    def first_non_finite(self) -> str | None:
-        """Return a name whose tensor holds NaN or infinity, the first added if there are more, or None."""
-        self._settle()
+    def _add_fused(self, name: str, bits: Tensor, dtype: torch.dtype) -> None:
+        from lit_qrl.rollout.checksum_triton import Sums
+
+        if bits.device not in self._fused:
+            self._fused[bits.device] = Sums(bits.device)
+        rows, columns, not_finite = self._fused[bits.device].of(bits, dtype)
+        self._sums.append((rows, columns))
+        if not_finite is not None:
+            self._counts.append((name, not_finite))
+
+    def first_non_finite(self, wait: bool = True) -> str | None:
+        """Return a name whose tensor holds NaN or infinity, the first added if there are more, or None.
+
+        Args:
+            wait: ask the accelerators too, which the host waits for; otherwise what was found on the CPU counts alone.
+        """
+        if wait:
+            self._settle()
         return self._non_finite[0] if self._non_finite else None
 
     def _settle(self) -> None:
-        fresh, self._unchecked = self._extremes[self._unchecked :], len(self._extremes)
-        if fresh:
-            finite = torch.stack([value.to(fresh[0][1].device) for _, value in fresh]).isfinite().all(dim=1).tolist()
-            self._non_finite += [name for (name, _), good in zip(fresh, finite, strict=True) if not good]
+        if self._extremes:
+            device = self._extremes[0][1].device
+            finite = torch.stack([value.to(device) for _, value in self._extremes]).isfinite().all(dim=1).tolist()
+            self._non_finite += [name for (name, _), good in zip(self._extremes, finite, strict=True) if not good]
+            self._extremes = []
+        if self._counts:
+            device = self._counts[0][1].device
+            counts = torch.cat([count.to(device) for _, count in self._counts]).tolist()
+            self._non_finite += [name for (name, _), count in zip(self._counts, counts, strict=True) if count]
+            self._counts = []
+        order = {name: index for index, name in enumerate(self._names)}
+        self._non_finite.sort(key=lambda name: order[name])
 
     def finish(self) -> dict[str, tuple[int, bool]]:
         """Return (checksum, finite) by name."""
@@ -103,7 +136,9 @@ class Checksums:
                 table = position_weights(offset, max(lengths), device)
                 weights = torch.cat([table[:length] for length in lengths])
                 owner = torch.repeat_interleave(
-                    torch.arange(len(members), device=device), torch.tensor(lengths, device=device)
+                    torch.arange(len(members), device=device),
+                    torch.tensor(lengths, device=device),
+                    output_size=sum(lengths),
                 )
                 sums.index_add_(0, owner, scrambled(torch.cat(parts) * weights))
             for index, value in zip(members, sums.tolist(), strict=True):

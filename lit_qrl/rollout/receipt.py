@@ -150,10 +150,10 @@ class SentLedger(Ledger):
         self._parts: dict[str, Tensor] = {}
 
     def watch(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the stream unchanged; raise `PublishError` at the first tensor that is not finite.
+        """Yield the stream unchanged; raise `PublishError` for a tensor that is not finite.
 
-        On an accelerator the flags are read once per module, so that the host does not wait for every tensor: what is
-        not finite is refused before the next module is sent.
+        On a CPU that is at the tensor itself; on an accelerator at the end of the stream, so that the host waits once,
+        and the engine, whose loading the error ends, has no weights to draw with until the next publish.
         """
         module = ""
         for name, tensor in tensors:
@@ -161,15 +161,14 @@ class SentLedger(Ledger):
                 self._close_module(module)
                 module = name.rpartition(".")[0]
             self.record(name, tensor)
-            if tensor.device.type == "cpu":
-                self._refuse_non_finite()
+            self._refuse_non_finite(wait=False)
             if module in self._wanted and not name.endswith(".bias"):
                 self._parts[name.rpartition(".")[2]] = tensor
             yield name, tensor
         self._close_module(module)
+        self._refuse_non_finite(wait=True)
 
     def _close_module(self, module: str) -> None:
-        self._refuse_non_finite()
         if module in self._wanted and self._parts:
             weight = self._dequantized(module)
             wanted = self._wanted[module]
@@ -181,8 +180,8 @@ class SentLedger(Ledger):
             return self._parts["weight"]
         return self.format.dequantize(self.format.load(self._parts, self.sampled[module]))
 
-    def _refuse_non_finite(self) -> None:
-        name = self._checksums.first_non_finite()
+    def _refuse_non_finite(self, wait: bool) -> None:
+        name = self._checksums.first_non_finite(wait)
         if name is not None:
             raise PublishError([Fault("non_finite", name)], self.version)
 

@@ -7,48 +7,19 @@ third must agree, and `read_columns` asks the kernel itself.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lit_qrl.rollout import vllm_compat as compat
+from lit_qrl.rollout import vllm_direct as direct
 from lit_qrl.rollout.checksum import Checksums
 from lit_qrl.rollout.receipt import Fault, PublishError, ReceivedLedger
+from lit_qrl.rollout.vllm_places import DESCRIPTIVE, Place, loaded_format, tensors_of
 
-# vLLM writes the shape of an INT4 weight once per projection into one parameter that nothing reads.
-_DESCRIPTIVE = frozenset({"weight_shape"})
 # A wider parameter holds these exactly, so that casting back loses nothing.
 _WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a checkpoint tensor lives: an attribute of a module, and which of its `parts` for a fused one."""
-
-    module_name: str
-    module: nn.Module
-    attribute: str
-    part: int = 0
-    parts: tuple[str, ...] = ()
-
-    def cut(self, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
-        """Return this tensor's slice of the module's, viewed in the shape that was sent; None if it does not fit."""
-        if self.parts:
-            sizes = [int(size) for size in self.module.output_sizes]  # pyright: ignore
-            if tensor.numel() == len(sizes):
-                tensor = tensor.reshape(-1)[self.part]
-            else:
-                rows, total = tensor.shape[0], sum(sizes)
-                start = round(sum(sizes[: self.part]) * rows / total)
-                tensor = tensor[start : start + max(round(sizes[self.part] * rows / total), 1)]
-        elif tensor.ndim and len(shape) == tensor.ndim and shape[0] < tensor.shape[0]:
-            tensor = tensor[: shape[0]]  # vLLM pads the vocabulary
-        count = 1
-        for size in shape:
-            count *= size
-        return tensor.reshape(tuple(shape)) if tensor.numel() == count else None
 
 
 class LiveModel:
@@ -72,10 +43,12 @@ class LiveModel:
             for index, part in enumerate(parts):
                 if len(parts) > 1:
                     self._fused[part] = fused, index, tuple(parts)
-        self._sent: dict[str, tuple[Place, tuple[int, ...], torch.dtype]] = {}
-        self._pending: dict[str, list[str]] = {}
+        self.sent: dict[str, tuple[Place, tuple[int, ...], torch.dtype]] = {}
+        self.pending: dict[str, list[str]] = {}
         self._layout: dict[tuple[str, str], str] = {}
         self._ledger: ReceivedLedger | None = None
+        self.routes: direct.Routes | None = None
+        self.learns_routes = True
         self._repacked = Checksums()
         self._inexact: list[tuple[str, Tensor]] = []
         self._unlocated: list[str] = []
@@ -116,23 +89,32 @@ class LiveModel:
     def load(self, tensors: Iterator[tuple[str, Tensor]], ledger: ReceivedLedger) -> None:
         """Replace every weight by the stream's and write into `ledger` what the modules hold.
 
+        The first stream goes through vLLM's own reload, which shows the routes of the later ones.
+
         Raises:
             PublishError: for a fused or quantized layer of which a part is missing; that layer keeps its old weights.
         """
-        self._ledger, self._sent, self._pending = ledger, {}, {}
+        self._ledger, self.sent, self.pending = ledger, {}, {}
         self._repacked, self._inexact, self._unlocated = Checksums(), [], []
+        routes = self.routes
         try:
-            with compat.reloading(self.llm, self.model):
-                self.model.load_weights(self._gate(tensors))  # pyright: ignore[reportCallIssue]
-                incomplete = self._revert_incomplete()
-            self._record_unprocessed()
+            if routes is not None:
+                incomplete = direct.DirectLoad(self, routes, ledger).load(tensors)
+            else:
+                with compat.reloading(self.llm, self.model):
+                    self.model.load_weights(self._gate(tensors))  # pyright: ignore[reportCallIssue]
+                    incomplete = self._revert_incomplete()
+                self._record_unprocessed()
             self._refresh_tied()
             self._check_copies()
         finally:
             self._ledger = None
         if incomplete:
             raise PublishError(incomplete, ledger.version)
-        ledger.faults += self._not_loaded()
+        if routes is None or len(self.sent) < len(routes.places):
+            ledger.faults += self._not_loaded()
+        if routes is None and self.learns_routes and not ledger.faults and not self._unlocated:
+            self.routes = direct.learn(self.sent, ledger.receipts(), _narrowed)
 
     def _gate(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Note what passes to vLLM's loader; what no module is known to keep is recorded here."""
@@ -141,13 +123,13 @@ class LiveModel:
             place = self.locate(name)
             if place is None:
                 self._unlocated.append(name)
-            if name in self._sent or place is None or place.attribute in _DESCRIPTIVE:
+            if name in self.sent or place is None or place.attribute in DESCRIPTIVE:
                 self._ledger.record(name, tensor)
                 self._ledger.unread.append(name)
-            if name not in self._sent and place is not None:
-                self._sent[name] = place, tuple(tensor.shape), tensor.dtype
-                if place.attribute not in _DESCRIPTIVE:
-                    self._pending.setdefault(place.module_name, []).append(name)
+            if name not in self.sent and place is not None:
+                self.sent[name] = place, tuple(tensor.shape), tensor.dtype
+                if place.attribute not in DESCRIPTIVE:
+                    self.pending.setdefault(place.module_name, []).append(name)
             yield name, tensor
 
     def _watch_repacking(self) -> None:
@@ -166,10 +148,10 @@ class LiveModel:
             if self._ledger is None or name is None:
                 process(layer)
                 return
-            before = {key: tensor.data_ptr() for key, tensor in _tensors(layer).items()}
+            before = {key: tensor.data_ptr() for key, tensor in tensors_of(layer).items()}
             self._record(name)
             process(layer)
-            for key, tensor in _tensors(layer).items():
+            for key, tensor in tensors_of(layer).items():
                 self._repacked.add(f"{name}\0{key}", tensor)
                 kept = before.get(key) == tensor.data_ptr() != 0
                 self._layout[name, key] = "repacked" if not kept else "kept" if tensor.is_contiguous() else "turned"
@@ -177,29 +159,34 @@ class LiveModel:
         return watched
 
     def _record(self, module_name: str) -> None:
-        for name in self._pending.pop(module_name, []):
-            place, shape, dtype = self._sent[name]
+        for name in self.pending.pop(module_name, []):
+            place, shape, _ = self.sent[name]
             tensor = getattr(place.module, place.attribute, None)
             cut = None if tensor is None else place.cut(tensor, shape)
             assert self._ledger is not None
             if cut is None:
                 self._ledger.faults.append(Fault("shape", name, "its slice of the engine's parameter does not fit"))
-                continue
-            if (dtype, cut.dtype) in _WIDENED:
-                narrow = cut.to(dtype)
-                self._inexact.append((name, (narrow.to(cut.dtype) != cut).any()))
-                cut = narrow
-            elif dtype != cut.dtype:
-                detail = f"it came as {str(dtype).removeprefix('torch.')} and was cast"
-                self._ledger.faults.append(Fault("dtype", name, detail))
-            self._ledger.record(name, cut)
+            else:
+                self.note(name, cut)
+
+    def note(self, name: str, held: Tensor) -> None:
+        """Take the receipt of what a module holds of a tensor."""
+        assert self._ledger is not None
+        dtype = self.sent[name][2]
+        cut = _narrowed(held, dtype)
+        if cut is not held:
+            self._inexact.append((name, (cut.to(held.dtype) != held).any()))
+        elif dtype != held.dtype:
+            detail = f"it came as {str(dtype).removeprefix('torch.')} and was cast"
+            self._ledger.faults.append(Fault("dtype", name, detail))
+        self._ledger.record(name, cut)
 
     def _record_unprocessed(self) -> None:
         """Record layers that vLLM does not process after loading, such as norms, from their live parameters."""
-        for module_name in list(self._pending):
+        for module_name in list(self.pending):
             self._record(module_name)
             module = self._modules[module_name]
-            self._layout.update({(module_name, key): "kept" for key in _tensors(module)})
+            self._layout.update({(module_name, key): "kept" for key in tensors_of(module)})
 
     def _check_copies(self) -> None:
         """Compare what repacking returned with what the kernels' memory holds."""
@@ -214,8 +201,9 @@ class LiveModel:
         for key, (value, _) in live.finish().items():
             if value != wanted[key][0]:
                 self._ledger.faults.append(Fault("not_copied", key.replace("\0", ".")))
-        for name, wrong in self._inexact:
-            if bool(wrong):
+        inexact = torch.stack([wrong for _, wrong in self._inexact]).tolist() if self._inexact else []
+        for (name, _), wrong in zip(self._inexact, inexact, strict=True):
+            if wrong:
                 self._ledger.faults.append(Fault("different", name, "it has digits that the sent dtype cannot hold"))
 
     def _revert_incomplete(self) -> list[Fault]:
@@ -223,12 +211,12 @@ class LiveModel:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         seen: dict[str, dict[str, set[int]]] = {}
-        for place, _, _ in self._sent.values():
+        for place, _, _ in self.sent.values():
             seen.setdefault(place.module_name, {}).setdefault(place.attribute, set()).add(place.part)
         faults = []
         for module_name, module in self._modules.items():
             attributes, info = seen.get(module_name, {}), get_layerwise_info(module)
-            parts = self._parts_of(module_name)
+            parts = self.parts_of(module_name)
             lacking = sorted({parts[i] for got in attributes.values() for i in range(len(parts)) if i not in got})
             short = info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0)
             if not lacking and not (short and not hasattr(module, "num_embeddings_padded")):
@@ -238,17 +226,17 @@ class LiveModel:
             faults.append(Fault("fused_group", module_name, what))
             info.loaded_weights.clear()
             info.load_numel = 0
-            self._pending.pop(module_name, None)
+            self.pending.pop(module_name, None)
         return faults
 
-    def _parts_of(self, module_name: str) -> tuple[str, ...]:
+    def parts_of(self, module_name: str) -> tuple[str, ...]:
         leaf = module_name.rpartition(".")[2]
         return next((parts for fused, _, parts in self._fused.values() if fused == leaf), ())
 
     def _tied(self) -> list[tuple[str, nn.Module]]:
         """Return the modules that got no tensor because they share a loaded module's parameters."""
-        loaded = {place.module_name for place, _, _ in self._sent.values()}
-        reached = {tensor.data_ptr() for name in loaded for tensor in _tensors(self._modules[name]).values()} - {0}
+        loaded = {place.module_name for place, _, _ in self.sent.values()}
+        reached = {tensor.data_ptr() for name in loaded for tensor in tensors_of(self._modules[name]).values()} - {0}
         return [
             (name, module)
             for name, module in self._modules.items()
@@ -276,7 +264,7 @@ class LiveModel:
 
     def _not_loaded(self) -> list[Fault]:
         """Return a fault for each module with parameters of its own that no tensor was for."""
-        loaded = {place.module_name for place, _, _ in self._sent.values()} | {name for name, _ in self._tied()}
+        loaded = {place.module_name for place, _, _ in self.sent.values()} | {name for name, _ in self._tied()}
         unlocated = {name.rpartition(".")[0] for name in self._unlocated}
         return [
             Fault("missing", name, "no tensor of the stream was for it")
@@ -308,15 +296,15 @@ class LiveModel:
 
     def read_back(self, name: str) -> Tensor | None:
         """Return the live tensor under its checkpoint name, or None where the layer was repacked."""
-        if name not in self._sent:
+        if name not in self.sent:
             return None
-        place, shape, dtype = self._sent[name]
+        place, shape, dtype = self.sent[name]
         layout = self._layout.get((place.module_name, place.attribute))
         live = getattr(place.module, place.attribute, None)
         if live is None or live.numel() == 0 or layout not in ("kept", "turned"):
             return None
         cut = place.cut(live.t() if layout == "turned" else live, shape)
-        return None if cut is None else cut.to(dtype) if (dtype, cut.dtype) in _WIDENED else cut
+        return None if cut is None else _narrowed(cut, dtype)
 
     @torch.no_grad()
     def read_columns(self, layer: str, columns: Sequence[int]) -> Tensor | None:
@@ -334,7 +322,7 @@ class LiveModel:
         if place is None or method is None or size is None:
             return None
         config = self.llm.llm_engine.vllm_config
-        device = next((t.device for t in _tensors(place.module).values()), torch.device("cpu"))
+        device = next((t.device for t in tensors_of(place.module).values()), torch.device("cpu"))
         units = torch.zeros(len(columns), size, dtype=config.model_config.dtype, device=device)
         units[torch.arange(len(columns)), torch.tensor(list(columns))] = 1.0
         with set_current_vllm_config(config):
@@ -344,13 +332,13 @@ class LiveModel:
             sizes = [int(size) for size in place.module.output_sizes]  # pyright: ignore
             start = sum(sizes[: place.part])
             rows = rows[start : start + sizes[place.part]]
-        elif f"{layer}.weight" in self._sent:
-            rows = rows[: self._sent[f"{layer}.weight"][1][0]]
+        elif f"{layer}.weight" in self.sent:
+            rows = rows[: self.sent[f"{layer}.weight"][1][0]]
         return rows
 
     def formats(self) -> dict[str, str]:
         """Return for every tensor of the last stream the name of the format that its live module computes in."""
-        return {name: loaded_format(place.module, dtype) for name, (place, _, dtype) in self._sent.items()}
+        return {name: loaded_format(place.module, dtype) for name, (place, _, dtype) in self.sent.items()}
 
     @torch.inference_mode()
     def clear_kv_cache(self) -> None:
@@ -360,35 +348,6 @@ class LiveModel:
                 part.zero_()
 
 
-def loaded_format(module: nn.Module, dtype: torch.dtype) -> str:
-    """Return the name of the number format that a live vLLM module computes in, read from its method."""
-    plain = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    method = getattr(module, "quant_method", None)
-    scheme = getattr(module, "scheme", None)
-    kind = type(scheme if scheme is not None else method).__name__
-    strategy = getattr(getattr(scheme, "strategy", None), "value", getattr(scheme, "strategy", None))
-    by_strategy = {"tensor": "fp8_tensor", "channel": "fp8_row", "block": "fp8_block"}
-    if method is None or kind.startswith("Unquantized"):
-        return plain.get(dtype, str(dtype).removeprefix("torch."))
-    if kind in ("CompressedTensorsW8A8Fp8", "CompressedTensorsW8A16Fp8"):
-        return by_strategy.get(str(strategy), kind)
-    if kind == "Fp8LinearMethod":
-        return "fp8_block" if getattr(method, "block_quant", False) else "fp8_tensor"
-    names = {
-        "CompressedTensorsWNA16": "int4_group" if getattr(scheme, "num_bits", 4) == 4 else "int8_group",
-        "CompressedTensorsW4A8Fp8": "int4_group",
-        "CompressedTensorsWNA8Int": "int4_group",
-        "CompressedTensorsW4A8Int": "int4_group",
-        "CompressedTensorsW8A8Int8": "int8_channel",
-        "CompressedTensorsW4A4Fp4": "nvfp4",
-        "CompressedTensorsW4A16Fp4": "nvfp4",
-        "CompressedTensorsW4A4Mxfp4": "mxfp4",
-        "CompressedTensorsW4A16Mxfp4": "mxfp4",
-        "BitsAndBytesLinearMethod": "nf4",
-    }
-    return names.get(kind, kind)
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    own = {**module._parameters, **module._buffers}
-    return {name: tensor for name, tensor in own.items() if tensor is not None}
+def _narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tensor in the dtype that was sent, where the engine holds it in a wider one."""
+    return tensor.to(dtype) if (dtype, tensor.dtype) in _WIDENED else tensor

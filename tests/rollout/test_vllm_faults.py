@@ -20,15 +20,21 @@ from tests.vllm_engines import (
 pytestmark = pytest.mark.vllm
 
 FORMATS = ["plain", "fp8_tensor", "fp8_row", "fp8_block", "int8_channel", "int4_group", "nvfp4"]
+RELOADED = ["plain reloaded", "int4_group reloaded"]  # every stream through vLLM's own reload
 O_PROJ = "model.layers.{}.self_attn.o_proj"
 NORM = "model.layers.1.input_layernorm.weight"
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module", params=[*FORMATS, *RELOADED])
 def published(request):
     """An engine that holds the weights of before one optimizer step, with what was sent to it then."""
-    format, network = sampler_format(request.param), tiny_network()
+    name, _, reloaded = request.param.partition(" ")
+    format, network = sampler_format(name), tiny_network()
     engine = build_engine(network, format)
+    assert publish(network, engine, format, 0)[0] == []
+    assert engine.live.routes is not None
+    if reloaded:
+        engine.live.routes, engine.live.learns_routes = None, False
     version = 0
 
     def one_step_later():

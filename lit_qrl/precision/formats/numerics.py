@@ -4,6 +4,10 @@ Weights are quantized in their own dtype, as compressed-tensors does: for a bf16
 the quotient is rounded to bf16 before it is rounded to the format.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 
@@ -28,8 +32,30 @@ _FP32_EXPONENT = 0x7F800000
 _CAST_BELOW = 4096
 
 
+_postponed: ContextVar[list[Tensor] | None] = ContextVar("postponed", default=None)
+
+
+@contextmanager
+def postponed_checks(kept: list[Tensor]) -> Iterator[None]:
+    """Put what `require_finite` would wait for on an accelerator into `kept`, where the caller reads it later."""
+    token = _postponed.set(kept)
+    try:
+        yield
+    finally:
+        _postponed.reset(token)
+
+
+def runs_ahead(tensor: Tensor) -> bool:
+    """Return True where reading a number of `tensor` makes the host wait for the device."""
+    return tensor.device.type != "cpu"
+
+
 def require_finite(amax: Tensor) -> None:
     """Raise `ValueError` when `amax` (whose maximum propagates NaN) shows a NaN or an infinity in the weight."""
+    kept = _postponed.get()
+    if kept is not None and runs_ahead(amax):
+        kept.append(amax)
+        return
     if not bool(torch.isfinite(amax).all()):
         raise ValueError(
             "The weight holds NaN or inf. Expected: finite values. Given: a largest magnitude of "

@@ -1,0 +1,75 @@
+"""Where a checkpoint tensor lives among vLLM's modules, and what a live module computes in."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+# vLLM writes the shape of an INT4 weight once per projection into one parameter that nothing reads.
+DESCRIPTIVE = frozenset({"weight_shape"})
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a checkpoint tensor lives: an attribute of a module, and which of its `parts` for a fused one."""
+
+    module_name: str
+    module: nn.Module
+    attribute: str
+    part: int = 0
+    parts: tuple[str, ...] = ()
+
+    def cut(self, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
+        """Return this tensor's slice of the module's, viewed in the shape that was sent; None if it does not fit."""
+        if self.parts:
+            sizes = [int(size) for size in self.module.output_sizes]  # pyright: ignore
+            if tensor.numel() == 1:  # one number for all parts
+                tensor = tensor.reshape(-1)[0]
+            elif tensor.numel() == len(sizes):
+                tensor = tensor.reshape(-1)[self.part]
+            else:
+                rows, total = tensor.shape[0], sum(sizes)
+                start = round(sum(sizes[: self.part]) * rows / total)
+                tensor = tensor[start : start + max(round(sizes[self.part] * rows / total), 1)]
+        elif tensor.ndim and len(shape) == tensor.ndim and shape[0] < tensor.shape[0]:
+            tensor = tensor[: shape[0]]  # vLLM pads the vocabulary
+        count = 1
+        for size in shape:
+            count *= size
+        return tensor.reshape(tuple(shape)) if tensor.numel() == count else None
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the module's own parameters and buffers."""
+    own = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in own.items() if tensor is not None}
+
+
+def loaded_format(module: nn.Module, dtype: torch.dtype) -> str:
+    """Return the name of the number format that a live vLLM module computes in, read from its method."""
+    plain = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    method = getattr(module, "quant_method", None)
+    scheme = getattr(module, "scheme", None)
+    kind = type(scheme if scheme is not None else method).__name__
+    strategy = getattr(getattr(scheme, "strategy", None), "value", getattr(scheme, "strategy", None))
+    by_strategy = {"tensor": "fp8_tensor", "channel": "fp8_row", "block": "fp8_block"}
+    if method is None or kind.startswith("Unquantized"):
+        return plain.get(dtype, str(dtype).removeprefix("torch."))
+    if kind in ("CompressedTensorsW8A8Fp8", "CompressedTensorsW8A16Fp8"):
+        return by_strategy.get(str(strategy), kind)
+    if kind == "Fp8LinearMethod":
+        return "fp8_block" if getattr(method, "block_quant", False) else "fp8_tensor"
+    names = {
+        "CompressedTensorsWNA16": "int4_group" if getattr(scheme, "num_bits", 4) == 4 else "int8_group",
+        "CompressedTensorsW4A8Fp8": "int4_group",
+        "CompressedTensorsWNA8Int": "int4_group",
+        "CompressedTensorsW4A8Int": "int4_group",
+        "CompressedTensorsW8A8Int8": "int8_channel",
+        "CompressedTensorsW4A4Fp4": "nvfp4",
+        "CompressedTensorsW4A16Fp4": "nvfp4",
+        "CompressedTensorsW4A4Mxfp4": "mxfp4",
+        "CompressedTensorsW4A16Mxfp4": "mxfp4",
+        "BitsAndBytesLinearMethod": "nf4",
+    }
+    return names.get(kind, kind)
