@@ -43,6 +43,10 @@ class Backend(ABC):
     def quantize(self, x: Tensor, rows: bool, columns: bool) -> tuple[Operand | None, Operand | None]:
         """Return `x` ("m k") quantized along k, and its transpose ("k m") quantized along m, as asked for."""
 
+    def inputs(self, x: Tensor, columns: bool) -> tuple[Operand, Operand | None]:
+        """Return a layer's input "... k" quantized along k and, if asked for, its transpose, made once per tensor."""
+        return fused.shared(x, self.name, columns, lambda both: self.quantize(_flat(x), True, both))
+
     @abstractmethod
     def weight(self, q: QuantizedWeight) -> tuple[Operand, Operand]:
         """Return a weight for the forward product ("n k") and for the input's gradient ("k n")."""
@@ -53,6 +57,10 @@ class Backend(ABC):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Backend":
         return self
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.detach().reshape(-1, x.shape[-1])
 
 
 class Emulated(Backend):
@@ -83,6 +91,10 @@ def _dequantized(operand: Operand) -> Tensor:
     return operand.codes.float() * expanded
 
 
+def _operand(made: fused.Tile | None) -> Operand | None:
+    return None if made is None else Operand(*made, False)
+
+
 class Torch(Backend):
     """`scaled_mm` of torch over quantizers fused into one pass."""
 
@@ -90,10 +102,11 @@ class Torch(Backend):
 
     def quantize(self, x: Tensor, rows: bool, columns: bool) -> tuple[Operand | None, Operand | None]:
         along, across = fused.e4m3_tiles(x, rows, columns)
-        return (
-            None if along is None else Operand(*along, False),
-            None if across is None else Operand(*across, False),
-        )
+        return _operand(along), _operand(across)
+
+    def inputs(self, x: Tensor, columns: bool) -> tuple[Operand, Operand | None]:
+        along, across = fused.shared_tiles(x, columns)
+        return Operand(*along, False), _operand(across)
 
     def weight(self, q: QuantizedWeight) -> tuple[Operand, Operand]:
         assert q.scales is not None

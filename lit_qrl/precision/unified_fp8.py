@@ -22,11 +22,13 @@ class _BlockScaled(torch.autograd.Function):
     """Forward, input gradient and weight gradient in block-scaled FP8; the input is kept in FP8 in between."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "UnifiedLinear") -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "UnifiedLinear", learns: bool
+    ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         # The weight's gradient sums over tokens, so the input is kept quantized along them.
-        along, across = layer.backend.quantize(flat, True, weight.requires_grad)
-        assert along is not None
+        along, across = layer.backend.inputs(x, learns)
+        across = across if learns else None
         added = None if bias is None else bias.to(x.dtype)
         out = layer.backend.multiply(along, layer.operands()[0], x.dtype, added)[: flat.shape[0]]
         ctx.layer, ctx.shape, ctx.has_bias, ctx.weight_dtype = layer, x.shape, bias is not None, weight.dtype
@@ -48,7 +50,7 @@ class _BlockScaled(torch.autograd.Function):
             grad_weight = backend.multiply(across, kept, grad.dtype).to(ctx.weight_dtype)
         if ctx.has_bias and needs_bias:
             grad_bias = flat.sum(dim=0)
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 class UnifiedLinear(LowBitLinear):
@@ -66,7 +68,8 @@ class UnifiedLinear(LowBitLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `x @ W.T + b`: "... in" -> "... out"."""
-        return _BlockScaled.apply(autocast_input(input), self.weight, self.bias, self)  # pyright: ignore
+        learns = self.weight.requires_grad and torch.is_grad_enabled()
+        return _BlockScaled.apply(autocast_input(input), self.weight, self.bias, self, learns)  # pyright: ignore
 
 
 class UnifiedFP8(QuantizedPrecision):

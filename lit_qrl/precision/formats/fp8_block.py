@@ -72,9 +72,7 @@ class FP8Block(NumberFormat):
         rows = x.reshape(-1, x.shape[-1])
         if prepared.native:
             assert prepared.scale is not None
-            made, _ = fused.e4m3_tiles(rows, rows=True, columns=False)
-            assert made is not None
-            codes, scale = made
+            (codes, scale), _ = fused.shared_tiles(x, columns=False)
             out = gemm.scaled_mm_block(codes, scale, prepared.operand, prepared.scale, bias, x.dtype)
         else:
             out = F.linear(activations.e4m3_group_dequantized(rows, BLOCK), prepared.operand)

@@ -1,7 +1,9 @@
 """Quantizers in one pass over memory, where Triton is there; the same numbers from plain torch operations elsewhere."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from lit_qrl.precision.formats import activations
 from lit_qrl.precision.formats.numerics import E4M3_MAX
 
 BLOCK = 128
+TILES = "tiles"
+"""The source of what `shared_tiles` keeps."""
 
 
 @lru_cache
@@ -21,6 +25,54 @@ def _triton_installed() -> bool:
 def available(x: Tensor) -> bool:
     """Return True when the fused kernels can run on `x`."""
     return x.device.type == "cuda" and _triton_installed()
+
+
+Tile = tuple[Tensor, Tensor]
+"""Codes, and the scales along their last dimension."""
+_KEPT = "_lit_qrl_tiles"
+
+
+class _Kept(NamedTuple):
+    source: str
+    version: int
+    along: Any
+    across: Any
+
+
+def shared(x: Tensor, source: str, columns: bool, make: Callable[[bool], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Return what `make(columns)` makes of `x`, made once for all layers that read the same tensor.
+
+    It is kept with the tensor, for as long as that lives and is not written to.
+
+    Args:
+        x: the layers' input.
+        source: who made it; another's is not taken.
+        columns: whether the transpose is needed too.
+        make: from `columns` to both; the second may be None.
+    """
+    # neither a tensor under inference mode nor one that is traced counts its writes
+    if torch.compiler.is_compiling() or x.is_inference():
+        return make(columns)
+    found = getattr(x, _KEPT, None)
+    if found is None or found.source != source or found.version != x._version or (columns and found.across is None):
+        found = _Kept(source, x._version, *make(columns))
+        setattr(x, _KEPT, found)
+    return found.along, found.across
+
+
+def keep(x: Tensor, source: str, along: Any, across: Any) -> None:
+    """Let `shared` find what the operator before made together with `x`."""
+    if not x.is_inference():
+        setattr(x, _KEPT, _Kept(source, x._version, along, across))
+
+
+def shared_tiles(x: Tensor, columns: bool) -> tuple[Tile, Tile | None]:
+    """Return `e4m3_tiles` of `x` ("... k") along its rows and, if asked for, its columns, as `shared` keeps them."""
+
+    def make(columns: bool) -> tuple[Tile | None, Tile | None]:
+        return e4m3_tiles(x.detach().reshape(-1, x.shape[-1]), True, columns)
+
+    return shared(x, TILES, columns, make)
 
 
 def e4m3_tiles(
@@ -34,6 +86,10 @@ def e4m3_tiles(
         columns: make (codes "k m", scales "k m/128"), m padded with zeros to a multiple of 128.
     """
     if available(x):
+        if columns:
+            from lit_qrl.precision.formats import tiles_triton
+
+            return tiles_triton.tiles(x, rows, columns)[1:]
         from lit_qrl.precision.formats import fused_triton
 
         return fused_triton.e4m3_tiles(x, rows, columns)
@@ -73,18 +129,42 @@ def int4_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor] | None
     """Return codes and scales of `Int4Group.quantize` from one kernel, or None where there is none."""
     if not available(weight) or not _power_of_two(group_size):
         return None
-    from lit_qrl.precision.formats import fused_triton
+    from lit_qrl.precision.formats import values_triton
 
-    return fused_triton.int4_groups(weight, group_size)
+    return values_triton.int4_groups(weight, group_size)
 
 
 def int4_values(codes: Tensor, scales: Tensor, group_size: int, dtype: torch.dtype) -> Tensor | None:
     """Return the weight of `Int4Group.dequantize` from one kernel, or None where there is none."""
-    if not available(codes) or not _power_of_two(group_size):
+    if not available(codes):
         return None
-    from lit_qrl.precision.formats import fused_triton
+    from lit_qrl.precision.formats import values_triton
 
-    return fused_triton.int4_values(codes, scales, group_size, dtype)
+    shape = (codes.shape[0], codes.shape[1] * 8)
+    return values_triton.values(codes, scales, group_size, values_triton.INT4, shape, dtype)
+
+
+def fp4_values(
+    codes: Tensor, scales: Tensor, block: int, dtype: torch.dtype, divisor: Tensor | None = None
+) -> Tensor | None:
+    """Return the weight of `NVFP4.dequantize` or `MXFP4.dequantize` from one kernel, or None where there is none."""
+    if not available(codes):
+        return None
+    from lit_qrl.precision.formats import values_triton
+
+    shape = (codes.shape[0], codes.shape[1] * 2)
+    return values_triton.values(codes, scales, block, values_triton.FP4, shape, dtype, divisor)
+
+
+def nf4_values(
+    codes: Tensor, scales: Tensor, block: int, shape: tuple[int, int], dtype: torch.dtype, table: Tensor
+) -> Tensor | None:
+    """Return the weight of `NF4.dequantize` from one kernel, or None where there is none."""
+    if not available(codes):
+        return None
+    from lit_qrl.precision.formats import values_triton
+
+    return values_triton.values(codes, scales, block, values_triton.NF4, shape, dtype, table=table)
 
 
 def _power_of_two(size: int) -> bool:

@@ -15,11 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.precision.formats.numerics import E4M3, E4M3_MAX, INT4_STEPS
+from lit_qrl.precision.formats.numerics import E4M3, E4M3_MAX
 
 TILE = 128
 _MAX = tl.constexpr(E4M3_MAX)
-_STEPS = tl.constexpr(INT4_STEPS)
 _SMALLEST = tl.constexpr(float(torch.finfo(torch.float32).tiny))
 
 
@@ -154,68 +153,6 @@ def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     low = weight.dtype != torch.float32
     _blocks_kernel[grid](weight, codes, scales, n, k, weight.stride(0), eps, low, TILE, num_warps=8)
     return codes, scales
-
-
-@triton.jit
-def _int4_kernel(w, packed, scales, n, groups, stride, eps, LOW: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """`ROWS` rows of one group: amax, codes, and eight codes per int32."""
-    group = tl.program_id(0)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, GROUP)
-    offsets = row.to(tl.int64)[:, None] * stride + group * GROUP + column[None, :]
-    values = tl.load(w + offsets, mask=(row < n)[:, None], other=0.0).to(tl.float32)
-    nans = tl.max((values != values).to(tl.int32), axis=1)
-    scale = _weight_scale(tl.max(tl.abs(values), axis=1), nans, 1.0 / _STEPS, eps, w.dtype.element_ty)
-    quotient = _quotient(values, scale[:, None], tl.min(scale, axis=0))
-    if LOW:
-        quotient = quotient.to(w.dtype.element_ty).to(tl.float32)
-    quotient = _clamp(quotient, -8.0, 7.0)
-    # adding and taking away 1.5 · 2^23 rounds to the nearest integer, ties to even
-    rounded = (quotient + 12582912.0) - 12582912.0
-    nibbles = tl.reshape(rounded.to(tl.int32) + 8, (ROWS, GROUP // 8, 8))
-    word = tl.sum(nibbles << (tl.arange(0, 8) * 4)[None, None, :], axis=2)
-    to = row.to(tl.int64)[:, None] * (groups * (GROUP // 8)) + group * (GROUP // 8) + tl.arange(0, GROUP // 8)[None, :]
-    tl.store(packed + to, word, mask=(row < n)[:, None])
-    tl.store(scales + row.to(tl.int64) * groups + group, scale.to(scales.dtype.element_ty), mask=row < n)
-
-
-def int4_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Return codes "n k/8" (eight per int32) and scales "n k/g" of a weight, as `Int4Group.quantize` makes them."""
-    weight = weight.contiguous()
-    n, k = weight.shape
-    groups, rows = k // group_size, 32
-    packed = torch.empty((n, k // 8), dtype=torch.int32, device=weight.device)
-    scales = torch.empty((n, groups), dtype=weight.dtype, device=weight.device)
-    eps = torch.finfo(weight.dtype).eps
-    low = weight.dtype != torch.float32
-    grid = (groups, triton.cdiv(n, rows))
-    _int4_kernel[grid](weight, packed, scales, n, groups, weight.stride(0), eps, low, group_size, rows, num_warps=4)
-    return packed, scales
-
-
-@triton.jit
-def _int4_values_kernel(packed, scales, out, n, groups, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Codes times scales, rounded once."""
-    group = tl.program_id(0)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    inside = (row < n)[:, None]
-    words = row.to(tl.int64)[:, None] * (groups * (GROUP // 8)) + group * (GROUP // 8)
-    word = tl.load(packed + words + tl.arange(0, GROUP // 8)[None, :], mask=inside, other=0)
-    nibble = (word[:, :, None] >> (tl.arange(0, 8) * 4)[None, None, :]) & 0xF
-    codes = (tl.reshape(nibble, (ROWS, GROUP)) - 8).to(tl.float32)
-    scale = tl.load(scales + row.to(tl.int64) * groups + group, mask=row < n, other=0.0).to(tl.float32)
-    to = row.to(tl.int64)[:, None] * (groups * GROUP) + group * GROUP + tl.arange(0, GROUP)[None, :]
-    tl.store(out + to, (codes * scale[:, None]).to(out.dtype.element_ty), mask=inside)
-
-
-def int4_values(packed: Tensor, scales: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
-    """Return the weight "n k" that packed INT4 codes and their scales stand for."""
-    n, groups = scales.shape
-    rows = 32
-    out = torch.empty((n, groups * group_size), dtype=dtype, device=packed.device)
-    grid = (groups, triton.cdiv(n, rows))
-    _int4_values_kernel[grid](packed.contiguous(), scales.contiguous(), out, n, groups, group_size, rows, num_warps=4)
-    return out
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lit_qrl.precision.formats import fused
 from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.precision.formats.configs import compressed_tensors_config
 from lit_qrl.precision.formats.numerics import (
@@ -65,6 +66,9 @@ class MXFP4(NumberFormat):
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         assert q.scales is not None
+        made = fused.fp4_values(q.codes, q.scales, BLOCK, dtype)
+        if made is not None:
+            return made
         scale = _power_of_two(q.scales.to(torch.int32) - _BIAS)
         values = fp4_values(unpack_nibbles(q.codes)).unflatten(-1, (-1, BLOCK))
         return values.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lit_qrl.precision.formats import fused
 from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.precision.formats.numerics import expect_shape, require_finite
 from lit_qrl.types import QuantizedWeight
@@ -75,6 +76,9 @@ class NF4(NumberFormat):
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         assert q.scales is not None
+        made = fused.nf4_values(q.codes, q.scales, BLOCK, q.shape, dtype, _table(q.codes.device))
+        if made is not None:
+            return made
         flat = q.codes.flatten()
         codes = torch.stack((flat >> 4, flat & 0x0F), dim=-1)
         values = _table(q.codes.device)[codes.long()].view(-1, BLOCK)

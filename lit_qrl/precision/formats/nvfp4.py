@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lit_qrl.precision.formats import fused
 from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.precision.formats.configs import compressed_tensors_config
 from lit_qrl.precision.formats.numerics import (
@@ -68,6 +69,9 @@ class NVFP4(NumberFormat):
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         assert q.scales is not None
         assert q.global_scale is not None
+        made = fused.fp4_values(q.codes, q.scales, BLOCK, dtype, q.global_scale)
+        if made is not None:
+            return made
         scale = q.scales.float() / q.global_scale
         values = fp4_values(unpack_nibbles(q.codes)).unflatten(-1, (-1, BLOCK))
         return values.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
