@@ -209,6 +209,8 @@ class GRPOModule(LightningModule):
         configure_policy = getattr(self.trainer.precision_plugin, "configure_policy", None)
         if configure_policy is not None:
             configure_policy(self.policy)
+        if self.policy.packed_base is not None:
+            self.policy.packed_base.require_packed(self.policy.network)
         if self.objective.kl_coefficient > 0:
             self.policy.keep_reference()
         if not self.accuracy:

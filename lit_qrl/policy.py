@@ -3,22 +3,22 @@
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from peft import LoraConfig, PeftConfig
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional.logprobs import token_logprobs
+from lit_qrl.precision.checkpoint import local_folder
 from lit_qrl.precision.deferred import DeferredWeights, weights_are_deferred
+from lit_qrl.precision.formats.base import NumberFormat
+from lit_qrl.precision.packed import PackedBase, take_packed_format
 from lit_qrl.rollout.network import merged_module, merged_weights, output_head
 from lit_qrl.rollout.packing import enable_packing, pack, packed_hidden, packs
 from lit_qrl.types import RolloutBatch
@@ -90,6 +90,8 @@ class CausalPolicy(nn.Module):
         self.chat_template_args, self.packing = chat_template_args or {}, packing
         self._hub = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
         self.config = self._load(AutoConfig, self.source, "config")
+        self.packed_format = take_packed_format(self.config, self.source, lora, random_weights)
+        self.packed_base: PackedBase | None = None
         self.tokenizer = self._load_tokenizer(tokenizer, pad_token, eos_token)
         self.stop_token_ids = self._stop_tokens()
         self.model: nn.Module | None = None
@@ -190,6 +192,8 @@ class CausalPolicy(nn.Module):
             if dtype == "auto":
                 dtype = getattr(self.config, "dtype", None) or torch.float32
             network = self._random(dtype, options)
+        elif self.packed_format is not None:
+            network = self._packed(self.packed_format, dtype, options)
         else:
             network = self._pretrained(dtype, options)
         network.config.use_cache = False
@@ -222,6 +226,13 @@ class CausalPolicy(nn.Module):
         self.deferred = DeferredWeights(build)
         return self.deferred.network
 
+    def _packed(self, format: NumberFormat, dtype: Any, options: dict[str, Any]) -> Any:
+        """Return the model of a quantized folder; its packed layers take their codes in `NVFP4LoRA`."""
+        plain = (getattr(self.config, "dtype", None) or torch.float32) if dtype == "auto" else dtype
+        self.packed_base = PackedBase(local_folder(self.source, self._hub["revision"]), format)
+        build = partial(AutoModelForCausalLM.from_config, self.config, dtype=plain, **options)
+        return self.packed_base.build(build, None if dtype == "auto" else dtype)
+
     def _check_head(self) -> None:
         network = self.network
         head, embedding = output_head(network)["weight"], merged_module(network.get_input_embeddings())
@@ -237,7 +248,7 @@ class CausalPolicy(nn.Module):
                 self.source, dtype=dtype, revision=self._hub["revision"], output_loading_info=True, **options
             )
             network, info = loaded
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ConfigError(f"The weights of {self.source} cannot be loaded: {error}") from error
         absent = sorted(info["missing_keys"])
         if absent:

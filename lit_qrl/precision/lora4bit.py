@@ -19,6 +19,7 @@ from lit_qrl.precision.base import QuantizedPrecision, autocast_input, check_sha
 from lit_qrl.precision.deferred import DeferredWeights, deferred_weights
 from lit_qrl.precision.export import export_tensors, quantize_named, shared_amax
 from lit_qrl.precision.formats.base import NumberFormat
+from lit_qrl.precision.packed import PackedBase
 from lit_qrl.precision.surgery import QuantizedLinear, SwapReport, fused_groups, quantizable_linears
 from lit_qrl.types import QuantizedWeight
 
@@ -131,9 +132,20 @@ class NVFP4LoRA(QuantizedPrecision):
                 expected="at least one nn.Linear beside the output embedding and the routers",
                 remedy="Correct the plugin's `exclude` globs.",
             )
+        base: PackedBase | None = getattr(policy, "packed_base", None)
+        if base is not None:
+            held = base.select(self.format, self.exclude, [name.removesuffix(_BASE) for name in linears])
+            linears = {name: layer for name, layer in linears.items() if name.removesuffix(_BASE) in held}
         check_shapes(self.format, linears)
         deferred: DeferredWeights | None = getattr(policy, "deferred", None)
         for names in fused_groups(linears).values():
+            if base is not None:
+                for name in names:
+                    linear = linears.pop(name)
+                    shape = (linear.out_features, linear.in_features)
+                    q = base.weight(name.removesuffix(_BASE), shape, linear.weight.device)
+                    self._place(network, name, linear, q)
+                continue
             for name in names:
                 if deferred is not None:
                     deferred.fill(linears[name])
@@ -162,9 +174,12 @@ class NVFP4LoRA(QuantizedPrecision):
         # a weight waiting on the host is packed where that is fast, one layer at a time
         device = torch.device("cuda") if torch.cuda.is_available() else home
         q = quantize_named(self.format, name, linear.weight.detach().to(device), shared)
-        packed = PackedLinear.from_linear(linear, self.format, cache=False)
         held = [None if part is None else part.to(home) for part in (q.scales, q.global_scale)]
-        packed.set_weight(QuantizedWeight(q.codes.to(home), held[0], held[1], q.format, q.shape))
+        self._place(network, name, linear, QuantizedWeight(q.codes.to(home), held[0], held[1], q.format, q.shape))
+
+    def _place(self, network: nn.Module, name: str, linear: nn.Linear, q: QuantizedWeight) -> None:
+        packed = PackedLinear.from_linear(linear, self.format, cache=False)
+        packed.set_weight(q)
         parent, _, child = name.rpartition(".")
         setattr(network.get_submodule(parent), child, packed)
 

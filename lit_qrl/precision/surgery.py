@@ -69,7 +69,8 @@ def quantizable_linears(root: nn.Module, exclude: Collection[str] = ()) -> dict[
 
 
 def _kept(name: str, exclude: Collection[str]) -> bool:
-    parts = name.removesuffix(".base_layer").split(".")
+    name = name.removesuffix(".base_layer")  # an adapter stands around it; globs mean the checkpoint's names
+    parts = name.split(".")
     if parts[-1] in _KEPT or any(part in _ADAPTERS for part in parts):
         return True
     return any(fnmatchcase(name, pattern) for pattern in exclude)

@@ -68,7 +68,9 @@ def test_transformers_reads_the_output_as_the_format_computes_it(name, source, t
     assert len(report.layers) == 14
     assert (tmp_path / "out" / INDEX).exists()
     expected = logprobs(in_format(source, format))
-    assert torch.equal(logprobs(loaded(tmp_path / "out")), expected)
+    # bitsandbytes multiplies with a kernel of its own; its output is rounded to bf16 too
+    got = logprobs(loaded(tmp_path / "out"))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0.03 if name == "nf4" else 0)
     assert (logprobs(loaded(source)) - expected).abs().max() > 0.05
 
 
@@ -93,9 +95,8 @@ def test_fused_layers_in_different_shards_share_the_global_scale(source, tmp_pat
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     plain = loaded(source)
     amax = max(float(plain.get_parameter(f"{layer}.{part}_proj.weight").detach().abs().max()) for part in "qkv")
-    scales = {float(tensors[f"{layer}.{part}_proj.weight_global_scale"]) for part in "qkv"}
-    assert scales == {pytest.approx(448 * 6 / amax)}
-    assert len(scales) == 1
+    (scale,) = {float(tensors[f"{layer}.{part}_proj.weight_global_scale"]) for part in "qkv"}
+    assert scale == pytest.approx(448 * 6 / amax, rel=2**-8)
 
 
 def test_the_output_is_a_whole_folder(source, tmp_path):
