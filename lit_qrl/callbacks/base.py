@@ -12,6 +12,7 @@ from torch import Tensor
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional._compile import fused
 from lit_qrl.functional._statistics import masked, share
+from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.types import AllReduce, Correction, LossContext, RolloutBatch, no_all_reduce
 
 if TYPE_CHECKING:
@@ -42,6 +43,13 @@ class RLCallback(Callback):
 
     def on_rollout_end(self, trainer: Trainer, module: "GRPOModule", batch: RolloutBatch) -> None:
         """Called with the scored rollout of the iteration, before any mini-batch is cut."""
+
+    def on_generation_end(self, trainer: Trainer, module: "GRPOModule") -> None:
+        """Called when the last completion of a rollout or an evaluation is drawn, before anything is scored."""
+
+    def on_engine_died(self, trainer: Trainer, module: "GRPOModule", error: EngineDiedError) -> bool:
+        """Return True when the engine was built again and holds its weights, so that the same is drawn once more."""
+        return False
 
     def correct(self, trainer: Trainer, module: "GRPOModule", context: LossContext) -> Correction | None:
         """Return weights and rejections for one whole mini-batch; called once per mini-batch."""

@@ -64,6 +64,24 @@ class RunCheckpoint(Checkpoint):
         if self._saved != trainer.global_step:
             self._save(trainer, None)
 
+    def save_before_update(self, trainer: Trainer) -> None:
+        """Save a run that stops in an iteration before its first update, so that it begins that iteration again.
+
+        Does nothing after the first update, or where the last checkpoint already holds this state.
+        """
+        loop = trainer.fit_loop  # pyright: ignore[reportAttributeAccessIssue]
+        if self._saved == trainer.global_step or not trainer.training or loop.epoch_loop.batch_progress.current.ready:
+            return
+        # Lightning would go on in the middle of the iteration, without its start and so without a publish.
+        counts = [count for count in (loop.epoch_progress.current, loop.epoch_progress.total) if count.started]
+        for count in counts:
+            count.started -= 1
+        try:
+            self._save(trainer, None)
+        finally:
+            for count in counts:
+                count.started += 1
+
     def _save(self, trainer: Trainer, copy: str | None) -> None:
         folder = Path(trainer.default_root_dir) / "checkpoints"
         if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]

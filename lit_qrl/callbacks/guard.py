@@ -1,6 +1,6 @@
 """One declared action and one logged event for everything that can go wrong in an update."""
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from lightning.pytorch import Trainer
@@ -19,9 +19,34 @@ if TYPE_CHECKING:
 Action = Literal["warn", "skip", "stop"]
 
 
-def _event(trainer: Trainer, kind: str, message: str, **fields: Any) -> None:
+def event(trainer: Trainer, kind: str, message: str, **fields: Any) -> None:
+    """Append one line to the run's diary, on the first rank."""
     if trainer.is_global_zero:
         log_event(trainer.default_root_dir, kind, message, iteration=trainer.current_epoch + 1, **fields)
+
+
+def stop_run(
+    trainer: Trainer, kind: str, message: str, *, save: bool = False, error: BaseException | None = None
+) -> NoReturn:
+    """End the run by a `ConfigError` that names its last checkpoint; the report is made on the way out.
+
+    Args:
+        trainer: the run's.
+        kind: of the condition, for the diary.
+        message: one sentence for a person.
+        save: write a checkpoint first, of before this iteration, where the learner's state is good.
+        error: the cause.
+    """
+    from lit_qrl.callbacks.checkpoint import RunCheckpoint, last_checkpoint
+
+    if save:
+        for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(callback, RunCheckpoint):
+                callback.save_before_update(trainer)
+    saved = last_checkpoint(trainer.default_root_dir)
+    where = f"The last good checkpoint is {saved}." if saved else "No checkpoint had been written."
+    event(trainer, "stopped", f"{message} {where}", cause=kind)
+    raise ConfigError(f"The run was stopped by the guard: {message}", remedy=where) from error
 
 
 class Guard(RLCallback):
@@ -38,6 +63,9 @@ class Guard(RLCallback):
     importance weights above e^20 (no bound)   the tokens leave the loss and its denominator
     ESS ratio under `ess_floor`                `action`: warn, skip the iteration's updates, or stop
     mismatch KL over `kl_ceiling`              the same
+    engine died: crash, out of memory, hang    it is built again, its weights are published and verified, and the same
+                                               is drawn once more; after `publisher.max_restarts` in a row the run
+                                               stops
     ========================================== =======================================================================
 
     Args:
@@ -88,9 +116,9 @@ class Guard(RLCallback):
                 batch.learner_old_logprobs.masked_fill_(~finite, 0.0)
             share = int(broken) / total
             message = f"{int(broken)} of {total} tokens had a non-finite log-prob and were dropped."
-            _event(trainer, "nonfinite_logprobs", message, tokens=int(broken), share=share)
+            event(trainer, "nonfinite_logprobs", message, tokens=int(broken), share=share)
             if share > self.max_nonfinite_fraction:
-                self._stop(trainer, "nonfinite_logprobs", message)
+                stop_run(trainer, "nonfinite_logprobs", message)
         module.iteration.value("guard/nonfinite_tokens", float(broken))
         if (self.ess_floor is not None or self.kl_ceiling is not None) and batch.learner_old_logprobs is not None:
             self._look(trainer, module, batch)
@@ -109,10 +137,10 @@ class Guard(RLCallback):
             tripped.append(f"the mismatch KL {kl:.4f} is over guard.kl_ceiling = {self.kl_ceiling}")
         if tripped:
             message = "; ".join(tripped) + "."
-            _event(trainer, "mismatch", message, action=self.action, ess_ratio=ess, kl=kl)
+            event(trainer, "mismatch", message, action=self.action, ess_ratio=ess, kl=kl)
             self._skip_iteration = self.action == "skip"
             if self.action == "stop":
-                self._stop(trainer, "mismatch", message)
+                stop_run(trainer, "mismatch", message)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: "GRPOModule", optimizer: Optimizer) -> None:
         """Veto a step whose gradient is not finite; skip one that has no signal; log the gradient's norm."""
@@ -131,17 +159,17 @@ class Guard(RLCallback):
             self.skipped += 1
             pl_module.iteration.value("guard/skipped_steps", 1.0)
             if pl_module.skip_step:
-                _event(trainer, "no_signal", "Every token was rejected or every advantage was zero: step skipped.")
+                event(trainer, "no_signal", "Every token was rejected or every advantage was zero: step skipped.")
             return
         if int(bad):
             self._clear(optimizer)
             self.vetoed += 1
             self.vetoed_in_a_row += 1
             message = f"The gradient was not finite: optimizer step vetoed ({self.vetoed_in_a_row} in a row)."
-            _event(trainer, "nonfinite_gradient", message)
+            event(trainer, "nonfinite_gradient", message)
             pl_module.iteration.value("guard/vetoed_steps", 1.0)
             if self.vetoed_in_a_row >= self.patience:
-                self._stop(trainer, "nonfinite_gradient", message)
+                stop_run(trainer, "nonfinite_gradient", message)
             return
         self.vetoed_in_a_row = 0
         pl_module.iteration.value("update/grad_norm", norm)
@@ -153,21 +181,12 @@ class Guard(RLCallback):
             message = (
                 f"{extreme:g} tokens of a mini-batch (mean) had an importance weight above e^20 and were rejected."
             )
-            _event(trainer, "extreme_weights", message, tokens=extreme)
+            event(trainer, "extreme_weights", message, tokens=extreme)
 
     @staticmethod
     def _clear(optimizer: Optimizer) -> None:
         # A zero gradient would still move the weights by AdamW's momentum; None does not.
         optimizer.zero_grad(set_to_none=True)
-
-    @staticmethod
-    def _stop(trainer: Trainer, kind: str, message: str) -> None:
-        from lit_qrl.callbacks.checkpoint import last_checkpoint
-
-        saved = last_checkpoint(trainer.default_root_dir)
-        where = f"The last good checkpoint is {saved}." if saved else "No checkpoint had been written."
-        _event(trainer, "stopped", f"{message} {where}", cause=kind)
-        raise ConfigError(f"The run was stopped by the guard: {message}", remedy=where)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts."""

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,15 +11,16 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from lit_qrl.callbacks._apart import published_apart
+from lit_qrl.callbacks._restarts import Restarts
 from lit_qrl.callbacks._sources import WeightSource
 from lit_qrl.callbacks.base import RLCallback, overrides, rl_callbacks
+from lit_qrl.callbacks.guard import event
+from lit_qrl.callbacks.report import Report
 from lit_qrl.errors import ConfigError
-from lit_qrl.events import log_event
 from lit_qrl.precision import formats
 from lit_qrl.precision.formats.base import NumberFormat
-from lit_qrl.precision.lora4bit import NVFP4LoRA
-from lit_qrl.rollout.adapter import check_separable
-from lit_qrl.rollout.engine import RolloutEngine
+from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.rollout.probe import Probe, ProbeResult, learner_scores
 from lit_qrl.rollout.receipt import (
     Fault,
@@ -30,6 +32,7 @@ from lit_qrl.rollout.receipt import (
     compare_columns,
     compare_read_back,
 )
+from lit_qrl.strategies.colocated import begin_rollout, begin_update, check_phases
 from lit_qrl.types import PublishReport
 
 if TYPE_CHECKING:
@@ -60,6 +63,8 @@ class WeightPublisher(RLCallback):
             norms; `auto` is `adapter` under NVFP4LoRA, whose base stays packed, else `merged`.
         probe_every: publishes between two scorings of the same tokens by engine and learner, the first included;
             0 never compares.
+        max_restarts: times in a row that an engine which died (crash, out of memory, a step that hangs) is built
+            again; one more ends the run, with a checkpoint.
     """
 
     def __init__(
@@ -72,11 +77,14 @@ class WeightPublisher(RLCallback):
         on_fault: Literal["stop", "retry"] = "stop",
         lora: Literal["auto", "merged", "adapter"] = "auto",
         probe_every: int = 50,
+        max_restarts: int = 2,
     ) -> None:
         if every_n_iterations < 1:
             raise ConfigError("publisher.every_n_iterations is too small.", expected="at least 1")
         if probe_every < 0:
             raise ConfigError("publisher.probe_every is negative.", expected="0 or more", given=probe_every)
+        if max_restarts < 0:
+            raise ConfigError("publisher.max_restarts is negative.", expected="0 or more", given=max_restarts)
         self.format = None if format == "auto" else formats.get(format)
         self.every_n_iterations, self.evaluation_format = every_n_iterations, evaluation_format
         self.exclude, self.unaligned = tuple(exclude or ()), unaligned
@@ -88,7 +96,9 @@ class WeightPublisher(RLCallback):
         self._receipts: dict[Any, dict[str, TensorReceipt]] = {}
         self._source: WeightSource | None = None
         self._holds_rollout_weights = False
-        self._published = 0
+        self._published, self._published_at = 0, -1
+        self._restarts, self._rebuilt = Restarts(max_restarts), False
+        self._again: Callable[[], None] | None = None
         # What the engine holds in adapter mode: the base's state and layers, and which norms differ from it.
         self._base: tuple[Any, dict[str, str]] | None = None
         self._perturbed: set[str] = set()
@@ -118,45 +128,20 @@ class WeightPublisher(RLCallback):
         if self.every_n_iterations > 1 and getattr(engine, "share", None) == "auto":
             engine.share = "never"  # pyright: ignore[reportAttributeAccessIssue]  # the sampler outlives the update
         engine.exclude = tuple(getattr(plugin, "exclude", ())) if same else self.exclude
-        self._check_adapter(pl_module.policy.lora, engine, plugin, same)
+        self._apart = published_apart(self.lora, pl_module.policy.lora, engine, plugin, same, self.unaligned)
+        check_phases(trainer, engine, self.every_n_iterations)
+        engine.on_hang = partial(self._hung, trainer, pl_module)
         engine.validate(self._rollout_format, sampling)
-
-    def _check_adapter(self, config: Any, engine: RolloutEngine, plugin: Any, aligned: bool) -> None:
-        packed = isinstance(plugin, NVFP4LoRA)
-        self._apart = self.lora == "adapter" or (self.lora == "auto" and packed and aligned)
-        if packed and aligned and not self._apart and not self.unaligned:
-            raise ConfigError(
-                "The sum of a packed base and its adapter would be rounded once more, which the learner never sees.",
-                expected="publisher.lora: adapter",
-                given="merged",
-                remedy="Set publisher.unaligned to true to study the mismatch.",
-            )
-        if not self._apart:
-            return
-        if config is None:
-            raise ConfigError(
-                "The policy has no adapter to publish.",
-                expected="model.policy.lora",
-                given="publisher.lora: adapter",
-                remedy="Give the policy an adapter, or leave publisher.lora at auto.",
-            )
-        check_separable(config)
-        if type(engine).load_adapter is RolloutEngine.load_adapter:
-            raise ConfigError(f"{type(engine).__name__} cannot load adapters.", remedy="Set publisher.lora to merged.")
-        if getattr(engine, "max_lora_rank", None) == 0:
-            raise ConfigError(
-                "The engine would be built without room for an adapter.",
-                expected=f"data.engine.max_lora_rank of at least {config.r}",
-                given=0,
-                remedy="Set it, or set publisher.lora to merged.",
-            )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Publish this iteration's sampler."""
-        if trainer.current_epoch % self.every_n_iterations == 0 or not self._holds_rollout_weights:
+        due = trainer.current_epoch % self.every_n_iterations == 0
+        if due or not self._holds_rollout_weights:
             with pl_module.timed("publish"):
                 self.version += 1
                 self._publish_rollout(trainer, pl_module)
+        else:
+            begin_rollout(trainer, pl_module.data.engine)
 
     def on_validation_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Give the engine the current clean weights."""
@@ -170,14 +155,30 @@ class WeightPublisher(RLCallback):
         """Give the engine the current clean weights."""
         self._publish_evaluation(trainer, pl_module)
 
+    def on_generation_end(self, trainer: Trainer, module: "GRPOModule") -> None:
+        """Give the device back to the learner."""
+        self._restarts.reset()
+        with module.timed("sleep"):
+            begin_update(trainer, module.data.engine)
+
+    def on_engine_died(self, trainer: Trainer, module: "GRPOModule", error: EngineDiedError) -> bool:
+        """Build the engine again and publish what it held; stop the run when it keeps dying."""
+        self._bury(trainer, module, error)
+        assert self._again is not None
+        with module.timed("publish"):
+            self._again()
+        return True
+
     # ------------------------------------------------------------------------------------------------------ publishing
 
     def _publish_rollout(self, trainer: Trainer, module: "GRPOModule") -> None:
         self._holds_rollout_weights = False
+        self._again = partial(self._publish_rollout_again, trainer, module)
         perturbing = [callback for callback in rl_callbacks(trainer) if overrides(callback, "on_publish")]
-        probes = self.probe_every > 0 and self._published % self.probe_every == 0
+        due = self.probe_every > 0 and self._published % self.probe_every == 0
 
         def attempt() -> PublishReport:
+            probes = due or (self._rebuilt and self.probe_every > 0)
             # Each attempt starts the callbacks anew: what a repeated one draws is what the first drew.
             for callback in rl_callbacks(trainer):
                 callback.on_rollout_start(trainer, module, self.version)
@@ -197,7 +198,8 @@ class WeightPublisher(RLCallback):
             return report
 
         report = self._repeated(trainer, module, attempt)
-        self.last_report, self._holds_rollout_weights = report, True
+        self.last_report, self._holds_rollout_weights, self._rebuilt = report, True, False
+        self._published_at = trainer.global_step
         module.iteration.update(
             {
                 "publish/version": float(report.version),
@@ -209,7 +211,13 @@ class WeightPublisher(RLCallback):
             self._write_layers(trainer, report)
         self._published += 1
 
+    def _publish_rollout_again(self, trainer: Trainer, module: "GRPOModule") -> None:
+        """Publish to a new engine; a sampler that was kept over updates cannot be had back and gets a new version."""
+        self.version += self._published_at != trainer.global_step
+        self._publish_rollout(trainer, module)
+
     def _publish_evaluation(self, trainer: Trainer, module: "GRPOModule") -> None:
+        self._again = partial(self._publish_evaluation, trainer, module)
         one_format = self.evaluation_format == "rollout" or module.data.engine.single_format
 
         def attempt() -> PublishReport:
@@ -227,31 +235,45 @@ class WeightPublisher(RLCallback):
         self._holds_rollout_weights = False
 
     def _repeated(self, trainer: Trainer, module: "GRPOModule", attempt: Callable[[], PublishReport]) -> PublishReport:
-        """Publish, and publish once more where `on_fault` says so."""
-        self._source_of(trainer, module)
-        module.data.engine.wake()
-        attempts = 2 if self.on_fault == "retry" else 1
-        for count in range(attempts):
+        """Publish, once more where `on_fault` says so, and to a new engine where this one dies of it."""
+        engine, left = module.data.engine, 1 if self.on_fault == "retry" else 0
+        while True:
             start = time.perf_counter()
             try:
+                self._source_of(trainer, module)
+                begin_rollout(trainer, engine)
+                if not engine.holds_weights:
+                    self._base = None
                 report = attempt()
+            except EngineDiedError as error:
+                self._bury(trainer, module, error)
             except (PublishError, ValueError) as error:
                 if isinstance(error, ConfigError):
                     raise
                 self._base = None  # whatever arrived, the next publish sends everything
-                log_event(
-                    trainer.default_root_dir,
-                    "publish_fault",
-                    str(error),
-                    iteration=trainer.current_epoch + 1,
-                    faults=[fault.kind for fault in getattr(error, "faults", ())],
-                )
-                if count == attempts - 1:
+                faults = [fault.kind for fault in getattr(error, "faults", ())]
+                event(trainer, "publish_fault", str(error), faults=faults)
+                if not left:
                     raise
+                left -= 1
             else:
                 report.seconds = time.perf_counter() - start
                 return report
-        raise AssertionError("unreachable")
+
+    def _bury(self, trainer: Trainer, module: "GRPOModule", error: EngineDiedError) -> None:
+        """Count a death, and forget everything about the engine that died."""
+        self._base, self._source, self._holds_rollout_weights = None, None, False
+        self._receipts.clear()
+        self._rebuilt = True
+        self._restarts.died(trainer, error)
+        module.data.engine.close()
+
+    def _hung(self, trainer: Trainer, module: "GRPOModule", sentence: str) -> None:
+        """Leave a diary and a report behind; the engine ends the process after this."""
+        event(trainer, "engine_hung", sentence)
+        for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(callback, Report):
+                callback.on_exception(trainer, module, EngineDiedError(sentence))
 
     def _source_of(self, trainer: Trainer, module: "GRPOModule") -> WeightSource:
         """Return the source of this run's weights; the first call sets the engine up."""

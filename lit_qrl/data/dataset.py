@@ -37,8 +37,11 @@ class RolloutDataset(IterableDataset):
     def roll_out(self, module: "GRPOModule") -> RolloutBatch:
         """Return the scored rollout of this iteration: completions, rewards, advantages, learner_old log-probs."""
         data, trainer = self.data, module.trainer
+        data.unfinished = data.position
         with module.timed("rollout"):
             rollout = self._generate(module)
+            data.unfinished = None
+            data.generation_ended()
         with module.timed("score"):
             rollout = rollout.to(module.device)
             module.score_rollout(rollout, chunks=data.mini_batches * data.micro_batches, needed=self._needs_old(module))
@@ -92,9 +95,8 @@ class RolloutDataset(IterableDataset):
         problems = data.next_problems(prompts)
         ids = [problem.prompt_ids for problem in problems]
         seed = derive_seed(data.base_seed, "rollout", module.trainer.current_epoch, attempt, module.global_rank)
-        progress = data.progress("rollout", prompts * data.group_size)
         with module.timed("generate"):
-            completions = data.engine.generate(ids, data.group_size, seed, progress)
+            completions = data.draw(ids, data.group_size, seed, "rollout")
         batch = assemble(ids, completions, data.group_size, data.pad_token_id)
         with module.timed("reward"):
             batch.rewards, batch.reward_parts, failed = data.reward(problems, completions)

@@ -10,11 +10,12 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lit_qrl.callbacks.base import rl_callbacks
 from lit_qrl.data.dataset import RolloutDataset
 from lit_qrl.data.task import Row, Task
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards.base import Sample, score_all
-from lit_qrl.rollout.engine import Progress, RolloutEngine
+from lit_qrl.rollout.engine import EngineDiedError, Progress, RolloutEngine
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import Completion, SamplingParams
 
@@ -96,6 +97,7 @@ class RolloutDataModule(LightningDataModule):
         self.error_reward = error_reward
         self.base_seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.position = 0
+        self.unfinished: int | None = None
         self._problems: dict[str, list[Problem]] = {}
         self._order: tuple[int, Tensor] = (-1, torch.empty(0))
         self._check_sizes()
@@ -259,6 +261,28 @@ class RolloutDataModule(LightningDataModule):
 
     test_dataloader = predict_dataloader = val_dataloader
 
+    def draw(
+        self, prompts: Sequence[Sequence[int]], n: int, seed: int, stage: str, sampling: SamplingParams | None = None
+    ) -> list[Completion]:
+        """Return `n` completions of each prompt; when the engine dies and a callback revives it, the same once more."""
+        while True:
+            progress = self.progress(stage, len(prompts) * n)
+            try:
+                return self.engine.generate(prompts, n, seed, progress, sampling)
+            except EngineDiedError as error:
+                module = self.module
+                revived = [
+                    callback.on_engine_died(module.trainer, module, error) for callback in rl_callbacks(module.trainer)
+                ]
+                if not any(revived):
+                    raise
+
+    def generation_ended(self) -> None:
+        """Tell the callbacks that the engine has drawn what it is needed for."""
+        module = self.module
+        for callback in rl_callbacks(module.trainer):
+            callback.on_generation_end(module.trainer, module)
+
     @torch.no_grad()
     def answer(self, problems: Sequence[Problem], stage: str) -> dict[str, Tensor]:
         """Return which samples solve their problem: `greedy` "problems 1", `sampled` "problems evaluation_samples".
@@ -278,16 +302,16 @@ class RolloutDataModule(LightningDataModule):
                 stop_token_ids=self.module.policy.stop_token_ids,
             )
             seed = derive_seed(self.base_seed, "evaluation", self.module.global_rank)
-            progress = self.progress(stage, len(ids) * n)
-            completions = self.engine.generate(ids, n, seed, progress, sampling)
+            completions = self.draw(ids, n, seed, stage, sampling)
             correct = self.task.is_correct(self.samples(problems, completions))
             results[name] = torch.tensor(correct).view(len(problems), n)
             self.last_answers = (problems, completions, correct)
+        self.generation_ended()
         return results
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the stream of prompts."""
-        return {"position": self.position}
+        """Return the position in the stream of prompts, at the start of a rollout that is not finished."""
+        return {"position": self.position if self.unfinished is None else self.unfinished}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the saved position."""
@@ -298,3 +322,10 @@ class RolloutDataModule(LightningDataModule):
         self.engine.close()
         for reward in self.task.rewards:
             reward.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Free the engine's memory and its folder, which Lightning's teardown does not reach then."""
+        try:
+            self.engine.close()
+        except Exception as error:  # must not hide the one that ended the run
+            log.warning("The engine could not be closed: %s: %s", type(error).__name__, error)

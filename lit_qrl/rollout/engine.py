@@ -27,6 +27,10 @@ class EnginePolicy(Protocol):
         ...
 
 
+class EngineDiedError(RuntimeError):
+    """The engine cannot go on: its own error is the cause. `close` it, `setup` it and publish to build it again."""
+
+
 class RolloutEngine(ABC):
     """Draws completions from the sampler.
 
@@ -47,6 +51,16 @@ class RolloutEngine(ABC):
     """Longest prompt in tokens, set by the data module before `validate`."""
     exclude: tuple[str, ...] = ()
     """Name patterns of linear layers that stay plain, set by the publisher before `setup`."""
+    sleep_level: int = 0
+    """What `sleep` does: 0 nothing, 1 moves the weights off the device, 2 drops them."""
+    on_hang: Callable[[str], None] | None = None
+    """Called with a sentence, in a thread of its own, when the engine hangs beyond recovery, just before it ends the
+    process; set by the publisher."""
+
+    @property
+    def holds_weights(self) -> bool:
+        """False when a whole publish must come before anything is drawn: after a death, or a sleep that drops them."""
+        return True
 
     def validate(self, format: "NumberFormat | None", sampling: SamplingParams) -> None:  # noqa: B027
         """Raise `ConfigError` for what cannot work on this host; called before any weight is loaded."""
@@ -72,6 +86,9 @@ class RolloutEngine(ABC):
             seed: of this call's own generator; global generators are left alone.
             progress: called now and then with (sequences finished, tokens drawn).
             sampling: replaces the parameters given at `setup` for this call (evaluation).
+
+        Raises:
+            EngineDiedError: when the engine failed for a reason of its own; the call can be repeated on a new one.
         """
 
     @abstractmethod
@@ -102,7 +119,6 @@ class RolloutEngine(ABC):
         """Replace the given norms in place, nothing else."""
         raise NotImplementedError(f"{type(self).__name__} cannot replace norms alone.")
 
-    @abstractmethod
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
 

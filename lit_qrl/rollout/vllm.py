@@ -1,9 +1,7 @@
 """A vLLM engine inside the trainer's process that receives low-bit weights in memory and proves that they arrived."""
 
-import json
 import math
 import shutil
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +14,20 @@ from torch import Tensor
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout import vllm_compat as compat
 from lit_qrl.rollout import vllm_requests as requests
-from lit_qrl.rollout.engine import EnginePolicy, Progress, RolloutEngine
+from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, Progress, RolloutEngine
 from lit_qrl.rollout.receipt import PublishError, ReceivedLedger
 from lit_qrl.rollout.vllm_adapter import LiveAdapter, check_adapter
-from lit_qrl.rollout.vllm_checks import automatic_dtype, check_device_memory, check_format, check_model, plain_layers
+from lit_qrl.rollout.vllm_checks import (
+    automatic_dtype,
+    check_arguments,
+    check_device_memory,
+    check_format,
+    check_length,
+    check_model,
+    check_processes,
+)
+from lit_qrl.rollout.vllm_folder import model_folder
+from lit_qrl.rollout.vllm_watchdog import Watchdog
 from lit_qrl.rollout.vllm_weights import LiveModel
 from lit_qrl.types import Completion, PublishReport, SamplingParams
 
@@ -28,6 +36,8 @@ if TYPE_CHECKING:
 
     from lit_qrl.precision.formats.base import NumberFormat
 
+Tensors = Iterator[tuple[str, Tensor]]
+Load = Callable[[Tensors, ReceivedLedger], None]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -48,11 +58,12 @@ class VLLMEngine(RolloutEngine):
         enforce_eager: no compilation and no CUDA graphs: starts in seconds and decodes slower; always so on CPU.
         quick_start: CUDA graphs for decoding without compilation; starts in seconds and decodes nearly at full speed.
         max_lora_rank: of adapters published apart from their base; 0 allows none.
-        sleep_level: what `sleep` does on a GPU: 0 nothing, 1 moves the weights to the host, 2 drops them. The KV
-            cache is dropped in both.
+        sleep_level: what `sleep` does on a GPU: 0 nothing, 1 moves the weights to the host, 2 drops them; the KV cache
+            is dropped in both. Needs `trainer.strategy: ColocatedStrategy`.
         deep_gemm: use DeepGEMM for fp8_block where vLLM has it; it compiles for minutes at its first use.
         request_seeds: seed each request, so that a completion does not depend on what it is batched with.
-        step_timeout: seconds after which a step of the engine that did return counts as hung.
+        step_timeout: seconds after which a step counts as hung and is interrupted; native code that cannot be
+            interrupted ends the process with status 75.
         seed: of the engine's own generators.
         engine_args: further arguments of `vllm.LLM`.
     """
@@ -78,21 +89,7 @@ class VLLMEngine(RolloutEngine):
         seed: int = 0,
         engine_args: dict[str, Any] | None = None,
     ) -> None:
-        if not 0 < gpu_memory_utilization <= 1:
-            raise ConfigError(
-                "data.engine.gpu_memory_utilization is out of range.",
-                expected="a share in (0, 1]",
-                given=gpu_memory_utilization,
-            )
-        if max_num_seqs < 1:
-            raise ConfigError("data.engine.max_num_seqs is too small.", expected="at least 1", given=max_num_seqs)
-        if max_lora_rank and max_lora_rank not in compat.LORA_RANKS:
-            raise ConfigError(
-                "data.engine.max_lora_rank is not a rank that vLLM has kernels for.",
-                expected=f"0 or one of {', '.join(map(str, compat.LORA_RANKS))}",
-                given=max_lora_rank,
-                remedy="Take the next larger one; adapters of a lower rank fit.",
-            )
+        check_arguments(gpu_memory_utilization, max_num_seqs, max_lora_rank)
         self.dtype, self.max_model_len = dtype, max_model_len
         self.max_lora_rank, self.sleep_level, self.deep_gemm = max_lora_rank, sleep_level, deep_gemm
         self.request_seeds, self.step_timeout = request_seeds, step_timeout
@@ -115,9 +112,8 @@ class VLLMEngine(RolloutEngine):
         self._adapter_active = False
         self._folder: Path | None = None
         self._owns_process_group = False
-        self._usable = False
-        self._poisoned = False
-        self._asleep = False
+        self._usable = self._poisoned = self._asleep = False
+        self._started = self._sender_failed = False
 
     # -------------------------------------------------------------------------------------------------------- set-up
 
@@ -126,23 +122,8 @@ class VLLMEngine(RolloutEngine):
         compat.check_installation()
         check_format(format)
         self.format = format
-        longest = (self.prompt_limit or 1) + sampling.max_tokens
-        if self.max_model_len is not None and self.max_model_len < longest:
-            raise ConfigError(
-                "data.engine.max_model_len is shorter than a prompt and its completion.",
-                expected=f"at least {longest} ({self.prompt_limit or 1} + {sampling.max_tokens} tokens)",
-                given=self.max_model_len,
-                remedy="Raise it, or leave it null for that sum.",
-            )
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            backend = self._arguments.get("distributed_executor_backend")
-            if backend != "external_launcher":
-                raise ConfigError(
-                    "VLLMEngine runs in one process, but the Trainer has several.",
-                    expected="trainer.devices: 1",
-                    given=f"{torch.distributed.get_world_size()} processes",
-                    remedy="Use one device, or TransformersEngine, which has one engine per process.",
-                )
+        check_length(self.max_model_len, self.prompt_limit or 1, sampling.max_tokens)
+        check_processes(self._arguments.get("distributed_executor_backend"))
 
     def setup(self, policy: EnginePolicy, tokenizer: "PreTrainedTokenizerBase", sampling: SamplingParams) -> None:
         """Check the model against vLLM and the GPU's memory; the engine itself starts with the first weights."""
@@ -157,7 +138,7 @@ class VLLMEngine(RolloutEngine):
         check_model(network)
         if torch.cuda.is_available():
             bits = self.format.bits_per_weight if self.format is not None else 8.0 * dtype.itemsize
-            check_device_memory(network, bits, self.gpu_memory_utilization)
+            check_device_memory(network, bits, self.gpu_memory_utilization, sleeps=self.sleep_level > 0)
 
     def _start(self, format: "NumberFormat | None") -> None:
         if self.policy is None:
@@ -168,15 +149,15 @@ class VLLMEngine(RolloutEngine):
         if self._owns_process_group:
             # vLLM makes a group of this one process, at which Lightning advises to reduce every metric over it.
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
-        self._folder = Path(tempfile.mkdtemp(prefix="lit-qrl-vllm-"))
-        self._write_config(self._folder)
+        longest = self._longest()
+        self._folder = model_folder(self.policy.network, format, self.exclude, self.plain_dtype, longest)
         arguments: dict[str, Any] = {
             "model": str(self._folder),
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
             "dtype": self.plain_dtype,
-            "max_model_len": self._longest(),
+            "max_model_len": longest,
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
             **self._arguments,
@@ -193,7 +174,14 @@ class VLLMEngine(RolloutEngine):
             compat.apply_workarounds()
             from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
 
-            self.llm = LLM(**arguments)
+            try:
+                self.llm = LLM(**arguments)
+            except Exception as error:
+                # The first time it is the configuration's fault, and vLLM's own error says most.
+                if not self._started:
+                    raise
+                raise EngineDiedError(f"vLLM did not start again: {type(error).__name__}: {error}") from error
+        self._started = True
         self.live = LiveModel(self.llm)
         self._adapter = None
 
@@ -206,26 +194,9 @@ class VLLMEngine(RolloutEngine):
             return self.prompt_limit + self.sampling.max_tokens + 1
         return limit or 4096
 
-    def _write_config(self, folder: Path) -> None:
-        network = self.policy.network
-        config = network.config.to_dict()
-        config["architectures"] = [type(network).__name__]
-        config["dtype"] = str(self.plain_dtype).removeprefix("torch.")
-        config.pop("quantization_config", None)
-        if self.format is not None:
-            quantization = self.format.quantization_config(plain_layers(network, self.exclude))
-            if quantization:
-                config["quantization_config"] = quantization
-        longest = self._longest()
-        if (config.get("max_position_embeddings") or longest) < longest:
-            config["max_position_embeddings"] = longest
-        (folder / "config.json").write_text(json.dumps(config, default=str))
-
     # ----------------------------------------------------------------------------------------------------- publishing
 
-    def load_weights(
-        self, tensors: Iterator[tuple[str, Tensor]], format: "NumberFormat | None", version: int
-    ) -> PublishReport:
+    def load_weights(self, tensors: Tensors, format: "NumberFormat | None", version: int) -> PublishReport:
         """Replace all weights; the report's `received` says what the engine's modules hold.
 
         Raises:
@@ -241,12 +212,12 @@ class VLLMEngine(RolloutEngine):
                 "Publish evaluations in the rollout format, or use TransformersEngine."
             )
         live = self._awake()
-        report = self._publish(lambda ledger: live.load(tensors, ledger), version, start)
+        report = self._publish(tensors, live.load, version, start)
         report.layers = live.formats()
         self._adapter_active = False
         return report
 
-    def load_adapter(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> PublishReport:
+    def load_adapter(self, tensors: Tensors, version: int) -> PublishReport:
         """Replace the LoRA adapter over an unchanged base; completions use it from then on."""
         start = time.perf_counter()
         if not self.max_lora_rank:
@@ -259,25 +230,28 @@ class VLLMEngine(RolloutEngine):
         live = self._awake(complete=True)
         if self._adapter is None:
             self._adapter = LiveAdapter(live, self.policy.lora)
-        adapter = self._adapter
-        report = self._publish(lambda ledger: adapter.load(tensors, ledger), version, start)
+        report = self._publish(tensors, self._adapter.load, version, start)
         self._adapter_active = True
         return report
 
-    def perturb(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> PublishReport:
+    def perturb(self, tensors: Tensors, version: int) -> PublishReport:
         """Replace the given norms in place, nothing else."""
         start = time.perf_counter()
         live = self._awake(complete=True)
-        return self._publish(lambda ledger: live.replace(tensors, ledger), version, start)
+        return self._publish(tensors, live.replace, version, start)
 
-    def _publish(self, load: Callable[[ReceivedLedger], None], version: int, start: float) -> PublishReport:
+    def _publish(self, tensors: Tensors, load: Load, version: int, start: float) -> PublishReport:
         ledger = ReceivedLedger(version)
         self._usable = False
         try:
-            load(ledger)
+            load(self._from_sender(tensors), ledger)
         except PublishError:
             self._reset_caches()
             raise
+        except (RuntimeError, MemoryError) as error:
+            if self._sender_failed:
+                raise
+            raise EngineDiedError(f"vLLM failed while loading: {type(error).__name__}: {error}") from error
         ledger.prefix_reset = self._reset_caches()
         receipts = ledger.receipts()
         self._usable = True
@@ -289,6 +263,15 @@ class VLLMEngine(RolloutEngine):
             layers=dict.fromkeys(receipts, str(self.plain_dtype).removeprefix("torch.")),
             received=ledger,
         )
+
+    def _from_sender(self, tensors: Tensors) -> Tensors:
+        """Yield the stream; what fails in it is not the engine's."""
+        self._sender_failed = False
+        try:
+            yield from tensors
+        except Exception:
+            self._sender_failed = True
+            raise
 
     def _reset_caches(self) -> bool:
         assert self.live is not None
@@ -350,8 +333,9 @@ class VLLMEngine(RolloutEngine):
     def _run(self, prompts: Sequence[Sequence[int]], params: list[Any], progress: Progress | None) -> list[Any]:
         requests.check_lengths(prompts, params, self._longest())
         try:
-            return requests.run(self.llm, prompts, params, self._adapter_active, progress, self.step_timeout)
-        except requests.EngineDiedError:
+            watch = Watchdog(self.step_timeout, self.on_hang)
+            return requests.run(self.llm, prompts, params, self._adapter_active, progress, watch)
+        except EngineDiedError:
             self._usable = False
             raise
 
@@ -360,6 +344,11 @@ class VLLMEngine(RolloutEngine):
     def weight_bytes(self) -> int:
         """Return the memory that the sampler's weights take."""
         return 0 if self.live is None else self.live.weight_bytes()
+
+    @property
+    def holds_weights(self) -> bool:
+        """False before the first publish, after a death, and after a sleep of level 2."""
+        return self._usable
 
     def sleep(self) -> None:
         """Free the KV cache, and the weights as `sleep_level` says; does nothing on CPU."""
@@ -372,7 +361,11 @@ class VLLMEngine(RolloutEngine):
         """Take the memory back; after level 2 all weights must be published before anything is drawn."""
         if self._asleep:
             self.llm.wake_up()
+            # Memory comes back with arbitrary contents.
             compat.clear_workspaces()
+            self._poisoned = True
+            if self._adapter is not None and not self._usable:
+                self._adapter.clear()
             self._asleep = False
 
     def close(self) -> None:
@@ -381,6 +374,8 @@ class VLLMEngine(RolloutEngine):
         self._usable = self._asleep = self._adapter_active = False
         if llm is not None:
             compat.shutdown(llm, self._owns_process_group)
+            del llm
+            compat.collect_memory()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None

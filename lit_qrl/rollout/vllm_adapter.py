@@ -97,6 +97,12 @@ class LiveAdapter:
         for name in layers:
             self._replace(name, given[name + _A], given[name + _B], ledger)
 
+    def clear(self) -> None:
+        """Zero the adapter's memory of every layer, also of those that it leaves alone."""
+        for wrapper in self.live.runner.lora_manager._adapter_manager.modules.values():
+            for stacked in (*wrapper.lora_a_stacked, *wrapper.lora_b_stacked):
+                stacked.zero_()
+
     def _replace(self, name: str, a: Tensor, b: Tensor, ledger: ReceivedLedger) -> None:
         manager = self.live.runner.lora_manager._adapter_manager
         slot = list(manager.lora_index_to_id).index(ADAPTER_ID)

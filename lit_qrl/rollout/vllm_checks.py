@@ -8,9 +8,12 @@ from torch import nn
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.precision.surgery import fused_groups, quantizable_linears
+from lit_qrl.rollout.vllm_compat import LORA_RANKS
 
 if TYPE_CHECKING:
     from lit_qrl.precision.formats.base import NumberFormat
+
+GIB = 2**30
 
 # What the CPU build of vLLM has kernels for without AMX.
 cpu_formats: set[str] = {"bf16", "fp16", "fp32", "fp8_tensor", "fp8_row", "int8_channel", "int4_group"}
@@ -64,32 +67,88 @@ def check_model(network: nn.Module) -> None:
         )
 
 
-def check_device_memory(network: nn.Module, bits_per_weight: float, share: float) -> None:
+def check_arguments(gpu_memory_utilization: float, max_num_seqs: int, max_lora_rank: int) -> None:
+    """Raise `ConfigError` for arguments of `VLLMEngine` that are out of range."""
+    if not 0 < gpu_memory_utilization <= 1:
+        raise ConfigError(
+            "data.engine.gpu_memory_utilization is out of range.",
+            expected="a share in (0, 1]",
+            given=gpu_memory_utilization,
+        )
+    if max_num_seqs < 1:
+        raise ConfigError("data.engine.max_num_seqs is too small.", expected="at least 1", given=max_num_seqs)
+    if max_lora_rank and max_lora_rank not in LORA_RANKS:
+        raise ConfigError(
+            "data.engine.max_lora_rank is not a rank that vLLM has kernels for.",
+            expected=f"0 or one of {', '.join(map(str, LORA_RANKS))}",
+            given=max_lora_rank,
+            remedy="Take the next larger one; adapters of a lower rank fit.",
+        )
+
+
+def check_length(limit: int | None, prompt: int, completion: int) -> None:
+    """Raise `ConfigError` when the longest sequence of the run exceeds the engine's `limit`, all in tokens."""
+    if limit is not None and limit < prompt + completion:
+        raise ConfigError(
+            "data.engine.max_model_len is shorter than a prompt and its completion.",
+            expected=f"at least {prompt + completion} ({prompt} + {completion} tokens)",
+            given=limit,
+            remedy="Raise it, or leave it null for that sum.",
+        )
+
+
+def check_processes(backend: str | None) -> None:
+    """Raise `ConfigError` when the Trainer runs several processes, which an engine in one cannot follow.
+
+    Args:
+        backend: vLLM's `distributed_executor_backend`.
+    """
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return
+    if backend != "external_launcher":
+        raise ConfigError(
+            "VLLMEngine runs in one process, but the Trainer has several.",
+            expected="trainer.devices: 1",
+            given=f"{torch.distributed.get_world_size()} processes",
+            remedy="Use one device, or TransformersEngine, which has one engine per process.",
+        )
+
+
+def check_device_memory(network: nn.Module, bits_per_weight: float, share: float, sleeps: bool = False) -> None:
     """Raise `ConfigError` when the GPU cannot hold engine and learner, with how much each takes.
 
     Args:
         network: the learner's model, already in memory.
         bits_per_weight: of the sampler's format.
         share: the part of the GPU's memory that the engine asks for.
+        sleeps: True when the engine gives its memory back before the learner's gradients are made.
     """
     free, total = torch.cuda.mem_get_info()
     asked = share * total
     weights = sum(p.numel() for p in network.parameters()) * bits_per_weight / 8
     learner = torch.cuda.memory_allocated()
-    if asked > free:
+    # Every optimizer needs the gradients; its own state depends on which it is, and is not counted.
+    gradients = sum(p.numel() * p.element_size() for p in network.parameters() if p.requires_grad)
+    beside = 0 if sleeps else gradients
+    # What the learner's allocator keeps for itself can be used again for the gradients.
+    spare = max(torch.cuda.memory_reserved() - learner, 0)
+    if asked + max(beside - spare, 0) > free:
+        fits = max(free - max(beside - spare, 0), 0) / total * 0.98
+        colocated = "" if sleeps else ", or let the engine sleep during the update (configs/engine/vllm_colocated.yaml)"
         raise ConfigError(
             "The GPU has not enough memory for the engine beside the learner.",
-            expected=f"{asked / 2**30:.1f} GiB free for data.engine.gpu_memory_utilization {share:g}",
-            given=f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free; the learner holds {learner / 2**30:.1f} GiB",
-            remedy=f"Lower it to at most {free / total * 0.98:.2f}; the sampler's weights take "
-            f"{weights / 2**30:.1f} GiB of it.",
+            expected=f"{(asked + beside) / GIB:.1f} GiB free: {asked / GIB:.1f} for data.engine.gpu_memory_utilization "
+            f"{share:g} and {beside / GIB:.1f} for the learner's gradients",
+            given=f"{free / GIB:.1f} of {total / GIB:.1f} GiB free; the learner holds {learner / GIB:.1f} GiB",
+            remedy=f"Lower it to at most {fits:.2f} (the sampler's weights take {weights / GIB:.1f} GiB of that)"
+            f"{colocated}. AdamW's state in the parameters' dtype takes another {2 * gradients / GIB:.1f} GiB.",
         )
     # A tenth for activations and at least some KV cache.
     if weights > 0.9 * asked:
         raise ConfigError(
             "The engine's share of the GPU's memory cannot hold its weights and a KV cache.",
-            expected=f"more than {weights / 0.9 / 2**30:.1f} GiB",
-            given=f"{asked / 2**30:.1f} GiB (data.engine.gpu_memory_utilization {share:g})",
+            expected=f"more than {weights / 0.9 / GIB:.1f} GiB",
+            given=f"{asked / GIB:.1f} GiB (data.engine.gpu_memory_utilization {share:g})",
             remedy="Raise it, or publish in a format of fewer bits.",
         )
 

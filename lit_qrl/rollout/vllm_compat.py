@@ -32,6 +32,7 @@ _MARLIN_MODULES = (
     "vllm.model_executor.layers.quantization.utils.marlin_utils_fp8",
     "vllm.model_executor.kernels.linear.mixed_precision.marlin",
 )
+log = logging.getLogger(__name__)
 _workspaces: dict[tuple[Any, ...], Tensor] = {}
 
 
@@ -361,16 +362,23 @@ def register_adapter(llm: Any, tensors: dict[str, Tensor], config: dict[str, Any
 
 
 def shutdown(llm: Any, owns_process_group: bool) -> None:
-    """Free an in-process engine; the process group is destroyed only if the engine made it."""
-    import gc
-
+    """End an in-process engine; the process group is destroyed only if the engine made it."""
     from vllm.distributed import parallel_state
 
-    llm.llm_engine.engine_core.shutdown()
+    try:
+        llm.llm_engine.engine_core.shutdown()
+    except Exception as error:  # of an engine that died
+        log.warning("vLLM did not shut down cleanly: %s: %s", type(error).__name__, error)
     if owns_process_group:
         parallel_state.cleanup_dist_env_and_memory()
     else:
         parallel_state.destroy_model_parallel()
+
+
+def collect_memory() -> None:
+    """Give back what an engine held; nothing may refer to it any more, and its own objects refer to each other."""
+    import gc
+
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,23 +1,19 @@
 """Requests to an in-process vLLM engine: how they are written, run to their end, and read."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_qrl.rollout.engine import Progress
+from lit_qrl.rollout.engine import EngineDiedError, Progress
 from lit_qrl.rollout.vllm_adapter import ADAPTER_ID
+from lit_qrl.rollout.vllm_watchdog import Watchdog
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import Completion, SamplingParams
 
 # vLLM's samplers take the seed as a signed 32-bit number on some devices.
 SEED_RANGE = 2**31
-
-
-class EngineDiedError(RuntimeError):
-    """The engine cannot go on: its own error is the cause. `close` it; the next `load_weights` builds a new one."""
 
 
 def drawing(sampling: SamplingParams, seed: int | None) -> Any:
@@ -77,12 +73,12 @@ def run(
     params: Sequence[Any],
     adapter: bool,
     progress: Progress | None,
-    step_timeout: float,
+    watchdog: Watchdog,
 ) -> list[Any]:
     """Return vLLM's outputs in the order of the prompts, with a look at the clock and the progress after each step.
 
     Raises:
-        EngineDiedError: when vLLM fails, or a step took longer than `step_timeout` seconds.
+        EngineDiedError: when vLLM fails, or a step takes longer than the watchdog allows.
     """
     from vllm.lora.request import LoRARequest
 
@@ -93,17 +89,17 @@ def run(
     ids: list[str] = []
     tokens = 0
     try:
-        ids = llm.enqueue(inputs, list(params), use_tqdm=False, lora_request=request)
-        while engine.has_unfinished_requests():
-            begun = time.perf_counter()
-            finished = [output for output in engine.step() if output.finished]
-            if time.perf_counter() - begun > step_timeout:
-                raise TimeoutError(f"one step took longer than {step_timeout:g} s")
-            for output in finished:
-                outputs[output.request_id] = output
-                tokens += sum(len(drawn.token_ids) for drawn in output.outputs)
-            if finished and progress is not None:
-                progress(len(outputs), tokens)
+        with watchdog:
+            ids = llm.enqueue(inputs, list(params), use_tqdm=False, lora_request=request)
+            while engine.has_unfinished_requests():
+                watchdog.beat()
+                finished = [output for output in engine.step() if output.finished]
+                watchdog.check()
+                for output in finished:
+                    outputs[output.request_id] = output
+                    tokens += sum(len(drawn.token_ids) for drawn in output.outputs)
+                if finished and progress is not None:
+                    progress(len(outputs), tokens)
     except (KeyboardInterrupt, SystemExit):
         engine.abort_request(ids)
         raise

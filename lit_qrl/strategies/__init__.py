@@ -1,1 +1,5 @@
 """Where learner and engine live."""
+
+from lit_qrl.strategies.colocated import ColocatedStrategy
+
+__all__ = ["ColocatedStrategy"]

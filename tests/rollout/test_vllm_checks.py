@@ -118,19 +118,61 @@ def test_dtype_is_the_learners_where_kernels_allow():
     assert vllm_checks.automatic_dtype(None, torch.float16) == torch.float16
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretend that there is a GPU of 80 GiB with so much free, of which the learner holds 12 GiB."""
+
+    def pretend(free, spare=0):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * 2**30, 80 * 2**30))
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 12 * 2**30)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: (12 + spare) * 2**30)
+
+    return pretend
+
+
 @pytest.mark.parametrize(
     ("free", "share", "message"),
     [
-        (30, 0.5, r"Expected: 40\.0 GiB free .*Given: 30\.0 of 80\.0 GiB free.*at most 0\.37"),
+        (
+            30,
+            0.5,
+            r"Expected: 40\.0 GiB free: 40\.0 for .*Given: 30\.0 of 80\.0 GiB free; the learner holds 12\.0.*0\.37",
+        ),
         (60, 0.0000001, r"Expected: more than 0\.0 GiB"),
     ],
 )
-def test_gpu_memory_is_weighed_before_anything_is_built(monkeypatch, free, share, message):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * 2**30, 80 * 2**30))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 12 * 2**30)
+def test_gpu_memory_is_weighed_before_anything_is_built(gpu, free, share, message):
+    gpu(free)
     with pytest.raises(ConfigError, match=message):
         vllm_checks.check_device_memory(build_network(), 8.0, share)
     vllm_checks.check_device_memory(build_network(), 8.0, 0.3)
+
+
+def test_gradients_need_memory_beside_an_engine_that_never_sleeps(gpu):
+    with torch.device("meta"):
+        network = torch.nn.Linear(2**17, 2**15, bias=False, dtype=torch.bfloat16)  # 8 GiB
+    gpu(free=45)
+    message = r"48\.0 GiB free: 40\.0 for .* 0\.5 and 8\.0 for the learner's gradients.*at most 0\.45.*4\.0 GiB.*sleep"
+    with pytest.raises(ConfigError, match=message + r".*AdamW's state .* another 16\.0 GiB"):
+        vllm_checks.check_device_memory(network, 8.0, 0.5)
+    vllm_checks.check_device_memory(network, 8.0, 0.45)
+    vllm_checks.check_device_memory(network, 8.0, 0.5, sleeps=True)
+    gpu(free=45, spare=4)  # torch's own reserve can hold half of them
+    vllm_checks.check_device_memory(network, 8.0, 0.5)
+    network.weight.requires_grad_(False)
+    gpu(free=45)
+    vllm_checks.check_device_memory(network, 8.0, 0.5)
+
+
+class _UnknownForCausalLM(torch.nn.Module):
+    pass
+
+
+@pytest.mark.vllm
+def test_model_type_that_vllm_lacks_is_named():
+    vllm_checks.check_model(build_network())
+    with pytest.raises(ConfigError, match=r"does not know the model type _UnknownForCausalLM.*TransformersEngine"):
+        vllm_checks.check_model(_UnknownForCausalLM())
 
 
 def test_plain_layers_are_listed_and_fused_ones_stay_together():

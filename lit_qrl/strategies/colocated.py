@@ -1,0 +1,118 @@
+"""Learner and engine on one GPU, one after the other in the same memory."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.rollout.engine import RolloutEngine
+from lit_qrl.strategies.offload import OffloadedState
+
+
+class ColocatedStrategy(SingleDeviceStrategy):
+    """Gives one device to the engine while completions are drawn, and to the learner during the update.
+
+    ================= ==================================================================================================
+    phase             what happens
+    ================= ==================================================================================================
+    rollout begins    the learner's gradients are freed, its optimizer state moves to the host (`offload_optimizer`),
+                      the engine wakes, and the weights are published
+    rollout ends      the engine sleeps as `data.engine.sleep_level` says, and the optimizer state comes back
+    ================= ==================================================================================================
+
+    Evaluations are rollouts too. With `sleep_level: 2` the engine forgets its weights, and all are published again.
+
+    Args:
+        offload_optimizer: keep the optimizer's state in pinned host memory while completions are drawn.
+    """
+
+    strategy_name = "colocated"
+
+    def __init__(self, offload_optimizer: bool = False) -> None:
+        super().__init__()
+        self.offload_optimizer = offload_optimizer
+        self.offloaded = OffloadedState()
+        self._devices: list[torch.device] | None = None
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The Trainer's devices, which it sets before the strategy is used."""
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        if len(devices) != 1:
+            raise ConfigError(
+                "ColocatedStrategy shares one device between learner and engine.",
+                expected="trainer.devices: 1",
+                given=len(devices),
+                remedy="Set it, or use another strategy.",
+            )
+        self._devices, self._root_device = devices, devices[0]
+
+    def check(self, engine: RolloutEngine) -> None:
+        """Raise `ConfigError` when the strategy would change nothing."""
+        if not engine.sleep_level and not self.offload_optimizer:
+            raise ConfigError(
+                "ColocatedStrategy has nothing to do.",
+                expected="data.engine.sleep_level of 1 or 2, or offload_optimizer: true",
+                given=f"sleep_level {engine.sleep_level} of {type(engine).__name__}, offload_optimizer: false",
+                remedy="Set one of them, or drop the strategy.",
+            )
+
+    def begin_rollout(self, engine: RolloutEngine) -> None:
+        """Make room, and wake the engine."""
+        module: Any = self.lightning_module
+        if module.trainer.training:  # an evaluation may stand in the middle of an accumulated step
+            for parameter in module.parameters():
+                parameter.grad = None
+        if self.offload_optimizer:
+            self.offloaded.to_host(self.optimizers)
+        if self.root_device.type == "cuda":
+            torch.cuda.empty_cache()  # the engine cannot use what torch keeps for itself
+        engine.wake()
+
+    def begin_update(self, engine: RolloutEngine) -> None:
+        """Send the engine to sleep, and take the memory back."""
+        engine.sleep()
+        if self.offloaded.away:
+            self.offloaded.to_device(self.optimizers)
+
+
+def check_phases(trainer: Trainer, engine: RolloutEngine, every_n_iterations: int) -> None:
+    """Raise `ConfigError` when engine, strategy and publisher do not agree on who sleeps when."""
+    strategy = trainer.strategy
+    if isinstance(strategy, ColocatedStrategy):
+        strategy.check(engine)
+    elif engine.sleep_level:
+        raise ConfigError(
+            "The engine would never sleep.",
+            expected="trainer.strategy: ColocatedStrategy",
+            given=f"{type(strategy).__name__} with data.engine.sleep_level {engine.sleep_level}",
+            remedy="Add --config configs/engine/vllm_colocated.yaml, or set sleep_level to 0.",
+        )
+    if engine.sleep_level == 2 and every_n_iterations > 1:
+        raise ConfigError(
+            "A sleep of level 2 drops the weights, and the next iteration would need them.",
+            expected="publisher.every_n_iterations: 1",
+            given=every_n_iterations,
+            remedy="Set data.engine.sleep_level to 1, which keeps them on the host.",
+        )
+
+
+def begin_rollout(trainer: Trainer, engine: RolloutEngine) -> None:
+    """Wake the engine as the Trainer's strategy wants it."""
+    strategy = trainer.strategy
+    if isinstance(strategy, ColocatedStrategy):
+        strategy.begin_rollout(engine)
+    else:
+        engine.wake()
+
+
+def begin_update(trainer: Trainer, engine: RolloutEngine) -> None:
+    """Let the strategy take the device back; without one of ours nothing happens."""
+    strategy = trainer.strategy
+    if isinstance(strategy, ColocatedStrategy):
+        strategy.begin_update(engine)

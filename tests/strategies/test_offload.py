@@ -1,0 +1,86 @@
+import torch
+
+from lit_qrl.strategies.offload import OffloadedState
+
+
+def stepped(optimizer_class=torch.optim.AdamW):
+    """An optimizer with state, and copies of it."""
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(4, 8)), torch.nn.Parameter(torch.randn(8))]
+    optimizer = optimizer_class(parameters, lr=0.1)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return parameters, optimizer
+
+
+def values(optimizer):
+    return [
+        (name, value.clone())
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if value.numel() > 1
+    ]
+
+
+def tensors(optimizer):
+    return [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
+
+
+def test_state_goes_away_and_comes_back_with_the_same_bits():
+    _, optimizer = stepped()
+    before, original = values(optimizer), tensors(optimizer)
+    offloaded = OffloadedState()
+    assert offloaded.to_host([optimizer]) == 2 * 4 * (32 + 8)  # two moments, fp32
+    assert offloaded.away
+    away = tensors(optimizer)
+    assert all(a is not b for a, b in zip(away, original, strict=True))
+    assert offloaded.to_host([optimizer]) == 0  # twice is once
+    offloaded.to_device([optimizer])
+    assert not offloaded.away
+    assert all(a is not b for a, b in zip(tensors(optimizer), away, strict=True))
+    assert all(torch.equal(a, b) and n == m for (n, a), (m, b) in zip(before, values(optimizer), strict=True))
+
+
+def test_every_round_uses_the_same_buffers():
+    _, optimizer = stepped()
+    offloaded, seen = OffloadedState(), []
+    for _ in range(3):
+        offloaded.to_host([optimizer])
+        seen.append({tensor.data_ptr() for tensor in tensors(optimizer)})
+        offloaded.to_device([optimizer])
+        optimizer.step()
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_training_goes_on_as_if_nothing_had_happened():
+    ends = []
+    for moves in (False, True):
+        parameters, optimizer = stepped()
+        offloaded = OffloadedState()
+        for _ in range(3):
+            if moves:
+                offloaded.to_host([optimizer])
+                offloaded.to_device([optimizer])
+            optimizer.step()
+        ends.append(torch.cat([p.detach().flatten() for p in parameters]))
+    assert torch.equal(*ends)
+
+
+def test_a_checkpoint_restored_in_between_is_kept():
+    _, optimizer = stepped()
+    offloaded, saved = OffloadedState(), optimizer.state_dict()
+    saved = {**saved, "state": {k: {n: v + 1 for n, v in s.items()} for k, s in saved["state"].items()}}
+    offloaded.to_host([optimizer])
+    optimizer.load_state_dict(saved)
+    restored = values(optimizer)
+    offloaded.to_device([optimizer])
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(restored, values(optimizer), strict=True))
+
+
+def test_optimizers_without_state_have_nothing_to_move():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+    offloaded = OffloadedState()
+    assert offloaded.to_host([optimizer]) == 0
+    offloaded.to_device([optimizer])
+    assert not offloaded.away
