@@ -2,39 +2,31 @@
 
 import logging
 import warnings
-from collections import Counter
-from collections.abc import Sequence
-from inspect import isabstract
 from pathlib import Path
 from typing import Any
 
-import torch
+from jsonargparse import set_parsing_settings
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import Strategy
-from torch.optim import Optimizer
 
 # Imported so that `class_path: AIS` resolves without a module path.
-from lit_qrl import callbacks, objective, optim, policy, precision, rewards, rollout, strategies
-from lit_qrl.callbacks.base import RLCallback, check_combination
+from lit_qrl import callbacks, objective, policy, precision, rewards, rollout, strategies
 from lit_qrl.callbacks.checkpoint import RunCheckpoint, resolve_checkpoint
 from lit_qrl.callbacks.guard import Guard
 from lit_qrl.callbacks.mismatch import MismatchMonitor
 from lit_qrl.callbacks.progress import RLProgress
 from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.callbacks.report import Report
-from lit_qrl.cli import run_folder_name
+from lit_qrl.cli import TRAINING, run_folder_name
 from lit_qrl.data import tasks
 from lit_qrl.data.module import RolloutDataModule
-from lit_qrl.data.task import Task
 from lit_qrl.errors import ConfigError
 from lit_qrl.loggers import RunCSVLogger
 from lit_qrl.module import GRPOModule
 from lit_qrl.parser_errors import readable
-from lit_qrl.precision import QuantizedPrecision, formats
+from lit_qrl.precision import formats
 
 FORCED = {
     "progress": RLProgress,  # first: it prints a line before the next publish
@@ -53,16 +45,12 @@ TRAINER_DEFAULTS = {
 
 
 class QRLParser(LightningArgumentParser):
-    """A parser whose errors are one paragraph, and whose options are written out."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # The commands' parsers take this from their parent: a misspelt option must not be taken for a longer one.
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+    """A parser whose errors are one paragraph."""
 
     def error(self, message: str, ex: Exception | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Raise the paragraph; `main` prints it."""
         options = [option for action in self._actions for option in action.option_strings]
-        raise ConfigError(readable(message, known_classes, options)) from ex
+        raise ConfigError(readable(message, known_classes(), options)) from ex
 
 
 class QRLCLI(LightningCLI):
@@ -73,6 +61,7 @@ class QRLCLI(LightningCLI):
     @classmethod
     def run(cls, args: list[str]) -> "QRLCLI":
         """Parse `args`, build everything, and run the command."""
+        set_parsing_settings(docstring_parse_attribute_docstrings=True)
         quiet()
         cls.arguments = args
         return cls(
@@ -83,6 +72,7 @@ class QRLCLI(LightningCLI):
             auto_configure_optimizers=False,
             seed_everything_default=0,
             trainer_defaults=dict(TRAINER_DEFAULTS),
+            parser_kwargs={name: {"allow_abbrev": False} for name in TRAINING},
             save_config_kwargs={"overwrite": True},
             load_from_checkpoint_support=False,
         )
@@ -122,7 +112,6 @@ class QRLCLI(LightningCLI):
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         if config.get("enable_progress_bar") is False:
             callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
-        check_repeated(config.get("callbacks") or [], callbacks)
         return super()._instantiate_trainer(config, callbacks)
 
 
@@ -134,73 +123,14 @@ def next_run_folder(base: Path, resume: bool) -> Path:
     return base / str(taken[-1] + 1 if taken else 1)
 
 
-def check_repeated(chosen: Callback | Sequence[Callback], forced: Sequence[Callback]) -> None:
-    """Raise `ConfigError` for a callback that stands twice, before the Trainer is built."""
-    chosen = [chosen] if isinstance(chosen, Callback) else list(chosen)
-    groups = {callback: group for group, callback in FORCED.items()}
-    for callback in chosen:
-        for known, group in groups.items():
-            if isinstance(callback, known):
-                raise ConfigError(
-                    f"trainer.callbacks holds {type(callback).__name__}, which every run has already.",
-                    expected=f"its settings under `{group}`",
-                    given="a second one",
-                    remedy=f"Remove it from trainer.callbacks and set --{group}.… instead.",
-                )
-    check_combination([*chosen, *forced])
-    stateful = [one for one in chosen if type(one).state_dict is not Callback.state_dict]
-    twice = [one for one, count in Counter(one.state_key for one in stateful).items() if count > 1]
-    if twice:
-        raise ConfigError(
-            "trainer.callbacks holds two callbacks whose states a checkpoint cannot tell apart.",
-            expected="each once, or with different arguments",
-            given=twice[0],
-            remedy="Remove one.",
-        )
-
-
-KINDS: dict[str, type] = {
-    "callbacks": Callback,
-    "objective": objective.Objective,
-    "policy": policy.CausalPolicy,
-    "optimizer": Optimizer,
-    "task": Task,
-    "rewards": rewards.Reward,
-    "correct": rewards.Reward,
-    "engine": rollout.RolloutEngine,
-    "format": formats.NumberFormat,
-    "plugins": Precision,
-    "strategy": Strategy,
-}
-BASES = (Optimizer, RLCallback, QuantizedPrecision)
-
-
-def known_classes(key: str = "") -> list[str]:
-    """Return the names that a `class_path` may have without a module path, at that key or at any.
-
-    >>> known_classes("data.engine")
-    ['TransformersEngine', 'VLLMEngine']
-    """
-    kinds = tuple(KINDS[part] for part in key.split(".") if part in KINDS) or tuple(KINDS.values())
-    modules = (
-        callbacks,
-        formats,
-        objective,
-        optim,
-        policy,
-        precision,
-        rewards,
-        rollout,
-        strategies,
-        tasks,
-        torch.optim,
-    )
+def known_classes() -> list[str]:
+    """Return the names that a `class_path` may have without a module path."""
     return sorted(
         {
-            f"torch.optim.{name}" if module is torch.optim else name
-            for module in modules
-            for name, value in vars(module).items()
-            if isinstance(value, type) and issubclass(value, kinds) and not isabstract(value) and value not in BASES
+            name
+            for package in (callbacks, formats, objective, policy, precision, rewards, rollout, strategies, tasks)
+            for name, value in vars(package).items()
+            if isinstance(value, type) and not name.startswith("_")
         }
     )
 

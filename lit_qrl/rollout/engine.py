@@ -119,6 +119,7 @@ class RolloutEngine(ABC):
         """Replace the given norms in place, nothing else."""
         raise NotImplementedError(f"{type(self).__name__} cannot replace norms alone.")
 
+    @abstractmethod
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
 
