@@ -1,21 +1,23 @@
 """Adaptive quantization noise: the sampler explores with noisy norms, the learner stays clean (QeRL §3.3)."""
 
+import math
 from collections.abc import Sequence
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lit_qrl.callbacks.base import RLCallback
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, nearest
 from lit_qrl.functional.noise import aqn_sigma
 from lit_qrl.seeding import derive_seed
 
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
 
+Schedule = Literal["exponential", "linear", "cosine", "logarithmic"]
 NORMS_BEFORE_PROJECTIONS = ("*.input_layernorm.weight", "*.post_attention_layernorm.weight")
 
 
@@ -42,43 +44,72 @@ class AQNNoise(RLCallback):
         start: float = 1e-2,
         end: float = 5e-4,
         num_stages: int = 10,
-        schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential",
+        schedule: Schedule = "exponential",
         norms: Sequence[str] = NORMS_BEFORE_PROJECTIONS,
         seed: int | None = None,
     ) -> None:
-        if not 0 < end <= start:
+        for name, sigma in (("start", start), ("end", end)):
+            if not (math.isfinite(sigma) and sigma > 0):
+                raise ConfigError(
+                    f"AQNNoise.{name} is a standard deviation.",
+                    expected="a positive number, such as 1e-2",
+                    given=sigma,
+                    remedy="Leave AQNNoise out for a run without noise.",
+                )
+        if end > start:
             raise ConfigError(
-                "AQNNoise decays from start to end.", expected="0 < end <= start", given=f"start = {start}, end = {end}"
+                "AQNNoise decays from start to end, and end is larger.",
+                expected="end <= start",
+                given=f"start = {start}, end = {end}",
+                remedy="Exchange them.",
+            )
+        if schedule not in get_args(Schedule):
+            raise ConfigError(
+                "AQNNoise.schedule is unknown.", given=schedule, remedy=nearest(str(schedule), get_args(Schedule))
             )
         if num_stages < 2:
             raise ConfigError("AQNNoise.num_stages counts the silent stage too.", expected=">= 2", given=num_stages)
         self.start, self.end, self.num_stages = start, end, num_stages
-        self.schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = schedule
+        self.schedule: Schedule = schedule
         self.norms, self.seed = tuple(norms), seed
         self.stage, self.sigma, self.perturbed = 0, 0.0, 0
         self._generator = torch.Generator()
 
     def setup(self, trainer: Trainer, pl_module: "GRPOModule", stage: str) -> None:
-        """Check that every stage gets an iteration."""
-        if stage == "fit" and trainer.max_epochs is not None and 0 < trainer.max_epochs < self.num_stages:
+        """Check that the run has a length, and every stage an iteration."""
+        if stage != "fit":
+            return
+        epochs = trainer.max_epochs
+        if epochs is None or epochs < 0:
+            raise ConfigError(
+                "AQNNoise cuts the run into stages, and the run has no length.",
+                expected="a positive trainer.max_epochs, the number of iterations",
+                given=epochs,
+            )
+        if 0 < epochs < self.num_stages:
             raise ConfigError(
                 "AQNNoise has more stages than the run has iterations.",
-                expected=f"at most trainer.max_epochs = {trainer.max_epochs}",
+                expected=f"at most trainer.max_epochs = {epochs}",
                 given=self.num_stages,
                 remedy="Lower num_stages.",
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
-        """Check that the patterns match norms of this model."""
-        names = [name for name, _ in pl_module.policy.network.named_parameters()]
-        if not any(self._matches(name) for name in names):
-            norms = sorted({name.rsplit(".", 2)[-2] for name in names if "norm" in name})
-            raise ConfigError(
-                "AQNNoise matches no parameter of this model.",
-                expected=f"patterns for its norms ({', '.join(norms) or 'it has none'})",
-                given=", ".join(self.norms),
-                remedy="Set norms of AQNNoise.",
-            )
+        """Check that each pattern matches norms of this model, and nothing else."""
+        shapes = {name: parameter.dim() for name, parameter in pl_module.policy.network.named_parameters()}
+        norms = sorted({name.rsplit(".", 2)[-2] for name in shapes if "norm" in name})
+        for pattern in self.norms or ("",):
+            matched = [name for name in shapes if fnmatch(name, pattern)]
+            other = [name for name in matched if shapes[name] != 1 or name.endswith(".bias")]
+            if not matched or other:
+                raise ConfigError(
+                    f"AQNNoise.norms matches {other[0]}, which is no norm's weight."
+                    if other
+                    else "AQNNoise matches no parameter of this model.",
+                    expected=f"patterns for its norms ({', '.join(norms) or 'it has none'})",
+                    given=pattern or "no pattern",
+                    remedy="Set norms of AQNNoise.",
+                )
 
     def on_rollout_start(self, trainer: Trainer, module: "GRPOModule", version: int) -> None:
         """Choose σ from the iteration and seed this publish's draw."""

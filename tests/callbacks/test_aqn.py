@@ -65,13 +65,46 @@ def test_noise_on_a_norm_is_multiplicative_noise_on_the_next_matrix():
     torch.testing.assert_close(noisy_norm, noisy_matrix, rtol=1e-12, atol=1e-12)
 
 
-def test_bad_arguments_and_a_model_without_such_norms_are_refused(tmp_path):
-    for bad in ({"start": 1e-4, "end": 1e-2}, {"end": 0.0}, {"num_stages": 1}):
-        with pytest.raises(ConfigError):
-            AQNNoise(**bad)
-    trainer, module, data = build(tmp_path, callbacks=[AQNNoise(num_stages=5)])
-    with pytest.raises(ConfigError, match="more stages than"):
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"start": 1e-4, "end": 1e-2}, "end is larger"),
+        ({"end": 0.0}, r"AQNNoise\.end is a standard deviation.*Given: 0\.0"),
+        ({"start": -1e-2, "end": -2e-2}, r"AQNNoise\.start .*Given: -0\.01"),
+        ({"start": float("nan")}, r"AQNNoise\.start .*Given: nan"),
+        ({"start": float("inf")}, r"AQNNoise\.start .*Given: inf"),
+        ({"num_stages": 1}, "num_stages"),
+        ({"schedule": "exponentail"}, "Did you mean 'exponential'"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(options, match):
+    with pytest.raises(ConfigError, match=match):
+        AQNNoise(**options)
+
+
+@pytest.mark.parametrize(
+    "options, trainer_options, match",
+    [
+        ({"num_stages": 5}, {}, "more stages than .*max_epochs = 2.*Given: 5"),
+        ({"num_stages": 2}, {"max_epochs": -1, "max_steps": 8}, "the run has no length"),
+    ],
+)
+def test_stages_must_fit_the_run(options, trainer_options, match, tmp_path):
+    trainer, module, data = build(tmp_path, callbacks=[AQNNoise(**options)], trainer=trainer_options)
+    with pytest.raises(ConfigError, match=match):
         trainer.fit(module, datamodule=data)
-    trainer, module, data = build(tmp_path, callbacks=[AQNNoise(num_stages=2, norms=["*.ln_1.weight"])])
-    with pytest.raises(ConfigError, match="input_layernorm"):
+
+
+@pytest.mark.parametrize(
+    "norms, match",
+    [
+        (["*.ln_1.weight"], r"matches no parameter.*input_layernorm.*Given: \*\.ln_1\.weight"),
+        (["*.input_layernorm.weight", "*.post_atention_layernorm.weight"], r"Given: \*\.post_atention"),
+        (["*.weight"], "is no norm's weight"),
+        ([], "no pattern"),
+    ],
+)
+def test_patterns_must_match_norms_and_nothing_else(norms, match, tmp_path):
+    trainer, module, data = build(tmp_path, callbacks=[AQNNoise(num_stages=2, norms=norms)])
+    with pytest.raises(ConfigError, match=match):
         trainer.fit(module, datamodule=data)
