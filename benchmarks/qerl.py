@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,7 +66,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--long-iterations", type=int, default=1, help="the same for completions of 1024 and more")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 32, 64], help="of the section `ranks`")
-    parser.add_argument("--micro-batch-tokens", type=int, default=8192, help="upper bound that sets the micro-batches")
+    parser.add_argument("--micro-batch-tokens", type=int, default=8704, help="upper bound that sets the micro-batches")
     parser.add_argument(
         "--autocast", choices=("bf16", "none"), default="bf16", help="of the learner over its fp32 LoRA"
     )
@@ -76,6 +77,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--cap-gib", type=float, help="limit of the process's CUDA memory, such as 72 for an 80 GB card"
     )
+    parser.add_argument("--profile", action="store_true", help="also print what one update spends its time on")
     parser.add_argument("--expandable", action="store_true", help="let torch's allocator grow its segments")
     parser.add_argument("--no-raw", action="store_true", help="leave raw generation out")
     parser.add_argument("--tiny", action="store_true", help="toy shapes and lengths, on a CPU too")
@@ -128,8 +130,8 @@ def settings_of(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [
         {"batch": batch, "completion": completion, "checkpointing": gc == "on"}
         for gc in sorted(args.checkpointing, reverse=True)
-        for batch in args.batches
         for completion in sorted(args.completions)
+        for batch in args.batches
     ]
 
 
@@ -145,6 +147,8 @@ def measure(args: argparse.Namespace, section: str, size: str, method: str, left
         now = waiting[:1] if section == "ranks" else waiting
         figures = run_process([section, size, method], now, deadline - time.perf_counter())
         merged["rows"] += figures.pop("rows", [])
+        if "error" in figures:
+            figures["error"] = f"{figures['error']} at {figures.get('running')}"
         merged |= figures
         print(f"--- {section}/{size}/{method}: {json.dumps(figures)[:600]}", flush=True)
         if section == "ranks":
@@ -207,9 +211,9 @@ def work(args: argparse.Namespace) -> None:
         import torch
 
         if args.tiny and not torch.cuda.is_available():
-            from tests import vllm_cpu_shim
+            from tests import marlin_shim, vllm_cpu_shim
 
-            vllm_cpu_shim.install()
+            (marlin_shim if args.share else vllm_cpu_shim).install()
         if args.cap_gib and torch.cuda.is_available():
             torch.cuda.set_per_process_memory_fraction(args.cap_gib * GIB / torch.cuda.mem_get_info()[1])
         run = Steps(args, size, method) if section == "steps" else Alone(args, size, method)
@@ -329,6 +333,8 @@ class Steps:
     def plans(self, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return one entry per iteration; the first warms up: kernels are compiled and memory is taken."""
         plans = [settings[0] | {"warm_up": True}]
+        if self.args.profile:
+            plans.append(max(settings, key=lambda s: (-s["completion"], s["batch"])) | {"profile": True})
         for setting in settings:
             long = setting["completion"] >= 1024
             plans += [setting] * (self.args.long_iterations if long else self.args.iterations)
@@ -388,7 +394,12 @@ class Steps:
             max_epochs=len(plans),
             callbacks=[
                 clock,
-                WeightPublisher(format="bf16" if self.method == "bf16" else "auto", lora="adapter"),
+                WeightPublisher(
+                    format="bf16" if self.method == "bf16" else "auto",
+                    lora="adapter",
+                    # an engine that ran out of memory is a result
+                    **({"max_restarts": 0} if "max_restarts" in signature(WeightPublisher).parameters else {}),
+                ),
                 MismatchMonitor(histograms_every=0),
                 Guard(),
             ],
@@ -474,6 +485,9 @@ def make_clock(steps: Steps, plans: list[dict[str, Any]], figures: dict[str, Any
             self.peaks["publish and rollout"] = memory()
             self.tokens = int(batch.mask.sum())
             self.prompt = batch.tokens[0, : int(batch.prompt_length[0])].tolist()
+            if plans[trainer.current_epoch].get("profile"):
+                self.profiler = torch.profiler.profile()
+                self.profiler.start()
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             synchronize()  # before the module closes the iteration's clock
@@ -481,6 +495,10 @@ def make_clock(steps: Steps, plans: list[dict[str, Any]], figures: dict[str, Any
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             synchronize()
             end = time.perf_counter()
+            if plans[trainer.current_epoch].get("profile"):
+                self.profiler.stop()
+                figures["profile"] = top_kernels(self.profiler)
+                print(json.dumps(figures["profile"], indent=1), flush=True)
             self.peaks["update"] = memory()
             plan = plans[trainer.current_epoch]
             row = {key: float(value) for key, value in module.last_row.items()}
@@ -500,11 +518,13 @@ def make_clock(steps: Steps, plans: list[dict[str, Any]], figures: dict[str, Any
                 "publish_bytes": row.get("publish/bytes"),
             }
             engine = module.data.engine
-            if hasattr(engine, "llm") and not steps.args.no_raw and not plan.get("warm_up"):
+            if hasattr(engine, "llm") and not steps.args.no_raw and not rehearses(plan):
                 found["raw_seconds"] = self.raw(engine, plan)
             if not trainer.current_epoch and hasattr(engine, "weight_bytes"):
                 figures["engine_weights_gib"] = round(engine.weight_bytes() / GIB, 3)
                 figures["engine_cache_gib"] = engine.kv_cache_gib
+                parts = module.policy.network.modules()
+                figures["borrowed_layers"] = sum(getattr(part, "stored", None) is not None for part in parts)
             figures["rows"].append(found)
             print(json.dumps(found), flush=True)
             if trainer.current_epoch + 1 < len(plans):
@@ -527,6 +547,19 @@ def make_clock(steps: Steps, plans: list[dict[str, Any]], figures: dict[str, Any
                 return round(raw_seconds(engine.llm, self.prompt, plan["batch"], plan["completion"], True), 3)
 
     return Clock()
+
+
+def rehearses(plan: dict[str, Any]) -> bool:
+    """Return whether an iteration is not counted."""
+    return bool(plan.get("warm_up") or plan.get("profile"))
+
+
+def top_kernels(profiler: Any, count: int = 24) -> dict[str, Any]:
+    """Return the milliseconds of the operations that took most of a profile, with their number of calls."""
+    events = profiler.key_averages()
+    total = lambda event: getattr(event, "self_device_time_total", 0) or event.self_cpu_time_total  # noqa: E731
+    ranked = sorted(events, key=total, reverse=True)
+    return {event.key[:90]: [round(total(event) / 1e3, 2), event.count] for event in ranked[:count]}
 
 
 def same(row: dict[str, Any], plan: dict[str, Any]) -> bool:
@@ -702,7 +735,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if any(row.get("oom") for row in members):
             found.append(one | {"step": "out of memory"})
             continue
-        warm = [row for row in members if not row.get("warm_up")]
+        warm = [row for row in members if not rehearses(row)]
         if not warm:
             continue
         for name in warm[0]["seconds"]:
@@ -732,7 +765,7 @@ def table(results: dict[str, dict[str, Any]]) -> None:
         for row in summary(figures.get("rows", [])):
             cells = [name.replace("steps/", ""), *(row.get(head) for head in heads[1:])]
             print(" | ".join(f"{shown(cell):>9}" for cell in cells))
-        rest = {key: value for key, value in figures.items() if key not in ("rows", "running")}
+        rest = {key: value for key, value in figures.items() if key not in ("rows", "running", "profile")}
         for kind in ("torch", "device"):
             peaks = [peak[kind] for row in figures.get("rows", []) for peak in row.get("peaks", {}).values()]
             rest[f"peak_{kind}"] = max(peaks, default=None)

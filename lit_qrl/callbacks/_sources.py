@@ -60,6 +60,12 @@ class WeightSource:
             return self.aligned.export(self.policy, self.aligned.weights(self.policy), dtype)
         return export_tensors(base_weights(self.policy.network), self.format, list(self.shapes()), dtype)
 
+    def settle(self, engine: Any) -> tuple[Any, ...]:
+        """Let a plugin share the base with the engine that just received it; return the state of the base after it."""
+        if isinstance(self.plugin, NVFP4LoRA) and self.aligned is not None:
+            self.plugin.settle(self.policy, engine)
+        return self.base_state()
+
     def plain(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Yield the learner's weights in its own dtype, an adapter merged in."""
         named = self.policy.named_weights() if self.plugin is None else self.plugin.plain_weights(self.policy)

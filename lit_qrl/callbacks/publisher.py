@@ -298,7 +298,7 @@ class WeightPublisher(RLCallback):
         if self._base is None or self._base[0] != state:
             self._base, self._perturbed = None, set()
             report = self._deliver(module, source.base(dtype), self._rollout_format, source.shapes())
-            self._base, sent = (state, report.layers), report.bytes
+            self._base, sent = (source.settle(engine), report.layers), report.bytes
         changed = source.changed_norms(change)
         restored = source.norms(self._perturbed - changed.keys())
         if changed or restored:

@@ -20,6 +20,7 @@ from lit_qrl.precision.deferred import DeferredWeights, deferred_weights
 from lit_qrl.precision.export import export_tensors, quantize_named, shared_amax
 from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.precision.packed import PackedBase
+from lit_qrl.precision.shared import MarlinNVFP4, borrow
 from lit_qrl.precision.surgery import QuantizedLinear, SwapReport, fused_groups, quantizable_linears
 from lit_qrl.types import QuantizedWeight
 
@@ -36,21 +37,60 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: "PackedLinear") -> Tensor:
         ctx.layer = layer
-        return F.linear(x, layer.dequantized(x.dtype), None if bias is None else bias.to(x.dtype))
+        return F.linear(x, layer.dequantized(x.dtype, x.device), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        return grad @ ctx.layer.dequantized(grad.dtype), None, None
+        return grad @ ctx.layer.dequantized(grad.dtype, grad.device), None, None
 
 
 class PackedLinear(QuantizedLinear):
     """A frozen linear layer that holds codes and scales alone; gradients pass through it to what lies below."""
 
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight "out in", made anew."""
-        q = self.weight
+    waits_on_host: bool = False
+    """True while the codes stay on the host, whatever the module is moved to, until an engine holds them."""
+    stored: MarlinNVFP4 | None = None
+    """The weight in an engine's memory, in place of codes of its own."""
+
+    def dequantized(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """Return the weight "out in", made anew; codes that lie elsewhere are brought to `device` for the call."""
+        if self.stored is not None:
+            assert self.global_scale is not None
+            return self.stored.dequantized(self.format, self.global_scale, dtype)
+        q = self.weight if device is None else self.weight_on(device)
         return _dequantizer(self.format, q.codes.device.type)(q.codes, q.scales, q.global_scale, q.shape, dtype)
+
+    @property
+    def weight(self) -> QuantizedWeight:
+        """The weight in the layout of a checkpoint; of one that is borrowed, a copy."""
+        if self.stored is None:
+            return super().weight
+        assert self.global_scale is not None
+        return self.stored.quantized(self.format, self.global_scale)
+
+    def weight_on(self, device: torch.device) -> QuantizedWeight:
+        """Return the weight with its tensors on `device`."""
+        q = self.weight
+        scales, global_scale = (None if part is None else part.to(device) for part in (q.scales, q.global_scale))
+        return QuantizedWeight(q.codes.to(device), scales, global_scale, q.format, q.shape)
+
+    def borrow(self, stored: MarlinNVFP4) -> None:
+        """Read the weight from `stored` from now on, and drop the codes and scales held here."""
+        assert self.global_scale is not None
+        self.stored, self.waits_on_host = stored, False
+        self.codes = self.scales = None
+        self.global_scale = self.global_scale.to(stored.words.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedLinear":
+        if not self.waits_on_host:
+            super()._apply(fn, recurse)
+            return self
+        held = self.codes, self.scales, self.global_scale
+        self.codes = self.scales = self.global_scale = None
+        super()._apply(fn, recurse)
+        self.codes, self.scales, self.global_scale = held
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x @ W.T + b`: "... in" -> "... out", in the dtype of `x`."""
@@ -81,6 +121,8 @@ class NVFP4LoRA(QuantizedPrecision):
         format: `nvfp4`, `mxfp4`, `nf4`, `int4_group`, or any weight-only number format.
         exclude: globs over names of linear layers that stay as they are, beside embeddings, output and routers.
         autocast: run the other operations in bf16 over fp32 adapters; `none` leaves each in its own dtype.
+        share_weights: hold the base once: after its publish the learner reads the engine's own tensors. Needs
+            VLLMEngine on CUDA with `sleep_level: 0` and nvfp4; until then the codes wait in the host's memory.
 
     Raises:
         ConfigError: for a format that quantizes activations or packs nothing.
@@ -91,6 +133,7 @@ class NVFP4LoRA(QuantizedPrecision):
         format: NumberFormat | str = "nvfp4",
         exclude: Sequence[str] = (),
         autocast: Literal["none", "bf16"] = "none",
+        share_weights: bool = False,
     ) -> None:
         found = formats.get(format)
         if found.quantizes_activations or isinstance(found, formats.Dense):
@@ -101,6 +144,7 @@ class NVFP4LoRA(QuantizedPrecision):
                 remedy="Use QATAligned for formats that quantize activations.",
             )
         super().__init__(found, exclude, autocast)
+        self.share_weights = share_weights
         self._fingerprint: str | None = None
 
     def configure_policy(self, policy: Any) -> None:
@@ -179,7 +223,12 @@ class NVFP4LoRA(QuantizedPrecision):
 
     def _place(self, network: nn.Module, name: str, linear: nn.Linear, q: QuantizedWeight) -> None:
         packed = PackedLinear.from_linear(linear, self.format, cache=False)
-        packed.set_weight(q)
+        if self.share_weights:
+            packed.set_weight(q)
+            packed.set_weight(packed.weight_on(torch.device("cpu")))
+            packed.waits_on_host = True
+        else:
+            packed.set_weight(q)
         parent, _, child = name.rpartition(".")
         setattr(network.get_submodule(parent), child, packed)
 
@@ -240,7 +289,39 @@ class NVFP4LoRA(QuantizedPrecision):
         """
         layers = self.packed(policy)
         stream = self.weights(policy) if named is None else named
-        return export_tensors(stream, self.format, list(layers), dtype, lambda name, tensor: layers[name].weight)
+        device = next(network_of(policy).parameters()).device
+        held = self._held(layers)
+        return export_tensors(
+            stream, self.format, list(layers), dtype, lambda name, tensor: held(name).weight_on(device)
+        )
+
+    def _held(self, layers: dict[str, PackedLinear]) -> Callable[[str], PackedLinear]:
+        """Return how a layer is had for an export; one whose engine has damaged it is refused."""
+        if any(layer.stored is not None for layer in layers.values()) and _fingerprint(layers) != self._fingerprint:
+            raise ConfigError(
+                "The base that learner and engine share is damaged, and there is no other copy to publish.",
+                expected=f"fingerprint {self._fingerprint}",
+                remedy="Start again from the last checkpoint.",
+            )
+        return layers.__getitem__
+
+    def settle(self, policy: Any, engine: Any) -> None:
+        """Share the base with the engine that just received it, where `share_weights` asks for that.
+
+        Raises:
+            ConfigError: when the engine holds a layer in a layout that is not known.
+        """
+        if not self.share_weights:
+            return
+        network = network_of(policy)
+        plain = {
+            _checkpoint_name(name): parameter
+            for name, parameter in network.named_parameters()
+            # vectors stay apart: a callback may perturb the engine's norms
+            if parameter.ndim == 2 and not parameter.requires_grad and "lora_" not in name
+        }
+        taken = borrow(self.packed(network), plain, engine)
+        log.info("NVFP4LoRA: %d weights are the engine's own", len(taken))
 
     def weights(self, policy: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the base's tensors under their checkpoint names; of a packed layer, an empty tensor in its place."""

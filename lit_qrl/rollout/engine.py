@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lit_qrl.errors import ConfigError
 from lit_qrl.types import Completion, PublishReport, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from lit_qrl.precision.formats.base import NumberFormat
+    from lit_qrl.precision.shared import MarlinNVFP4
 
 Progress = Callable[[int, int], None]
 """Called during generation with (sequences finished, tokens drawn so far)."""
@@ -118,6 +120,18 @@ class RolloutEngine(ABC):
     def perturb(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> PublishReport:
         """Replace the given norms in place, nothing else."""
         raise NotImplementedError(f"{type(self).__name__} cannot replace norms alone.")
+
+    def check_sharing(self, format: "NumberFormat | None") -> None:
+        """Raise `ConfigError` where a learner could not read this engine's weights in place of its own."""
+        raise ConfigError(
+            f"{type(self).__name__} keeps no weights that a learner could share.",
+            expected="VLLMEngine on CUDA with nvfp4",
+            remedy="Set share_weights to false.",
+        )
+
+    def stored_weight(self, layer: str) -> "MarlinNVFP4 | None":
+        """Return a linear layer's weight as it lies in the engine's memory, or None where its layout is not known."""
+        return None
 
     @abstractmethod
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -27,6 +27,7 @@ from lit_qrl.rollout.vllm_checks import (
     check_processes,
 )
 from lit_qrl.rollout.vllm_folder import model_folder
+from lit_qrl.rollout.vllm_shared import LendsWeights
 from lit_qrl.rollout.vllm_watchdog import Watchdog
 from lit_qrl.rollout.vllm_weights import LiveModel
 from lit_qrl.types import Completion, PublishReport, SamplingParams
@@ -41,7 +42,7 @@ Load = Callable[[Tensors, ReceivedLedger], None]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-class VLLMEngine(RolloutEngine):
+class VLLMEngine(LendsWeights, RolloutEngine):
     """Draws completions with vLLM, in process, on CPU or one GPU.
 
     The engine starts with random weights in a folder of its own that holds a config alone; the first publish fills it.
