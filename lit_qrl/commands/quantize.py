@@ -32,10 +32,10 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--model", required=True, help="folder with safetensors, or name on the hub")
+    made.add_argument("--model", required=True, metavar="MODEL", help="folder with safetensors, or name on the hub")
     made.add_argument("--format", required=True, help="nvfp4, mxfp4, int4_group or nf4")
     made.add_argument("--output", required=True, type=Path, help="folder to make; new or empty")
-    made.add_argument("--group_size", type=int, help="inputs per scale of int4_group: 32, 64 or 128 (default: 128)")
+    made.add_argument("--group_size", type=int, metavar="N", help="inputs per scale of int4_group (default: 128)")
     made.add_argument(
         "--exclude",
         nargs="*",
@@ -45,21 +45,22 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--dtype",
+        metavar="auto|bf16|fp16|fp32",
         choices=["auto", "bf16", "fp16", "fp32"],
         default="auto",
         help="of everything else; auto keeps what is stored (default: auto)",
     )
     made.add_argument("--device", default="auto", help="where layers are quantized (default: a GPU if there is one)")
-    made.add_argument("--shard_gib", type=float, default=4.0, help="largest file written, in GiB (default: 4)")
+    made.add_argument("--shard_gib", type=float, metavar="GIB", default=4.0, help="largest file written (default: 4)")
     made.add_argument("--revision", help="branch, tag or commit on the hub")
     awq = made.add_argument_group("AWQ scaling of input channels")
     awq.add_argument("--awq", type=_truth, default=False, metavar="true|false", help="default: false")
     awq.add_argument("--calibration", metavar="DATA", help="JSONL, JSON, CSV or Parquet file, folder, or hub data set")
-    awq.add_argument("--calibration_column", default="text", help="column of the text (default: text)")
-    awq.add_argument("--calibration_split", default="train", help="of a folder or hub data set (default: train)")
-    awq.add_argument("--calibration_samples", type=int, default=256, help="sequences (default: 256)")
-    awq.add_argument("--calibration_tokens", type=int, default=2048, help="tokens of each (default: 2048)")
-    awq.add_argument("--seed", type=int, default=0, help="of the order in which texts are taken (default: 0)")
+    awq.add_argument("--calibration_column", default="text", metavar="NAME", help="column of the text (default: text)")
+    awq.add_argument("--calibration_split", default="train", metavar="NAME", help="of a data set (default: train)")
+    awq.add_argument("--calibration_samples", type=int, metavar="N", default=256, help="sequences (default: 256)")
+    awq.add_argument("--calibration_tokens", type=int, metavar="N", default=2048, help="tokens of each (default: 2048)")
+    awq.add_argument("--seed", type=int, metavar="N", default=0, help="of the texts' order (default: 0)")
     return made
 
 
@@ -92,11 +93,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     import torch
 
     from lit_qrl.policy import DTYPES
-    from lit_qrl.precision.checkpoint import local_folder
+    from lit_qrl.precision.checkpoint import local_folder, refuse_existing
     from lit_qrl.precision.quantize import quantize_checkpoint, weight_only
 
     options = {} if arguments.group_size is None else {"group_size": arguments.group_size}
     format = weight_only(arguments.format, **options)
+    refuse_existing(arguments.output)
     source = local_folder(arguments.model, arguments.revision)
     device = _device(arguments.device)
     sequences = _sequences(arguments, source) if arguments.awq else None
@@ -199,6 +201,14 @@ def _bar(unit: str) -> Iterator[Callable[[int, int], None]]:
     )
 
     columns = (TextColumn(unit), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(unit, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Progress(*columns, console=Console(stderr=True))
+    task = bar.add_task(unit, total=None)
+
+    def progress(done: int, total: int) -> None:
+        bar.start()  # not before there is work, so that an error stands alone
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield progress
+    finally:
+        bar.stop()

@@ -197,6 +197,14 @@ def copy_side_files(source: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
+def refuse_existing(output: Path) -> None:
+    """Raise `ConfigError` when `output` is a file, or a folder with something in it."""
+    if output.is_file() or (output.is_dir() and any(output.iterdir())):
+        raise ConfigError(
+            f"The output {output} exists already.", expected="a folder that is new or empty", remedy="Name another."
+        )
+
+
 @contextmanager
 def appearing(output: Path, needed_bytes: int = 0) -> Iterator[Path]:
     """Give a folder to write into, beside `output`, which takes its name at the end; an error leaves nothing.
@@ -208,10 +216,7 @@ def appearing(output: Path, needed_bytes: int = 0) -> Iterator[Path]:
     Raises:
         ConfigError: when `output` exists, its disk has no room, or it cannot be written.
     """
-    if output.is_file() or (output.is_dir() and any(output.iterdir())):
-        raise ConfigError(
-            f"The output {output} exists already.", expected="a folder that is new or empty", remedy="Name another."
-        )
+    refuse_existing(output)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(output.parent).free
