@@ -21,7 +21,13 @@ from lit_qrl.precision.export import export_tensors, quantize_named, shared_amax
 from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.precision.packed import PackedBase
 from lit_qrl.precision.shared import MarlinNVFP4, borrow
-from lit_qrl.precision.surgery import QuantizedLinear, SwapReport, fused_groups, quantizable_linears
+from lit_qrl.precision.surgery import (
+    QuantizedLinear,
+    SwapReport,
+    fused_groups,
+    leave_to_each_rank,
+    quantizable_linears,
+)
 from lit_qrl.types import QuantizedWeight
 
 log = logging.getLogger(__name__)
@@ -250,6 +256,7 @@ class NVFP4LoRA(QuantizedPrecision):
                 given=type(module).__name__,
             )
         self._fingerprint = _fingerprint(layers)
+        leave_to_each_rank(module)
         return module
 
     @override

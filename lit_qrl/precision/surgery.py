@@ -148,6 +148,21 @@ def swap_linears(
     return SwapReport(tuple(swapped), tuple(present), tuple(skipped))
 
 
+def leave_to_each_rank(module: nn.Module) -> None:
+    """Keep DDP from sending the weights of quantized layers around: before every forward pass, and FP8 not at all.
+
+    Each rank makes them of the same weights.
+
+    Args:
+        module: what DDP will wrap.
+    """
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    for name, part in module.named_modules():
+        if isinstance(part, QuantizedLinear):
+            ignored |= {f"{name}.{buffer}" for buffer in part._buffers}
+    module._ddp_params_and_buffers_to_ignore = sorted(ignored)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class QuantizedLinear(nn.Module):
     """A linear layer of a sampler: it holds codes and scales, and has no parameter but its bias.
 

@@ -13,6 +13,7 @@ from lit_qrl.precision import block_fp8
 from lit_qrl.precision.base import LowBitLinear, QuantizedPrecision, autocast_input, network_of
 from lit_qrl.precision.block_fp8 import Backend, Operand
 from lit_qrl.precision.formats.fp8_block import BLOCK, FP8Block
+from lit_qrl.precision.fused_blocks import fuse as fuse_blocks
 from lit_qrl.precision.surgery import quantizable_linears
 
 log = logging.getLogger(__name__)
@@ -83,9 +84,10 @@ class UnifiedFP8(QuantizedPrecision):
         backend: `te` (Transformer Engine's kernels), `torch` (scaled_mm), `emulate` (any device), or `auto`.
         exclude: globs over names of linear layers that stay as they are, beside embeddings, output and routers.
         autocast: run the other operations in bf16 over fp32 master weights; `none` leaves each in its own dtype.
+        fuse: quantize in the kernel of the norm or activation before a layer, where these are known; for `torch`.
 
     Raises:
-        ConfigError: for a backend that this host cannot run.
+        ConfigError: for a backend that this host cannot run, or `fuse` with Transformer Engine's own quantizers.
     """
 
     layer_class = UnifiedLinear
@@ -95,9 +97,16 @@ class UnifiedFP8(QuantizedPrecision):
         backend: Literal["auto", "te", "torch", "emulate"] = "auto",
         exclude: Sequence[str] = (),
         autocast: Literal["none", "bf16"] = "none",
+        fuse: bool = False,
     ) -> None:
         super().__init__(FP8Block(), exclude, autocast)
-        self.backend = block_fp8.backend(backend)
+        self.backend, self.fuse = block_fp8.backend(backend), fuse
+        if fuse and self.backend.name == "te":
+            raise ConfigError(
+                "The backend te quantizes with its own kernels, which are not fused with what comes before.",
+                given="fuse: true",
+                remedy="Set backend to torch, or fuse to false.",
+            )
         if backend == "auto":
             log.info("UnifiedFP8 takes the backend %s.", self.backend.name)
 
@@ -109,6 +118,8 @@ class UnifiedFP8(QuantizedPrecision):
         for layer in self.layers(module).values():
             assert isinstance(layer, UnifiedLinear)
             layer.backend = self.backend
+        if self.fuse:
+            fuse_blocks(network_of(module), UnifiedLinear, columns=True)
         return module
 
     def _check_shapes(self, layers: dict[str, nn.Linear]) -> None:

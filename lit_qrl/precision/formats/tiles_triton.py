@@ -110,8 +110,8 @@ def tiles(
     nothing = x if other is None else other
     _tiles_kernel[(tiles_k, tiles_m)](
         x, nothing, along_scale if rstd is None else rstd, x if weight is None else weight, y, along, along_scale,
-        across.view(torch.int32) if columns else across.view(torch.uint8), across_scale, m, k, x.stride(0), padded, before,
-        rows, columns, TILE, num_warps=warps,
+        across.view(torch.int32) if columns else across.view(torch.uint8), across_scale, m, k, x.stride(0), padded,
+        before, rows, columns, TILE, num_warps=warps,
     )  # fmt: skip
     return y, (along, along_scale.t()) if rows else None, (across, across_scale.t()) if columns else None
 

@@ -1,7 +1,7 @@
 """Triton kernels that turn packed 4-bit weights into numbers and back; import it only where Triton and CUDA are.
 
-All formats here store blocks of consecutive weights, so a weight is one flat row of blocks: each program reads, computes
-and writes one contiguous piece, a thread eight codes (one int32) and eight numbers (16 bytes of bf16).
+All formats here store blocks of consecutive weights, so a weight is one flat row of blocks: each program reads,
+computes and writes one contiguous piece, a thread eight codes (one int32) and eight numbers (16 bytes of bf16).
 """
 
 # Kernels are compiled from their source and launched with arguments that their Python signature does not have.
@@ -89,8 +89,8 @@ def values(
     out = torch.empty(shape, dtype=dtype, device=packed.device)
     count = flat.numel()
     _values_kernel[(triton.cdiv(count, words),)](
-        flat, scales.contiguous(), scales if divisor is None else divisor, scales if table is None else table, out, count,
-        kind, scales.dtype == torch.uint8, divisor is not None, per_scale // 8, words, num_warps=warps,
+        flat, scales.contiguous(), scales if divisor is None else divisor, scales if table is None else table, out,
+        count, kind, scales.dtype == torch.uint8, divisor is not None, per_scale // 8, words, num_warps=warps,
     )  # fmt: skip
     return out
 

@@ -1,0 +1,113 @@
+"""On a CUDA device: norms and gated activations that leave their kernel quantized, against the plain modules."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from lit_qrl.precision import QATAligned, UnifiedFP8
+from lit_qrl.precision.formats import FP8Block, fused, tiles_triton
+from lit_qrl.precision.fused_blocks import FusedGatedMLP, FusedRMSNorm
+
+from .formats.oracle import bits
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+
+
+def same(made, expected):
+    assert torch.equal(bits(made[0]), bits(expected[0]))
+    assert torch.equal(made[1], expected[1])
+
+
+def kept(y):
+    return getattr(y, "_lit_qrl_tiles")  # noqa: B009
+
+
+@pytest.mark.parametrize("rows", [1, 100, 128, 1000])
+@pytest.mark.parametrize("warps", [4, 8, 16])
+def test_tiles_are_those_of_the_plain_operations(rows, warps):
+    torch.manual_seed(0)
+    x = (torch.randn(rows, 640) * torch.rand(rows, 1) * 10).bfloat16()
+    x[0] = 0
+    _, along, across = tiles_triton.tiles(x.to(DEVICE), True, True, warps=warps)
+    for made, expected in zip((along, across), fused.e4m3_tiles(x, True, True), strict=True):
+        same([part.cpu() for part in made], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_norm_is_the_module_s_bit_for_bit(dtype):
+    torch.manual_seed(0)
+    norm = Qwen3RMSNorm(1536).to(DEVICE, dtype)
+    nn.init.uniform_(norm.weight, 0.5, 1.5)
+    x = torch.randn(3, 77, 1536, device=DEVICE, dtype=dtype) * 3
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    ours = FusedRMSNorm(copy.deepcopy(norm), columns=True)
+    y, expected = ours(inputs[0]), norm(inputs[1])
+    assert torch.equal(bits(y), bits(expected))
+    plain = fused.e4m3_tiles(expected.detach().view(-1, 1536), True, True)
+    same(kept(y).along, plain[0])
+    same(kept(y).across, plain[1])
+    upstream = torch.randn_like(y)
+    y.backward(upstream)
+    expected.backward(upstream)
+    for mine, theirs in ((inputs[0].grad, inputs[1].grad), (ours.weight.grad, norm.weight.grad)):
+        assert (mine.float() - theirs.float()).norm() / theirs.float().norm() < 2.0**-7
+
+
+def test_the_gated_activation_is_the_module_s_bit_for_bit():
+    torch.manual_seed(0)
+    parts = nn.Module()
+    parts.gate_proj, parts.up_proj, parts.down_proj = (nn.Identity() for _ in range(3))
+    parts.act_fn = nn.SiLU()
+    mlp = FusedGatedMLP(parts, columns=True)
+    gate, up = (torch.randn(3, 77, 1024, device=DEVICE, dtype=torch.bfloat16) * 4 for _ in range(2))
+    for x in (gate, up):
+        x.requires_grad_()
+    made = []
+    from lit_qrl.precision.fused_blocks import _Gated
+
+    y = _Gated.apply(gate, up, True, made)
+    expected = mlp.act_fn(gate) * up
+    assert torch.equal(bits(y), bits(expected))
+    plain = fused.e4m3_tiles(expected.detach().view(-1, 1024), True, True)
+    same(made[0], plain[0])
+    same(made[1], plain[1])
+    upstream = torch.randn_like(y)
+    ours = torch.autograd.grad(y, (gate, up), upstream)
+    theirs = torch.autograd.grad(expected, (gate, up), upstream)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine.float() - other.float()).norm() / other.float().norm() < 2.0**-7
+
+
+def network():
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=256, hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=256, attn_implementation="sdpa",
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).to(DEVICE, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "plugin", [lambda fuse: UnifiedFP8("torch", fuse=fuse), lambda fuse: QATAligned(FP8Block(), fuse=fuse)]
+)
+def test_a_fused_network_computes_and_learns_what_the_plain_one_does(plugin):
+    tokens = torch.randint(0, 256, (2, 100), device=DEVICE)
+    results = []
+    for fuse in (False, True):
+        model = network()
+        plugin(fuse).convert_module(model)
+        assert fuse == any(isinstance(part, FusedRMSNorm) for part in model.modules())
+        logits = model(input_ids=tokens, use_cache=False).logits
+        logits.float().logsumexp(-1).mean().backward()
+        results.append((logits, {name: p.grad.float() for name, p in model.named_parameters()}))
+    (plain, gradients), (made, others) = results
+    assert torch.equal(bits(plain), bits(made))
+    assert gradients.keys() == others.keys()
+    for name, gradient in gradients.items():
+        assert (others[name] - gradient).norm() <= 0.05 * gradient.norm() + 1e-6, name
