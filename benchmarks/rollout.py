@@ -2,22 +2,26 @@
 
     python benchmarks/rollout.py --shape 7b --formats bf16 fp8_row int4_group --sections speed publish --out out.json
 
-Weights are random and made on the device; nothing is read or downloaded. Each format has a process of its own, so that
-one that fails or hangs costs its own time alone. Sections:
+Weights are random and made on the device, layer by layer unless they are published again; nothing is read or
+downloaded. Each format has a process of its own, so that one that fails or hangs costs its own time alone, and a
+section that fails leaves the others' figures. Sections:
 
-verify   three publishes with every check on: ledgers, columns through the GEMM, read-back, probe (tiny shape only)
+verify   three publishes with every check on: ledgers, columns through the GEMM, read-back, probe (small shapes only)
 speed    tokens/s at each batch size, against `LLM.generate` on the same object with the same log-prob settings
 grpo     the same for 64 prompts × 8 completions of uneven length, up to 1024 tokens
 publish  seconds of the first publish and of later ones, quantization and receipts included, and of the parts
+profile  where a publish spends its time: functions on the host, kernels and waits on the device
 lora     seconds to replace a LoRA adapter of rank 32 over that base, and tokens/s with it
 norms    seconds to replace the norms in place
-sleep    seconds to sleep and to wake at levels 1 and 2, with the publish that level 2 needs
+sleep    seconds to sleep and to wake at levels 1 and 2, with the publish that follows
 """
 
 import argparse
 import contextlib
+import cProfile
 import json
 import os
+import pstats
 import statistics
 import subprocess
 import sys
@@ -32,6 +36,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "mini": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512, "initializer_range": 0.05},
     "tiny": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4, "num_attention_heads": 16}
     | {"num_key_value_heads": 8, "vocab_size": 2048, "initializer_range": 0.05},
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
@@ -39,42 +45,63 @@ SHAPES: dict[str, dict[str, Any]] = {
     "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
     | {"num_key_value_heads": 8, "vocab_size": 152064},
 }
-SECTIONS = ("verify", "speed", "grpo", "publish", "lora", "norms", "sleep")
+SMALL = ("mini", "tiny")  # the learner is there as a whole and can be scored
+SECTIONS = ("verify", "speed", "grpo", "publish", "profile", "norms", "lora", "sleep")
 LORA_RANK = 32
+SHOWN = 14  # rows of a profile
 # About as many of a 152 k vocabulary that a random model's completion ends after 750 tokens on average.
 STOP_TOKENS = 200
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny", help="Qwen2.5's shapes, or four small layers")
+    parser.add_argument("--shape", choices=SHAPES, default="tiny", help="Qwen2.5's, or small ones of Qwen3's kind")
     parser.add_argument("--formats", nargs="+", default=["bf16", "fp8_row", "fp8_block", "int4_group", "nvfp4"])
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=["speed", "publish"])
     parser.add_argument("--batches", type=int, nargs="+", default=[2, 8, 64])
     parser.add_argument("--prompt", type=int, default=256, help="tokens of each prompt")
     parser.add_argument("--completion", type=int, default=256, help="tokens of each completion")
+    parser.add_argument("--grpo", type=int, nargs=3, default=[64, 8, 1024], help="prompts, completions, most tokens")
     parser.add_argument("--repeats", type=int, default=2, help="timed runs of each kind; the best counts")
     parser.add_argument("--share", type=float, default=0.45, help="of the GPU's memory, for the engine")
     parser.add_argument("--start", choices=("quick", "compile", "eager"), default="quick", help="how decoding is run")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--no-request-seeds", action="store_true", help="seed the engine instead of each request")
     parser.add_argument("--timeout", type=float, default=540, help="seconds for each format")
+    parser.add_argument("--budget", type=float, default=3600, help="seconds for all; no format starts in the last 40")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
+    parser.add_argument("--lora-formats", nargs="*", help="formats that run the section lora; all by default")
+    parser.add_argument("--sleep-formats", nargs="*", help="formats that run the section sleep; all by default")
     parser.add_argument("--worker", nargs=2, metavar=("FORMAT", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         work(args, *args.worker)
         return
-    results = {name: measure(args, name) for name in args.formats}
-    if args.out:
-        args.out.write_text(
-            json.dumps({"arguments": vars(args) | {"out": str(args.out)}, "results": results}, indent=1)
-        )
+    results: dict[str, Any] = {}
+    end = time.perf_counter() + args.budget
+    for name in args.formats:
+        left = end - time.perf_counter()
+        results[name] = measure(args, name, min(args.timeout, left)) if left > 40 else {"error": "no time left"}
+        if args.out:  # after each, so that a run that is cut short leaves what it had
+            given = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+            args.out.write_text(json.dumps({"arguments": given, "device": device(), "results": results}, indent=1))
     table(args, results)
 
 
-def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Return what a process of its own finds for one format."""
+def device() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    found = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+    with contextlib.suppress(PackageNotFoundError):
+        found["vllm"] = version("vllm")
+    found["name"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return found
+
+
+def measure(args: argparse.Namespace, name: str, timeout: float) -> dict[str, Any]:
+    """Return what a process of its own finds for one format in `timeout` seconds."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         command = [sys.executable, __file__, *sys.argv[1:], "--worker", name, str(file)]
@@ -82,12 +109,12 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
         process = subprocess.Popen(command, start_new_session=True)
         problem = ""
         try:
-            process.wait(args.timeout)
+            process.wait(timeout)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)
             process.wait()
-            problem = f"stopped after {args.timeout:g} s"
+            problem = f"stopped after {timeout:.0f} s"
         figures = json.loads(file.read_text()) if file.exists() else {}
         if process.returncode and not problem and "error" not in figures:
             problem = f"exit status {process.returncode}"
@@ -100,19 +127,40 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
 
 def work(args: argparse.Namespace, name: str, file: str) -> None:
     figures: dict[str, Any] = {}
-    try:
-        bench = Bench(args, name)
-        for section in args.sections:
-            print(f"--- {name}: {section}", flush=True)
+    bench = None
+    for section in args.sections:
+        only = getattr(args, f"{section}_formats", None)
+        if only is not None and name not in only:
+            continue
+        print(f"--- {name}: {section}", flush=True)
+        start = time.perf_counter()
+        try:
+            bench = bench or Bench(args, name)
             figures.update(getattr(bench, f"run_{section}")())
-            Path(file).write_text(json.dumps(figures))
-        bench.close()
-    except Exception as error:
-        traceback.print_exc()
-        figures["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
-    Path(file).write_text(json.dumps(figures))
+        except Exception as error:
+            traceback.print_exc()
+            lines = str(error).splitlines()
+            figures["error"] = f"{section}: {type(error).__name__}: {lines[0] if lines else ''}"[:300]
+            if bench is not None and section in ("lora", "sleep"):
+                with contextlib.suppress(Exception):
+                    bench.close()
+        figures[f"{section}_section_seconds"] = round(time.perf_counter() - start, 1)
+        Path(file).write_text(json.dumps(figures))
+        print(f"--- {name}: {section} done in {figures[f'{section}_section_seconds']} s", flush=True)
     sys.stdout.flush()
     os._exit(0)  # engines leave threads behind that can keep the interpreter alive
+
+
+class Clock:
+    """Seconds since the last lap, by name."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name], self._last = now - self._last, now
 
 
 class Bench:
@@ -128,11 +176,13 @@ class Bench:
         self.torch, self.args, self.name = torch, args, name
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.format = None if name == "bf16" else formats.get(name)
-        kind = Qwen3Config if args.shape == "tiny" else Qwen2Config
-        limit = args.prompt + max(args.completion, 1024) + 8
+        small = args.shape in SMALL
+        kind = Qwen3Config if small else Qwen2Config
+        self.limit = max(args.completion, args.grpo[2]) if "grpo" in args.sections else args.completion
+        limit = args.prompt + self.limit + 8
         config = kind(**SHAPES[args.shape], max_position_embeddings=max(4096, limit), tie_word_embeddings=False)
         torch.manual_seed(0)
-        with torch.device(self.device if args.shape == "tiny" else "meta"):
+        with torch.device(self.device if small else "meta"):
             self.network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         self.network.requires_grad_(False).eval()
         self.shapes = {name: tuple(m.weight.shape) for name, m in quantizable_linears(self.network).items()}
@@ -176,27 +226,30 @@ class Bench:
 
         self.version += 1
         self.sync()
-        start = time.perf_counter()
+        clock = Clock()
         sampled = {name: self.shapes[name] for name in receipt.choose(list(self.shapes), self.version)}
         sent = receipt.SentLedger(self.version, self.format, sampled)
         stream = sent.watch(export_tensors(self.weights(keep), self.format, list(self.shapes)))
         report = self.engine.load_weights(stream, self.format, self.version)
-        loaded = time.perf_counter()
+        clock.lap("load")
         faults = receipt.compare(sent, report.received, self.previous)
+        clock.lap("ledgers")
         faults += receipt.compare_columns(sent, self.engine.read_columns, exact=self.format is None)
+        clock.lap("columns")
         names = list(sent.receipts())
         faults += receipt.compare_read_back(sent, self.engine.read_back, names[:: max(len(names) // 4, 1)])
         self.sync()
-        done = time.perf_counter()
+        clock.lap("read_back")
         self.previous, self.report, self.sent = sent.receipts(), report, sent
         for fault in faults[:5]:
             print("FAULT", fault, flush=True)
-        return {"all": done - start, "load": loaded - start, "compare": done - loaded, "faults": len(faults)}
+        return {**clock.laps, "all": sum(clock.laps.values()), "faults": len(faults)}
 
     # --------------------------------------------------------------------------------------------------------- engine
 
     def start(self, **changes: Any) -> float:
         """Build an engine and fill it; return the seconds until then."""
+        from lit_qrl.callbacks.publisher import PROBE_LENGTH
         from lit_qrl.rollout.vllm import VLLMEngine
         from lit_qrl.types import SamplingParams
 
@@ -212,13 +265,17 @@ class Bench:
         } | changes
         start = time.perf_counter()
         self.engine = VLLMEngine(**options)
-        self.engine.prompt_limit = args.prompt
-        sampling = SamplingParams(max_tokens=max(args.completion, 1024), ignore_stop=True)
+        self.engine.prompt_limit = max(args.prompt, PROBE_LENGTH)
+        sampling = SamplingParams(max_tokens=self.limit, ignore_stop=True)
         self.engine.validate(self.format, sampling)
-        self.engine.setup(SimpleNamespace(network=self.network, lora=self.lora_config()), None, sampling)
-        first = self.publish(keep="publish" in args.sections or "sleep" in args.sections)
-        self.first = first
-        return time.perf_counter() - start
+        lora = self.lora_config() if options.get("max_lora_rank") else None
+        self.engine.setup(SimpleNamespace(network=self.network, lora=lora), None, sampling)
+        self.engine._start(self.format)
+        self.sync()
+        seconds = time.perf_counter() - start
+        self.previous = None
+        self.first = self.publish(keep=bool({"publish", "profile", "sleep"} & {*args.sections}))
+        return seconds
 
     def ready(self) -> dict[str, Any]:
         if self.engine is not None:
@@ -226,6 +283,7 @@ class Bench:
         seconds = self.start()
         return {
             "start_seconds": round(seconds, 1),
+            "first_publish": round(self.first["all"], 3),
             "weights_gib": round(self.engine.weight_bytes() / 2**30, 3),
             "loaded": self.report.layers.get(next(n for n in self.report.layers if "down_proj" in n)),
         }
@@ -255,7 +313,7 @@ class Bench:
         probe = Probe(self.vocabulary, activations)
         faults, probes = [self.first["faults"]], []
         for _ in range(3):
-            if self.args.shape == "tiny":
+            if self.args.shape in SMALL:
                 scores = learner_scores(self.network, probe.tokens, self.format)
                 result = probe.compare(self.engine.score(probe.tokens), scores)
                 probes.append(round(result.mean, 4))
@@ -275,23 +333,29 @@ class Bench:
         generator = self.torch.Generator().manual_seed(seed)
         return self.torch.randint(self.vocabulary, (count, self.args.prompt), generator=generator).tolist()
 
-    def compare_speed(self, batch: int, n: int, sampling: Any) -> dict[str, float]:
-        """Return tokens/s of the engine and of `LLM.generate`, alternating, each run with prompts of its own."""
+    def compare_speed(self, batch: int, n: int, sampling: Any, warm: int | None = None) -> dict[str, float]:
+        """Return tokens/s of the engine and of `LLM.generate`, alternating, each run with prompts of its own.
+
+        The first run is not timed; `warm` is how many tokens its completions have, by default as many as the others.
+        """
         import vllm
 
+        from lit_qrl.types import SamplingParams
+
+        first = SamplingParams(max_tokens=warm or sampling.max_tokens, ignore_stop=True)
         params = vllm.SamplingParams(
             n=1, max_tokens=sampling.max_tokens, temperature=1.0, ignore_eos=True, detokenize=False, logprobs=0,
             flat_logprobs=True, stop_token_ids=[] if sampling.ignore_stop else list(sampling.stop_token_ids),
         )  # fmt: skip
-        best = {"engine": 0.0, "raw": 0.0}
+        best, tokens = {"engine": 0.0, "raw": 0.0}, 0
         for repeat in range(self.args.repeats + 1):  # the first warms up
             for kind in best:
                 prompts = self.prompts(batch, seed=1 + 2 * repeat + (kind == "raw"))
                 self.engine.llm.reset_prefix_cache()
                 self.sync()
                 start = time.perf_counter()
-                if kind == "engine":
-                    drawn = self.engine.generate(prompts, n, repeat, None, sampling)
+                if kind == "engine" or not repeat:
+                    drawn = self.engine.generate(prompts, n, repeat, None, sampling if repeat else first)
                     tokens = sum(len(completion.token_ids) for completion in drawn)
                 else:
                     inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(n)]
@@ -300,7 +364,7 @@ class Bench:
                 speed = tokens / (time.perf_counter() - start)
                 if repeat:
                     best[kind] = max(best[kind], speed)
-        return {"engine": round(best["engine"], 1), "raw": round(best["raw"], 1)}
+        return {kind: round(speed, 1) for kind, speed in best.items()} | {"tokens": tokens}
 
     def run_speed(self) -> dict[str, Any]:
         from lit_qrl.types import SamplingParams
@@ -314,7 +378,9 @@ class Bench:
 
         figures = self.ready()
         stops = tuple(range(0, self.vocabulary, max(self.vocabulary // STOP_TOKENS, 1)))
-        return figures | {"grpo": self.compare_speed(64, 8, SamplingParams(max_tokens=1024, stop_token_ids=stops))}
+        prompts, n, longest = self.args.grpo
+        sampling = SamplingParams(max_tokens=longest, stop_token_ids=stops)
+        return figures | {"grpo": self.compare_speed(prompts, n, sampling, warm=32)}
 
     def run_publish(self) -> dict[str, Any]:
         figures, times = self.ready(), []
@@ -323,32 +389,85 @@ class Bench:
         for _ in range(5):
             self.step()
             times.append(self.publish())
-        median = {part: round(statistics.median(t[part] for t in times[1:]), 4) for part in ("all", "load", "compare")}
+        median = {part: round(statistics.median(t[part] for t in times[1:]), 4) for part in times[0]}
         median |= self.parts()
         faults = sum(t["faults"] for t in times)
         figures["publish"] = median | {"second": round(times[0]["all"], 4), "faults": faults}
+        routes = self.engine.live.routes
+        copied = 0 if routes is None else sum(routes.copies(name) for name in routes.members)
+        figures["copied_modules"] = f"{copied} of {len(routes.members) if routes else 0}"
         figures["publish_gb"] = round(self.sent.bytes / 1e9, 3)
         if self.device == "cuda":
             figures["publish_peak_gib"] = round(self.torch.cuda.max_memory_allocated() / 2**30, 2)
         return figures
 
     def parts(self) -> dict[str, float]:
-        """Return seconds of quantization alone, and of a bare reload of ready tensors, without receipts."""
+        """Return seconds of quantization alone, with the sender's receipts, and of vLLM's bare reload of the result."""
         from lit_qrl.precision.export import export_tensors
+        from lit_qrl.rollout.receipt import SentLedger
 
-        quantize, reload = [], []
-        for _ in range(3):
+        laps: dict[str, list[float]] = {}
+        for version in range(3):
             self.sync()
-            start = time.perf_counter()
+            clock = Clock()
+            for _ in export_tensors(self.weights(), self.format, list(self.shapes)):
+                pass
+            self.sync()
+            clock.lap("quantize")
+            sent = SentLedger(version, self.format)
+            for _ in sent.watch(export_tensors(self.weights(), self.format, list(self.shapes))):
+                pass
+            sent.receipts()
+            clock.lap("quantize_and_receipts")
             ready = list(export_tensors(self.weights(), self.format, list(self.shapes)))
             self.sync()
-            quantize.append(time.perf_counter() - start)
-            start = time.perf_counter()
+            clock.lap("ready")
             self.engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": ready})
             self.sync()
-            reload.append(time.perf_counter() - start)
+            clock.lap("bare_reload")
+            del ready
+            for name, seconds in clock.laps.items():
+                laps.setdefault(name, []).append(seconds)
         self.publish()
-        return {"quantize": round(statistics.median(quantize), 4), "bare_reload": round(statistics.median(reload), 4)}
+        return {name: round(statistics.median(seconds), 4) for name, seconds in laps.items() if name != "ready"}
+
+    def run_profile(self) -> dict[str, Any]:
+        from torch.profiler import ProfilerActivity, profile
+
+        figures = self.ready()
+        self.step()
+        self.publish()
+        host = cProfile.Profile()
+        host.enable()
+        whole = self.publish()["all"]
+        host.disable()
+        rows = []
+        for (file, _, function), (_, calls, own, total, _) in pstats.Stats(host).stats.items():  # pyright: ignore
+            rows.append((round(1e3 * total, 2), round(1e3 * own, 2), calls, f"{Path(file).name}:{function}"))
+        by_total = sorted((row for row in rows if "lit_qrl" in row[3] or ".py:" in row[3]), reverse=True)
+        by_own = sorted(rows, key=lambda row: -row[1])
+        figures["profile_host"] = {"all": round(whole, 4), "by_total": by_total[:40], "by_own": by_own[:25]}
+        print(f"host, {1e3 * whole:.0f} ms under cProfile: own ms, ms with callees, calls, function")
+        for total, own, calls, function in by_own[:SHOWN]:
+            print(f"{own:9.1f} {total:9.1f} {calls:7d} {function[-90:]}")
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device == "cuda")
+        with profile(activities=activities) as device:
+            self.publish()
+        events = []
+        for e in device.key_averages():
+            on_device = getattr(e, "self_device_time_total", 0.0)
+            events.append((round(1e-3 * on_device, 2), round(1e-3 * e.self_cpu_time_total, 2), e.count, e.key))
+        kernels = sorted(events, reverse=True)
+        waits = [event for event in events if event[3].startswith(("cuda", "cu"))]
+        figures["profile_device"] = {
+            "busy": round(sum(event[0] for event in events), 2),
+            "kernels": kernels[:25],
+            "calls": sorted(waits, key=lambda event: -event[1])[:12],
+        }
+        print(f"device busy {figures['profile_device']['busy']} ms: ms on it, ms on the host, calls, name")
+        for event in [*kernels[:SHOWN], *figures["profile_device"]["calls"][:6]]:
+            print(f"{event[0]:9.2f} {event[1]:9.2f} {event[2]:7d} {event[3][:90]}")
+        return figures
 
     def run_norms(self) -> dict[str, Any]:
         figures, times = self.ready(), []
@@ -400,19 +519,23 @@ class Bench:
         for level in (1, 2):
             self.start(sleep_level=level)
             self.prompts_run(8, 32)
-            times = {}
-            for kind in ("sleep", "wake"):
-                self.sync()
-                start = time.perf_counter()
-                getattr(self.engine, kind)()
-                self.sync()
-                times[kind] = time.perf_counter() - start
-                if kind == "sleep" and self.device == "cuda":
-                    times["free_gib"] = self.torch.cuda.mem_get_info()[0] / 2**30
-            after = self.publish() if level == 2 else {"all": 0.0, "faults": 0}
-            self.prompts_run(8, 32)
-            times |= {"publish": after["all"], "faults": after["faults"]}
-            figures[f"sleep_{level}"] = {name: round(value, 3) for name, value in times.items()}
+            cycles = []
+            for _ in range(2):  # the first takes the host's memory for the weights
+                times = {}
+                for kind in ("sleep", "wake"):
+                    self.sync()
+                    start = time.perf_counter()
+                    getattr(self.engine, kind)()
+                    self.sync()
+                    times[kind] = time.perf_counter() - start
+                    if kind == "sleep" and self.device == "cuda":
+                        times["free_gib"] = self.torch.cuda.mem_get_info()[0] / 2**30
+                after = self.publish()
+                self.prompts_run(8, 32)
+                cycles.append(times | {"publish": after["all"], "faults": after["faults"]})
+            last = {name: round(value, 3) for name, value in cycles[-1].items()}
+            figures[f"sleep_{level}"] = last | {"first_cycle": {k: round(v, 3) for k, v in cycles[0].items()}}
+            self.close()
         return figures
 
 
@@ -420,8 +543,8 @@ def table(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
     """Print the figures, one row per format."""
     base = results.get("bf16", {})
     batches = [str(b) for b in args.batches]
-    heads = ["format", "GiB", *(f"tok/s b={b}" for b in batches), "×bf16", "of raw", "grpo", "publish s", "lora s"]
-    heads += ["norms ms", "sleep+wake s", "faults"]
+    heads = ["format", "GiB", *(f"tok/s b={b}" for b in batches), "×bf16", "of raw", "grpo", "publish s", "first s"]
+    heads += ["quantize s", "lora s", "lora tok/s", "norms ms", "sleep+wake s", "faults"]
     print("\n" + " | ".join(f"{head:>12}" for head in heads))
     for name, figures in results.items():
         speed = figures.get("speed", {})
@@ -441,7 +564,10 @@ def table(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
         row += [
             figures.get("grpo", {}).get("engine"),
             figures.get("publish", {}).get("all"),
+            figures.get("first_publish"),
+            figures.get("publish", {}).get("quantize"),
             figures.get("lora_seconds"),
+            figures.get("lora_speed_64"),
         ]
         row += [None if norms is None else round(1e3 * norms, 2), "/".join(f"{s:.2f}" for s in asleep)]
         row.append(figures.get("error") or " ".join(str(f) for f in faults if f is not None))

@@ -158,6 +158,15 @@ def checksum(tensor: Tensor) -> int:
     return collected.finish()["tensor"][0]
 
 
+def warm_up(device: torch.device) -> None:
+    """Compile the kernels on an accelerator, so that the first publish does not wait for them."""
+    sums = Checksums()
+    for dtype in (torch.bfloat16, torch.int32):
+        for count in (32, 1 << 16):  # a narrow matrix and a wide one
+            sums.add(f"{dtype} {count}", torch.zeros(count, dtype=dtype, device=device))
+    sums.finish()
+
+
 def _extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return two numbers that are finite exactly when all of `tensor` is."""
     if tensor.element_size() > 1:

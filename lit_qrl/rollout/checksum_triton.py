@@ -11,6 +11,8 @@ from torch import Tensor
 
 # Words of 8 bytes that one program sums.
 TILE = 8192
+# Columns of a program's tile.
+WIDE, NARROW = 128, 8
 # int64 numbers of each block of memory that the sums are taken from: 8 MiB, zeroed at once.
 POOL = 1 << 20
 
@@ -82,7 +84,7 @@ class Sums:
             start = 0
         self._used = start + size
         pattern = _PATTERNS.get(dtype)
-        wide = min(columns, 128)
+        wide = WIDE if columns >= WIDE // 2 else NARROW  # two kernels to compile, not one for every power of two
         high = TILE // wide
         ones, lowest, signs = pattern or (0, 0, 0)
         grid = (triton.cdiv(rows, high), triton.cdiv(columns, wide))

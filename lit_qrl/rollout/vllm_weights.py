@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lit_qrl.rollout import vllm_compat as compat
 from lit_qrl.rollout import vllm_direct as direct
-from lit_qrl.rollout.checksum import Checksums
+from lit_qrl.rollout.checksum import Checksums, warm_up
 from lit_qrl.rollout.receipt import Fault, PublishError, ReceivedLedger
 from lit_qrl.rollout.vllm_places import DESCRIPTIVE, Place, loaded_format, tensors_of
 
@@ -54,6 +54,8 @@ class LiveModel:
         self._unlocated: list[str] = []
         self._names = {id(module): name for name, module in self._modules.items()}
         self._watch_repacking()
+        if torch.cuda.is_available():
+            warm_up(torch.device("cuda", torch.cuda.current_device()))
 
     # -------------------------------------------------------------------------------------------------------- places
 
