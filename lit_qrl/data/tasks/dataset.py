@@ -31,7 +31,7 @@ class DatasetTask(Task):
         prompt_column: column of the question.
         answer_column: column of the gold answer.
         split: of a folder or hub data set, to train on.
-        subset: configuration of a hub data set.
+        subset: configuration of a hub data set; of a list, the rows of all. It is not `evaluation_path`'s.
         evaluation_path: where the held-out rows are; by default in `path`.
         evaluation_split: split to evaluate on. With neither this nor `evaluation_path`, rows are held out of the
             training data by a seeded draw.
@@ -61,7 +61,7 @@ class DatasetTask(Task):
         prompt_column: str = "question",
         answer_column: str = "answer",
         split: str = "train",
-        subset: str | None = None,
+        subset: str | list[str] | None = None,
         evaluation_path: str | None = None,
         evaluation_split: str | None = None,
         evaluation_size: int | None = None,
@@ -77,7 +77,10 @@ class DatasetTask(Task):
     ) -> None:
         if evaluation_size is not None and evaluation_size < 1:
             raise ConfigError("evaluation_size is too small.", expected="1 or more, or null", given=evaluation_size)
-        self.path, self.split, self.subset, self.name = path, split, subset, name
+        self.path, self.split, self.name = path, split, name
+        self.subsets = subset if isinstance(subset, list) else [subset]
+        if not self.subsets:
+            raise ConfigError("subset is an empty list.", expected="names, one name, or null", given=subset)
         self.prompt_column, self.answer_column = prompt_column, answer_column
         self.evaluation_path, self.evaluation_split = evaluation_path, evaluation_split
         self.evaluation_size, self.seed = evaluation_size, seed
@@ -141,7 +144,8 @@ class DatasetTask(Task):
     # ----------------------------------------------------------------------------------------------------------- rows
 
     def _read(self, path: str, split: str) -> list[dict[str, Any]]:
-        rows = read_rows(path, split, self.subset)
+        subsets = self.subsets if path == self.path else [None]
+        rows = [row for subset in subsets for row in read_rows(path, split, subset)]
         check_columns(rows, [self.prompt_column, self.answer_column, *self.row_filter], path)
         for column, allowed in self.row_filter.items():
             kept = [row for row in rows if _is_allowed(row.get(column), allowed)]

@@ -99,6 +99,25 @@ def test_splits_of_a_folder(tmp_path):
     assert (len(task.train_rows()), len(task.evaluation_rows())) == (8, 4)
 
 
+def test_rows_of_several_subsets(tmp_path):
+    folder = tmp_path / "levels"
+    folder.mkdir()
+    configs = []
+    for level in (3, 4, 5):
+        write(folder / f"level_{level}.jsonl", count=10, start=10 * level)
+        configs.append({"config_name": f"level_{level}", "data_files": f"level_{level}.jsonl"})
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
+    task = ready(str(folder), subset=["level_4", "level_5"], evaluation_size=3)
+    found = {int(question.split()[0]) for question in questions([*task.train_rows(), *task.evaluation_rows()])}
+    assert found == set(range(40, 60))
+    assert len(ready(str(folder), subset="level_3", evaluation_size=1).train_rows()) == 9
+    # another source has subsets of its own
+    other = write(tmp_path / "held_out.jsonl", count=2, start=900)
+    assert len(ready(str(folder), subset=["level_3"], evaluation_path=other).evaluation_rows()) == 2
+    with pytest.raises(ConfigError, match="empty list"):
+        DatasetTask(str(folder), subset=[])
+
+
 def test_prompts(path):
     row = {"question": "2 + 2?", "answer": "4"}
     assert DatasetTask(path).prompt(row) == [{"role": "user", "content": "2 + 2?"}]
