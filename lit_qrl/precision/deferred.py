@@ -61,6 +61,7 @@ class DeferredWeights:
         device = torch.get_default_device()
         with init_empty_weights(include_buffers=False):
             self.network = build()
+        self.network.tie_weights()  # what was tied inside is two parameters now
         self._waiting: dict[int, nn.Parameter] = {}
         # How many modules hold a placeholder (a tied output embedding shares one), and what took its place in some.
         self._places: Counter[int] = Counter()
