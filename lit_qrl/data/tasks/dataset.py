@@ -77,9 +77,8 @@ class DatasetTask(Task):
     ) -> None:
         if evaluation_size is not None and evaluation_size < 1:
             raise ConfigError("evaluation_size is too small.", expected="1 or more, or null", given=evaluation_size)
-        self.path, self.split, self.name = path, split, name
-        self.subsets = subset if isinstance(subset, list) else [subset]
-        if not self.subsets:
+        self.path, self.split, self.subset, self.name = path, split, subset, name
+        if subset == []:
             raise ConfigError("subset is an empty list.", expected="names, one name, or null", given=subset)
         self.prompt_column, self.answer_column = prompt_column, answer_column
         self.evaluation_path, self.evaluation_split = evaluation_path, evaluation_split
@@ -144,7 +143,8 @@ class DatasetTask(Task):
     # ----------------------------------------------------------------------------------------------------------- rows
 
     def _read(self, path: str, split: str) -> list[dict[str, Any]]:
-        subsets = self.subsets if path == self.path else [None]
+        given = self.subset if path == self.path else None
+        subsets = given if isinstance(given, list) else [given]
         rows = [row for subset in subsets for row in read_rows(path, split, subset)]
         check_columns(rows, [self.prompt_column, self.answer_column, *self.row_filter], path)
         for column, allowed in self.row_filter.items():
