@@ -185,7 +185,8 @@ class Bench:
         with torch.device(self.device if small else "meta"):
             self.network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         self.network.requires_grad_(False).eval()
-        self.shapes = {name: tuple(m.weight.shape) for name, m in quantizable_linears(self.network).items()}
+        linears = quantizable_linears(self.network)
+        self.shapes = {name: (m.out_features, m.in_features) for name, m in linears.items()}
         self.vocabulary = config.vocab_size
         self.kept: dict[str, Any] = {}
         self.engine: Any = None
@@ -280,7 +281,7 @@ class Bench:
     def ready(self) -> dict[str, Any]:
         if self.engine is not None:
             return {}
-        seconds = self.start()
+        seconds: float = self.start()
         return {
             "start_seconds": round(seconds, 1),
             "first_publish": round(self.first["all"], 3),

@@ -122,10 +122,9 @@ def repack(module: nn.Module, fill: Callable[[], None]) -> None:
     from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
 
     info = layerwise.get_layerwise_info(module)
-    info.kernel_tensors = parameters, _ = (
-        {name: tensor for name, tensor in module._parameters.items() if tensor is not None},
-        {name: tensor for name, tensor in module._buffers.items() if tensor is not None},
-    )
+    parameters: dict[str, Tensor] = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
+    buffers = {name: tensor for name, tensor in module._buffers.items() if tensor is not None}
+    info.kernel_tensors = parameters, buffers
     info.kernel_non_persistent_buffers = set(module._non_persistent_buffers_set)
     released = [name for name, tensor in module._parameters.items() if tensor is None]  # by an earlier repacking
     try:
@@ -213,6 +212,8 @@ class DirectLoad:
             place = self.routes.places[name]
             cut = place.cut(getattr(place.module, place.attribute).data, tensor.shape)
             if cut is not None:
+                if hasattr(place.module, "num_embeddings_padded"):
+                    getattr(place.module, place.attribute).data[tensor.shape[0] :].zero_()  # as vLLM's loader does
                 cut.copy_(tensor)
 
     def _incomplete(self, module_name: str, group: dict[str, Tensor]) -> Fault:

@@ -81,6 +81,32 @@ def test_a_tensor_that_is_not_finite_is_named():
                 list(export_tensors(broken(target), formats.get(name), LAYERS))
 
 
+def test_a_device_that_runs_ahead_is_asked_once_at_the_end(monkeypatch):
+    from lit_qrl.precision import export
+    from lit_qrl.precision.formats import numerics
+
+    asked = []
+    monkeypatch.setattr(numerics, "runs_ahead", lambda tensor: True)
+    monkeypatch.setattr(export, "runs_ahead", lambda tensor: True)
+    check = export._Finite.check
+    monkeypatch.setattr(export._Finite, "check", lambda self: asked.append(1) or check(self))
+
+    def broken(targets):
+        for name, tensor in stream():
+            yield name, torch.full_like(tensor, float("nan")) if name in targets else tensor
+
+    for format in (None, *map(formats.get, ("fp8_tensor", "fp8_row", "int4_group", "nvfp4"))):
+        assert len(list(export_tensors(stream(), format, LAYERS))) >= len(list(stream()))
+        for target in ("model.embed_tokens.weight", "model.layers.0.self_attn.k_proj.weight", "lm_head.weight"):
+            out = []
+            with pytest.raises(ValueError, match=rf"^{target} holds NaN or inf"):
+                out.extend(export_tensors(broken({target, "lm_head.weight"}), format, LAYERS))
+    assert len(asked) == 5 * 4
+    # outside of a stream the formats go on refusing at once
+    with pytest.raises(ValueError, match="NaN or inf"):
+        formats.get("fp8_row").quantize(torch.full((8, 128), float("nan")))
+
+
 def test_a_missing_part_is_named():
     without = ((name, tensor) for name, tensor in stream() if "layers.1.self_attn.v_proj.weight" not in name)
     with pytest.raises(ValueError, match=r"a weight for model\.layers\.1\.self_attn\.v_proj.*qkv_proj waited"):
