@@ -138,7 +138,7 @@ class Decoder:
             valid = columns >= (width - positions)[:, None]
         drawn = Drawn(
             tokens=torch.zeros(rows, steps, dtype=torch.long, device=self.device),
-            logprobs=torch.zeros(rows, steps, device=self.device),
+            logprobs=torch.zeros(rows, steps, dtype=torch.float32, device=self.device),
             length=torch.full((rows,), steps, device=self.device),
             stopped=torch.zeros(rows, dtype=torch.bool, device=self.device),
         )
