@@ -76,9 +76,14 @@ def overview() -> str:
 
 def run_training(args: Sequence[str]) -> Any:
     """Run a Trainer command and return the CLI object."""
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
     from lit_qrl.training_cli import QRLCLI
 
-    return QRLCLI.run(list(args))
+    try:
+        return QRLCLI.run(list(args))
+    except MisconfigurationException as error:  # Lightning's own word for a configuration that cannot work
+        raise ConfigError(" ".join(str(error).split())) from error
 
 
 def run_folder_name(args: Sequence[str]) -> str:

@@ -1,7 +1,11 @@
 """The one error type of the project that the command line turns into a paragraph instead of a traceback."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_collection: ContextVar["list[ConfigError] | None"] = ContextVar("config_errors", default=None)
 
 
 class ConfigError(ValueError):
@@ -27,6 +31,9 @@ class ConfigError(ValueError):
         if remedy:
             parts.append(remedy)
         super().__init__(" ".join(parts))
+        made = _collection.get()
+        if made is not None:
+            made.append(self)
 
     def __reduce__(self) -> tuple:
         return (_rebuild, (type(self), self.what, self.expected, self.given, self.remedy))
@@ -34,6 +41,23 @@ class ConfigError(ValueError):
 
 def _rebuild(cls: type[ConfigError], what: str, expected: object, given: object, remedy: str) -> ConfigError:
     return cls(what, expected=expected, given=given, remedy=remedy)
+
+
+@contextmanager
+def collected() -> Iterator[list[ConfigError]]:
+    """Give the list of the errors made in the block, also of those that a parser swallows in an error of its own.
+
+    >>> with collected() as made:
+    ...     _ = ConfigError("A key is wrong.")
+    >>> made
+    [ConfigError('A key is wrong.')]
+    """
+    made: list[ConfigError] = []
+    token = _collection.set(made)
+    try:
+        yield made
+    finally:
+        _collection.reset(token)
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -18,6 +18,7 @@ from lit_qrl.data.dealing import deal_by_length
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional.importance import batch_normalized, log_ratio
+from lit_qrl.identity import check_identity, identity
 from lit_qrl.metrics import AverageAtK, IterationMetrics, PassAtK
 from lit_qrl.objective import GRPO, Objective
 from lit_qrl.optim import build_optimizer, check_optimizer, schedule_factor
@@ -231,6 +232,14 @@ class GRPOModule(LightningModule):
         else:
             scheduler = LambdaLR(optimizer, lambda step: schedule_factor(step, steps, self.lr_schedule, self.warmup))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Say which model the weights are of."""
+        checkpoint["policy"] = identity(self.policy)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the weights of another model."""
+        check_identity(checkpoint, self.policy)
 
     def on_train_start(self) -> None:
         """Evaluate the policy as it came, so that every curve has its starting point."""

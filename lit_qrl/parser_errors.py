@@ -1,28 +1,40 @@
 """A parser's error, which may be fifty lines of attempts, as one paragraph."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from lit_qrl.errors import nearest
 
+EXTRAS = {"bitsandbytes": "bnb", "transformer_engine": "te", "vllm": "vllm"}
+"""Optional libraries and what installs them."""
 
-def readable(message: str, classes: Iterable[str] = (), options: Iterable[str] = ()) -> str:
+
+def readable(
+    message: str, classes: Callable[[str], Iterable[str]] = lambda key: (), options: Iterable[str] = ()
+) -> str:
     r"""Return what is wrong, what was expected and given, and the nearest name that exists.
 
     A value that may be of several types is reported once per type; the attempt that came furthest is the true one.
 
     Args:
         message: the parser's message.
-        classes: names that a `class_path` may have, for a suggestion.
+        classes: from a key to the names that a `class_path` may have there, for a suggestion.
         options: option strings of the command, for a suggestion.
 
-    >>> readable('Parser key "trainer.callbacks":\n  - Expected a dot import path string: AISS', ["AIS", "TokenVeto"])
+    >>> message = 'Parser key "trainer.callbacks":\n  - Expected a dot import path string: AISS'
+    >>> readable(message, lambda key: ["AIS", "TokenVeto"])
     "trainer.callbacks: there is no class 'AISS'. Did you mean 'AIS'?"
     """
     key = re.search(r'(?:Parser key|[Kk]ey) "([^"]+)"', message)
     where = f"{key[1]}: " if key else ""
-    given = re.search(r"Given value: (.*)", message)
+    given = re.search(r"(?:Given|Got) value: (.*)", message)
     value = f" Given: {given[1].strip()}." if given else ""
+
+    inner = message.partition("\n")[2].strip()
+    if key and re.match(
+        r"[\w.]+: (?:the value|there is no|the file) ", inner
+    ):  # of a class's own parser: one paragraph
+        return f"{key[1]}.{inner}"
 
     if found := re.search(r"(?:Option '([^']+)' is not accepted|Key '([^']+)' is not expected)", message):
         name = found[1] or found[2]
@@ -34,21 +46,28 @@ def readable(message: str, classes: Iterable[str] = (), options: Iterable[str] =
         return f"{found[1]} is not an option of this command. {nearest(found[1], options)}"
     if found := re.search(r"Expected a dot import path string: (\S.*)", message):
         name = re.sub(r".*class_path:\s*([\w.]+).*", r"\1", found[1].strip())
-        return f"{where}there is no class {name!r}. {nearest(name, classes)}"
+        return f"{where}there is no class {name!r}. {nearest(name, classes(key[1] if key else ''))}"
     if found := re.search(r"(?:No module named|has no attribute|cannot import name) ?'?([\w.]+)'?", message):
-        return f"{where}{found[0].strip()}.{value} Check the class path."
+        extra = EXTRAS.get(found[1].split(".")[0])
+        remedy = f"Install it: pip install 'lit-qrl[{extra}]'." if extra else "Check the class path."
+        return f"{where}{found[0].strip()}.{value} {remedy}"
+    if found := re.search(r"File does not exist: '?([^'\n]+?)'?\.?$", message, re.MULTILINE):
+        return f"{where}the file {found[1]!r} does not exist. Check the path."
     if found := re.search(r'(?:Key|Option) "?([\w.]+)"? is required[^.]*', message):
         return f"{found[1]} is required but was not given. Add it to a --config file or the command line."
     if "is required" in message:
         return f"{where}{_first(message)} Add it to a --config file or the command line."
     if re.search(r"(?:not accessible|Problem parsing|Unable to (?:load|parse)|No such file)", message) and not given:
         return f"{where}{_first(message)}"
-    expected = dict.fromkeys(re.findall(r"Expected (?:a|an|value) <class '(?:[\w.]*\.)?(\w+)'>", message))
+    if found := re.match(r"Unexpected config: (.*)", message):
+        return f"A --config file holds no keys. Expected: YAML such as `data: {{group_size: 8}}`. Given: {found[1]}."
+    expected = dict.fromkeys(re.findall(r"Expected (?:an? |value )?<class '(?:[\w.]*\.)?(\w+)'>", message))
     literals = re.search(r"(?:Expected|Subtypes?).*?Literal\[([^\]]+)\]", message)
     if literals:
         choices = [choice.strip(" '\"") for choice in literals[1].split(",")]
-        hint = nearest(given[1].strip(), choices) if given else f"Choose one of {', '.join(choices)}."
-        return f"{where}the value is not one of the choices.{value} {hint}"
+        close = nearest(given[1].strip(), choices) if given else ""
+        hint = f" {close}" if close.startswith("Did") else ""
+        return f"{where}the value is not one of the choices. Expected: {', '.join(choices)}.{value}{hint}"
     if expected:
         kinds = " or ".join("null" if kind == "NoneType" else kind for kind in expected)
         return f"{where}the value has the wrong type. Expected: {kinds}.{value}"

@@ -1,32 +1,42 @@
 """LightningCLI with the parts that every run has: publisher, monitor, guard, report, checkpoint, progress."""
 
 import logging
+import os
 import warnings
+from collections import Counter
+from collections.abc import Sequence
+from inspect import isabstract
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import set_parsing_settings
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
+from torch.optim import Optimizer
 
 # Imported so that `class_path: AIS` resolves without a module path.
-from lit_qrl import callbacks, objective, policy, precision, rewards, rollout, strategies
+from lit_qrl import callbacks, objective, optim, policy, precision, rewards, rollout, strategies
+from lit_qrl.callbacks.base import RLCallback, check_combination
 from lit_qrl.callbacks.checkpoint import RunCheckpoint, resolve_checkpoint
 from lit_qrl.callbacks.guard import Guard
 from lit_qrl.callbacks.mismatch import MismatchMonitor
 from lit_qrl.callbacks.progress import RLProgress
 from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.callbacks.report import Report
-from lit_qrl.cli import TRAINING, run_folder_name
+from lit_qrl.cli import run_folder_name
 from lit_qrl.data import tasks
 from lit_qrl.data.module import RolloutDataModule
-from lit_qrl.errors import ConfigError
+from lit_qrl.data.task import Task
+from lit_qrl.errors import ConfigError, collected
+from lit_qrl.identity import check_identity
 from lit_qrl.loggers import RunCSVLogger
 from lit_qrl.module import GRPOModule
 from lit_qrl.parser_errors import readable
-from lit_qrl.precision import formats
+from lit_qrl.precision import QuantizedPrecision, formats
 
 FORCED = {
     "progress": RLProgress,  # first: it prints a line before the next publish
@@ -45,12 +55,16 @@ TRAINER_DEFAULTS = {
 
 
 class QRLParser(LightningArgumentParser):
-    """A parser whose errors are one paragraph."""
+    """A parser whose errors are one paragraph, and whose options are written out."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # The commands' parsers take this from their parent: a misspelt option must not be taken for a longer one.
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Raise the paragraph; `main` prints it."""
         options = [option for action in self._actions for option in action.option_strings]
-        raise ConfigError(readable(message, known_classes(), options)) from ex
+        raise ConfigError(readable(message, known_classes, options)) from ex
 
 
 class QRLCLI(LightningCLI):
@@ -61,7 +75,6 @@ class QRLCLI(LightningCLI):
     @classmethod
     def run(cls, args: list[str]) -> "QRLCLI":
         """Parse `args`, build everything, and run the command."""
-        set_parsing_settings(docstring_parse_attribute_docstrings=True)
         quiet()
         cls.arguments = args
         return cls(
@@ -72,7 +85,6 @@ class QRLCLI(LightningCLI):
             auto_configure_optimizers=False,
             seed_everything_default=0,
             trainer_defaults=dict(TRAINER_DEFAULTS),
-            parser_kwargs={name: {"allow_abbrev": False} for name in TRAINING},
             save_config_kwargs={"overwrite": True},
             load_from_checkpoint_support=False,
         )
@@ -96,9 +108,29 @@ class QRLCLI(LightningCLI):
         if config.trainer.default_root_dir is None:
             base = Path("runs") / run_folder_name(self.arguments)
             config.trainer.default_root_dir = str(next_run_folder(base, resume))
+        check_place(Path(config.trainer.default_root_dir))
         config.ckpt_path = resolve_checkpoint(
             config.get("ckpt_path"), config.trainer.default_root_dir, bool(config.get("resume_if_possible"))
         )
+
+    def instantiate_classes(self) -> None:
+        """Build everything; what a class refuses stays one paragraph, however many types its key may have."""
+        with collected() as refused:
+            try:
+                super().instantiate_classes()
+            except ConfigError:
+                raise
+            except (ValueError, TypeError) as error:
+                if refused:
+                    raise refused[-1] from error
+                if str(error).startswith("Does not validate"):  # a class of the user's own refused its arguments
+                    while isinstance(error.__cause__, (ValueError, TypeError)):
+                        error = error.__cause__
+                    raise ConfigError(f"A class refused its arguments: {str(error).rstrip('.')}.") from error
+                raise
+        path = self._get(self.config_init, "ckpt_path")
+        if path:
+            check_identity(torch.load(path, map_location="meta", weights_only=True, mmap=True), self.model.policy)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the Trainer; `metrics.csv` is written beside whatever logger is configured."""
@@ -112,6 +144,7 @@ class QRLCLI(LightningCLI):
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         if config.get("enable_progress_bar") is False:
             callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
+        check_repeated(config.get("callbacks") or [])
         return super()._instantiate_trainer(config, callbacks)
 
 
@@ -123,14 +156,87 @@ def next_run_folder(base: Path, resume: bool) -> Path:
     return base / str(taken[-1] + 1 if taken else 1)
 
 
-def known_classes() -> list[str]:
-    """Return the names that a `class_path` may have without a module path."""
+def check_place(run_folder: Path) -> None:
+    """Raise `ConfigError` for a run folder that cannot be made or written; leave no empty one behind."""
+    place = run_folder.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(
+            "The run folder cannot be written.",
+            expected="a folder that you may write to",
+            given=f"{run_folder}, but {place} is {'not writable' if place.is_dir() else 'a file'}",
+            remedy="Set trainer.default_root_dir to another place.",
+        )
+
+
+def check_repeated(chosen: Callback | Sequence[Callback]) -> None:
+    """Raise `ConfigError` for a callback that stands twice, before the Trainer is built."""
+    chosen = [chosen] if isinstance(chosen, Callback) else list(chosen)
+    groups = {callback: group for group, callback in FORCED.items()}
+    for callback in chosen:
+        for known, group in groups.items():
+            if isinstance(callback, known):
+                raise ConfigError(
+                    f"trainer.callbacks holds {type(callback).__name__}, which every run has already.",
+                    expected=f"its settings under `{group}`",
+                    given="a second one",
+                    remedy=f"Remove it from trainer.callbacks and set --{group}.… instead.",
+                )
+    check_combination(chosen)
+    stateful = [one for one in chosen if type(one).state_dict is not Callback.state_dict]
+    twice = [one for one, count in Counter(one.state_key for one in stateful).items() if count > 1]
+    if twice:
+        raise ConfigError(
+            "trainer.callbacks holds two callbacks whose states a checkpoint cannot tell apart.",
+            expected="each once, or with different arguments",
+            given=twice[0],
+            remedy="Remove one.",
+        )
+
+
+KINDS: dict[str, type] = {
+    "callbacks": Callback,
+    "objective": objective.Objective,
+    "policy": policy.CausalPolicy,
+    "optimizer": Optimizer,
+    "task": Task,
+    "rewards": rewards.Reward,
+    "correct": rewards.Reward,
+    "engine": rollout.RolloutEngine,
+    "format": formats.NumberFormat,
+    "plugins": Precision,
+    "strategy": Strategy,
+}
+BASES = (Optimizer, RLCallback, QuantizedPrecision)
+
+
+def known_classes(key: str = "") -> list[str]:
+    """Return the names that a `class_path` may have without a module path, at that key or at any.
+
+    >>> known_classes("data.engine")
+    ['TransformersEngine', 'VLLMEngine']
+    """
+    kinds = tuple(KINDS[part] for part in key.split(".") if part in KINDS) or tuple(KINDS.values())
+    modules = (
+        callbacks,
+        formats,
+        objective,
+        optim,
+        policy,
+        precision,
+        rewards,
+        rollout,
+        strategies,
+        tasks,
+        torch.optim,
+    )
     return sorted(
         {
-            name
-            for package in (callbacks, formats, objective, policy, precision, rewards, rollout, strategies, tasks)
-            for name, value in vars(package).items()
-            if isinstance(value, type) and not name.startswith("_")
+            f"torch.optim.{name}" if module is torch.optim else name
+            for module in modules
+            for name, value in vars(module).items()
+            if isinstance(value, type) and issubclass(value, kinds) and not isabstract(value) and value not in BASES
         }
     )
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "lit_qrl").rglob("*.py"))
 LAYERS = [
     {"errors", "types", "seeding", "events"},
-    {"functional", "metrics", "optim"},
+    {"functional", "metrics", "optim", "identity"},
     {"rewards", "precision"},
     {"rollout"},
     {"callbacks.base"},
