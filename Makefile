@@ -37,8 +37,8 @@ install: $(VENV)/.base  ## make the environment
 quickstart: $(VENV)/.base  ## train the tiny policy with an FP8 sampler and AIS (3 minutes on 2 cores)
 	@$(BIN)/lit-qrl fit --config configs/quickstart.yaml $(ARGS)
 
-test: $(VENV)/.test  ## run the CPU tests
-	@$(BIN)/pytest -q $(ARGS)
+test: $(VENV)/.test  ## run the CPU tests in two processes (ARGS="-n 0 -k name" for one test by name in one)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 $(ARGS)
 
 test-slow: $(VENV)/.test  ## run the tests that take minutes
 	@$(BIN)/pytest -q -m slow $(ARGS)

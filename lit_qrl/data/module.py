@@ -204,7 +204,7 @@ class RolloutDataModule(LightningDataModule):
                 f"{dropped} of {len(rows)} {what} prompts are too long.",
                 expected=f"at most data.max_prompt_tokens = {self.max_prompt_tokens} tokens",
                 given=f"up to {longest} tokens",
-                remedy="Raise the limit, or set data.long_prompt to drop.",
+                remedy="Raise the limit" + (", or set data.long_prompt to drop." if kept else "."),
             )
         if dropped:
             log.info(f"Dropped {dropped} of {len(rows)} {what} prompts over {self.max_prompt_tokens} tokens.")
