@@ -62,9 +62,14 @@ class NVFP4(NumberFormat):
         global_scale = _global_scale(whole)
         scale = (global_scale * (amax / FP4_MAX)).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
         scale = torch.where(scale.float() == 0, _ZERO_BLOCK_SCALE, scale.float())
-        codes = to_fp4_codes(blocks / (scale / global_scale).unsqueeze(-1)).flatten(-2)
-        shape = (weight.shape[0], weight.shape[1])
-        return QuantizedWeight(pack_nibbles(codes), scale.to(E4M3), global_scale, self, shape)
+        shape, divisors = (weight.shape[0], weight.shape[1]), scale / global_scale
+        if fused.available(weight) and weight.dtype != torch.float64:
+            from lit_qrl.precision.formats import fp4_triton
+
+            packed = fp4_triton.packed_quotients(weight.detach(), divisors, BLOCK)
+        else:
+            packed = pack_nibbles(to_fp4_codes(blocks / divisors.unsqueeze(-1)).flatten(-2))
+        return QuantizedWeight(packed, scale.to(E4M3), global_scale, self, shape)
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         assert q.scales is not None
