@@ -24,6 +24,8 @@ class Restarts:
         self.in_a_row += 1
         again = self.in_a_row <= self.limit
         what = f"restart {self.in_a_row} of {self.limit}" if again else f"{self.limit} restarts did not help"
+        if getattr(trainer.precision_plugin, "share_weights", False):
+            again, what = False, "the learner read the engine's own weights, so nothing is left to build it from"
         event(trainer, "engine_died", f"{error} ({what})", restart=self.in_a_row, max_restarts=self.limit)
         if not again:
             stop_run(trainer, "engine_died", f"{error} ({what}).", save=True, error=error)

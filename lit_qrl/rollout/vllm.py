@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout import vllm_compat as compat
+from lit_qrl.rollout import vllm_cpu
 from lit_qrl.rollout import vllm_requests as requests
 from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, Progress, RolloutEngine
 from lit_qrl.rollout.receipt import PublishError, ReceivedLedger
@@ -164,7 +165,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
             **self._arguments,
         }
         if not torch.cuda.is_available():
-            arguments = compat.whole_prefills(arguments)
+            arguments = vllm_cpu.whole_prefills(arguments)
         if self.kv_cache_gib is not None and torch.cuda.is_available():
             arguments.setdefault("kv_cache_memory_bytes", int(self.kv_cache_gib * 2**30))
         if self.max_lora_rank:
@@ -365,8 +366,10 @@ class VLLMEngine(LendsWeights, RolloutEngine):
             # Memory comes back with arbitrary contents.
             compat.clear_workspaces()
             self._poisoned = True
-            if self._adapter is not None and not self._usable:
-                self._adapter.clear()
+            if not self._usable and self.live is not None:
+                self.live.routes = None  # the next publish goes through vLLM's whole reload
+                if self._adapter is not None:
+                    self._adapter.clear()
             self._asleep = False
 
     def close(self) -> None:

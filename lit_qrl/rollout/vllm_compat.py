@@ -18,13 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.rollout import vllm_cpu
 
 OLDEST, BEYOND = (0, 26), (0, 33)
 # LoRA kernels are compiled for these ranks.
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-
-# Tokens of one prefill batch on CPU, where larger ones gain nothing.
-CPU_PREFILL_TOKENS = 2048
 
 _MARLIN_MODULES = (
     "vllm.model_executor.layers.quantization.utils.marlin_utils",
@@ -146,7 +144,7 @@ def apply_workarounds() -> None:
     _keep_onednn_operands()
     _keep_marlin_workspaces()
     if not torch.cuda.is_available():
-        _quantize_activations_on_cpu()
+        vllm_cpu.apply_workarounds()
 
 
 def _keep_onednn_operands() -> None:
@@ -192,49 +190,6 @@ def clear_workspaces() -> None:
     """Reset Marlin's locks: memory that slept comes back with arbitrary contents."""
     for workspace in _workspaces.values():
         workspace.zero_()
-
-
-def _quantize_activations_on_cpu() -> None:
-    """Provide the FP8 quantization of activations that the CPU build lacks, in plain torch."""
-    import vllm._custom_ops as ops
-
-    if hasattr(ops.scaled_fp8_quant, "in_torch"):
-        return
-
-    def scaled_fp8_quant(
-        input: Tensor,
-        scale: Tensor | None = None,
-        num_token_padding: int | None = None,
-        scale_ub: Tensor | None = None,
-        use_per_token_if_dynamic: bool = False,
-        output: Tensor | None = None,
-        group_shape: Any = None,
-    ) -> tuple[Tensor, Tensor]:
-        limit = torch.finfo(torch.float8_e4m3fn).max
-        x = input.float()
-        if scale is None:
-            amax = x.abs().amax(dim=-1, keepdim=True) if use_per_token_if_dynamic else x.abs().amax().reshape(1)
-            scale = (amax / limit).clamp_min(torch.finfo(torch.float32).tiny)
-        assert scale is not None
-        factor = scale.float()
-        if factor.ndim == 2 and factor.numel() > 1:
-            factor = factor.repeat_interleave(x.shape[0] // factor.shape[0], dim=0)
-            factor = factor.repeat_interleave(x.shape[1] // factor.shape[1], dim=1)
-        codes = (x / factor).clamp(-limit, limit).to(torch.float8_e4m3fn)
-        return (codes if output is None else output.copy_(codes)), scale
-
-    scaled_fp8_quant.in_torch = True  # pyright: ignore[reportFunctionMemberAccess]
-    ops.scaled_fp8_quant = scaled_fp8_quant
-
-
-def whole_prefills(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the engine's arguments with every prompt prefilled in one piece.
-
-    After a piece of a prefill vLLM rewinds the request's random generator, which a generator on CPU cannot do: a
-    seeded request would end the engine.
-    """
-    budget = max(arguments["max_model_len"], CPU_PREFILL_TOKENS)
-    return {"enable_chunked_prefill": False, "max_num_batched_tokens": budget, **arguments}
 
 
 def before_reload(model: nn.Module) -> None:

@@ -10,9 +10,11 @@ from transformers import Qwen3MoeConfig
 from lit_qrl.precision.export import export_tensors
 from lit_qrl.precision.surgery import quantizable_linears
 from lit_qrl.rollout import vllm_compat
+from lit_qrl.rollout.engine import EngineDiedError
+from lit_qrl.rollout.probe import Probe, learner_scores
 from lit_qrl.rollout.receipt import PublishError, SentLedger, compare, compare_columns
-from lit_qrl.rollout.vllm_requests import EngineDiedError
 from tests.vllm_engines import (
+    VOCABULARY,
     build_engine,
     checkpoint,
     disagreement,
@@ -63,11 +65,15 @@ def test_half_an_adapter():
 def test_two_hundred_clean_publishes_raise_no_alarm(name):
     format, network = sampler_format(name), tiny_network()
     engine = build_engine(network, format)
+    probe = Probe(VOCABULARY, format.quantizes_activations)
     previous, alarms = None, []
     try:
         for version in range(100):  # of each of two formats
             faults, sent, _ = publish(network, engine, format, version, previous)
             alarms += faults
+            if version % 25 == 0:
+                scores = learner_scores(network, probe.tokens, format, dtype=engine.plain_dtype)
+                alarms += [] if probe.compare(engine.score(probe.tokens), scores).passed else ["probe"]
             previous = sent.receipts()
             optimizer_step(network, seed=version)
         assert alarms == []

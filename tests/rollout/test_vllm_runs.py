@@ -1,0 +1,225 @@
+"""Whole runs with the real vLLM on CPU: adapters beside a packed base, deaths, faults, and the quickstart."""
+
+import csv
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from lit_qrl.callbacks import AQNNoise, RLCallback
+from lit_qrl.cli import main
+from lit_qrl.errors import ConfigError
+from lit_qrl.events import read_jsonl
+from lit_qrl.precision import NVFP4LoRA
+from lit_qrl.rollout.receipt import PublishError
+from tests import vllm_cpu_shim
+from tests.run import build, model_folder, parameters_of
+
+pytestmark = pytest.mark.vllm
+
+ROOT = Path(__file__).parent.parent.parent
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+NORM = "model.layers.0.input_layernorm.weight"
+
+
+class Watch(RLCallback):
+    """Keeps per iteration: tokens, version, and the largest mismatch."""
+
+    def __init__(self):
+        self.tokens, self.versions, self.mismatch = [], [], []
+
+    def on_rollout_end(self, trainer, module, batch):
+        self.tokens.append(batch.tokens.clone())
+        self.versions += sorted(set(batch.version.tolist()))
+        self.mismatch.append(float((module.score(batch) - batch.sampler_logprobs)[batch.mask].abs().max()))
+
+
+def build_run(folder, engine=None, callbacks=(), **options):
+    """Return (trainer, module, data, watch) of a run whose engine is vLLM."""
+    from lit_qrl.rollout.vllm import VLLMEngine
+
+    vllm_cpu_shim.install()
+    model_folder(folder / "model", **SIZES)
+    watch = Watch()
+    options.setdefault("trainer", {}).setdefault("max_epochs", 3)
+    trainer, module, data = build(folder, callbacks=[watch, *callbacks], **options)
+    data.engine = VLLMEngine(max_num_seqs=16, **(engine or {}))
+    return trainer, module, data, watch
+
+
+def events(folder, kind):
+    return [event for event in read_jsonl(folder / "run" / "events.jsonl") if event["kind"] == kind]
+
+
+def table(folder):
+    with (folder / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def counted(name, original, calls):
+    def method(engine, *args):
+        calls.append(name)
+        return original(engine, *args)
+
+    method.__name__ = name
+    return method
+
+
+def test_packed_base_once_then_adapters_and_noisy_norms(tmp_path, monkeypatch):
+    from lit_qrl.rollout.vllm import VLLMEngine
+
+    loads = []
+    for name in ("load_weights", "load_adapter", "perturb"):
+        monkeypatch.setattr(VLLMEngine, name, counted(name, getattr(VLLMEngine, name), loads))
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    trainer, module, data, watch = build_run(
+        tmp_path,
+        engine={"max_lora_rank": 8},
+        callbacks=[AQNNoise(start=0.3, end=0.3, num_stages=2)],
+        format="auto",
+        policy={"lora": lora},
+        publisher={"probe_every": 1},
+        trainer={"plugins": [NVFP4LoRA()], "max_epochs": 4, "limit_val_batches": 1},
+        lr=1e-2,
+    )
+    probes = []
+    trainer.callbacks.append(Probes(probes))
+    trainer.fit(module, datamodule=data)
+    # An evaluation and an iteration each send the adapter; two iterations are noisy, and an evaluation after each not.
+    assert loads.count("load_weights") == 1
+    assert loads.count("load_adapter") == 9
+    assert loads.count("perturb") == 4
+    assert watch.versions == [0, 1, 2, 3]
+    assert max(watch.mismatch[:2]) < 1e-3
+    assert min(watch.mismatch[2:]) > 0.01
+    # The probe knows the noise: learner and engine compute with the same perturbed norms.
+    assert len(probes) == 4
+    assert max(probes) < 1e-3
+    moved = module.policy.adapter_tensors()["base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"]
+    assert moved.abs().max() > 0
+
+
+class Probes(RLCallback):
+    def __init__(self, seen):
+        self.seen = seen
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.seen.append(float(pl_module.last_row["publish/probe_mean"]))
+
+
+# ---------------------------------------------------------------------------------------------------- deaths and faults
+
+
+def test_an_engine_that_dies_twice_is_built_again_and_the_run_is_the_same(tmp_path, monkeypatch):
+    """Once by an error of vLLM's, once by a step that never returns."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    step, calls = LLMEngine.step, [0]
+    crashes, hangs = 12, 26  # eight tokens an iteration, and one step for the probe
+
+    def mortal(engine):
+        calls[0] += 1
+        if calls[0] == crashes:
+            raise MemoryError("out of memory")
+        if calls[0] == hangs:
+            time.sleep(3600)
+        return step(engine)
+
+    ends = []
+    for name in ("mortal", "immortal"):
+        trainer, module, data, watch = build_run(tmp_path / name, engine={"step_timeout": 20.0})
+        with monkeypatch.context() as patch:
+            if name == "mortal":
+                patch.setattr(LLMEngine, "step", mortal)
+            trainer.fit(module, datamodule=data)
+        ends.append((parameters_of(module), torch.cat([tokens.flatten() for tokens in watch.tokens])))
+        assert watch.versions == [0, 1, 2]
+    assert calls[0] > hangs
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    messages = [event["message"] for event in events(tmp_path / "mortal", "engine_died")]
+    assert len(messages) == 2
+    assert "MemoryError: out of memory (restart 1 of 2)" in messages[0]
+    assert "one step took longer than 20 s (restart 1 of 2)" in messages[1]
+
+
+def test_an_engine_that_cannot_load_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch):
+    from lit_qrl.rollout.vllm_weights import LiveModel
+
+    trainer, module, data, _ = build_run(tmp_path, publisher={"max_restarts": 1})
+    load, calls = LiveModel.load, [0]
+
+    def failing(live, tensors, ledger):
+        calls[0] += 1
+        if calls[0] > 1:
+            raise RuntimeError("the device is gone")
+        load(live, tensors, ledger)
+
+    monkeypatch.setattr(LiveModel, "load", failing)
+    with pytest.raises(ConfigError, match=r"the device is gone \(1 restarts did not help\).*last\.ckpt"):
+        trainer.fit(module, datamodule=data)
+    assert calls[0] == 3
+    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()
+    assert data.engine.llm is None  # memory and folder are free
+
+
+@pytest.mark.parametrize("on_fault", ["retry", "stop"])
+def test_a_garbled_publish_is_repeated_or_stops_the_run_as_configured(tmp_path, monkeypatch, on_fault):
+    from lit_qrl.rollout.vllm import VLLMEngine
+
+    original = VLLMEngine.load_weights
+
+    def garbled(engine, tensors, format, version):
+        wrong = version == 1 and not events(tmp_path, "publish_fault")
+        return original(engine, ((n, t * 1.001 if wrong and n == NORM else t) for n, t in tensors), format, version)
+
+    monkeypatch.setattr(VLLMEngine, "load_weights", garbled)
+    trainer, module, data, watch = build_run(tmp_path, publisher={"on_fault": on_fault})
+    if on_fault == "stop":
+        with pytest.raises(PublishError, match=f"different: {NORM}"):
+            trainer.fit(module, datamodule=data)
+        assert watch.versions == [0]
+    else:
+        trainer.fit(module, datamodule=data)
+        assert watch.versions == [0, 1, 2]
+    (event,) = events(tmp_path, "publish_fault")
+    assert "different" in event["faults"]
+    assert event["iteration"] == 2
+
+
+def test_a_mistake_in_a_callback_is_not_taken_for_a_death(tmp_path):
+    class Broken(RLCallback):
+        def on_publish(self, trainer, module, name, tensor):
+            raise RuntimeError("a mistake of the user's own")
+
+    trainer, module, data, _ = build_run(tmp_path, callbacks=[Broken()])
+    with pytest.raises(RuntimeError, match="user's own"):
+        trainer.fit(module, datamodule=data)
+    assert events(tmp_path, "engine_died") == []
+
+
+# ------------------------------------------------------------------------------------------------------- the quickstart
+
+
+def test_the_quickstart_runs_with_vllm(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    arguments = ["fit", "--config", "configs/quickstart.yaml", "--config", "configs/engine/vllm.yaml"]
+    options = {
+        "trainer.max_epochs": 3,
+        "trainer.check_val_every_n_epoch": 3,
+        "data.evaluation_size": 32,
+        "trainer.default_root_dir": tmp_path,
+        "publisher.probe_every": 1,
+        "trainer.enable_progress_bar": "false",
+    }
+    main([*arguments, *(part for name, value in options.items() for part in (f"--{name}", str(value)))])
+    rows = [row for row in table(tmp_path) if row.get("reward/mean")]
+    assert len(rows) == 3
+    for version, row in enumerate(rows):
+        assert float(row["publish/version"]) == version
+        assert float(row["publish/probe_mean"]) < float(row["publish/probe_bound"])
+        assert 0 < float(row["mismatch/kl_k3"]) < 0.01
+        assert float(row["reward/mean"]) > 0.2  # it starts at a third, and a garbled policy solves nothing
+    assert (tmp_path / "report" / "index.html").is_file()
+    assert (tmp_path / "checkpoints" / "last.ckpt").is_file()
