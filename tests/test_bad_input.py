@@ -1,0 +1,340 @@
+"""What a user may get wrong, given to the command line: one paragraph, status 2, and no model loaded."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
+from transformers import AutoModelForCausalLM
+
+from lit_qrl.callbacks import AIS, TokenVeto
+from lit_qrl.cli import main
+from lit_qrl.functional import importance
+from lit_qrl.rewards import Reward
+from tests.networks import build_tokenizer
+from tests.run import model_folder
+
+ROOT = Path(__file__).parent.parent
+CORRECTIONS = ROOT / "configs" / "correction"
+
+
+class ShortReward(Reward):
+    def __call__(self, samples):
+        return [1.0]
+
+
+class NaNReward(Reward):
+    def __call__(self, samples):
+        return [float("nan")] * len(samples)
+
+
+class Refusing(TokenVeto):
+    """A callback of the user's own that raises an error of its own."""
+
+    def __init__(self, power: float = 1.0) -> None:
+        raise ValueError(f"power must be negative, not {power}")
+
+
+def callback(name, **arguments):
+    return ["--trainer.callbacks", json.dumps([{"class_path": name, "init_args": arguments}])]
+
+
+def reward(cls):
+    return ["--data.task.rewards", json.dumps([{"class_path": f"tests.test_bad_input.{cls.__name__}"}])]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def run(model, tmp_path, monkeypatch, capsys):
+    """Return (status, paragraph, whether weights were asked for) of `lit-qrl fit` on rows of sums."""
+    rows = [{"question": f"1+{i}=", "answer": str(i + 1)} for i in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: False))
+    loaded = []
+    load = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: loaded.append(a) or load(*a, **k))
+    base = {
+        "model.policy": "CausalPolicy",
+        "model.policy.model": model,
+        "data.task": "DatasetTask",
+        "data.task.path": "rows.jsonl",
+        "data.task.chat": "false",
+        "data.task.evaluation_size": 4,
+        "data.engine": "TransformersEngine",
+        "data.prompts_per_iteration": 4,
+        "data.group_size": 4,
+        "data.max_prompt_tokens": 8,
+        "data.max_completion_tokens": 4,
+        "trainer.accelerator": "cpu",
+        "trainer.max_epochs": 1,
+        "trainer.limit_val_batches": 0,
+        "trainer.enable_progress_bar": "false",
+        "trainer.default_root_dir": str(tmp_path / "run"),
+    }
+
+    def run(*args):
+        options = [part for key, value in base.items() for part in (f"--{key}", str(value))]
+        status = 0
+        capsys.readouterr()
+        try:
+            main(["fit", *options, *map(str, args)])
+        except SystemExit as stop:
+            status = stop.code
+        return status, " ".join(capsys.readouterr().err.split()), bool(loaded)
+
+    return run
+
+
+def refused(result, *words, loaded=False):
+    status, text, asked = result
+    assert status == 2
+    assert "Traceback" not in text
+    assert asked is loaded
+    paragraph = text[text.index("lit-qrl: ") :]
+    for word in words:
+        assert word in paragraph, paragraph
+
+
+KNOWN_BEFORE_A_MODEL = {
+    "unknown key": (["--data.group_sizes", 8], ["--data.group_sizes", "'--data.group_size'"]),
+    "abbreviated key": (["--trainer.max_epoch", 8], ["--trainer.max_epoch is not", "'--trainer.max_epochs'"]),
+    "unknown key of a class": (["--model.objective", "GRPO", "--model.objective.clip", 1], ["'clip'"]),
+    "unknown callback": (["--trainer.callbacks+=AISS"], ["no class 'AISS'", "Did you mean 'AIS'?"]),
+    "unknown objective": (["--model.objective", "GRPOO"], ["no class 'GRPOO'", "Did you mean 'GRPO'?"]),
+    "unknown optimizer": (["--model.optimizer", "MuonAdam"], ["no class 'MuonAdam'", "Did you mean 'MuonAdamW'?"]),
+    "optimizer of a library that is missing": (["--model.optimizer", "nosuch.AdamW"], ["No module named 'nosuch'"]),
+    "setting that the optimizer refuses": (
+        ["--model.optimizer", "torch.optim.AdamW", "--model.optimizer.weight_decay", -1],
+        ["model.optimizer cannot be built", "-1", "init_args"],
+    ),
+    "plain Muon": (["--model.optimizer", "torch.optim.Muon"], ["Use MuonAdamW"]),
+    "unknown format": (["--publisher.format", "fp8_rows"], ["fp8_rows", "Did you mean 'fp8_row'?"]),
+    "wrong type": (["--data.group_size", "eight"], ["data.group_size", "Expected: int", "Given: eight"]),
+    "wrong choice": (["--data.long_prompt", "cut"], ["data.long_prompt", "Expected: drop, error", "Given: cut"]),
+    "wrong choice of a class": (["--model.policy.dtype", "int3"], ["model.policy.dtype", "Given: int3"]),
+    "missing config": (["--config", "nope.yaml"], ["nope.yaml", "does not exist"]),
+    "config without keys": (["--config", "text.yaml"], ["holds no keys"]),
+    "callback twice": (
+        ["--config", CORRECTIONS / "ais.yaml", "--trainer.callbacks+=AIS"],
+        ["holds AIS twice", "each callback once", "Remove one"],
+    ),
+    "callback that is always there": (
+        ["--trainer.callbacks+=WeightPublisher"],
+        ["holds WeightPublisher", "`publisher`", "--publisher."],
+    ),
+    "callbacks of one state": (
+        ["--trainer.callbacks+=lightning.pytorch.callbacks.Timer"] * 2,
+        ["cannot tell apart", "Timer", "Remove one"],
+    ),
+    "missing file": (["--data.task.path", "rowz.jsonl"], ["'rowz.jsonl' does not exist", "Did you mean 'rows.jsonl'?"]),
+    "missing column": (
+        ["--data.task.prompt_column", "questoin"],
+        ["no column 'questoin'", "question, answer", "Did you mean 'question'?"],
+    ),
+    "empty data set": (["--data.task.path", "empty.jsonl"], ["is empty", "at least one row"]),
+    "long prompts are an error": (
+        ["--data.max_prompt_tokens", 4, "--data.long_prompt", "error"],
+        ["prompts are too long", "data.max_prompt_tokens = 4", "up to 5 tokens", "set data.long_prompt to drop"],
+    ),
+    "all prompts are too long": (["--data.max_prompt_tokens", 2], ["8 of 8", "too long", "Raise the limit."]),
+    "no pad token": (["--model.policy.model", "nopad"], ["no padding token", "model.policy.pad_token", "'<eos>'"]),
+    "no end token": (["--model.policy.model", "noend"], ["no end token", "model.policy.eos_token"]),
+    "group of one": (
+        ["--data.group_size", 1, "--model.objective", "GRPO", "--model.objective.scale", "group"],
+        ["at least 2", "Given: 1", "scale"],
+    ),
+    "mini-batches": (["--data.mini_batches", 3], ["not divisible", "multiple of 3", "Given: 4"]),
+    "micro-batches": (["--data.micro_batches", 3], ["not divisible", "divisor of its 16", "Given: 3"]),
+    "top_p with a correction": (
+        ["--data.top_p", 0.9, "--config", CORRECTIONS / "tis.yaml"],
+        ["full sampling distribution", "top_p = 0.9", "remove the correction"],
+    ),
+    "backend that the device lacks": (
+        ["--trainer.plugins", json.dumps([{"class_path": "UnifiedFP8", "init_args": {"backend": "torch"}}])],
+        ["backend torch cannot run here", "emulate"],
+    ),
+    "device that is not there": (
+        ["--trainer.accelerator", "cuda"],
+        ["CUDAAccelerator", "accelerator is not available"],
+    ),
+    "folder without weights": (["--model.policy.model", "noweights"], ["no weights", "*.safetensors"]),
+    "folder that is missing": (["--model.policy.model", "./nothing"], ["does not exist", "./nothing"]),
+    "folder without config": (["--model.policy.model", "empty"], ["no config.json", "Hugging Face checkpoint"]),
+    "name that cannot be reached": (
+        ["--model.policy.model", "no-body/nothing"],
+        ["cannot be loaded", "no-body/nothing"],
+    ),
+    "run folder under a file": (
+        ["--trainer.default_root_dir", "text.yaml/run"],
+        ["cannot be written", "is a file", "trainer.default_root_dir"],
+    ),
+    "no checkpoint": (["--ckpt_path", "last"], ["no checkpoint to resume", "--resume_if_possible"]),
+    "missing checkpoint": (["--ckpt_path", "nope.ckpt"], ["does not exist", "nope.ckpt"]),
+    "file that is no checkpoint": (["--ckpt_path", "text.yaml"], ["not a readable checkpoint", "text.yaml"]),
+    "checkpoint of another model": (
+        ["--ckpt_path", "other.ckpt"],
+        ["another model", "Expected: hidden_size 64", "Given: hidden_size 32", "model.policy"],
+    ),
+    "checkpoint of another adapter": (["--ckpt_path", "lora.ckpt"], ["adapter None", "adapter LORA", "rank 4"]),
+    "checkpoint of another program": (["--ckpt_path", "foreign.ckpt"], ["holds no policy", "--ckpt_path"]),
+    "class that refuses its arguments": (
+        callback("tests.test_bad_input.Refusing"),
+        ["A class refused its arguments: power must be negative, not 1.0."],
+    ),
+    "TIS band upside down": (
+        callback("TruncatedIS", lower=3, upper=2),
+        ["TruncatedIS", "0 <= lower <= 1 <= upper", "lower 3.0, upper 2.0", "Correct lower"],
+    ),
+    "MIS band upside down": (callback("MaskedIS", lower=0.9, upper=0.5), ["MaskedIS", "upper >= 1", "Given: 0.5"]),
+    "rejection band upside down": (
+        callback("GeometricRejection", lower=1.2, upper=1.1),
+        ["GeometricRejection", "lower 1.2, upper 1.1"],
+    ),
+    "AIS clip below 1": (callback("AIS", clip=0.5), ["clip of AIS", "Given: 0.5"]),
+    "TIS clip below 1": (callback("TruncatedIS", upper=0.5), ["TruncatedIS", "upper >= 1", "Given: 0.5"]),
+    "objective's clip": (
+        ["--model.objective", "GRPO", "--model.objective.clip_low", 1.5],
+        ["clip_low", "0 <= clip_low <= 1.0", "Given: 1.5"],
+    ),
+    "dual clip": (
+        ["--model.objective", "DualClipGRPO", "--model.objective.dual_clip", 0.5],
+        ["dual_clip > 1", "Given: 0.5"],
+    ),
+    "cap of TBPO": (
+        ["--model.objective", "TBPO", "--model.objective.mismatch_cap", 0.5],
+        ["mismatch_cap > 1", "Given: 0.5"],
+    ),
+    "veto of the wrong sign": (callback("TokenVeto", threshold=-4), ["0 < threshold < 1", "Given: -4", "logarithm"]),
+    "drift of the wrong sign": (callback("OffPolicySequenceMask", delta=-0.1), ["delta > 0", "Given: -0.1"]),
+    "ceiling of the wrong sign": (["--guard.kl_ceiling", -1], ["guard.kl_ceiling", "Given: -1"]),
+    "AIS saturation": (callback("AIS", saturation=0), ["saturation > 0", "Given: 0.0", "use TruncatedIS"]),
+    "AIS beside TIS": (
+        ["--config", CORRECTIONS / "ais.yaml", "--trainer.callbacks+=TruncatedIS"],
+        ["AIS and TruncatedIS", "power 2", "Keep one"],
+    ),
+    "AIS beside MIS": (
+        ["--config", CORRECTIONS / "ais.yaml", "--trainer.callbacks+=MaskedIS"],
+        ["AIS and MaskedIS", "power 2", "Keep one"],
+    ),
+    "TIS beside MIS": (
+        ["--config", CORRECTIONS / "tis.yaml", "--trainer.callbacks+=MaskedIS"],
+        ["TruncatedIS and MaskedIS", "power 2", "Keep one"],
+    ),
+    "AIS beside TBPO": (
+        ["--config", CORRECTIONS / "ais.yaml", "--model.objective", "TBPO"],
+        ["AIS and TBPO", "power 2", "Keep one"],
+    ),
+    "TIS beside TBPO": (
+        ["--config", CORRECTIONS / "tis.yaml", "--model.objective", "TBPO"],
+        ["TruncatedIS and TBPO", "power 2", "Keep one"],
+    ),
+    "correction beside bypass": (
+        ["--config", CORRECTIONS / "tis.yaml", "--model.objective", "GRPO", "--model.objective.old_logprobs", "bypass"],
+        ["bypass", "TruncatedIS", "decoupled"],
+    ),
+    "unknown reduction": (
+        ["--model.objective", "GRPO", "--model.objective.reduction", "mean"],
+        ["model.objective.reduction", "Expected: sequence, token, constant", "Given: mean"],
+    ),
+}
+
+
+@pytest.fixture
+def files(tmp_path, model):
+    """The files that the cases name."""
+    (tmp_path / "text.yaml").write_text("x")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "empty").mkdir()
+    for name, special in (("nopad", {"eos_token": "<eos>"}), ("noend", {"pad_token": "<pad>"})):
+        shutil.copytree(model, tmp_path / name)
+        (tmp_path / name / "special_tokens_map.json").unlink(missing_ok=True)
+        build_tokenizer(**special).save_pretrained(tmp_path / name)
+    shutil.copytree(model, tmp_path / "noweights", ignore=shutil.ignore_patterns("*.safetensors"))
+    shape = {"model_type": "qwen3", "vocab_size": 24, "hidden_size": 64, "num_hidden_layers": 2}
+    policies = {
+        "other": {**shape, "hidden_size": 32, "adapter": None, "rank": None},
+        "lora": {**shape, "adapter": "LORA", "rank": 4},
+        "foreign": None,
+    }
+    for name, policy in policies.items():
+        torch.save({"state_dict": {}, **({} if policy is None else {"policy": policy})}, tmp_path / f"{name}.ckpt")
+
+
+@pytest.mark.parametrize("name", KNOWN_BEFORE_A_MODEL)
+def test_what_is_known_before_a_model_is_loaded(name, run, files, tmp_path):
+    args, words = KNOWN_BEFORE_A_MODEL[name]
+    refused(run(*args), *words)
+    assert not (tmp_path / "run" / "metrics.csv").exists()
+
+
+# ------------------------------------------------------------------------------------------- known in the run alone
+
+
+@pytest.mark.parametrize(
+    ("cls", "words"),
+    [
+        (ShortReward, ["'ShortReward'", "wrong number of scores", "Expected: 16", "Given: 1"]),
+        (NaNReward, ["'NaNReward'", "not a finite number", "nan for sample 0"]),
+    ],
+)
+def test_a_reward_that_breaks_its_contract_ends_the_run_with_its_report(cls, words, run, tmp_path):
+    refused(run(*reward(cls)), *words, loaded=True)
+    assert (tmp_path / "run" / "report" / "index.html").exists()
+
+
+def test_long_prompts_are_dropped_with_a_count(run, caplog):
+    with caplog.at_level("INFO", logger="lit_qrl"):
+        status, _, _ = run("--data.max_prompt_tokens", 4)
+    assert status == 0
+    # Two of the twelve numbers have two digits; how many of them are held out is the seed's.
+    dropped = [record.message for record in caplog.records if record.message.startswith("Dropped")]
+    assert dropped
+    assert all("prompts over 4 tokens" in message for message in dropped)
+
+
+def test_a_checkpoint_of_the_same_model_is_taken(run, tmp_path):
+    assert run()[0] == 0
+    checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    status, text, _ = run("--ckpt_path", checkpoint, "--trainer.max_epochs", 2)
+    assert (status, "lit-qrl:" in text) == (0, False)
+    assert torch.load(checkpoint, weights_only=True)["global_step"] == 2
+
+
+# ----------------------------------------------------------------------------------- empty completions of a sequence
+
+
+EMPTY = {
+    "token_truncated": {},
+    "sequence_truncated": {},
+    "geometric_truncated": {"upper": 2.0},
+    "sequence_masked": {"lower": 0.0, "upper": 2.0},
+    "geometric_masked": {"lower": 0.0, "upper": 2.0},
+    "geometric_keep": {"lower": None, "upper": 1.1},
+    "token_veto": {},
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_a_batch_without_any_token_column_is_refused(name):
+    with pytest.raises(ValueError, match=r"completions are empty.*Expected: at least one column.*Given: .*\(2, 0\)"):
+        getattr(importance, name)(torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool), **EMPTY[name])
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_completion_among_others_has_ratio_one(name):
+    mask = torch.tensor([[True, True], [False, False]])
+    result = getattr(importance, name)(torch.tensor([[0.3, -0.1], [0.0, 0.0]]), mask, **EMPTY[name])
+    assert torch.equal(result[1].to(torch.float32), torch.ones(2))
+
+
+def test_python_raises_what_the_command_line_prints():
+    with pytest.raises(ValueError, match="saturation > 0"):
+        AIS(saturation=0.0)
