@@ -220,8 +220,10 @@ class CausalPolicy(nn.Module):
             return AutoModelForCausalLM.from_config(self.config, dtype=dtype, **options)
 
         # Some adapters start from the base's weights, so those must exist.
-        apart = isinstance(self.lora, LoraConfig) and not (self.lora.use_dora or self.lora.modules_to_save)
-        if not (weights_are_deferred() and apart and self.lora.init_lora_weights in (True, False, "gaussian")):
+        lora = self.lora if isinstance(self.lora, LoraConfig) else None
+        if lora is None or lora.use_dora or lora.modules_to_save or not weights_are_deferred():
+            return build()
+        if lora.init_lora_weights not in (True, False, "gaussian"):
             return build()
         self.deferred = DeferredWeights(build)
         return self.deferred.network

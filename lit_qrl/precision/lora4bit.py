@@ -3,26 +3,24 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
-from torch.nn import functional as F
 from typing_extensions import override
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.precision import formats
-from lit_qrl.precision.base import QuantizedPrecision, autocast_input, check_shapes, network_of
+from lit_qrl.precision.base import QuantizedPrecision, check_shapes, network_of
 from lit_qrl.precision.deferred import DeferredWeights, deferred_weights
 from lit_qrl.precision.export import export_tensors, quantize_named, shared_amax
 from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.precision.packed import PackedBase
-from lit_qrl.precision.shared import MarlinNVFP4, borrow
+from lit_qrl.precision.packed_linear import PackedLinear
+from lit_qrl.precision.shared import borrow
 from lit_qrl.precision.surgery import (
-    QuantizedLinear,
     SwapReport,
     fused_groups,
     leave_to_each_rank,
@@ -35,85 +33,6 @@ log = logging.getLogger(__name__)
 # Parts of a name that PEFT adds between a layer and its checkpoint name.
 _BASE = ".base_layer"
 _ADAPTED = ("lora_", "modules_to_save", "original_module")
-
-
-class _Packed(torch.autograd.Function):
-    """`x @ W.T + b` over a packed weight that is multiplied out in each direction and never kept."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: "PackedLinear") -> Tensor:
-        ctx.layer = layer
-        return F.linear(x, layer.dequantized(x.dtype, x.device), None if bias is None else bias.to(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        return grad @ ctx.layer.dequantized(grad.dtype, grad.device), None, None
-
-
-class PackedLinear(QuantizedLinear):
-    """A frozen linear layer that holds codes and scales alone; gradients pass through it to what lies below."""
-
-    waits_on_host: bool = False
-    """True while the codes stay on the host, whatever the module is moved to, until an engine holds them."""
-    stored: MarlinNVFP4 | None = None
-    """The weight in an engine's memory, in place of codes of its own."""
-
-    def dequantized(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """Return the weight "out in", made anew; codes that lie elsewhere are brought to `device` for the call."""
-        if self.stored is not None:
-            assert self.global_scale is not None
-            return self.stored.dequantized(self.format, self.global_scale, dtype)
-        q = self.weight if device is None else self.weight_on(device)
-        return _dequantizer(self.format, q.codes.device.type)(q.codes, q.scales, q.global_scale, q.shape, dtype)
-
-    @property
-    def weight(self) -> QuantizedWeight:
-        """The weight in the layout of a checkpoint; of one that is borrowed, a copy."""
-        if self.stored is None:
-            return super().weight
-        assert self.global_scale is not None
-        return self.stored.quantized(self.format, self.global_scale)
-
-    def weight_on(self, device: torch.device) -> QuantizedWeight:
-        """Return the weight with its tensors on `device`."""
-        q = self.weight
-        scales, global_scale = (None if part is None else part.to(device) for part in (q.scales, q.global_scale))
-        return QuantizedWeight(q.codes.to(device), scales, global_scale, q.format, q.shape)
-
-    def borrow(self, stored: MarlinNVFP4) -> None:
-        """Read the weight from `stored` from now on, and drop the codes and scales held here."""
-        assert self.global_scale is not None
-        self.stored, self.waits_on_host = stored, False
-        self.codes = self.scales = None
-        self.global_scale = self.global_scale.to(stored.words.device)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedLinear":
-        if not self.waits_on_host:
-            super()._apply(fn, recurse)
-            return self
-        held = self.codes, self.scales, self.global_scale
-        self.codes = self.scales = self.global_scale = None
-        super()._apply(fn, recurse)
-        self.codes, self.scales, self.global_scale = held
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `x @ W.T + b`: "... in" -> "... out", in the dtype of `x`."""
-        return _Packed.apply(autocast_input(x), self.bias, self)  # pyright: ignore[reportReturnType]
-
-
-@lru_cache
-def _dequantizer(format: NumberFormat, device: str) -> Callable[..., Tensor]:
-    """Return `format.dequantize` over plain tensors, on CUDA fused into one kernel."""
-
-    def dequantize(
-        codes: Tensor, scales: Tensor, global_scale: Tensor | None, shape: Any, dtype: torch.dtype
-    ) -> Tensor:
-        return format.dequantize(QuantizedWeight(codes, scales, global_scale, format, shape), dtype)
-
-    # one graph per shape: a model has a handful of them
-    return torch.compile(dequantize, dynamic=False) if device == "cuda" else dequantize
 
 
 class NVFP4LoRA(QuantizedPrecision):
@@ -129,6 +48,8 @@ class NVFP4LoRA(QuantizedPrecision):
         autocast: run the other operations in bf16 over fp32 adapters; `none` leaves each in its own dtype.
         share_weights: hold the base once: after its publish the learner reads the engine's own tensors. Needs
             VLLMEngine on CUDA with `sleep_level: 0` and nvfp4; until then the codes wait in the host's memory.
+        kernel: of the forward pass over a shared base: `dequantize` multiplies each weight out, as without sharing;
+            `marlin` is the sampler's own kernel.
 
     Raises:
         ConfigError: for a format that quantizes activations or packs nothing.
@@ -140,6 +61,7 @@ class NVFP4LoRA(QuantizedPrecision):
         exclude: Sequence[str] = (),
         autocast: Literal["none", "bf16"] = "none",
         share_weights: bool = False,
+        kernel: Literal["dequantize", "marlin"] = "dequantize",
     ) -> None:
         found = formats.get(format)
         if found.quantizes_activations or isinstance(found, formats.Dense):
@@ -150,7 +72,13 @@ class NVFP4LoRA(QuantizedPrecision):
                 remedy="Use QATAligned for formats that quantize activations.",
             )
         super().__init__(found, exclude, autocast)
-        self.share_weights = share_weights
+        if kernel not in ("dequantize", "marlin") or (kernel == "marlin" and not share_weights):
+            raise ConfigError(
+                "NVFP4LoRA's kernel cannot be had.",
+                expected="dequantize, or marlin with share_weights: true, whose tensors it reads",
+                given=f"{kernel} with share_weights: {str(share_weights).lower()}",
+            )
+        self.share_weights, self.kernel = share_weights, kernel
         self._fingerprint: str | None = None
 
     def configure_policy(self, policy: Any) -> None:
@@ -228,13 +156,10 @@ class NVFP4LoRA(QuantizedPrecision):
         self._place(network, name, linear, QuantizedWeight(q.codes.to(home), held[0], held[1], q.format, q.shape))
 
     def _place(self, network: nn.Module, name: str, linear: nn.Linear, q: QuantizedWeight) -> None:
-        packed = PackedLinear.from_linear(linear, self.format, cache=False)
+        packed: Any = PackedLinear.from_linear(linear, self.format, cache=False)
+        packed.set_weight(q)
         if self.share_weights:
-            packed.set_weight(q)
-            packed.set_weight(packed.weight_on(torch.device("cpu")))
-            packed.waits_on_host = True
-        else:
-            packed.set_weight(q)
+            packed.wait_on_host()
         parent, _, child = name.rpartition(".")
         setattr(network.get_submodule(parent), child, packed)
 
@@ -327,7 +252,11 @@ class NVFP4LoRA(QuantizedPrecision):
             # vectors stay apart: a callback may perturb the engine's norms
             if parameter.ndim == 2 and not parameter.requires_grad and "lora_" not in name
         }
-        taken = borrow(self.packed(network), plain, engine)
+        layers = self.packed(network)
+        taken = borrow(layers, plain, engine)
+        for layer in layers.values():
+            if layer.stored is not None and layer.stored.aligned:
+                layer.kernel = self.kernel
         log.info("NVFP4LoRA: %d weights are the engine's own", len(taken))
 
     def weights(self, policy: Any) -> Iterator[tuple[str, Tensor]]:

@@ -60,5 +60,9 @@ class LendsWeights:
             return None
         sizes = [int(size) for size in module.output_sizes] if place.parts else [outputs]
         return MarlinNVFP4(
-            words.detach(), scales.detach().view(torch.uint8), sum(sizes[: place.part]), sizes[place.part]
+            words.detach(),
+            scales.detach().view(torch.uint8),
+            sum(sizes[: place.part]),
+            sizes[place.part],
+            kernel_scale=module.weight_global_scale.detach(),
         )
