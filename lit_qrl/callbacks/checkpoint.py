@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -70,10 +71,11 @@ class RunCheckpoint(Checkpoint):
         Does nothing after the first update, or where the last checkpoint already holds this state.
         """
         loop = trainer.fit_loop  # pyright: ignore[reportAttributeAccessIssue]
+        progress: Any = loop.epoch_progress
         if self._saved == trainer.global_step or not trainer.training or loop.epoch_loop.batch_progress.current.ready:
             return
         # Lightning would go on in the middle of the iteration, without its start and so without a publish.
-        counts = [count for count in (loop.epoch_progress.current, loop.epoch_progress.total) if count.started]
+        counts: list[Any] = [count for count in (progress.current, progress.total) if count.started]
         for count in counts:
             count.started -= 1
         try:

@@ -158,8 +158,7 @@ class WeightPublisher(RLCallback):
     def on_generation_end(self, trainer: Trainer, module: "GRPOModule") -> None:
         """Give the device back to the learner."""
         self._restarts.reset()
-        with module.timed("sleep"):
-            begin_update(trainer, module.data.engine)
+        begin_update(trainer, module)
 
     def on_engine_died(self, trainer: Trainer, module: "GRPOModule", error: EngineDiedError) -> bool:
         """Build the engine again and publish what it held; stop the run when it keeps dying."""

@@ -143,7 +143,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
             check_device_memory(network, bits, self.gpu_memory_utilization, sleeps=self.sleep_level > 0)
 
     def _start(self, format: "NumberFormat | None") -> None:
-        if self.policy is None:
+        if self.policy is None or self.plain_dtype is None:
             raise RuntimeError("The engine has no policy yet: call setup() before load_weights().")
         self.format = format
         compat.prepare_environment(self.deep_gemm, self.kv_cache_gib)

@@ -111,8 +111,9 @@ def begin_rollout(trainer: Trainer, engine: RolloutEngine) -> None:
         engine.wake()
 
 
-def begin_update(trainer: Trainer, engine: RolloutEngine) -> None:
-    """Let the strategy take the device back; without one of ours nothing happens."""
+def begin_update(trainer: Trainer, module: Any) -> None:
+    """Let the strategy take the device back, timed as `time/sleep`; without one of ours nothing happens."""
     strategy = trainer.strategy
     if isinstance(strategy, ColocatedStrategy):
-        strategy.begin_update(engine)
+        with module.timed("sleep"):
+            strategy.begin_update(module.data.engine)
