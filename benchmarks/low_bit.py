@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,6 +121,7 @@ def variants(args: argparse.Namespace) -> Rows:
             )
         except Exception as error:
             rows.append({"kernel": kernel, "variant": variant, "shape": str(tuple(x.shape)), "error": str(error)[:80]})
+        print(rows[-1], flush=True)
 
     tiles = tiles_triton.tiles
     shapes = [(256, 256)] if args.tiny else [(8192, 18944), (8192, 3584)]
@@ -150,15 +152,15 @@ def variants(args: argparse.Namespace) -> Rows:
         measure("gated backward", "", x, partial(tiles_triton.gated_backward, x, x, other), 10)
         del x, other
         weight = torch.randn(shape[1], min(shape[0], 3584), device=DEVICE, dtype=torch.bfloat16)
-        for tile in (2048, 4096, 8192, 16384):
-            for warps in (2, 4, 8):
+        for tile in (4096, 8192, 16384):
+            for warps in (4, 8):
                 work = partial(values_triton.int4_groups, weight, 128, tile, warps)
                 measure("INT4 weight", f"tile {tile}, {warps} warps", weight, work, 2.5)
         for name, kind in (("int4_group", 0), ("nvfp4", 1), ("mxfp4", 1), ("nf4", 2)):
             q = formats.get(name).quantize(weight)
             per = {"int4_group": 128, "nvfp4": 16, "mxfp4": 32, "nf4": 64}[name]
             table = nf4._table(weight.device) if name == "nf4" else None
-            for words in (512, 1024, 2048, 4096):
+            for words in (512, 2048):
                 for warps in (4, 8):
                     work = partial(
                         values_triton.values, q.codes, q.scales, per, kind, q.shape, torch.bfloat16,
@@ -222,7 +224,7 @@ def sampler(args: argparse.Namespace) -> Rows:
     from lit_qrl.rollout.vllm import VLLMEngine
     from lit_qrl.types import SamplingParams
 
-    sizes = dict(SHAPES["1.5b"], vocab_size=8192)
+    sizes: dict[str, Any] = dict(SHAPES["1.5b"], vocab_size=8192)
     if args.tiny:
         sizes |= {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
         sizes |= {"num_key_value_heads": 1, "vocab_size": 512}
@@ -251,8 +253,6 @@ def sampler(args: argparse.Namespace) -> Rows:
             plugin = QATAligned(format) if format is not None else None
             stream = [(key, tensor.detach()) for key, tensor in network.named_parameters()]
             if plugin is not None:
-                from copy import deepcopy
-
                 learner = deepcopy(network)
                 plugin.convert_module(learner)
                 stream = list(plugin.export(learner, dtype=torch.bfloat16))

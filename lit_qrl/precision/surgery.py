@@ -156,11 +156,12 @@ def leave_to_each_rank(module: nn.Module) -> None:
     Args:
         module: what DDP will wrap.
     """
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    root: Any = module
+    ignored = set(getattr(root, "_ddp_params_and_buffers_to_ignore", ()))
     for name, part in module.named_modules():
         if isinstance(part, QuantizedLinear):
             ignored |= {f"{name}.{buffer}" for buffer in part._buffers}
-    module._ddp_params_and_buffers_to_ignore = sorted(ignored)  # pyright: ignore[reportAttributeAccessIssue]
+    root._ddp_params_and_buffers_to_ignore = sorted(ignored)
 
 
 class QuantizedLinear(nn.Module):
