@@ -35,7 +35,7 @@ def fused(function: Function) -> Function:
 
     @wraps(function)
     def call(*tensors: Any, **constants: Any) -> Any:
-        if not _wanted(tensors[0], constants.get("all_reduce")) or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not _wanted(tensors[0], constants.get("all_reduce")):
             return function(*tensors, **constants)
         key = (function, *sorted((name, value) for name, value in constants.items() if name != "all_reduce"))
         first = key not in _compiled
