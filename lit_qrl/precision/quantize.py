@@ -236,6 +236,10 @@ class _Worker:
         if self.sequences is not None:
             self._fill(self._read(outer))
             self.network.tie_weights()
+            for module in self.network.modules():  # rotary frequencies, which are computed
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = buffer.to(self.device)
             with torch.no_grad():
                 runner = LayerRunner(self.network, self.sequences, self.device)
         progress(0, total)
@@ -250,7 +254,8 @@ class _Worker:
                     set_module_tensor_to_device(self.network, key, "meta")
             yield from self._quantized(weights)
             progress(index + 1, total)
-        yield from self._quantized(self._read(outer))
+        for name in outer:  # embedding and head are the largest tensors of all
+            yield from self._quantized(self._read([name]))
 
     def _read(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {
@@ -271,7 +276,8 @@ class _Worker:
             for name in names:
                 yield from self.format.checkpoint(quantize_named(self.format, name, parts.pop(name), shared), name)
         for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            # smallest and largest, which a NaN becomes too: `isfinite` would need memory for every element
+            if tensor.is_floating_point() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
                 raise ValueError(f"{name} holds NaN or inf.")
             yield name, tensor
 
