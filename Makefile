@@ -44,7 +44,7 @@ test-slow: $(VENV)/.test  ## run the tests that take minutes
 	@$(BIN)/pytest -q -m slow $(ARGS)
 
 test-vllm: $(VENV)/.vllm  ## install the CPU build of vLLM and run the tests that use it
-	@$(BIN)/pytest -q -m vllm $(ARGS)
+	@$(BIN)/pytest -q -m 'vllm and not gpu' $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff, codespell and pyright
 	@$(BIN)/ruff check .
