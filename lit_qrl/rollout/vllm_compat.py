@@ -324,10 +324,18 @@ def shutdown(llm: Any, owns_process_group: bool) -> None:
         llm.llm_engine.engine_core.shutdown()
     except Exception as error:  # of an engine that died
         log.warning("vLLM did not shut down cleanly: %s: %s", type(error).__name__, error)
+    _forget_reloads()
     if owns_process_group:
         parallel_state.cleanup_dist_env_and_memory()
     else:
         parallel_state.destroy_model_parallel()
+
+
+def _forget_reloads() -> None:
+    """vLLM keeps each layer's loaders by weak reference to the layer, but the loaders watched here refer to the model."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    layerwise.LAYERWISE_INFO.clear()
 
 
 def collect_memory() -> None:

@@ -1,6 +1,7 @@
 """The real vLLM on CPU: every format is loaded, published again, verified, and followed by what is generated."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -306,3 +307,13 @@ def test_sleep_does_nothing_on_a_cpu(plain):
     engine.sleep()
     engine.wake()
     assert disagreement(network, engine) < 1e-4
+
+
+def test_a_closed_engine_leaves_nothing_in_memory():
+    network = tiny_network()
+    engine = build_engine(network)
+    publish(network, engine, None, 1)
+    engine.generate(prompts(), 1, seed=1)
+    model = weakref.ref(engine.live.model)
+    engine.close()
+    assert model() is None
