@@ -17,6 +17,8 @@ TRAINING = {
     "predict": "sample completions of the held-out problems",
 }
 COMMANDS = {
+    "audit": "measure the mismatch of each number format for a model, without training",
+    "export": "write a run's policy as a Hugging Face folder: plain, quantized, or its adapter",
     "quantize": "write a model in a weight-only number format, for vLLM, transformers and fit",
     "report": "make the HTML report of one run folder, or compare several",
 }
