@@ -320,22 +320,24 @@ def shutdown(llm: Any, owns_process_group: bool) -> None:
     """End an in-process engine; the process group is destroyed only if the engine made it."""
     from vllm.distributed import parallel_state
 
+    model = model_runner(llm).get_model()
     try:
         llm.llm_engine.engine_core.shutdown()
     except Exception as error:  # of an engine that died
         log.warning("vLLM did not shut down cleanly: %s: %s", type(error).__name__, error)
-    _forget_reloads()
+    _forget_reloads(model)
     if owns_process_group:
         parallel_state.cleanup_dist_env_and_memory()
     else:
         parallel_state.destroy_model_parallel()
 
 
-def _forget_reloads() -> None:
-    """vLLM keeps each layer's loaders by weak reference to the layer, but the loaders watched here refer to the model."""
+def _forget_reloads(model: nn.Module) -> None:
+    """Drop what vLLM keeps of a model's layers: by weak reference, but the watched loaders refer to the model itself."""
     from vllm.model_executor.model_loader.reload import layerwise
 
-    layerwise.LAYERWISE_INFO.clear()
+    for module in model.modules():
+        layerwise.LAYERWISE_INFO.pop(module, None)
 
 
 def collect_memory() -> None:

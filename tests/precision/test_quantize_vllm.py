@@ -24,7 +24,7 @@ def test_vllm_reads_the_folder(name, awq, source, tmp_path):
     from transformers import AutoModelForCausalLM
     from vllm import LLM, SamplingParams
 
-    from lit_qrl.rollout.vllm_compat import prepare_environment
+    from lit_qrl.rollout.vllm_compat import kept_process_state, prepare_environment
     from tests import vllm_cpu_shim
 
     prepare_environment(deep_gemm=False, kv_cache_gib=None)  # in this process, where the shim is
@@ -33,17 +33,18 @@ def test_vllm_reads_the_folder(name, awq, source, tmp_path):
     generator = torch.Generator().manual_seed(0)
     sequences = torch.randint(3, VOCABULARY, (4, 32), generator=generator) if awq else None
     quantize_checkpoint(source, tmp_path / "out", format, sequences=sequences, shard_bytes=300_000)
-    llm = LLM(
-        str(tmp_path / "out"),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="bfloat16",
-        max_model_len=128,
-        max_num_seqs=4,
-        kv_cache_memory_bytes=64 * 2**20,
-        disable_log_stats=True,
-        distributed_executor_backend="uni",
-    )
+    with kept_process_state():  # vLLM takes `torch.set_num_threads` away
+        llm = LLM(
+            str(tmp_path / "out"),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype="bfloat16",
+            max_model_len=128,
+            max_num_seqs=4,
+            kv_cache_memory_bytes=64 * 2**20,
+            disable_log_stats=True,
+            distributed_executor_backend="uni",
+        )
     prompt = torch.randint(3, VOCABULARY, (40,), generator=generator).tolist()
     sampling = SamplingParams(max_tokens=8, temperature=1.0, seed=1, logprobs=1, ignore_eos=True, detokenize=False)
     (answer,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
