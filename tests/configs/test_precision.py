@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from jsonargparse import ArgumentParser
+from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.plugins import Precision
 
 from lit_qrl import precision
@@ -25,7 +26,8 @@ def parsed(*paths):
     parser.add_argument("--trainer.precision", type=str | None)
     parser.add_argument("--publisher.format", type=NumberFormat | str, default="auto")
     parser.add_subclass_arguments(CausalPolicy, "model.policy")
-    base = ["--model.policy=CausalPolicy", "--model.policy.model=some/model"]
+    parser.add_argument("--model.optimizer", type=OptimizerCallable)
+    base = ["--model.policy=CausalPolicy", "--model.policy.model=some/model", "--model.optimizer=torch.optim.AdamW"]
     return parser, parser.parse_args(base + [f"--config={path}" for path in paths])
 
 
