@@ -136,8 +136,8 @@ KNOWN_BEFORE_A_MODEL = {
     ),
     "missing file": (["--data.task.path", "rowz.jsonl"], ["'rowz.jsonl' does not exist", "Did you mean 'rows.jsonl'?"]),
     "missing column": (
-        ["--data.task.prompt_column", "questoin"],
-        ["no column 'questoin'", "question, answer", "Did you mean 'question'?"],
+        ["--data.task.prompt_column", "questions"],
+        ["no column 'questions'", "question, answer", "Did you mean 'question'?"],
     ),
     "empty data set": (["--data.task.path", "empty.jsonl"], ["is empty", "at least one row"]),
     "long prompts are an error": (
