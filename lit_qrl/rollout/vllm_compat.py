@@ -333,7 +333,7 @@ def shutdown(llm: Any, owns_process_group: bool) -> None:
 
 
 def _forget_reloads(model: nn.Module) -> None:
-    """Drop what vLLM keeps of a model's layers: by weak reference, but the watched loaders refer to the model itself."""
+    """Drop what vLLM keeps of a model's layers: by weak reference, but the watched loaders refer to the model."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     for module in model.modules():
