@@ -114,7 +114,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
         self._adapter_active = False
         self._folder: Path | None = None
         self._owns_process_group = False
-        self._usable = self._poisoned = self._asleep = False
+        self._usable = self._poisoned = self._asleep = self.lent = False
         self._started = self._sender_failed = False
 
     # -------------------------------------------------------------------------------------------------------- set-up
@@ -377,7 +377,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
         llm, self.llm, self.live, self._adapter = self.llm, None, None, None
         self._usable = self._asleep = self._adapter_active = False
         if llm is not None:
-            compat.shutdown(llm, self._owns_process_group)
+            compat.shutdown(llm, self._owns_process_group, keep_weights=self.lent)
             del llm
             compat.collect_memory()
         if self._folder is not None:

@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -316,20 +317,47 @@ def register_adapter(llm: Any, tensors: dict[str, Tensor], config: dict[str, Any
         WorkerLoRAManager._load_adapter = original
 
 
-def shutdown(llm: Any, owns_process_group: bool) -> None:
-    """End an in-process engine; the process group is destroyed only if the engine made it."""
+def shutdown(llm: Any, owns_process_group: bool, keep_weights: bool = False) -> None:
+    """End an in-process engine and free its GPU memory, whoever still refers to it.
+
+    Args:
+        llm: the engine.
+        owns_process_group: the engine made the process group, so it is destroyed.
+        keep_weights: a learner computes with them.
+    """
     from vllm.distributed import parallel_state
 
     model = model_runner(llm).get_model()
+    storages = _storages(llm, model, keep_weights)
     try:
         llm.llm_engine.engine_core.shutdown()
     except Exception as error:  # of an engine that died
         log.warning("vLLM did not shut down cleanly: %s: %s", type(error).__name__, error)
     _forget_reloads(model)
+    # Its argument is the model, from which the watched loaders lead back to the engine: alone it would never run.
+    finalizer = getattr(llm.llm_engine, "_finalizer", None)
+    if finalizer is not None:
+        finalizer()
+    for storage in storages:
+        storage.resize_(0)
     if owns_process_group:
         parallel_state.cleanup_dist_env_and_memory()
     else:
         parallel_state.destroy_model_parallel()
+
+
+def _storages(llm: Any, model: nn.Module, keep_weights: bool) -> list[torch.UntypedStorage]:
+    """Return where weights and KV cache lie on a GPU, which frames of a failed step or captured graphs keep alive."""
+    caches = [getattr(model_runner(llm), "kv_caches", []), *(getattr(m, "kv_cache", []) for m in model.modules())]
+    tensors = [] if keep_weights else [*model.parameters(), *model.buffers()]
+    while caches:
+        one = caches.pop()
+        if isinstance(one, Tensor):
+            tensors.append(one)
+        elif isinstance(one, list | tuple):
+            caches.extend(one)
+    found = (tensor.untyped_storage() for tensor in tensors if tensor.is_cuda)
+    return list({storage.data_ptr(): storage for storage in found}.values())
 
 
 def _forget_reloads(model: nn.Module) -> None:
@@ -347,6 +375,9 @@ def collect_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        allocator = getattr(sys.modules.get("vllm.device_allocator.cumem"), "CuMemAllocator", None)
+        if allocator is not None and allocator.instance is not None:
+            allocator.instance.release_pools()  # an engine that could sleep; the next one needs them empty
 
 
 @contextmanager

@@ -21,6 +21,8 @@ class LendsWeights:
 
     sleep_level: int
     live: "LiveModel | None"
+    lent: bool
+    """True once a learner got a weight; closing then leaves the weights' memory alone."""
 
     def check_sharing(self, format: "NumberFormat | None") -> None:
         """Raise `ConfigError` where a learner could not read the engine's weights in place of its own."""
@@ -59,6 +61,7 @@ class LendsWeights:
         if inputs % TILE_IN or outputs % TILE_OUT:
             return None
         sizes = [int(size) for size in module.output_sizes] if place.parts else [outputs]
+        self.lent = True
         return MarlinNVFP4(
             words.detach(),
             scales.detach().view(torch.uint8),

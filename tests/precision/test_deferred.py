@@ -87,7 +87,8 @@ def test_the_context_ends():
             assert weights_are_deferred()
             raise KeyError
 
-    pytest.raises(KeyError, fails)
+    with pytest.raises(KeyError):
+        fails()
     assert not weights_are_deferred()
 
 
@@ -120,9 +121,7 @@ def test_random_weights_are_packed_layer_by_layer(tmp_path, monkeypatch):
     assert all(bool(torch.isfinite(p).all()) for p in module.policy.parameters())
 
 
-@pytest.mark.parametrize(
-    "changes", [{"use_dora": True}, {"modules_to_save": ["norm"]}, {"init_lora_weights": "pissa"}]
-)
+@pytest.mark.parametrize("changes", [{"use_dora": True}, {"modules_to_save": ["norm"]}, {"init_lora_weights": "pissa"}])
 def test_adapters_that_look_at_the_base_get_one(tmp_path, changes):
     from lit_qrl.policy import CausalPolicy
 
