@@ -34,7 +34,7 @@ class _Norm(torch.autograd.Function):
         from lit_qrl.precision.formats import tiles_triton
 
         # summed by the plain operations, whose order of additions a kernel of ours would not have
-        rstd = torch.rsqrt(x.float().pow(2).mean(-1) + eps).view(-1)
+        rstd = torch.rsqrt(tiles_triton.squares(x).mean(-1) + eps).view(-1)
         y, along, across = tiles_triton.tiles(
             x.reshape(-1, x.shape[-1]), True, columns, tiles_triton.NORM, rstd=rstd, weight=weight
         )

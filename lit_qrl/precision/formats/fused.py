@@ -86,13 +86,9 @@ def e4m3_tiles(
         columns: make (codes "k m", scales "k m/128"), m padded with zeros to a multiple of 128.
     """
     if available(x):
-        if columns:
-            from lit_qrl.precision.formats import tiles_triton
+        from lit_qrl.precision.formats import tiles_triton
 
-            return tiles_triton.tiles(x, rows, columns)[1:]
-        from lit_qrl.precision.formats import fused_triton
-
-        return fused_triton.e4m3_tiles(x, rows, columns)
+        return tiles_triton.tiles(x, rows, columns)[1:]
     along = activations.e4m3_group_codes(x, BLOCK) if rows else None
     across = None
     if columns:

@@ -68,60 +68,6 @@ def _scale(amax):
 
 
 @triton.jit
-def _tiles_kernel(
-    x, rows, rows_scale, columns, columns_scale, m, k, stride, padded, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SIZE: tl.constexpr,
-):  # fmt: skip
-    """One 128×128 tile: scales along both of its sides from one read."""
-    tile_k, tile_m = tl.program_id(0), tl.program_id(1)
-    row = tile_m * SIZE + tl.arange(0, SIZE)
-    column = tile_k * SIZE + tl.arange(0, SIZE)
-    inside = (row < m)[:, None] & (column < k)[None, :]
-    offsets = row.to(tl.int64)[:, None] * stride + column[None, :]
-    values = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
-    magnitude = tl.abs(values)
-    if ROWS:
-        amax = tl.max(magnitude, axis=1)
-        scale = _scale(amax)
-        quotient = _quotient(values, scale[:, None], _low(scale, amax))
-        codes = _clamp(quotient, -_MAX, _MAX).to(rows.dtype.element_ty)
-        tl.store(rows + row.to(tl.int64)[:, None] * k + column[None, :], codes, mask=inside)
-        tl.store(rows_scale + tile_k * m + row, scale, mask=row < m)  # "m k/128", column by column
-    if COLUMNS:
-        amax = tl.max(magnitude, axis=0)
-        scale = _scale(amax)
-        quotient = _quotient(values, scale[None, :], _low(scale, amax))
-        codes = _clamp(quotient, -_MAX, _MAX).to(columns.dtype.element_ty)
-        # stored where the transpose has them; the compiler turns the layout so that rows are written whole
-        to = columns + column.to(tl.int64)[None, :] * padded + row[:, None]
-        tl.store(to, codes, mask=(column < k)[None, :] & (row < padded)[:, None])
-        tl.store(columns_scale + tile_m * k + column, scale, mask=column < k)  # "k m/128", column by column
-
-
-def e4m3_tiles(
-    x: Tensor, rows: bool, columns: bool
-) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
-    """Return what `fused.e4m3_tiles` says, scales stored column by column as the GEMM reads them."""
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    m, k = x.shape
-    padded = triton.cdiv(m, TILE) * TILE
-    tiles_m, tiles_k = padded // TILE, triton.cdiv(k, TILE)
-    nothing = x.new_empty(0)
-    along = across = along_scale = across_scale = nothing
-    if rows:
-        along = torch.empty((m, k), dtype=E4M3, device=x.device)
-        along_scale = torch.empty((tiles_k, m), dtype=torch.float32, device=x.device)
-    if columns:
-        across = torch.empty((k, padded), dtype=E4M3, device=x.device)
-        across_scale = torch.empty((tiles_m, k), dtype=torch.float32, device=x.device)
-    _tiles_kernel[(tiles_k, tiles_m)](
-        x, along, along_scale, across, across_scale, m, k, x.stride(0), padded, rows, columns, TILE, num_warps=8
-    )
-    return ((along, along_scale.t()) if rows else None, (across, across_scale.t()) if columns else None)
-
-
-@triton.jit
 def _blocks_kernel(w, codes, scales, n, k, stride, eps, LOW: tl.constexpr, SIZE: tl.constexpr):
     """One 128×128 block of a weight, with the roundings of a weight in its own dtype."""
     block_k, block_n = tl.program_id(0), tl.program_id(1)

@@ -17,9 +17,9 @@ from lit_qrl.precision.formats.fused_triton import _low, _quotient, _weight_scal
 from lit_qrl.precision.formats.numerics import INT4_STEPS
 
 INT4, FP4, NF4 = 0, 1, 2
-# Words of eight codes that a program takes, and its warps: the fastest of what `benchmarks/precision.py` tries.
+# Words of eight codes that a program takes, and its warps: the fastest of what `benchmarks/low_bit.py` tries.
 WORDS, WARPS = 1024, 4
-INT4_TILE, INT4_WARPS = 8192, 8
+INT4_TILE, INT4_WARPS = 8192, 4
 _STEPS = tl.constexpr(INT4_STEPS)
 # Twice the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 of E2M1, four bits each, the first lowest.
 _E2M1 = tl.constexpr(0x0C8643210)
@@ -96,6 +96,11 @@ def values(
 
 
 @triton.jit
+def _greater(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _int4_kernel(
     w, packed, scales, groups, eps, LOW: tl.constexpr, BF16: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
@@ -106,22 +111,23 @@ def _int4_kernel(
     values = tl.load(
         w + word[:, :, None] * 8 + tl.arange(0, 8)[None, None, :], mask=inside[:, None, None], other=0.0
     ).to(tl.float32)
-    amax = tl.max(tl.max(tl.abs(values), axis=2), axis=1)
-    nans = tl.max(tl.max((values != values).to(tl.int32), axis=2), axis=1)
-    scale = _weight_scale(amax, nans, 1.0 / _STEPS, eps, w.dtype.element_ty)
+    amax = tl.reduce(tl.reduce(tl.abs(values), 2, _greater), 1, _greater)
+    scale = _weight_scale(amax, (amax != amax).to(tl.int32), 1.0 / _STEPS, eps, w.dtype.element_ty)
     low = _low(scale, amax)
     divisor = scale[:, None, None]
     if BF16:
         # Two numbers of 8 digits: their quotient stays 2^-17 of itself away from where bf16 rounds up or down, so the
-        # product with the inverse, a few 2^-24 off, rounds to the same.
-        if low > 8.3e-25:
-            quotient = values * tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
-        else:
-            quotient = tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
+        # product with the inverse, a few 2^-24 off, rounds to the same, and no tie is left to be rounded to even.
+        if low < 8.3e-25:  # inverses near inf: 2^80 on both sides changes no quotient
+            larger = tl.where(divisor < 8.3e-25, 1.2089258196146292e24, 1.0)
+            values, divisor = values * larger, divisor * larger
+        quotient = values * tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+        rounded = (quotient.to(tl.int32, bitcast=True) + 0x8000) & -0x10000
+        quotient = rounded.to(tl.float32, bitcast=True)
     else:
         quotient = _quotient(values, divisor, low)
-    if LOW:
-        quotient = quotient.to(w.dtype.element_ty).to(tl.float32)
+        if LOW:
+            quotient = quotient.to(w.dtype.element_ty).to(tl.float32)
     quotient = tl.minimum(tl.maximum(quotient, -8.0), 7.0)
     # adding 1.5 · 2^23 + 8 rounds to the nearest integer, ties to even, and leaves it in the last bits
     codes = (quotient + 12582920.0).to(tl.int32, bitcast=True) & 0xF

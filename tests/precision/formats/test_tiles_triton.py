@@ -1,0 +1,167 @@
+"""The fused quantizers of activations and of INT4 weights against plain operations: interpreted, or compiled on a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lit_qrl.precision.formats import Int4Group, fused
+
+from .oracle import bits, weights
+
+INTERPRETED = """
+import numpy, torch, triton, triton.language as tl
+from triton.runtime import interpreter
+from types import SimpleNamespace
+from lit_qrl.precision.formats import fused, tiles_triton
+from tests.precision.formats import test_tiles_triton as here
+
+@triton.jit
+def plain(x, FLUSH: tl.constexpr):  # the interpreter knows no instructions of the device
+    return 1.0 / x
+
+@triton.jit
+def off(x, FLUSH: tl.constexpr):
+    return (1.0 / x) * (1 + 2.0**-23)
+
+exact = interpreter._convert_float
+
+
+def rounded(values, source, target, mode):  # it cuts bf16 off, drops a carry of E4M3, and mistakes subnormals
+    if source == tl.bfloat16 and target == tl.float32:
+        return values.astype(numpy.uint32) << 16
+    kinds = {tl.bfloat16: (torch.bfloat16, torch.uint16), tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8)}
+    if source != tl.float32 or target not in kinds:
+        return exact(values, source, target, mode)
+    kind, stored = kinds[target]
+    made = torch.from_numpy(values.view(numpy.float32).copy()).to(kind)
+    return made.view(stored).numpy()
+
+
+interpreter._convert_float = rounded
+@triton.jit
+def exp(x):
+    return tl.exp(x)
+
+
+tiles_triton.libdevice = SimpleNamespace(exp=exp)
+for instruction in (plain, off):
+    tiles_triton._reciprocal = instruction
+    here.PART(torch.device("cpu"))
+print("same")
+"""
+
+
+def compare_tiles(device):
+    """Codes and scales of every kind of number, the last digit of the approximate inverse right and wrong."""
+    from lit_qrl.precision.formats import tiles_triton
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for x in inputs(dtype):
+            _, along, across = tiles_triton.tiles(x.to(device), True, True)
+            expected = fused.e4m3_tiles(x, True, True)
+            for made, plain in zip((along, across), expected, strict=True):
+                assert torch.equal(bits(made[0].cpu()), bits(plain[0])), (dtype, tuple(x.shape))
+                assert torch.equal(made[1].cpu(), plain[1]), (dtype, tuple(x.shape))
+
+
+def inputs(dtype):
+    generator = torch.Generator().manual_seed(0)
+    for rows in (1, 100, 128, 130):
+        x = torch.randn(rows, 256, generator=generator) * torch.rand(rows, 1, generator=generator) * 10
+        x[0, :128] = 0
+        x[0, 7] = -0.0
+        yield x.to(dtype)
+    # every mantissa as the largest of a group beside every other that E4M3 tells from zero
+    digits = {torch.bfloat16: 7}.get(dtype, 10)
+    mantissas = 1 + torch.arange(2**digits, dtype=torch.float64) / 2**digits
+    largest = mantissas[:: max(2**digits // 128, 1)]
+    others = (mantissas[None] * 2.0 ** -torch.arange(12.0)[:, None]).flatten()
+    columns = 128 * (others.numel() // 127)
+    x = torch.zeros(128, columns, dtype=torch.float64)
+    x.view(128, -1, 128)[..., :127] = others[: columns // 128 * 127].view(-1, 127)
+    x = torch.minimum(x, largest[:, None])
+    x.view(128, -1, 128)[..., 127] = largest[:, None]
+    exponents = (-14, 0) if dtype == torch.float16 else (-133, -126, -80, 0, 90, 126)
+    for exponent in exponents:
+        yield (x[:, :1024] * 2.0**exponent).to(dtype)
+    yield x.to(dtype)
+
+
+def compare_operators(device):
+    """The norm and the gated activation before the quantizer; the backward passes, wide rows and narrow ones."""
+    from lit_qrl.precision.formats import tiles_triton
+
+    generator = torch.Generator().manual_seed(0)
+    x, other, grad = (torch.randn(70, 384, generator=generator).bfloat16() for _ in range(3))
+    weight = torch.rand(384, generator=generator).bfloat16() + 0.5
+    squares = tiles_triton.squares(x.to(device))
+    assert torch.equal(squares.cpu(), x.float().pow(2))
+    rstd = torch.rsqrt(x.float().pow(2).mean(-1) + 1e-6)
+    y, along, across = tiles_triton.tiles(
+        x.to(device), True, True, tiles_triton.NORM, rstd=rstd.to(device), weight=weight.to(device)
+    )
+    assert torch.equal(bits(y.cpu()), bits(weight * (x.float() * rstd[:, None]).bfloat16()))
+    for made, plain in zip((along, across), fused.e4m3_tiles(y.cpu(), True, True), strict=True):
+        assert torch.equal(bits(made[0].cpu()), bits(plain[0]))
+    y, _, _ = tiles_triton.tiles(x.to(device), True, False, tiles_triton.GATED, other=other.to(device))
+    assert torch.allclose(y.cpu().float(), (F.silu(x.float()).bfloat16() * other).float(), rtol=2.0**-7)
+    unit = x.double() * rstd.double()[:, None]
+    scaled = grad.double() * weight.double()
+    expected = (scaled - unit * (scaled * unit).mean(-1, keepdim=True)) * rstd.double()[:, None]
+    widest = tiles_triton.WIDEST, tiles_triton.PART
+    try:
+        for tiles_triton.WIDEST, tiles_triton.PART in (widest, (128, 128)):
+            made, gain = tiles_triton.norm_backward(
+                grad.to(device), x.to(device), rstd.to(device), weight.to(device), programs=6
+            )
+            assert torch.allclose(made.cpu().double(), expected, rtol=2.0**-8, atol=1e-6)
+            assert torch.allclose(gain.cpu().double(), (grad.double() * unit).sum(0), rtol=1e-4, atol=1e-4)
+    finally:
+        tiles_triton.WIDEST, tiles_triton.PART = widest
+
+
+def compare_int4(device):
+    from lit_qrl.precision.formats import values_triton
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for case, weight in weights(dtype, (64, 64)).items():
+            expected = Int4Group(32).quantize(weight)
+            codes, scales = values_triton.int4_groups(weight.to(device), 32)
+            # torch divides a CUDA tensor by a number as it multiplies by the inverse, which rounds some scales otherwise
+            agree = scales.cpu() == expected.scales
+            assert agree.any(), case
+            same = codes.cpu().view(*agree.shape, -1) == expected.codes.view(*agree.shape, -1)
+            assert same[agree].all(), (case, dtype)
+
+
+@pytest.mark.vllm  # which brings Triton
+@pytest.mark.parametrize("part", ["compare_tiles", "compare_operators", "compare_int4"])
+def test_kernels_in_the_interpreter(part):
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    script = INTERPRETED.replace("PART", part)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.stdout.endswith("same\n"), done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", [compare_tiles, compare_operators, compare_int4])
+def test_kernels_on_the_device(part):
+    part(torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_silu_of_every_number_is_the_module_s(dtype):
+    from lit_qrl.precision.formats import tiles_triton
+
+    gate = torch.arange(-(2**15), 2**15).short().view(dtype).view(-1, 128).cuda()
+    one = torch.ones_like(gate)
+    made = tiles_triton.tiles(gate, True, False, tiles_triton.GATED, other=one)[0]
+    expected = F.silu(gate)
+    assert torch.equal(made.isnan(), expected.isnan())
+    finite = ~expected.isnan()
+    assert torch.equal(bits(made[finite]), bits(expected[finite]))
