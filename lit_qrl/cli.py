@@ -1,6 +1,7 @@
 """The command `lit-qrl`: LightningCLI for training, and parsers of their own for the rest."""
 
 import importlib
+import logging
 import os
 import re
 import sys
@@ -26,6 +27,8 @@ COMMANDS = {
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run `lit-qrl`; a configuration that cannot work ends with status 2 and one paragraph."""
+    # At import, and of a kernel that only bitsandbytes' own 4-bit layers would use.
+    logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
     args = list(sys.argv[1:] if args is None else args)
     word = args[0] if args else "--help"
     if word in ("-h", "--help"):

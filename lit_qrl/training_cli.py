@@ -1,7 +1,7 @@
 """LightningCLI with the parts that every run has: publisher, monitor, guard, report, checkpoint, progress."""
 
 import logging
-import os
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -158,16 +158,27 @@ def next_run_folder(base: Path, resume: bool) -> Path:
 
 def check_place(run_folder: Path) -> None:
     """Raise `ConfigError` for a run folder that cannot be made or written; leave no empty one behind."""
-    place = run_folder.absolute()
+    missing, place = [], run_folder.absolute()
     while not place.exists() and place != place.parent:
+        missing.append(place)
         place = place.parent
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+    made: list[Path] = []
+    try:
+        for folder in reversed(missing):
+            folder.mkdir()
+            made.append(folder)
+        with tempfile.TemporaryFile(dir=run_folder):
+            pass
+    except OSError as error:
         raise ConfigError(
             "The run folder cannot be written.",
             expected="a folder that you may write to",
-            given=f"{run_folder}, but {place} is {'not writable' if place.is_dir() else 'a file'}",
+            given=f"{run_folder} ({error.strerror})",
             remedy="Set trainer.default_root_dir to another place.",
-        )
+        ) from error
+    finally:
+        for folder in reversed(made):
+            folder.rmdir()
 
 
 def check_repeated(chosen: Callback | Sequence[Callback]) -> None:

@@ -174,7 +174,7 @@ KNOWN_BEFORE_A_MODEL = {
     ),
     "run folder under a file": (
         ["--trainer.default_root_dir", "text.yaml/run"],
-        ["cannot be written", "is a file", "trainer.default_root_dir"],
+        ["cannot be written", "Not a directory", "trainer.default_root_dir"],
     ),
     "no checkpoint": (["--ckpt_path", "last"], ["no checkpoint to resume", "--resume_if_possible"]),
     "missing checkpoint": (["--ckpt_path", "nope.ckpt"], ["does not exist", "nope.ckpt"]),
