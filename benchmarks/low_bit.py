@@ -103,56 +103,60 @@ def sums(args: argparse.Namespace) -> Rows:
 
 
 def variants(args: argparse.Namespace) -> Rows:
-    from lit_qrl.precision.formats import fused_triton, nf4, tiles_triton, values_triton
+    from lit_qrl.precision.formats import nf4, tiles_triton, values_triton
 
-    size = 2**14 if args.tiny else 2**29
-    source = torch.empty(size, device=DEVICE, dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-    copy = 2 * source.nbytes / seconds(partial(target.copy_, source)) / 1e12
-    del source, target
+    def copy_rate(size: int) -> float:
+        source = torch.empty(size, device=DEVICE, dtype=torch.uint8)
+        target = torch.empty_like(source)
+        return 2 * size / queued_seconds(partial(target.copy_, source), 10) / 1e12
+
+    copy = copy_rate(2**15 if args.tiny else 2**30)
     rows: Rows = [{"kernel": "copy", "tb_per_s": copy, "of_copy": 1.0}]
 
     def measure(kernel: str, variant: str, x: Tensor, work: Any, bytes_per_element: float) -> None:
+        row: dict[str, Any] = {"kernel": kernel, "variant": variant, "shape": str(tuple(x.shape))}
         try:
             rate = x.numel() * bytes_per_element / queued_seconds(work, 10) / 1e12
-            rows.append(
-                {"kernel": kernel, "variant": variant, "shape": str(tuple(x.shape)), "tb_per_s": rate}
-                | {"of_copy": rate / copy}
-            )
+            row |= {"tb_per_s": rate, "of_copy": rate / copy}
         except Exception as error:
-            rows.append({"kernel": kernel, "variant": variant, "shape": str(tuple(x.shape)), "error": str(error)[:80]})
-        print(rows[-1], flush=True)
+            row["error"] = str(error)[:80]
+        rows.append(row)
+        print(row, flush=True)
 
-    tiles = tiles_triton.tiles
-    shapes = [(256, 256)] if args.tiny else [(8192, 18944), (8192, 3584)]
-    for shape in shapes:
+    tiles, norm, gated = tiles_triton.tiles, tiles_triton.NORM, tiles_triton.GATED
+    for shape in [(256, 256)] if args.tiny else [(8192, 18944), (8192, 3584)]:
         x = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
         other = torch.randn_like(x)
         rstd, gain = torch.rand(shape[0], device=DEVICE), torch.rand(shape[1], device=DEVICE, dtype=torch.bfloat16)
-        measure("tiles both", "old, 8 warps", x, partial(fused_triton.e4m3_tiles, x, True, True), 4)
+        # a small tensor is not copied at the rate of a large one either
+        same = x.numel() * 4 // 2
+        rate = copy_rate(same)
+        rows.append({"kernel": "copy", "variant": "as many bytes as both", "shape": str(shape), "tb_per_s": rate})
+        rows[-1]["of_copy"] = rate / copy
+        for warps, registers in ((8, 80), (8, 128), (16, 64)):
+            name = f"{warps} warps, {registers} registers"
+            how = partial(tiles, x, warps=warps, registers=registers)
+            measure("tiles both", name, x, partial(how, rows=True, columns=True), 4)
+            measure("tiles across", name, x, partial(how, rows=False, columns=True), 3)
+            measure("tiles along", name, x, partial(how, rows=True, columns=False), 3)
+            normed = partial(how, rows=True, before=norm, rstd=rstd, weight=gain)
+            measure("norm + both", name, x, partial(normed, columns=True), 6)
+            measure("norm + along", name, x, partial(normed, columns=False), 5)
+            multiplied = partial(how, rows=True, before=gated, other=other)
+            measure("SiLU·mul + both", name, x, partial(multiplied, columns=True), 8)
+            measure("SiLU·mul + along", name, x, partial(multiplied, columns=False), 7)
         measure(
-            "tiles both", "two kernels", x,
-            lambda x=x: (fused_triton.e4m3_tiles(x, True, False), fused_triton.e4m3_tiles(x, False, True)), 4,
+            "tiles both", "two launches", x, lambda x=x: (tiles(x, True, False), tiles(x, False, True)), 4
         )  # fmt: skip
-        measure(
-            "tiles both", "old along, words across", x,
-            lambda x=x: (fused_triton.e4m3_tiles(x, True, False), tiles(x, False, True)), 4,
-        )  # fmt: skip
-        for warps in (4, 8, 16):
-            measure("tiles both", f"words, {warps} warps", x, partial(tiles, x, True, True, warps=warps), 4)
-            measure("tiles across", f"words, {warps} warps", x, partial(tiles, x, False, True, warps=warps), 3)
-            measure("tiles along", f"words, {warps} warps", x, partial(tiles, x, True, False, warps=warps), 3)
-            norm = partial(tiles, x, True, True, tiles_triton.NORM, rstd=rstd, weight=gain, warps=warps)
-            measure("norm + both", f"{warps} warps", x, norm, 6)
-            norm = partial(tiles, x, True, False, tiles_triton.NORM, rstd=rstd, weight=gain, warps=warps)
-            measure("norm + along", f"{warps} warps", x, norm, 5)
-            gated = partial(tiles, x, True, True, tiles_triton.GATED, other=other, warps=warps)
-            measure("SiLU·mul + both", f"{warps} warps", x, gated, 8)
-        measure("norm backward", "", x, partial(tiles_triton.norm_backward, x, other, rstd, gain), 6)
+        measure("squares", "", x, partial(tiles_triton.squares, x), 6)
+        for programs in (264, 528, 1056):
+            for warps in (4, 8, 16):
+                work = partial(tiles_triton.norm_backward, x, other, rstd, gain, programs, warps)
+                measure("norm backward", f"{programs} programs, {warps} warps", x, work, 6)
         measure("gated backward", "", x, partial(tiles_triton.gated_backward, x, x, other), 10)
         del x, other
         weight = torch.randn(shape[1], min(shape[0], 3584), device=DEVICE, dtype=torch.bfloat16)
-        for tile in (4096, 8192, 16384):
+        for tile in (2048, 4096, 8192):
             for warps in (4, 8):
                 work = partial(values_triton.int4_groups, weight, 128, tile, warps)
                 measure("INT4 weight", f"tile {tile}, {warps} warps", weight, work, 2.5)
@@ -160,13 +164,12 @@ def variants(args: argparse.Namespace) -> Rows:
             q = formats.get(name).quantize(weight)
             per = {"int4_group": 128, "nvfp4": 16, "mxfp4": 32, "nf4": 64}[name]
             table = nf4._table(weight.device) if name == "nf4" else None
-            for words in (512, 2048):
-                for warps in (4, 8):
-                    work = partial(
-                        values_triton.values, q.codes, q.scales, per, kind, q.shape, torch.bfloat16,
-                        None if q.global_scale is None else q.global_scale, table, words, warps,
-                    )  # fmt: skip
-                    measure(f"{name} multiplied out", f"{words} words, {warps} warps", weight, work, 2.5)
+            for words, warps in ((512, 4), (2048, 4)):
+                work = partial(
+                    values_triton.values, q.codes, q.scales, per, kind, q.shape, torch.bfloat16,
+                    None if q.global_scale is None else q.global_scale, table, words, warps,
+                )  # fmt: skip
+                measure(f"{name} multiplied out", f"{words} words, {warps} warps", weight, work, 2.5)
     best: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows[1:]:
         key = (row["kernel"], row["shape"])
@@ -183,13 +186,15 @@ def fused_steps(args: argparse.Namespace) -> Rows:
     rows: Rows = []
     plugins = {
         "bf16": lambda: None,
-        "UnifiedFP8(torch)": lambda: UnifiedFP8("torch"),
+        "UnifiedFP8(torch)": lambda: UnifiedFP8("torch", fuse=False),
         "UnifiedFP8(torch, fuse)": lambda: UnifiedFP8("torch", fuse=True),
-        "QATAligned(fp8_block)": lambda: QATAligned("fp8_block"),
+        "QATAligned(fp8_block)": lambda: QATAligned("fp8_block", fuse=False),
         "QATAligned(fp8_block, fuse)": lambda: QATAligned("fp8_block", fuse=True),
         "UnifiedFP8(te)": lambda: UnifiedFP8("te"),
     }
     for name, make in plugins.items():
+        if args.learners and name not in args.learners:
+            continue
         free()
         row: dict[str, Any] = {"learner": name}
         try:
@@ -445,6 +450,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--layers", type=int, help="fewer layers than the 7B shape has")
+    parser.add_argument("--learners", nargs="*", help="of the part fused: the names that its table prints")
     parser.add_argument("--formats", nargs="*", help="of the part sampler: bf16, int4_group, nvfp4, w4a8")
     parser.add_argument("--tiny", action="store_true", help="small shapes")
     parser.add_argument("--out", type=Path)

@@ -188,8 +188,12 @@ def _padded(scale: Tensor) -> Tensor:
     return F.pad(scale.float(), (0, -scale.shape[1] % 4), value=1.0).contiguous()
 
 
-def backend(name: str) -> Backend:
+def backend(name: str, fused: bool = False) -> Backend:
     """Return the backend of that name; `auto` takes the fastest that this host can run.
+
+    Args:
+        name: `te`, `torch`, `emulate`, or `auto`.
+        fused: whether quantizers are to be fused with what comes before, which makes torch the fastest.
 
     Raises:
         ConfigError: for an unknown name, a GPU without block-scaled FP8, or Transformer Engine missing or too old.
@@ -197,7 +201,7 @@ def backend(name: str) -> Backend:
     known = {"emulate": Emulated, "torch": Torch, "te": TransformerEngine}
     if name == "auto":
         usable = _block_gemm_missing() is None
-        name = ("te" if _te_missing() is None else "torch") if usable else "emulate"
+        name = ("te" if not fused and _te_missing() is None else "torch") if usable else "emulate"
     if name not in known:
         raise ConfigError("There is no such FP8 backend.", expected="auto, te, torch or emulate", given=name)
     missing = None if name == "emulate" else _block_gemm_missing()

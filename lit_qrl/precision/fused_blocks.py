@@ -5,14 +5,20 @@ arXiv:2601.14243, §4.1). The numbers are those of the plain modules; where the 
 do.
 """
 
-from typing import Any
+import logging
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.precision.formats import fused
+from lit_qrl.precision.formats import fused, gemm
+
+log = logging.getLogger(__name__)
+
+Fuse = bool | Literal["auto"]
+"""Whether blocks are fused; `auto` where the device has the kernels and the block is known."""
 
 _HALF = (torch.bfloat16, torch.float16)
 # Classes whose forward pass is weight · (x · rsqrt(mean x² + ε)), rounded before the product.
@@ -130,7 +136,7 @@ class FusedGatedMLP(nn.Module):
         return self.down_proj(hidden)
 
 
-def fuse(network: nn.Module, quantized: type[nn.Module], columns: bool) -> list[str]:
+def fuse(network: nn.Module, quantized: type[nn.Module], columns: bool, choice: Fuse = True) -> list[str]:
     """Replace norms and gated MLPs before quantized layers in place, and return the names of those that are fused.
 
     A second call changes nothing. Parameters keep their names.
@@ -139,10 +145,13 @@ def fuse(network: nn.Module, quantized: type[nn.Module], columns: bool) -> list[
         network: of decoder layers as in Llama, Mistral, Qwen2 and Qwen3.
         quantized: the class of the linear layers that read the codes.
         columns: whether those need the transpose too.
+        choice: True insists; `auto` does nothing on a host without the kernels, or to blocks that are not known.
 
     Raises:
-        ConfigError: if nothing matched.
+        ConfigError: if nothing matched and `choice` is True.
     """
+    if not choice or (choice == "auto" and not kernels_here()):
+        return []
     names = []
     for name, layer in network.named_modules():
         for child, reader in _BEFORE:
@@ -158,7 +167,8 @@ def fuse(network: nn.Module, quantized: type[nn.Module], columns: bool) -> list[
             if not isinstance(mlp, FusedGatedMLP):
                 layer.mlp = FusedGatedMLP(mlp, columns)
             names.append(f"{name}.mlp")
-    if not names:
+    log.info("%d norms and MLPs quantize what they hand on: %s.", len(names), ", ".join(names[:3]) or "none is known")
+    if not names and choice is True:
         raise ConfigError(
             "No norm or MLP before a quantized layer was recognised.",
             expected="decoder layers as in Llama, Mistral, Qwen2 or Qwen3",
@@ -166,6 +176,14 @@ def fuse(network: nn.Module, quantized: type[nn.Module], columns: bool) -> list[
             remedy="Set fuse to false.",
         )
     return names
+
+
+def kernels_here() -> bool:
+    """Return True when this process' CUDA device has the block-scaled FP8 GEMM and Triton is installed."""
+    if not torch.cuda.is_available():
+        return False
+    device = torch.device("cuda", torch.cuda.current_device())
+    return fused.triton_installed() and gemm.fp8_block_gemm(device, (fused.BLOCK, fused.BLOCK))
 
 
 def _at(module: nn.Module, path: str) -> Any:

@@ -13,6 +13,7 @@ from lit_qrl.precision import formats
 from lit_qrl.precision.base import LowBitLinear, QuantizedPrecision, autocast_input, network_of
 from lit_qrl.precision.formats import FP8Block
 from lit_qrl.precision.formats.base import NumberFormat
+from lit_qrl.precision.fused_blocks import Fuse
 from lit_qrl.precision.fused_blocks import fuse as fuse_blocks
 from lit_qrl.precision.kernel_choice import Kernel, KernelChoice
 
@@ -80,7 +81,8 @@ class QATAligned(QuantizedPrecision):
         autocast: run the other operations in bf16 over fp32 master weights; `none` leaves each in its own dtype.
         kernel: how packed 4-bit weights are multiplied: `auto` by vLLM's own kernel when vLLM is the sampler and has
             one for the layer, else `dequantize`, multiplied out and by the bf16 GEMM; `machete` or `marlin` insist.
-        fuse: quantize in the kernel of the norm or activation before a layer, where these are known; for fp8_block.
+        fuse: quantize in the kernel of the norm or activation before a layer; for fp8_block. `auto` does so where the
+            kernels run and the decoder's blocks are known.
 
     Raises:
         ConfigError: for an unknown format, activations that the format does not know, or a kernel that does not
@@ -96,7 +98,7 @@ class QATAligned(QuantizedPrecision):
         exclude: Sequence[str] = (),
         autocast: Literal["none", "bf16"] = "none",
         kernel: Kernel = "auto",
-        fuse: bool = False,
+        fuse: Fuse = "auto",
     ) -> None:
         format = formats.get(weights)
         if activations is not None:
@@ -111,8 +113,9 @@ class QATAligned(QuantizedPrecision):
             except ValueError as error:
                 raise ConfigError(str(error)) from None
         super().__init__(format, exclude, autocast)
-        self.choice, self.fuse = KernelChoice(kernel, format), fuse
-        if fuse and not isinstance(format, FP8Block):
+        self.choice = KernelChoice(kernel, format)
+        self.fuse: Fuse = fuse
+        if fuse is True and not isinstance(format, FP8Block):
             raise ConfigError(
                 f"The inputs of {format.name} are not quantized per 1×128, so there is nothing to fuse.",
                 expected="weights: fp8_block",
@@ -132,6 +135,6 @@ class QATAligned(QuantizedPrecision):
         for layer in layers.values():
             assert isinstance(layer, AlignedLinear)
             layer.choice = self.choice
-        if self.fuse:
-            fuse_blocks(network_of(module), AlignedLinear, columns=False)
+        if isinstance(self.format, FP8Block):
+            fuse_blocks(network_of(module), AlignedLinear, columns=False, choice=self.fuse)
         return module

@@ -13,6 +13,7 @@ from lit_qrl.precision import block_fp8
 from lit_qrl.precision.base import LowBitLinear, QuantizedPrecision, autocast_input, network_of
 from lit_qrl.precision.block_fp8 import Backend, Operand
 from lit_qrl.precision.formats.fp8_block import BLOCK, FP8Block
+from lit_qrl.precision.fused_blocks import Fuse
 from lit_qrl.precision.fused_blocks import fuse as fuse_blocks
 from lit_qrl.precision.surgery import quantizable_linears
 
@@ -84,7 +85,8 @@ class UnifiedFP8(QuantizedPrecision):
         backend: `te` (Transformer Engine's kernels), `torch` (scaled_mm), `emulate` (any device), or `auto`.
         exclude: globs over names of linear layers that stay as they are, beside embeddings, output and routers.
         autocast: run the other operations in bf16 over fp32 master weights; `none` leaves each in its own dtype.
-        fuse: quantize in the kernel of the norm or activation before a layer, where these are known; for `torch`.
+        fuse: quantize in the kernel of the norm or activation before a layer. `auto` does so with the backend torch,
+            where the kernels run and the decoder's blocks are known. Unless it is false, `backend: auto` takes torch.
 
     Raises:
         ConfigError: for a backend that this host cannot run, or `fuse` with Transformer Engine's own quantizers.
@@ -97,11 +99,12 @@ class UnifiedFP8(QuantizedPrecision):
         backend: Literal["auto", "te", "torch", "emulate"] = "auto",
         exclude: Sequence[str] = (),
         autocast: Literal["none", "bf16"] = "none",
-        fuse: bool = False,
+        fuse: Fuse = "auto",
     ) -> None:
         super().__init__(FP8Block(), exclude, autocast)
-        self.backend, self.fuse = block_fp8.backend(backend), fuse
-        if fuse and self.backend.name == "te":
+        self.backend = block_fp8.backend(backend, fused=bool(fuse))
+        self.fuse: Fuse = fuse
+        if fuse is True and self.backend.name == "te":
             raise ConfigError(
                 "The backend te quantizes with its own kernels, which are not fused with what comes before.",
                 given="fuse: true",
@@ -118,8 +121,8 @@ class UnifiedFP8(QuantizedPrecision):
         for layer in self.layers(module).values():
             assert isinstance(layer, UnifiedLinear)
             layer.backend = self.backend
-        if self.fuse:
-            fuse_blocks(network_of(module), UnifiedLinear, columns=True)
+        if self.fuse is True or self.backend.name == "torch":
+            fuse_blocks(network_of(module), UnifiedLinear, columns=True, choice=self.fuse)
         return module
 
     def _check_shapes(self, layers: dict[str, nn.Linear]) -> None:

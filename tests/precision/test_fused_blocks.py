@@ -64,7 +64,7 @@ def kernels(monkeypatch):
     calls = []
     module = SimpleNamespace(
         tiles=lambda *a, **o: calls.append(o) or tiles(*a, **o),
-        norm_backward=norm_backward, gated_backward=gated_backward, NORM=1, GATED=2,
+        norm_backward=norm_backward, gated_backward=gated_backward, NORM=1, GATED=2, squares=lambda x: x.float().pow(2),
     )  # fmt: skip
     monkeypatch.setitem(__import__("sys").modules, "lit_qrl.precision.formats.tiles_triton", module)
     monkeypatch.setattr(formats, "tiles_triton", module, raising=False)
@@ -183,3 +183,28 @@ def test_what_cannot_be_fused_is_refused():
     model = wide(hidden_act="gelu")
     QATAligned(formats.FP8Block(), fuse=True).convert_module(model)
     assert not any(isinstance(part, FusedGatedMLP) for part in model.modules())  # GELU is not SiLU
+
+
+def test_blocks_are_fused_by_themselves_where_the_kernels_run(monkeypatch):
+    from lit_qrl.precision import block_fp8, fused_blocks
+
+    def fused_parts(plugin, model):
+        plugin.convert_module(model)
+        return sum(isinstance(part, FusedRMSNorm | FusedGatedMLP) for part in model.modules())
+
+    assert fused_parts(QATAligned("fp8_block"), wide()) == 0  # no such device here
+    monkeypatch.setattr(fused_blocks, "kernels_here", lambda: True)
+    assert fused_parts(QATAligned("fp8_block"), wide()) == 6
+    assert fused_parts(QATAligned("fp8_block", fuse=False), wide()) == 0
+    assert fused_parts(QATAligned("fp8_row"), wide()) == 0
+    # blocks that are not known stay as they are, and nothing is refused
+    assert fused_parts(QATAligned("fp8_block"), nn.Sequential(nn.Linear(128, 128))) == 0
+    assert fused_parts(UnifiedFP8("emulate"), wide()) == 0
+    monkeypatch.setattr(block_fp8, "_block_gemm_missing", lambda: None)
+    monkeypatch.setattr(block_fp8, "_te_missing", lambda: None)
+    plugin = UnifiedFP8()
+    assert plugin.backend.name == "torch"
+    assert fused_parts(plugin, wide(head_dim=128)) == 6
+    assert fused_parts(UnifiedFP8("torch", fuse=False), wide(head_dim=128)) == 0
+    monkeypatch.setattr(block_fp8, "TransformerEngine", block_fp8.Emulated)
+    assert isinstance(UnifiedFP8(fuse=False).backend, block_fp8.Emulated)

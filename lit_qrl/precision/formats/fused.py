@@ -18,13 +18,14 @@ TILES = "tiles"
 
 
 @lru_cache
-def _triton_installed() -> bool:
+def triton_installed() -> bool:
+    """Return True when Triton can be imported."""
     return find_spec("triton") is not None
 
 
 def available(x: Tensor) -> bool:
     """Return True when the fused kernels can run on `x`."""
-    return x.device.type == "cuda" and _triton_installed()
+    return x.device.type == "cuda" and triton_installed()
 
 
 Tile = tuple[Tensor, Tensor]

@@ -18,7 +18,7 @@ from lit_qrl.precision.formats.numerics import INT4_STEPS
 
 INT4, FP4, NF4 = 0, 1, 2
 # Words of eight codes that a program takes, and its warps: the fastest of what `benchmarks/low_bit.py` tries.
-WORDS, WARPS = 1024, 4
+WORDS, WARPS = 512, 4
 INT4_TILE, INT4_WARPS = 8192, 4
 _STEPS = tl.constexpr(INT4_STEPS)
 # Twice the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 of E2M1, four bits each, the first lowest.

@@ -1,4 +1,4 @@
-"""The fused quantizers of activations and of INT4 weights against plain operations: interpreted, or compiled on a GPU."""
+"""Fused quantizers of activations and INT4 weights against plain operations: interpreted, or compiled on a GPU."""
 
 import os
 import subprocess
@@ -131,7 +131,7 @@ def compare_int4(device):
         for case, weight in weights(dtype, (64, 64)).items():
             expected = Int4Group(32).quantize(weight)
             codes, scales = values_triton.int4_groups(weight.to(device), 32)
-            # torch divides a CUDA tensor by a number as it multiplies by the inverse, which rounds some scales otherwise
+            # on CUDA the scales are made by a product, as torch divides there, which rounds some otherwise
             agree = scales.cpu() == expected.scales
             assert agree.any(), case
             same = codes.cpu().view(*agree.shape, -1) == expected.codes.view(*agree.shape, -1)
