@@ -153,7 +153,7 @@ def variants(args: argparse.Namespace) -> Rows:
             for warps in (4, 8, 16):
                 work = partial(tiles_triton.norm_backward, x, other, rstd, gain, programs, warps)
                 measure("norm backward", f"{programs} programs, {warps} warps", x, work, 6)
-        measure("gated backward", "", x, partial(tiles_triton.gated_backward, x, x, other), 10)
+        measure("gated backward", "", x, partial(tiles_triton.gated_backward, torch.randn_like(x), x, other), 10)
         del x, other
         weight = torch.randn(shape[1], min(shape[0], 3584), device=DEVICE, dtype=torch.bfloat16)
         for tile in (2048, 4096, 8192):
