@@ -17,11 +17,9 @@ Out of memory is a result: it is noted, and the next setting runs in a new proce
 """
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +28,8 @@ from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from worker import measured  # beside this script
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -173,27 +173,7 @@ def at_least(setting: dict[str, Any], failed: dict[str, Any]) -> bool:
 
 
 def run_process(worker: list[str], settings: list[dict[str, Any]], timeout: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "figures.json"
-        given = sys.argv[1:]
-        command = [sys.executable, __file__, *given, "--worker", *worker, str(file), "--settings", json.dumps(settings)]
-        start = time.perf_counter()
-        process = subprocess.Popen(command, start_new_session=True)
-        problem = ""
-        try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, 9)
-            process.wait()
-            problem = f"stopped after {timeout:.0f} s"
-        figures = json.loads(file.read_text()) if file.exists() else {}
-        if process.returncode and not problem and "error" not in figures:
-            problem = f"exit status {process.returncode}"
-        if problem:
-            figures["error"] = problem
-        figures["process_seconds"] = round(time.perf_counter() - start, 1)
-        return figures
+    return measured(worker, timeout, ["--settings", json.dumps(settings)])
 
 
 # --------------------------------------------------------------------------------------------------------- the worker

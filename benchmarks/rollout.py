@@ -23,14 +23,14 @@ import json
 import os
 import pstats
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from worker import measured  # beside this script
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -81,7 +81,7 @@ def main() -> None:
     end = time.perf_counter() + args.budget
     for name in args.formats:
         left = end - time.perf_counter()
-        results[name] = measure(args, name, min(args.timeout, left)) if left > 40 else {"error": "no time left"}
+        results[name] = measure(name, min(args.timeout, left)) if left > 40 else {"error": "no time left"}
         if args.out:  # after each, so that a run that is cut short leaves what it had
             given = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
             args.out.write_text(json.dumps({"arguments": given, "device": device(), "results": results}, indent=1))
@@ -100,29 +100,11 @@ def device() -> dict[str, str]:
     return found
 
 
-def measure(args: argparse.Namespace, name: str, timeout: float) -> dict[str, Any]:
+def measure(name: str, timeout: float) -> dict[str, Any]:
     """Return what a process of its own finds for one format in `timeout` seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "figures.json"
-        command = [sys.executable, __file__, *sys.argv[1:], "--worker", name, str(file)]
-        start = time.perf_counter()
-        process = subprocess.Popen(command, start_new_session=True)
-        problem = ""
-        try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, 9)
-            process.wait()
-            problem = f"stopped after {timeout:.0f} s"
-        figures = json.loads(file.read_text()) if file.exists() else {}
-        if process.returncode and not problem and "error" not in figures:
-            problem = f"exit status {process.returncode}"
-        if problem:
-            figures["error"] = problem
-        figures["process_seconds"] = round(time.perf_counter() - start, 1)
-        print(f"--- {name}: {json.dumps(figures)}", flush=True)
-        return figures
+    figures = measured([name], timeout)
+    print(f"--- {name}: {json.dumps(figures)}", flush=True)
+    return figures
 
 
 def work(args: argparse.Namespace, name: str, file: str) -> None:
