@@ -240,8 +240,17 @@ def draw(study: "Study", results: Sequence[Result], path: Path) -> None:
                 if panel in LOGARITHMIC and axes.lines:
                     axes.set_yscale("log")
             line[0].set_ylabel(title, fontsize=9, color=ink["text"])
-            line[0].legend(fontsize=6, labelcolor=ink["text"], frameon=False)
-        sheet.savefig(path, facecolor=ink["paper"])
+            handles, labels = line[0].get_legend_handles_labels()
+            line[-1].legend(
+                handles,
+                labels,
+                fontsize=6,
+                labelcolor=ink["text"],
+                frameon=False,
+                loc="upper left",
+                bbox_to_anchor=(1, 1),
+            )
+        sheet.savefig(path, facecolor=ink["paper"], bbox_inches="tight")
 
 
 def _band(axes: Any, runs: dict[int, Run], panel: str, color: str, **style: Any) -> None:
