@@ -620,6 +620,7 @@ class Alone:
         self.format = formats.get(method)
         with torch.device("meta"):
             self.network: Any = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16)
+        self.network.requires_grad_(False)  # nothing is trained here, so no gradients need room beside the engine
         self.shapes = {name: tuple(m.weight.shape) for name, m in quantizable_linears(self.network).items()}
 
     def measure(self, settings: list[dict[str, Any]], figures: dict[str, Any], save: Any) -> None:
