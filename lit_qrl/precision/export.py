@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.precision.formats.dense import Dense
-from lit_qrl.precision.formats.numerics import postponed_checks, require_finite, runs_ahead
+from lit_qrl.precision.formats.numerics import magnitude, postponed_checks, require_finite, runs_ahead
 from lit_qrl.precision.surgery import fused_group, fused_groups
 from lit_qrl.types import QuantizedWeight
 
@@ -168,7 +168,7 @@ def shared_amax(parts: Mapping[str, Tensor]) -> Tensor:
     """
     amaxes = []
     for layer, tensor in parts.items():
-        amax = tensor.detach().abs().amax()
+        amax = magnitude(tensor)
         try:
             require_finite(amax)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Packing of numbers into E2M1 codes in one pass; import it only where Triton and a CUDA device are."""
+"""NVFP4 codes and scales in one pass over a weight; import it only where Triton and a CUDA device are."""
 
 # Kernels are compiled from their source and launched with arguments that their Python signature does not have.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
@@ -9,18 +9,44 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lit_qrl.precision.formats.numerics import E4M3, E4M3_MAX, FP4_MAX
+
+BLOCK = 16
 # Blocks of one program: one for each thread of four warps.
 BLOCKS = 128
+_MAX = tl.constexpr(E4M3_MAX)
 
 
 @triton.jit
-def _pack_kernel(values, divisors, packed, blocks, BLOCK: tl.constexpr, SIZE: tl.constexpr):
-    """Two codes a byte, the first one in the low half, as `numerics.to_fp4_codes` and `pack_nibbles` make them."""
+def _greater(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _nvfp4_kernel(
+    weight, whole, packed, scales, bad, blocks, inverse, smallest, LOW: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`SIZE` blocks: amax, E4M3 scale, and two codes a byte, with the roundings of a weight in its own dtype."""
     block = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = block < blocks
-    x = tl.load(values + block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], mask=inside[:, None], other=0.0)
-    divisor = tl.load(divisors + block, mask=inside, other=1.0)
-    q = tl.div_rn(x.to(tl.float32), tl.broadcast_to(divisor[:, None], x.shape))
+    x = tl.load(weight + block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], mask=inside[:, None], other=0.0)
+    x = x.to(tl.float32)
+    amax = tl.reduce(tl.abs(x), 1, _greater)
+    wrong = ((amax != amax) | (amax > 3.4028234663852886e38)) & inside
+    tl.store(bad + tl.zeros_like(block), tl.full((SIZE,), float("nan"), tl.float32), mask=wrong)
+    global_scale = tl.load(whole)
+    steps = amax * inverse  # torch divides a CUDA tensor by a number as it multiplies by the fp32 inverse
+    if LOW:
+        steps = steps.to(weight.dtype.element_ty).to(tl.float32)
+    scale = tl.minimum(global_scale * steps, _MAX)
+    # to the nearest E4M3 number, as `numerics.round_e4m3`: 1.5 · 2^20 times its power of two is added and taken away
+    power = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    shift = tl.maximum(power, 0.015625) * 1572864.0
+    scale = (scale + shift) - shift
+    scale = tl.where(scale == 0, smallest, scale)
+    divisor = tl.div_rn(scale, tl.zeros_like(scale) + global_scale)
+    q = tl.div_rn(x, tl.broadcast_to(divisor[:, None], x.shape))
     size = tl.abs(q)
     # a tie goes to the even code
     codes = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
@@ -29,18 +55,25 @@ def _pack_kernel(values, divisors, packed, blocks, BLOCK: tl.constexpr, SIZE: tl
     low, high = tl.split(tl.reshape(codes, (SIZE, BLOCK // 2, 2)))
     to = packed + block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
     tl.store(to, (low | (high << 4)).to(tl.uint8), mask=inside[:, None])
+    tl.store(scales + block, scale.to(scales.dtype.element_ty), mask=inside)
 
 
-def packed_quotients(values: Tensor, divisors: Tensor, block: int) -> Tensor:
-    """Return two E2M1 codes a byte "out in/2" of `values` divided block by block, quotients in fp32.
+def nvfp4_blocks(weight: Tensor, global_scale: Tensor, zero_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes "out in/2", scales "out in/16" in E4M3, and a number " 1" that is NaN where a weight is not finite.
 
     Args:
-        values: "out in", bf16, fp16 or fp32.
-        divisors: "out in/block", fp32.
-        block: inputs that share a divisor; a power of two that divides in.
+        weight: "out in", bf16, fp16 or fp32; in a multiple of 16.
+        global_scale: " 1", fp32.
+        zero_scale: of a block whose scale rounds to zero.
     """
-    values = values.contiguous()
-    packed = torch.empty((values.shape[0], values.shape[1] // 2), dtype=torch.uint8, device=values.device)
-    grid = (triton.cdiv(divisors.numel(), BLOCKS),)
-    _pack_kernel[grid](values, divisors.contiguous(), packed, divisors.numel(), block, BLOCKS, num_warps=4)
-    return packed
+    weight = weight.contiguous()
+    rows, columns = weight.shape
+    packed = torch.empty((rows, columns // 2), dtype=torch.uint8, device=weight.device)
+    scales = torch.empty((rows, columns // BLOCK), dtype=E4M3, device=weight.device)
+    bad = torch.zeros(1, dtype=torch.float32, device=weight.device)
+    count = scales.numel()
+    _nvfp4_kernel[(triton.cdiv(count, BLOCKS),)](
+        weight, global_scale, packed, scales, bad, count, 1.0 / FP4_MAX, zero_scale,
+        weight.dtype != torch.float32, BLOCKS, BLOCK, num_warps=4,
+    )  # fmt: skip
+    return packed, scales, bad

@@ -17,6 +17,7 @@ from lit_qrl.precision.formats.numerics import (
     check_divisible,
     expect_shape,
     fp4_values,
+    magnitude,
     pack_nibbles,
     require_finite,
     to_fp4_codes,
@@ -55,20 +56,24 @@ class NVFP4(NumberFormat):
         (448.0, 448.0)
         """
         self.check("This weight", (weight.shape[0], weight.shape[1]))
-        blocks = weight.detach().unflatten(-1, (-1, BLOCK))
-        amax = blocks.abs().amax(dim=-1)
-        require_finite(amax)
-        whole = amax.amax() if shared_amax is None else shared_amax.to(device=weight.device, dtype=weight.dtype)
-        global_scale = _global_scale(whole)
-        scale = (global_scale * (amax / FP4_MAX)).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
-        scale = torch.where(scale.float() == 0, _ZERO_BLOCK_SCALE, scale.float())
-        shape, divisors = (weight.shape[0], weight.shape[1]), scale / global_scale
+        weight, shape = weight.detach(), (weight.shape[0], weight.shape[1])
         if fused.available(weight) and weight.dtype != torch.float64:
             from lit_qrl.precision.formats import fp4_triton
 
-            packed = fp4_triton.packed_quotients(weight.detach(), divisors, BLOCK)
-        else:
-            packed = pack_nibbles(to_fp4_codes(blocks / divisors.unsqueeze(-1)).flatten(-2))
+            whole = magnitude(weight) if shared_amax is None else shared_amax.to(weight.device, weight.dtype)
+            global_scale = _global_scale(whole)
+            codes, scale, bad = fp4_triton.nvfp4_blocks(weight, global_scale, _ZERO_BLOCK_SCALE)
+            require_finite(bad)
+            return QuantizedWeight(codes, scale, global_scale, self, shape)
+        blocks = weight.unflatten(-1, (-1, BLOCK))
+        amax = blocks.abs().amax(dim=-1)
+        require_finite(amax)
+        whole = amax.amax() if shared_amax is None else shared_amax.to(weight.device, weight.dtype)
+        global_scale = _global_scale(whole)
+        scale = (global_scale * (amax / FP4_MAX)).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
+        scale = torch.where(scale.float() == 0, _ZERO_BLOCK_SCALE, scale.float())
+        divisors = (scale / global_scale).unsqueeze(-1)
+        packed = pack_nibbles(to_fp4_codes(blocks / divisors).flatten(-2))
         return QuantizedWeight(packed, scale.to(E4M3), global_scale, self, shape)
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
