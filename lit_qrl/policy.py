@@ -4,7 +4,6 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,16 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional.logprobs import token_logprobs
-from lit_qrl.precision.checkpoint import local_folder
-from lit_qrl.precision.deferred import DeferredWeights, weights_are_deferred
+from lit_qrl.precision.checkpoint import local_folder, resolve_model
+from lit_qrl.precision.deferred import DeferredWeights, deferred_checkpoint, weights_are_deferred
 from lit_qrl.precision.formats.base import NumberFormat
+from lit_qrl.precision.lora_linear import fuse_lora
 from lit_qrl.precision.packed import PackedBase, take_packed_format
 from lit_qrl.rollout.network import merged_module, merged_weights, output_head
 from lit_qrl.rollout.packing import enable_packing, pack, packed_hidden, packs
 from lit_qrl.types import RolloutBatch
 
-WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -84,7 +82,7 @@ class CausalPolicy(nn.Module):
                 expected="a PEFT config that changes weights, such as peft.LoraConfig",
                 given=type(lora).__name__,
             )
-        self.source = _resolve(model, weights=not random_weights)
+        self.source = resolve_model(model, weights=not random_weights)
         self.dtype, self.lora, self.gradient_checkpointing = dtype, lora, gradient_checkpointing
         self.attn_implementation, self.random_weights = attn_implementation, random_weights
         self.chat_template_args, self.packing = chat_template_args or {}, packing
@@ -103,7 +101,7 @@ class CausalPolicy(nn.Module):
     # ----------------------------------------------------------------------------------------------------- tokenizer
 
     def _load_tokenizer(self, name: str | None, pad_token: str | None, eos_token: str | None) -> Any:
-        source = self.source if name is None else _resolve(name, weights=False, what="tokenizer")
+        source = self.source if name is None else resolve_model(name, weights=False, what="tokenizer")
         tokenizer = self._load(AutoTokenizer, source, "tokenizer")
         for kind, given in (("pad", pad_token), ("eos", eos_token)):
             if given is not None:
@@ -209,6 +207,7 @@ class CausalPolicy(nn.Module):
                 network = get_peft_model(network, self.lora)
             except ValueError as error:
                 raise ConfigError(f"model.policy.lora does not fit {self.source}: {error}") from error
+            fuse_lora(network)
         self.model = network
         self._check_head()
         self.train()
@@ -219,14 +218,17 @@ class CausalPolicy(nn.Module):
         def build() -> Any:
             return AutoModelForCausalLM.from_config(self.config, dtype=dtype, **options)
 
-        # Some adapters start from the base's weights, so those must exist.
-        lora = self.lora if isinstance(self.lora, LoraConfig) else None
-        if lora is None or lora.use_dora or lora.modules_to_save or not weights_are_deferred():
-            return build()
-        if lora.init_lora_weights not in (True, False, "gaussian"):
+        if not self._may_defer():
             return build()
         self.deferred = DeferredWeights(build)
         return self.deferred.network
+
+    def _may_defer(self) -> bool:
+        """Return whether a precision plugin asks for it, and no adapter starts from the base's weights."""
+        lora = self.lora if isinstance(self.lora, LoraConfig) else None
+        if lora is None or lora.use_dora or lora.modules_to_save or not weights_are_deferred():
+            return False
+        return lora.init_lora_weights in (True, False, "gaussian")
 
     def _packed(self, format: NumberFormat, dtype: Any, options: dict[str, Any]) -> Any:
         """Return the model of a quantized folder; its packed layers take their codes in `NVFP4LoRA`."""
@@ -245,6 +247,12 @@ class CausalPolicy(nn.Module):
             )
 
     def _pretrained(self, dtype: Any, options: dict[str, Any]) -> Any:
+        plain = getattr(self.config, "dtype", None) if dtype == "auto" else dtype
+        if plain is not None and getattr(self.config, "quantization_config", None) is None and self._may_defer():
+            build = partial(AutoModelForCausalLM.from_config, self.config, dtype=plain, **options)
+            self.deferred = deferred_checkpoint(local_folder(self.source, self._hub["revision"]), build)
+            if self.deferred is not None:
+                return self.deferred.network
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 self.source, dtype=dtype, revision=self._hub["revision"], output_loading_info=True, **options
@@ -373,27 +381,3 @@ def _spread(values: Tensor, mask: Tensor, scored: tuple[Tensor, Tensor] | None) 
     if scored is None:
         return torch.where(mask, values, 0.0)
     return values.new_zeros(mask.shape).index_put(scored, values)
-
-
-def _resolve(name: str, weights: bool, what: str = "model") -> str:
-    """Return the folder that `name` means, or `name` itself when it can only be a hub name; check a folder's files."""
-    checkout = Path(__file__).resolve().parents[1]
-    folder = next((path for path in (Path(name), checkout / name) if path.is_dir()), None)
-    if folder is None:
-        if name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise ConfigError(f"The {what} folder does not exist.", given=name, remedy="Correct the path.")
-        return name
-    if what == "tokenizer":
-        if not any((folder / file).exists() for file in TOKENIZER_FILES):
-            raise ConfigError("The tokenizer folder has no tokenizer files.", given=folder)
-        return str(folder)
-    if not (folder / "config.json").exists():
-        raise ConfigError("The model folder has no config.json.", expected="a Hugging Face checkpoint", given=folder)
-    if weights and not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
-        raise ConfigError(
-            "The model folder has no weights.",
-            expected=" or ".join(WEIGHT_PATTERNS),
-            given=folder,
-            remedy="Add them, or set model.policy.random_weights for a benchmark.",
-        )
-    return str(folder)

@@ -23,6 +23,9 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "
 # What is beside the weights of a model: config, tokenizer, chat template.
 _FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
 
 def local_folder(source: str, revision: str | None = None) -> Path:
     """Return the folder of a model: the given one, or a copy of a hub repository.
@@ -49,6 +52,39 @@ def local_folder(source: str, revision: str | None = None) -> Path:
             expected="a folder that exists, or a name on the hub that can be reached from here",
             given=f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}",
         ) from error
+
+
+def resolve_model(name: str, weights: bool, what: str = "model") -> str:
+    """Return the folder that `name` means, or `name` itself when it can only be a hub name; check a folder's files.
+
+    Args:
+        name: a folder, relative to the working directory or else to the checkout, or a name on the hub.
+        weights: whether the folder must hold weights.
+        what: `model` or `tokenizer`.
+
+    Raises:
+        ConfigError: for a folder that does not exist or lacks what it must hold.
+    """
+    checkout = Path(__file__).resolve().parents[2]
+    folder = next((path for path in (Path(name), checkout / name) if path.is_dir()), None)
+    if folder is None:
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise ConfigError(f"The {what} folder does not exist.", given=name, remedy="Correct the path.")
+        return name
+    if what == "tokenizer":
+        if not any((folder / file).exists() for file in _TOKENIZER):
+            raise ConfigError("The tokenizer folder has no tokenizer files.", given=folder)
+        return str(folder)
+    if not (folder / "config.json").exists():
+        raise ConfigError("The model folder has no config.json.", expected="a Hugging Face checkpoint", given=folder)
+    if weights and not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
+        raise ConfigError(
+            "The model folder has no weights.",
+            expected=" or ".join(_WEIGHTS),
+            given=folder,
+            remedy="Add them, or set model.policy.random_weights for a benchmark.",
+        )
+    return str(folder)
 
 
 class Checkpoint:

@@ -1,20 +1,24 @@
-"""Weights that are drawn layer by layer: a model that is packed at once need never exist in full precision."""
+"""Weights that come layer by layer: a model that is packed at once need never exist in full precision."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.precision.checkpoint import Checkpoint
 
 _wanted: ContextVar[bool] = ContextVar("lit_qrl_deferred_weights", default=False)
 
 
 @contextmanager
 def deferred_weights() -> Iterator[None]:
-    """Let policies that are configured inside leave their weights to be drawn by `DeferredWeights`."""
+    """Let policies that are configured inside leave their weights to `DeferredWeights`."""
     token = _wanted.set(True)
     try:
         yield
@@ -35,13 +39,14 @@ def weights_are_deferred() -> bool:
 
 
 class DeferredWeights:
-    """Draws the weights of a model that was built without any.
+    """Draws or reads the weights of a model that was built without any.
 
     Until a module is filled, its parameters are one number seen in the parameter's shape: they have its device, dtype
     and shape, so that an adapter can be put around them, and no memory.
 
     Args:
         build: makes the model, a Hugging Face one, on the current default device.
+        read: from a parameter's name to its values; None draws them as the model's initialisation says.
 
     >>> from transformers import AutoModelForCausalLM, LlamaConfig
     >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -55,13 +60,17 @@ class DeferredWeights:
     256
     """
 
-    def __init__(self, build: Callable[[], Any]) -> None:
+    def __init__(self, build: Callable[[], Any], read: Callable[[str], Tensor] | None = None) -> None:
         from accelerate import init_empty_weights
 
         device = torch.get_default_device()
         with init_empty_weights(include_buffers=False):
             self.network = build()
         self.network.tie_weights()  # what was tied inside is two parameters now
+        self.read = read
+        # PEFT renames them later
+        names = {id(parameter): name for name, parameter in self.network.named_parameters()}
+        self._names: dict[int, str] = {}
         self._waiting: dict[int, nn.Parameter] = {}
         # How many modules hold a placeholder (a tied output embedding shares one), and what took its place in some.
         self._places: Counter[int] = Counter()
@@ -75,6 +84,7 @@ class DeferredWeights:
                     one = torch.zeros((), dtype=parameter.dtype, device=device)
                     placeholders[id(parameter)] = nn.Parameter(one.expand(parameter.shape), parameter.requires_grad)
                 placeholder = placeholders[id(parameter)]
+                self._names[id(placeholder)] = names[id(parameter)]
                 # kept alive here, so that no other parameter can get its identity
                 self._waiting[id(placeholder)] = placeholder
                 self._places[id(placeholder)] += 1
@@ -82,7 +92,7 @@ class DeferredWeights:
 
     @torch.no_grad()
     def fill(self, module: nn.Module) -> None:
-        """Draw a module's own parameters as the model's initialisation says; what is there already stays."""
+        """Draw or read a module's own parameters; what is there already stays."""
         drawn = False
         for name, parameter in module._parameters.items():
             key = id(parameter)
@@ -90,8 +100,10 @@ class DeferredWeights:
                 continue
             if key not in self._filled:
                 fresh = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                if self.read is not None:
+                    fresh.copy_(self.read(self._names[key]))
                 self._filled[key] = nn.Parameter(fresh, parameter.requires_grad)
-                drawn = True
+                drawn = self.read is None
             module._parameters[name] = self._filled[key]
             self._places[key] -= 1
             if not self._places[key]:
@@ -100,8 +112,34 @@ class DeferredWeights:
             self.network._init_weights(module)
 
     def fill_all(self) -> None:
-        """Draw whatever is still missing."""
+        """Draw or read whatever is still missing."""
         for module in list(self.network.modules()):
             self.fill(module)
         self._waiting.clear()
         self._filled.clear()
+
+
+def deferred_checkpoint(folder: Path, build: Callable[[], Any]) -> DeferredWeights | None:
+    """Return the weights of a plain folder, to be read layer by layer, or None where only transformers can read it.
+
+    That is a folder without safetensors, one whose tensors are not the model's own by name and shape (transformers
+    renames and stacks some), and a model with buffers that are stored or layers that it keeps in fp32.
+
+    Args:
+        folder: of a Hugging Face model.
+        build: makes the model, in the dtype that it shall have, on the current default device.
+    """
+    try:
+        checkpoint = Checkpoint(folder)
+    except ConfigError:
+        return None
+    weights = DeferredWeights(build, lambda name: checkpoint.read([name])[name])
+    network = weights.network
+    kept = (getattr(network, f"_keep_in_fp32_modules{end}", None) for end in ("", "_strict"))
+    parameters = dict(network.named_parameters(remove_duplicate=False))
+    if any(kept) or set(network.state_dict()) - set(parameters):
+        return None
+    own = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
+    # a tied weight may be stored under both names
+    known = all(checkpoint.shapes.get(name) == shape for name, shape in own.items())
+    return weights if known and set(checkpoint.names) <= set(parameters) else None

@@ -21,9 +21,7 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: "PackedLinear") -> Tensor:
         ctx.layer = layer
-        if layer.kernel == "marlin" and layer.stored is not None:
-            return layer.stored.multiply(x, None if bias is None else bias.to(x.dtype))
-        return F.linear(x, layer.dequantized(x.dtype, x.device), None if bias is None else bias.to(x.dtype))
+        return layer.product(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -48,6 +46,13 @@ class PackedLinear(QuantizedLinear):
             return self.stored.dequantized(self.format, self.global_scale, dtype)
         q = self.weight if device is None else self.weight_on(device)
         return _dequantizer(self.format, q.codes.device.type)(q.codes, q.scales, q.global_scale, q.shape, dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return `x @ W.T + b` as a new tensor: "... in" -> "... out", in the dtype of `x`; no gradient is recorded."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        if self.kernel == "marlin" and self.stored is not None:
+            return self.stored.multiply(x, bias)
+        return F.linear(x, self.dequantized(x.dtype, x.device), bias)
 
     @property
     def weight(self) -> QuantizedWeight:

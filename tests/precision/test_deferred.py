@@ -4,11 +4,12 @@ import weakref
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from lit_qrl.precision import NVFP4LoRA
-from lit_qrl.precision.deferred import DeferredWeights, deferred_weights, weights_are_deferred
+from lit_qrl.precision.deferred import DeferredWeights, deferred_checkpoint, deferred_weights, weights_are_deferred
 from lit_qrl.precision.lora4bit import PackedLinear
 from tests.run import fit, model_folder
 
@@ -132,3 +133,98 @@ def test_adapters_that_look_at_the_base_get_one(tmp_path, changes):
     assert policy.deferred is None
     weight = policy.network.model.layers[0].mlp.up_proj.weight
     assert weight.untyped_storage().nbytes() == weight.nbytes
+
+
+def plain_folder(tmp_path, **changes):
+    torch.manual_seed(3)
+    config = Qwen2Config(**{**SIZES, "dtype": "float32", **changes})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    folder = tmp_path / "plain"
+    model.save_pretrained(folder, max_shard_size="20KB")
+    return folder, model, lambda: AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_folder_is_read_layer_by_layer(tmp_path, tied):
+    folder, model, build = plain_folder(tmp_path, tie_word_embeddings=tied)
+    weights = deferred_checkpoint(folder, build)
+    assert memory(weights.network) == 4 * len(list(model.parameters()))
+    layer = weights.network.model.layers[0].mlp.up_proj
+    weights.fill(layer)
+    assert torch.equal(layer.weight, model.model.layers[0].mlp.up_proj.weight)
+    weights.fill_all()
+    filled = weights.network.state_dict()
+    assert all(torch.equal(filled[name], value) for name, value in model.state_dict().items())
+    assert (weights.network.lm_head.weight is weights.network.model.embed_tokens.weight) == tied
+
+
+def test_what_transformers_must_read_is_left_to_it(tmp_path):
+    folder, _, build = plain_folder(tmp_path, num_hidden_layers=1)
+    config = Qwen2Config(**{**SIZES, "num_hidden_layers": 2})
+    assert deferred_checkpoint(folder, lambda: AutoModelForCausalLM.from_config(config)) is None  # weights are missing
+    assert deferred_checkpoint(tmp_path, build) is None  # no safetensors
+
+    def with_buffer():
+        network = build()
+        network.register_buffer("stored", torch.zeros(2))
+        return network
+
+    assert deferred_checkpoint(folder, with_buffer) is None
+    shard = next(iter(sorted(folder.glob("*.safetensors"))))
+    save_file(load_file(shard) | {"another": torch.zeros(2)}, shard, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    text = index.read_text().replace('"weight_map": {', f'"weight_map": {{"another": "{shard.name}",')
+    index.write_text(text)
+    assert deferred_checkpoint(folder, build) is None
+
+
+def full_precision_bytes(network):
+    """What the base's linear layers hold in full precision."""
+    held = [m.weight for name, m in network.named_modules() if type(m) is nn.Linear and "lora_" not in name]
+    return sum(w.untyped_storage().nbytes() for w in held if w.untyped_storage().nbytes() > 4)
+
+
+def test_a_plain_folder_is_packed_layer_by_layer_into_the_codes_of_one_read_at_once(tmp_path, monkeypatch):
+    from lit_qrl.policy import CausalPolicy
+    from lit_qrl.precision import lora4bit
+
+    folder = model_folder(tmp_path)
+    most, original = [], NVFP4LoRA._pack
+
+    def pack(self, network, name, linear, shared):
+        most.append(full_precision_bytes(network))
+        original(self, network, name, linear, shared)
+
+    codes = []
+    for deferred in (True, False):
+        lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+        policy, plugin = CausalPolicy(folder, lora=lora), NVFP4LoRA()
+        torch.manual_seed(0)
+        if deferred:
+            monkeypatch.setattr(NVFP4LoRA, "_pack", pack)
+            with plugin.module_init_context():
+                policy.configure()
+            assert policy.deferred is not None
+            assert full_precision_bytes(policy.network) == 0
+        else:
+            monkeypatch.undo()
+            policy.configure()
+            whole = full_precision_bytes(policy.network)
+        plugin.configure_policy(policy)
+        codes.append({name: layer.weight for name, layer in plugin.packed(policy).items()})
+        rest = {name: p for name, p in policy.network.named_parameters() if "lora_" not in name}
+        codes[-1]["rest"] = rest
+    first, second = codes
+    assert first.keys() == second.keys()
+    for name, q in first.items():
+        if name == "rest":
+            assert all(torch.equal(p, second["rest"][key]) for key, p in q.items())
+        else:
+            assert torch.equal(q.codes, second[name].codes)
+            assert torch.equal(q.scales.float(), second[name].scales.float())
+    shapes = {name: q.shape for name, q in first.items() if name != "rest"}
+    group = max(
+        sum(4 * shapes[name][0] * shapes[name][1] for name in names) for names in lora4bit.fused_groups(shapes).values()
+    )
+    assert max(most) == group  # one fused group, of the whole base
+    assert group < whole / 4
