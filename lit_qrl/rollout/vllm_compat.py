@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.rollout import vllm_cpu
+from lit_qrl.rollout import vllm_cpu, vllm_marlin
 
 OLDEST, BEYOND = (0, 26), (0, 33)
 # LoRA kernels are compiled for these ranks.
@@ -144,6 +144,7 @@ def apply_workarounds() -> None:
     """Patch vLLM, once per process, where a reload of weights would otherwise go wrong."""
     _keep_onednn_operands()
     _keep_marlin_workspaces()
+    vllm_marlin.apply_workarounds()
     if not torch.cuda.is_available():
         vllm_cpu.apply_workarounds()
 
