@@ -59,12 +59,12 @@ def test_w4a8_rounds_the_scales_to_fp8_as_well():
     assert kernel.missing(format, q.shape, torch.bfloat16) is None
     x = torch.randn(64, 1024, device=DEVICE, dtype=torch.bfloat16)
     made = kernel.apply(x, kernel.prepare(q, torch.bfloat16), None)
+    eight = torch.float8_e4m3fn
     channel = q.scales.float().amax(dim=1, keepdim=True) / 448.0
-    scales = (
-        ((q.scales.float() / channel).to(torch.float8_e4m3fn).float() / 8).to(torch.float8_e4m3fn).float() * channel * 8
-    )
+    scales = ((q.scales.float() / channel).to(eight).float() / 8).to(eight).float().repeat_interleave(128, dim=1)
     codes = format.dequantize(q) / q.scales.float().repeat_interleave(128, dim=1)
-    weight = codes.round() * scales.repeat_interleave(128, dim=1)
+    # the kernel looks the products of code and scale up in a table, in E4M3
+    weight = (codes.round() * scales).to(eight).float() * channel * 8
     row = x.float().abs().amax(dim=1, keepdim=True) / 448.0
     rounded = (x.float() / row).to(torch.float8_e4m3fn).float() * row
     assert relative(made, rounded @ weight.t()) < 0.01
