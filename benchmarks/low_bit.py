@@ -280,6 +280,13 @@ def sampler(args: argparse.Namespace) -> Rows:
                 rows.append(row)
                 print(row, flush=True)
 
+            # the sampler against itself: what is left of the mismatch when the learner is the sampler
+            sequences = [tuple(row) for row in tokens.tolist()]
+            prefill = torch.stack([values[-length:].cpu() for values in engine.score(sequences)])
+            itself = (prefill - reported).abs()
+            rows.append({"format": name, "kernel": "vLLM's own prefill", "mean_abs_log_ratio": float(itself.mean())})
+            rows[-1]["p99"] = float(itself.flatten().quantile(0.99))
+            print(rows[-1], flush=True)
             compare("bf16 learner", network)
             for kernel in kernels[name]:
                 if kernel is None or format is None:
