@@ -17,6 +17,7 @@ from lit_qrl.functional.logprobs import token_logprobs
 from lit_qrl.precision.checkpoint import local_folder, resolve_model
 from lit_qrl.precision.deferred import DeferredWeights, deferred_checkpoint, weights_are_deferred
 from lit_qrl.precision.formats.base import NumberFormat
+from lit_qrl.precision.fused_blocks import Fuse, fuse_plain
 from lit_qrl.precision.lora_linear import fuse_lora
 from lit_qrl.precision.packed import PackedBase, take_packed_format
 from lit_qrl.rollout.network import merged_module, merged_weights, output_head
@@ -52,6 +53,7 @@ class CausalPolicy(nn.Module):
         revision: branch, tag or commit on the hub.
         packing: `auto` runs the layers on real tokens only, a group's prompt once, wherever the architecture and the
             attention implementation allow it; `never` keeps padded batches.
+        fuse: norms and gated activations beside an adapter in one kernel each: `auto` where there is CUDA and Triton.
 
     Raises:
         ConfigError: for a folder without config or weights, an unknown name, or a tokenizer without pad or end token.
@@ -72,6 +74,7 @@ class CausalPolicy(nn.Module):
         chat_template_args: dict[str, Any] | None = None,
         revision: str | None = None,
         packing: Literal["auto", "never"] = "auto",
+        fuse: Fuse = "auto",
     ) -> None:
         super().__init__()
         if dtype not in ("auto", *DTYPES):
@@ -85,7 +88,7 @@ class CausalPolicy(nn.Module):
         self.source = resolve_model(model, weights=not random_weights)
         self.dtype, self.lora, self.gradient_checkpointing = dtype, lora, gradient_checkpointing
         self.attn_implementation, self.random_weights = attn_implementation, random_weights
-        self.chat_template_args, self.packing = chat_template_args or {}, packing
+        self.chat_template_args, self.packing, self.fuse = chat_template_args or {}, packing, fuse
         self._hub = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
         self.config = self._load(AutoConfig, self.source, "config")
         self.packed_format = take_packed_format(self.config, self.source, lora, random_weights)
@@ -208,6 +211,7 @@ class CausalPolicy(nn.Module):
             except ValueError as error:
                 raise ConfigError(f"model.policy.lora does not fit {self.source}: {error}") from error
             fuse_lora(network)
+            fuse_plain(network, self.fuse)
         self.model = network
         self._check_head()
         self.train()

@@ -1,8 +1,8 @@
-"""Norms and gated MLPs of a decoder whose output leaves their kernel quantized for the linear layers behind them.
+"""Norms and gated MLPs of a decoder in one kernel each, whose output may leave it quantized for the layers behind them.
 
 The operator before a linear layer and the 1×128 quantization of its output are one pass over memory (Jet-RL,
-arXiv:2601.14243, §4.1). The numbers are those of the plain modules; where the kernels cannot run, the plain operations
-do.
+arXiv:2601.14243, §4.1). Without the codes it is still one pass where the plain operations take up to six. The numbers
+are those of the plain modules; where the kernels cannot run, the plain operations do.
 """
 
 import logging
@@ -36,15 +36,16 @@ def _fusible(x: Tensor, *others: Tensor) -> bool:
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, columns: bool, made: list[Any]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, columns: bool, made: list[Any] | None) -> Tensor:
         from lit_qrl.precision.formats import tiles_triton
 
         # summed by the plain operations, whose order of additions a kernel of ours would not have
         rstd = torch.rsqrt(tiles_triton.squares(x).mean(-1) + eps).view(-1)
         y, along, across = tiles_triton.tiles(
-            x.reshape(-1, x.shape[-1]), True, columns, tiles_triton.NORM, rstd=rstd, weight=weight
+            x.reshape(-1, x.shape[-1]), made is not None, columns, tiles_triton.NORM, rstd=rstd, weight=weight
         )
-        made.extend((along, across))
+        if made is not None:
+            made.extend((along, across))
         ctx.save_for_backward(x, rstd, weight)
         return y.view(x.shape)
 
@@ -56,20 +57,23 @@ class _Norm(torch.autograd.Function):
         grad_x, grad_weight = tiles_triton.norm_backward(
             grads[0].reshape(-1, x.shape[-1]), x.reshape(-1, x.shape[-1]), rstd, weight
         )
-        return grad_x.view(x.shape), grad_weight.to(weight.dtype), None, None, None
+        wanted = grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return grad_x.view(x.shape), wanted, None, None, None
 
 
 class FusedRMSNorm(nn.Module):
-    """An RMS norm that keeps the FP8 codes of its output for the layers that read it.
+    """An RMS norm in one kernel that may keep the FP8 codes of its output for the layers that read it.
 
     Args:
         norm: the module whose place it takes and whose weight it owns.
         columns: whether those layers need the transpose too, for their weights' gradients.
+        codes: whether there are codes at all.
     """
 
-    def __init__(self, norm: Any, columns: bool) -> None:
+    def __init__(self, norm: Any, columns: bool, codes: bool = True) -> None:
         super().__init__()
-        self.weight, self.variance_epsilon, self.columns = norm.weight, norm.variance_epsilon, columns
+        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+        self.columns, self.codes = columns, codes
         self.train(norm.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,10 +83,11 @@ class FusedRMSNorm(nn.Module):
             return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(
                 x.dtype
             )
-        made: list[Any] = []
+        made: list[Any] | None = [] if self.codes else None
         columns = self.columns and torch.is_grad_enabled()
         y: Tensor = _Norm.apply(x, self.weight, self.variance_epsilon, columns, made)  # pyright: ignore
-        fused.keep(y, fused.TILES, *made)
+        if made is not None:
+            fused.keep(y, fused.TILES, *made)
         return y
 
     def extra_repr(self) -> str:
@@ -92,14 +97,15 @@ class FusedRMSNorm(nn.Module):
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, columns: bool, made: list[Any]) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, columns: bool, made: list[Any] | None) -> Tensor:
         from lit_qrl.precision.formats import tiles_triton
 
         k = gate.shape[-1]
         y, along, across = tiles_triton.tiles(
-            gate.reshape(-1, k), True, columns, tiles_triton.GATED, other=up.reshape(-1, k)
+            gate.reshape(-1, k), made is not None, columns, tiles_triton.GATED, other=up.reshape(-1, k)
         )
-        made.extend((along, across))
+        if made is not None:
+            made.extend((along, across))
         ctx.save_for_backward(gate, up)
         return y.view(gate.shape)
 
@@ -112,17 +118,18 @@ class _Gated(torch.autograd.Function):
 
 
 class FusedGatedMLP(nn.Module):
-    """`down(SiLU(gate(x)) · up(x))` that keeps the FP8 codes of what `down` reads.
+    """`down(SiLU(gate(x)) · up(x))`, product and SiLU in one kernel, that may keep the FP8 codes of what `down` reads.
 
     Args:
         mlp: the module whose place it takes and whose layers it owns, under their names.
         columns: whether `down` needs the transpose of its input too.
+        codes: whether there are codes at all.
     """
 
-    def __init__(self, mlp: Any, columns: bool) -> None:
+    def __init__(self, mlp: Any, columns: bool, codes: bool = True) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        self.act_fn, self.columns = mlp.act_fn, columns
+        self.act_fn, self.columns, self.codes = mlp.act_fn, columns, codes
         self.training = mlp.training
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,9 +137,10 @@ class FusedGatedMLP(nn.Module):
         gate, up = self.gate_proj(x), self.up_proj(x)
         if not _fusible(gate, up):
             return self.down_proj(self.act_fn(gate) * up)
-        made: list[Any] = []
+        made: list[Any] | None = [] if self.codes else None
         hidden: Tensor = _Gated.apply(gate, up, self.columns and torch.is_grad_enabled(), made)  # pyright: ignore
-        fused.keep(hidden, fused.TILES, *made)
+        if made is not None:
+            fused.keep(hidden, fused.TILES, *made)
         return self.down_proj(hidden)
 
 
@@ -175,6 +183,31 @@ def fuse(network: nn.Module, quantized: type[nn.Module], columns: bool, choice: 
             given=type(network).__name__,
             remedy="Set fuse to false.",
         )
+    return names
+
+
+def fuse_plain(network: nn.Module, choice: Fuse = "auto") -> list[str]:
+    """Replace norms and gated MLPs in place by ones that take one kernel, and return the names of those.
+
+    For linear layers that compute in bf16 or fp16. A second call changes nothing; parameters keep their names.
+
+    Args:
+        network: of decoder layers as in Llama, Mistral, Qwen2 and Qwen3; whatever is not known stays as it is.
+        choice: `auto` does nothing on a host without CUDA and Triton.
+    """
+    if not choice or (choice == "auto" and not (torch.cuda.is_available() and fused.triton_installed())):
+        return []
+    names = []
+    for name, part in list(network.named_modules()):
+        for child, inner in list(part.named_children()):
+            if type(inner).__name__ in _NORMS and child in ("input_layernorm", "post_attention_layernorm", "norm"):
+                setattr(part, child, FusedRMSNorm(inner, columns=False, codes=False))
+            elif child == "mlp" and not isinstance(inner, FusedGatedMLP) and _gated(inner, nn.Module):
+                setattr(part, child, FusedGatedMLP(inner, columns=False, codes=False))
+            else:
+                continue
+            names.append(f"{name}.{child}" if name else child)
+    log.info("%d norms and MLPs take one kernel: %s.", len(names), ", ".join(names[:3]) or "none is known")
     return names
 
 

@@ -9,10 +9,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_qrl.precision.base import autocast_input
+from lit_qrl.precision.formats import MXFP4, NF4, NVFP4, Int4Group, fused
 from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.precision.shared import MarlinNVFP4
 from lit_qrl.precision.surgery import QuantizedLinear
 from lit_qrl.types import QuantizedWeight
+
+_OWN_KERNEL = (NVFP4, MXFP4, NF4, Int4Group)
 
 
 class _Packed(torch.autograd.Function):
@@ -97,12 +100,15 @@ class PackedLinear(QuantizedLinear):
 
 @lru_cache
 def _dequantizer(format: NumberFormat, device: str) -> Callable[..., Tensor]:
-    """Return `format.dequantize` over plain tensors, on CUDA fused into one kernel."""
+    """Return `format.dequantize` over plain tensors, on CUDA in one kernel."""
 
     def dequantize(
         codes: Tensor, scales: Tensor, global_scale: Tensor | None, shape: Any, dtype: torch.dtype
     ) -> Tensor:
         return format.dequantize(QuantizedWeight(codes, scales, global_scale, format, shape), dtype)
 
+    # a compiled call checks its guards, which takes longer than starting the one kernel of these formats
+    if device != "cuda" or (isinstance(format, _OWN_KERNEL) and fused.triton_installed()):
+        return dequantize
     # one graph per shape: a model has a handful of them
-    return torch.compile(dequantize, dynamic=False) if device == "cuda" else dequantize
+    return torch.compile(dequantize, dynamic=False)

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from lit_qrl.errors import ConfigError
 from lit_qrl.precision import QATAligned, UnifiedFP8, formats
 from lit_qrl.precision.formats import fused
-from lit_qrl.precision.fused_blocks import FusedGatedMLP, FusedRMSNorm
+from lit_qrl.precision.fused_blocks import FusedGatedMLP, FusedRMSNorm, fuse_plain
 from lit_qrl.precision.unified_fp8 import UnifiedLinear
 
 from .toy import LINEARS, network
@@ -208,3 +208,62 @@ def test_blocks_are_fused_by_themselves_where_the_kernels_run(monkeypatch):
     assert fused_parts(UnifiedFP8("torch", fuse=False), wide(head_dim=128)) == 0
     monkeypatch.setattr(block_fp8, "TransformerEngine", block_fp8.Emulated)
     assert isinstance(UnifiedFP8(fuse=False).backend, block_fp8.Emulated)
+
+
+def counted(kernels):
+    return [(o.get("rstd") is not None, o.get("other") is not None) for o in kernels]
+
+
+def test_plain_blocks_take_one_kernel_each_and_keep_their_numbers(kernels):
+    plain, model = wide(), wide()
+    keys = list(model.state_dict())
+    names = fuse_plain(model, True)
+    assert len(names) == 7  # two norms and an MLP in each of two layers, and the last norm
+    assert fuse_plain(model, True) == []
+    assert list(model.state_dict()) == keys
+    for one in (plain, model):
+        one.model.layers[0].input_layernorm.weight.requires_grad_(False)
+        one.model.norm.weight.requires_grad_(False)
+    tokens = torch.arange(12).view(2, 6)
+    results = []
+    for one in (plain, model):
+        logits = one(input_ids=tokens, use_cache=False).logits
+        logits.float().logsumexp(-1).square().mean().backward()
+        results.append((logits, {name: p.grad for name, p in one.named_parameters() if p.grad is not None}))
+    (expected, others), (logits, gradients) = results
+    assert torch.equal(logits, expected)
+    assert counted(kernels).count((True, False)) == 5
+    assert counted(kernels).count((False, True)) == 2
+    assert gradients.keys() == others.keys()
+    for name, gradient in others.items():
+        assert torch.allclose(gradients[name], gradient, rtol=1e-3, atol=1e-6), name
+
+
+def test_plain_blocks_without_the_kernels_are_the_plain_modules():
+    plain, model = wide(), wide()
+    assert fuse_plain(model, "auto") == []
+    assert fuse_plain(model, False) == []
+    fuse_plain(model, True)
+    tokens = torch.arange(12).view(2, 6)
+    (logits, gradients), (expected, others) = run(model, tokens), run(plain, tokens)
+    assert torch.equal(logits, expected)
+    assert all(torch.equal(gradients[name], others[name]) for name in others)
+
+
+def test_plain_blocks_stand_under_an_adapter_and_over_weights_that_are_drawn_later(tmp_path):
+    from peft import LoraConfig
+
+    from lit_qrl.policy import CausalPolicy
+    from lit_qrl.precision import NVFP4LoRA
+    from tests.run import model_folder
+
+    lora = LoraConfig(r=4, target_modules="all-linear")
+    policy = CausalPolicy(model_folder(tmp_path), lora=lora, random_weights=True, fuse=True)
+    plugin = NVFP4LoRA()
+    with plugin.module_init_context():
+        policy.configure()
+    plugin.configure_policy(policy)
+    norms = [part for part in policy.network.modules() if isinstance(part, FusedRMSNorm)]
+    assert len(norms) == 5
+    assert all(torch.equal(norm.weight, torch.ones_like(norm.weight)) for norm in norms)
+    assert sum(isinstance(part, FusedGatedMLP) for part in policy.network.modules()) == 2

@@ -109,6 +109,13 @@ def compare_operators(device):
         assert torch.equal(bits(made[0].cpu()), bits(plain[0]))
     y, _, _ = tiles_triton.tiles(x.to(device), True, False, tiles_triton.GATED, other=other.to(device))
     assert torch.allclose(y.cpu().float(), (F.silu(x.float()).bfloat16() * other).float(), rtol=2.0**-7)
+    alone = tiles_triton.tiles(x.to(device), False, False, tiles_triton.GATED, other=other.to(device))
+    assert torch.equal(bits(alone[0].cpu()), bits(y.cpu()))
+    assert alone[1:] == (None, None)
+    alone = tiles_triton.tiles(
+        x.to(device), False, False, tiles_triton.NORM, rstd=rstd.to(device), weight=weight.to(device)
+    )
+    assert torch.equal(bits(alone[0].cpu()), bits(weight * (x.float() * rstd[:, None]).bfloat16()))
     unit = x.double() * rstd.double()[:, None]
     scaled = grad.double() * weight.double()
     expected = (scaled - unit * (scaled * unit).mean(-1, keepdim=True)) * rstd.double()[:, None]
