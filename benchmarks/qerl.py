@@ -62,6 +62,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--completions", type=int, nargs="+", default=[300, 512, 1024, 2048])
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--checkpointing", nargs="+", choices=("on", "off"), default=["on"], help="of gradients")
+    parser.add_argument(
+        "--off", nargs="+", default=[], metavar="BxN", help="also these settings without, such as 8x1024"
+    )
     parser.add_argument("--iterations", type=int, default=2, help="measured ones of each setting")
     parser.add_argument("--long-iterations", type=int, default=1, help="the same for completions of 1024 and more")
     parser.add_argument("--rank", type=int, default=32)
@@ -71,6 +74,7 @@ def parse() -> argparse.Namespace:
         "--autocast", choices=("bf16", "none"), default="bf16", help="of the learner over its fp32 LoRA"
     )
     parser.add_argument("--share", action="store_true", help="the learner reads the engine's own base (share_weights)")
+    parser.add_argument("--fuse", choices=("auto", "off"), default="auto", help="norms and activations in one kernel")
     parser.add_argument("--kernel", choices=("dequantize", "marlin"), default="dequantize", help="over a shared base")
     parser.add_argument("--start", choices=("quick", "compile", "eager"), default="quick", help="how decoding is run")
     parser.add_argument("--utilization", type=float, default=0.6, help="share of the GPU that the engine asks for")
@@ -78,7 +82,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--cap-gib", type=float, help="limit of the process's CUDA memory, such as 72 for an 80 GB card"
     )
-    parser.add_argument("--profile", action="store_true", help="also print what one update spends its time on")
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
+    parser.add_argument(
+        "--variants", action="store_true", help="of `rollout`: raw speed with and without adapter and log-probs too"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="also print what an update, or of `rollout` decoding, spends its time on"
+    )
     parser.add_argument("--expandable", action="store_true", help="let torch's allocator grow its segments")
     parser.add_argument("--no-raw", action="store_true", help="leave raw generation out")
     parser.add_argument("--tiny", action="store_true", help="toy shapes and lengths, on a CPU too")
@@ -91,6 +101,8 @@ def parse() -> argparse.Namespace:
     if args.tiny:
         args.sizes, args.prompt, args.completions, args.rank = ["tiny"], 16, [8, 12], 8
         args.ranks, args.micro_batch_tokens = [8, 16], 64
+        args.off = [f"{args.batches[-1]}x12"] if args.off else []
+        args.also = [f"{args.batches[-1]}x16"] if args.also else []
     return args
 
 
@@ -128,12 +140,17 @@ def write(args: argparse.Namespace, results: dict[str, Any]) -> None:
 
 def settings_of(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the settings of one process: the short first, without checkpointing last, since those may not fit."""
-    return [
+    found = [
         {"batch": batch, "completion": completion, "checkpointing": gc == "on"}
         for gc in sorted(args.checkpointing, reverse=True)
         for completion in sorted(args.completions)
         for batch in args.batches
     ]
+    for on, settings in ((True, args.also), (False, args.off)):
+        for batch, completion in (map(int, setting.split("x")) for setting in settings):
+            one = {"batch": batch, "completion": completion, "checkpointing": on}
+            found += [] if one in found else [one]
+    return found
 
 
 def measure(args: argparse.Namespace, section: str, size: str, method: str, left: float) -> dict[str, Any]:
@@ -145,15 +162,17 @@ def measure(args: argparse.Namespace, section: str, size: str, method: str, left
     merged: dict[str, Any] = {"rows": []}
     deadline = time.perf_counter() + min(left, args.timeout)
     while waiting and deadline - time.perf_counter() > 20:
-        now = waiting[:1] if section == "ranks" else waiting
-        figures = run_process([section, size, method], now, deadline - time.perf_counter())
+        figures = run_process([section, size, method], waiting, deadline - time.perf_counter())
         merged["rows"] += figures.pop("rows", [])
         if "error" in figures:
             figures["error"] = f"{figures['error']} at {figures.get('running')}"
         merged |= figures
         print(f"--- {section}/{size}/{method}: {json.dumps(figures)[:600]}", flush=True)
         if section == "ranks":
-            waiting = waiting[1:]
+            done = [row["rank"] for row in merged["rows"]]
+            left = [setting for setting in waiting if setting["rank"] not in done]
+            # one that fails by itself is left out; the others follow in a new process
+            waiting = left if len(left) < len(waiting) else left[1:]
             continue
         if not figures.get("out_of_memory"):
             break
@@ -251,19 +270,22 @@ def engine_of(args: argparse.Namespace, config: Any, rank: int, batch: int, comp
         gpu_memory_utilization=utilization,
         enforce_eager=args.start == "eager",
         quick_start=args.start == "quick",
-        engine_args={"max_num_batched_tokens": max(args.prefill_tokens, args.prompt + 1)},
+        engine_args={"max_num_batched_tokens": max(args.prefill_tokens, args.prompt + 1), **args.engine_args},
     )
 
 
-def raw_seconds(llm: Any, prompt: list[int], batch: int, completion: int, adapter: bool) -> float:
+def raw_seconds(
+    llm: Any, prompt: list[int], batch: int, completion: int, adapter: bool, logprobs: bool = True
+) -> float:
     """Return the seconds of `LLM.generate` for one group, with the log-probs that an engine reports."""
     import vllm
     from vllm.lora.request import LoRARequest
 
     from lit_qrl.rollout.vllm_adapter import ADAPTER_ID
 
+    reported = {"logprobs": 0, "flat_logprobs": True} if logprobs else {}
     params = vllm.SamplingParams(
-        n=1, max_tokens=completion, temperature=1.0, ignore_eos=True, detokenize=False, logprobs=0, flat_logprobs=True
+        n=1, max_tokens=completion, temperature=1.0, ignore_eos=True, detokenize=False, **reported
     )
     request = LoRARequest("policy", ADAPTER_ID, "in-memory") if adapter else None
     llm.reset_prefix_cache()
@@ -348,6 +370,7 @@ class Steps:
             lora=lora_of(args.rank),
             gradient_checkpointing=True,
             random_weights=True,
+            fuse="auto" if args.fuse == "auto" else False,
         )
         policy.stop_token_ids = ()  # every completion runs to its limit
         cuda = torch.cuda.is_available()
@@ -540,7 +563,9 @@ def top_kernels(profiler: Any, count: int = 24) -> dict[str, Any]:
     events = profiler.key_averages()
     total = lambda event: getattr(event, "self_device_time_total", 0) or event.self_cpu_time_total  # noqa: E731
     ranked = sorted(events, key=total, reverse=True)
-    return {event.key[:90]: [round(total(event) / 1e3, 2), event.count] for event in ranked[:count]}
+    launches = sum(event.count for event in events if event.key.startswith(("cudaLaunch", "cuLaunch")))
+    found: dict[str, Any] = {"launches": launches}
+    return found | {event.key[:90]: [round(total(event) / 1e3, 2), event.count] for event in ranked[:count]}
 
 
 def same(row: dict[str, Any], plan: dict[str, Any]) -> bool:
@@ -624,11 +649,33 @@ class Alone:
         self.shapes = {name: tuple(m.weight.shape) for name, m in quantizable_linears(self.network).items()}
 
     def measure(self, settings: list[dict[str, Any]], figures: dict[str, Any], save: Any) -> None:
+        """Measure the settings, with one engine for each rank among them."""
+        figures["rows"] = []
+        for rank in dict.fromkeys(setting.get("rank", self.args.rank) for setting in settings):
+            same_rank = [setting for setting in settings if setting.get("rank", self.args.rank) == rank]
+            figures["running"] = same_rank[0]
+            engine = self.start(same_rank, rank, figures)
+            for setting in same_rank:
+                figures["running"] = setting
+                save()
+                figures["rows"].append(setting | self.speeds(engine, setting, rank))
+                print(json.dumps(figures["rows"][-1]), flush=True)
+                save()
+            if self.args.variants:
+                figures["variants"] = self.variants(engine, same_rank)
+            if self.args.profile:
+                figures["profile"] = self.profile(engine, max(setting["batch"] for setting in same_rank))
+            save()
+            engine.close()
+            del engine
+        figures.pop("running")
+
+    def start(self, settings: list[dict[str, Any]], rank: int, figures: dict[str, Any]) -> Any:
+        """Return an engine with base and adapter."""
         from lit_qrl.precision.export import export_tensors
         from lit_qrl.types import SamplingParams
 
         args = self.args
-        rank = settings[0].get("rank", args.rank)
         largest = {key: max(setting[key] for setting in settings) for key in ("batch", "completion")}
         engine = engine_of(args, self.config, rank, largest["batch"], largest["completion"], 0.9)
         engine.prompt_limit = args.prompt
@@ -638,15 +685,38 @@ class Alone:
         engine.setup(SimpleNamespace(network=self.network, lora=lora_of(rank)), None, sampling)
         engine.load_weights(export_tensors(self.weights(), self.format, list(self.shapes)), self.format, 0)
         engine.load_adapter(self.adapter(rank), 0)
-        figures |= {"start_seconds": round(time.perf_counter() - start, 1), "rows": []}
+        figures["start_seconds"] = round(time.perf_counter() - start, 1)
         figures["engine_weights_gib"] = round(engine.weight_bytes() / GIB, 3)
         figures["engine_cache_gib"] = engine.kv_cache_gib
-        for setting in settings:
-            figures["running"] = setting
-            save()
-            figures["rows"].append(setting | self.speeds(engine, setting, rank))
-            print(json.dumps(figures["rows"][-1]), flush=True)
-        figures.pop("running")
+        return engine
+
+    def variants(self, engine: Any, settings: list[dict[str, Any]]) -> dict[str, float]:
+        """Return raw tokens/s with and without the adapter and the log-probs, so that both have a price."""
+        import torch
+
+        completion, generator, found = min(256, settings[0]["completion"]), torch.Generator().manual_seed(5), {}
+        for batch in dict.fromkeys(setting["batch"] for setting in settings):
+            for adapter in (True, False):
+                for logprobs in (True, False):
+                    (prompt,) = self.prompts(1, generator)
+                    raw_seconds(engine.llm, prompt, batch, 8, adapter, logprobs)
+                    seconds = raw_seconds(engine.llm, prompt, batch, completion, adapter, logprobs)
+                    name = f"{batch}x{completion}{' adapter' * adapter}{' logprobs' * logprobs}"
+                    found[name] = round(batch * completion / seconds, 1)
+        print(json.dumps(found, indent=1), flush=True)
+        return found
+
+    def profile(self, engine: Any, batch: int) -> dict[str, Any]:
+        """Return where 32 decoding steps under the adapter spend their time."""
+        import torch
+
+        (prompt,) = self.prompts(1, torch.Generator().manual_seed(6))
+        raw_seconds(engine.llm, prompt, batch, 4, True)
+        with torch.profiler.profile() as profiler:
+            raw_seconds(engine.llm, prompt, batch, 32, True)
+        found = top_kernels(profiler, 40)
+        print(json.dumps(found, indent=1), flush=True)
+        return found
 
     def speeds(self, engine: Any, setting: dict[str, Any], rank: int) -> dict[str, Any]:
         """Return seconds and tokens/s of the engine and of `LLM.generate`, the better of two."""
