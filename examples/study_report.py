@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 Result = tuple[str, int, Run]
 """Arm, seed, run."""
 
+BY_POSITION = {"position": "Mismatch by position", "kl_position": "KL by position"}
+"""Titles of the monitor's curves along the completion, at the end of a run."""
 PANELS = ("accuracy", "reward/mean", "mismatch/kl_k3", "mismatch/ess_ratio", "mismatch/weight_cv")
 TITLES = {
     "accuracy": "Held-out accuracy",
@@ -27,9 +29,13 @@ TITLES = {
     "mismatch/weight_cv": "CV of the weights",
     "update/kl": "Update KL, nats",
     "update/entropy": "Entropy, nats",
+    "mismatch/log_ratio_p99": "|log-ratio|, 99 %, nats",
+    "mismatch/ratio_max": "Largest ratio of an iteration",
     "position": "Mean |log-ratio| by position",
+    "kl_position": "KL by position, nats",
 }
-LOGARITHMIC = ("mismatch/kl_k3", "mismatch/abs_log_ratio", "mismatch/weight_cv", "update/kl", "position")
+LOGARITHMIC = {"mismatch/kl_k3", "mismatch/abs_log_ratio", "mismatch/log_ratio_p99", "mismatch/weight_cv", "update/kl"}
+LOGARITHMIC |= BY_POSITION.keys()
 PHASES = ("rollout", "score", "update")
 COLUMNS = (
     "Arm", "Seeds", "Accuracy", "against baseline", "detectable", "Reward, first third", "last third", "KL, nats",
@@ -112,18 +118,17 @@ def verdict(study: "Study", results: Sequence[Result]) -> list[str]:
     if not gap or not ratios:
         return [*lines, "", f"Power: unknown until {arm} and {study.baseline} have finished on a common seed."]
     loss, ratio = -fmean(gap), max(ratios)
-    enough = loss >= wanted_loss or ratio >= wanted_ratio
-    return [
-        *lines,
-        "",
+    line = (
         f"Power: {arm} loses {spread([-value for value in gap])} of accuracy against {study.baseline} (wanted: "
         f"{wanted_loss}), and its mean |log-ratio| of an iteration reaches {ratio:.3g} (wanted: {wanted_ratio}). "
-        + (
-            "The study can tell corrections apart."
-            if enough
-            else "The study has no power: at this scale the mismatch does too little harm to tell corrections apart."
-        ),
-    ]
+    )
+    if loss >= wanted_loss:
+        line += "The study can tell corrections apart."
+    elif ratio >= wanted_ratio:
+        line += "There is a mismatch to act on, but what it costs in accuracy is less than the study was made to see."
+    else:
+        line += "The study has no power: at this scale the mismatch does too little harm to tell corrections apart."
+    return [*lines, "", line]
 
 
 def by_arm(results: Sequence[Result]) -> dict[str, dict[int, Run]]:
@@ -198,11 +203,13 @@ def spread(values: Sequence[float | None], signed: bool = False) -> str:
 
 def curve(run: Run, panel: str) -> tuple[list[float], list[float]]:
     """Return the points of one run in one panel."""
-    if panel == "position":
+    if panel in BY_POSITION:
         listed = run.histograms.get("histograms") or []
-        for one in (one for one in listed if one.get("title") == "Mismatch by position"):
+        for one in (one for one in listed if one.get("title") == BY_POSITION[panel]):
             edges, heights = one["x"]["edges"], next(iter(one["counts"].values()))
-            return [(a + b) / 2 for a, b in pairwise(edges)], heights
+            # bins between two tokens, and tokens that nothing but one can follow, have none
+            known = [((a + b) / 2, y) for (a, b), y in zip(pairwise(edges), heights, strict=True) if y > 0]
+            return [x for x, _ in known], [y for _, y in known]
         return [], []
     series = run.accuracy if panel == "accuracy" else run.series(panel)
     values = series.values

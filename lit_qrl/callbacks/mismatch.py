@@ -15,11 +15,11 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.functional.diagnostics import (
     histogram2d_by_sign,
     low_probability_share,
-    mismatch_by_position,
+    mean_by_position,
     repeated_ngrams,
 )
 from lit_qrl.functional.importance import log_ratio
-from lit_qrl.functional.mismatch import mismatch_metrics
+from lit_qrl.functional.mismatch import k3_divergence, mismatch_metrics
 
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
@@ -36,7 +36,7 @@ class MismatchMonitor(RLCallback):
     when nothing else needs them earlier. Quantiles of the update ratio, learner over learner_old, it collects from the
     updates themselves. `histograms.json` in the run folder holds the last iteration's pictures: by sign of the
     advantage, log mismatch weight against sampler probability (QaRL Fig. 4) and log update ratio against the
-    probability before (Fig. 5); mismatch by position; and, where a correction rejects, what it accepts by length.
+    probability before (Fig. 5); mean |d| and KL by position; what a correction that rejects accepts by length.
 
     Args:
         every_n_iterations: iterations between measurements.
@@ -93,10 +93,19 @@ class MismatchMonitor(RLCallback):
         counts = histogram2d_by_sign(
             d, sampler, mask, advantages, limit=LOG_WEIGHT_LIMIT, bins=bins, all_reduce=module.reduce
         )
-        means, _ = mismatch_by_position(d, mask, bins=POSITION_BINS, all_reduce=module.reduce)
+        limit = mask.shape[1]
+        bins = min(POSITION_BINS, limit)
+        parts = {
+            "Mismatch by position": ("mean |d| (nats)", d.abs()),
+            "KL by position": ("k3 (nats)", k3_divergence(d)),
+        }
+        means = {
+            title: (label, mean_by_position(values, mask, bins=bins, all_reduce=module.reduce)[0].nan_to_num(0.0))
+            for title, (label, values) in parts.items()
+        }
         values = torch.linspace(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT, VALUE_BINS + 1).tolist()
         probabilities = torch.linspace(0, 1, PROBABILITY_BINS + 1).tolist()
-        positions = torch.linspace(0, mask.shape[1], POSITION_BINS + 1).tolist()
+        positions = torch.linspace(0, limit, bins + 1).tolist()
         weight, probability = {"label": "log mismatch weight (nats)", "edges": values}, "sampler probability"
         return [
             {
@@ -108,11 +117,12 @@ class MismatchMonitor(RLCallback):
             for index, sign in enumerate(("Negative", "Positive"))
         ] + [
             {
-                "title": "Mismatch by position",
+                "title": title,
                 "x": {"label": "completion token", "edges": positions},
-                "counts": {"mean |d| (nats)": means.nan_to_num(0.0).tolist()},
+                "counts": {label: heights.tolist()},
                 "scale": "linear",
             }
+            for title, (label, heights) in means.items()
         ]
 
     @staticmethod

@@ -94,32 +94,32 @@ def ratio_quantiles(counts: Float[Tensor, " bins"], levels: list[float]) -> Floa
     return torch.where(cumulative[-1] > 0, ((chosen - half) * RATIO_STEP).exp(), 1.0).float()
 
 
-def mismatch_by_position(
-    d: Float[Tensor, "b t"],
+def mean_by_position(
+    values: Float[Tensor, "b t"],
     mask: Bool[Tensor, "b t"],
     bins: int = 16,
     length: int | None = None,
     *,
     all_reduce: AllReduce = no_all_reduce,
 ) -> tuple[Float[Tensor, " bins"], Float[Tensor, " bins"]]:
-    """Return the mean |d| by position in the completion, and the number of tokens in each bin.
+    """Return the mean of values by position in the completion, and the number of tokens in each bin.
 
     Args:
-        d: "b t", nats.
+        values: "b t", such as |d| or its k3 divergence, in nats; what they are outside of the mask does not matter.
         mask: completion tokens that count.
         bins: equal parts of the completion limit.
         length: the completion limit, in tokens; None is the number of columns. Ranks must agree on it.
         all_reduce: adds up over ranks.
 
-    >>> mean, count = mismatch_by_position(torch.tensor([[0.1, -0.3]]), torch.ones(1, 2, dtype=torch.bool), bins=2)
+    >>> mean, count = mean_by_position(torch.tensor([[0.1, 0.3]]), torch.ones(1, 2, dtype=torch.bool), bins=2)
     >>> [round(float(x), 1) for x in mean]
     [0.1, 0.3]
     """
     t = mask.shape[1]
-    position = torch.arange(t, device=d.device) * bins // (length or t)
+    position = torch.arange(t, device=values.device) * bins // (length or t)
     index = position.clamp(max=bins - 1).expand_as(mask)
     count = _counts(index, mask, bins, all_reduce)
-    total = _counts(index, torch.where(mask, as_float(d).abs(), 0.0), bins, all_reduce)
+    total = _counts(index, torch.where(mask, as_float(values), 0.0), bins, all_reduce)
     return total / count.clamp(min=1), count
 
 

@@ -31,18 +31,18 @@ def test_histogram_equals_the_loop():
     assert torch.equal(parts[0], got)
 
 
-def test_mismatch_by_position_equals_the_loop():
+def test_mean_by_position_equals_the_loop():
     learner, sampler, mask, _ = rows(torch.float32, huge=0.0)
     d = log_ratio(learner, sampler, mask)
     with no_host_sync():
-        mean, count = F.mismatch_by_position(d, mask, bins=3, length=8)
+        mean, count = F.mean_by_position(d.abs(), mask, bins=3, length=8)
     wanted = {0: [], 1: [], 2: []}
     for row in listed(d, mask):
         for position, x in enumerate(row):
             wanted[position * 3 // 8].append(abs(x))
     assert count.tolist() == [len(wanted[i]) for i in range(3)]
     assert mean.tolist() == pytest.approx([sum(v) / len(v) if v else 0.0 for v in wanted.values()], rel=1e-5)
-    parts = Ranks(2).run(lambda r, f: F.mismatch_by_position(d[r::2], mask[r::2], 3, 8, all_reduce=f))
+    parts = Ranks(2).run(lambda r, f: F.mean_by_position(d[r::2].abs(), mask[r::2], 3, 8, all_reduce=f))
     torch.testing.assert_close(parts[1][0], mean)
 
 
