@@ -17,7 +17,7 @@ from lit_qrl.rollout import vllm_cpu
 from lit_qrl.rollout import vllm_requests as requests
 from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, Progress, RolloutEngine
 from lit_qrl.rollout.receipt import PublishError, ReceivedLedger
-from lit_qrl.rollout.vllm_adapter import LiveAdapter, check_adapter
+from lit_qrl.rollout.vllm_adapter import LiveAdapter, adapted_layers, check_adapter
 from lit_qrl.rollout.vllm_checks import (
     automatic_dtype,
     check_arguments,
@@ -31,6 +31,7 @@ from lit_qrl.rollout.vllm_folder import model_folder
 from lit_qrl.rollout.vllm_shared import LendsWeights
 from lit_qrl.rollout.vllm_watchdog import Watchdog
 from lit_qrl.rollout.vllm_weights import LiveModel
+from lit_qrl.rollout.warm_up import warm_up
 from lit_qrl.types import Completion, PublishReport, SamplingParams
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
             arguments.setdefault("kv_cache_memory_bytes", int(self.kv_cache_gib * 2**30))
         if self.max_lora_rank:
             arguments.update(enable_lora=True, max_loras=1, max_lora_rank=self.max_lora_rank)
+            arguments.setdefault("lora_target_modules", adapted_layers(self.policy))
         if self.sleep_level and torch.cuda.is_available():
             arguments["enable_sleep_mode"] = True
         with compat.kept_process_state():
@@ -184,8 +186,9 @@ class VLLMEngine(LendsWeights, RolloutEngine):
                     raise
                 raise EngineDiedError(f"vLLM did not start again: {type(error).__name__}: {error}") from error
         self._started = True
-        self.live = LiveModel(self.llm)
-        self._adapter = None
+        self.live, self._adapter = LiveModel(self.llm), None
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        warm_up(format, next(self.policy.network.parameters()).dtype, self.plain_dtype, device)
 
     def _longest(self) -> int:
         """The longest sequence, and room for the one token that vLLM draws when it only scores."""
@@ -193,7 +196,8 @@ class VLLMEngine(LendsWeights, RolloutEngine):
         if self.max_model_len is not None:
             return self.max_model_len + 1
         if self.prompt_limit is not None:
-            return self.prompt_limit + self.sampling.max_tokens + 1
+            longest = self.prompt_limit + self.sampling.max_tokens + 1
+            return longest if limit is None else min(longest, limit)
         return limit or 4096
 
     # ----------------------------------------------------------------------------------------------------- publishing
@@ -360,17 +364,19 @@ class VLLMEngine(LendsWeights, RolloutEngine):
             self._usable = self._usable and self.sleep_level < 2
 
     def wake(self) -> None:
-        """Take the memory back; after level 2 all weights must be published before anything is drawn."""
-        if self._asleep:
+        """Take the memory back, or die of it; after level 2 all weights must be published before anything is drawn."""
+        if not self._asleep:
+            return
+        try:
             self.llm.wake_up()
-            # Memory comes back with arbitrary contents.
-            compat.clear_workspaces()
-            self._poisoned = True
-            if not self._usable and self.live is not None:
-                self.live.routes = None  # the next publish goes through vLLM's whole reload
-                if self._adapter is not None:
-                    self._adapter.clear()
-            self._asleep = False
+        except (RuntimeError, MemoryError) as error:
+            raise EngineDiedError(f"vLLM did not wake: {type(error).__name__}: {error}") from error
+        # Memory comes back with arbitrary contents, at the addresses that it had.
+        compat.clear_workspaces()
+        self._poisoned = True
+        if not self._usable and self._adapter is not None:
+            self._adapter.clear()
+        self._asleep = False
 
     def close(self) -> None:
         """Free the engine, its process group if it made one, and its folder."""

@@ -51,6 +51,23 @@ def check_adapter(config: Any, max_rank: int) -> None:
         )
 
 
+def adapted_layers(policy: Any) -> list[str] | None:
+    """Return the last parts of the names of the layers that an adapter changes; None where they are not known.
+
+    vLLM gives no other layer room for an adapter. Else the embedding and the output head would have some too, which
+    costs a pass over the vocabulary at every token, and fails for a tied head of fewer tokens than the hidden size.
+
+    Args:
+        policy: its `network`, with or without the adapter, and its PEFT config in `lora`.
+    """
+    named = [(name.rpartition(".")[2], module) for name, module in policy.network.named_modules()]
+    layers = {leaf for leaf, module in named if hasattr(module, "lora_A")}
+    chosen = getattr(getattr(policy, "lora", None), "target_modules", None)
+    if not layers and isinstance(chosen, list | set | tuple):
+        layers = {name.rpartition(".")[2] for name in chosen}
+    return sorted(layers) or None
+
+
 class LiveAdapter:
     """The one adapter of an engine.
 

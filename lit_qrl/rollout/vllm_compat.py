@@ -9,7 +9,6 @@ import logging
 import os
 import random
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.rollout import vllm_cpu, vllm_marlin
+from lit_qrl.rollout import vllm_cpu, vllm_marlin, vllm_sleep
 
 OLDEST, BEYOND = (0, 26), (0, 33)
 # LoRA kernels are compiled for these ranks.
@@ -145,7 +144,9 @@ def apply_workarounds() -> None:
     _keep_onednn_operands()
     _keep_marlin_workspaces()
     vllm_marlin.apply_workarounds()
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        vllm_sleep.map_before_freeing()
+    else:
         vllm_cpu.apply_workarounds()
 
 
@@ -330,6 +331,8 @@ def shutdown(llm: Any, owns_process_group: bool, keep_weights: bool = False) -> 
 
     model = model_runner(llm).get_model()
     storages = _storages(llm, model, keep_weights)
+    if vllm_sleep.hold_pools():
+        _workspaces.clear()  # they lie in its pools; no other engine can use them
     try:
         llm.llm_engine.engine_core.shutdown()
     except Exception as error:  # of an engine that died
@@ -376,9 +379,7 @@ def collect_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-        allocator = getattr(sys.modules.get("vllm.device_allocator.cumem"), "CuMemAllocator", None)
-        if allocator is not None and allocator.instance is not None:
-            allocator.instance.release_pools()  # an engine that could sleep; the next one needs them empty
+        vllm_sleep.release_pools()
 
 
 @contextmanager

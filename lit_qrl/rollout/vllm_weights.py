@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lit_qrl.rollout import vllm_compat as compat
 from lit_qrl.rollout import vllm_direct as direct
-from lit_qrl.rollout.checksum import Checksums, warm_up
+from lit_qrl.rollout.checksum import Checksums
 from lit_qrl.rollout.receipt import Fault, PublishError, ReceivedLedger
 from lit_qrl.rollout.vllm_places import DESCRIPTIVE, Place, loaded_format, tensors_of
 
@@ -54,8 +54,6 @@ class LiveModel:
         self._unlocated: list[str] = []
         self._names = {id(module): name for name, module in self._modules.items()}
         self._watch_repacking()
-        if torch.cuda.is_available():
-            warm_up(torch.device("cuda", torch.cuda.current_device()))
 
     # -------------------------------------------------------------------------------------------------------- places
 
@@ -301,6 +299,8 @@ class LiveModel:
         if name not in self.sent:
             return None
         place, shape, dtype = self.sent[name]
+        if place.attribute in DESCRIPTIVE:  # later publishes leave it, and a sleep may have dropped it
+            return None
         layout = self._layout.get((place.module_name, place.attribute))
         live = getattr(place.module, place.attribute, None)
         if live is None or live.numel() == 0 or layout not in ("kept", "turned"):

@@ -58,6 +58,77 @@ def test_half_an_adapter():
         engine.close()
 
 
+def test_an_adapter_over_a_tied_head_smaller_than_the_hidden_size():
+    lora = LoraConfig(r=8, lora_alpha=8, target_modules=["q_proj", "o_proj", "gate_proj"])
+    network = tiny_network(vocab_size=24, tie_word_embeddings=True)
+    engine = build_engine(network, None, lora, max_lora_rank=8)
+    try:
+        assert publish(network, engine, None, 0)[0] == []
+        adapted = engine.live.runner.lora_manager._adapter_manager.modules
+        assert {name.rpartition(".")[2] for name in adapted} == {"qkv_proj", "o_proj", "gate_up_proj"}
+        model = get_peft_model(copy.deepcopy(network), lora)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.1)
+        tensors = get_peft_model_state_dict(model)
+        sent = SentLedger(1)
+        assert compare(sent, engine.load_adapter(sent.watch(iter(tensors.items())), 1).received) == []
+        tokens = [[3, 5, 9, 4, 8, 20]]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor(tokens)).logits[0, :-1].log_softmax(-1)
+        expected = logits.gather(1, torch.tensor(tokens[0][1:])[:, None])[:, 0]
+        assert torch.allclose(engine.score(tokens)[0], expected, atol=1e-3)
+    finally:
+        engine.close()
+
+
+# ------------------------------------------------------------------------------------------------------------- sleep
+
+
+@pytest.mark.parametrize("name", ["plain", "int4_group", "nvfp4"])
+def test_weights_that_a_sleep_dropped_come_back_along_the_learned_routes(name, monkeypatch):
+    from vllm.model_executor.model_loader import reload
+
+    format, network = sampler_format(name), tiny_network(dtype=torch.bfloat16)
+    engine = build_engine(network, format, dtype="bf16")
+    try:
+        assert publish(network, engine, format, 0)[0] == []
+        for parameter in engine.live.model.parameters():
+            parameter.data.untyped_storage().fill_(0xFF)  # NaN where it is a float
+        engine._asleep, engine._usable = True, False
+        monkeypatch.setattr(engine.llm, "wake_up", lambda: None)
+        engine.wake()
+        with pytest.raises(RuntimeError, match="no complete weights"):
+            engine.generate(prompts(1), 1, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(reload, "initialize_layerwise_reload", None)
+            assert publish(network, engine, format, 1, everywhere=True)[0] == []
+        assert disagreement(network, engine, format) < 0.05
+        without = (item for item in checkpoint(network, engine, format) if "layers.1.mlp.down_proj" not in item[0])
+        assert ("missing", "model.layers.1.mlp.down_proj") in named(
+            engine.load_weights(without, format, 2).received.faults
+        )
+    finally:
+        engine.close()
+
+
+def test_an_engine_that_cannot_wake_died():
+    network = tiny_network()
+    engine = build_engine(network)
+    try:
+        publish(network, engine, None, 0)
+
+        def refuse():
+            raise RuntimeError("CUDA Error: out of memory")
+
+        engine._asleep, engine.llm.wake_up = True, refuse
+        with pytest.raises(EngineDiedError, match="did not wake: RuntimeError: CUDA Error"):
+            engine.wake()
+    finally:
+        engine.close()
+
+
 # --------------------------------------------------------------------------------------------------- no false alarms
 
 
