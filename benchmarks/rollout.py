@@ -3,17 +3,21 @@
     python benchmarks/rollout.py --shape 7b --formats bf16 fp8_row int4_group --sections speed publish --out out.json
 
 Weights are random and made on the device, layer by layer unless they are published again; nothing is read or
-downloaded. Each format has a process of its own, so that one that fails or hangs costs its own time alone, and a
-section that fails leaves the others' figures. Sections:
+downloaded. Each format has a process of its own, so that one that fails or hangs costs its own time alone, and so have
+the sections lora and sleep, the latter one for each level: vLLM's sleeping allocator serves one engine. A section that
+fails leaves the others' figures. Sections:
 
 verify   three publishes with every check on: ledgers, columns through the GEMM, read-back, probe (small shapes only)
-speed    tokens/s at each batch size, against `LLM.generate` on the same object with the same log-prob settings
+speed    tokens/s at each batch size, against `LLM.generate` on the same object with the same log-prob settings: in
+         turns after a warm-up of the same shape, the best run of each counts
 grpo     the same for 64 prompts × 8 completions of uneven length, up to 1024 tokens
-publish  seconds of the first publish and of later ones, quantization and receipts included, and of the parts
+publish  seconds of the first publish and of later ones, quantization and receipts included, of the parts, and of the
+         receipts alone, which are the difference to a publish that records and compares nothing
+probe    seconds to score the probe on both sides, and their share of an iteration when every 50th publish is probed
 profile  where a publish spends its time: functions on the host, kernels and waits on the device
 lora     seconds to replace a LoRA adapter of rank 32 over that base, and tokens/s with it
 norms    seconds to replace the norms in place
-sleep    seconds to sleep and to wake at levels 1 and 2, with the publish that follows
+sleep    seconds to sleep and to wake at levels 1 and 2, with the publish that follows and the memory that is freed
 """
 
 import argparse
@@ -46,11 +50,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 8, "vocab_size": 152064},
 }
 SMALL = ("mini", "tiny")  # the learner is there as a whole and can be scored
-SECTIONS = ("verify", "speed", "grpo", "publish", "profile", "norms", "lora", "sleep")
+SECTIONS = ("verify", "speed", "grpo", "publish", "probe", "profile", "norms", "lora", "sleep")
+APART = {"lora": ("lora",), "sleep": ("sleep_1", "sleep_2")}  # what has a process of its own
 LORA_RANK = 32
 SHOWN = 14  # rows of a profile
 # About as many of a 152 k vocabulary that a random model's completion ends after 750 tokens on average.
 STOP_TOKENS = 200
+# Publishes between two probes: `WeightPublisher.probe_every`.
+PROBE_EVERY = 50
+CYCLES = 3  # of sleep, wake and publish; the first takes the host's memory for the weights
 
 
 def main() -> None:
@@ -72,16 +80,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     parser.add_argument("--lora-formats", nargs="*", help="formats that run the section lora; all by default")
     parser.add_argument("--sleep-formats", nargs="*", help="formats that run the section sleep; all by default")
-    parser.add_argument("--worker", nargs=2, metavar=("FORMAT", "FILE"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=3, metavar=("FORMAT", "SECTIONS", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        work(args, *args.worker)
+        name, sections, file = args.worker
+        args.sections = sections.split(",")
+        work(args, name, file)
         return
     results: dict[str, Any] = {}
     end = time.perf_counter() + args.budget
     for name in args.formats:
-        left = end - time.perf_counter()
-        results[name] = measure(name, min(args.timeout, left)) if left > 40 else {"error": "no time left"}
+        results[name] = {}
+        for sections in processes(args, name):
+            left = end - time.perf_counter()
+            found = measure(name, sections, min(args.timeout, left)) if left > 40 else {"error": "no time left"}
+            if "error" in found:
+                found["error"] = "; ".join(filter(None, (results[name].get("error"), found["error"])))
+            results[name] |= found
         if args.out:  # after each, so that a run that is cut short leaves what it had
             given = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
             args.out.write_text(json.dumps({"arguments": given, "device": device(), "results": results}, indent=1))
@@ -100,9 +115,18 @@ def device() -> dict[str, str]:
     return found
 
 
-def measure(name: str, timeout: float) -> dict[str, Any]:
+def processes(args: argparse.Namespace, name: str) -> list[list[str]]:
+    """Return the sections of each process that a format has."""
+    wanted = [
+        s for s in args.sections if getattr(args, f"{s}_formats", None) is None or name in args.__dict__[f"{s}_formats"]
+    ]
+    together = [section for section in wanted if section not in APART]
+    return [*([together] if together else []), *([one] for section in wanted for one in APART.get(section, ()))]
+
+
+def measure(name: str, sections: list[str], timeout: float) -> dict[str, Any]:
     """Return what a process of its own finds for one format in `timeout` seconds."""
-    figures = measured([name], timeout)
+    figures = measured([name, ",".join(sections)], timeout)
     print(f"--- {name}: {json.dumps(figures)}", flush=True)
     return figures
 
@@ -111,9 +135,6 @@ def work(args: argparse.Namespace, name: str, file: str) -> None:
     figures: dict[str, Any] = {}
     bench = None
     for section in args.sections:
-        only = getattr(args, f"{section}_formats", None)
-        if only is not None and name not in only:
-            continue
         print(f"--- {name}: {section}", flush=True)
         start = time.perf_counter()
         try:
@@ -123,9 +144,6 @@ def work(args: argparse.Namespace, name: str, file: str) -> None:
             traceback.print_exc()
             lines = str(error).splitlines()
             figures["error"] = f"{section}: {type(error).__name__}: {lines[0] if lines else ''}"[:300]
-            if bench is not None and section in ("lora", "sleep"):
-                with contextlib.suppress(Exception):
-                    bench.close()
         figures[f"{section}_section_seconds"] = round(time.perf_counter() - start, 1)
         Path(file).write_text(json.dumps(figures))
         print(f"--- {name}: {section} done in {figures[f'{section}_section_seconds']} s", flush=True)
@@ -170,6 +188,10 @@ class Bench:
         linears = quantizable_linears(self.network)
         self.shapes = {name: (m.out_features, m.in_features) for name, m in linears.items()}
         self.vocabulary = config.vocab_size
+        # Kept on the device, so that a publish draws nothing; where they do not fit they are drawn on the way.
+        total = sum(p.numel() * p.element_size() for p in self.network.parameters() if p.is_meta)
+        room = torch.cuda.mem_get_info()[1] * (0.9 - args.share) if self.device == "cuda" else 0.0
+        self.keeps = total < room
         self.kept: dict[str, Any] = {}
         self.engine: Any = None
         self.version = -1
@@ -177,8 +199,8 @@ class Bench:
 
     # ------------------------------------------------------------------------------------------------------- weights
 
-    def weights(self, keep: bool = False):
-        """Yield the learner's weights; random ones are made on the way, and kept for later publishes on demand."""
+    def weights(self):
+        """Yield the learner's weights; random ones are made on the way, and kept for later publishes where they fit."""
         torch = self.torch
         generator = torch.Generator(self.device).manual_seed(self.version + 1)
         for name, parameter in self.network.named_parameters():
@@ -192,7 +214,7 @@ class Bench:
                     tensor = torch.ones(parameter.shape, **options)
                 else:
                     tensor = torch.empty(parameter.shape, **options).normal_(std=0.02, generator=generator)
-                if keep:
+                if self.keeps:
                     self.kept[name] = tensor
                 yield name, tensor
 
@@ -202,7 +224,7 @@ class Bench:
         for tensor in tensors:
             tensor.mul_(1.0 + 2**-7 * (self.torch.rand((), device=tensor.device) < 0.5))
 
-    def publish(self, keep: bool = False) -> dict[str, float]:
+    def publish(self) -> dict[str, float]:
         """Publish as the trainer does, and return seconds in all and of the verification."""
         from lit_qrl.precision.export import export_tensors
         from lit_qrl.rollout import receipt
@@ -212,7 +234,7 @@ class Bench:
         clock = Clock()
         sampled = {name: self.shapes[name] for name in receipt.choose(list(self.shapes), self.version)}
         sent = receipt.SentLedger(self.version, self.format, sampled)
-        stream = sent.watch(export_tensors(self.weights(keep), self.format, list(self.shapes)))
+        stream = sent.watch(export_tensors(self.weights(), self.format, list(self.shapes)))
         report = self.engine.load_weights(stream, self.format, self.version)
         clock.lap("load")
         faults = receipt.compare(sent, report.received, self.previous)
@@ -257,7 +279,13 @@ class Bench:
         self.sync()
         seconds = time.perf_counter() - start
         self.previous = None
-        self.first = self.publish(keep=bool({"publish", "profile", "sleep"} & {*args.sections}))
+        self.sync()
+        begun = time.perf_counter()
+        for _ in self.weights():  # drawn before the clock of the first publish runs
+            pass
+        self.sync()
+        self.drawing = time.perf_counter() - begun
+        self.first = self.publish()
         return seconds
 
     def ready(self) -> dict[str, Any]:
@@ -267,6 +295,7 @@ class Bench:
         return {
             "start_seconds": round(seconds, 1),
             "first_publish": round(self.first["all"], 3),
+            "drawing_in_first_publish": 0.0 if self.kept or self.args.shape in SMALL else round(self.drawing, 3),
             "weights_gib": round(self.engine.weight_bytes() / 2**30, 3),
             "loaded": self.report.layers.get(next(n for n in self.report.layers if "down_proj" in n)),
         }
@@ -316,38 +345,38 @@ class Bench:
         generator = self.torch.Generator().manual_seed(seed)
         return self.torch.randint(self.vocabulary, (count, self.args.prompt), generator=generator).tolist()
 
-    def compare_speed(self, batch: int, n: int, sampling: Any, warm: int | None = None) -> dict[str, float]:
-        """Return tokens/s of the engine and of `LLM.generate`, alternating, each run with prompts of its own.
+    def compare_speed(self, batch: int, n: int, sampling: Any) -> dict[str, Any]:
+        """Return the best tokens/s of the engine and of `LLM.generate`, each run with prompts of its own.
 
-        The first run is not timed; `warm` is how many tokens its completions have, by default as many as the others.
+        A run of the engine in the full shape comes first and is not timed; then both take turns.
         """
         import vllm
 
-        from lit_qrl.types import SamplingParams
-
-        first = SamplingParams(max_tokens=warm or sampling.max_tokens, ignore_stop=True)
         params = vllm.SamplingParams(
             n=1, max_tokens=sampling.max_tokens, temperature=1.0, ignore_eos=True, detokenize=False, logprobs=0,
             flat_logprobs=True, stop_token_ids=[] if sampling.ignore_stop else list(sampling.stop_token_ids),
         )  # fmt: skip
-        best, tokens = {"engine": 0.0, "raw": 0.0}, 0
-        for repeat in range(self.args.repeats + 1):  # the first warms up
-            for kind in best:
-                prompts = self.prompts(batch, seed=1 + 2 * repeat + (kind == "raw"))
-                self.engine.llm.reset_prefix_cache()
-                self.sync()
-                start = time.perf_counter()
-                if kind == "engine" or not repeat:
-                    drawn = self.engine.generate(prompts, n, repeat, None, sampling if repeat else first)
-                    tokens = sum(len(completion.token_ids) for completion in drawn)
-                else:
-                    inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(n)]
-                    outputs = self.engine.llm.generate(inputs, params, use_tqdm=False)
-                    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-                speed = tokens / (time.perf_counter() - start)
-                if repeat:
-                    best[kind] = max(best[kind], speed)
-        return {kind: round(speed, 1) for kind, speed in best.items()} | {"tokens": tokens}
+        runs: dict[str, list[float]] = {"engine": [], "raw": []}
+        tokens, fastest = 0, float("inf")
+        for turn, kind in enumerate(["engine", *["engine", "raw"] * self.args.repeats]):
+            prompts = self.prompts(batch, seed=1 + turn)
+            self.engine.llm.reset_prefix_cache()
+            self.sync()
+            start = time.perf_counter()
+            if kind == "engine":
+                drawn = self.engine.generate(prompts, n, turn, None, sampling)
+                count = sum(len(completion.token_ids) for completion in drawn)
+            else:
+                inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(n)]
+                outputs = self.engine.llm.generate(inputs, params, use_tqdm=False)
+                count = sum(len(output.outputs[0].token_ids) for output in outputs)
+            seconds = time.perf_counter() - start
+            if turn:
+                runs[kind].append(round(count / seconds, 1))
+            if turn and kind == "engine" and seconds < fastest:
+                fastest, tokens = seconds, count
+        best: dict[str, Any] = {kind: max(speeds) for kind, speeds in runs.items()}
+        return best | {"tokens": tokens, "seconds": round(fastest, 3), "runs": runs}
 
     def run_speed(self) -> dict[str, Any]:
         from lit_qrl.types import SamplingParams
@@ -363,7 +392,7 @@ class Bench:
         stops = tuple(range(0, self.vocabulary, max(self.vocabulary // STOP_TOKENS, 1)))
         prompts, n, longest = self.args.grpo
         sampling = SamplingParams(max_tokens=longest, stop_token_ids=stops)
-        return figures | {"grpo": self.compare_speed(prompts, n, sampling, warm=32)}
+        return figures | {"grpo": self.compare_speed(prompts, n, sampling)}
 
     def run_publish(self) -> dict[str, Any]:
         figures, times = self.ready(), []
@@ -373,7 +402,8 @@ class Bench:
             self.step()
             times.append(self.publish())
         median = {part: round(statistics.median(t[part] for t in times[1:]), 4) for part in times[0]}
-        median |= self.parts()
+        bare = statistics.median(self.unverified() for _ in range(4))
+        median |= self.parts() | {"unverified": round(bare, 4), "receipts": round(median["all"] - bare, 4)}
         faults = sum(t["faults"] for t in times)
         figures["publish"] = median | {"second": round(times[0]["all"], 4), "faults": faults}
         routes = self.engine.live.routes
@@ -383,6 +413,55 @@ class Bench:
         if self.device == "cuda":
             figures["publish_peak_gib"] = round(self.torch.cuda.max_memory_allocated() / 2**30, 2)
         return figures
+
+    def unverified(self) -> float:
+        """Return the seconds of a publish in which nobody records or compares anything."""
+        from unittest import mock
+
+        from lit_qrl.precision.export import export_tensors
+        from lit_qrl.rollout.checksum import Checksums
+        from lit_qrl.rollout.receipt import Ledger
+
+        def passed(ledger: Any, name: str, tensor: Any) -> None:
+            ledger.bytes += tensor.numel() * tensor.element_size()
+
+        self.step()
+        self.version += 1
+        self.sync()
+        start = time.perf_counter()
+        with mock.patch.object(Ledger, "record", passed), mock.patch.object(Checksums, "add"):
+            stream = export_tensors(self.weights(), self.format, list(self.shapes))
+            self.engine.load_weights(stream, self.format, self.version)
+        self.sync()
+        return time.perf_counter() - start
+
+    def run_probe(self) -> dict[str, Any]:
+        from transformers import AutoModelForCausalLM
+
+        from lit_qrl.rollout.probe import Probe, learner_scores
+
+        figures = self.ready()
+        network = self.network
+        if self.kept:
+            with self.torch.device(self.device):
+                network = AutoModelForCausalLM.from_config(self.network.config, dtype=self.torch.bfloat16)
+            network.load_state_dict(self.kept, assign=True)
+            network.requires_grad_(False).eval()
+        probe = Probe(self.vocabulary, self.format is not None and self.format.quantizes_activations)
+        laps: dict[str, list[float]] = {}
+        for _ in range(3):  # the first compiles
+            self.sync()
+            clock = Clock()
+            scores = learner_scores(network, probe.tokens, self.format)
+            self.sync()
+            clock.lap("learner")
+            result = probe.compare(self.engine.score(probe.tokens), scores)
+            self.sync()
+            clock.lap("engine")
+            for name, seconds in clock.laps.items():
+                laps.setdefault(name, []).append(seconds)
+        best = {name: round(min(seconds), 4) for name, seconds in laps.items()}
+        return figures | {"probe_seconds": best | {"mean": round(result.mean, 4), "bound": round(result.bound, 4)}}
 
     def parts(self) -> dict[str, float]:
         """Return seconds of quantization alone, with the sender's receipts, and of vLLM's bare reload of the result."""
@@ -497,29 +576,52 @@ class Bench:
                 tensor = self.torch.empty(shape, **options).normal_(std=0.02, generator=generator)
                 yield f"base_model.model.{layer}.lora_{end}.weight", tensor
 
-    def run_sleep(self) -> dict[str, Any]:
-        figures: dict[str, Any] = {}
-        for level in (1, 2):
-            self.start(sleep_level=level)
+    def run_sleep_1(self) -> dict[str, Any]:
+        return {"sleep_1": self.cycles(1)}
+
+    def run_sleep_2(self) -> dict[str, Any]:
+        return {"sleep_2": self.cycles(2)}
+
+    def cycles(self, level: int) -> dict[str, Any]:
+        """Return seconds to sleep, wake and publish, and GiB freed: medians, and those of the first cycle."""
+        self.start(sleep_level=level)
+        self.prompts_run(8, 32)
+        cycles: list[dict[str, float]] = []
+        for _ in range(CYCLES):
+            times: dict[str, float] = {}
+            before = self.free()
+            for kind in ("sleep", "wake"):
+                self.sync()
+                start = time.perf_counter()
+                getattr(self.engine, kind)()
+                self.sync()
+                times[kind] = time.perf_counter() - start
+                if kind == "sleep":
+                    times["freed_gib"] = self.free() - before
+            self.step()
+            after = self.publish()
             self.prompts_run(8, 32)
-            cycles = []
-            for _ in range(2):  # the first takes the host's memory for the weights
-                times = {}
-                for kind in ("sleep", "wake"):
-                    self.sync()
-                    start = time.perf_counter()
-                    getattr(self.engine, kind)()
-                    self.sync()
-                    times[kind] = time.perf_counter() - start
-                    if kind == "sleep" and self.device == "cuda":
-                        times["free_gib"] = self.torch.cuda.mem_get_info()[0] / 2**30
-                after = self.publish()
-                self.prompts_run(8, 32)
-                cycles.append(times | {"publish": after["all"], "faults": after["faults"]})
-            last = {name: round(value, 3) for name, value in cycles[-1].items()}
-            figures[f"sleep_{level}"] = last | {"first_cycle": {k: round(v, 3) for k, v in cycles[0].items()}}
-            self.close()
-        return figures
+            cycles.append(times | {"publish": after["all"], "faults": after["faults"]})
+        last = {name: round(statistics.median(cycle[name] for cycle in cycles[1:]), 3) for name in cycles[0]}
+        last["faults"] = sum(cycle["faults"] for cycle in cycles)
+        self.close()
+        return last | {"first_cycle": {k: round(v, 3) for k, v in cycles[0].items()}}
+
+    def free(self) -> float:
+        """Return the free memory of the GPU, in GiB."""
+        return self.torch.cuda.mem_get_info()[0] / 2**30 if self.device == "cuda" else 0.0
+
+
+def shares(figures: dict[str, Any]) -> list[float | None]:
+    """Return what receipts and the probe cost, in percent of the GRPO-shaped generation alone.
+
+    An iteration has the learner's scores and updates too, so that its own shares are smaller.
+    """
+    seconds = figures.get("grpo", {}).get("seconds")
+    receipts = figures.get("publish", {}).get("receipts")
+    probe = figures.get("probe_seconds")
+    amortised = None if probe is None else (probe["learner"] + probe["engine"]) / PROBE_EVERY
+    return [None if cost is None or not seconds else round(100 * cost / seconds, 2) for cost in (receipts, amortised)]
 
 
 def table(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
@@ -527,7 +629,7 @@ def table(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
     base = results.get("bf16", {})
     batches = [str(b) for b in args.batches]
     heads = ["format", "GiB", *(f"tok/s b={b}" for b in batches), "×bf16", "of raw", "grpo", "publish s", "first s"]
-    heads += ["quantize s", "lora s", "lora tok/s", "norms ms", "sleep+wake s", "faults"]
+    heads += ["quantize s", "receipts %", "probe %", "lora s", "lora tok/s", "norms ms", "sleep+wake s", "faults"]
     print("\n" + " | ".join(f"{head:>12}" for head in heads))
     for name, figures in results.items():
         speed = figures.get("speed", {})
@@ -549,6 +651,7 @@ def table(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
             figures.get("publish", {}).get("all"),
             figures.get("first_publish"),
             figures.get("publish", {}).get("quantize"),
+            *shares(figures),
             figures.get("lora_seconds"),
             figures.get("lora_speed_64"),
         ]
