@@ -1,5 +1,3 @@
-import copy
-
 import pytest
 import torch
 from peft import LoraConfig
@@ -7,7 +5,7 @@ from torch import nn
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.precision import formats
-from lit_qrl.precision.lora4bit import NVFP4LoRA, PackedLinear
+from lit_qrl.precision.lora4bit import NVFP4LoRA
 from lit_qrl.precision.surgery import QuantizedLinear, swap_linears
 
 from .toy import LINEARS, Module, Policy, batches, fit, network, resumed_equals_uninterrupted, trainer
@@ -30,39 +28,6 @@ def configured(name="nvfp4", **options):
     packer = plugin(name)
     packer.configure_policy(policy)
     return policy, packer
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_packed_layer_multiplies_and_differentiates_as_its_weight_would(name, dtype):
-    torch.manual_seed(0)
-    format = formats.get(name, **FORMATS[name])
-    linear = nn.Linear(64, 32).to(dtype)
-    layer = PackedLinear.from_linear(linear, format, cache=False)
-    layer.set_weight(format.quantize(linear.weight))
-    plain = copy.deepcopy(linear)
-    plain.weight.data = format.dequantize(layer.weight, dtype)
-    inputs = [torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1)).to(dtype) for _ in range(2)]
-    for x in inputs:
-        x.requires_grad_()
-    out, expected = layer(inputs[0]), plain(inputs[1])
-    assert torch.equal(out, expected)
-    upstream = torch.randn_like(out)
-    out.backward(upstream)
-    expected.backward(upstream)
-    assert torch.allclose(inputs[0].grad, inputs[1].grad, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
-
-
-def test_nothing_of_full_size_is_kept_for_the_backward_pass():
-    format = formats.get("nvfp4")
-    linear = nn.Linear(256, 512, bias=False)
-    layer = PackedLinear.from_linear(linear, format, cache=False)
-    layer.set_weight(format.quantize(linear.weight))
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
-        layer(torch.randn(4, 256, requires_grad=True))
-    assert max(saved, default=0) < 256 * 512
-    assert not layer._prepared
 
 
 @pytest.mark.parametrize("name", FORMATS)

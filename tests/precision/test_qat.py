@@ -2,7 +2,6 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch import nn
 
 from lit_qrl.errors import ConfigError
@@ -68,34 +67,6 @@ def test_only_what_needs_a_gradient_gets_one():
     assert layer.weight.grad.shape == (32, 64)
 
 
-def test_the_weight_is_quantized_once_per_version(monkeypatch):
-    format = formats.get("fp8_row")
-    calls = []
-    original = type(format).quantize
-    monkeypatch.setattr(type(format), "quantize", lambda *a: calls.append(1) or original(*a))
-    layer = aligned(nn.Linear(64, 32), format)
-    for _ in range(3):
-        layer(torch.randn(2, 64))
-    assert len(calls) == 1
-    with torch.no_grad():
-        layer.weight.mul_(2.0)
-    layer(torch.randn(2, 64))
-    assert len(calls) == 2
-    layer.weight.data.mul_(2.0)  # unseen by the version counter: this is what the clock of the plugin is for
-    layer.clock.ticks += 1
-    layer(torch.randn(2, 64))
-    assert len(calls) == 3
-
-
-def test_a_validation_pass_first_does_not_poison_training():
-    layer = aligned(nn.Linear(64, 32), formats.get("fp8_row"))
-    x = torch.randn(2, 64)
-    with torch.inference_mode():
-        first = layer(x)
-    layer(x).sum().backward()
-    assert torch.equal(layer(x), first)
-
-
 def test_convert_module_leaves_the_state_dict_alone_and_is_idempotent():
     module = Module(Policy())
     module.policy.configure()
@@ -114,14 +85,6 @@ def test_convert_module_leaves_the_state_dict_alone_and_is_idempotent():
     module.policy(torch.zeros(1, 4, dtype=torch.long))
     assert list(module.state_dict()) == list(before)
     assert not isinstance(module.policy.network.lm_head, AlignedLinear)
-
-
-def test_only_the_policy_is_converted():
-    module = Module(Policy())
-    module.policy.configure()
-    module.critic = nn.Linear(64, 64)
-    plugin().convert_module(module)
-    assert type(module.critic) is nn.Linear
 
 
 @pytest.mark.parametrize("name", ["fp8_tensor", "nvfp4", "int4_group", "fp8_block"])
@@ -268,32 +231,6 @@ def test_names_and_options_are_checked():
         QATAligned("fp8_row", activations="fp8")
     with pytest.raises(ConfigError, match=r"null, fp8 or int8"):
         QATAligned("int4_group", activations="fp4")
-
-
-def test_layers_that_do_not_fit_are_named():
-    module = Module(Policy())
-    module.policy.configure()
-    with pytest.raises(ConfigError, match=r"do not fit int4_group: model\.layers\.0\.self_attn\.q_proj \(64, 64\)"):
-        QATAligned("int4_group").convert_module(module)
-    with pytest.raises(ConfigError, match="No linear layer"):
-        QATAligned("int4_group", exclude=["*_proj"]).convert_module(module)
-
-
-def test_an_adapter_is_refused():
-    module = Module(Policy(lora=LoraConfig(r=2, target_modules=["q_proj"])))
-    module.policy.configure()
-    with pytest.raises(ConfigError, match=r"adapter.*NVFP4LoRA"):
-        plugin().convert_module(module)
-
-
-def test_a_weight_that_became_nan_is_named():
-    module = Module(Policy())
-    module.policy.configure()
-    plugin("fp8_tensor").convert_module(module)
-    with torch.no_grad():
-        module.policy.network.get_submodule(LINEARS[1]).weight[0, 0] = float("nan")
-    with pytest.raises(ValueError, match=rf"{LINEARS[1]}\.weight: .*NaN"):
-        module.policy(torch.arange(6).view(1, 6))
 
 
 def test_the_network_itself_may_be_converted():

@@ -177,17 +177,6 @@ def test_awq_comes_closer_to_the_plain_model_than_rounding(name, tmp_path):
     assert errors[1] < errors[0]
 
 
-def test_hidden_states_pass_the_layers_as_in_the_whole_model(tmp_path):
-    network = loaded(outlier_network(tmp_path / "source"), torch.float32)
-    rows = sequences(3)
-    with torch.no_grad():
-        expected = network(rows, output_hidden_states=True).hidden_states
-        runner = LayerRunner(network, rows, torch.device("cpu"))
-        torch.testing.assert_close(torch.cat(runner.hidden), expected[0])
-        out = torch.cat([runner.run(network.model.layers[0], 0, hidden) for hidden in runner.hidden])
-    torch.testing.assert_close(out, expected[1])
-
-
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 

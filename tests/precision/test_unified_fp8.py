@@ -11,6 +11,7 @@ from lit_qrl.precision.export import export_tensors
 from lit_qrl.precision.formats import FP8Block
 from lit_qrl.precision.unified_fp8 import UnifiedFP8, UnifiedLinear
 
+from .formats.oracle import rounded_blocks, rounded_groups
 from .toy import LINEARS, Module, Policy, batches, fit, resumed_equals_uninterrupted, trainer
 
 
@@ -24,29 +25,6 @@ def plugin(**options):
     return UnifiedFP8(backend="emulate", **options)
 
 
-def along(matrix):
-    """Quantize each 1×128 of a matrix to E4M3 and back, in a loop, fp64."""
-    out = torch.empty(matrix.shape, dtype=torch.float64)
-    for i in range(matrix.shape[0]):
-        for start in range(0, matrix.shape[1], 128):
-            part = matrix[i, start : start + 128].float()
-            scale = part.abs().max() / 448.0
-            codes = (part / scale).to(torch.float8_e4m3fn) if scale > 0 else torch.zeros_like(part)
-            out[i, start : start + 128] = codes.double() * scale.double()
-    return out
-
-
-def squares(weight):
-    """Quantize each 128×128 of a weight to E4M3 and back, in a loop, fp64."""
-    out = torch.empty(weight.shape, dtype=torch.float64)
-    for i in range(0, weight.shape[0], 128):
-        for j in range(0, weight.shape[1], 128):
-            part = weight[i : i + 128, j : j + 128]
-            scale = part.abs().max() / 448.0
-            out[i : i + 128, j : j + 128] = (part / scale).to(torch.float8_e4m3fn).double() * scale.double()
-    return out
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [3, 130, 256])
 def test_the_three_gemms_against_loops_in_fp64(tokens, dtype):
@@ -57,12 +35,12 @@ def test_the_three_gemms_against_loops_in_fp64(tokens, dtype):
     grad = (torch.randn(tokens, 264) * torch.rand(1, 264)).to(dtype)
     out = layer(x)
     out.backward(grad)
-    weight = squares(linear.weight.detach())
+    weight = rounded_blocks(linear.weight.detach())
     eps = torch.finfo(dtype).eps
     for ours, a, b, added in [
-        (out, along(x.detach()), weight, linear.bias.detach().double()),
-        (x.grad, along(grad), weight.t(), 0.0),
-        (layer.weight.grad, along(grad.t()), along(x.detach().t()), 0.0),
+        (out, rounded_groups(x.detach()), weight, linear.bias.detach().double()),
+        (x.grad, rounded_groups(grad), weight.t(), 0.0),
+        (layer.weight.grad, rounded_groups(grad.t()), rounded_groups(x.detach().t()), 0.0),
     ]:
         exact = a @ b.t() + added
         slack = (a.abs() @ b.abs().t()) * 2.0**-20
@@ -180,26 +158,6 @@ def test_a_copy_of_the_policy_computes_alone():
             layer.weight.mul_(1.5)
         assert torch.equal(frozen(tokens), before)
         assert not torch.equal(module.policy(tokens), before)
-
-
-@pytest.mark.parametrize("name", ["torch", "te"])
-def test_a_backend_that_cannot_run_here_is_refused_at_once(name, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=rf"FP8 backend {name} cannot run here: there is no CUDA.*emulate"):
-        UnifiedFP8(backend=name)
-
-
-def test_a_missing_transformer_engine_is_named(monkeypatch):
-    monkeypatch.setattr(block_fp8, "_block_gemm_missing", lambda: None)
-    monkeypatch.setattr(block_fp8, "TE_REQUIREMENT", "transformer_engine_that_is_not_there>=2.10")
-    with pytest.raises(ConfigError, match="transformer_engine_that_is_not_there"):
-        UnifiedFP8(backend="te")
-    assert block_fp8.backend("auto").name == "torch"
-
-
-def test_unknown_backends_are_refused():
-    with pytest.raises(ConfigError, match=r"auto, te, torch or emulate.*cuda"):
-        UnifiedFP8(backend="cuda")
 
 
 def test_shapes_that_the_gemm_cannot_take_are_named():

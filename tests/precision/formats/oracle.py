@@ -105,3 +105,26 @@ def digest(*tensors: Tensor) -> str:
     for tensor in tensors:
         made.update(bytes(bits(tensor).flatten().tolist()))
     return made.hexdigest()
+
+
+def rounded_groups(matrix: Tensor) -> Tensor:
+    """Return each 1×128 of a matrix in E4M3, in a loop, fp64."""
+    out = torch.empty(matrix.shape, dtype=torch.float64)
+    for i in range(matrix.shape[0]):
+        for start in range(0, matrix.shape[1], 128):
+            part = matrix[i, start : start + 128].float()
+            scale = part.abs().max() / 448.0
+            codes = (part / scale).to(torch.float8_e4m3fn) if scale > 0 else torch.zeros_like(part)
+            out[i, start : start + 128] = codes.double() * scale.double()
+    return out
+
+
+def rounded_blocks(weight: Tensor) -> Tensor:
+    """Return each 128×128 of a weight in E4M3, in a loop, fp64."""
+    out = torch.empty(weight.shape, dtype=torch.float64)
+    for i in range(0, weight.shape[0], 128):
+        for j in range(0, weight.shape[1], 128):
+            part = weight[i : i + 128, j : j + 128]
+            scale = part.abs().max() / 448.0
+            out[i : i + 128, j : j + 128] = (part / scale).to(torch.float8_e4m3fn).double() * scale.double()
+    return out

@@ -1,0 +1,142 @@
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.precision import QATAligned, formats
+from lit_qrl.precision.base import StepClock, autocast_input, check_shapes, network_of
+from lit_qrl.precision.qat import AlignedLinear
+
+from .toy import LINEARS, Module, Policy, network
+
+
+def aligned(linear, format):
+    return AlignedLinear.from_linear(linear, "layer", format, StepClock())
+
+
+def test_the_weight_is_quantized_once_per_version(monkeypatch):
+    format = formats.get("fp8_row")
+    calls = []
+    original = type(format).quantize
+    monkeypatch.setattr(type(format), "quantize", lambda *a: calls.append(1) or original(*a))
+    layer = aligned(nn.Linear(64, 32), format)
+    for _ in range(3):
+        layer(torch.randn(2, 64))
+    assert len(calls) == 1
+    with torch.no_grad():
+        layer.weight.mul_(2.0)
+    layer(torch.randn(2, 64))
+    assert len(calls) == 2
+    layer.weight.data.mul_(2.0)  # unseen by the version counter: this is what the clock of the plugin is for
+    layer.clock.ticks += 1
+    layer(torch.randn(2, 64))
+    assert len(calls) == 3
+
+
+def test_a_validation_pass_first_does_not_poison_training():
+    layer = aligned(nn.Linear(64, 32), formats.get("fp8_row"))
+    x = torch.randn(2, 64)
+    with torch.inference_mode():
+        first = layer(x)
+    layer(x).sum().backward()
+    assert torch.equal(layer(x), first)
+
+
+def test_only_the_policy_is_converted():
+    module = Module(Policy())
+    module.policy.configure()
+    module.critic = nn.Linear(64, 64)
+    QATAligned("fp8_row").convert_module(module)
+    assert type(module.critic) is nn.Linear
+
+
+def test_layers_that_do_not_fit_are_named():
+    module = Module(Policy())
+    module.policy.configure()
+    with pytest.raises(ConfigError, match=r"do not fit int4_group: model\.layers\.0\.self_attn\.q_proj \(64, 64\)"):
+        QATAligned("int4_group").convert_module(module)
+    with pytest.raises(ConfigError, match="No linear layer"):
+        QATAligned("int4_group", exclude=["*_proj"]).convert_module(module)
+
+
+def test_an_adapter_is_refused():
+    module = Module(Policy(lora=LoraConfig(r=2, target_modules=["q_proj"])))
+    module.policy.configure()
+    with pytest.raises(ConfigError, match=r"adapter.*NVFP4LoRA"):
+        QATAligned("fp8_row").convert_module(module)
+
+
+def test_a_weight_that_became_nan_is_named():
+    module = Module(Policy())
+    module.policy.configure()
+    QATAligned("fp8_tensor").convert_module(module)
+    with torch.no_grad():
+        module.policy.network.get_submodule(LINEARS[1]).weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=rf"{LINEARS[1]}\.weight: .*NaN"):
+        module.policy(torch.arange(6).view(1, 6))
+
+
+def test_moving_or_copying_a_layer_drops_what_was_derived():
+    layer = aligned(nn.Linear(64, 32), formats.get("int4_group", group_size=32))
+    first = layer.quantized()
+    assert layer.quantized() is first
+    layer.to(torch.float64)
+    assert layer.quantized() is not first
+    copied = copy.deepcopy(layer)
+    with torch.no_grad():
+        layer.weight.zero_()
+    assert int(layer.format.dequantize(layer.quantized()).count_nonzero()) == 0
+    assert int(copied.format.dequantize(copied.quantized()).count_nonzero()) > 0
+
+
+def test_siblings_share_one_scale_and_follow_each_other_s_updates():
+    module = Module(Policy())
+    module.policy.configure()
+    QATAligned("fp8_tensor").convert_module(module)
+    q, k, v = (module.policy.network.get_submodule(f"model.layers.0.self_attn.{part}_proj") for part in "qkv")
+    largest = max(float(layer.weight.detach().abs().max()) for layer in (q, k, v))
+    for layer in (q, k, v):
+        assert float(layer.quantized().scales.float().max()) == pytest.approx(largest / 448)
+    with torch.no_grad():
+        v.weight[0, 0] = 4 * largest
+    assert float(q.quantized().scales.float().max()) == pytest.approx(4 * largest / 448)
+
+
+def test_what_a_plugin_exports_without_a_change_is_the_codes_of_the_forward_pass():
+    module = Module(Policy())
+    module.policy.configure()
+    plugin = QATAligned("fp8_row")
+    plugin.convert_module(module)
+    layer = module.policy.network.get_submodule(LINEARS[0])
+    codes = dict(plugin.export(module.policy))[f"{LINEARS[0]}.weight"]
+    assert codes.data_ptr() == layer.quantized().codes.data_ptr()
+    doubled = ((name, 2 * tensor) for name, tensor in plugin.weights(module.policy))
+    scales = dict(plugin.export(module.policy, doubled))[f"{LINEARS[0]}.weight_scale"]
+    torch.testing.assert_close(scales, 2 * layer.quantized().scales)
+
+
+def test_autocast_casts_the_input_and_nothing_else_does():
+    x = torch.ones(2)
+    assert autocast_input(x) is x
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert autocast_input(x).dtype == torch.bfloat16
+
+
+def test_the_network_is_found_under_module_and_adapter():
+    policy = Policy(lora=LoraConfig(r=2, target_modules=["q_proj"]))
+    module = Module(policy)
+    policy.configure()
+    inner = policy.model.get_base_model()
+    assert network_of(module) is network_of(policy) is inner
+    plain = network()
+    assert network_of(plain) is plain
+
+
+def test_every_shape_that_does_not_fit_is_counted_and_four_are_named():
+    layers = {f"l{i}": nn.Linear(100, 64) for i in range(6)}
+    with pytest.raises(ConfigError, match=r"6 layers do not fit int4_group: l0 \(64, 100\), .*l3 \(64, 100\) …\."):
+        check_shapes(formats.get("int4_group"), layers)
+    check_shapes(formats.get("fp8_row"), {"l": nn.Linear(128, 64)})
