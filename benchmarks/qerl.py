@@ -62,6 +62,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--completions", type=int, nargs="+", default=[300, 512, 1024, 2048])
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--checkpointing", nargs="+", choices=("on", "off"), default=["on"], help="of gradients")
+    parser.add_argument("--also", nargs="+", default=[], metavar="BxN", help="further settings, such as 8x2048")
     parser.add_argument(
         "--off", nargs="+", default=[], metavar="BxN", help="also these settings without, such as 8x1024"
     )
