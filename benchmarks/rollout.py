@@ -190,7 +190,7 @@ class Bench:
         self.vocabulary = config.vocab_size
         # Kept on the device, so that a publish draws nothing; where they do not fit they are drawn on the way.
         total = sum(p.numel() * p.element_size() for p in self.network.parameters() if p.is_meta)
-        room = torch.cuda.mem_get_info()[1] * (0.9 - args.share) if self.device == "cuda" else 0.0
+        room = torch.cuda.mem_get_info()[1] * (0.9 - args.share) if self.device == "cuda" else 2**30
         self.keeps = total < room
         self.kept: dict[str, Any] = {}
         self.engine: Any = None
