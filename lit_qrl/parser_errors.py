@@ -30,18 +30,18 @@ def readable(
     given = re.search(r"(?:Given|Got) value: (.*)", message)
     value = f" Given: {given[1].strip()}." if given else ""
 
-    inner = message.partition("\n")[2].strip()
-    if key and re.match(
-        r"[\w.]+: (?:the value|there is no|the file) ", inner
-    ):  # of a class's own parser: one paragraph
-        return f"{key[1]}.{inner}"
+    # A class's own parser has made its paragraph already; in a list or a union it stands among other attempts.
+    inner = re.search(r"^[\s-]*((?:[\w.]+: )?(?:the value|there is no|the file) .*)$", message, re.MULTILINE)
+    if key and inner:
+        deeper = re.match(r"[\w.]+: ", inner[1])
+        return f"{key[1]}{'.' if deeper else ': '}{inner[1]}"
 
     if found := re.search(r"(?:Option '([^']+)' is not accepted|Key '([^']+)' is not expected)", message):
         name = found[1] or found[2]
         missing = re.findall(r"(?:Subclass|class) '([\w.]+)'", message)
-        return (
-            f"{where}there is no option {name!r}{f' of {missing[0]}' if missing else ''}. See --help for the options."
-        )
+        close = nearest(name, [option.lstrip("-") for option in options])
+        hint = close if close.startswith("Did") else "See --help for the options."
+        return f"{where}there is no option {name!r}{f' of {missing[0]}' if missing else ''}. {hint}"
     if found := re.search(r"unrecognized arguments?: (--?[\w.+-]+)", message):
         return f"{found[1]} is not an option of this command. {nearest(found[1], options)}"
     if found := re.search(r"Expected a dot import path string: (\S.*)", message):

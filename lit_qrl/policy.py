@@ -20,7 +20,7 @@ from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.precision.fused_blocks import Fuse, fuse_plain
 from lit_qrl.precision.lora_linear import fuse_lora
 from lit_qrl.precision.packed import PackedBase, take_packed_format
-from lit_qrl.rollout.network import merged_module, merged_weights, output_head
+from lit_qrl.rollout.network import merged_module, merged_weights, output_head, with_adapter
 from lit_qrl.rollout.packing import enable_packing, pack, packed_hidden, packs
 from lit_qrl.types import RolloutBatch
 
@@ -203,13 +203,7 @@ class CausalPolicy(nn.Module):
         if self.packing == "auto" and self.attn_implementation is None:
             enable_packing(network)
         if self.lora is not None:
-            from peft import get_peft_model
-
-            self.lora.task_type = self.lora.task_type or "CAUSAL_LM"
-            try:
-                network = get_peft_model(network, self.lora)
-            except ValueError as error:
-                raise ConfigError(f"model.policy.lora does not fit {self.source}: {error}") from error
+            network = with_adapter(network, self.lora, self.source)
             fuse_lora(network)
             fuse_plain(network, self.fuse)
         self.model = network

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lit_qrl.callbacks import AIS, TokenVeto
@@ -39,6 +40,10 @@ class Refusing(TokenVeto):
 
 def callback(name, **arguments):
     return ["--trainer.callbacks", json.dumps([{"class_path": name, "init_args": arguments}])]
+
+
+def plugin(name, **arguments):
+    return ["--trainer.plugins", json.dumps([{"class_path": name, "init_args": arguments}])]
 
 
 def reward(cls):
@@ -240,6 +245,25 @@ KNOWN_BEFORE_A_MODEL = {
         ["--config", CORRECTIONS / "tis.yaml", "--model.objective", "GRPO", "--model.objective.old_logprobs", "bypass"],
         ["bypass", "TruncatedIS", "decoupled"],
     ),
+    "choice of a callback": (
+        callback("AQNNoise", schedule="cosin"),
+        ["trainer.callbacks.schedule", "exponential, linear", "Given: cosin", "Did you mean 'cosine'?"],
+    ),
+    "option of a plugin": (plugin("QATAligned", wieghts="nvfp4"), ["no option 'wieghts'", "Did you mean 'weights'?"]),
+    "noise that grows": (callback("AQNNoise", start=1e-4, end=1e-2), ["end <= start", "start = 0.0001, end = 0.01"]),
+    "noise of no size": (callback("AQNNoise", start=0), ["AQNNoise.start", "positive number", "Given: 0.0"]),
+    "more stages than iterations": (
+        callback("AQNNoise", num_stages=10),
+        ["more stages", "at most trainer.max_epochs = 1", "Given: 10", "Lower num_stages"],
+    ),
+    "format that activations are quantized in, under an adapter": (
+        plugin("NVFP4LoRA", format="fp8_row"),
+        ["weight-only format", "Given: fp8_row", "QATAligned"],
+    ),
+    "more tokens than the model has positions": (
+        ["--data.max_completion_tokens", 100],
+        ["at most 64 positions", "a prompt of 5 tokens and up to 100", "Lower data.max_completion_tokens"],
+    ),
     "unknown reduction": (
         ["--model.objective", "GRPO", "--model.objective.reduction", "mean"],
         ["model.objective.reduction", "Expected: sequence, token, constant", "Given: mean"],
@@ -258,6 +282,10 @@ def files(tmp_path, model):
         (tmp_path / name / "special_tokens_map.json").unlink(missing_ok=True)
         build_tokenizer(**special).save_pretrained(tmp_path / name)
     shutil.copytree(model, tmp_path / "noweights", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(model, tmp_path / "nan")
+    weights = load_file(tmp_path / "nan" / "model.safetensors")
+    weights["model.layers.1.self_attn.k_proj.weight"][0, 0] = float("nan")
+    save_file(weights, tmp_path / "nan" / "model.safetensors", metadata={"format": "pt"})
     shape = {"model_type": "qwen3", "vocab_size": 24, "hidden_size": 64, "num_hidden_layers": 2}
     policies = {
         "other": {**shape, "hidden_size": 32, "adapter": None, "rank": None},
@@ -273,6 +301,66 @@ def test_what_is_known_before_a_model_is_loaded(name, run, files, tmp_path):
     args, words = KNOWN_BEFORE_A_MODEL[name]
     refused(run(*args), *words)
     assert not (tmp_path / "run" / "metrics.csv").exists()
+
+
+# ---------------------------------------------------------------------------------------------- known with the model
+
+
+LORA = ["--model.policy.lora", "peft.LoraConfig", "--model.policy.lora.target_modules", "all-linear"]
+KNOWN_WITH_A_MODEL = {
+    "a plugin that matches no layer": (
+        plugin("QATAligned", weights="fp8_row", exclude=["*"]),
+        ["No linear layer of the policy matched", "all excluded", "`exclude` globs"],
+    ),
+    "a packed base that matches no layer": (
+        [*plugin("NVFP4LoRA", exclude=["*"]), *LORA],
+        ["No linear layer of the policy matched", "exclude: *", "`exclude` globs"],
+    ),
+    "a publisher that matches no layer": (
+        ["--publisher.format", "fp8_row", "--publisher.exclude+", "*"],
+        ["would be published in fp8_row", "publisher.exclude: *"],
+    ),
+    "a packed base without an adapter": (
+        plugin("NVFP4LoRA"),
+        ["NVFP4LoRA freezes the base", "peft.LoraConfig", "or use QATAligned"],
+    ),
+    "targets of an adapter that match nothing": (
+        [*LORA[:3], '["c_attn"]'],
+        ["model.policy.lora does not fit", "c_attn", "down_proj, gate_proj, k_proj", "all-linear"],
+    ),
+    "patterns of norms that match nothing": (
+        [*callback("AQNNoise", num_stages=2, norms=["*.ln_1.weight"]), "--trainer.max_epochs", 2],
+        ["AQNNoise matches no parameter", "input_layernorm", "Given: *.ln_1.weight"],
+    ),
+    "a shape that does not fit the plugin's format": (
+        plugin("QATAligned", weights="int4_group"),
+        ["14 layers do not fit int4_group", "q_proj (64, 64)", "divisible by 128", "smaller group_size"],
+    ),
+    "a shape that does not fit the publisher's format": (
+        ["--publisher.format", "int4_group"],
+        ["14 layers do not fit int4_group", "q_proj (64, 64)", "divisible by 128", "publisher.exclude"],
+    ),
+    "NaN in a weight": (
+        ["--model.policy.model", "nan"],
+        ["model.layers.1.self_attn.k_proj.weight holds NaN or inf", "Take another checkpoint"],
+    ),
+    "NaN in a weight that the publisher quantizes": (
+        ["--model.policy.model", "nan", "--publisher.format", "fp8_row"],
+        ["model.layers.1.self_attn.k_proj.weight", "NaN or inf", "a largest magnitude of nan"],
+    ),
+    "NaN in a weight that is packed": (
+        ["--model.policy.model", "nan", *plugin("NVFP4LoRA"), *LORA],
+        ["model.layers.1.self_attn.k_proj.weight", "NaN or inf"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN_WITH_A_MODEL)
+def test_what_is_known_with_the_model_comes_before_anything_is_drawn(name, run, files, tmp_path):
+    args, words = KNOWN_WITH_A_MODEL[name]
+    result = run(*args)
+    refused(result, *words, loaded=result[2])  # a packed base is read from the folder itself
+    assert not (tmp_path / "run" / "samples.jsonl").exists()
 
 
 # ------------------------------------------------------------------------------------------- known in the run alone

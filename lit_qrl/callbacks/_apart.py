@@ -42,6 +42,8 @@ def published_apart(lora: str, config: Any, engine: RolloutEngine, plugin: Any, 
         engine.check_sharing(plugin.format)
     if not apart:
         return False
+    if config is None and lora == "auto":
+        return False  # NVFP4LoRA refuses to be without an adapter, and says how to give one
     if config is None:
         raise ConfigError(
             "The policy has no adapter to publish.",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.precision.base import QuantizedPrecision
+from lit_qrl.precision.base import QuantizedPrecision, check_shapes
 from lit_qrl.precision.export import export_tensors
 from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.precision.formats.dense import Dense
@@ -46,6 +46,23 @@ class WeightSource:
             for name, linear in linears.items()
         }
         return {**(self.plugin.shapes(self.policy) if self.packed and self.plugin else {}), **shapes}
+
+    def check(self) -> None:
+        """Raise `ConfigError` where the format applies to no layer, or does not fit one.
+
+        The layers of a plugin with the same format have been checked by it.
+        """
+        if self.format is None or isinstance(self.format, Dense) or self.aligned is not None:
+            return
+        shapes = self.shapes()
+        if not shapes:
+            raise ConfigError(
+                f"No linear layer of the policy would be published in {self.format.name}.",
+                expected="at least one nn.Linear beside the output embedding and the routers",
+                given=f"publisher.exclude: {', '.join(self.exclude)}" if self.exclude else "a model without nn.Linear",
+                remedy="Correct publisher.exclude, or set publisher.format to bf16.",
+            )
+        check_shapes(self.format, shapes, "Exclude them with globs in publisher.exclude")
 
     def whole(self, change: Change, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Yield the sampler's tensors, an adapter merged in, each passed through `change` before quantization."""

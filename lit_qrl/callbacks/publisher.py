@@ -279,6 +279,7 @@ class WeightPublisher(RLCallback):
         if self._source is None:
             policy, engine = module.policy, module.data.engine
             self._source = WeightSource(policy, trainer.precision_plugin, self._rollout_format, self.exclude)
+            self._source.check()
             engine.setup(policy, policy.tokenizer, module.data.sampling)
         return self._source
 

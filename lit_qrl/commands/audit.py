@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lit_qrl.commands.parser import CommandParser
 from lit_qrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,12 +35,11 @@ learner's own arithmetic in the engine: what no format can fall below. AIS is in
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
-    made = argparse.ArgumentParser(
-        prog="lit-qrl audit",
+    made = CommandParser(
+        "audit",
         description="Measure the mismatch of each number format for a model: sample with the quantized weights, score "
         "with the plain ones.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--model", required=True, metavar="MODEL", help="folder, or name on the hub")
     made.add_argument("--prompts", required=True, metavar="DATA", help="JSONL, JSON, CSV or Parquet file, or data set")
@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from lit_qrl.policy import CausalPolicy
     from lit_qrl.precision import formats
+    from lit_qrl.rollout.network import check_positions
 
     chosen = [formats.get(name) for name in arguments.formats]
     rows = _rows(arguments)
@@ -87,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     prompts = [ids for ids in prompts if len(ids) <= arguments.max_prompt_tokens][: arguments.samples]
     if not prompts:
         raise ConfigError("Every prompt is longer than --max_prompt_tokens.", given=arguments.max_prompt_tokens)
+    check_positions(policy.config, max(map(len, prompts)), arguments.max_tokens, "Lower --max_tokens.")
     name = arguments.device if arguments.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(name):  # weights of half precision are kept so on an accelerator
         policy.configure()

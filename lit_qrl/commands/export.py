@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_qrl.commands.parser import CommandParser
 from lit_qrl.errors import ConfigError, nearest
 
 _EXAMPLES = """
@@ -21,11 +22,10 @@ the adapter alone can be exported: it belongs to that base. vLLM and transformer
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
-    made = argparse.ArgumentParser(
-        prog="lit-qrl export",
+    made = CommandParser(
+        "export",
         description="Write the policy of a run as a Hugging Face folder. It appears when it is whole.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("run", type=Path, metavar="RUN", help="a run folder, such as runs/quickstart/1, or a .ckpt in it")
     made.add_argument("--output", required=True, type=Path, help="folder to make; new or empty")

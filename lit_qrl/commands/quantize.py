@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lit_qrl.commands.parser import CommandParser
 from lit_qrl.errors import ConfigError
 
 _EXAMPLES = """
@@ -25,12 +26,11 @@ _MESSAGE_KEYS = ("content", "value")
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
-    made = argparse.ArgumentParser(
-        prog="lit-qrl quantize",
+    made = CommandParser(
+        "quantize",
         description="Write a model in a weight-only number format, layer by layer: memory holds one decoder layer and "
         "the shard being written.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--model", required=True, metavar="MODEL", help="folder with safetensors, or name on the hub")
     made.add_argument("--format", required=True, help="nvfp4, mxfp4, int4_group or nf4")

@@ -4,14 +4,22 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from lit_qrl.commands.parser import CommandParser
 from lit_qrl.errors import ConfigError, nearest
+
+_EXAMPLES = """
+examples:
+  lit-qrl report runs/quickstart/1
+  lit-qrl report runs/quickstart/1 runs/quickstart/2 --out comparison
+"""
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
-    parser = argparse.ArgumentParser(
-        prog="lit-qrl report",
+    parser = CommandParser(
+        "report",
         description="Make the HTML report of a run folder, also while it is running. Several folders are compared.",
+        epilog=_EXAMPLES,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, such as runs/quickstart/1")
     parser.add_argument(

@@ -16,6 +16,7 @@ from lit_qrl.data.task import Row, Task
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards.base import Sample, score_all
 from lit_qrl.rollout.engine import EngineDiedError, Progress, RolloutEngine
+from lit_qrl.rollout.network import check_positions
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import Completion, SamplingParams
 
@@ -181,12 +182,16 @@ class RolloutDataModule(LightningDataModule):
                 given=f"{rows // self.micro_batches} sequences × {longest} tokens",
                 remedy=f"Set data.micro_batches to {fits[0]}." if fits else "One sequence alone exceeds the limit.",
             )
+        self.engine.prompt_limit = self.max_prompt_tokens
         self.task.setup()
         if stage == "fit":
             self._problems["train"] = self._admit(self.task.train_rows(), "training")
         if "evaluation" not in self._problems:
             held_out = list(self.task.evaluation_rows())
             self._problems["evaluation"] = self._admit(held_out[: self.evaluation_size or None], "evaluation")
+        prompts = (len(problem.prompt_ids) for problems in self._problems.values() for problem in problems)
+        remedy = "Lower data.max_completion_tokens, or data.max_prompt_tokens, which drops longer prompts."
+        check_positions(self.module.policy.config, max(prompts), self.max_completion_tokens, remedy)
 
     def _admit(self, rows: Sequence[Row], what: str) -> list[Problem]:
         if len(rows) == 0:

@@ -1,7 +1,7 @@
 """What the precision plugins share: a linear layer with cached low-bit weights, and the Lightning plugin around it."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any, Literal
@@ -225,18 +225,34 @@ def network_of(module: nn.Module) -> nn.Module:
     return getattr(policy, "network", policy)
 
 
-def check_shapes(format: NumberFormat, layers: dict[str, nn.Linear]) -> None:
-    """Raise `ConfigError` naming every layer whose shape does not fit the format."""
-    faults, text = [], ""
+PLUGIN_EXCLUDE = "Exclude them with the plugin's `exclude` globs"
+
+
+def check_shapes(
+    format: NumberFormat, layers: Mapping[str, nn.Linear | tuple[int, int]], exclude: str = PLUGIN_EXCLUDE
+) -> None:
+    """Raise `ConfigError` naming the layers whose shape does not fit the format.
+
+    Args:
+        format: the number format.
+        layers: linear layers, or their (out, in), by name.
+        exclude: how they are left out, as the beginning of a sentence.
+    """
+    faults, expected = [], None
     for name, layer in layers.items():
+        shape = (layer.out_features, layer.in_features) if isinstance(layer, nn.Linear) else layer
+        name = name.removesuffix(".base_layer")
         try:
-            format.check(name, (layer.out_features, layer.in_features))
-        except ValueError as error:
-            faults.append(f"{name} {(layer.out_features, layer.in_features)}")
-            text = str(error)
-    if faults:
-        raise ConfigError(
-            f"{len(faults)} layers do not fit {format.name}: {', '.join(faults[:4])}{' …' if len(faults) > 4 else ''}. "
-            f"{text}",
-            remedy="Exclude them with the plugin's `exclude` globs, or choose another format.",
-        )
+            format.check(name, shape)
+        except ConfigError as error:
+            faults.append(f"{name} {shape}")
+            expected = error.expected
+    if not faults:
+        return
+    count = "1 layer does" if len(faults) == 1 else f"{len(faults)} layers do"
+    smaller = ", choose a smaller group_size" if hasattr(format, "group_size") else ""
+    raise ConfigError(
+        f"{count} not fit {format.name}: {', '.join(faults[:4])}{' …' if len(faults) > 4 else ''}.",
+        expected=expected,
+        remedy=f"{exclude}{smaller}, or choose another format.",
+    )

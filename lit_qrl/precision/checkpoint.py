@@ -145,7 +145,7 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             size = path.stat().st_size if path.exists() else 0
             raise ConfigError(
-                f"The shard {path} is truncated or damaged: {error}",
+                f"The shard {path} is truncated or damaged: {str(error).rstrip('.')}.",
                 given=f"a file of {size} bytes",
                 remedy="Copy or download it again.",
             ) from error

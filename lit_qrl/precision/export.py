@@ -6,9 +6,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lit_qrl.errors import ConfigError
 from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.precision.formats.dense import Dense
-from lit_qrl.precision.formats.numerics import magnitude, postponed_checks, require_finite, runs_ahead
+from lit_qrl.precision.formats.numerics import (
+    NONFINITE_REMEDY,
+    magnitude,
+    postponed_checks,
+    require_finite,
+    runs_ahead,
+)
 from lit_qrl.precision.surgery import fused_group, fused_groups
 from lit_qrl.types import QuantizedWeight
 
@@ -37,8 +44,9 @@ def export_tensors(
         quantized: from a layer's name and its tensor to codes that exist already, or None where they must be made.
 
     Raises:
-        ValueError: for a tensor with NaN or inf, a shape that does not fit, or a fused layer with a part missing. On
-            an accelerator a NaN shows at the end of the stream, so that the host waits for the device once.
+        ConfigError: for a tensor with NaN or inf, or a shape that does not fit. On an accelerator a NaN shows at the
+            end of the stream, so that the host waits for the device once.
+        ValueError: for a fused layer with a part missing.
     """
     if isinstance(format, Dense):
         dtype = dtype or format.dtype
@@ -85,7 +93,7 @@ class _Finite:
             low, high = torch.aminmax(tensor)
             self._kept += [(name, low), (name, high)]
         elif not bool(torch.isfinite(tensor).all()):
-            raise ValueError(_not_finite(name))
+            raise _not_finite(name)
         return tensor
 
     @contextmanager
@@ -97,7 +105,7 @@ class _Finite:
         self._kept += [(f"{layer}{_WEIGHT}", amax.amax()) for amax in kept]
 
     def check(self) -> None:
-        """Wait for the device; raise `ValueError` naming the first tensor that is not finite."""
+        """Wait for the device; raise `ConfigError` naming the first tensor that is not finite."""
         kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for index, (_, value) in enumerate(self._kept):
             kinds.setdefault((value.device, value.dtype), []).append(index)
@@ -110,14 +118,21 @@ class _Finite:
             if not good
         ]
         if found:
-            raise ValueError(_not_finite(self._kept[min(found)][0]))
+            raise _not_finite(self._kept[min(found)][0])
 
 
-def _not_finite(name: str) -> str:
-    return (
-        f"{name} holds NaN or inf and cannot be published. Expected: finite values. "
-        "Lower the learning rate, or let the guard veto non-finite gradients."
+def _not_finite(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} holds NaN or inf and cannot be published.", expected="finite values", remedy=NONFINITE_REMEDY
     )
+
+
+def _named(layer: str, error: ValueError) -> ValueError:
+    """Return the error with the parameter's name before it."""
+    if isinstance(error, ConfigError):
+        what = f"{layer.removesuffix('.base_layer')}{_WEIGHT}: {error.what}"
+        return ConfigError(what, expected=error.expected, given=error.given, remedy=error.remedy)
+    return ValueError(f"{layer}{_WEIGHT}: {error}")
 
 
 def _none(layer: str, tensor: Tensor) -> QuantizedWeight | None:
@@ -154,7 +169,7 @@ def quantize_named(format: NumberFormat, layer: str, weight: Tensor, shared: Ten
     try:
         return format.quantize(weight, shared)
     except ValueError as error:
-        raise ValueError(f"{layer}{_WEIGHT}: {error}") from None
+        raise _named(layer, error) from None
 
 
 def shared_amax(parts: Mapping[str, Tensor]) -> Tensor:
@@ -172,6 +187,6 @@ def shared_amax(parts: Mapping[str, Tensor]) -> Tensor:
         try:
             require_finite(amax)
         except ValueError as error:
-            raise ValueError(f"{layer}{_WEIGHT}: {error}") from None
+            raise _named(layer, error) from None
         amaxes.append(amax)
     return torch.stack([amax.to(amaxes[0].device) for amax in amaxes]).amax()

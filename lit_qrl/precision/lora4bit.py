@@ -108,7 +108,8 @@ class NVFP4LoRA(QuantizedPrecision):
             raise ConfigError(
                 "No linear layer of the policy matched, so nothing would be packed.",
                 expected="at least one nn.Linear beside the output embedding and the routers",
-                remedy="Correct the plugin's `exclude` globs.",
+                given=f"exclude: {', '.join(self.exclude)}" if self.exclude else "a model without nn.Linear",
+                remedy="Correct the plugin's `exclude` globs, or use a model made of nn.Linear layers.",
             )
         base: PackedBase | None = getattr(policy, "packed_base", None)
         if base is not None:

@@ -160,6 +160,12 @@ class PackedBase:
                 raise self._foreign(network, f"{layer} is {shape} there: {error}") from error
         tied = network.config.get_text_config().tie_word_embeddings
         skipped = set(getattr(network, "_tied_weights_keys", None) or ()) if tied else set()
+        codes = {name for parts in self._parts.values() for name in parts}
+        for name in self.checkpoint.names:  # old folders hold the rotary frequencies, which are computed today
+            layer = name.rpartition(".")[0]
+            if name in codes or name in network.state_dict() or layer in self._parts or name.endswith("inv_freq"):
+                continue
+            raise self._foreign(network, f"it holds {name}, which that architecture does not have")
         for name, tensor in network.state_dict().items():
             held = self.checkpoint.shapes.get(name)
             if name.removesuffix(".weight") in self._parts or (held is None and name in skipped):

@@ -21,6 +21,7 @@ from lit_qrl.precision.calibration import LayerRunner, decoder_layers
 from lit_qrl.precision.checkpoint import Checkpoint, CheckpointWriter, appearing, copy_side_files, read_config
 from lit_qrl.precision.export import quantize_named, shared_amax
 from lit_qrl.precision.formats.base import NumberFormat
+from lit_qrl.precision.formats.numerics import NONFINITE_REMEDY
 from lit_qrl.precision.surgery import fused_group, fused_groups, quantizable_linears
 
 log = logging.getLogger(__name__)
@@ -124,10 +125,11 @@ def quantize_checkpoint(
         try:
             for name, tensor in worker.tensors(progress):
                 writer.add(name, tensor)
-        except ConfigError:
-            raise
-        except ValueError as error:  # NaN in a weight, named
-            raise ConfigError(f"{source} cannot be quantized: {error}") from error
+        except ConfigError as error:  # NaN in a weight, named
+            if error.remedy != NONFINITE_REMEDY:
+                raise
+            what = f"{source} cannot be quantized: {error.what}"
+            raise ConfigError(what, expected="finite values", remedy="Take another copy of it.") from error
         writer.close()
         copy_side_files(source, folder)
         report = QuantizeReport(tuple(layers), checkpoint.bytes, writer.bytes, tuple(worker.found))
@@ -161,10 +163,7 @@ def _chosen(network: Any, format: NumberFormat, exclude: Sequence[str]) -> dict[
             expected="at least one nn.Linear beside the output embedding and the routers",
             given=f"--exclude {' '.join(exclude)}" if exclude else type(network).__name__,
         )
-    try:
-        check_shapes(format, layers)
-    except ConfigError as error:
-        raise ConfigError(error.what, remedy="Name them with --exclude, or choose another format.") from None
+    check_shapes(format, layers, exclude="Name them with --exclude")
     fused = {fused_group(name) for name in layers}
     split = [name for name in quantizable_linears(network) if name not in layers and fused_group(name) in fused]
     if split:
@@ -278,7 +277,7 @@ class _Worker:
         for name, tensor in tensors.items():
             # smallest and largest, which a NaN becomes too: `isfinite` would need memory for every element
             if tensor.is_floating_point() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
-                raise ValueError(f"{name} holds NaN or inf.")
+                raise ConfigError(f"{name} holds NaN or inf.", remedy=NONFINITE_REMEDY)
             yield name, tensor
 
 

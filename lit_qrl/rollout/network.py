@@ -4,12 +4,56 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from peft import get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.precision.lora4bit import PackedLinear
+from lit_qrl.precision.surgery import quantizable_linears
+
+
+def check_positions(config: Any, prompt: int, drawn: int, remedy: str) -> None:
+    """Raise `ConfigError` when a model has not as many positions as a prompt and its completion take.
+
+    Args:
+        config: the model's.
+        prompt: tokens of the longest prompt.
+        drawn: tokens of the longest completion.
+        remedy: which settings to lower.
+    """
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and prompt + drawn > positions:
+        raise ConfigError(
+            "The model cannot hold the longest sequence.",
+            expected=f"at most {positions} positions",
+            given=f"a prompt of {prompt} tokens and up to {drawn} drawn ones",
+            remedy=remedy,
+        )
+
+
+def with_adapter(network: Any, config: Any, source: object) -> Any:
+    """Return the PEFT model around `network`; its layers are changed in place.
+
+    Args:
+        network: a Hugging Face model.
+        config: the adapter's.
+        source: where the model comes from, for errors.
+
+    Raises:
+        ConfigError: for an adapter that does not fit the model.
+    """
+    config.task_type = config.task_type or "CAUSAL_LM"
+    try:
+        return get_peft_model(network, config)
+    except ValueError as error:
+        linears = sorted({name.rpartition(".")[2] for name in quantizable_linears(network)})
+        raise ConfigError(
+            f"model.policy.lora does not fit {source}: {str(error).rstrip('.')}.",
+            expected=f"target_modules among its linear layers, {', '.join(linears)}" if linears else None,
+            remedy="Correct model.policy.lora; target_modules: all-linear takes all of them.",
+        ) from error
 
 
 def output_head(network: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from lit_qrl.rollout.cache import SlotCache
 from lit_qrl.rollout.decode import Decoder, Drawn, Piece, plan
 from lit_qrl.rollout.engine import EnginePolicy, Progress, RolloutEngine
 from lit_qrl.rollout.loading import Loader, Modules, skeleton
-from lit_qrl.rollout.network import output_head
+from lit_qrl.rollout.network import check_positions, output_head
 from lit_qrl.rollout.receipt import ReceivedLedger
 from lit_qrl.rollout.sampling import check_sampling
 from lit_qrl.types import Completion, PublishReport, SamplingParams
@@ -220,14 +220,8 @@ class TransformersEngine(RolloutEngine):
     def _check_prompts(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
         if not prompts or min(map(len, prompts)) == 0:
             raise ValueError("A prompt is empty. Expected: at least one prompt, each of at least one token.")
-        limit = getattr(self.network.config.get_text_config(), "max_position_embeddings", None)
-        longest = max(map(len, prompts))
-        if limit is not None and longest + sampling.max_tokens > limit:
-            raise ValueError(
-                f"The model cannot hold the longest sequence. Expected: at most {limit} positions. "
-                f"Given: a prompt of {longest} tokens and up to {sampling.max_tokens} drawn ones. "
-                "Lower data.max_prompt_tokens or data.max_completion_tokens."
-            )
+        remedy = "Lower data.max_prompt_tokens or data.max_completion_tokens."
+        check_positions(self.network.config, max(map(len, prompts)), sampling.max_tokens, remedy)
 
     def _cache_tokens(self) -> int:
         """Return how many tokens of one sequence fit into the cache's memory."""

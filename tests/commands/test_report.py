@@ -45,7 +45,6 @@ def test_a_place_that_cannot_be_written(run, tmp_path):
         main([str(run), "--out", str(tmp_path / "file" / "inside")])
 
 
-def test_no_run_is_an_error_of_usage(capsys):
-    with pytest.raises(SystemExit) as exit:
+def test_no_run_is_an_error_of_usage():
+    with pytest.raises(ConfigError, match=r"required: RUN\. See lit-qrl report --help"):
         main([])
-    assert exit.value.code == 2

@@ -48,7 +48,7 @@ class NumberFormat(ABC):
         """Bits of storage per weight, scales included (for a large layer)."""
 
     def check(self, name: str, shape: tuple[int, int]) -> None:  # noqa: B027
-        """Raise `ValueError` naming the layer, the shape and the remedy where the shape does not fit."""
+        """Raise `ConfigError` naming the layer, the shape and the remedy where the shape does not fit."""
 
     @abstractmethod
     def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lit_qrl.errors import ConfigError
 from lit_qrl.precision.formats import fused
 from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.precision.formats.numerics import expect_shape, require_finite
@@ -49,9 +50,11 @@ class NF4(NumberFormat):
 
     def check(self, name: str, shape: tuple[int, int]) -> None:
         if shape[0] * shape[1] % BLOCK:
-            raise ValueError(
-                f"{name} does not fit nf4. Expected: a multiple of {BLOCK} weights. "
-                f"Given: a weight of shape {tuple(shape)}. Exclude the layer."
+            raise ConfigError(
+                f"{name} does not fit nf4.",
+                expected=f"a multiple of {BLOCK} weights",
+                given=f"a weight of shape {tuple(shape)}",
+                remedy="Exclude the layer.",
             )
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from lit_qrl.errors import ConfigError
 from lit_qrl.types import QuantizedWeight
 
 E4M3 = torch.float8_e4m3fn
@@ -32,6 +33,10 @@ _FP32_EXPONENT = 0x7F800000
 _CAST_BELOW = 4096
 
 
+NONFINITE_REMEDY = (
+    "Take another checkpoint if it came so; if training made it so, lower the learning rate, or let the guard veto "
+    "non-finite gradients."
+)
 _postponed: ContextVar[list[Tensor] | None] = ContextVar("postponed", default=None)
 
 
@@ -62,15 +67,17 @@ def magnitude(tensor: Tensor) -> Tensor:
 
 
 def require_finite(amax: Tensor) -> None:
-    """Raise `ValueError` when `amax` (whose maximum propagates NaN) shows a NaN or an infinity in the weight."""
+    """Raise `ConfigError` when `amax` (whose maximum propagates NaN) shows a NaN or an infinity in the weight."""
     kept = _postponed.get()
     if kept is not None and runs_ahead(amax):
         kept.append(amax)
         return
     if not bool(torch.isfinite(amax).all()):
-        raise ValueError(
-            "The weight holds NaN or inf. Expected: finite values. Given: a largest magnitude of "
-            f"{float(amax.max())}. Lower the learning rate, or let the guard veto non-finite gradients."
+        raise ConfigError(
+            "The weight holds NaN or inf.",
+            expected="finite values",
+            given=f"a largest magnitude of {float(amax.max())}",
+            remedy=NONFINITE_REMEDY,
         )
 
 
@@ -148,11 +155,13 @@ def unpack_int4(packed: Tensor) -> Tensor:
 
 
 def check_divisible(format_name: str, layer: str, shape: tuple[int, int], size: int, remedy: str) -> None:
-    """Raise `ValueError` naming layer, shape and remedy unless `size` divides in_features."""
+    """Raise `ConfigError` naming layer, shape and remedy unless `size` divides in_features."""
     if shape[1] % size:
-        raise ValueError(
-            f"{layer} does not fit {format_name}. Expected: in_features divisible by {size}. "
-            f"Given: a weight of shape {tuple(shape)}. {remedy}"
+        raise ConfigError(
+            f"{layer} does not fit {format_name}.",
+            expected=f"in_features divisible by {size}",
+            given=f"a weight of shape {tuple(shape)}",
+            remedy=remedy,
         )
 
 
