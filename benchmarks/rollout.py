@@ -425,11 +425,14 @@ class Bench:
         def passed(ledger: Any, name: str, tensor: Any) -> None:
             ledger.bytes += tensor.numel() * tensor.element_size()
 
+        def ignored(sums: Any, name: str, tensor: Any) -> None:  # a mock would keep every tensor
+            pass
+
         self.step()
         self.version += 1
         self.sync()
         start = time.perf_counter()
-        with mock.patch.object(Ledger, "record", passed), mock.patch.object(Checksums, "add"):
+        with mock.patch.object(Ledger, "record", passed), mock.patch.object(Checksums, "add", ignored):
             stream = export_tensors(self.weights(), self.format, list(self.shapes))
             self.engine.load_weights(stream, self.format, self.version)
         self.sync()
