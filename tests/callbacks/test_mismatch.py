@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from lit_qrl.callbacks import GeometricRejection, MaskedIS, MismatchMonitor
-from lit_qrl.callbacks._updates import clip_edges
-from lit_qrl.objective import GRPO, TBPO, DualClipGRPO
 from tests.run import build, fit
 
 
@@ -102,14 +100,3 @@ def test_accepted_by_length_where_something_is_rejected(tmp_path, callback):
 def test_nothing_is_drawn_where_nothing_is_rejected(tmp_path):
     fit(tmp_path, callbacks=[GeometricRejection(lower=0.0, upper=1e9)], trainer={"max_epochs": 1})
     assert "Accepted by length" not in pictures(tmp_path)
-
-
-def test_clip_edges_by_objective_and_sign():
-    edges = {
-        kind: [clip_edges(kind(), sign) for sign in ("negative", "positive")] for kind in (GRPO, TBPO, DualClipGRPO)
-    }
-    assert edges[GRPO][0] == edges[GRPO][1] == pytest.approx([math.log(0.8), math.log(1.2)])
-    assert edges[TBPO][0] == pytest.approx([math.log(1 - 3e-4), math.log(1 + 7e-4)])
-    assert edges[TBPO][1] == pytest.approx([math.log(1 + 4e-4)])
-    assert clip_edges(DualClipGRPO(dual_clip=1.5), "negative")[-1] == pytest.approx(math.log(1.5))
-    assert len(edges[DualClipGRPO][1]) == 2

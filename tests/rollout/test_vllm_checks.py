@@ -1,69 +1,22 @@
 """What is refused before a vLLM engine is built; nothing here imports vLLM."""
 
 import importlib.util
-from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.precision import formats
-from lit_qrl.rollout import vllm_checks, vllm_compat
+from lit_qrl.rollout import vllm_checks
 from lit_qrl.rollout.vllm import VLLMEngine
-from lit_qrl.rollout.vllm_adapter import check_adapter
-from lit_qrl.rollout.vllm_requests import by_length, check_lengths
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
-
-
-@pytest.fixture
-def install(tmp_path, monkeypatch):
-    """Pretend that a vLLM is installed: its version, and whether it is the CPU build."""
-
-    def pretend(version, cpu):
-        folder = tmp_path / "vllm"
-        folder.mkdir()
-        (folder / "_version.py").write_text(f"__version__ = version = '{version}'\n")
-        if cpu:
-            (folder / "_C_AVX2.abi3.so").touch()
-        spec = SimpleNamespace(origin=str(folder / "__init__.py"))
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-
-    return pretend
-
-
-@pytest.mark.parametrize("version", ["0.26.0", "0.29.1+cpu", "0.32.0"])
-def test_supported_versions_pass(install, version):
-    install(version, cpu=True)
-    assert vllm_compat.installed_version() == (tuple(int(part) for part in version[:6].split(".")), True)
-    vllm_compat.check_installation()
 
 
 def test_missing_installation_names_the_remedy(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"not installed.*0\.26.*pip install 'lit-qrl\[vllm\]'"):
         VLLMEngine().validate(None, SamplingParams())
-
-
-@pytest.mark.parametrize("version", ["0.25.3", "0.33.0", "1.0.0"])
-def test_unsupported_version_is_named(install, version):
-    install(version, cpu=True)
-    with pytest.raises(ConfigError, match=rf"not supported.*Given: {version}"):
-        vllm_compat.check_installation()
-
-
-def test_build_for_the_other_device_is_refused(install, monkeypatch):
-    install("0.32.0", cpu=True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match="CPU build, but this host has a GPU"):
-        vllm_compat.check_installation()
-
-
-def test_gpu_build_needs_a_gpu(install):
-    install("0.32.0", cpu=False)
-    with pytest.raises(ConfigError, match="built for CUDA, but this host has no GPU"):
-        vllm_compat.check_installation()
 
 
 @pytest.mark.parametrize(
@@ -184,51 +137,6 @@ def test_plain_layers_are_listed_and_fused_ones_stay_together():
         vllm_checks.plain_layers(network, ["*.k_proj"])
 
 
-def test_adapter_limits_are_checked():
-    check_adapter(LoraConfig(r=16, target_modules=["q_proj"]), 16)
-    with pytest.raises(ConfigError, match=r"at least 20\. Given: 16\. Set it to 32"):
-        check_adapter(LoraConfig(r=20, target_modules=["q_proj"]), 16)
-    with pytest.raises(ConfigError, match="use_dora"):
-        check_adapter(LoraConfig(r=8, use_dora=True, target_modules=["q_proj"]), 16)
-
-
-def test_environment_keeps_what_the_user_set_and_the_published_scales(monkeypatch):
-    for name in (
-        "VLLM_USE_DEEP_GEMM_E8M0",
-        "VLLM_USE_DEEP_GEMM",
-        "VLLM_CPU_KVCACHE_SPACE",
-        "VLLM_CPU_OMP_THREADS_BIND",
-    ):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
-    vllm_compat.prepare_environment(deep_gemm=True, kv_cache_gib=3.2)
-    import os
-
-    assert os.environ["VLLM_USE_DEEP_GEMM_E8M0"] == "0"  # else scales are rounded to powers of two
-    assert os.environ["VLLM_USE_DEEP_GEMM"] == "1"
-    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "3"
-    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
-
-
-def test_lora_wrappers_are_out_of_the_way_inside_and_back_after():
-    class LinearWithLoRA(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.base_layer = torch.nn.Linear(2, 2)
-            self.lora_a_stacked = ()
-
-    model = torch.nn.Sequential(LinearWithLoRA(), torch.nn.Linear(2, 2))
-    wrapper = model[0]
-    with vllm_compat.without_adapters(model):
-        assert model[0] is wrapper.base_layer
-        assert {name for name, _ in model.named_parameters()} == {"0.weight", "0.bias", "1.weight", "1.bias"}
-    assert model[0] is wrapper
-
-
 def test_nothing_is_drawn_or_published_before_its_time():
     engine = VLLMEngine(max_lora_rank=8)
     for call in (
@@ -243,11 +151,3 @@ def test_nothing_is_drawn_or_published_before_its_time():
         engine.load_weights(iter([]), None, 0)
     assert engine.read_back("x") is engine.read_columns("x", [0]) is None
     engine.close()
-
-
-def test_requests_are_ordered_and_measured():
-    assert by_length([[1], [1, 2, 3], [1, 2]], n=2) == [2, 3, 4, 5, 0, 1]
-    params = [SimpleNamespace(max_tokens=3)] * 2
-    check_lengths([[1, 2], [1]], params, limit=5)
-    with pytest.raises(ValueError, match="Given: 5"):
-        check_lengths([[1, 2], [1]], params, limit=4)

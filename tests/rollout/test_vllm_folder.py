@@ -1,0 +1,39 @@
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from lit_qrl.precision import formats
+from lit_qrl.rollout.vllm_folder import model_folder
+from tests.networks import build_network
+
+
+@pytest.mark.parametrize("name", [None, "bf16", "fp8_row", "int4_group"])
+def test_the_folder_is_a_config_that_transformers_reads_and_no_weights(name):
+    network, format = build_network(), None if name is None else formats.get(name)
+    folder = model_folder(network, format, ["*.down_proj"], torch.bfloat16, longest=32)
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    written = json.loads((folder / "config.json").read_text())
+    assert written["architectures"] == ["Qwen3ForCausalLM"]
+    read = AutoConfig.from_pretrained(folder)
+    assert read.hidden_size == network.config.hidden_size
+    assert read.dtype == torch.bfloat16
+    if name in (None, "bf16"):
+        assert "quantization_config" not in written
+    else:
+        left_out = {f"model.layers.{i}.mlp.down_proj" for i in range(2)} | {"lm_head"}
+        assert set(written["quantization_config"]["ignore"]) == left_out
+
+
+@pytest.mark.parametrize(("longest", "expected"), [(32, 64), (64, 64), (200, 200)])
+def test_positions_reach_for_the_longest_sequence_and_are_never_cut(longest, expected):
+    folder = model_folder(build_network(max_position_embeddings=64), None, (), torch.float32, longest)
+    assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == expected
+
+
+def test_what_the_learner_s_own_folder_was_quantized_to_is_not_passed_on():
+    network = build_network()
+    network.config.quantization_config = {"quant_method": "compressed-tensors"}
+    folder = model_folder(network, None, (), torch.float32, 32)
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
