@@ -88,7 +88,8 @@ class CausalPolicy(nn.Module):
         self.source = resolve_model(model, weights=not random_weights)
         self.dtype, self.lora, self.gradient_checkpointing = dtype, lora, gradient_checkpointing
         self.attn_implementation, self.random_weights = attn_implementation, random_weights
-        self.chat_template_args, self.packing, self.fuse = chat_template_args or {}, packing, fuse
+        self.chat_template_args, self.packing = chat_template_args or {}, packing
+        self.fuse: Fuse = fuse
         self._hub = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
         self.config = self._load(AutoConfig, self.source, "config")
         self.packed_format = take_packed_format(self.config, self.source, lora, random_weights)

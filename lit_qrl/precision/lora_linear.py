@@ -111,7 +111,8 @@ class LoRALinear(PEFTLinear):
         if name is None:
             return super().forward(x, *args, **kwargs)
         x_low = autocast_input(x)
-        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        factors: Any = self.lora_A[name], self.lora_B[name]
+        a, b = (part.weight for part in factors)
         if not (self._takes(a, x_low) and self._takes(b, x_low) and self._takes(self.base_layer, x_low)):
             return super().forward(x)
         low = self._lowered(a, b, x_low.dtype)
