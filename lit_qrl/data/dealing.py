@@ -92,4 +92,4 @@ def rows_of(groups: Sequence[int], group_size: int) -> Tensor:
     >>> rows_of([2, 0], 2)
     tensor([4, 5, 0, 1])
     """
-    return (torch.tensor(groups)[:, None] * group_size + torch.arange(group_size)).flatten()
+    return (torch.tensor(groups, dtype=torch.long)[:, None] * group_size + torch.arange(group_size)).flatten()

@@ -64,3 +64,9 @@ def test_select_trims_columns_that_are_padding_in_all_rows():
 
 def test_rows_of_keeps_groups_whole():
     assert rows_of([1, 0], 3).tolist() == [3, 4, 5, 0, 1, 2]
+
+
+def test_rows_of_no_group_are_none():
+    """A draw in which no group has variance leaves nothing, and an index all the same."""
+    rows = rows_of([], 4)
+    assert torch.zeros(8)[rows].shape == (0,)
