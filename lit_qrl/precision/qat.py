@@ -68,6 +68,25 @@ class AlignedLinear(LowBitLinear):
         return _StraightThrough.apply(autocast_input(input), self.weight, self.bias, self)  # pyright: ignore
 
 
+def require_fp8(format: NumberFormat, device: torch.device) -> None:
+    """Raise `ConfigError` for an FP8 format on a GPU that multiplies no FP8; on a CPU it is emulated.
+
+    Args:
+        format: of the linear layers.
+        device: where they will be.
+    """
+    if device.type != "cuda" or not format.name.startswith("fp8"):
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        raise ConfigError(
+            f"QATAligned multiplies in {format.name}, and this GPU has no FP8.",
+            expected="compute capability 8.9 or newer",
+            given=f"{torch.cuda.get_device_name(device)} ({'.'.join(map(str, capability))})",
+            remedy="Choose int8_channel or int4_group, or UnifiedFP8 with backend: emulate.",
+        )
+
+
 class QATAligned(QuantizedPrecision):
     """Quantization-aware RL: the learner's forward pass runs in the rollout's number format (QaRL, §3.1).
 
@@ -129,6 +148,8 @@ class QATAligned(QuantizedPrecision):
         layers = self.layers(module)
         engine = getattr(getattr(getattr(module, "_trainer", None), "datamodule", None), "engine", None)
         self.choice.sampler = getattr(engine, "kernels", self.choice.sampler)
+        strategy = getattr(getattr(module, "_trainer", None), "strategy", None)
+        require_fp8(self.format, getattr(strategy, "root_device", torch.device("cpu")))
         if layers:
             dtype = torch.bfloat16 if self.autocast == "bf16" else next(iter(layers.values())).weight.dtype
             self.choice.require(self.shapes(module), dtype)

