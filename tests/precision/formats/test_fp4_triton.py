@@ -1,39 +1,14 @@
 """The fused NVFP4 quantizer against the plain operations: interpreted on a CPU, compiled on a GPU."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from lit_qrl.precision import formats
 from lit_qrl.precision.formats.numerics import E4M3, pack_nibbles, to_fp4_codes
+from tests.triton_interpreter import run_interpreted
 
 from .oracle import bits
 
-INTERPRETED = """
-import numpy, torch, triton.language as tl
-from triton.runtime import interpreter
-from tests.precision.formats.test_fp4_triton import compare_codes
-
-exact = interpreter._convert_float
-
-
-def rounded(values, source, target, mode):  # it cuts bf16 off and mistakes subnormals of E4M3
-    if source == tl.bfloat16 and target == tl.float32:
-        return values.astype(numpy.uint32) << 16
-    kinds = {tl.bfloat16: (torch.bfloat16, torch.uint16), tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8)}
-    if source != tl.float32 or target not in kinds:
-        return exact(values, source, target, mode)
-    kind, stored = kinds[target]
-    return torch.from_numpy(values.view(numpy.float32).copy()).to(kind).view(stored).numpy()
-
-
-interpreter._convert_float = rounded
-compare_codes(torch.device("cpu"))
-print("same")
-"""
 TIES = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -0.75, -1.25, -2.5, -5.0, 0.0, -0.0, 6.0, -6.0]
 ZERO_SCALE = 0.125
 
@@ -72,9 +47,7 @@ def compare_codes(device):
 
 @pytest.mark.vllm  # which brings Triton
 def test_kernel_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
-    assert done.stdout.endswith("same\n"), done.stderr
+    run_interpreted(compare_codes)
 
 
 @pytest.mark.gpu

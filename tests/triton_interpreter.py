@@ -1,0 +1,36 @@
+"""Runs a test's comparison in Triton's interpreter, in a process of its own: without a GPU, kernels are Python."""
+
+import os
+import subprocess
+import sys
+
+SCRIPT = """
+import importlib, sys
+import numpy, torch, triton.language as tl
+from triton.runtime import interpreter
+
+exact = interpreter._convert_float
+
+
+def rounded(values, source, target, mode):  # it cuts bf16 off, drops a carry of E4M3, and mistakes subnormals
+    if source == tl.bfloat16 and target == tl.float32:
+        return values.astype(numpy.uint32) << 16
+    kinds = {tl.bfloat16: (torch.bfloat16, torch.uint16), tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8)}
+    if source != tl.float32 or target not in kinds:
+        return exact(values, source, target, mode)
+    kind, stored = kinds[target]
+    return torch.from_numpy(values.view(numpy.float32).copy()).to(kind).view(stored).numpy()
+
+
+interpreter._convert_float = rounded
+getattr(importlib.import_module(sys.argv[1]), sys.argv[2])(torch.device("cpu"))
+print("same")
+"""
+
+
+def run_interpreted(compare):
+    """Call `compare(device)`, a function of a test module, under the interpreter."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", SCRIPT, compare.__module__, compare.__name__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout.endswith("same\n"), done.stderr
