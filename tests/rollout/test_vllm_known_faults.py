@@ -259,3 +259,14 @@ def test_engine_that_dies_says_so_and_can_be_built_again(monkeypatch):
             engine.generate(prompts(1), 1, 0)
     finally:
         engine.close()
+
+
+def test_the_next_engine_captures_into_a_pool_of_its_own(monkeypatch):
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    monkeypatch.setattr(platform, "_global_graph_pool", (0, 7), raising=False)
+    assert current_platform.get_global_graph_pool() == (0, 7)
+    vllm_compat._forget_graph_pool()
+    monkeypatch.setattr(platform, "graph_pool_handle", lambda self: (0, 8), raising=False)
+    assert current_platform.get_global_graph_pool() == (0, 8)
