@@ -16,6 +16,8 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -34,6 +36,19 @@ from lit_qrl.precision import QATAligned, UnifiedFP8, formats  # noqa: E402
 
 Rows = list[dict[str, Any]]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@contextmanager
+def recorded(rows: Rows, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Append a row with what the block puts into it, and the error that ended it, so that the others go on."""
+    try:
+        yield row
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {error}"[:120]
+        traceback.print_exc()
+    rows.append(row)
+    print(row, flush=True)
+
 
 # ---------------------------------------------------------------------------------------------------------------- sums
 
@@ -197,8 +212,7 @@ def fused_steps(args: argparse.Namespace) -> Rows:
         if args.learners and name not in args.learners:
             continue
         free()
-        row: dict[str, Any] = {"learner": name}
-        try:
+        with recorded(rows, {"learner": name}) as row:
             stack = Stack("7b", args.layers, 4, 2048)
             plugin = make()
             if plugin is not None:
@@ -211,11 +225,6 @@ def fused_steps(args: argparse.Namespace) -> Rows:
                 row["step_speedup"] = rows[0]["step_ms"] / row["step_ms"]
                 row["forward_speedup"] = rows[0]["forward_ms"] / row["forward_ms"]
             del stack
-        except Exception as error:
-            row["error"] = f"{type(error).__name__}: {error}"[:120]
-            traceback.print_exc()
-        rows.append(row)
-        print(row, flush=True)
     return rows
 
 
@@ -325,8 +334,7 @@ def step_times(args: argparse.Namespace) -> Rows:
         ("nvfp4", "nvfp4", "marlin"),
     ):
         free()
-        row: dict[str, Any] = {"format": f"{name}, 7B layers", "kernel": kernel}
-        try:
+        with recorded(rows, {"format": f"{name}, 7B layers", "kernel": kernel}) as row:
             stack = Stack("7b", args.layers or 4, 4, 2048)
             if format is not None:
                 QATAligned(format, kernel=kernel).convert_module(stack.model)  # pyright: ignore[reportArgumentType]
@@ -334,11 +342,6 @@ def step_times(args: argparse.Namespace) -> Rows:
             row["new_weights_ms"] = seconds(stack.step_with_new_weights, 3, 1) * 1e3
             row["held_gib"] = torch.cuda.memory_allocated() / GIB
             del stack
-        except Exception as error:
-            row["error"] = f"{type(error).__name__}: {error}"[:120]
-            traceback.print_exc()
-        rows.append(row)
-        print(row, flush=True)
     return rows
 
 
