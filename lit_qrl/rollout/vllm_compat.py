@@ -344,21 +344,11 @@ def shutdown(llm: Any, owns_process_group: bool, keep_weights: bool = False) -> 
         finalizer()
     for storage in storages:
         storage.resize_(0)
-    _forget_graph_pool()
+    vllm_sleep.forget_graph_pool()
     if owns_process_group:
         parallel_state.cleanup_dist_env_and_memory()
     else:
         parallel_state.destroy_model_parallel()
-
-
-def _forget_graph_pool() -> None:
-    """Let the next engine capture its graphs in a pool of its own: the platform keeps the name of the last engine's.
-
-    Torch refuses a capture into a pool whose graphs are all gone while some of its memory is not yet given back.
-    """
-    from vllm.platforms import current_platform
-
-    type(current_platform)._global_graph_pool = None
 
 
 def _storages(llm: Any, model: nn.Module, keep_weights: bool) -> list[torch.UntypedStorage]:

@@ -1,4 +1,4 @@
-"""vLLM's sleeping allocator: what an engine that can sleep leaves behind, so that another one can follow it."""
+"""What an engine leaves behind, so that another one can follow it: its graphs' pool, its sleeping allocator's pools."""
 
 import sys
 from typing import Any
@@ -53,6 +53,16 @@ def release_pools() -> None:
     allocator = _allocator()
     if allocator is not None:
         allocator.release_pools()
+
+
+def forget_graph_pool() -> None:
+    """Let the next engine capture its graphs in a pool of its own: the platform keeps the name of the last engine's.
+
+    Torch refuses a capture into a pool whose graphs are all gone while some of its memory is not yet given back.
+    """
+    from vllm.platforms import current_platform
+
+    type(current_platform)._global_graph_pool = None
 
 
 def _allocator() -> Any:

@@ -9,7 +9,7 @@ from transformers import Qwen3MoeConfig
 
 from lit_qrl.precision.export import export_tensors
 from lit_qrl.precision.surgery import quantizable_linears
-from lit_qrl.rollout import vllm_compat
+from lit_qrl.rollout import vllm_compat, vllm_sleep
 from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.rollout.probe import Probe, learner_scores
 from lit_qrl.rollout.receipt import PublishError, SentLedger, compare, compare_columns
@@ -267,6 +267,6 @@ def test_the_next_engine_captures_into_a_pool_of_its_own(monkeypatch):
     platform = type(current_platform)
     monkeypatch.setattr(platform, "_global_graph_pool", (0, 7), raising=False)
     assert current_platform.get_global_graph_pool() == (0, 7)
-    vllm_compat._forget_graph_pool()
+    vllm_sleep.forget_graph_pool()
     monkeypatch.setattr(platform, "graph_pool_handle", lambda self: (0, 8), raising=False)
     assert current_platform.get_global_graph_pool() == (0, 8)
