@@ -35,7 +35,7 @@ TITLES = {
     "kl_position": "KL by position, nats",
 }
 LOGARITHMIC = {"mismatch/kl_k3", "mismatch/abs_log_ratio", "mismatch/log_ratio_p99", "mismatch/weight_cv", "update/kl"}
-LOGARITHMIC |= BY_POSITION.keys()
+LOGARITHMIC |= {"mismatch/ratio_max", *BY_POSITION}
 PHASES = ("rollout", "score", "update")
 COLUMNS = (
     "Arm", "Seeds", "Accuracy", "against baseline", "detectable", "Reward, first third", "last third", "KL, nats",
