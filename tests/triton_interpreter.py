@@ -5,32 +5,44 @@ import subprocess
 import sys
 
 SCRIPT = """
-import importlib, sys
-import numpy, torch, triton.language as tl
-from triton.runtime import interpreter
+import importlib, sys, torch
+from tests import triton_interpreter
 
-exact = interpreter._convert_float
-
-
-def rounded(values, source, target, mode):  # it cuts bf16 off, drops a carry of E4M3, and mistakes subnormals
-    if source == tl.bfloat16 and target == tl.float32:
-        return values.astype(numpy.uint32) << 16
-    kinds = {tl.bfloat16: (torch.bfloat16, torch.uint16), tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8)}
-    if source != tl.float32 or target not in kinds:
-        return exact(values, source, target, mode)
-    kind, stored = kinds[target]
-    return torch.from_numpy(values.view(numpy.float32).copy()).to(kind).view(stored).numpy()
-
-
-interpreter._convert_float = rounded
+triton_interpreter.mend_conversions()
 getattr(importlib.import_module(sys.argv[1]), sys.argv[2])(torch.device("cpu"))
 print("same")
 """
 
 
-def run_interpreted(compare):
-    """Call `compare(device)`, a function of a test module, under the interpreter."""
+def mend_conversions():
+    """Round as a device does: the interpreter cuts bf16 off, drops a carry of E4M3, and mistakes subnormals."""
+    import numpy
+    import torch
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    exact = interpreter._convert_float
+    kinds = {tl.bfloat16: (torch.bfloat16, torch.uint16), tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8)}
+
+    def rounded(values, source, target, mode):
+        if source == tl.bfloat16 and target == tl.float32:
+            return values.astype(numpy.uint32) << 16
+        if source != tl.float32 or target not in kinds:
+            return exact(values, source, target, mode)
+        kind, stored = kinds[target]
+        return torch.from_numpy(values.view(numpy.float32).copy()).to(kind).view(stored).numpy()
+
+    interpreter._convert_float = rounded
+
+
+def run_interpreted(compare, script=SCRIPT):
+    """Call `compare(device)`, a function of a test module, under the interpreter.
+
+    Args:
+        compare: its module and name are the arguments of the script.
+        script: prints "same" last.
+    """
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", SCRIPT, compare.__module__, compare.__name__]
+    command = [sys.executable, "-c", script, compare.__module__, compare.__name__]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout.endswith("same\n"), done.stderr

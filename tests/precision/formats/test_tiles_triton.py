@@ -1,23 +1,19 @@
 """Fused quantizers of activations against plain operations: interpreted, or compiled on a GPU."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.nn import functional as F
 
 from lit_qrl.precision.formats import fused
+from tests.triton_interpreter import run_interpreted
 
 from .oracle import bits
 
 INTERPRETED = """
-import numpy, torch, triton, triton.language as tl
-from triton.runtime import interpreter
+import importlib, sys, torch, triton, triton.language as tl
 from types import SimpleNamespace
 from lit_qrl.precision.formats import fused, tiles_triton
-from tests.precision.formats import test_tiles_triton as here
+from tests import triton_interpreter
 
 @triton.jit
 def plain(x, FLUSH: tl.constexpr):  # the interpreter knows no instructions of the device
@@ -27,30 +23,17 @@ def plain(x, FLUSH: tl.constexpr):  # the interpreter knows no instructions of t
 def off(x, FLUSH: tl.constexpr):
     return (1.0 / x) * (1 + 2.0**-23)
 
-exact = interpreter._convert_float
-
-
-def rounded(values, source, target, mode):  # it cuts bf16 off, drops a carry of E4M3, and mistakes subnormals
-    if source == tl.bfloat16 and target == tl.float32:
-        return values.astype(numpy.uint32) << 16
-    kinds = {tl.bfloat16: (torch.bfloat16, torch.uint16), tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8)}
-    if source != tl.float32 or target not in kinds:
-        return exact(values, source, target, mode)
-    kind, stored = kinds[target]
-    made = torch.from_numpy(values.view(numpy.float32).copy()).to(kind)
-    return made.view(stored).numpy()
-
-
-interpreter._convert_float = rounded
 @triton.jit
 def exp(x):
     return tl.exp(x)
 
 
+triton_interpreter.mend_conversions()
 tiles_triton.libdevice = SimpleNamespace(exp=exp)
+compare = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
 for instruction in (plain, off):
     tiles_triton._reciprocal = instruction
-    here.PART(torch.device("cpu"))
+    compare(torch.device("cpu"))
 print("same")
 """
 
@@ -132,12 +115,9 @@ def compare_operators(device):
 
 
 @pytest.mark.vllm  # which brings Triton
-@pytest.mark.parametrize("part", ["compare_tiles", "compare_operators"])
+@pytest.mark.parametrize("part", [compare_tiles, compare_operators])
 def test_kernels_in_the_interpreter(part):
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    script = INTERPRETED.replace("PART", part)
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert done.stdout.endswith("same\n"), done.stderr
+    run_interpreted(part, INTERPRETED)
 
 
 @pytest.mark.gpu
