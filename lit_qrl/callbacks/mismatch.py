@@ -36,7 +36,7 @@ class MismatchMonitor(RLCallback):
     when nothing else needs them earlier. Quantiles of the update ratio, learner over learner_old, it collects from the
     updates themselves. `histograms.json` in the run folder holds the last iteration's pictures: by sign of the
     advantage, log mismatch weight against sampler probability (QaRL Fig. 4) and log update ratio against the
-    probability before (Fig. 5); mean |d| and KL by position; what a correction that rejects accepts by length.
+    probability before (Fig. 5); mean |d| and KL by position; and what a rejection accepts by length.
 
     Args:
         every_n_iterations: iterations between measurements.
