@@ -64,7 +64,12 @@ CYCLES = 3  # of sleep, wake and publish; the first takes the host's memory for 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="tiny", help="Qwen2.5's, or small ones of Qwen3's kind")
-    parser.add_argument("--formats", nargs="+", default=["bf16", "fp8_row", "fp8_block", "int4_group", "nvfp4"])
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        default=["bf16", "fp8_row", "fp8_block", "int4_group", "nvfp4"],
+        help="names of number formats; `fp8_row+head` has the output head in it too",
+    )
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=["speed", "publish"])
     parser.add_argument("--batches", type=int, nargs="+", default=[2, 8, 64])
     parser.add_argument("--prompt", type=int, default=256, help="tokens of each prompt")
@@ -175,7 +180,8 @@ class Bench:
 
         self.torch, self.args, self.name = torch, args, name
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.format = None if name == "bf16" else formats.get(name)
+        plain, _, head = name.partition("+")
+        self.format, self.head = None if plain == "bf16" else formats.get(plain), head == "head"
         small = args.shape in SMALL
         kind = Qwen3Config if small else Qwen2Config
         self.limit = max(args.completion, args.grpo[2]) if "grpo" in args.sections else args.completion
@@ -185,7 +191,7 @@ class Bench:
         with torch.device(self.device if small else "meta"):
             self.network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         self.network.requires_grad_(False).eval()
-        linears = quantizable_linears(self.network)
+        linears = quantizable_linears(self.network, head=self.head)
         self.shapes = {name: (m.out_features, m.in_features) for name, m in linears.items()}
         self.vocabulary = config.vocab_size
         # Kept on the device, so that a publish draws nothing; where they do not fit they are drawn on the way.
@@ -254,7 +260,7 @@ class Bench:
 
     def start(self, **changes: Any) -> float:
         """Build an engine and fill it; return the seconds until then."""
-        from lit_qrl.callbacks.publisher import PROBE_LENGTH
+        from lit_qrl.callbacks._scores import LENGTH
         from lit_qrl.rollout.vllm import VLLMEngine
         from lit_qrl.types import SamplingParams
 
@@ -270,7 +276,7 @@ class Bench:
         } | changes
         start = time.perf_counter()
         self.engine = VLLMEngine(**options)
-        self.engine.prompt_limit = max(args.prompt, PROBE_LENGTH)
+        self.engine.prompt_limit, self.engine.quantize_head = max(args.prompt, LENGTH), self.head
         sampling = SamplingParams(max_tokens=self.limit, ignore_stop=True)
         self.engine.validate(self.format, sampling)
         lora = self.lora_config() if options.get("max_lora_rank") else None
@@ -326,7 +332,7 @@ class Bench:
         faults, probes = [self.first["faults"]], []
         for _ in range(3):
             if self.args.shape in SMALL:
-                scores = learner_scores(self.network, probe.tokens, self.format)
+                scores = learner_scores(self.network, probe.tokens, self.format, head=self.head)
                 result = probe.compare(self.engine.score(probe.tokens), scores)
                 probes.append(round(result.mean, 4))
                 faults[-1] += not result.passed
@@ -455,16 +461,21 @@ class Bench:
         for _ in range(3):  # the first compiles
             self.sync()
             clock = Clock()
-            scores = learner_scores(network, probe.tokens, self.format)
+            scores = learner_scores(network, probe.tokens, self.format, head=self.head)
             self.sync()
             clock.lap("learner")
-            result = probe.compare(self.engine.score(probe.tokens), scores)
+            probe.compare(self.engine.score(probe.tokens), scores)
             self.sync()
             clock.lap("engine")
             for name, seconds in clock.laps.items():
                 laps.setdefault(name, []).append(seconds)
         best = {name: round(min(seconds), 4) for name, seconds in laps.items()}
-        return figures | {"probe_seconds": best | {"mean": round(result.mean, 4), "bound": round(result.bound, 4)}}
+        jittered = learner_scores(network, probe.tokens, self.format, head=self.head, jitter=2**-8)
+        carried = Probe(self.vocabulary).compare(jittered, scores).mean
+        probe.baseline = None
+        first = probe.compare(self.engine.score(probe.tokens), scores, jittered)
+        found = {"mean": first.mean, "last_bits_carry": carried, "bound": first.bound, "passed": first.passed}
+        return figures | {"probe_seconds": best, "first_probe": found}
 
     def parts(self) -> dict[str, float]:
         """Return seconds of quantization alone, with the sender's receipts, and of vLLM's bare reload of the result."""

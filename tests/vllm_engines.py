@@ -52,13 +52,13 @@ def sampler_format(name):
     return formats.get(name, **options.get(name, {}))
 
 
-def build_engine(network, format=None, lora=None, **options):
+def build_engine(network, format=None, lora=None, quantize_head=False, **options):
     from lit_qrl.rollout.vllm import VLLMEngine
     from tests import vllm_cpu_shim
 
     vllm_cpu_shim.install()
     engine = VLLMEngine(**{"max_num_seqs": 32, **options})
-    engine.prompt_limit = PROMPT_LIMIT
+    engine.prompt_limit, engine.quantize_head = PROMPT_LIMIT, quantize_head
     sampling = SamplingParams(max_tokens=COMPLETION_LIMIT, ignore_stop=True)
     engine.validate(format, sampling)
     engine.setup(SimpleNamespace(network=network, lora=lora), None, sampling)
@@ -78,12 +78,13 @@ def checkpoint(network, engine, format):
     """The stream that the publisher makes of a network."""
     dtype = engine.plain_dtype
     named = ((name, parameter.detach().to(dtype)) for name, parameter in network.named_parameters())
-    return export_tensors(named, format, list(quantizable_linears(network)))
+    return export_tensors(named, format, list(quantizable_linears(network, head=engine.quantize_head)))
 
 
 def publish(network, engine, format, version, previous=None, wire=lambda stream: stream, everywhere=False):
     """Publish and verify; return the faults, the sender's ledger and the report. `wire` may corrupt the stream."""
-    shapes = {name: tuple(linear.weight.shape) for name, linear in quantizable_linears(network).items()}
+    layers = quantizable_linears(network, head=engine.quantize_head)
+    shapes = {name: tuple(linear.weight.shape) for name, linear in layers.items()}
     names = list(shapes) if everywhere else choose(list(shapes), version)
     sent = SentLedger(version, format, {name: shapes[name] for name in names})
     report = engine.load_weights(wire(sent.watch(checkpoint(network, engine, format))), format, version)
@@ -99,10 +100,10 @@ def prompts(count=4, length=140, seed=0):
 
 
 @torch.no_grad()
-def reference_logprobs(network, prompt, completion, format=None, dtype=torch.float32, temperature=1.0):
+def reference_logprobs(network, prompt, completion, format=None, dtype=torch.float32, temperature=1.0, head=False):
     """The log-probs of a completion under the learner computing in the sampler's format."""
     ids = torch.tensor([[*prompt, *completion]])
-    with computing_as(network, format, dtype=dtype):
+    with computing_as(network, format, dtype=dtype, head=head):
         logits = network(input_ids=ids).logits[0, len(prompt) - 1 : -1].float() / temperature
     return logits.log_softmax(dim=-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
 
@@ -113,7 +114,7 @@ def disagreement(network, engine, format=None, temperature=1.0, n=1, **generatio
     differences = []
     for i, completion in enumerate(engine.generate(asked, n, seed=7, **generation)):
         expected = reference_logprobs(
-            network, asked[i // n], completion.token_ids, format, engine.plain_dtype, temperature
+            network, asked[i // n], completion.token_ids, format, engine.plain_dtype, temperature, engine.quantize_head
         )
         differences.append((torch.tensor(completion.logprobs) - expected).abs())
     return float(torch.cat(differences).mean())

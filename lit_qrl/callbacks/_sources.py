@@ -13,7 +13,7 @@ from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.precision.formats.dense import Dense
 from lit_qrl.precision.lora4bit import NVFP4LoRA
 from lit_qrl.precision.surgery import quantizable_linears
-from lit_qrl.rollout.network import base_weights
+from lit_qrl.rollout.network import base_weights, check_head
 
 Named = Iterable[tuple[str, Tensor]]
 Change = Callable[[str, Tensor], Tensor]
@@ -27,10 +27,13 @@ class WeightSource:
         plugin: the Trainer's precision plugin.
         format: of the sampler's linear layers, or None.
         exclude: name patterns of layers that stay plain, where the plugin does not say.
+        head: publish the output head in the format too.
     """
 
-    def __init__(self, policy: Any, plugin: Any, format: NumberFormat | None, exclude: Sequence[str] = ()) -> None:
-        self.policy, self.format, self.exclude = policy, format, tuple(exclude)
+    def __init__(
+        self, policy: Any, plugin: Any, format: NumberFormat | None, exclude: Sequence[str] = (), head: bool = False
+    ) -> None:
+        self.policy, self.format, self.exclude, self.head = policy, format, tuple(exclude), head
         ours = plugin if isinstance(plugin, QuantizedPrecision) else None
         self.plugin = ours
         self.aligned = ours if ours is not None and ours.format == format else None
@@ -40,7 +43,7 @@ class WeightSource:
         """Return (out, in) of every layer that goes out in the format, by checkpoint name."""
         if self.aligned is not None:
             return self.aligned.shapes(self.policy)
-        linears = quantizable_linears(self.policy.network, self.exclude)
+        linears = quantizable_linears(self.policy.network, self.exclude, self.head)
         shapes = {
             name.removesuffix(".base_layer"): (linear.out_features, linear.in_features)
             for name, linear in linears.items()
@@ -54,6 +57,8 @@ class WeightSource:
         """
         if self.format is None or isinstance(self.format, Dense) or self.aligned is not None:
             return
+        if self.head:
+            check_head(self.policy.network)
         shapes = self.shapes()
         if not shapes:
             raise ConfigError(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lit_qrl.callbacks._apart import published_apart
 from lit_qrl.callbacks._restarts import Restarts
+from lit_qrl.callbacks._scores import ScoreCheck
 from lit_qrl.callbacks._sources import WeightSource
 from lit_qrl.callbacks.base import RLCallback, overrides, rl_callbacks
 from lit_qrl.callbacks.guard import event
@@ -20,10 +21,9 @@ from lit_qrl.callbacks.report import Report
 from lit_qrl.errors import ConfigError
 from lit_qrl.precision import formats
 from lit_qrl.precision.formats.base import NumberFormat
+from lit_qrl.precision.formats.dense import Dense
 from lit_qrl.rollout.engine import EngineDiedError
-from lit_qrl.rollout.probe import Probe, ProbeResult, learner_scores
 from lit_qrl.rollout.receipt import (
-    Fault,
     PublishError,
     SentLedger,
     TensorReceipt,
@@ -37,9 +37,6 @@ from lit_qrl.types import PublishReport
 
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
-
-PROBE_LENGTH = 64
-"""Tokens of a probe's sequence, fewer where the engine's longest sequence is shorter."""
 
 
 class WeightPublisher(RLCallback):
@@ -57,6 +54,8 @@ class WeightPublisher(RLCallback):
         evaluation_format: `learner` evaluates in the learner's dtype, so that tables compare policies; `rollout` in
             the sampler's format.
         exclude: name patterns of linear layers that stay unquantized, beside embeddings, head and routers.
+        quantize_head: publish the output head in the format too, which engines read once per token; the embedding never
+            is. It adds to the mismatch.
         unaligned: allow a format that differs from the precision plugin's own.
         on_fault: what follows when a publish did not arrive as sent: `stop` the run, or `retry` once and then stop.
         lora: `merged` publishes the sum of base and adapter; `adapter` the base once, then only adapter and perturbed
@@ -73,6 +72,7 @@ class WeightPublisher(RLCallback):
         every_n_iterations: int = 1,
         evaluation_format: Literal["learner", "rollout"] = "learner",
         exclude: list[str] | None = None,
+        quantize_head: bool = False,
         unaligned: bool = False,
         on_fault: Literal["stop", "retry"] = "stop",
         lora: Literal["auto", "merged", "adapter"] = "auto",
@@ -87,12 +87,10 @@ class WeightPublisher(RLCallback):
             raise ConfigError("publisher.max_restarts is negative.", expected="0 or more", given=max_restarts)
         self.format = None if format == "auto" else formats.get(format)
         self.every_n_iterations, self.evaluation_format = every_n_iterations, evaluation_format
-        self.exclude, self.unaligned = tuple(exclude or ()), unaligned
-        self.on_fault, self.lora, self.probe_every = on_fault, lora, probe_every
+        self.exclude, self.quantize_head, self.unaligned = tuple(exclude or ()), quantize_head, unaligned
+        self.on_fault, self.lora, self.scores = on_fault, lora, ScoreCheck(probe_every)
         self.version = -1
-        self.probe: Probe | None = None
         self.last_report: PublishReport | None = None
-        self._baseline: float | None = None
         self._receipts: dict[Any, dict[str, TensorReceipt]] = {}
         self._source: WeightSource | None = None
         self._holds_rollout_weights = False
@@ -124,10 +122,24 @@ class WeightPublisher(RLCallback):
                 given=f"publisher.exclude: {', '.join(self.exclude)}",
                 remedy="Move the patterns to the plugin's exclude.",
             )
+        if self.quantize_head and same:
+            raise ConfigError(
+                "publisher.quantize_head would quantize a layer that the precision plugin computes in full precision.",
+                expected="a learner without low-bit layers, or quantize_head: false",
+                given=type(plugin).__name__,
+                remedy="Leave out one of the two.",
+            )
+        if self.quantize_head and (self._rollout_format is None or isinstance(self._rollout_format, Dense)):
+            raise ConfigError(
+                "publisher.quantize_head has no format to quantize to.",
+                expected="publisher.format of 8 or 4 bits",
+                given="auto" if self._rollout_format is None else self._rollout_format.name,
+            )
         engine, sampling = pl_module.data.engine, pl_module.data.sampling
         if self.every_n_iterations > 1 and getattr(engine, "share", None) == "auto":
             engine.share = "never"  # pyright: ignore[reportAttributeAccessIssue]  # the sampler outlives the update
         engine.exclude = tuple(getattr(plugin, "exclude", ())) if same else self.exclude
+        engine.quantize_head = self.quantize_head
         self._apart = published_apart(self.lora, pl_module.policy.lora, engine, plugin, same, self.unaligned)
         check_phases(trainer, engine, self.every_n_iterations)
         engine.on_hang = partial(self._hung, trainer, pl_module)
@@ -174,10 +186,9 @@ class WeightPublisher(RLCallback):
         self._holds_rollout_weights = False
         self._again = partial(self._publish_rollout_again, trainer, module)
         perturbing = [callback for callback in rl_callbacks(trainer) if overrides(callback, "on_publish")]
-        due = self.probe_every > 0 and self._published % self.probe_every == 0
 
         def attempt() -> PublishReport:
-            probes = due or (self._rebuilt and self.probe_every > 0)
+            compared = self.scores.due(self._published, self._rebuilt)
             # Each attempt starts the callbacks anew: what a repeated one draws is what the first drew.
             for callback in rl_callbacks(trainer):
                 callback.on_rollout_start(trainer, module, self.version)
@@ -192,8 +203,10 @@ class WeightPublisher(RLCallback):
                 return tensor
 
             report = self._publish_apart(module, change) if self._apart else self._publish_whole(module, change)
-            if probes:
-                self._compare_scores(trainer, module, altered)
+            if compared:
+                self.scores.check(
+                    trainer, module, self._source_of(trainer, module), not self._apart, altered, self.version
+                )
             return report
 
         report = self._repeated(trainer, module, attempt)
@@ -278,7 +291,9 @@ class WeightPublisher(RLCallback):
         """Return the source of this run's weights; the first call sets the engine up."""
         if self._source is None:
             policy, engine = module.policy, module.data.engine
-            self._source = WeightSource(policy, trainer.precision_plugin, self._rollout_format, self.exclude)
+            self._source = WeightSource(
+                policy, trainer.precision_plugin, self._rollout_format, self.exclude, self.quantize_head
+            )
             self._source.check()
             engine.setup(policy, policy.tokenizer, module.data.sampling)
         return self._source
@@ -343,35 +358,6 @@ class WeightPublisher(RLCallback):
         module.seconds["verify"] += time.perf_counter() - arrived
         return report
 
-    # ----------------------------------------------------------------------------------------------------------- probe
-
-    def _compare_scores(self, trainer: Trainer, module: "GRPOModule", altered: dict[str, Tensor]) -> None:
-        """Score the probe on both sides; a mean difference beyond the bound is a fault of the publish."""
-        source, engine = self._source, module.data.engine
-        assert source is not None
-        if (source.packed and source.aligned is None) or any(tensor.numel() == 0 for tensor in altered.values()):
-            return  # the learner cannot compute as this sampler does
-        start = time.perf_counter()
-        format = None if source.aligned is not None else self._rollout_format
-        if self.probe is None:
-            length = min(PROBE_LENGTH, module.data.max_prompt_tokens + module.data.max_completion_tokens)
-            noisy = self._rollout_format is not None and self._rollout_format.quantizes_activations
-            vocabulary = module.policy.network.config.get_text_config().vocab_size
-            self.probe = Probe(vocabulary, noisy, length=length)
-            self.probe.load_state_dict({"baseline": self._baseline})
-        with trainer.precision_plugin.forward_context():
-            network, tokens = module.policy.network, self.probe.tokens
-            learner = learner_scores(
-                network, tokens, format, self.exclude, merged=not self._apart, overrides=altered or None
-            )
-        result = self.probe.compare(engine.score(self.probe.tokens), learner)
-        module.iteration.update(
-            {"publish/probe_mean": result.mean, "publish/probe_max": result.max, "publish/probe_bound": result.bound}
-        )
-        module.seconds["verify"] += time.perf_counter() - start
-        if not result.passed:
-            raise PublishError([Fault("probe", "the sampler", _measured(result))], self.version)
-
     @rank_zero_only
     def _write_layers(self, trainer: Trainer, report: PublishReport) -> None:
         folder = Path(trainer.default_root_dir)
@@ -383,17 +369,12 @@ class WeightPublisher(RLCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the published version and what the probe measured first."""
-        return {"version": self.version, "probe": self._baseline if self.probe is None else self.probe.baseline}
+        return {"version": self.version, "probe": self.scores.baseline}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the numbering and the probe's bound."""
-        self.version, self._baseline = state_dict["version"], state_dict.get("probe")
+        self.version, self.scores.baseline = state_dict["version"], state_dict.get("probe")
 
 
 def _unchanged(name: str, tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _measured(result: ProbeResult) -> str:
-    scores = f"mean |Δ log p| {result.mean:.3g}, at most {result.bound:.3g} expected"
-    return f"{result.nonfinite} scores are not finite" if result.nonfinite else scores

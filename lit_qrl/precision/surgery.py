@@ -47,7 +47,7 @@ def fused_groups(names: Iterable[str]) -> dict[str, list[str]]:
     return groups
 
 
-def quantizable_linears(root: nn.Module, exclude: Collection[str] = ()) -> dict[str, nn.Linear]:
+def quantizable_linears(root: nn.Module, exclude: Collection[str] = (), head: bool = False) -> dict[str, nn.Linear]:
     """Return the linear layers that a format applies to, by name.
 
     Every `nn.Linear` but the output embedding, routers and gates of experts, adapters, and what `exclude` names.
@@ -55,16 +55,19 @@ def quantizable_linears(root: nn.Module, exclude: Collection[str] = ()) -> dict[
     Args:
         root: the model.
         exclude: globs over layer names, such as `*.down_proj` or `model.layers.0.*`.
+        head: take the output embedding too.
 
     >>> model = nn.ModuleDict({"up_proj": nn.Linear(2, 2), "lm_head": nn.Linear(2, 2)})
     >>> list(quantizable_linears(model))
     ['up_proj']
     """
-    head = _output_embedding(root)
+    output = _output_embedding(root)
     return {
         name: module
         for name, module in root.named_modules()
-        if isinstance(module, nn.Linear) and name and module is not head and not _kept(name, exclude)
+        if isinstance(module, nn.Linear)
+        and name
+        and (head and not _excluded(name, exclude) if module is output else not _kept(name, exclude))
     }
 
 
@@ -73,6 +76,10 @@ def _kept(name: str, exclude: Collection[str]) -> bool:
     parts = name.split(".")
     if parts[-1] in _KEPT or any(part in _ADAPTERS for part in parts):
         return True
+    return _excluded(name, exclude)
+
+
+def _excluded(name: str, exclude: Collection[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in exclude)
 
 

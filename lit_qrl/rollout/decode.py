@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_qrl.rollout.cache import SlotCache
-from lit_qrl.rollout.network import head_logits, output_head
+from lit_qrl.rollout.network import SamplerHead
 from lit_qrl.rollout.sampling import TokenSampler, uniforms
 from lit_qrl.types import SamplingParams
 
@@ -91,8 +91,8 @@ class Decoder:
 
     def __init__(self, network: Any, sampling: SamplingParams) -> None:
         self.network, self.sampling = network, sampling
-        self.head = output_head(network)
-        self.device = self.head["weight"].device
+        self.head = SamplerHead.of(network)
+        self.device = network.get_input_embeddings().weight.device
         self.sampler = TokenSampler(sampling)
         config = network.config.get_text_config()
         self.layers = config.num_hidden_layers
@@ -170,7 +170,7 @@ class Decoder:
             share_counts = counts[start : start + share]
             cache.take(once, share_counts.to(self.device), row)
             row += int(share_counts.sum())
-            logits.append(head_logits(hidden, self.head).repeat_interleave(share_counts.to(self.device), dim=0))
+            logits.append(self.head.logits(hidden).repeat_interleave(share_counts.to(self.device), dim=0))
         cache.filled = width
         return torch.cat(logits)
 
@@ -188,7 +188,7 @@ class Decoder:
             use_cache=True,
         ).last_hidden_state[:, -1]
         cache.filled += 1
-        return head_logits(hidden, self.head)
+        return self.head.logits(hidden)
 
     def _decode(
         self,

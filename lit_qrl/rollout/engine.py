@@ -53,6 +53,8 @@ class RolloutEngine(ABC):
     """Longest prompt in tokens, set by the data module before `validate`."""
     exclude: tuple[str, ...] = ()
     """Name patterns of linear layers that stay plain, set by the publisher before `setup`."""
+    quantize_head: bool = False
+    """True when the output head comes in the rollout format too, set by the publisher before `validate`."""
     sleep_level: int = 0
     """What `sleep` does: 0 nothing, 1 moves the weights off the device, 2 drops them."""
     on_hang: Callable[[str], None] | None = None

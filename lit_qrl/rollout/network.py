@@ -1,6 +1,7 @@
 """What learner and sampler ask of a Hugging Face causal language model: its output head and its checkpoint tensors."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.functional.logprobs import token_logprobs
 from lit_qrl.precision.lora4bit import PackedLinear
 from lit_qrl.precision.surgery import quantizable_linears
 
@@ -69,14 +71,30 @@ def output_head(network: Any) -> dict[str, Any]:
             given=type(head).__name__,
             remedy="Leave lm_head out of the adapter's target_modules and of every quantization.",
         )
-    config = network.config.get_text_config()
-    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
-    return {
-        "weight": head.weight,
-        "bias": head.bias,
-        "softcap": getattr(config, "final_logit_softcapping", None),
-        "scale": scale,
-    }
+    return {"weight": head.weight, "bias": head.bias, **_shape_of_logits(network.config)}
+
+
+def check_head(network: Any) -> None:
+    """Raise `ConfigError` when the output embedding cannot be published in a number format.
+
+    Args:
+        network: the learner's Hugging Face model.
+    """
+    head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
+    setting = "publisher.quantize_head"
+    if merged_module(head) is not head or not isinstance(head, nn.Linear):
+        raise ConfigError(
+            f"{setting} takes an output head that is a plain linear layer.",
+            given=type(head).__name__,
+            remedy="Leave lm_head out of the adapter, or set quantize_head to false.",
+        )
+    if head.weight is merged_module(embedding).weight:
+        raise ConfigError(
+            f"{setting} would quantize the input embedding, which is this model's output head too.",
+            expected="a model with tie_word_embeddings: false",
+            given=type(network).__name__,
+            remedy="Set quantize_head to false.",
+        )
 
 
 def merged_module(module: Any) -> Any:
@@ -149,11 +167,49 @@ def _merged(layer: Any, prefix: str, seen: set[int]) -> Iterator[tuple[str, Tens
         yield name, merged.pop(name)
 
 
-def head_logits(hidden: Tensor, head: dict[str, Any]) -> Tensor:
-    """Return the logits "… v" of hidden states "… h", in their dtype, for a head from `output_head`."""
-    logits = nn.functional.linear(hidden, head["weight"], head["bias"])
-    if head["scale"] != 1.0:
-        logits = logits * head["scale"]
-    if head["softcap"] is not None:
-        logits = torch.tanh(logits / head["softcap"]) * head["softcap"]
-    return logits
+@dataclass(frozen=True)
+class SamplerHead:
+    """The output head of a sampler, plain or quantized.
+
+    Args:
+        layer: from hidden states to raw logits.
+        softcap: c of c · tanh(z / c), or None.
+        scale: that raw logits are multiplied by.
+    """
+
+    layer: nn.Module
+    softcap: float | None
+    scale: float
+
+    @classmethod
+    def of(cls, network: Any) -> "SamplerHead":
+        """Return the head of a sampler's network."""
+        return cls(network.get_output_embeddings(), **_shape_of_logits(network.config))
+
+    @property
+    def plain(self) -> dict[str, Any] | None:
+        """Weight, bias, scale and soft-cap as `token_logprobs` takes them, or None for a quantized head."""
+        if not isinstance(self.layer, nn.Linear):
+            return None
+        return {"weight": self.layer.weight, "bias": self.layer.bias, "softcap": self.softcap, "scale": self.scale}
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits "… v" of hidden states "… h", in their dtype."""
+        logits = self.layer(hidden)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    def logprobs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Return log p "rows t" (fp32, T = 1) of `tokens` "rows t" after hidden states "rows t h"."""
+        if self.plain is not None:
+            return token_logprobs(hidden, tokens=tokens, **self.plain)[0]
+        return self.logits(hidden).float().log_softmax(dim=-1).gather(-1, tokens[..., None])[..., 0]
+
+
+def _shape_of_logits(config: Any) -> dict[str, Any]:
+    config = config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
+    return {"softcap": getattr(config, "final_logit_softcapping", None), "scale": scale}

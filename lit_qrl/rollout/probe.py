@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_qrl.precision.export import shared_amax
 from lit_qrl.precision.formats.base import NumberFormat
@@ -20,6 +21,8 @@ from lit_qrl.precision.surgery import fused_groups, quantizable_linears
 # Mean |Δ log p| that a healthy engine stays below at the very first probe, where nothing is known of this model yet:
 # bf16 engines were measured at 0.005 to 0.05 and engines with 8-bit activations at up to 0.3, a wrong layer at 0.5 up.
 FIRST_BOUND, FIRST_BOUND_ACTIVATIONS = 0.2, 0.4
+# Where last bits alone carry further than that, as in a model of random weights, this many times as far as they do.
+SENSITIVITY = 2.0
 # Later probes may be this much worse than the first: a policy grows sharper, and with it the same rounding errors.
 GROWTH = 3.0
 # Below this a difference is rounding, whatever the first one was (an fp32 engine starts at 1e-6).
@@ -65,18 +68,24 @@ class Probe:
         self.first_bound = FIRST_BOUND_ACTIVATIONS if activations else FIRST_BOUND
         self.baseline: float | None = None
 
-    def compare(self, engine: Sequence[Tensor], learner: Sequence[Tensor]) -> ProbeResult:
+    def compare(
+        self, engine: Sequence[Tensor], learner: Sequence[Tensor], jittered: Sequence[Tensor] | None = None
+    ) -> ProbeResult:
         """Return how far the engine's scores are from the learner's; the first that passes becomes the baseline.
 
         Args:
             engine: the engine's `score` of `tokens`.
             learner: `learner_scores` of them.
+            jittered: the same with a `jitter`, which raises the first bound where last bits alone carry further.
         """
-        difference = (torch.cat([s.cpu() for s in engine]) - torch.cat([s.cpu() for s in learner])).double().abs()
+        difference = _difference(engine, learner)
         finite = difference.isfinite()
         kept = difference[finite] if finite.any() else difference.new_zeros(1)
         mean = float(kept.mean())
         bound = self.first_bound if self.baseline is None else round(max(GROWTH * self.baseline, FLOOR), 6)
+        if self.baseline is None and jittered is not None:
+            carried = float(_difference(jittered, learner).nan_to_num(0.0, 0.0, 0.0).mean())
+            bound = max(bound, round(SENSITIVITY * carried, 6))
         result = ProbeResult(mean, float(kept.max()), int((~finite).sum()), bound)
         if self.baseline is None and result.passed:
             self.baseline = mean
@@ -91,6 +100,10 @@ class Probe:
         self.baseline = state["baseline"]
 
 
+def _difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
+    return (torch.cat([s.cpu() for s in one]) - torch.cat([s.cpu() for s in other])).double().abs()
+
+
 @torch.no_grad()
 def learner_scores(
     network: Any,
@@ -100,6 +113,8 @@ def learner_scores(
     merged: bool = True,
     dtype: torch.dtype | None = None,
     overrides: Mapping[str, Tensor] | None = None,
+    jitter: float = 0.0,
+    head: bool = False,
 ) -> list[Tensor]:
     """Return the log-probs (fp32, T = 1, "length − 1") of the learner computing with the sampler's weights.
 
@@ -111,6 +126,9 @@ def learner_scores(
         merged: an adapter was merged before quantization; otherwise it stands beside the quantized base.
         dtype: what the weights were cast to before they were quantized (the engine's `plain_dtype`).
         overrides: published tensors that differ from the learner's own (perturbed norms), by parameter name.
+        head: True when the output embedding is quantized too.
+        jitter: relative error, of random sign, of what each decoder layer reads. Half the spacing of a dtype
+            (2⁻⁸ for bf16) is what rounding there does, and so the least by which two implementations differ.
     """
     parameters = dict(network.named_parameters())
     kept = {name: parameters[name].data for name in overrides or {}}
@@ -120,7 +138,7 @@ def learner_scores(
     try:
         for name, tensor in (overrides or {}).items():
             parameters[name].data = tensor.to(kept[name])
-        with computing_as(network, format, exclude, merged, dtype):
+        with computing_as(network, format, exclude, merged, dtype, head), _jittered(network, jitter):
             logits = network(input_ids=ids, use_cache=False).logits[:, :-1].float()
     finally:
         for name, data in kept.items():
@@ -131,12 +149,35 @@ def learner_scores(
 
 
 @contextmanager
+def _jittered(network: Any, size: float) -> Iterator[None]:
+    """Multiply the inputs of all decoder layers by 1 ± `size`."""
+    if size == 0:
+        yield
+        return
+    generator = torch.Generator().manual_seed(0)
+
+    def disturb(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden = arguments[0]
+        signs = 2.0 * torch.randint(2, hidden.shape, generator=generator).to(hidden.device) - 1.0
+        return (hidden.float() * (1 + size * signs)).to(hidden), *arguments[1:]
+
+    layers = [module for module in network.modules() if isinstance(module, GradientCheckpointingLayer)]
+    handles = [layer.register_forward_pre_hook(disturb) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
 def computing_as(
     network: nn.Module,
     format: NumberFormat | None,
     exclude: Collection[str] = (),
     merged: bool = True,
     dtype: torch.dtype | None = None,
+    head: bool = False,
 ) -> Iterator[None]:
     """Make the quantizable layers compute in `format`, each quantizing its weight in passing: no copy is kept."""
     if format is None:
@@ -144,7 +185,7 @@ def computing_as(
         return
     modules = dict(network.named_modules())
     layers: dict[str, nn.Module] = {}
-    for name in quantizable_linears(network, exclude):
+    for name in quantizable_linears(network, exclude, head):
         owner = modules.get(name.removesuffix(".base_layer"))
         layers[name] = owner if merged and isinstance(owner, BaseTunerLayer) else modules[name]
     try:

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.functional.logprobs import token_logprobs
 from lit_qrl.rollout.adapter import EmbeddedAdapter
 from lit_qrl.rollout.cache import SlotCache
 from lit_qrl.rollout.decode import Decoder, Drawn, Piece, plan
 from lit_qrl.rollout.engine import EnginePolicy, Progress, RolloutEngine
 from lit_qrl.rollout.loading import Loader, Modules, skeleton
-from lit_qrl.rollout.network import check_positions, output_head
+from lit_qrl.rollout.network import SamplerHead, check_positions
 from lit_qrl.rollout.receipt import ReceivedLedger
 from lit_qrl.rollout.sampling import check_sampling
 from lit_qrl.types import Completion, PublishReport, SamplingParams
@@ -225,7 +224,7 @@ class TransformersEngine(RolloutEngine):
 
     def _cache_tokens(self) -> int:
         """Return how many tokens of one sequence fit into the cache's memory."""
-        weight = output_head(self.network)["weight"]
+        weight = self.network.get_input_embeddings().weight
         if self.cache_gigabytes is not None:
             room = int(self.cache_gigabytes * 1e9)
         elif weight.device.type == "cuda":
@@ -238,8 +237,8 @@ class TransformersEngine(RolloutEngine):
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         self._check_current()
         network = self.network
-        head = output_head(network)
-        device = head["weight"].device
+        head = SamplerHead.of(network)
+        device = network.get_input_embeddings().weight.device
         scores: list[Tensor] = [torch.empty(0)] * len(sequences)
         order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
         while order:
@@ -250,7 +249,7 @@ class TransformersEngine(RolloutEngine):
                 tokens[row, : len(sequences[index])] = torch.tensor(sequences[index])
             tokens = tokens.to(device)
             hidden = network.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-            logprobs, _ = token_logprobs(hidden[:, :-1], tokens=tokens[:, 1:], **head)
+            logprobs = head.logprobs(hidden[:, :-1], tokens[:, 1:])
             for row, index in enumerate(share):
                 scores[index] = logprobs[row, : len(sequences[index]) - 1].clone()
         return scores

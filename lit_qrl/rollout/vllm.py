@@ -123,7 +123,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
     def validate(self, format: "NumberFormat | None", sampling: SamplingParams) -> None:
         """Raise `ConfigError` for what cannot work on this host; called before any weight is loaded."""
         compat.check_installation()
-        check_format(format)
+        check_format(format, self.quantize_head)
         self.format = format
         check_length(self.max_model_len, self.prompt_limit or 1, sampling.max_tokens)
         check_processes(self._arguments.get("distributed_executor_backend"))
@@ -152,8 +152,8 @@ class VLLMEngine(LendsWeights, RolloutEngine):
         if self._owns_process_group:
             # vLLM makes a group of this one process, at which Lightning advises to reduce every metric over it.
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
-        longest = self._longest()
-        self._folder = model_folder(self.policy.network, format, self.exclude, self.plain_dtype, longest)
+        longest, layers = self._longest(), (self.exclude, self.quantize_head)
+        self._folder = model_folder(self.policy.network, format, *layers, self.plain_dtype, longest)
         arguments: dict[str, Any] = {
             "model": str(self._folder),
             "load_format": "dummy",

@@ -20,6 +20,8 @@ cpu_formats: set[str] = {"bf16", "fp16", "fp32", "fp8_tensor", "fp8_row", "int8_
 # Those of them whose GEMM has no fp32 activations.
 half_only = frozenset({"int4_group"})
 cuda_formats: set[str] = cpu_formats | {"fp8_block", "nvfp4", "mxfp4"}
+# Those whose scales vLLM's loader of an output head can place, which expects a row for every word or one number.
+head_formats = frozenset({"fp8_tensor", "fp8_row", "int8_channel", "int4_group", "nvfp4"})
 
 
 def automatic_dtype(format: "NumberFormat | None", learner: torch.dtype) -> torch.dtype:
@@ -35,8 +37,13 @@ def automatic_dtype(format: "NumberFormat | None", learner: torch.dtype) -> torc
     return learner if takes_float32 or learner != torch.float32 else torch.bfloat16
 
 
-def check_format(format: "NumberFormat | None") -> None:
-    """Raise `ConfigError` for a format that vLLM has no kernel for on this host."""
+def check_format(format: "NumberFormat | None", head: bool = False) -> None:
+    """Raise `ConfigError` for a format that vLLM has no kernel for on this host.
+
+    Args:
+        format: of the sampler's linear layers.
+        head: True when the output head is in it too.
+    """
     device, known = ("CUDA", cuda_formats) if torch.cuda.is_available() else ("CPU", cpu_formats)
     if format is not None and format.name not in known:
         raise ConfigError(
@@ -50,6 +57,13 @@ def check_format(format: "NumberFormat | None") -> None:
             "vLLM on CPU has no kernel for 4-bit weights under 8-bit activations.",
             expected="int4_group.activations: null",
             remedy="Leave the activations alone, or use TransformersEngine.",
+        )
+    if head and format is not None and format.name not in head_formats:
+        raise ConfigError(
+            f"vLLM does not load an output head in {format.name}.",
+            expected=", ".join(sorted(head_formats & known)),
+            given="publisher.quantize_head: true",
+            remedy="Choose one of these, leave the head as it is, or use TransformersEngine.",
         )
 
 
@@ -153,17 +167,18 @@ def check_device_memory(network: nn.Module, bits_per_weight: float, share: float
         )
 
 
-def plain_layers(network: nn.Module, exclude: Collection[str]) -> list[str]:
+def plain_layers(network: nn.Module, exclude: Collection[str], head: bool = False) -> list[str]:
     """Return the linear layers that stay unquantized, as a `quantization_config` lists them.
 
     Args:
         network: the learner's model.
         exclude: name patterns of the publisher.
+        head: True when the output head is quantized too.
 
     Raises:
         ConfigError: when only a part of the layers that vLLM fuses is excluded.
     """
-    quantized = set(quantizable_linears(network, exclude))
+    quantized = set(quantizable_linears(network, exclude, head))
     linears = [name for name, module in network.named_modules() if _is_linear(module) and ".lora_" not in name]
     for fused, members in fused_groups(linears).items():
         inside = [name for name in members if name in quantized]
@@ -175,7 +190,7 @@ def plain_layers(network: nn.Module, exclude: Collection[str]) -> list[str]:
                 remedy="Exclude the whole group.",
             )
     plain = [name.removesuffix(".base_layer") for name in linears if name not in quantized]
-    return plain if "lm_head" in plain else [*plain, "lm_head"]
+    return plain if "lm_head" in plain or "lm_head" in quantized else [*plain, "lm_head"]
 
 
 def _is_linear(module: nn.Module) -> bool:

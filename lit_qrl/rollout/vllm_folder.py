@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
 
 def model_folder(
-    network: Any, format: "NumberFormat | None", exclude: Collection[str], dtype: torch.dtype, longest: int
+    network: Any,
+    format: "NumberFormat | None",
+    exclude: Collection[str],
+    head: bool,
+    dtype: torch.dtype,
+    longest: int,
 ) -> Path:
     """Return a new folder with the config of `network` as the sampler computes it.
 
@@ -23,6 +28,7 @@ def model_folder(
         network: the learner's Hugging Face model.
         format: of the quantized layers.
         exclude: name patterns of layers that stay plain.
+        head: True when the output head is quantized too.
         dtype: of everything that is not quantized.
         longest: sequence in tokens that positions must reach for.
     """
@@ -31,9 +37,11 @@ def model_folder(
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("quantization_config", None)
     if format is not None:
-        quantization = format.quantization_config(plain_layers(network, exclude))
+        quantization = format.quantization_config(plain_layers(network, exclude, head))
         if quantization:
             config["quantization_config"] = quantization
+            for group in quantization.get("config_groups", {}).values() if head else ():
+                group["targets"].append("lm_head")  # which is no `Linear` to vLLM
     if (config.get("max_position_embeddings") or longest) < longest:
         config["max_position_embeddings"] = longest
     folder = Path(tempfile.mkdtemp(prefix="lit-qrl-vllm-"))

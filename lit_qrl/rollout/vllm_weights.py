@@ -259,7 +259,7 @@ class LiveModel:
                 continue
             columns = [0, weight.shape[1] // 2, weight.shape[1] - 1]
             got = self.read_columns(name, columns)
-            if got is not None and not torch.equal(got, weight[:, columns]):
+            if got is not None and not torch.equal(got, weight[: len(got), columns]):
                 self._ledger.faults.append(Fault("gemm", f"{name}.weight", "tied to the embedding"))
 
     def _not_loaded(self) -> list[Fault]:
@@ -334,8 +334,8 @@ class LiveModel:
             sizes = [int(size) for size in place.module.output_sizes]  # pyright: ignore
             start = sum(sizes[: place.part])
             rows = rows[start : start + sizes[place.part]]
-        elif f"{layer}.weight" in self.sent:
-            rows = rows[: self.sent[f"{layer}.weight"][1][0]]
+        elif hasattr(place.module, "org_vocab_size"):
+            rows = rows[: place.module.org_vocab_size]  # vLLM pads the vocabulary
         return rows
 
     def formats(self) -> dict[str, str]:

@@ -14,7 +14,7 @@ from lit_qrl.rollout.loading import Modules
 from lit_qrl.rollout.network import merged_weights
 from lit_qrl.rollout.receipt import PublishError
 from lit_qrl.rollout.transformers import TransformersEngine
-from tests.run import build, fit
+from tests.run import build, fit, model_folder
 
 LAYER = "model.layers.0.self_attn.o_proj"
 NORM = "model.layers.0.input_layernorm.weight"
@@ -382,7 +382,7 @@ def test_the_probe_of_a_healthy_engine_passes_within_rounding(tmp_path, setting,
     options["trainer"] = {**options.get("trainer", {}), "max_epochs": 2}
     trainer, _, _ = fit(tmp_path, callbacks=callbacks, **options)
     (publisher,) = [callback for callback in trainer.callbacks if isinstance(callback, WeightPublisher)]
-    assert publisher.probe.baseline < 1e-4
+    assert publisher.scores.baseline < 1e-4
 
 
 def test_a_kernel_that_computes_something_else_fails_the_probe(tmp_path, monkeypatch):
@@ -390,6 +390,47 @@ def test_a_kernel_that_computes_something_else_fails_the_probe(tmp_path, monkeyp
     monkeypatch.setattr(TransformersEngine, "score", lambda self, tokens: [s - 1.0 for s in original(self, tokens)])
     trainer, module, data = build(tmp_path)
     with pytest.raises(PublishError, match=r"probe: the sampler.*mean \|Δ log p\| 1"):
+        trainer.fit(module, datamodule=data)
+
+
+# ------------------------------------------------------------------------------------------------------------ head
+
+
+def test_a_quantized_head_is_sampled_from_probed_and_put_back_for_evaluations(tmp_path):
+    model_folder(tmp_path / "model", tie_word_embeddings=False)
+    held, probes = [], []
+
+    class Look(RLCallback):
+        def on_rollout_end(self, trainer, module, batch):
+            held.append(module.data.engine.read_back("lm_head.weight").dtype)
+
+        def on_validation_end(self, trainer, pl_module):
+            held.append(pl_module.data.engine.read_back("lm_head.weight").dtype)
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            probes.append(float(pl_module.last_row["publish/probe_mean"]))
+
+    settings = {"publisher": {"quantize_head": True, "probe_every": 1}}
+    fit(tmp_path, callbacks=[Look()], trainer={"max_epochs": 2, "limit_val_batches": 1}, **settings)
+    assert held == [torch.float32, torch.float8_e4m3fn, torch.float32, torch.float8_e4m3fn, torch.float32]
+    assert max(probes) < 1e-4
+    layers = json.loads((tmp_path / "run" / "publish.json").read_text())["layers"]
+    assert layers["lm_head.weight"] == "fp8_row"
+    assert layers["model.embed_tokens.weight"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"format": "auto", "trainer": {"plugins": [QATAligned("fp8_row")]}}, "computes in full precision.*QATAligned"),
+        ({"format": "bf16"}, "no format to quantize to.*bf16"),
+        ({"format": "auto"}, "no format to quantize to.*auto"),
+        ({"format": "fp8_row"}, "would quantize the input embedding"),
+    ],
+)
+def test_a_head_that_cannot_be_quantized_is_refused(tmp_path, options, match):
+    trainer, module, data = build(tmp_path, publisher={"quantize_head": True}, **options)
+    with pytest.raises(ConfigError, match=match):
         trainer.fit(module, datamodule=data)
 
 
@@ -402,7 +443,7 @@ def test_numbering_and_bound_survive_a_checkpoint(tmp_path):
     state = publisher.state_dict()
     fresh = WeightPublisher()
     fresh.load_state_dict(state)
-    assert fresh.state_dict() == state == {"version": 1, "probe": publisher.probe.baseline}
+    assert fresh.state_dict() == state == {"version": 1, "probe": publisher.scores.baseline}
     watch = Watch()
     trainer, module, data = build(tmp_path, callbacks=[watch], trainer={"max_epochs": 4})
     trainer.fit(module, datamodule=data, ckpt_path=str(tmp_path / "run/checkpoints/last.ckpt"), weights_only=True)

@@ -48,6 +48,12 @@ def test_every_linear_but_head_and_routers_is_quantizable():
     assert sorted(quantizable_linears(Model())) == sorted(f"layers.{i}.{p}" for i in range(2) for p in PROJECTIONS)
 
 
+def test_the_head_comes_where_it_is_asked_for():
+    assert set(quantizable_linears(Model(), head=True)) - set(quantizable_linears(Model())) == {"head"}
+    assert "head" not in quantizable_linears(Model(), exclude=["head"], head=True)
+    assert "layers.0.mlp.gate" not in quantizable_linears(Model(), head=True)
+
+
 def test_globs_exclude_layers():
     left = quantizable_linears(Model(), exclude=["layers.0.*", "*.down_proj"])
     assert sorted(left) == sorted(f"layers.1.{p}" for p in PROJECTIONS if "down" not in p)

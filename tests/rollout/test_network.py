@@ -1,10 +1,13 @@
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.rollout.network import head_logits, merged_weights, output_head
-from tests.networks import build_network
+from lit_qrl.precision import formats
+from lit_qrl.precision.surgery import QuantizedLinear
+from lit_qrl.rollout.network import SamplerHead, check_head, merged_weights, output_head
+from tests.networks import WORDS, build_network
 
 
 @pytest.mark.parametrize(
@@ -21,7 +24,39 @@ def test_logits_are_the_models_own(config_class, changes):
     tokens = torch.tensor([[3, 4, 5, 6]])
     with torch.no_grad():
         hidden = network.base_model(input_ids=tokens).last_hidden_state
-        torch.testing.assert_close(head_logits(hidden, output_head(network)), network(tokens).logits)
+        torch.testing.assert_close(SamplerHead.of(network).logits(hidden), network(tokens).logits)
+
+
+def test_a_quantized_head_gives_the_logits_and_log_probs_of_its_codes():
+    format, network = formats.get("int8_channel"), build_network(Gemma2Config, final_logit_softcapping=3.0)
+    hidden, tokens = torch.randn(2, 5, 32), torch.randint(len(WORDS), (2, 5))
+    q = format.quantize(network.lm_head.weight.detach())
+    layer = QuantizedLinear.from_linear(network.lm_head, format)
+    layer.set_weight(q)
+    network.set_submodule("lm_head", layer)
+    head = SamplerHead.of(network)
+    assert head.plain is None
+    expected = 3.0 * torch.tanh(format.linear(hidden, q, None) / 3.0)
+    torch.testing.assert_close(head.logits(hidden), expected)
+    expected = torch.distributions.Categorical(logits=expected).log_prob(tokens)
+    torch.testing.assert_close(head.logprobs(hidden, tokens), expected)
+
+
+def test_log_probs_of_a_plain_head():
+    network = build_network()
+    hidden, tokens = torch.randn(2, 5, 32), torch.randint(len(WORDS), (2, 5))
+    expected = torch.distributions.Categorical(logits=network.lm_head(hidden)).log_prob(tokens)
+    torch.testing.assert_close(SamplerHead.of(network).logprobs(hidden, tokens), expected)
+
+
+def test_only_a_head_of_its_own_can_be_quantized():
+    check_head(build_network(tie_word_embeddings=False))
+    with pytest.raises(ConfigError, match=r"input embedding.*tie_word_embeddings: false.*quantize_head to false"):
+        check_head(build_network())
+    lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    adapted = get_peft_model(build_network(tie_word_embeddings=False), lora)
+    with pytest.raises(ConfigError, match=r"plain linear layer.*Leave lm_head out of the adapter"):
+        check_head(adapted.base_model.model)
 
 
 def test_a_replaced_head_is_refused():

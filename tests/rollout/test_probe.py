@@ -9,7 +9,15 @@ from peft import LoraConfig, get_peft_model
 from lit_qrl.precision import formats
 from lit_qrl.precision.export import shared_amax
 from lit_qrl.precision.surgery import fused_groups, quantizable_linears
-from lit_qrl.rollout.probe import FIRST_BOUND, FIRST_BOUND_ACTIVATIONS, FLOOR, GROWTH, Probe, learner_scores
+from lit_qrl.rollout.probe import (
+    FIRST_BOUND,
+    FIRST_BOUND_ACTIVATIONS,
+    FLOOR,
+    GROWTH,
+    SENSITIVITY,
+    Probe,
+    learner_scores,
+)
 from tests.networks import WORDS, build_network
 
 TOKENS = [[3, 5, 7, 11, 2, 9, 4, 6], [8, 8, 3, 1, 0, 10, 12, 5]]
@@ -140,6 +148,40 @@ def test_bounds_have_a_floor_and_depend_on_the_activations():
     assert exact.compare(shifted(0.0), shifted(FLOOR - 1e-4)).passed
     assert not exact.compare(shifted(0.0), shifted(FLOOR + 1e-4)).passed
     assert Probe(100, activations=True).compare(shifted(0.0), shifted(FIRST_BOUND_ACTIVATIONS - 0.01)).passed
+
+
+def test_the_first_bound_rises_to_where_last_bits_carry():
+    probe = Probe(100)
+    far = shifted(FIRST_BOUND + 0.2)
+    result = probe.compare(shifted(0.0), far, shifted(FIRST_BOUND + 0.1))  # carried 0.1 from `far`
+    assert not result.passed
+    assert result.bound == FIRST_BOUND
+    result = probe.compare(shifted(0.0), far, shifted(0.1))  # carried 0.3
+    assert result.passed
+    assert result.bound == pytest.approx(SENSITIVITY * 0.3)
+    # The baseline alone counts later.
+    assert probe.compare(shifted(0.0), far, shifted(-9.0)).bound == pytest.approx(GROWTH * (FIRST_BOUND + 0.2))
+
+
+def test_a_jitter_is_a_relative_error_of_every_layers_input():
+    network = build_network()
+    plain = torch.cat(learner_scores(network, TOKENS))
+    small, large = (torch.cat(learner_scores(network, TOKENS, jitter=2.0**-n)) for n in (12, 8))
+    assert torch.equal(small, torch.cat(learner_scores(network, TOKENS, jitter=2.0**-12)))
+    ratio = (large - plain).abs().mean() / (small - plain).abs().mean()
+    assert 8 < ratio < 32  # linear in the jitter: 16
+    assert torch.equal(torch.cat(learner_scores(network, TOKENS)), plain)
+    assert not any(layer._forward_pre_hooks for layer in network.model.layers)
+
+
+def test_the_head_is_quantized_where_it_is_asked_for():
+    format, network = formats.get("int4_group", group_size=8), build_network(tie_word_embeddings=False)
+    rounded = copy.deepcopy(network)
+    head = rounded.lm_head.weight
+    head.data.copy_(format.dequantize(format.quantize(head.detach())))
+    expected = torch.cat(learner_scores(rounded, TOKENS, format))
+    assert torch.equal(torch.cat(learner_scores(network, TOKENS, format, head=True)), expected)
+    assert (torch.cat(learner_scores(network, TOKENS, format)) - expected).abs().mean() > 1e-3
 
 
 def test_what_is_not_finite_fails_the_probe():

@@ -60,6 +60,31 @@ def test_publishes_arrive_and_generation_follows(name):
         engine.close()
 
 
+@pytest.mark.parametrize("vocabulary", [512, 501])  # vLLM pads to a multiple of 64
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_tensor", "int8_channel", "int4_group", "nvfp4"])
+def test_a_quantized_head_arrives_too(name, vocabulary):
+    format, network = sampler_format(name), tiny_network(vocab_size=vocabulary)
+    engine = build_engine(network, format, quantize_head=True)
+    probe, previous = Probe(vocabulary, format.quantizes_activations), None
+    try:
+        for version in range(3):
+            faults, sent, report = publish(network, engine, format, version, previous, everywhere=True)
+            assert faults == []
+            loaded = {key.rpartition(".")[0]: value for key, value in report.layers.items()}
+            assert loaded["lm_head"] == name
+            assert loaded["model.embed_tokens"] == ("bf16" if name == "int4_group" else "fp32")
+            assert engine.read_columns("lm_head", [0, 5]) is not None
+            scores = learner_scores(network, probe.tokens, format, dtype=engine.plain_dtype, head=True)
+            got = engine.score(probe.tokens)
+            assert probe.compare(got, scores).mean < BOUNDS[name]
+            plain_head = learner_scores(network, probe.tokens, format, dtype=engine.plain_dtype)
+            assert probe.compare(got, plain_head).mean > probe.compare(got, scores).mean
+            previous = sent.receipts()
+            optimizer_step(network, seed=version, learning_rate=4e-5 if version < 1 else 0.03)
+    finally:
+        engine.close()
+
+
 MODELS = {
     "tied head": (tiny_network, {"tie_word_embeddings": True}, 1e-4),
     "tied head, odd vocabulary": (tiny_network, {"tie_word_embeddings": True, "vocab_size": 501}, 1e-4),

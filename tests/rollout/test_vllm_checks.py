@@ -63,6 +63,16 @@ def test_four_bits_under_eight_bit_activations_need_a_gpu(monkeypatch):
     vllm_checks.check_format(mixed)
 
 
+def test_a_head_in_blocks_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    vllm_checks.check_format(formats.get("fp8_row"), head=True)
+    vllm_checks.check_format(formats.get("fp8_block"))
+    with pytest.raises(
+        ConfigError, match=r"output head in fp8_block.*fp8_row.*quantize_head: true.*TransformersEngine"
+    ):
+        vllm_checks.check_format(formats.get("fp8_block"), head=True)
+
+
 def test_dtype_is_the_learners_where_kernels_allow():
     learner = torch.float32
     expected = {"fp8_row": learner, "int4_group": torch.bfloat16, "bf16": torch.bfloat16, "fp32": learner}
