@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional.logprobs import token_logprobs
+from lit_qrl.precision.fp8_support import tell_emulated
 from lit_qrl.rollout.adapter import EmbeddedAdapter
 from lit_qrl.rollout.cache import SlotCache
 from lit_qrl.rollout.decode import Decoder, Drawn, Piece, plan
@@ -37,7 +38,8 @@ class TransformersEngine(RolloutEngine):
     """Decodes with the Hugging Face modules themselves; needs nothing beyond the base install.
 
     The sampler has modules of its own. Weights that are published as they are (no format, no noise) are not copied:
-    the sampler then holds the learner's very tensors, so that there is one copy in memory.
+    the sampler then holds the learner's very tensors, so that there is one copy in memory. A format whose GEMM the
+    device lacks is emulated, with the same numbers at the speed of fp32.
 
     Args:
         max_batch: sequences decoded at once; None takes what the cache's memory allows.
@@ -109,6 +111,7 @@ class TransformersEngine(RolloutEngine):
         if self._modules is None:
             raise RuntimeError("The engine is not set up: call setup(policy, tokenizer, sampling) first.")
         start = time.perf_counter()
+        tell_emulated(type(self).__name__, format, self._modules.device)
         self._whole = False
         if self._adapter is not None:
             self._adapter.remove()

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.precision.fp8_support import require_fp8
 from lit_qrl.precision.surgery import fused_groups, quantizable_linears
 from lit_qrl.rollout.vllm_compat import LORA_RANKS
 
@@ -36,7 +37,15 @@ def automatic_dtype(format: "NumberFormat | None", learner: torch.dtype) -> torc
 
 
 def check_format(format: "NumberFormat | None") -> None:
-    """Raise `ConfigError` for a format that vLLM has no kernel for on this host."""
+    """Raise `ConfigError` for a format that vLLM does not multiply in on this host."""
+    if torch.cuda.is_available():
+        # Below, vLLM multiplies FP8 weights by activations that it leaves alone, which is another format.
+        require_fp8(
+            "VLLMEngine",
+            format,
+            torch.device("cuda"),
+            "Choose int8_channel or int4_group, or use TransformersEngine, which emulates it.",
+        )
     device, known = ("CUDA", cuda_formats) if torch.cuda.is_available() else ("CPU", cpu_formats)
     if format is not None and format.name not in known:
         raise ConfigError(
