@@ -39,7 +39,7 @@ def automatic_dtype(format: "NumberFormat | None", learner: torch.dtype) -> torc
 def check_format(format: "NumberFormat | None") -> None:
     """Raise `ConfigError` for a format that vLLM does not multiply in on this host."""
     if torch.cuda.is_available():
-        # Below, vLLM multiplies FP8 weights by activations that it leaves alone, which is another format.
+        # Below 8.9 vLLM multiplies FP8 weights by activations that it leaves alone, which is another format.
         require_fp8(
             "VLLMEngine",
             format,
