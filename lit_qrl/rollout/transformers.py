@@ -16,7 +16,7 @@ from lit_qrl.rollout.decode import Decoder, Drawn, Piece, plan
 from lit_qrl.rollout.engine import EnginePolicy, Progress, RolloutEngine
 from lit_qrl.rollout.loading import Loader, Modules, skeleton
 from lit_qrl.rollout.network import check_positions, output_head
-from lit_qrl.rollout.receipt import ReceivedLedger
+from lit_qrl.rollout.receipt import ReceivedLedger, RefusedError
 from lit_qrl.rollout.sampling import check_sampling
 from lit_qrl.types import Completion, PublishReport, SamplingParams
 
@@ -150,7 +150,7 @@ class TransformersEngine(RolloutEngine):
         assert modules is not None
         for name, tensor in tensors:
             if modules.shapes.get(name) != tuple(tensor.shape) or tensor.ndim != 1:
-                raise ValueError(
+                raise RefusedError(
                     f"{name} is not a norm of the sampler. Expected: the name and shape of a norm's weight."
                 )
             held = network.get_parameter(name)
