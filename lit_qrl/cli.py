@@ -9,7 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, StoppedError
+
+EXIT_CONFIG = 2
+"""Exit status of a configuration that cannot work."""
+EXIT_STOPPED = 70
+"""Exit status of a run that could not go on for another reason: EX_SOFTWARE of sysexits.h."""
 
 TRAINING = {
     "fit": "train a policy with reinforcement learning",
@@ -26,7 +31,7 @@ COMMANDS = {
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `lit-qrl`; a configuration that cannot work ends with status 2 and one paragraph."""
+    """Run `lit-qrl`; one paragraph and status 2 for a configuration that cannot work, 70 for a publish that failed."""
     # At import, and of a kernel that only bitsandbytes' own 4-bit layers would use.
     logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
     args = list(sys.argv[1:] if args is None else args)
@@ -52,15 +57,17 @@ def main(args: Sequence[str] | None = None) -> None:
             raise ConfigError(f"{word!r} is not a command of lit-qrl.", remedy=nearest(word, [*TRAINING, *COMMANDS]))
     except ConfigError as error:
         fail(str(error))
+    except StoppedError as error:
+        fail(str(error), EXIT_STOPPED)
 
 
-def fail(message: str) -> NoReturn:
-    """Print one paragraph and exit with status 2."""
+def fail(message: str, status: int = EXIT_CONFIG) -> NoReturn:
+    """Print one paragraph and exit."""
     import textwrap
 
     paragraph = textwrap.fill(f"lit-qrl: {message}", 110, break_long_words=False, break_on_hyphens=False)
     print(f"\n{paragraph}\n", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(status)
 
 
 def overview() -> str:

@@ -1,4 +1,4 @@
-"""The one error type of the project that the command line turns into a paragraph instead of a traceback."""
+"""The errors of the project that the command line turns into a paragraph instead of a traceback."""
 
 import difflib
 from collections.abc import Iterable, Iterator
@@ -41,6 +41,10 @@ class ConfigError(ValueError):
 
 def _rebuild(cls: type[ConfigError], what: str, expected: object, given: object, remedy: str) -> ConfigError:
     return cls(what, expected=expected, given=given, remedy=remedy)
+
+
+class StoppedError(RuntimeError):
+    """A run whose configuration may be right and that could not go on; `lit-qrl` prints it and exits with status 70."""
 
 
 @contextmanager

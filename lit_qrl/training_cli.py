@@ -31,12 +31,14 @@ from lit_qrl.cli import run_folder_name
 from lit_qrl.data import tasks
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.data.task import Task
-from lit_qrl.errors import ConfigError, collected
+from lit_qrl.errors import ConfigError, StoppedError, collected
 from lit_qrl.identity import check_identity
 from lit_qrl.loggers import RunCSVLogger
 from lit_qrl.module import GRPOModule
 from lit_qrl.parser_errors import readable
 from lit_qrl.precision import QuantizedPrecision, formats
+from lit_qrl.publish_errors import made_by_training, paragraph
+from lit_qrl.rollout.receipt import PublishError
 
 FORCED = {
     "progress": RLProgress,  # first: it prints a line before the next publish
@@ -146,6 +148,15 @@ class QRLCLI(LightningCLI):
             callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
         check_repeated(config.get("callbacks") or [])
         return super()._instantiate_trainer(config, callbacks)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run the Trainer; a publish that failed ends it with one paragraph, after diary and report."""
+        try:
+            super()._run_subcommand(subcommand)
+        except (PublishError, ConfigError) as error:
+            if isinstance(error, ConfigError) and not made_by_training(error, self.trainer.global_step):
+                raise
+            raise StoppedError(paragraph(error, self.trainer.default_root_dir)) from error
 
 
 def next_run_folder(base: Path, resume: bool) -> Path:

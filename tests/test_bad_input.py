@@ -10,10 +10,13 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from lit_qrl.callbacks import AIS, TokenVeto
+from lit_qrl.callbacks import AIS, RLCallback, TokenVeto
 from lit_qrl.cli import main
+from lit_qrl.events import EVENTS_FILE, read_jsonl
 from lit_qrl.functional import importance
 from lit_qrl.rewards import Reward
+from lit_qrl.rollout.loading import Modules
+from lit_qrl.rollout.transformers import TransformersEngine
 from tests.networks import build_tokenizer
 from tests.run import model_folder
 
@@ -29,6 +32,17 @@ class ShortReward(Reward):
 class NaNReward(Reward):
     def __call__(self, samples):
         return [float("nan")] * len(samples)
+
+
+NORM = "model.norm.weight"
+
+
+class Bursting(RLCallback):
+    """Leaves infinity in the last weight that the learner trains, after the first iteration."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        with torch.no_grad():
+            [weight for weight in pl_module.parameters() if weight.requires_grad][-1].fill_(float("inf"))
 
 
 class Refusing(TokenVeto):
@@ -376,6 +390,73 @@ def test_what_is_known_with_the_model_comes_before_anything_is_drawn(name, run, 
 def test_a_reward_that_breaks_its_contract_ends_the_run_with_its_report(cls, words, run, tmp_path):
     refused(run(*reward(cls)), *words, loaded=True)
     assert (tmp_path / "run" / "report" / "index.html").exists()
+
+
+@pytest.fixture
+def garbled(monkeypatch):
+    """Let the engine hold another norm than it was sent, from that publish on."""
+
+    def garble(first):
+        original, count = Modules.set_plain, [0]
+
+        def broken(modules, name, tensor):
+            count[0] += name == NORM
+            original(modules, name, tensor + 1 if name == NORM and count[0] > first else tensor)
+
+        monkeypatch.setattr(Modules, "set_plain", broken)
+
+    return garble
+
+
+def stopped(result, *words):
+    status, text, _ = result
+    assert status == 70
+    assert "Traceback" not in text
+    paragraph = text[text.index("lit-qrl: ") :]
+    for word in words:
+        assert word in paragraph, paragraph
+
+
+def test_a_publish_that_did_not_arrive_ends_the_run_with_its_report(run, garbled, tmp_path):
+    garbled(first=1)
+    folder = tmp_path / "run"
+    result = run("--trainer.max_epochs", 3, "--publisher.format", "fp8_row")
+    report, checkpoint = folder / "report" / "index.html", folder / "checkpoints" / "last.ckpt"
+    faults = [f"publish 1 did not arrive as sent. different: {NORM} differs from what was sent."]
+    stopped(result, *faults, "publisher.on_fault: retry", str(report), str(checkpoint))
+    assert report.exists()
+    kinds = [event["kind"] for event in read_jsonl(folder / EVENTS_FILE)]
+    assert kinds[0] == "start"
+    assert kinds[-2:] == ["publish_fault", "exception"]
+
+
+def test_a_publish_that_lacks_a_tensor_is_refused_in_one_paragraph(run, monkeypatch, tmp_path):
+    original = TransformersEngine.load_weights
+
+    def lossy(engine, tensors, format, version):
+        return original(engine, (pair for pair in tensors if pair[0] != NORM), format, version)
+
+    monkeypatch.setattr(TransformersEngine, "load_weights", lossy)
+    stopped(run(), "publish is incomplete: 1 of", NORM, "on_publish", "No checkpoint had been written.")
+    assert (tmp_path / "run" / "report" / "index.html").exists()
+
+
+def test_weights_that_are_no_numbers_any_more_end_the_run_in_one_paragraph(run, tmp_path):
+    report = tmp_path / "run" / "report" / "index.html"
+    result = run(*callback("tests.test_bad_input.Bursting"), "--trainer.max_epochs", 2)
+    stopped(result, f"The run was stopped. {NORM} holds NaN or inf", "lower the learning rate", str(report))
+    assert report.exists()
+
+
+def test_an_adapter_that_is_no_number_any_more_is_refused_by_the_sender(run, tmp_path):
+    lora = [*LORA, "--publisher.lora", "adapter"]
+    result = run(*callback("tests.test_bad_input.Bursting"), *lora, "--trainer.max_epochs", 2)
+    stopped(result, "publish 1 did not arrive as sent. non_finite: ", "lora_B", "lower the learning rate")
+
+
+def test_an_evaluation_whose_publish_fails_ends_the_same(run, garbled, tmp_path):
+    garbled(first=0)
+    stopped(run("--trainer.limit_val_batches", 1), "publish before the first iteration", NORM, str(tmp_path / "run"))
 
 
 def test_long_prompts_are_dropped_with_a_count(run, caplog):

@@ -6,6 +6,7 @@ import pytest
 
 from lit_qrl import __version__
 from lit_qrl.cli import COMMANDS, TRAINING, fail, main, overview, run_folder_name
+from lit_qrl.errors import ConfigError, StoppedError
 
 
 def printed(capsys, *args):
@@ -62,6 +63,18 @@ def test_a_run_is_named_after_its_first_file(args, name):
 def test_help_needs_no_library_that_loads_for_seconds():
     code = "import sys; from lit_qrl.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(("error", "status"), [(ConfigError("A key is wrong."), 2), (StoppedError("It broke."), 70)])
+def test_each_kind_of_end_has_a_status_and_no_traceback(error, status, monkeypatch, capsys):
+    def ended(args):
+        raise error
+
+    monkeypatch.setattr("lit_qrl.cli.run_training", ended)
+    with pytest.raises(SystemExit) as stop:
+        main(["fit"])
+    assert stop.value.code == status
+    assert capsys.readouterr().err == f"\nlit-qrl: {error}\n\n"
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch):

@@ -225,6 +225,12 @@ def network_of(module: nn.Module) -> nn.Module:
     return getattr(policy, "network", policy)
 
 
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device that the Trainer of a LightningModule puts it on, the CPU without a Trainer."""
+    strategy = getattr(getattr(module, "_trainer", None), "strategy", None)
+    return getattr(strategy, "root_device", torch.device("cpu"))
+
+
 PLUGIN_EXCLUDE = "Exclude them with the plugin's `exclude` globs"
 
 

@@ -222,10 +222,10 @@ def _block_gemm_missing() -> str | None:
     device = torch.device("cuda", torch.cuda.current_device())
     if gemm.fp8_block_gemm(device, (BLOCK, BLOCK)):
         return None
-    capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    capability = ".".join(map(str, gemm.capability(device.index)))
     return (
         f"it needs compute capability 9.0, CUDA 12.9 and torch.nn.functional.scaled_mm; this is a "
-        f"{torch.cuda.get_device_name()} ({capability}) with torch {torch.__version__}."
+        f"{torch.cuda.get_device_name(device)} ({capability}) with torch {torch.__version__}."
     )
 
 

@@ -27,8 +27,9 @@ _NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 _BEFORE = (("input_layernorm", "self_attn.q_proj"), ("post_attention_layernorm", "mlp.gate_proj"))
 
 
-def _fusible(x: Tensor, *others: Tensor) -> bool:
-    if torch.compiler.is_compiling() or not fused.available(x) or x.is_inference():
+def _fusible(codes: bool, x: Tensor, *others: Tensor) -> bool:
+    available = fused.available_for_e4m3 if codes else fused.available
+    if torch.compiler.is_compiling() or not available(x) or x.is_inference():
         return False
     same = all(other.dtype == x.dtype for other in others)
     return same and x.dtype in _HALF and x.shape[-1] % fused.BLOCK == 0
@@ -78,7 +79,7 @@ class FusedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `weight · x / sqrt(mean x² + ε)`: "... k" -> "... k"."""
-        if not _fusible(x, self.weight):
+        if not _fusible(self.codes, x, self.weight):
             wide = x.float()
             return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(
                 x.dtype
@@ -135,7 +136,7 @@ class FusedGatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP's output: "... k" -> "... k"."""
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if not _fusible(gate, up):
+        if not _fusible(self.codes, gate, up):
             return self.down_proj(self.act_fn(gate) * up)
         made: list[Any] | None = [] if self.codes else None
         hidden: Tensor = _Gated.apply(gate, up, self.columns and torch.is_grad_enabled(), made)  # pyright: ignore

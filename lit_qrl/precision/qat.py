@@ -10,9 +10,10 @@ from typing_extensions import override
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.precision import formats
-from lit_qrl.precision.base import LowBitLinear, QuantizedPrecision, autocast_input, network_of
+from lit_qrl.precision.base import LowBitLinear, QuantizedPrecision, autocast_input, device_of, network_of
 from lit_qrl.precision.formats import FP8Block
 from lit_qrl.precision.formats.base import NumberFormat
+from lit_qrl.precision.fp8_support import require_fp8, tell_emulated
 from lit_qrl.precision.fused_blocks import Fuse
 from lit_qrl.precision.fused_blocks import fuse as fuse_blocks
 from lit_qrl.precision.kernel_choice import Kernel, KernelChoice
@@ -66,25 +67,6 @@ class AlignedLinear(LowBitLinear):
     def forward(self, input: Tensor) -> Tensor:
         """Return `x @ Q(W).T + b` in the format's arithmetic: "... in" -> "... out"."""
         return _StraightThrough.apply(autocast_input(input), self.weight, self.bias, self)  # pyright: ignore
-
-
-def require_fp8(format: NumberFormat, device: torch.device) -> None:
-    """Raise `ConfigError` for an FP8 format on a GPU that multiplies no FP8; on a CPU it is emulated.
-
-    Args:
-        format: of the linear layers.
-        device: where they will be.
-    """
-    if device.type != "cuda" or not format.name.startswith("fp8"):
-        return
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
-        raise ConfigError(
-            f"QATAligned multiplies in {format.name}, and this GPU has no FP8.",
-            expected="compute capability 8.9 or newer",
-            given=f"{torch.cuda.get_device_name(device)} ({'.'.join(map(str, capability))})",
-            remedy="Choose int8_channel or int4_group, or UnifiedFP8 with backend: emulate.",
-        )
 
 
 class QATAligned(QuantizedPrecision):
@@ -148,8 +130,9 @@ class QATAligned(QuantizedPrecision):
         layers = self.layers(module)
         engine = getattr(getattr(getattr(module, "_trainer", None), "datamodule", None), "engine", None)
         self.choice.sampler = getattr(engine, "kernels", self.choice.sampler)
-        strategy = getattr(getattr(module, "_trainer", None), "strategy", None)
-        require_fp8(self.format, getattr(strategy, "root_device", torch.device("cpu")))
+        device, remedy = device_of(module), "Choose int8_channel or int4_group, or UnifiedFP8 with backend: emulate."
+        require_fp8("QATAligned", self.format, device, remedy)
+        tell_emulated("QATAligned", self.format, device)
         if layers:
             dtype = torch.bfloat16 if self.autocast == "bf16" else next(iter(layers.values())).weight.dtype
             self.choice.require(self.shapes(module), dtype)

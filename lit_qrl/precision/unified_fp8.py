@@ -10,9 +10,10 @@ from typing_extensions import override
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.precision import block_fp8
-from lit_qrl.precision.base import LowBitLinear, QuantizedPrecision, autocast_input, network_of
+from lit_qrl.precision.base import LowBitLinear, QuantizedPrecision, autocast_input, device_of, network_of
 from lit_qrl.precision.block_fp8 import Backend, Operand
 from lit_qrl.precision.formats.fp8_block import BLOCK, FP8Block
+from lit_qrl.precision.fp8_support import tell_emulated
 from lit_qrl.precision.fused_blocks import Fuse
 from lit_qrl.precision.fused_blocks import fuse as fuse_blocks
 from lit_qrl.precision.surgery import quantizable_linears
@@ -82,7 +83,8 @@ class UnifiedFP8(QuantizedPrecision):
     `fp8_block`, and what is published are the codes and scales that the forward pass multiplies with.
 
     Args:
-        backend: `te` (Transformer Engine's kernels), `torch` (scaled_mm), `emulate` (any device), or `auto`.
+        backend: `te` (Transformer Engine's kernels), `torch` (scaled_mm), `emulate` (any device), or `auto`, which
+            emulates where neither can run, and warns of it on a GPU.
         exclude: globs over names of linear layers that stay as they are, beside embeddings, output and routers.
         autocast: run the other operations in bf16 over fp32 master weights; `none` leaves each in its own dtype.
         fuse: quantize in the kernel of the norm or activation before a layer. `auto` does so with the backend torch,
@@ -103,6 +105,7 @@ class UnifiedFP8(QuantizedPrecision):
     ) -> None:
         super().__init__(FP8Block(), exclude, autocast)
         self.backend = block_fp8.backend(backend, fused=bool(fuse))
+        self._asked = backend
         self.fuse: Fuse = fuse
         if fuse is True and self.backend.name == "te":
             raise ConfigError(
@@ -117,6 +120,8 @@ class UnifiedFP8(QuantizedPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         if self.backend.name != "emulate":
             self._check_shapes(quantizable_linears(network_of(module), self.exclude))
+        elif self._asked == "auto":
+            tell_emulated("UnifiedFP8", self.format, device_of(module))
         super().convert_module(module)
         for layer in self.layers(module).values():
             assert isinstance(layer, UnifiedLinear)

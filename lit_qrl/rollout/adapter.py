@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from lit_qrl.errors import ConfigError
 from lit_qrl.precision.surgery import QuantizedLinear
 from lit_qrl.rollout.loading import Modules
-from lit_qrl.rollout.receipt import Fault, PublishError, ReceivedLedger
+from lit_qrl.rollout.receipt import Fault, PublishError, ReceivedLedger, RefusedError
 
 PREFIX = "base_model.model."
 A, B = ".lora_A.weight", ".lora_B.weight"
@@ -83,7 +83,7 @@ class EmbeddedAdapter:
 
         Raises:
             PublishError: when one of a layer's two factors is missing; the old adapter stays.
-            ValueError: for a tensor that is no factor of a linear layer, or of another shape.
+            RefusedError: for a tensor that is no factor of a linear layer, or of another shape.
         """
         given: dict[str, Tensor] = {}
         for name, tensor in tensors:
@@ -94,7 +94,7 @@ class EmbeddedAdapter:
         lacking = [layer + end for layer in layers for end in (A, B) if layer + end not in given]
         foreign = [layer for layer in layers if layer.removeprefix(PREFIX) not in self.modules.linears]
         if foreign:
-            raise ValueError(
+            raise RefusedError(
                 f"The sampler has no linear layer for {foreign[0]}. Expected: {PREFIX}<layer>{A} and {B}. "
                 "Restrict lora.target_modules to linear layers, or set publisher.lora to merged."
             )
@@ -114,7 +114,7 @@ class EmbeddedAdapter:
         assert isinstance(module, nn.Linear | QuantizedLinear)
         a, b = (given[name + end].detach().to(self.modules.device, copy=True) for end in (A, B))
         if a.shape != (b.shape[1], module.in_features) or b.shape[0] != module.out_features:
-            raise ValueError(
+            raise RefusedError(
                 f"The adapter of {layer} does not fit. Expected: A (rank, {module.in_features}) and "
                 f"B ({module.out_features}, rank). Given: {tuple(a.shape)} and {tuple(b.shape)}."
             )

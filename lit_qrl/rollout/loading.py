@@ -13,7 +13,7 @@ from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.precision.surgery import QuantizedLinear
 from lit_qrl.rollout.attention import FOLDED
 from lit_qrl.rollout.packing import unpacked
-from lit_qrl.rollout.receipt import ReceivedLedger
+from lit_qrl.rollout.receipt import ReceivedLedger, RefusedError
 
 DTYPE_NAMES = {
     torch.float32: "fp32",
@@ -102,7 +102,7 @@ class Modules:
         try:
             module.load({suffix: tensor.to(self.device) for suffix, tensor in tensors.items()})
         except KeyError as error:
-            raise ValueError(
+            raise RefusedError(
                 f"{layer} arrived without {error.args[0]}. Expected: all tensors of a {format.name} layer together. "
                 f"Given: {', '.join(sorted(tensors))}."
             ) from None
@@ -144,14 +144,14 @@ class Loader:
         """Consume the stream; the sampler's weights are whole only when this returns.
 
         Raises:
-            ValueError: for a tensor that is unknown, comes twice, has the wrong shape, or is missing.
+            RefusedError: for a tensor that is unknown, comes twice, has the wrong shape, or is missing.
         """
         for name, tensor in tensors:
             self._take(name, tensor)
         self._close()
         missing = sorted(self.modules.expected - set(self.layers))
         if missing:
-            raise ValueError(
+            raise RefusedError(
                 f"The publish is incomplete: {len(missing)} of {len(self.modules.expected)} tensors are missing. "
                 f"Expected: {', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}. "
                 "The sampler is unusable until a whole publish arrives."
@@ -163,7 +163,7 @@ class Loader:
 
     def _take(self, name: str, tensor: Tensor) -> None:
         if name in self._names:
-            raise ValueError(f"{name} was published twice in one stream. Send every tensor once.")
+            raise RefusedError(f"{name} was published twice in one stream. Send every tensor once.")
         self._names[name] = None
         self.bytes += tensor.numel() * tensor.element_size()
         layer, _, suffix = name.rpartition(".")
@@ -177,12 +177,12 @@ class Loader:
             self._open = (layer, self._open[1])
             self._open[1][suffix] = tensor
         elif not any(name in names for names in modules.aliases.values()):
-            raise ValueError(f"The sampler has no tensor named {name}. {nearest(name, sorted(modules.expected))}")
+            raise RefusedError(f"The sampler has no tensor named {name}. {nearest(name, sorted(modules.expected))}")
 
     def _plain(self, name: str, tensor: Tensor) -> None:
         shape = self.modules.shapes.get(name)
         if shape is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} does not fit. Expected: shape {shape}. Given: {tuple(tensor.shape)}.")
+            raise RefusedError(f"{name} does not fit. Expected: shape {shape}. Given: {tuple(tensor.shape)}.")
         given = tensor.detach()
         tensor = given.to(device=self.modules.device, dtype=self.dtype if given.is_floating_point() else None)
         if tensor.untyped_storage().data_ptr() in self.owned:

@@ -83,6 +83,22 @@ class PublishError(RuntimeError):
         return (PublishError, (self.faults, self.version))
 
 
+class RefusedError(PublishError, ValueError):
+    """A publish that one side refused before it could be compared, in that side's own words.
+
+    Args:
+        message: what is wrong, what was expected and given, and what to do.
+        version: of the publish, where it is known.
+    """
+
+    def __init__(self, message: str, version: int = -1) -> None:
+        RuntimeError.__init__(self, message)
+        self.faults, self.version = [], version
+
+    def __reduce__(self) -> tuple:
+        return (RefusedError, (str(self), self.version))
+
+
 class Ledger:
     """One side's record of a publish.
 

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.precision.fp8_support import tell_emulated
 from lit_qrl.rollout.adapter import EmbeddedAdapter
 from lit_qrl.rollout.cache import SlotCache
 from lit_qrl.rollout.decode import Decoder, Drawn, Piece, plan
 from lit_qrl.rollout.engine import EnginePolicy, Progress, RolloutEngine
 from lit_qrl.rollout.loading import Loader, Modules, skeleton
 from lit_qrl.rollout.network import SamplerHead, check_positions
-from lit_qrl.rollout.receipt import ReceivedLedger
+from lit_qrl.rollout.receipt import ReceivedLedger, RefusedError
 from lit_qrl.rollout.sampling import check_sampling
 from lit_qrl.types import Completion, PublishReport, SamplingParams
 
@@ -36,7 +37,8 @@ class TransformersEngine(RolloutEngine):
     """Decodes with the Hugging Face modules themselves; needs nothing beyond the base install.
 
     The sampler has modules of its own. Weights that are published as they are (no format, no noise) are not copied:
-    the sampler then holds the learner's very tensors, so that there is one copy in memory.
+    the sampler then holds the learner's very tensors, so that there is one copy in memory. A format whose GEMM the
+    device lacks is emulated, with the same numbers at the speed of fp32.
 
     Args:
         max_batch: sequences decoded at once; None takes what the cache's memory allows.
@@ -108,6 +110,7 @@ class TransformersEngine(RolloutEngine):
         if self._modules is None:
             raise RuntimeError("The engine is not set up: call setup(policy, tokenizer, sampling) first.")
         start = time.perf_counter()
+        tell_emulated(type(self).__name__, format, self._modules.device)
         self._whole = False
         if self._adapter is not None:
             self._adapter.remove()
@@ -146,7 +149,7 @@ class TransformersEngine(RolloutEngine):
         assert modules is not None
         for name, tensor in tensors:
             if modules.shapes.get(name) != tuple(tensor.shape) or tensor.ndim != 1:
-                raise ValueError(
+                raise RefusedError(
                     f"{name} is not a norm of the sampler. Expected: the name and shape of a norm's weight."
                 )
             held = network.get_parameter(name)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout import vllm_compat as compat
-from lit_qrl.rollout.receipt import Fault, PublishError, ReceivedLedger
+from lit_qrl.rollout.receipt import Fault, PublishError, ReceivedLedger, RefusedError
 from lit_qrl.rollout.vllm_weights import LiveModel
 
 ADAPTER_ID = 1
@@ -97,7 +97,7 @@ class LiveAdapter:
 
         Raises:
             PublishError: when one of a layer's two factors is missing; the old adapter stays.
-            ValueError: for a tensor that is no factor of a layer that the engine adapts.
+            RefusedError: for a tensor that is no factor of a layer that the engine adapts.
         """
         given: dict[str, Tensor] = {}
         for name, tensor in tensors:
@@ -127,7 +127,7 @@ class LiveAdapter:
         place = self.live.locate_layer(layer)
         wrapper = None if place is None else manager.modules.get(place.module_name)
         if place is None or wrapper is None:
-            raise ValueError(
+            raise RefusedError(
                 f"The engine adapts no layer {layer}. Expected: one of the model's linear layers. "
                 f"Restrict lora.target_modules to those, or set publisher.lora to merged."
             )

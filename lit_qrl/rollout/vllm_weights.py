@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lit_qrl.rollout import vllm_compat as compat
 from lit_qrl.rollout import vllm_direct as direct
 from lit_qrl.rollout.checksum import Checksums
-from lit_qrl.rollout.receipt import Fault, PublishError, ReceivedLedger
+from lit_qrl.rollout.receipt import Fault, PublishError, ReceivedLedger, RefusedError
 from lit_qrl.rollout.vllm_places import DESCRIPTIVE, Place, loaded_format, tensors_of
 
 # A wider parameter holds these exactly, so that casting back loses nothing.
@@ -281,13 +281,13 @@ class LiveModel:
         """Overwrite plain parameters in place (norms); their memory stays, as captured CUDA graphs need.
 
         Raises:
-            ValueError: for a name that is not a plain parameter of that shape.
+            RefusedError: for a name that is not a plain parameter of that shape.
         """
         for name, tensor in tensors:
             place = self.locate(name)
             live = None if place is None else getattr(place.module, place.attribute, None)
             if place is None or live is None or hasattr(place.module, "quant_method") or live.shape != tensor.shape:
-                raise ValueError(
+                raise RefusedError(
                     f"{name} cannot be replaced in place. Expected: a norm of the engine's model, in its shape. "
                     f"Given: {tuple(tensor.shape)}. Send all other weights through load_weights."
                 )

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.precision import QATAligned, UnifiedFP8, formats
-from lit_qrl.precision.formats import fused
+from lit_qrl.precision import QATAligned, UnifiedFP8, formats, fused_blocks
+from lit_qrl.precision.formats import fused, gemm
 from lit_qrl.precision.fused_blocks import FusedGatedMLP, FusedRMSNorm, fuse_plain
 from lit_qrl.precision.unified_fp8 import UnifiedLinear
 
@@ -68,7 +68,7 @@ def kernels(monkeypatch):
     )  # fmt: skip
     monkeypatch.setitem(__import__("sys").modules, "lit_qrl.precision.formats.tiles_triton", module)
     monkeypatch.setattr(formats, "tiles_triton", module, raising=False)
-    monkeypatch.setattr(fused_blocks, "_fusible", lambda x, *others: not x.is_inference())
+    monkeypatch.setattr(fused_blocks, "_fusible", lambda codes, x, *others: not x.is_inference())
     return calls
 
 
@@ -267,3 +267,14 @@ def test_plain_blocks_stand_under_an_adapter_and_over_weights_that_are_drawn_lat
     assert len(norms) == 5
     assert all(torch.equal(norm.weight, torch.ones_like(norm.weight)) for norm in norms)
     assert sum(isinstance(part, FusedGatedMLP) for part in policy.network.modules()) == 2
+
+
+@pytest.mark.parametrize(
+    ("capability", "codes", "fuses"), [((8, 0), True, False), ((8, 0), False, True), ((8, 9), True, True)]
+)
+def test_blocks_keep_codes_only_on_a_gpu_that_knows_fp8(capability, codes, fuses, monkeypatch):
+    monkeypatch.setattr(gemm, "capability", lambda index: capability)
+    monkeypatch.setattr(fused, "triton_installed", lambda: True)
+    device, shape = torch.device("cuda", 0), (4, 128)
+    x = SimpleNamespace(device=device, dtype=torch.bfloat16, shape=shape, is_inference=lambda: False)
+    assert fused_blocks._fusible(codes, x, x) is fuses

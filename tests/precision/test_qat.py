@@ -8,7 +8,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.precision import formats
 from lit_qrl.precision.base import StepClock
 from lit_qrl.precision.export import export_tensors
-from lit_qrl.precision.qat import AlignedLinear, QATAligned, require_fp8
+from lit_qrl.precision.qat import AlignedLinear, QATAligned
 
 from .toy import HIDDEN, LINEARS, Module, Policy, batches, fit, network, resumed_equals_uninterrupted, trainer
 
@@ -237,17 +237,3 @@ def test_the_network_itself_may_be_converted():
     model = network()
     plugin("fp8_row").convert_module(model)
     assert isinstance(model.model.layers[0].mlp.up_proj, AlignedLinear)
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
-def test_fp8_on_a_gpu_without_it_is_refused_with_its_name(capability, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
-    cuda = torch.device("cuda", 0)
-    require_fp8(formats.get("fp8_row"), torch.device("cpu"))
-    require_fp8(formats.get("int8_channel"), cuda)
-    if capability < (8, 9):
-        with pytest.raises(ConfigError, match=r"fp8_row.*8\.9 or newer.*A GPU \(8\.0\).*int8_channel.*emulate"):
-            require_fp8(formats.get("fp8_row"), cuda)
-    else:
-        require_fp8(formats.get("fp8_row"), cuda)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_qrl.precision.formats import activations
-from lit_qrl.precision.formats.numerics import E4M3_MAX
+from lit_qrl.precision.formats import activations, gemm
+from lit_qrl.precision.formats.numerics import E4M3, E4M3_MAX
 
 BLOCK = 128
 TILES = "tiles"
@@ -26,6 +26,11 @@ def triton_installed() -> bool:
 def available(x: Tensor) -> bool:
     """Return True when the fused kernels can run on `x`."""
     return x.device.type == "cuda" and triton_installed()
+
+
+def available_for_e4m3(x: Tensor) -> bool:
+    """Return True when the fused kernels that read or write E4M3 can run on `x`."""
+    return available(x) and gemm.has_fp8(x.device)
 
 
 Tile = tuple[Tensor, Tensor]
@@ -86,7 +91,7 @@ def e4m3_tiles(
         rows: make (codes "m k", scales "m k/128").
         columns: make (codes "k m", scales "k m/128"), m padded with zeros to a multiple of 128.
     """
-    if available(x):
+    if available_for_e4m3(x):
         from lit_qrl.precision.formats import tiles_triton
 
         return tiles_triton.tiles(x, rows, columns)[1:]
@@ -99,7 +104,7 @@ def e4m3_tiles(
 
 def e4m3_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes "m k" and scales "m 1" of `x` ("m k") as E4M3 with a scale per row."""
-    if available(x):
+    if available_for_e4m3(x):
         from lit_qrl.precision.formats import fused_triton
 
         return fused_triton.e4m3_tokens(x)
@@ -115,7 +120,7 @@ def e4m3_whole(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return codes and scales of `FP8Block.quantize` from one kernel, or None where there is none."""
-    if not available(weight):
+    if not available_for_e4m3(weight):
         return None
     from lit_qrl.precision.formats import fused_triton
 
@@ -145,7 +150,7 @@ def fp4_values(
     codes: Tensor, scales: Tensor, block: int, dtype: torch.dtype, divisor: Tensor | None = None
 ) -> Tensor | None:
     """Return the weight of `NVFP4.dequantize` or `MXFP4.dequantize` from one kernel, or None where there is none."""
-    if not available(codes):
+    if not (available_for_e4m3(codes) if scales.dtype == E4M3 else available(codes)):
         return None
     from lit_qrl.precision.formats import values_triton
 

@@ -20,15 +20,19 @@ _INT_MM_ROWS = 32
 
 
 @lru_cache
-def _capability(index: int | None) -> tuple[int, int]:
+def capability(index: int | None) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device; None is the current one."""
     return torch.cuda.get_device_capability(index)
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Return True for a GPU that knows E4M3 (compute capability 8.9+): below, Triton has no such numbers either."""
+    return device.type == "cuda" and capability(device.index) >= (8, 9)
+
+
 def fp8_gemm(device: torch.device, shape: tuple[int, int]) -> bool:
-    """Return True when the device multiplies FP8 by FP8 (compute capability 8.9+) and the weight's shape fits."""
-    if device.type != "cuda" or not hasattr(F, "scaled_mm"):
-        return False
-    return _capability(device.index) >= (8, 9) and all(size % _ALIGNMENT == 0 for size in shape)
+    """Return True when the device multiplies FP8 by FP8 and the weight's shape fits."""
+    return has_fp8(device) and hasattr(F, "scaled_mm") and all(size % _ALIGNMENT == 0 for size in shape)
 
 
 def fp8_block_gemm(device: torch.device, shape: tuple[int, int]) -> bool:
@@ -36,12 +40,12 @@ def fp8_block_gemm(device: torch.device, shape: tuple[int, int]) -> bool:
     if not fp8_gemm(device, shape) or any(size % BLOCK for size in shape):
         return False
     version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
-    return _capability(device.index) == (9, 0) and version >= (12, 9)
+    return capability(device.index) == (9, 0) and version >= (12, 9)
 
 
 def int8_gemm(device: torch.device, shape: tuple[int, int]) -> bool:
     """Return True when `torch._int_mm` runs on the device's tensor cores and the weight's shape fits."""
-    return device.type == "cuda" and _capability(device.index) >= (8, 0) and all(size % 8 == 0 for size in shape)
+    return device.type == "cuda" and capability(device.index) >= (8, 0) and all(size % 8 == 0 for size in shape)
 
 
 def scaled_mm(

@@ -57,7 +57,7 @@ class NVFP4(NumberFormat):
         """
         self.check("This weight", (weight.shape[0], weight.shape[1]))
         weight, shape = weight.detach(), (weight.shape[0], weight.shape[1])
-        if fused.available(weight) and weight.dtype != torch.float64:
+        if fused.available_for_e4m3(weight) and weight.dtype != torch.float64:
             from lit_qrl.precision.formats import fp4_triton
 
             whole = magnitude(weight) if shared_amax is None else shared_amax.to(weight.device, weight.dtype)

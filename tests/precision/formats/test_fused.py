@@ -1,7 +1,9 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from lit_qrl.precision.formats import activations, fused
+from lit_qrl.precision.formats import activations, fused, gemm
 
 
 @pytest.mark.parametrize("tokens", [1, 128, 150])
@@ -37,6 +39,19 @@ def test_without_a_gpu_there_is_no_kernel():
         assert fused.fp8_blocks(weight) is None
         assert fused.int4_groups(weight, 32) is None
         assert not fused.available(weight)
+
+
+@pytest.mark.parametrize(("capability", "known"), [((8, 0), False), ((8, 9), True)])
+def test_kernels_of_e4m3_need_a_gpu_that_knows_it(capability, known, monkeypatch):
+    monkeypatch.setattr(gemm, "capability", lambda index: capability)
+    monkeypatch.setattr(fused, "triton_installed", lambda: True)
+    weight = SimpleNamespace(device=torch.device("cuda", 0))
+    assert fused.available(weight)
+    assert fused.available_for_e4m3(weight) is known
+    if not known:  # Triton would not compile them
+        assert fused.fp8_blocks(weight) is None
+        scales = torch.ones(8, 2).to(torch.float8_e4m3fn)
+        assert fused.fp4_values(weight, scales, 16, torch.bfloat16) is None
 
 
 def test_tokens_and_whole():

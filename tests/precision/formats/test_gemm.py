@@ -11,7 +11,7 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 @pytest.fixture
 def device(monkeypatch):
     def pretend(capability, cuda="12.9"):
-        monkeypatch.setattr(gemm, "_capability", lambda index: capability)
+        monkeypatch.setattr(gemm, "capability", lambda index: capability)
         monkeypatch.setattr(torch.version, "cuda", cuda)
 
     return pretend
@@ -35,6 +35,13 @@ def test_which_gemm_a_device_has_for_a_shape(device, capability, shape, fp8, blo
     found = gemm.fp8_gemm(CUDA, shape), gemm.fp8_block_gemm(CUDA, shape), gemm.int8_gemm(CUDA, shape)
     assert found == (fp8, blocks, int8)
     assert not any(has(CPU, shape) for has in (gemm.fp8_gemm, gemm.fp8_block_gemm, gemm.int8_gemm))
+
+
+@pytest.mark.parametrize(("capability", "known"), [((7, 5), False), ((8, 6), False), ((8, 9), True), ((12, 0), True)])
+def test_which_gpus_know_fp8(device, capability, known):
+    device(capability)
+    assert gemm.has_fp8(CUDA) is known
+    assert not gemm.has_fp8(CPU)
 
 
 @pytest.mark.parametrize(("cuda", "expected"), [("12.8", False), ("12.9", True), ("13.0", True), (None, False)])

@@ -138,3 +138,19 @@ def test_silu_of_every_number_is_the_module_s(dtype):
     assert torch.equal(made.isnan(), expected.isnan())
     finite = ~expected.isnan()
     assert torch.equal(bits(made[finite]), bits(expected[finite]))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("rows", "columns", "codes"), [(False, False, 0), (True, False, 1), (True, True, 2)])
+def test_only_codes_that_are_made_are_e4m3(rows, columns, codes, monkeypatch):
+    from lit_qrl.precision.formats import tiles_triton
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *given, **options: launched.extend(given)
+
+    launched = []
+    monkeypatch.setattr(tiles_triton, "_tiles_kernel", Kernel())
+    tiles_triton.tiles(torch.randn(4, 128), rows, columns, tiles_triton.GATED, torch.randn(4, 128))
+    kinds = [given.dtype for given in launched if isinstance(given, torch.Tensor)]
+    assert kinds.count(torch.float8_e4m3fn) == codes  # Triton knows none below compute capability 8.9
