@@ -7,7 +7,8 @@ downloaded. Each format has a process of its own, so that one that fails or hang
 the sections lora and sleep, the latter one for each level: vLLM's sleeping allocator serves one engine. A section that
 fails leaves the others' figures. Sections:
 
-verify   three publishes with every check on: ledgers, columns through the GEMM, read-back, probe (small shapes only)
+verify   the first publish and three more with every check on: ledgers, columns through the GEMM, read-back, and (small
+         shapes only) the probe between them
 speed    tokens/s at each batch size, against `LLM.generate` on the same object with the same log-prob settings: in
          turns after a warm-up of the same shape, the best run of each counts
 grpo     the same for 64 prompts × 8 completions of uneven length, up to 1024 tokens
