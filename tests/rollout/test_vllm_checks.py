@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.precision import formats
+from lit_qrl.precision.formats import gemm
 from lit_qrl.rollout import vllm_checks
 from lit_qrl.rollout.vllm import VLLMEngine
 from lit_qrl.types import SamplingParams
@@ -67,6 +68,7 @@ def test_four_bits_under_eight_bit_activations_need_a_gpu(monkeypatch):
 
 def test_a_head_in_blocks_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gemm, "capability", lambda index: (9, 0))
     vllm_checks.check_format(formats.get("fp8_row"), head=True)
     vllm_checks.check_format(formats.get("fp8_block"))
     with pytest.raises(
