@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.precision.formats import gemm
 from lit_qrl.precision.fp8_support import require_fp8
 from lit_qrl.precision.surgery import fused_groups, quantizable_linears
 from lit_qrl.rollout.vllm_compat import LORA_RANKS
@@ -67,12 +68,26 @@ def check_format(format: "NumberFormat | None", head: bool = False) -> None:
             expected="int4_group.activations: null",
             remedy="Leave the activations alone, or use TransformersEngine.",
         )
+    if device == "CUDA" and format is not None and format.name == "int4_group":
+        check_int4_activations(getattr(format, "activations", None))
     if head and format is not None and format.name not in head_formats:
         raise ConfigError(
             f"vLLM does not load an output head in {format.name}.",
             expected=", ".join(sorted(head_formats & known)),
             given="publisher.quantize_head: true",
             remedy="Choose one of these, leave the head as it is, or use TransformersEngine.",
+        )
+
+
+def check_int4_activations(activations: str | None) -> None:
+    """Raise `ConfigError` for 4-bit weights under FP8 activations on a GPU other than those vLLM's kernel is for."""
+    capability = gemm.capability(None)
+    if activations == "fp8" and capability != (9, 0):
+        raise ConfigError(
+            "VLLMEngine multiplies 4-bit weights by FP8 activations, for which vLLM has no kernel on this GPU.",
+            expected="compute capability 9.0",
+            given=f"{torch.cuda.get_device_name()} ({'.'.join(map(str, capability))})",
+            remedy="Set int4_group.activations to null, or use TransformersEngine, which emulates it.",
         )
 
 

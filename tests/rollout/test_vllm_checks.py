@@ -63,7 +63,28 @@ def test_four_bits_under_eight_bit_activations_need_a_gpu(monkeypatch):
     with pytest.raises(ConfigError, match="4-bit weights under 8-bit activations"):
         vllm_checks.check_format(mixed)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gemm, "capability", lambda index: (9, 0))
     vllm_checks.check_format(mixed)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0)])
+def test_four_bits_under_fp8_activations_need_the_gpu_of_vllm_s_kernel(capability, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "Some GPU")
+    monkeypatch.setattr(gemm, "capability", lambda index: capability)
+    given = rf"Given: Some GPU \({capability[0]}\.{capability[1]}\)\."
+    with pytest.raises(
+        ConfigError, match=rf"4-bit weights by FP8.*compute capability 9\.0\. {given}.*TransformersEngine"
+    ):
+        vllm_checks.check_format(formats.get("int4_group", activations="fp8"))
+    vllm_checks.check_format(formats.get("int4_group"))
+
+
+@pytest.mark.vllm
+def test_the_kernel_s_own_bound_is_the_one_that_is_checked():
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A8Fp8
+
+    assert CompressedTensorsW4A8Fp8.get_min_capability() == 90
 
 
 def test_a_head_in_blocks_is_refused(monkeypatch):
