@@ -226,9 +226,10 @@ def network_of(module: nn.Module) -> nn.Module:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return the device that the Trainer of a LightningModule puts it on, the CPU without a Trainer."""
+    """Return the device that the Trainer of a LightningModule puts it on; without a Trainer, where it is."""
     strategy = getattr(getattr(module, "_trainer", None), "strategy", None)
-    return getattr(strategy, "root_device", torch.device("cpu"))
+    here = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    return getattr(strategy, "root_device", here)
 
 
 PLUGIN_EXCLUDE = "Exclude them with the plugin's `exclude` globs"

@@ -188,23 +188,35 @@ def _padded(scale: Tensor) -> Tensor:
     return F.pad(scale.float(), (0, -scale.shape[1] % 4), value=1.0).contiguous()
 
 
-def backend(name: str, fused: bool = False) -> Backend:
-    """Return the backend of that name; `auto` takes the fastest that this host can run.
+def backend(name: str, fused: bool = False, device: torch.device | None = None) -> Backend:
+    """Return the backend of that name; `auto` takes the fastest that the device can run.
 
     Args:
         name: `te`, `torch`, `emulate`, or `auto`.
         fused: whether quantizers are to be fused with what comes before, which makes torch the fastest.
+        device: where the learner is; None is this host's GPU.
 
     Raises:
         ConfigError: for an unknown name, a GPU without block-scaled FP8, or Transformer Engine missing or too old.
     """
     known = {"emulate": Emulated, "torch": Torch, "te": TransformerEngine}
     if name == "auto":
-        usable = _block_gemm_missing() is None
+        usable = _block_gemm_missing(device) is None
         name = ("te" if not fused and _te_missing() is None else "torch") if usable else "emulate"
     if name not in known:
         raise ConfigError("There is no such FP8 backend.", expected="auto, te, torch or emulate", given=name)
-    missing = None if name == "emulate" else _block_gemm_missing()
+    require(name, device)
+    return known[name]()
+
+
+def require(name: str, device: torch.device | None = None) -> None:
+    """Raise `ConfigError` for a backend that cannot run on the device.
+
+    Args:
+        name: `te`, `torch` or `emulate`.
+        device: where the learner is; None is this host's GPU.
+    """
+    missing = None if name == "emulate" else _block_gemm_missing(device)
     if missing is None and name == "te":
         missing = _te_missing()
     if missing is not None:
@@ -212,14 +224,15 @@ def backend(name: str, fused: bool = False) -> Backend:
             f"The FP8 backend {name} cannot run here: {missing}",
             remedy="Set backend to emulate for the same numbers at fp32 speed, or use another plugin.",
         )
-    return known[name]()
 
 
-def _block_gemm_missing() -> str | None:
-    """Return why block-scaled FP8 GEMMs cannot run on this host, or None."""
+def _block_gemm_missing(device: torch.device | None) -> str | None:
+    """Return why block-scaled FP8 GEMMs cannot run on the device, None for this host's GPU, or None."""
     if not torch.cuda.is_available():
         return "there is no CUDA device."
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = device or torch.device("cuda", torch.cuda.current_device())
+    if device.type != "cuda":
+        return f"the learner is on the device {device.type}."
     if gemm.fp8_block_gemm(device, (BLOCK, BLOCK)):
         return None
     capability = ".".join(map(str, gemm.capability(device.index)))

@@ -84,14 +84,15 @@ class UnifiedFP8(QuantizedPrecision):
 
     Args:
         backend: `te` (Transformer Engine's kernels), `torch` (scaled_mm), `emulate` (any device), or `auto`, which
-            emulates where neither can run, and warns of it on a GPU.
+            chooses for the Trainer's device, emulates where neither can run, and warns of it on a GPU.
         exclude: globs over names of linear layers that stay as they are, beside embeddings, output and routers.
         autocast: run the other operations in bf16 over fp32 master weights; `none` leaves each in its own dtype.
         fuse: quantize in the kernel of the norm or activation before a layer. `auto` does so with the backend torch,
             where the kernels run and the decoder's blocks are known. Unless it is false, `backend: auto` takes torch.
 
     Raises:
-        ConfigError: for a backend that this host cannot run, or `fuse` with Transformer Engine's own quantizers.
+        ConfigError: for a backend that this host, or the Trainer's device, cannot run, or `fuse` with Transformer
+            Engine's own quantizers.
     """
 
     layer_class = UnifiedLinear
@@ -104,24 +105,32 @@ class UnifiedFP8(QuantizedPrecision):
         fuse: Fuse = "auto",
     ) -> None:
         super().__init__(FP8Block(), exclude, autocast)
-        self.backend = block_fp8.backend(backend, fused=bool(fuse))
         self._asked = backend
+        # `auto` waits for the device.
+        self.backend = None if backend == "auto" else block_fp8.backend(backend)
         self.fuse: Fuse = fuse
-        if fuse is True and self.backend.name == "te":
+        if fuse is True and backend == "te":
             raise ConfigError(
                 "The backend te quantizes with its own kernels, which are not fused with what comes before.",
                 given="fuse: true",
                 remedy="Set backend to torch, or fuse to false.",
             )
-        if backend == "auto":
-            log.info("UnifiedFP8 takes the backend %s.", self.backend.name)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
+        device = device_of(module)
+        if self._asked == "auto":
+            chosen, before = block_fp8.backend("auto", fused=bool(self.fuse), device=device), self.backend
+            if before is None or before.name != chosen.name:
+                log.info("UnifiedFP8 takes the backend %s.", chosen.name)
+            self.backend = chosen
+        else:
+            block_fp8.require(self._asked, device)
+        assert self.backend is not None
         if self.backend.name != "emulate":
             self._check_shapes(quantizable_linears(network_of(module), self.exclude))
         elif self._asked == "auto":
-            tell_emulated("UnifiedFP8", self.format, device_of(module))
+            tell_emulated("UnifiedFP8", self.format, device)
         super().convert_module(module)
         for layer in self.layers(module).values():
             assert isinstance(layer, UnifiedLinear)

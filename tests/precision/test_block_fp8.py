@@ -19,7 +19,7 @@ def test_a_backend_that_cannot_run_here_is_refused_at_once(name, monkeypatch):
 
 
 def test_a_missing_transformer_engine_is_named(monkeypatch):
-    monkeypatch.setattr(block_fp8, "_block_gemm_missing", lambda: None)
+    monkeypatch.setattr(block_fp8, "_block_gemm_missing", lambda device: None)
     monkeypatch.setattr(block_fp8, "TE_REQUIREMENT", "transformer_engine_that_is_not_there>=2.10")
     with pytest.raises(ConfigError, match="transformer_engine_that_is_not_there"):
         UnifiedFP8(backend="te")

@@ -200,14 +200,16 @@ def test_blocks_are_fused_by_themselves_where_the_kernels_run(monkeypatch):
     # blocks that are not known stay as they are, and nothing is refused
     assert fused_parts(QATAligned("fp8_block"), nn.Sequential(nn.Linear(128, 128))) == 0
     assert fused_parts(UnifiedFP8("emulate"), wide()) == 0
-    monkeypatch.setattr(block_fp8, "_block_gemm_missing", lambda: None)
+    monkeypatch.setattr(block_fp8, "_block_gemm_missing", lambda device: None)
     monkeypatch.setattr(block_fp8, "_te_missing", lambda: None)
     plugin = UnifiedFP8()
-    assert plugin.backend.name == "torch"
     assert fused_parts(plugin, wide(head_dim=128)) == 6
+    assert plugin.backend.name == "torch"
     assert fused_parts(UnifiedFP8("torch", fuse=False), wide(head_dim=128)) == 0
     monkeypatch.setattr(block_fp8, "TransformerEngine", block_fp8.Emulated)
-    assert isinstance(UnifiedFP8(fuse=False).backend, block_fp8.Emulated)
+    plugin = UnifiedFP8(fuse=False)
+    plugin.convert_module(wide(head_dim=128))
+    assert type(plugin.backend) is block_fp8.Emulated
 
 
 def counted(kernels):

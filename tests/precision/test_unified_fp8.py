@@ -6,9 +6,9 @@ from torch import nn
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.precision import block_fp8
-from lit_qrl.precision.base import StepClock
+from lit_qrl.precision.base import StepClock, device_of
 from lit_qrl.precision.export import export_tensors
-from lit_qrl.precision.formats import FP8Block
+from lit_qrl.precision.formats import FP8Block, gemm
 from lit_qrl.precision.unified_fp8 import UnifiedFP8, UnifiedLinear
 
 from .formats.oracle import rounded_blocks, rounded_groups
@@ -175,3 +175,20 @@ def test_a_plain_checkpoint_fits(tmp_path):
     module = Module(Policy())
     trainer(tmp_path, plugin(), epochs=2).fit(module, batches(), ckpt_path=tmp_path / "plain.ckpt")
     assert len(module.losses) == 4
+
+
+def test_auto_chooses_for_the_trainer_s_device_and_not_for_the_host_s(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(gemm, "fp8_block_gemm", lambda device, shape: device.type == "cuda")
+    monkeypatch.setattr(block_fp8, "_te_missing", lambda: "no Transformer Engine")
+    assert block_fp8.backend("auto").name == "torch"
+    plugins = [UnifiedFP8(), UnifiedFP8("torch")]
+    module, on_cpu = Module(Policy()), trainer(tmp_path, None)
+    module.policy.configure()
+    module.trainer = on_cpu
+    assert device_of(module) == torch.device("cpu")
+    plugins[0].convert_module(module)
+    assert plugins[0].backend.name == "emulate"
+    with pytest.raises(ConfigError, match=r"backend torch cannot run here: the learner is on the device cpu.*emulate"):
+        plugins[1].convert_module(module)
