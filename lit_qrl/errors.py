@@ -43,6 +43,10 @@ def _rebuild(cls: type[ConfigError], what: str, expected: object, given: object,
     return cls(what, expected=expected, given=given, remedy=remedy)
 
 
+class IncompleteError(ValueError):
+    """A stream of weights that lacks some of those that it must have; `fit` ends as after a publish that failed."""
+
+
 class StoppedError(RuntimeError):
     """A run whose configuration may be right and that could not go on; `lit-qrl` prints it and exits with status 70."""
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lit_qrl.callbacks.checkpoint import last_checkpoint
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, IncompleteError
 from lit_qrl.precision.formats.numerics import NONFINITE_REMEDY
 from lit_qrl.rollout.receipt import PublishError, RefusedError
 
@@ -31,7 +31,7 @@ def made_by_training(error: ConfigError, steps: int) -> bool:
     return error.remedy == NONFINITE_REMEDY and steps > 0
 
 
-def paragraph(error: PublishError | ConfigError, run_folder: str | Path) -> str:
+def paragraph(error: PublishError | ConfigError | IncompleteError, run_folder: str | Path) -> str:
     """Return what is wrong with a publish, where the run left its diary and its report, and what to do.
 
     Args:
@@ -44,7 +44,7 @@ def paragraph(error: PublishError | ConfigError, run_folder: str | Path) -> str:
     """
     if isinstance(error, ConfigError):
         return f"The run was stopped. {error} {_where(run_folder, not_finite=True)}"
-    if isinstance(error, RefusedError):
+    if isinstance(error, (RefusedError, IncompleteError)):
         return f"The run was stopped by a publish that was refused. {error} {REFUSED_REMEDY} {_where(run_folder)}"
     which = f"publish {error.version}" if error.version >= 0 else "the publish before the first iteration"
     faults, kinds = [str(fault) for fault in error.faults], {fault.kind for fault in error.faults}

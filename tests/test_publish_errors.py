@@ -2,7 +2,7 @@ import pickle
 
 import pytest
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, IncompleteError
 from lit_qrl.publish_errors import ENGINE_REMEDY, NONFINITE_REMEDY, PROBE_REMEDY, SHOWN, made_by_training, paragraph
 from lit_qrl.rollout.receipt import Fault, PublishError, RefusedError
 
@@ -66,5 +66,9 @@ def test_a_refusal_keeps_its_own_words(tmp_path):
     assert f"refused. {error} " in text
     assert "on_publish" in text
     assert isinstance(error, ValueError)
+    incomplete = IncompleteError("The stream of weights is incomplete.")
+    assert "by a publish that was refused. The stream of weights is incomplete. What is sent" in paragraph(
+        incomplete, tmp_path
+    )
     copied = pickle.loads(pickle.dumps(error))
     assert (type(copied), str(copied), copied.version, copied.faults) == (RefusedError, str(error), 2, [])

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, IncompleteError
 from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.precision.formats.dense import Dense
 from lit_qrl.precision.formats.numerics import (
@@ -46,7 +46,7 @@ def export_tensors(
     Raises:
         ConfigError: for a tensor with NaN or inf, or a shape that does not fit. On an accelerator a NaN shows at the
             end of the stream, so that the host waits for the device once.
-        ValueError: for a fused layer with a part missing.
+        IncompleteError: for a fused layer with a part missing.
     """
     if isinstance(format, Dense):
         dtype = dtype or format.dtype
@@ -69,7 +69,7 @@ def export_tensors(
     missing = sorted(chosen - seen)
     if missing:
         held = f", while {', '.join(sorted(waiting))} waited for them" if waiting else ""
-        raise ValueError(
+        raise IncompleteError(
             f"The stream of weights is incomplete. Expected: a weight for {', '.join(missing)}. "
             f"Given: none{held}. Send every layer of the model in one publish."
         )

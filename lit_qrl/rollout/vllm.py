@@ -18,6 +18,7 @@ from lit_qrl.rollout import vllm_requests as requests
 from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, Progress, RolloutEngine
 from lit_qrl.rollout.receipt import PublishError, ReceivedLedger
 from lit_qrl.rollout.vllm_adapter import LiveAdapter, adapted_layers, check_adapter
+from lit_qrl.rollout.vllm_blame import Sender, blamed
 from lit_qrl.rollout.vllm_checks import (
     automatic_dtype,
     check_arguments,
@@ -116,7 +117,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
         self._folder: Path | None = None
         self._owns_process_group = False
         self._usable = self._poisoned = self._asleep = self.lent = False
-        self._started = self._sender_failed = False
+        self._started = False
 
     # -------------------------------------------------------------------------------------------------------- set-up
 
@@ -206,7 +207,8 @@ class VLLMEngine(LendsWeights, RolloutEngine):
         """Replace all weights; the report's `received` says what the engine's modules hold.
 
         Raises:
-            PublishError: when a layer came only in part. The engine then refuses to generate until a publish succeeds.
+            PublishError: when a layer came only in part, or vLLM's loader refuses a tensor. The engine then refuses to
+                generate until a publish succeeds.
             ValueError: for another format than the engine was built for.
         """
         start = time.perf_counter()
@@ -250,14 +252,11 @@ class VLLMEngine(LendsWeights, RolloutEngine):
         ledger = ReceivedLedger(version)
         self._usable = False
         try:
-            load(self._from_sender(tensors), ledger)
+            with blamed(Sender(tensors), version) as stream:
+                load(stream, ledger)
         except PublishError:
             self._reset_caches()
             raise
-        except (RuntimeError, MemoryError) as error:
-            if self._sender_failed:
-                raise
-            raise EngineDiedError(f"vLLM failed while loading: {type(error).__name__}: {error}") from error
         ledger.prefix_reset = self._reset_caches()
         receipts = ledger.receipts()
         self._usable = True
@@ -269,15 +268,6 @@ class VLLMEngine(LendsWeights, RolloutEngine):
             layers=dict.fromkeys(receipts, str(self.plain_dtype).removeprefix("torch.")),
             received=ledger,
         )
-
-    def _from_sender(self, tensors: Tensors) -> Tensors:
-        """Yield the stream; what fails in it is not the engine's."""
-        self._sender_failed = False
-        try:
-            yield from tensors
-        except Exception:
-            self._sender_failed = True
-            raise
 
     def _reset_caches(self) -> bool:
         assert self.live is not None

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from lit_qrl.errors import IncompleteError
 from lit_qrl.precision import formats
 from lit_qrl.precision.export import export_tensors, shared_amax
 
@@ -109,7 +110,7 @@ def test_a_device_that_runs_ahead_is_asked_once_at_the_end(monkeypatch):
 
 def test_a_missing_part_is_named():
     without = ((name, tensor) for name, tensor in stream() if "layers.1.self_attn.v_proj.weight" not in name)
-    with pytest.raises(ValueError, match=r"a weight for model\.layers\.1\.self_attn\.v_proj.*qkv_proj waited"):
+    with pytest.raises(IncompleteError, match=r"a weight for model\.layers\.1\.self_attn\.v_proj.*qkv_proj waited"):
         list(export_tensors(without, formats.get("fp8_row"), LAYERS))
 
 
