@@ -7,7 +7,7 @@ from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
 from lit_qrl.callbacks.base import RLCallback
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.events import log_event
 from lit_qrl.functional.importance import log_ratio
 from lit_qrl.functional.mismatch import mismatch_metrics
@@ -28,7 +28,7 @@ def event(trainer: Trainer, kind: str, message: str, **fields: Any) -> None:
 def stop_run(
     trainer: Trainer, kind: str, message: str, *, save: bool = False, error: BaseException | None = None
 ) -> NoReturn:
-    """End the run by a `ConfigError` that names its last checkpoint; the report is made on the way out.
+    """End the run by a `StoppedError` that names its last checkpoint; the report is made on the way out.
 
     Args:
         trainer: the run's.
@@ -46,7 +46,7 @@ def stop_run(
     saved = last_checkpoint(trainer.default_root_dir)
     where = f"The last good checkpoint is {saved}." if saved else "No checkpoint had been written."
     event(trainer, "stopped", f"{message} {where}", cause=kind)
-    raise ConfigError(f"The run was stopped by the guard: {message}", remedy=where) from error
+    raise StoppedError(f"The run was stopped by the guard: {message} {where}") from error
 
 
 class Guard(RLCallback):

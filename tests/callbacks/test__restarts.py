@@ -5,7 +5,7 @@ import torch
 
 from lit_qrl.callbacks import RLCallback
 from lit_qrl.callbacks.publisher import WeightPublisher
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.events import read_jsonl
 from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.rollout.transformers import TransformersEngine
@@ -135,7 +135,7 @@ def test_deaths_are_counted_in_a_row(tmp_path):
 def test_after_the_last_restart_the_run_stops_and_goes_on_from_its_checkpoint(tmp_path, every, capsys):
     folder = tmp_path / "mortal"
     _, engine, before, run = mortal(folder, {"generate": [2, 3, 4]}, 4, report=True, checkpoint_every=every)
-    with pytest.raises(ConfigError, match=r"boom \(2 restarts did not help\).*checkpoint is .*last\.ckpt") as caught:
+    with pytest.raises(StoppedError, match=r"boom \(2 restarts did not help\).*checkpoint is .*last\.ckpt") as caught:
         run()
     assert isinstance(caught.value.__cause__, EngineDiedError)
     assert len(events(folder, "engine_died")) == 3
@@ -154,7 +154,7 @@ def test_after_the_last_restart_the_run_stops_and_goes_on_from_its_checkpoint(tm
 
 def test_no_restart_where_none_is_wanted(tmp_path):
     _, engine, _, run = mortal(tmp_path, {"generate": [0]}, publisher={"max_restarts": 0})
-    with pytest.raises(ConfigError, match="0 restarts did not help"):
+    with pytest.raises(StoppedError, match="0 restarts did not help"):
         run()
     assert engine.story.count("setup") == 1
     with pytest.raises(ConfigError, match="max_restarts is negative"):

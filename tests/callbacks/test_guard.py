@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lit_qrl.callbacks import Guard, RLCallback, TruncatedIS
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.rewards.constant import ConstantReward
 from lit_qrl.types import Correction
 from tests.run import DigitTask, build, fit, parameters_of
@@ -49,7 +49,7 @@ def test_a_token_without_a_finite_log_prob_leaves_the_loss(tmp_path):
 
 
 def test_too_many_of_them_stop_the_run_and_name_the_checkpoint(tmp_path):
-    with pytest.raises(ConfigError, match=r"non-finite log-prob"):
+    with pytest.raises(StoppedError, match=r"non-finite log-prob"):
         fit(tmp_path, callbacks=[Poison(8)], guard={"max_nonfinite_fraction": 0.0})
     assert events(tmp_path)[-1] == "stopped"
 
@@ -63,7 +63,7 @@ def test_a_bad_gradient_is_vetoed_and_the_next_step_taken(tmp_path):
 
 
 def test_patience_ends_a_run_that_does_not_recover(tmp_path):
-    with pytest.raises(ConfigError, match="gradient was not finite"):
+    with pytest.raises(StoppedError, match="gradient was not finite"):
         fit(tmp_path, callbacks=[PoisonGradient(9)], trainer={"max_epochs": 5}, guard={"patience": 2})
     assert events(tmp_path) == ["nonfinite_gradient", "nonfinite_gradient", "stopped"]
 
@@ -96,7 +96,7 @@ def test_kl_ceiling_takes_the_configured_action(tmp_path, action):
 
     options = {"callbacks": [Worse(), Shift()], "guard": {"kl_ceiling": 0.5, "action": action}}
     if action == "stop":
-        with pytest.raises(ConfigError, match="kl_ceiling"):
+        with pytest.raises(StoppedError, match="kl_ceiling"):
             fit(tmp_path, **options)
         return
     _, module, _ = fit(tmp_path, **options)

@@ -10,7 +10,7 @@ from peft import LoraConfig
 
 from lit_qrl.callbacks import AQNNoise, RLCallback
 from lit_qrl.cli import main
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import StoppedError
 from lit_qrl.events import read_jsonl
 from lit_qrl.precision import NVFP4LoRA
 from lit_qrl.rollout.receipt import PublishError
@@ -157,7 +157,7 @@ def test_an_engine_that_cannot_load_ends_the_run_with_a_checkpoint(tmp_path, mon
         load(live, tensors, ledger)
 
     monkeypatch.setattr(LiveModel, "load", failing)
-    with pytest.raises(ConfigError, match=r"the device is gone \(1 restarts did not help\).*last\.ckpt"):
+    with pytest.raises(StoppedError, match=r"the device is gone \(1 restarts did not help\).*last\.ckpt"):
         trainer.fit(module, datamodule=data)
     assert calls[0] == 3
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()
