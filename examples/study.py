@@ -303,8 +303,10 @@ def main(args: Sequence[str] | None = None) -> int:
             for job in jobs:
                 print(f"{job.state:<9} {job.arm} seed {job.seed}")
         elif asked.report:
-            finished = [job for job in jobs if job.state == "finished"]
-            print(write_report(study, [(job.arm, job.seed, Run(job.folder)) for job in finished], len(jobs), out))
+            states = [job.state for job in jobs]
+            finished = [job for job, state in zip(jobs, states, strict=True) if state == "finished"]
+            results = [(job.arm, job.seed, Run(job.folder)) for job in finished]
+            print(write_report(study, results, len(jobs), out, states.count("changed")))
         else:
             return 1 if run_all(jobs, asked.jobs) else 0
     except StudyError as error:

@@ -53,7 +53,7 @@ T_QUANTILES = (
 NORMAL_QUANTILES = (1.960, 0.842)
 
 
-def write_report(study: "Study", results: Sequence[Result], planned: int, out: Path) -> str:
+def write_report(study: "Study", results: Sequence[Result], planned: int, out: Path, changed: int = 0) -> str:
     """Write `table.md` and `figure.png` into `out` and return the table's text.
 
     Args:
@@ -61,8 +61,13 @@ def write_report(study: "Study", results: Sequence[Result], planned: int, out: P
         results: the finished runs.
         planned: how many runs there should be.
         out: folder to write into.
+        changed: runs of another configuration in the folders of these.
     """
     lines = [f"# {study.name}", "", f"{len(results)} of {planned} runs finished."]
+    if changed:
+        holds = "1 folder holds a run" if changed == 1 else f"{changed} folders hold runs"
+        given = "give the arguments after `--` that they were made with."
+        lines[-1] += f" {holds} of another configuration, which is not counted: {given}"
     lines += ["", *table(study, results), "", *verdict(study, results)]
     text = "\n".join(lines).rstrip() + "\n"
     out.mkdir(parents=True, exist_ok=True)

@@ -139,6 +139,20 @@ def test_a_run_of_another_configuration_is_refused(study, small, tmp_path):
         study.run_all([other])
 
 
+def test_a_report_counts_the_runs_of_another_configuration(study, small, tmp_path, capsys):
+    out, extra = tmp_path / "out", ["--trainer.max_epochs", "9"]
+    made = study.plan(small, out, seeds=[0], extra=extra)
+    for job in made:
+        fake_run(study, job, [0.5])
+    asked = [str(tmp_path / "small"), "--out", str(out), "--seeds", "0", "--report"]
+    assert study.main(asked) == 0
+    printed = capsys.readouterr().out
+    assert "0 of 3 runs finished. 3 folders hold runs of another configuration" in printed
+    assert "arguments after `--`" in printed
+    assert study.main([*asked, "--", *extra]) == 0
+    assert "3 of 3 runs finished.\n" in capsys.readouterr().out
+
+
 def test_a_failed_run_is_named_and_the_others_go_on(study, small, tmp_path, monkeypatch, capsys):
     jobs = study.plan(small, tmp_path / "out", seeds=[0])
     monkeypatch.setattr(study.sys, "executable", "false")
