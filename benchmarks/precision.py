@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 
@@ -232,8 +231,11 @@ def quantizer_table(args: argparse.Namespace) -> list[dict[str, Any]]:
 class Policy:
     """What NVFP4LoRA asks of a policy."""
 
-    def __init__(self, network: Any, lora: LoraConfig) -> None:
-        self.lora, self.model = lora, get_peft_model(network, lora)
+    def __init__(self, network: Any) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        self.lora = LoraConfig(r=32, lora_alpha=64, target_modules="all-linear")
+        self.model = get_peft_model(network, self.lora)
         self.network = self.model.get_base_model()
 
 
@@ -246,7 +248,7 @@ def lora_table(args: argparse.Namespace) -> list[dict[str, Any]]:
             torch.set_default_dtype(torch.bfloat16)
             network: Any = Qwen2ForCausalLM(config(args.shape or "32b", args.layers)).train()
             torch.set_default_dtype(torch.float32)
-        policy = Policy(network, LoraConfig(r=32, lora_alpha=64, target_modules="all-linear"))
+        policy = Policy(network)
         plugin = NVFP4LoRA(name)
         plugin.configure_policy(policy)
         free()
@@ -392,6 +394,8 @@ def main() -> None:
     parser.add_argument("--formats", nargs="*", default=None)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("every part needs a GPU, and torch finds none.")
     if args.formats is None:
         args.formats = (
             ["nvfp4"] if args.part == "lora" else ["int4_group", "nvfp4", "fp8_tensor", "fp8_row", "fp8_block"]

@@ -288,6 +288,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
+    if options.iterations is not None and options.iterations <= WARM_UP:
+        parser.error(f"--iterations must be more than {WARM_UP}: the first {WARM_UP} are not counted.")
     torch.set_num_threads(options.threads)
     quiet()
     results = {}

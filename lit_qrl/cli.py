@@ -1,7 +1,6 @@
 """The command `lit-qrl`: LightningCLI for training, and parsers of their own for the rest."""
 
 import importlib
-import logging
 import os
 import re
 import sys
@@ -31,9 +30,7 @@ COMMANDS = {
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `lit-qrl`; one paragraph and status 2 for a configuration that cannot work, 70 for a publish that failed."""
-    # At import, and of a kernel that only bitsandbytes' own 4-bit layers would use.
-    logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
+    """Run `lit-qrl`; one paragraph and status 2 for what cannot work as given, 70 for a run that could not go on."""
     args = list(sys.argv[1:] if args is None else args)
     word = args[0] if args else "--help"
     if word in ("-h", "--help"):
