@@ -47,7 +47,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--split", default="train", help="of a data set (default: train)")
     made.add_argument("--subset", help="configuration of a data set")
     made.add_argument("--chat", choices=["true", "false"], default="true", help="pose chat messages (default: true)")
-    made.add_argument("--formats", nargs="+", default=list(DEFAULT_FORMATS), metavar="FORMAT", help="default: all")
+    made.add_argument(
+        "--formats",
+        nargs="+",
+        default=list(DEFAULT_FORMATS),
+        metavar="FORMAT",
+        help=f"default: {' '.join(DEFAULT_FORMATS)}; also nf4, fp16, fp32",
+    )
     made.add_argument("--samples", type=int, default=32, metavar="N", help="prompts (default: 32)")
     made.add_argument("--completions", type=int, default=4, metavar="N", help="completions of each (default: 4)")
     made.add_argument("--max_prompt_tokens", type=int, default=512, metavar="N", help="longer ones are left out")
@@ -76,11 +82,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ConfigError("--out cannot be written.", expected="a file in a folder that exists", given=arguments.out)
 
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from lit_qrl.policy import CausalPolicy
     from lit_qrl.precision import formats
     from lit_qrl.rollout.network import check_positions
 
+    disable_progress_bar()
     chosen = [formats.get(name) for name in arguments.formats]
     rows = _rows(arguments)
     policy = CausalPolicy(arguments.model, dtype=arguments.dtype)

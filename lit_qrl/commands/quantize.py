@@ -116,12 +116,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     print(
         f"{arguments.output}: {len(report.layers)} linear layers in {format.name}, "
-        f"{report.bytes_before / 2**30:.2f} GiB -> {report.bytes_after / 2**30:.2f} GiB"
+        f"{_size(report.bytes_before)} -> {_size(report.bytes_after)}"
     )
     if report.found:
         print(f"AWQ: the layers' output error is {report.loss_ratio:.2f} of plain rounding's, mean over groups")
     if device.type == "cuda":
-        print(f"peak GPU memory: {torch.cuda.max_memory_allocated(device) / 2**30:.2f} GiB")
+        print(f"peak GPU memory: {_size(torch.cuda.max_memory_allocated(device))}")
+
+
+def _size(count: float) -> str:
+    """Return bytes in GiB, below a tenth of one in MiB."""
+    return f"{count / 2**30:.2f} GiB" if count >= 0.1 * 2**30 else f"{count / 2**20:.2f} MiB"
 
 
 def _device(name: str) -> Any:

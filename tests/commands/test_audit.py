@@ -1,9 +1,11 @@
 import json
 
 import pytest
+from transformers.utils.logging import enable_progress_bar
 
-from lit_qrl.commands.audit import main
+from lit_qrl.commands.audit import main, parser
 from lit_qrl.errors import ConfigError
+from lit_qrl.precision import formats
 from tests.run import model_folder
 
 
@@ -54,3 +56,17 @@ def test_the_same_seed_measures_the_same(arguments, tmp_path):
 def test_what_cannot_be_measured(more, message, arguments):
     with pytest.raises(ConfigError, match=message):
         main([*arguments, *more])
+
+
+def test_the_help_says_which_formats_are_measured_and_which_are_not():
+    (formats_option,) = [action for action in parser()._actions if "--formats" in action.option_strings]
+    assert set(formats_option.help.removeprefix("default: ").replace("; also", "").replace(",", "").split()) == set(
+        formats.names()
+    )
+    assert formats_option.help.partition(";")[0] == "default: " + " ".join(formats_option.default)
+
+
+def test_no_bar_of_another_library_stands_between_the_rows(arguments, capsys):
+    enable_progress_bar()
+    main([*arguments, "--formats", "bf16", "--samples", "2"])
+    assert "Loading weights" not in capsys.readouterr().err

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lit_qrl.cli import main as command_line
-from lit_qrl.commands.quantize import main, parser
+from lit_qrl.commands.quantize import _size, main, parser
 from lit_qrl.errors import ConfigError
 from tests.run import model_folder
 
@@ -31,7 +31,10 @@ def options(model, output, **changed):
 
 def test_a_folder_is_made_and_named(model, tmp_path, capsys):
     main(options(model, tmp_path / "out", dtype="bf16"))
-    assert f"{tmp_path / 'out'}: 14 linear layers in nvfp4" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{tmp_path / 'out'}: 14 linear layers in nvfp4, 0." in printed
+    assert printed.count(" MiB") == 2
+    assert (_size(0.25 * 2**30), _size(3.5 * 2**30)) == ("0.25 GiB", "3.50 GiB")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"]["format"] == "nvfp4-pack-quantized"
 
