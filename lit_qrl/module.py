@@ -188,12 +188,13 @@ class GRPOModule(LightningModule):
         check_combination(list(rl_callbacks(self.trainer)), objective)
         if stage == "fit":
             check_optimizer(self.optimizer, self.trainer.strategy.root_device, vectors=self.policy.lora is None)
-            if data.group_size == 1 and objective.scale == "group":
+            # An objective of the user's own may have a baseline of another kind.
+            if data.group_size == 1 and type(objective).advantages is Objective.advantages:
                 raise ConfigError(
-                    "Advantages scaled by the group need more than one completion per prompt.",
+                    "A group of one completion has no baseline: its advantage is always 0.",
                     expected="data.group_size of at least 2",
                     given=1,
-                    remedy="Raise data.group_size, or set the objective's scale to batch or none.",
+                    remedy="Raise data.group_size.",
                 )
             if data.sampling.truncated and (self.corrected or objective.carries_ratio):
                 raise ConfigError(
@@ -286,7 +287,8 @@ class GRPOModule(LightningModule):
     def on_train_epoch_end(self) -> None:
         """Log the iteration's row; the epoch end that a resumed run repeats has none and logs nothing."""
         if self.last_row:
-            self.log_dict(self.last_row)
+            # The values are of all ranks already, and the same on each: their mean leaves them as they are.
+            self.log_dict(self.last_row, sync_dist=True)
         self.last_row = {}
 
     # -------------------------------------------------------------------------------------------------- evaluation

@@ -1,4 +1,6 @@
 import csv
+import os
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from lit_qrl.callbacks import AIS, GeometricRejection, MaskedIS, RLCallback, TokenVeto, TruncatedIS
 from lit_qrl.errors import ConfigError
 from lit_qrl.objective import DAPO, GRPO, GSPO, TBPO, DrGRPO
-from lit_qrl.types import Correction
+from lit_qrl.types import Correction, no_all_reduce
 from tests.run import build, fit, parameters_of
 
 
@@ -204,7 +206,7 @@ def test_two_corrections_with_the_ratio_are_refused_by_name(tmp_path):
 
 def test_bad_sizes_are_refused_before_a_model_is_loaded(tmp_path):
     cases = [
-        ({"group_size": 1}, GRPO(), "more than one completion"),
+        ({"group_size": 1}, GRPO(scale="none"), "group of one completion"),
         ({"top_p": 0.9}, GRPO(), "full sampling distribution"),
         ({"max_tokens_per_micro_batch": 100}, GRPO(), r"data\.micro_batches to 4"),
     ]
@@ -213,6 +215,17 @@ def test_bad_sizes_are_refused_before_a_model_is_loaded(tmp_path):
         with pytest.raises(ConfigError, match=words):
             trainer.fit(module, datamodule=loader)
         assert module.policy.model is None
+
+
+class OwnBaseline(GRPO):
+    def advantages(self, rewards, group_size, all_reduce=no_all_reduce):
+        return rewards - 0.5
+
+
+def test_an_objective_with_a_baseline_of_its_own_takes_single_completions(tmp_path):
+    options = {"group_size": 1, "prompts_per_iteration": 8}
+    _, module, _ = fit(tmp_path, objective=OwnBaseline(), data=options, trainer={"max_epochs": 1})
+    assert torch.isfinite(parameters_of(module)).all()
 
 
 def test_every_validation_of_a_run_sees_the_same_problems_and_the_learners_weights(tmp_path):
@@ -258,3 +271,21 @@ def test_the_entropy_bonus_has_a_gradient_and_raises_the_entropy(tmp_path):
         fit(tmp_path / f"run-{c}", objective=objective, trainer={"max_epochs": 6}, lr=1e-2)
         entropies.append(float(rows_of(tmp_path / f"run-{c}")[-1]["update/entropy"]))
     assert entropies[1] > entropies[0] + 0.01
+
+
+def test_metrics_are_logged_as_those_of_all_ranks(tmp_path, recwarn):
+    """Lightning advises to reduce what a strategy of several ranks logs, once for every metric."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    with mock.patch.dict(os.environ):
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            fit(tmp_path, trainer={"strategy": "ddp", "max_epochs": 1})
+        finally:
+            torch.distributed.destroy_process_group()
+    assert [str(warning.message) for warning in recwarn if "sync_dist" in str(warning.message)] == []
+    fit(tmp_path / "plain", trainer={"max_epochs": 1})
+    (row,), (plain,) = ([row for row in rows_of(f) if row["reward/mean"]] for f in (tmp_path, tmp_path / "plain"))
+    clocks = ("time/", "rollout/tokens_per", "publish/gigabytes")
+    assert {name: row[name] for name in row if not name.startswith(clocks)} == {
+        name: plain[name] for name in plain if not name.startswith(clocks)
+    }
