@@ -91,7 +91,7 @@ class AQNNoise(RLCallback):
                 "AQNNoise has more stages than the run has iterations.",
                 expected=f"at most trainer.max_epochs = {epochs}",
                 given=self.num_stages,
-                remedy="Lower num_stages.",
+                remedy="Lower num_stages, or raise trainer.max_epochs.",
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:

@@ -165,9 +165,10 @@ def check_combination(callbacks: Iterable[Callback], objective: "Objective | Non
     if objective is not None and objective.carries_ratio:
         carriers.append(type(objective).__name__)
     if len(carriers) > 1:
+        count = "both" if len(carriers) == 2 else "all"
         raise ConfigError(
-            f"{' and '.join(carriers)} all multiply by the ratio learner_old / sampler, which would raise it to the "
-            f"power {len(carriers)}.",
+            f"{' and '.join(carriers)} {count} multiply by the ratio learner_old / sampler, which would raise it to "
+            f"the power {len(carriers)}.",
             expected="at most one of AIS, TruncatedIS, MaskedIS and TBPO",
             given=", ".join(carriers),
             remedy="Keep one; rejections (GeometricRejection, TokenVeto, OffPolicySequenceMask) combine with any.",

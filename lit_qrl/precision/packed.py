@@ -202,7 +202,7 @@ class PackedBase:
         if format != self.format:
             raise ConfigError(
                 f"{self.folder} holds its weights in {self.format}.",
-                expected=f"the same format in NVFP4LoRA: {self.format.name}",
+                expected=f"the same format in NVFP4LoRA: {self.format}",
                 given=format,
                 remedy="Set the plugin's format to the folder's, or start from the plain checkpoint.",
             )

@@ -119,7 +119,7 @@ def test_what_is_no_weight_only_folder_is_not_taken_for_one():
 
 def test_another_format_or_an_exclude_that_the_folder_does_not_share(tmp_path):
     folder, format = quantized(tmp_path)
-    with pytest.raises(ConfigError, match="holds its weights in NVFP4"):
+    with pytest.raises(ConfigError, match=r"holds its weights in nvfp4\. .*NVFP4LoRA: nvfp4\. Given: mxfp4\."):
         configured(folder, format, NVFP4LoRA("mxfp4"))
     with pytest.raises(ConfigError, match=r"leaves out .*down_proj"):
         configured(folder, format, NVFP4LoRA("nvfp4", exclude=["*.down_proj"]))

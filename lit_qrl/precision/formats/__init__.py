@@ -68,8 +68,7 @@ def get(format: "NumberFormat | str", **options: Any) -> NumberFormat:
             )
         return format
     if format not in _FORMATS:
-        remedy = nearest(str(format), _FORMATS)
-        raise ConfigError("There is no such number format.", expected=", ".join(_FORMATS), given=format, remedy=remedy)
+        raise ConfigError("There is no such number format.", given=format, remedy=nearest(str(format), _FORMATS))
     cls = _FORMATS[format]
     known = [field.name for field in fields(cls)] if is_dataclass(cls) else []
     for option in options:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +36,12 @@ class NumberFormat(ABC):
     name: ClassVar[str]
     shares_amax: ClassVar[bool] = False
     """True when layers that the engine fuses (q, k, v; gate, up) must share one amax (a per-tensor or global scale)."""
+
+    def __str__(self) -> str:
+        """Return name and settings, as in `int4_group (group_size 64)`."""
+        settings = {one.name: getattr(self, one.name) for one in fields(self)} if is_dataclass(self) else {}
+        shown = ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
+        return f"{self.name} ({shown})" if shown else self.name
 
     @property
     def quantizes_activations(self) -> bool:

@@ -6,6 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from lit_qrl.precision import formats
 from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.types import QuantizedWeight
 
@@ -93,3 +94,9 @@ def test_a_format_that_cannot_be_published_cannot_be_made():
 
     with pytest.raises(TypeError, match="export"):
         Half()
+
+
+def test_a_format_is_shown_by_name_and_settings():
+    assert str(formats.get("nvfp4")) == "nvfp4"
+    assert str(formats.get("int4_group", group_size=64)) == "int4_group (group_size 64)"
+    assert str(formats.get("int4_group", activations="fp8")) == "int4_group (group_size 128, activations fp8)"
