@@ -4,17 +4,18 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from peft import LoraConfig, PeftConfig
+from peft import LoftQConfig, LoraConfig, PeftConfig
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional.logprobs import token_logprobs
-from lit_qrl.precision.checkpoint import local_folder, resolve_model
+from lit_qrl.precision.checkpoint import FOLDER_REMEDY, HUB_REMEDY, local_folder, resolve_model
 from lit_qrl.precision.deferred import DeferredWeights, deferred_checkpoint, weights_are_deferred
 from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.precision.fused_blocks import Fuse, fuse_plain
@@ -150,7 +151,7 @@ class CausalPolicy(nn.Module):
             if not self.tokenizer.chat_template:
                 raise ConfigError(
                     f"The task poses chat messages, but the tokenizer of {self.source} has no chat template.",
-                    remedy="Use an instruction-tuned model, or let the task pose plain text.",
+                    remedy="Use an instruction-tuned model, or set data.task.chat: false (in audit --chat false).",
                 )
             return self.tokenizer.apply_chat_template(
                 list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False, **self.chat_template_args
@@ -171,10 +172,12 @@ class CausalPolicy(nn.Module):
         try:
             return auto_class.from_pretrained(source, **self._hub)
         except (OSError, ValueError, KeyError) as error:
+            there = Path(source).is_dir()
             raise ConfigError(
                 f"The {what} of model {source!r} cannot be loaded: {str(error).splitlines()[0]}",
-                expected="a folder that exists, or a name on the hub that can be reached from here",
+                expected=None if there else "a folder that exists, or a name on the hub that can be reached from here",
                 given=source,
+                remedy=FOLDER_REMEDY if there else HUB_REMEDY,
             ) from error
 
     def configure(self) -> None:
@@ -380,3 +383,13 @@ def _spread(values: Tensor, mask: Tensor, scored: tuple[Tensor, Tensor] | None) 
     if scored is None:
         return torch.where(mask, values, 0.0)
     return values.new_zeros(mask.shape).index_put(scored, values)
+
+
+def drop_loftq(policy: Any) -> None:
+    """Leave out of a parsed policy the default of `loftq_config`, which PEFT would take for a wish of the user's."""
+    try:
+        lora = policy.init_args.lora.init_args
+        if lora.init_lora_weights != "loftq" and vars(lora.loftq_config) == vars(LoftQConfig()):
+            del lora["loftq_config"]
+    except (AttributeError, TypeError):  # no adapter, one without LoftQ, or none of these classes
+        return

@@ -340,7 +340,7 @@ def test_an_incomplete_checkpoint(folder, tmp_path):
 
 def test_chat_messages_need_a_template(policy, folder):
     messages = [{"role": "user", "content": "12"}]
-    with pytest.raises(ConfigError, match="chat template"):
+    with pytest.raises(ConfigError, match=r"chat template.*data\.task\.chat: false.*--chat false"):
         policy.encode(messages)
     chatty = CausalPolicy(str(folder))
     chatty.tokenizer.chat_template = (

@@ -164,7 +164,7 @@ def _policy(config_path: Path) -> Any:
     import yaml
     from jsonargparse import ArgumentParser
 
-    from lit_qrl.policy import CausalPolicy
+    from lit_qrl.policy import CausalPolicy, drop_loftq
 
     try:
         entry = yaml.safe_load(config_path.read_text())["model"]["policy"]
@@ -176,7 +176,9 @@ def _policy(config_path: Path) -> Any:
         ) from error
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--policy", type=CausalPolicy)
-    return parser.instantiate(parser.parse_object({"policy": entry})).policy
+    parsed = parser.parse_object({"policy": entry})
+    drop_loftq(parsed.policy)
+    return parser.instantiate(parsed).policy
 
 
 def write_plain(policy: Any, folder: Path, dtype: Any, shard_bytes: int) -> None:

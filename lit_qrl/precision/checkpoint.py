@@ -1,5 +1,6 @@
 """Safetensors folders, read and written a tensor at a time; a folder appears under its name when it is whole."""
 
+import difflib
 import json
 import os
 import shutil
@@ -23,6 +24,13 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "
 # What is beside the weights of a model: config, tokenizer, chat template.
 _FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 
+HUB_REMEDY = (
+    "Correct the name, or fetch the model where the hub can be reached (`hf download NAME --local-dir FOLDER`) and "
+    "give the folder."
+)
+"""Of a name that is no folder."""
+FOLDER_REMEDY = "Copy or fetch the folder again, or name another one."
+
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -40,8 +48,7 @@ def local_folder(source: str, revision: str | None = None) -> Path:
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
-    if source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise ConfigError("The model folder does not exist.", given=source, remedy="Correct the path.")
+    _refuse_missing(source, "model", Path())
     from huggingface_hub import snapshot_download
 
     try:
@@ -51,7 +58,26 @@ def local_folder(source: str, revision: str | None = None) -> Path:
             f"The model {source!r} cannot be fetched.",
             expected="a folder that exists, or a name on the hub that can be reached from here",
             given=f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}",
+            remedy=HUB_REMEDY,
         ) from error
+
+
+def _refuse_missing(name: str, what: str, *places: Path) -> None:
+    """Raise `ConfigError` for a name that is a path: by its form, or as its parent is a folder at one of the places."""
+    path = Path(name).expanduser()
+    parents = [place / path.parent for place in places if (place / path.parent).is_dir()]
+    local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if not local and (path.parent == Path() or not parents):
+        return
+    there = sorted(entry.name for entry in parents[0].iterdir() if entry.is_dir()) if parents else []
+    there = [entry for entry in there if not entry.startswith(".")]
+    remedy = "Correct the path."
+    if close := difflib.get_close_matches(path.name, there, n=1, cutoff=0.5):
+        remedy = f"Did you mean {str(path.parent / close[0])!r}?"
+    elif there:
+        remedy = f"{path.parent} holds {', '.join(there[:8])}{', …' if len(there) > 8 else ''}."
+    hub = "" if local else f" If the hub's is meant, work in a folder without {str(path.parent)!r}."
+    raise ConfigError(f"The {what} folder does not exist.", given=name, remedy=remedy + hub)
 
 
 def resolve_model(name: str, weights: bool, what: str = "model") -> str:
@@ -68,8 +94,8 @@ def resolve_model(name: str, weights: bool, what: str = "model") -> str:
     checkout = Path(__file__).resolve().parents[2]
     folder = next((path for path in (Path(name), checkout / name) if path.is_dir()), None)
     if folder is None:
-        if name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise ConfigError(f"The {what} folder does not exist.", given=name, remedy="Correct the path.")
+        # Beside an installed package lie other packages, whose names hubs have too.
+        _refuse_missing(name, what, *((Path(), checkout) if (checkout / "pyproject.toml").is_file() else (Path(),)))
         return name
     if what == "tokenizer":
         if not any((folder / file).exists() for file in _TOKENIZER):

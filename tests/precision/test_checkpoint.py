@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.precision import checkpoint
 from lit_qrl.precision.checkpoint import (
     INDEX,
     Checkpoint,
@@ -16,6 +17,7 @@ from lit_qrl.precision.checkpoint import (
     local_folder,
     read_config,
     refuse_existing,
+    resolve_model,
 )
 
 TENSORS = {f"layer.{i}": torch.arange(8.0 * (i + 1)).view(-1, 8) for i in range(5)}
@@ -115,3 +117,47 @@ def test_folders_and_configs_that_are_not_there(tmp_path):
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ConfigError, match=r"a JSON object\. Given: list"):
         read_config(tmp_path)
+
+
+def test_a_name_under_a_folder_that_is_here_is_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("good", "fine", ".hidden"):
+        (tmp_path / "mine" / name).mkdir(parents=True)
+    asked = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, **options: asked.append(name) or str(tmp_path)
+    )
+    for name, words in (
+        ("mine/goood", r"Given: mine/goood\. Did you mean 'mine/good'\? .* folder without 'mine'"),
+        ("mine/x", r"mine holds fine, good\. "),
+        ("./other", r"Given: \./other\. \. holds mine\.$"),
+        ("a/b/c", r"Given: a/b/c\. Correct the path\.$"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            local_folder(name)
+        with pytest.raises(ConfigError, match=words):
+            resolve_model(name, weights=True)
+    assert asked == []
+    assert local_folder("org/name") == tmp_path
+    assert (asked, resolve_model("org/name", weights=True)) == (["org/name"], "org/name")
+    assert resolve_model("gpt2", weights=True) == "gpt2"
+
+
+def test_a_folder_of_the_checkout_is_one_too_and_a_package_beside_an_installed_one_is_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="models holds tiny-countdown"):
+        resolve_model("models/nothing", weights=True)
+    (tmp_path / "site" / "models").mkdir(parents=True)
+    monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / "site" / "lit_qrl" / "precision" / "checkpoint.py"))
+    assert resolve_model("models/nothing", weights=True) == "models/nothing"
+
+
+def test_a_repository_that_cannot_be_fetched_names_the_way_around(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def fail(name, **options):
+        raise OSError("no route")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(ConfigError, match=r"'org/name' cannot be fetched.*OSError: no route.*hf download NAME"):
+        local_folder("org/name")
