@@ -30,6 +30,15 @@ def readable(
     given = re.search(r"(?:Given|Got) value: (.*)", message)
     value = f" Given: {given[1].strip()}." if given else ""
 
+    # An option of a class that may be chosen by name: `NestedArg` is the parser's word for it.
+    nested = re.search(r"NestedArg\(key='([\w.]+)'", message)
+    if key and nested and "is abstract" in message:
+        return f"{where}the option {nested[1]!r} is of a class that is not chosen. Set {key[1]}.class_path first."
+    if key and nested and re.search(r"there is no option .*See --help", message):
+        example = " (such as peft.LoraConfig)" if "PeftConfig" in message else ""
+        hint = f"If no class is chosen yet, set {key[1]}.class_path first{example}; else see --help for its options."
+        return f"{where}there is no option {nested[1]!r}. {hint}"
+
     # A class's own parser has made its paragraph already; in a list or a union it stands among other attempts.
     inner = re.search(r"^[\s-]*((?:[\w.]+: )?(?:the value|there is no|the file) .*)$", message, re.MULTILINE)
     if key and inner:
@@ -46,7 +55,9 @@ def readable(
         return f"{found[1]} is not an option of this command. {nearest(found[1], options)}"
     if found := re.search(r"Expected a dot import path string: (\S.*)", message):
         name = re.sub(r".*class_path:\s*([\w.]+).*", r"\1", found[1].strip())
-        return f"{where}there is no class {name!r}. {nearest(name, classes(key[1] if key else ''))}"
+        known = list(classes(key[1] if key else ""))
+        hint = nearest(name, known) if known else "Give it with its module, such as package.module.Class."
+        return f"{where}there is no class {name!r}. {hint}"
     if found := re.search(r"(?:No module named|has no attribute|cannot import name) ?'?([\w.]+)'?", message):
         extra = EXTRAS.get(found[1].split(".")[0])
         remedy = f"Install it: pip install 'lit-qrl[{extra}]'." if extra else "Check the class path."
@@ -62,9 +73,11 @@ def readable(
     if found := re.match(r"Unexpected config: (.*)", message):
         return f"A --config file holds no keys. Expected: YAML such as `data: {{group_size: 8}}`. Given: {found[1]}."
     expected = dict.fromkeys(re.findall(r"Expected (?:an? |value )?<class '(?:[\w.]*\.)?(\w+)'>", message))
-    literals = re.search(r"(?:Expected|Subtypes?).*?Literal\[([^\]]+)\]", message)
+    # A union may hold several lists, and of one list of numbers only the Subtypes say what they are.
+    literals = [line for line in message.splitlines() if re.search(r"(?:Expected|Subtypes?).*?Literal\[", line)]
     if literals:
-        choices = [choice.strip(" '\"") for choice in literals[1].split(",")]
+        listed = ",".join(re.findall(r"Literal\[([^\]]+)\]", literals[0]))
+        choices = list(dict.fromkeys(choice.strip(" '\"") for choice in listed.split(",")))
         close = nearest(given[1].strip(), choices) if given else ""
         hint = f" {close}" if close.startswith("Did") else ""
         return f"{where}the value is not one of the choices. Expected: {', '.join(choices)}.{value}{hint}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, Trainer, loggers
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
@@ -31,7 +31,7 @@ from lit_qrl.cli import run_folder_name
 from lit_qrl.data import tasks
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.data.task import Task
-from lit_qrl.errors import ConfigError, StoppedError, collected
+from lit_qrl.errors import ConfigError, IncompleteError, StoppedError, collected
 from lit_qrl.identity import check_identity
 from lit_qrl.loggers import RunCSVLogger
 from lit_qrl.module import GRPOModule
@@ -39,6 +39,7 @@ from lit_qrl.parser_errors import readable
 from lit_qrl.precision import QuantizedPrecision, formats
 from lit_qrl.publish_errors import made_by_training, paragraph
 from lit_qrl.rollout.receipt import PublishError
+from lit_qrl.trainer_errors import REFUSALS, refused
 
 FORCED = {
     "progress": RLProgress,  # first: it prints a line before the next publish
@@ -110,6 +111,7 @@ class QRLCLI(LightningCLI):
         if config.trainer.default_root_dir is None:
             base = Path("runs") / run_folder_name(self.arguments)
             config.trainer.default_root_dir = str(next_run_folder(base, resume))
+        policy.drop_loftq(config.model.get("policy"))
         check_place(Path(config.trainer.default_root_dir))
         config.ckpt_path = resolve_checkpoint(
             config.get("ckpt_path"), config.trainer.default_root_dir, bool(config.get("resume_if_possible"))
@@ -117,14 +119,14 @@ class QRLCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Build everything; what a class refuses stays one paragraph, however many types its key may have."""
-        with collected() as refused:
+        with collected() as made:
             try:
                 super().instantiate_classes()
             except ConfigError:
                 raise
             except (ValueError, TypeError) as error:
-                if refused:
-                    raise refused[-1] from error
+                if made:
+                    raise made[-1] from error
                 if str(error).startswith("Does not validate"):  # a class of the user's own refused its arguments
                     while isinstance(error.__cause__, (ValueError, TypeError)):
                         error = error.__cause__
@@ -147,13 +149,18 @@ class QRLCLI(LightningCLI):
         if config.get("enable_progress_bar") is False:
             callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
         check_repeated(config.get("callbacks") or [])
-        return super()._instantiate_trainer(config, callbacks)
+        try:
+            return super()._instantiate_trainer(config, callbacks)
+        except REFUSALS as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise refused(error, config) from error
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run the Trainer; a publish that failed ends it with one paragraph, after diary and report."""
         try:
             super()._run_subcommand(subcommand)
-        except (PublishError, ConfigError) as error:
+        except (PublishError, ConfigError, IncompleteError) as error:
             if isinstance(error, ConfigError) and not made_by_training(error, self.trainer.global_step):
                 raise
             raise StoppedError(paragraph(error, self.trainer.default_root_dir)) from error
@@ -229,20 +236,22 @@ KINDS: dict[str, type] = {
     "format": formats.NumberFormat,
     "plugins": Precision,
     "strategy": Strategy,
+    "logger": Logger,
 }
 BASES = (Optimizer, RLCallback, QuantizedPrecision)
 
 
 def known_classes(key: str = "") -> list[str]:
-    """Return the names that a `class_path` may have without a module path, at that key or at any.
+    """Return the names that a `class_path` may have without a module path, at that key (none if unknown) or at any.
 
     >>> known_classes("data.engine")
     ['TransformersEngine', 'VLLMEngine']
     """
-    kinds = tuple(KINDS[part] for part in key.split(".") if part in KINDS) or tuple(KINDS.values())
+    kinds = tuple(KINDS[part] for part in key.split(".") if part in KINDS) if key else tuple(KINDS.values())
     modules = (
         callbacks,
         formats,
+        loggers,
         objective,
         optim,
         policy,

@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from lit_qrl.callbacks import AIS, RLCallback, TokenVeto
 from lit_qrl.cli import main
+from lit_qrl.commands import export
 from lit_qrl.events import EVENTS_FILE, read_jsonl
 from lit_qrl.functional import importance
+from lit_qrl.policy import CausalPolicy
 from lit_qrl.rewards import Reward
 from lit_qrl.rollout.loading import Modules
 from lit_qrl.rollout.transformers import TransformersEngine
@@ -134,6 +136,10 @@ KNOWN_BEFORE_A_MODEL = {
         ["--model.optimizer", "torch.optim.AdamW", "--model.optimizer.weight_decay", -1],
         ["model.optimizer cannot be built", "-1", "init_args"],
     ),
+    "format that nothing is like": (
+        ["--publisher.format", "x"],
+        ["There is no such number format. Given: x. Choose one of bf16, fp16"],
+    ),
     "plain Muon": (["--model.optimizer", "torch.optim.Muon"], ["Use MuonAdamW"]),
     "unknown format": (["--publisher.format", "fp8_rows"], ["fp8_rows", "Did you mean 'fp8_row'?"]),
     "wrong type": (["--data.group_size", "eight"], ["data.group_size", "Expected: int", "Given: eight"]),
@@ -168,7 +174,11 @@ KNOWN_BEFORE_A_MODEL = {
     "no end token": (["--model.policy.model", "noend"], ["no end token", "model.policy.eos_token"]),
     "group of one": (
         ["--data.group_size", 1, "--model.objective", "GRPO", "--model.objective.scale", "group"],
-        ["at least 2", "Given: 1", "scale"],
+        ["at least 2", "Given: 1", "Raise data.group_size"],
+    ),
+    "group of one, whatever divides": (
+        ["--data.group_size", 1, "--model.objective", "GRPO", "--model.objective.scale", "none"],
+        ["A group of one completion has no baseline", "data.group_size of at least 2"],
     ),
     "mini-batches": (["--data.mini_batches", 3], ["not divisible", "multiple of 3", "Given: 4"]),
     "micro-batches": (["--data.micro_batches", 3], ["not divisible", "divisor of its 16", "Given: 3"]),
@@ -184,12 +194,33 @@ KNOWN_BEFORE_A_MODEL = {
         ["--trainer.accelerator", "cuda"],
         ["CUDAAccelerator", "accelerator is not available"],
     ),
+    "accelerator that does not exist": (
+        ["--trainer.accelerator", "gpuu"],
+        ["cannot build the Trainer", "trainer.accelerator: gpuu", "Did you mean 'gpu'?"],
+    ),
+    "strategy of a GPU": (
+        ["--trainer.strategy", "fsdp"],
+        ["requires a GPU", "trainer.strategy: fsdp", "Set trainer.strategy to auto"],
+    ),
+    "precision": (
+        ["--trainer.precision", "bf17"],
+        ["64, 32, 16, ", "bf16-true, bf16-mixed", "Given: bf17", "Did you mean 'bf16'?"],
+    ),
+    "unknown logger": (["--trainer.logger", "Tensor"], ["no class 'Tensor'", "CSVLogger, ", "TensorBoardLogger"]),
+    "option of an adapter that is not chosen": (
+        ["--model.policy.lora.r", 3],
+        ["no option 'r'", "lora.class_path first (such as peft.LoraConfig)"],
+    ),
     "folder without weights": (["--model.policy.model", "noweights"], ["no weights", "*.safetensors"]),
     "folder that is missing": (["--model.policy.model", "./nothing"], ["does not exist", "./nothing"]),
     "folder without config": (["--model.policy.model", "empty"], ["no config.json", "Hugging Face checkpoint"]),
     "name that cannot be reached": (
         ["--model.policy.model", "no-body/nothing"],
-        ["cannot be loaded", "no-body/nothing"],
+        ["cannot be loaded", "no-body/nothing", "hf download NAME"],
+    ),
+    "name under a folder that is here": (
+        ["--model.policy.model", "empty/nothing"],
+        ["does not exist", "Given: empty/nothing", "Correct the path", "work in a folder without 'empty'"],
     ),
     "run folder under a file": (
         ["--trainer.default_root_dir", "text.yaml/run"],
@@ -237,7 +268,7 @@ KNOWN_BEFORE_A_MODEL = {
     "AIS saturation": (callback("AIS", saturation=0), ["saturation > 0", "Given: 0.0", "use TruncatedIS"]),
     "AIS beside TIS": (
         ["--config", CORRECTIONS / "ais.yaml", "--trainer.callbacks+=TruncatedIS"],
-        ["AIS and TruncatedIS", "power 2", "Keep one"],
+        ["AIS and TruncatedIS both multiply", "power 2", "Keep one"],
     ),
     "AIS beside MIS": (
         ["--config", CORRECTIONS / "ais.yaml", "--trainer.callbacks+=MaskedIS"],
@@ -268,7 +299,7 @@ KNOWN_BEFORE_A_MODEL = {
     "noise of no size": (callback("AQNNoise", start=0), ["AQNNoise.start", "positive number", "Given: 0.0"]),
     "more stages than iterations": (
         callback("AQNNoise", num_stages=10),
-        ["more stages", "at most trainer.max_epochs = 1", "Given: 10", "Lower num_stages"],
+        ["more stages", "at most trainer.max_epochs = 1", "Given: 10", "Lower num_stages, or raise trainer.max_epochs"],
     ),
     "format that activations are quantized in, under an adapter": (
         plugin("NVFP4LoRA", format="fp8_row"),
@@ -441,6 +472,17 @@ def test_a_publish_that_lacks_a_tensor_is_refused_in_one_paragraph(run, monkeypa
     assert (tmp_path / "run" / "report" / "index.html").exists()
 
 
+def test_a_policy_that_leaves_out_a_layer_is_refused_in_one_paragraph(run, monkeypatch):
+    original = CausalPolicy.named_weights
+
+    def lossy(policy):
+        return (pair for pair in original(policy) if "layers.1.self_attn.v_proj" not in pair[0])
+
+    monkeypatch.setattr(CausalPolicy, "named_weights", lossy)
+    result = run("--publisher.format", "fp8_row")
+    stopped(result, "publish that was refused. The stream of weights is incomplete", "layers.1.self_attn.v_proj")
+
+
 def test_weights_that_are_no_numbers_any_more_end_the_run_in_one_paragraph(run, tmp_path):
     report = tmp_path / "run" / "report" / "index.html"
     result = run(*callback("tests.test_bad_input.Bursting"), "--trainer.max_epochs", 2)
@@ -457,6 +499,25 @@ def test_an_adapter_that_is_no_number_any_more_is_refused_by_the_sender(run, tmp
 def test_an_evaluation_whose_publish_fails_ends_the_same(run, garbled, tmp_path):
     garbled(first=0)
     stopped(run("--trainer.limit_val_batches", 1), "publish before the first iteration", NORM, str(tmp_path / "run"))
+
+
+class Emptying(RLCallback):
+    """Leaves no log-prob of a rollout finite."""
+
+    def on_rollout_end(self, trainer, module, batch):
+        batch.sampler_logprobs.fill_(float("nan"))
+
+
+def test_a_run_that_the_guard_stops_is_no_bad_input(run, tmp_path):
+    result = run(*callback("tests.test_bad_input.Emptying"))
+    stopped(result, "stopped by the guard: ", "had a non-finite log-prob", "No checkpoint had been written.")
+    assert (tmp_path / "run" / "report" / "index.html").exists()
+
+
+def test_an_adapter_is_trained_without_a_warning_of_settings_that_nobody_gave(run, recwarn, tmp_path):
+    assert run(*LORA)[0] == 0
+    export.main([str(tmp_path / "run"), "--output", str(tmp_path / "out")])
+    assert not [warning for warning in recwarn if "loftq_config" in str(warning.message)]
 
 
 def test_long_prompts_are_dropped_with_a_count(run, caplog):

@@ -17,7 +17,7 @@ LAYERS = [
     {"callbacks.base"},
     {"callbacks", "objective", "policy", "data", "module", "strategies", "loggers", "report"},
     {"commands"},
-    {"training_cli", "cli", "parser_errors", "publish_errors"},
+    {"training_cli", "cli", "parser_errors", "publish_errors", "trainer_errors"},
 ]
 OPTIONAL = {"vllm", "transformer_engine", "bitsandbytes", "torchao"}
 

@@ -33,6 +33,28 @@ CASES = {
         "data.long_prompt: the value is not one of the choices. Expected: drop, error. Given: erorr. "
         "Did you mean 'error'?",
     ),
+    "choices of several lists": (
+        'Parser key "trainer.precision":\n  Does not validate against any of the Union subtypes\n'
+        "  Subtypes: [typing.Literal[64, 32], typing.Literal['bf16-true', '64'], <class 'NoneType'>]\n"
+        "  Errors:\n    - Expected a <class 'int'>\n    - Expected a typing.Literal['bf16-true', '64']\n"
+        "  Given value: bf17",
+        "trainer.precision: the value is not one of the choices. Expected: 64, 32, bf16-true. Given: bf17.",
+    ),
+    "class of a kind without names of its own": (
+        'Parser key "trainer.profiler":\n  - Expected a dot import path string: Slow',
+        "trainer.profiler: there is no class 'Slow'. Give it with its module, such as package.module.Class.",
+    ),
+    "option of an abstract class": (
+        'Parser key "trainer.logger":\n  - Expected an instantiatable class, but a.Logger is abstract\n'
+        "  Given value: NestedArg(key='save_dir', val='x')",
+        "trainer.logger: the option 'save_dir' is of a class that is not chosen. Set trainer.logger.class_path first.",
+    ),
+    "option of an adapter": (
+        "Parser key \"lora\":\n  Subtypes: [<class 'peft.config.PeftConfig'>, <class 'NoneType'>]\n  Errors:\n"
+        "    - there is no option 'r'. See --help for the options.\n  Given value: NestedArg(key='r', val='3')",
+        "lora: there is no option 'r'. If no class is chosen yet, set lora.class_path first (such as peft.LoraConfig); "
+        "else see --help for its options.",
+    ),
     "type": (
         "Parser key \"data.group_size\":\n  Expected a <class 'int'>. Got value: eight",
         "data.group_size: the value has the wrong type. Expected: int. Given: eight.",

@@ -70,3 +70,6 @@ def test_names_that_resolve_are_those_of_the_kind():
     assert "GRPO" in known_classes("model.objective")
     assert {"torch.optim.AdamW", "MuonAdamW"} <= set(known_classes("model.optimizer"))
     assert {"AIS", "GRPO", "VLLMEngine"} <= set(known_classes())
+    assert {"CSVLogger", "TensorBoardLogger"} <= set(known_classes("trainer.logger"))
+    assert "AIS" not in known_classes("trainer.logger")
+    assert known_classes("trainer.profiler") == []
