@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lit_qrl.precision.formats.nf4 import NF4
+from lit_qrl.rollout import vllm_nf4
 from lit_qrl.rollout.vllm_checks import plain_layers
 
 if TYPE_CHECKING:
@@ -37,7 +39,9 @@ def model_folder(
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("quantization_config", None)
     if format is not None:
-        quantization = format.quantization_config(plain_layers(network, exclude, head))
+        if isinstance(format, NF4):
+            vllm_nf4.check_shapes(network, exclude)
+        quantization = vllm_nf4.quantization_config(format, plain_layers(network, exclude, head))
         if quantization:
             config["quantization_config"] = quantization
             for group in quantization.get("config_groups", {}).values() if head else ():
