@@ -79,3 +79,21 @@ def test_registering_twice_is_registering_once():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.split()[-2:] == ["1", "True"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, vllm_nf4.FEW_ROWS, vllm_nf4.FEW_ROWS + 1, 64])
+def test_few_rows_and_many_agree_on_a_gpu_and_in_a_graph(rows):
+    weight = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+    q = NF4().quantize(weight)
+    codes, amax = q.codes.view(256, 256), q.scales.view(256, 512 // BLOCK)
+    x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
+    expected = x.double() @ NF4().dequantize(q, torch.bfloat16).double().t()
+    with torch.inference_mode():
+        got = vllm_nf4.linear(x, codes, amax)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = vllm_nf4.linear(x, codes, amax)
+        graph.replay()
+    assert (got.double() - expected).abs().max() < 2**-7 * expected.abs().max()
+    assert torch.equal(captured, got)
