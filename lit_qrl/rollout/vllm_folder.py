@@ -1,6 +1,9 @@
 """The folder that a vLLM engine starts from: a config alone, whose weights come by publishing."""
 
+import atexit
 import json
+import os
+import shutil
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
@@ -16,6 +19,10 @@ if TYPE_CHECKING:
     from lit_qrl.precision.formats.base import NumberFormat
 
 
+_made: dict[Path, int] = {}
+"""Folders that are left, and the processes that made them: a child that was forked off removes none."""
+
+
 def model_folder(
     network: Any,
     format: "NumberFormat | None",
@@ -24,7 +31,7 @@ def model_folder(
     dtype: torch.dtype,
     longest: int,
 ) -> Path:
-    """Return a new folder with the config of `network` as the sampler computes it.
+    """Return a new folder with the config of `network` as the sampler computes it; it goes with the process at latest.
 
     Args:
         network: the learner's Hugging Face model.
@@ -49,5 +56,19 @@ def model_folder(
     if (config.get("max_position_embeddings") or longest) < longest:
         config["max_position_embeddings"] = longest
     folder = Path(tempfile.mkdtemp(prefix="lit-qrl-vllm-"))
+    _made[folder] = os.getpid()
     (folder / "config.json").write_text(json.dumps(config, default=str))
     return folder
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder that `model_folder` made."""
+    if _made.pop(folder, None) == os.getpid():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@atexit.register
+def remove_all() -> None:
+    """Remove the folders of engines that nobody closed, at the end of the process."""
+    for folder in list(_made):
+        remove(folder)
