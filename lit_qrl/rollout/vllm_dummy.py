@@ -31,4 +31,4 @@ def apply_workarounds() -> None:
     from vllm.model_executor.model_loader import dummy_loader, weight_utils
 
     for module in (dummy_loader, weight_utils):
-        module.initialize_single_dummy_weight = fill
+        module.initialize_single_dummy_weight = fill  # pyright: ignore[reportAttributeAccessIssue]
