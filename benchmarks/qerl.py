@@ -11,9 +11,9 @@ steps     GRPO iterations, one update each: seconds by phase, peaks by phase, an
 rollout   the engine alone with a LoRA of rank 32: for a base that no learner fits beside
 ranks     the engine alone at batch 1 with LoRA of each rank
 
-Methods: bf16 (plain LoRA, the baseline), nvfp4, mxfp4, int4_group; nf4 samples with the embedded engine, since vLLM
-reads no NF4 from memory. Memory is in GiB; "device" is what the driver says is used, CUDA context and graphs included.
-Out of memory is a result: it is noted, and the next setting runs in a new process. `--tiny` tries every line on a CPU.
+Methods: bf16 (plain LoRA, the baseline), nvfp4, mxfp4, int4_group, nf4. Memory is in GiB; "device" is what the driver
+says is used, CUDA context and graphs included. Out of memory is a result: it is noted, and the next setting runs in a
+new process. `--tiny` tries every line on a CPU.
 """
 
 import argparse
@@ -120,8 +120,6 @@ def main() -> None:
         for section in args.sections:
             for size in args.sizes:
                 for method in args.methods:
-                    if section != "steps" and method == "nf4":
-                        continue  # vLLM reads no NF4 from memory
                     left = args.total - (time.perf_counter() - started)
                     if left < 30:
                         results[f"{section}/{size}/{method}"] = {"error": "not started: no time left"}
@@ -424,10 +422,6 @@ class Steps:
         trainer.fit(module, datamodule=data)
 
     def engine(self, largest: dict[str, int]) -> Any:
-        from lit_qrl.rollout.transformers import TransformersEngine
-
-        if self.method == "nf4":
-            return TransformersEngine()
         args = self.args
         return engine_of(args, self.config, args.rank, largest["batch"], largest["completion"], args.utilization)
 

@@ -2,12 +2,12 @@
 
 import importlib
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lit_qrl.config_files import config_files
 from lit_qrl.errors import ConfigError, StoppedError
 
 EXIT_CONFIG = 2
@@ -101,12 +101,8 @@ def run_folder_name(args: Sequence[str]) -> str:
     >>> run_folder_name(["fit", "--config", "configs/quickstart.yaml", "-c=configs/correction/tis.yaml"])
     'quickstart'
     """
-    for index, arg in enumerate(args):
-        match = re.fullmatch(r"(?:--config|-c)(?:=(.*))?", arg)
-        if match:
-            path = match[1] or (args[index + 1] if index + 1 < len(args) else "")
-            return Path(path).stem or "run"
-    return "run"
+    first = next(config_files(args), "")
+    return Path(first).stem or "run"
 
 
 if __name__ == "__main__":

@@ -317,7 +317,14 @@ class GRPOModule(LightningModule):
         self.data.answer(batch, "predict")
         problems, completions, correct = self.data.last_answers
         samples = self.data.samples(problems, completions)
+        rewards, parts, _ = self.data.reward(problems, completions)
         return [
-            {"prompt": sample.prompt, "completion": sample.completion, "correct": good}
-            for sample, good in zip(samples, correct, strict=True)
+            {
+                "prompt": sample.prompt,
+                "completion": sample.completion,
+                "reward": float(rewards[i]),
+                "parts": {name: float(values[i]) for name, values in parts.items()},
+                "correct": bool(correct[i]),
+            }
+            for i, sample in enumerate(samples)
         ]

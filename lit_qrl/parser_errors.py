@@ -66,6 +66,14 @@ def readable(
         return f"{where}the file {found[1]!r} does not exist. Check the path."
     if found := re.search(r'(?:Key|Option) "?([\w.]+)"? is required[^.]*', message):
         return f"{found[1]} is required but was not given. Add it to a --config file or the command line."
+    if found := re.search(r"arguments are required: (.*)", message):
+        command, _, _ = found[1].partition(".")
+        names = [name.removeprefix(f"{command}.") for name in found[1].split(", ")]
+        them = "it" if len(names) == 1 else "them"
+        return (
+            f"{', '.join(names)}: required, but not given. Add {them} to a --config file or the command line, or start "
+            f"from a whole one: lit-qrl {command} --config configs/quickstart.yaml."
+        )
     if "is required" in message:
         return f"{where}{_first(message)} Add it to a --config file or the command line."
     if re.search(r"(?:not accessible|Problem parsing|Unable to (?:load|parse)|No such file)", message) and not given:

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from lit_qrl.callbacks.checkpoint import last_checkpoint
 from lit_qrl.errors import ConfigError, IncompleteError
 from lit_qrl.precision.formats.numerics import NONFINITE_REMEDY
 from lit_qrl.rollout.receipt import PublishError, RefusedError
+from lit_qrl.run_folder import last_checkpoint
 
 SHOWN = 4
 """Faults that are written out."""

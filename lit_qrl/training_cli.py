@@ -1,12 +1,10 @@
 """LightningCLI with the parts that every run has: publisher, monitor, guard, report, checkpoint, progress."""
 
 import logging
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Sequence
 from inspect import isabstract
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_only
 from torch.optim import Optimizer
 
 # Imported so that `class_path: AIS` resolves without a module path.
@@ -24,10 +23,12 @@ from lit_qrl.callbacks.base import RLCallback, check_combination
 from lit_qrl.callbacks.checkpoint import RunCheckpoint, resolve_checkpoint
 from lit_qrl.callbacks.guard import Guard
 from lit_qrl.callbacks.mismatch import MismatchMonitor
+from lit_qrl.callbacks.predictions import Predictions
 from lit_qrl.callbacks.progress import RLProgress
 from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.callbacks.report import Report
 from lit_qrl.cli import run_folder_name
+from lit_qrl.config_files import check_config_files
 from lit_qrl.data import tasks
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.data.task import Task
@@ -39,6 +40,8 @@ from lit_qrl.parser_errors import readable
 from lit_qrl.precision import QuantizedPrecision, formats
 from lit_qrl.publish_errors import made_by_training, paragraph
 from lit_qrl.rollout.receipt import PublishError
+from lit_qrl.run_config import RunConfig
+from lit_qrl.run_folder import let_go, place
 from lit_qrl.trainer_errors import REFUSALS, refused
 
 FORCED = {
@@ -79,18 +82,23 @@ class QRLCLI(LightningCLI):
     def run(cls, args: list[str]) -> "QRLCLI":
         """Parse `args`, build everything, and run the command."""
         quiet()
+        check_config_files(args)
         cls.arguments = args
-        return cls(
-            GRPOModule,
-            RolloutDataModule,
-            args=args,
-            parser_class=QRLParser,
-            auto_configure_optimizers=False,
-            seed_everything_default=0,
-            trainer_defaults=dict(TRAINER_DEFAULTS),
-            save_config_kwargs={"overwrite": True},
-            load_from_checkpoint_support=False,
-        )
+        try:
+            return cls(
+                GRPOModule,
+                RolloutDataModule,
+                args=args,
+                parser_class=QRLParser,
+                auto_configure_optimizers=False,
+                seed_everything_default=0,
+                trainer_defaults=dict(TRAINER_DEFAULTS),
+                save_config_callback=RunConfig,
+                save_config_kwargs={"overwrite": True},
+                load_from_checkpoint_support=False,
+            )
+        finally:
+            let_go()
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Give what must always be there a group of its own, and link what must agree."""
@@ -106,16 +114,17 @@ class QRLCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Choose the run folder and the checkpoint before anything is built."""
-        config = self.config[str(self.subcommand)]
-        resume = bool(config.get("resume_if_possible")) or config.get("ckpt_path") == "last"
-        if config.trainer.default_root_dir is None:
-            base = Path("runs") / run_folder_name(self.arguments)
-            config.trainer.default_root_dir = str(next_run_folder(base, resume))
+        config, command = self.config[str(self.subcommand)], str(self.subcommand)
+        requested, if_possible = config.get("ckpt_path"), bool(config.get("resume_if_possible"))
+        last = requested == "last" or (requested is None and if_possible)
         policy.drop_loftq(config.model.get("policy"))
-        check_place(Path(config.trainer.default_root_dir))
-        config.ckpt_path = resolve_checkpoint(
-            config.get("ckpt_path"), config.trainer.default_root_dir, bool(config.get("resume_if_possible"))
-        )
+        folder, run = place(command, config.trainer.default_root_dir, run_folder_name(self.arguments), last)
+        config.trainer.default_root_dir = str(folder)
+        config.ckpt_path = resolve_checkpoint(requested, run, if_possible)
+        if last and config.ckpt_path is None:
+            say(f"There is no checkpoint to resume from; starting {folder}.")
+        elif last:
+            say(f"Resuming {folder}." if command == "fit" else f"Taking {config.ckpt_path}.")
 
     def instantiate_classes(self) -> None:
         """Build everything; what a class refuses stays one paragraph, however many types its key may have."""
@@ -149,6 +158,8 @@ class QRLCLI(LightningCLI):
         if config.get("enable_progress_bar") is False:
             callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
         check_repeated(config.get("callbacks") or [])
+        if self.subcommand == "predict":
+            callbacks = [*callbacks, Predictions()]
         try:
             return super()._instantiate_trainer(config, callbacks)
         except REFUSALS as error:
@@ -166,37 +177,10 @@ class QRLCLI(LightningCLI):
             raise StoppedError(paragraph(error, self.trainer.default_root_dir)) from error
 
 
-def next_run_folder(base: Path, resume: bool) -> Path:
-    """Return `base/<n>`: the newest one to resume, else the next that is free."""
-    taken = sorted(int(path.name) for path in base.glob("*") if path.name.isdigit())
-    if resume and taken:
-        return base / str(taken[-1])
-    return base / str(taken[-1] + 1 if taken else 1)
-
-
-def check_place(run_folder: Path) -> None:
-    """Raise `ConfigError` for a run folder that cannot be made or written; leave no empty one behind."""
-    missing, place = [], run_folder.absolute()
-    while not place.exists() and place != place.parent:
-        missing.append(place)
-        place = place.parent
-    made: list[Path] = []
-    try:
-        for folder in reversed(missing):
-            folder.mkdir()
-            made.append(folder)
-        with tempfile.TemporaryFile(dir=run_folder):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            "The run folder cannot be written.",
-            expected="a folder that you may write to",
-            given=f"{run_folder} ({error.strerror})",
-            remedy="Set trainer.default_root_dir to another place.",
-        ) from error
-    finally:
-        for folder in reversed(made):
-            folder.rmdir()
+@rank_zero_only
+def say(text: str) -> None:
+    """Print a line, on the first rank."""
+    print(text, flush=True)
 
 
 def check_repeated(chosen: Callback | Sequence[Callback]) -> None:

@@ -10,14 +10,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "lit_qrl").rglob("*.py"))
 LAYERS = [
-    {"errors", "types", "seeding", "events"},
+    {"errors", "types", "seeding", "events", "run_folder"},
     {"functional", "metrics", "optim", "identity"},
     {"rewards", "precision"},
     {"rollout"},
     {"callbacks.base"},
     {"callbacks", "objective", "policy", "data", "module", "strategies", "loggers", "report"},
     {"commands"},
-    {"training_cli", "cli", "parser_errors", "publish_errors", "trainer_errors"},
+    {"training_cli", "cli", "parser_errors", "config_files", "run_config", "publish_errors", "trainer_errors"},
 ]
 OPTIONAL = {"vllm", "transformer_engine", "bitsandbytes", "torchao"}
 

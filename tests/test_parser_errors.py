@@ -76,6 +76,11 @@ CASES = {
         'Key "data.task" is required but its value is None',
         "data.task is required but was not given. Add it to a --config file or the command line.",
     ),
+    "required of a command": (
+        "the following arguments are required: fit.model.policy, fit.data.task",
+        "model.policy, data.task: required, but not given. Add them to a --config file or the command line, or start "
+        "from a whole one: lit-qrl fit --config configs/quickstart.yaml.",
+    ),
     "no mapping": (
         "Unexpected config: x",
         "A --config file holds no keys. Expected: YAML such as `data: {group_size: 8}`. Given: x.",

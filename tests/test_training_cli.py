@@ -1,44 +1,137 @@
+import json
+from pathlib import Path
+
 import pytest
+import torch
+import yaml
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import Timer
 
 from lit_qrl import callbacks, objective, rollout
 from lit_qrl.callbacks import AIS, TokenVeto, WeightPublisher
+from lit_qrl.cli import main
 from lit_qrl.errors import ConfigError
-from lit_qrl.training_cli import FORCED, check_place, check_repeated, known_classes, next_run_folder
+from lit_qrl.training_cli import FORCED, check_repeated, known_classes
+from tests.run import model_folder
 
 
-@pytest.mark.parametrize(
-    ("taken", "resume", "expected"),
-    [
-        ([], False, "1"),
-        ([], True, "1"),
-        (["1", "2"], False, "3"),
-        (["1", "2"], True, "2"),
-        (["2", "10", "9"], False, "11"),
-        (["1", "notes", "3.old"], False, "2"),
-    ],
-)
-def test_runs_are_numbered_and_the_newest_is_resumed(tmp_path, taken, resume, expected):
-    for name in taken:
-        (tmp_path / name).mkdir()
-    assert next_run_folder(tmp_path, resume) == tmp_path / expected
+@pytest.fixture
+def lit(tmp_path, monkeypatch, capfd, caplog):
+    """Return (status, what was printed) of a command on rows of sums, in an empty folder with `sums.yaml`."""
+    rows = [{"question": f"1+{i}=", "answer": str(i + 1)} for i in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"path": "rows.jsonl", "chat": False, "evaluation_size": 4}
+    config = {
+        "model": {"policy": {"class_path": "CausalPolicy", "init_args": {"model": model_folder(tmp_path / "model")}}},
+        "data": {
+            "task": {"class_path": "DatasetTask", "init_args": task},
+            "engine": {"class_path": "TransformersEngine"},
+            "prompts_per_iteration": 4,
+            "group_size": 4,
+            "max_prompt_tokens": 8,
+            "max_completion_tokens": 4,
+        },
+        "report": {"samples_per_iteration": 1},
+        "trainer": {"accelerator": "cpu", "max_epochs": 1, "limit_val_batches": 0, "enable_progress_bar": False},
+    }
+    (tmp_path / "sums.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: False))
+    monkeypatch.setattr("lit_qrl.callbacks.report.render", lambda folder: None)  # drawing takes seconds
+
+    def lit(command, *args):
+        status = 0
+        capfd.readouterr()
+        caplog.clear()
+        try:
+            main([command, "--config", "sums.yaml", *map(str, args)])
+        except SystemExit as stop:
+            status = stop.code
+        printed = capfd.readouterr()
+        return status, " ".join((printed.out + printed.err + caplog.text).split())
+
+    return lit
 
 
-def test_a_place_is_tried_and_left_as_it_was(tmp_path):
-    check_place(tmp_path / "a" / "b" / "c")
-    assert list(tmp_path.iterdir()) == []
-    kept = tmp_path / "run"
-    kept.mkdir()
-    (kept / "metrics.csv").write_text("epoch")
-    check_place(kept)
-    assert [path.name for path in kept.iterdir()] == ["metrics.csv"]
+RUNS = Path("runs/sums")
 
 
-def test_a_place_under_a_file_is_refused_and_leaves_nothing(tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match=r"cannot be written.*Not a directory.*trainer\.default_root_dir"):
-        check_place(tmp_path / "file" / "run")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+def steps(run):
+    return torch.load(RUNS / run / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
+
+
+def names(folder=RUNS):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_run_is_resumed_whatever_was_validated_or_refused_after_it(lit):
+    assert lit("fit")[0] == 0
+    assert lit("validate", "--trainer.limit_val_batches", 1)[0] == 0
+    assert lit("fit", "--data.micro_batches", 3)[0] == 2
+    assert lit("fit", "--data.top_p", 0.5, "--trainer.callbacks+=AIS")[0] == 2
+    assert names() == ["1", "validate"]
+    (RUNS / "7").mkdir()
+    for option, n in ((("--ckpt_path", "last"), 2), (("--resume_if_possible", "true"), 3)):
+        status, text = lit("fit", *option, "--trainer.max_epochs", n)
+        assert status == 0
+        assert "Resuming runs/sums/1." in text
+        assert "other settings" not in text
+        assert steps("1") == n
+    assert names() == ["1", "7", "validate"]
+
+
+def test_a_run_that_cannot_be_resumed_says_so(lit):
+    status, text = lit("fit", "--ckpt_path", "last")
+    assert status == 2
+    assert "no checkpoint to resume from. Expected: runs/sums/*/checkpoints/last.ckpt." in text
+    assert not Path("runs").exists()
+    status, text = lit("fit", "--resume_if_possible", "true")
+    assert status == 0
+    assert "There is no checkpoint to resume from; starting runs/sums/1." in text
+
+
+def test_other_settings_are_named_and_the_former_are_kept(lit):
+    assert lit("fit")[0] == 0
+    first = (RUNS / "1" / "config.yaml").read_text()
+    changes = ("--trainer.callbacks+=AIS", "--data.temperature", 0.9, "--trainer.max_epochs", 2)
+    status, text = lit("fit", *changes, "--ckpt_path", "last")
+    assert status == 0
+    assert "other settings than it was trained with: data.temperature, trainer.callbacks.AIS. The former are in" in text
+    assert "runs/sums/1/config.1.yaml" in text
+    assert (RUNS / "1" / "config.1.yaml").read_text() == first
+    assert yaml.safe_load((RUNS / "1" / "config.yaml").read_text())["data"]["temperature"] == 0.9
+
+    changes = (
+        "--data.temperature",
+        0.8,
+        "--trainer.max_epochs",
+        3,
+        "--ckpt_path",
+        RUNS / "1" / "checkpoints" / "last.ckpt",
+    )
+    assert "The former are in runs/sums/1/config.yaml." in lit("fit", *changes)[1]
+    assert names() == ["1", "2"]
+
+
+def test_a_refused_resumption_leaves_the_configuration_alone(lit):
+    assert lit("fit")[0] == 0
+    first = (RUNS / "1" / "config.yaml").read_text()
+    assert lit("fit", "--ckpt_path", "last", "--data.top_p", 0.5, "--trainer.callbacks+=AIS")[0] == 2
+    assert (RUNS / "1" / "config.yaml").read_text() == first
+    assert not (RUNS / "1" / "config.1.yaml").exists()
+
+
+def test_predictions_are_kept_in_the_run_whose_checkpoint_is_taken(lit):
+    assert lit("fit")[0] == 0
+    before = {path.name: path.read_bytes() for path in (RUNS / "1").iterdir() if path.is_file()}
+    status, text = lit("predict", "--ckpt_path", "last")
+    assert status == 0
+    assert "Taking runs/sums/1/checkpoints/last.ckpt." in text
+    assert "Predictions: runs/sums/1/predict/1/predictions.jsonl (4 completions, mean reward" in text
+    records = (RUNS / "1" / "predict" / "1" / "predictions.jsonl").read_text().splitlines()
+    assert [set(json.loads(line)) for line in records] == [{"prompt", "completion", "reward", "parts", "correct"}] * 4
+    assert {path.name: path.read_bytes() for path in (RUNS / "1").iterdir() if path.is_file()} == before
+    assert "runs/sums/predict/1/predictions.jsonl" in lit("predict")[1]
 
 
 def test_a_callback_stands_once():

@@ -78,12 +78,12 @@ def checkpoint(network, engine, format):
     """The stream that the publisher makes of a network."""
     dtype = engine.plain_dtype
     named = ((name, parameter.detach().to(dtype)) for name, parameter in network.named_parameters())
-    return export_tensors(named, format, list(quantizable_linears(network, head=engine.quantize_head)))
+    return export_tensors(named, format, list(quantizable_linears(network, engine.exclude, engine.quantize_head)))
 
 
 def publish(network, engine, format, version, previous=None, wire=lambda stream: stream, everywhere=False):
     """Publish and verify; return the faults, the sender's ledger and the report. `wire` may corrupt the stream."""
-    layers = quantizable_linears(network, head=engine.quantize_head)
+    layers = quantizable_linears(network, engine.exclude, engine.quantize_head)
     shapes = {name: tuple(linear.weight.shape) for name, linear in layers.items()}
     names = list(shapes) if everywhere else choose(list(shapes), version)
     sent = SentLedger(version, format, {name: shapes[name] for name in names})

@@ -9,12 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from lit_qrl.errors import ConfigError
-
-
-def last_checkpoint(run_folder: str | Path) -> Path | None:
-    """Return the run's last checkpoint, or None."""
-    path = Path(run_folder) / "checkpoints" / "last.ckpt"
-    return path if path.is_file() else None
+from lit_qrl.run_folder import last_checkpoint
 
 
 class RunCheckpoint(Checkpoint):

@@ -11,6 +11,7 @@ from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.events import log_event
 from lit_qrl.functional.importance import log_ratio
 from lit_qrl.functional.mismatch import mismatch_metrics
+from lit_qrl.run_folder import last_checkpoint
 from lit_qrl.types import RolloutBatch
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def stop_run(
         save: write a checkpoint first, of before this iteration, where the learner's state is good.
         error: the cause.
     """
-    from lit_qrl.callbacks.checkpoint import RunCheckpoint, last_checkpoint
+    from lit_qrl.callbacks.checkpoint import RunCheckpoint
 
     if save:
         for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_qrl.commands.parser import CommandParser
+from lit_qrl.commands.runs import meant
 from lit_qrl.errors import ConfigError, nearest
 
 _EXAMPLES = """
@@ -97,12 +98,11 @@ def locate(run: Path, name: str) -> tuple[Path, Path]:
         run, name = run.absolute().parent.parent, run.name
     config, folder = run / "config.yaml", run / "checkpoints"
     if not config.is_file():
-        inner = [str(path.parent) for path in sorted(run.glob("*/config.yaml"))] if run.is_dir() else []
         raise ConfigError(
             "This is not a run folder.",
             expected="a folder with config.yaml",
             given=run,
-            remedy=f"Did you mean {inner[-1]}?" if inner else "",
+            remedy=meant(run),
         )
     checkpoint = folder / f"{name.removesuffix('.ckpt')}.ckpt"
     if not checkpoint.is_file():

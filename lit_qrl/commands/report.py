@@ -5,12 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lit_qrl.commands.parser import CommandParser
-from lit_qrl.errors import ConfigError, nearest
+from lit_qrl.commands.runs import meant
+from lit_qrl.errors import ConfigError
+from lit_qrl.events import METRICS_FILE
+from lit_qrl.run_folder import is_run
 
 _EXAMPLES = """
 examples:
   lit-qrl report runs/quickstart/1
-  lit-qrl report runs/quickstart/1 runs/quickstart/2 --out comparison
+  lit-qrl report runs/quickstart/1 runs/quickstart/2              in runs/quickstart/comparison
+  lit-qrl report runs/quickstart/1 runs/mine/1 --out runs/formats
 """
 
 
@@ -25,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out",
         type=Path,
-        help="folder to write into (default: RUN/report for one run, ./comparison for several)",
+        help="folder to write into (default: RUN/report for one run, comparison beside the first RUN for several)",
     )
     return parser
 
@@ -45,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if len(arguments.runs) == 1:
             index = render(arguments.runs[0], arguments.out)
         else:
-            index = render_comparison(arguments.runs, arguments.out or Path("comparison"))
+            index = render_comparison(arguments.runs, arguments.out or arguments.runs[0].parent / "comparison")
     except OSError as error:
         raise ConfigError(
             "The report cannot be written.",
@@ -56,11 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _check(run: Path) -> None:
-    known = ("metrics.csv", "events.jsonl", "config.yaml", "samples.jsonl")
-    if any((run / name).is_file() for name in known):
-        return
-    # `runs/quickstart` holds runs by number; naming the newest is more help than saying that it is none.
-    inner = [str(path.parent) for path in sorted(run.glob("*/*")) if path.name in known] if run.is_dir() else []
-    beside = [path.name for path in run.parent.iterdir() if path.is_dir()] if run.parent.is_dir() else []
-    remedy = f"Did you mean {inner[-1]}?" if inner else nearest(run.name, sorted(beside)) if beside else ""
-    raise ConfigError("This is not a run folder.", expected=f"a folder with {known[0]}", given=run, remedy=remedy)
+    if not is_run(run):
+        raise ConfigError(
+            "This is not a run folder.", expected=f"a folder with {METRICS_FILE}", given=run, remedy=meant(run)
+        )

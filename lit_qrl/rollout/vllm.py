@@ -1,7 +1,6 @@
 """A vLLM engine inside the trainer's process that receives low-bit weights in memory and proves that they arrived."""
 
 import math
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout import vllm_compat as compat
-from lit_qrl.rollout import vllm_cpu
+from lit_qrl.rollout import vllm_cpu, vllm_folder
 from lit_qrl.rollout import vllm_requests as requests
 from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, Progress, RolloutEngine
 from lit_qrl.rollout.receipt import PublishError, ReceivedLedger
@@ -28,7 +27,6 @@ from lit_qrl.rollout.vllm_checks import (
     check_model,
     check_processes,
 )
-from lit_qrl.rollout.vllm_folder import model_folder
 from lit_qrl.rollout.vllm_shared import LendsWeights
 from lit_qrl.rollout.vllm_watchdog import Watchdog
 from lit_qrl.rollout.vllm_weights import LiveModel
@@ -154,7 +152,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
             # vLLM makes a group of this one process, at which Lightning advises to reduce every metric over it.
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
         longest, layers = self._longest(), (self.exclude, self.quantize_head)
-        self._folder = model_folder(self.policy.network, format, *layers, self.plain_dtype, longest)
+        self._folder = vllm_folder.model_folder(self.policy.network, format, *layers, self.plain_dtype, longest)
         arguments: dict[str, Any] = {
             "model": str(self._folder),
             "load_format": "dummy",
@@ -377,7 +375,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
             del llm
             compat.collect_memory()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            vllm_folder.remove(self._folder)
             self._folder = None
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 # What the CPU build of vLLM has kernels for without AMX.
-cpu_formats: set[str] = {"bf16", "fp16", "fp32", "fp8_tensor", "fp8_row", "int8_channel", "int4_group"}
+cpu_formats: set[str] = {"bf16", "fp16", "fp32", "fp8_tensor", "fp8_row", "int8_channel", "int4_group", "nf4"}
 # Those of them whose GEMM has no fp32 activations.
 half_only = frozenset({"int4_group"})
 cuda_formats: set[str] = cpu_formats | {"fp8_block", "nvfp4", "mxfp4"}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.rollout import vllm_cpu, vllm_marlin, vllm_sleep
+from lit_qrl.rollout import vllm_cpu, vllm_dummy, vllm_marlin, vllm_nf4, vllm_sleep
 
 OLDEST, BEYOND = (0, 26), (0, 33)
 # LoRA kernels are compiled for these ranks.
@@ -143,7 +143,9 @@ def apply_workarounds() -> None:
     """Patch vLLM, once per process, where a reload of weights would otherwise go wrong."""
     _keep_onednn_operands()
     _keep_marlin_workspaces()
+    vllm_dummy.apply_workarounds()
     vllm_marlin.apply_workarounds()
+    vllm_nf4.register(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if torch.cuda.is_available():
         vllm_sleep.map_before_freeing()
     else:

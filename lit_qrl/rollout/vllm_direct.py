@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 Sent = Mapping[str, tuple[Place, tuple[int, ...], torch.dtype]]
 
 # Methods whose kernels read the module's own tensors and nothing else, so that writing those is all there is to do.
-_PLAIN_METHODS = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "CompressedTensorsW8A8Fp8"})
+_PLAIN_METHODS = frozenset(
+    {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "CompressedTensorsW8A8Fp8", "NF4LinearMethod"}
+)
 copied_on_cpu: set[str] = set()
 """Those of them on CPU, where kernels keep packed copies out of sight: none but what tests put in."""
 

@@ -70,6 +70,6 @@ def loaded_format(module: nn.Module, dtype: torch.dtype) -> str:
         "CompressedTensorsW4A16Fp4": "nvfp4",
         "CompressedTensorsW4A4Mxfp4": "mxfp4",
         "CompressedTensorsW4A16Mxfp4": "mxfp4",
-        "BitsAndBytesLinearMethod": "nf4",
+        "NF4LinearMethod": "nf4",
     }
     return names.get(kind, kind)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+from lit_qrl.rollout.vllm_folder import remove_all
+
 GRACE = 30.0
 """Seconds between the interruption of a step and the end of a process in which nothing came of it."""
 EXIT_HUNG = 75
@@ -95,6 +97,7 @@ class Watchdog:
         deadline.daemon = True
         deadline.start()
         try:
+            remove_all()  # what runs at the end of a process does not run here
             if self.on_hang is not None:
                 self.on_hang(sentence)
         finally:

@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from lit_qrl.callbacks import AIS, AQNNoise
-from lit_qrl.callbacks.checkpoint import last_checkpoint, resolve_checkpoint
+from lit_qrl.callbacks.checkpoint import resolve_checkpoint
 from lit_qrl.errors import ConfigError
+from lit_qrl.run_folder import last_checkpoint
 from tests.run import build, fit, parameters_of
 
 

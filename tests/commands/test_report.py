@@ -23,20 +23,38 @@ def test_several_runs(run, tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(tmp_path / "both" / "index.html")
 
 
-def test_several_runs_without_a_place_go_into_the_working_directory(run, tmp_path, monkeypatch):
+def test_several_runs_without_a_place_go_beside_the_first(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    main([str(run), str(run)])
-    assert (tmp_path / "comparison" / "index.html").is_file()
+    main(["quickstart/1", str(run)])
+    assert capsys.readouterr().out.strip() == "quickstart/comparison/index.html"
+    assert (tmp_path / "quickstart" / "comparison" / "index.html").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["quickstart"]
 
 
-def test_the_folder_above_a_run_names_the_run(run):
-    with pytest.raises(ConfigError, match=r"Did you mean .*quickstart/1\?"):
+def test_the_folder_above_runs_names_the_newest_by_number(run):
+    for number in ("2", "9", "10"):
+        (run.parent / number).mkdir()
+        (run.parent / number / "metrics.csv").touch()
+    with pytest.raises(ConfigError, match=r"Did you mean .*quickstart/10\?"):
         main([str(run.parent)])
 
 
-def test_a_typo_names_the_nearest_folder(run):
-    with pytest.raises(ConfigError, match="quickstart"):
+def test_a_folder_that_holds_no_runs_is_not_offered_itself(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    with pytest.raises(ConfigError, match=r"Given: configs\. Did you mean quickstart/1\?$"):
+        main(["configs"])
+
+
+def test_a_typo_names_the_nearest_run(run):
+    with pytest.raises(ConfigError, match=r"Did you mean .*quickstart/1\?"):
         main([str(run.parent.parent / "quickstrat")])
+
+
+def test_help_says_where_a_comparison_goes(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "comparison beside the first RUN" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_place_that_cannot_be_written(run, tmp_path):

@@ -52,7 +52,7 @@ def test_several_processes_are_refused(install, monkeypatch):
         VLLMEngine().validate(None, SamplingParams())
 
 
-@pytest.mark.parametrize("name", ["nf4", "mxfp4"])
+@pytest.mark.parametrize("name", ["mxfp4"])
 def test_format_without_a_kernel_is_refused(name):
     with pytest.raises(ConfigError, match=rf"no kernel for publisher\.format {name}.*TransformersEngine"):
         vllm_checks.check_format(formats.get(name))

@@ -1,11 +1,14 @@
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from transformers import AutoConfig
 
 from lit_qrl.precision import formats
-from lit_qrl.rollout.vllm_folder import model_folder
+from lit_qrl.rollout.vllm_folder import model_folder, remove
 from tests.networks import build_network
 
 
@@ -47,3 +50,38 @@ def test_what_the_learner_s_own_folder_was_quantized_to_is_not_passed_on():
     network.config.quantization_config = {"quant_method": "compressed-tensors"}
     folder = model_folder(network, None, (), False, torch.float32, 32)
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+
+
+MADE = """
+import os, sys
+import torch
+from lit_qrl.rollout.vllm_folder import model_folder, remove
+from tests.networks import build_network
+folders = [model_folder(build_network(), None, (), False, torch.float32, 32) for _ in range(3)]
+remove(folders[0])
+print(*[folder.is_dir() for folder in folders], flush=True)
+if os.fork() == 0:
+    sys.exit()  # runs what a process runs at its end
+os.wait()
+print(*[folder.is_dir() for folder in folders], flush=True)
+{ending}
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "raise RuntimeError", "sys.exit(3)"])
+def test_folders_that_nobody_removed_go_with_the_process_that_made_them(ending, tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", MADE.format(ending=ending)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.splitlines() == ["False True True"] * 2, done.stderr
+    assert not list(tmp_path.glob("lit-qrl-vllm-*"))
+
+
+def test_a_folder_is_removed_once():
+    folder = model_folder(build_network(), None, (), False, torch.float32, 32)
+    remove(folder)
+    folder.mkdir()
+    remove(folder)
+    assert folder.is_dir()
+    folder.rmdir()

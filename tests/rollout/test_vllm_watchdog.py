@@ -78,6 +78,22 @@ def test_native_code_that_never_returns_ends_the_process_with_last_words():
     done = subprocess.run([sys.executable, "-c", STUCK.format(grace=0.5)], capture_output=True, text=True, timeout=120)
     assert done.returncode == EXIT_HUNG
     assert done.stdout.startswith("last words: The engine hangs: one step took longer than 0.2 s")
+
+
+def test_a_process_that_ends_so_leaves_no_folder_of_an_engine(tmp_path):
+    code = "\n".join(
+        [
+            "import os, pathlib",
+            "from lit_qrl.rollout import vllm_folder",
+            f"folder = pathlib.Path({str(tmp_path)!r}, 'lit-qrl-vllm-1')",
+            "folder.mkdir()",
+            "vllm_folder._made[folder] = os.getpid()",
+            STUCK.format(grace=0.5),
+        ]
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == EXIT_HUNG
+    assert not list(tmp_path.iterdir())
     assert "went on" not in done.stdout
     assert "most recent call first" in done.stderr
 
