@@ -129,11 +129,11 @@ def check_head_size(network: nn.Module) -> None:
 
 def _attends(size: int) -> bool:
     """Return True for a head size that the kernel knows and vLLM's list does not, such as 48 in 0.32."""
-    from vllm import _custom_ops
+    import vllm._custom_ops as ops
 
     ends = torch.tensor([0, 1], dtype=torch.int32)
     try:
-        _custom_ops.cpu_attn_get_scheduler_metadata(
+        ops.cpu_attn_get_scheduler_metadata(
             num_reqs=1,
             num_heads=1,
             num_kv_heads=1,
