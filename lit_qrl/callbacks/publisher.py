@@ -23,6 +23,7 @@ from lit_qrl.precision import formats
 from lit_qrl.precision.formats.base import NumberFormat
 from lit_qrl.precision.formats.dense import Dense
 from lit_qrl.rollout.engine import EngineDiedError
+from lit_qrl.rollout.network import tied_head
 from lit_qrl.rollout.receipt import (
     PublishError,
     SentLedger,
@@ -135,6 +136,9 @@ class WeightPublisher(RLCallback):
                 expected="publisher.format of 8 or 4 bits",
                 given="auto" if self._rollout_format is None else self._rollout_format.name,
             )
+        config = getattr(pl_module.policy, "config", None)
+        if self.quantize_head and config is not None and config.get_text_config().tie_word_embeddings:
+            raise tied_head(config)  # before the weights are loaded
         engine, sampling = pl_module.data.engine, pl_module.data.sampling
         if self.every_n_iterations > 1 and getattr(engine, "share", None) == "auto":
             engine.share = "never"  # pyright: ignore[reportAttributeAccessIssue]  # the sampler outlives the update

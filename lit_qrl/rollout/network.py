@@ -81,20 +81,24 @@ def check_head(network: Any) -> None:
         network: the learner's Hugging Face model.
     """
     head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
-    setting = "publisher.quantize_head"
     if merged_module(head) is not head or not isinstance(head, nn.Linear):
         raise ConfigError(
-            f"{setting} takes an output head that is a plain linear layer.",
+            "publisher.quantize_head takes an output head that is a plain linear layer.",
             given=type(head).__name__,
             remedy="Leave lm_head out of the adapter, or set quantize_head to false.",
         )
     if head.weight is merged_module(embedding).weight:
-        raise ConfigError(
-            f"{setting} would quantize the input embedding, which is this model's output head too.",
-            expected="a model with tie_word_embeddings: false",
-            given=type(network).__name__,
-            remedy="Set quantize_head to false.",
-        )
+        raise tied_head(network.config)
+
+
+def tied_head(config: Any) -> ConfigError:
+    """Return the error of a model whose output head cannot be published in a format, since it is the embedding."""
+    return ConfigError(
+        "publisher.quantize_head would quantize the input embedding, which is this model's output head too.",
+        expected="a model with tie_word_embeddings: false",
+        given=f"a {config.model_type} model that ties them",
+        remedy="Set quantize_head to false.",
+    )
 
 
 def merged_module(module: Any) -> Any:
