@@ -135,6 +135,7 @@ class WeightPublisher(RLCallback):
                 "publisher.quantize_head has no format to quantize to.",
                 expected="publisher.format of 8 or 4 bits",
                 given="auto" if self._rollout_format is None else self._rollout_format.name,
+                remedy="Choose one, such as fp8_row, or set quantize_head to false.",
             )
         config = getattr(pl_module.policy, "config", None)
         if self.quantize_head and config is not None and config.get_text_config().tie_word_embeddings:

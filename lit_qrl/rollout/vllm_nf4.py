@@ -97,7 +97,7 @@ def _(x: Tensor, codes: Tensor, amax: Tensor) -> Tensor:
 def register(device: torch.device) -> None:
     """Make vLLM know the method; `device` is where the engine's weights will be."""
     # Not in the engine's memory, which a sleep may drop, nor while a CUDA graph is captured.
-    _table(device if device.index is not None or device.type == "cpu" else torch.empty(0, device=device).device)
+    _table(torch.empty(0, device=device).device)  # with its index
     from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
