@@ -24,9 +24,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lit_qrl.callbacks._weighting import _keeps, _weights
 from lit_qrl.callbacks.ais import AIS
-from lit_qrl.callbacks.base import combine
 from lit_qrl.callbacks.geometric import GeometricRejection
 from lit_qrl.callbacks.masked import MaskedIS
 from lit_qrl.callbacks.opsm import OffPolicySequenceMask
@@ -36,6 +34,8 @@ from lit_qrl.functional import diagnostics, objective
 from lit_qrl.functional._compile import SWITCH, fused
 from lit_qrl.functional.importance import ais_correction, batch_normalized, log_ratio
 from lit_qrl.functional.mismatch import mismatch_metrics
+from lit_qrl.loop.hooks import combine
+from lit_qrl.loop.weighting import _keeps, _weights
 from lit_qrl.types import LossContext, no_all_reduce
 
 WARM_UP = 3

@@ -32,7 +32,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from precision import GIB, SHAPES, Stack, free, queued_seconds, seconds, show  # noqa: E402
 
-from lit_qrl.precision import QATAligned, UnifiedFP8, formats  # noqa: E402
+from lit_qrl import formats  # noqa: E402
+from lit_qrl.precision import QATAligned, UnifiedFP8  # noqa: E402
 
 Rows = list[dict[str, Any]]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -118,7 +119,8 @@ def sums(args: argparse.Namespace) -> Rows:
 
 
 def variants(args: argparse.Namespace) -> Rows:
-    from lit_qrl.precision.formats import nf4, tiles_triton, values_triton
+    from lit_qrl.formats import nf4
+    from lit_qrl.formats.kernels import tiles_triton, values_triton
 
     def copy_rate(size: int) -> float:
         source = torch.empty(size, device=DEVICE, dtype=torch.uint8)
@@ -236,7 +238,7 @@ def sampler(args: argparse.Namespace) -> Rows:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from lit_qrl.functional.logprobs import token_logprobs
-    from lit_qrl.rollout.vllm import VLLMEngine
+    from lit_qrl.rollout.vllm.engine import VLLMEngine
     from lit_qrl.types import SamplingParams
 
     sizes: dict[str, Any] = dict(SHAPES["1.5b"], vocab_size=8192)
@@ -353,7 +355,7 @@ def fp16(args: argparse.Namespace) -> Rows:
     from lightning.pytorch.callbacks import Callback
 
     from lit_qrl.callbacks import AIS
-    from tests.run import fit
+    from tests.tiny_run import fit
 
     class Watch(Callback):
         def __init__(self, eps: float) -> None:

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 
+from lit_qrl.formats import FP8Block, Int4Group
+from lit_qrl.formats import get as get_format
+from lit_qrl.formats.kernels import dispatch as fused
 from lit_qrl.functional.logprobs import token_logprobs
+from lit_qrl.network.linears import QuantizedLinear, quantizable_linears, swap_linears
 from lit_qrl.precision import NVFP4LoRA, QATAligned, QuantizedPrecision, UnifiedFP8
-from lit_qrl.precision.formats import FP8Block, Int4Group, fused
-from lit_qrl.precision.formats import get as get_format
-from lit_qrl.precision.lora4bit import PackedLinear
-from lit_qrl.precision.surgery import QuantizedLinear, quantizable_linears, swap_linears
+from lit_qrl.precision.packed_lora import PackedLinear
 
 SHAPES: dict[str, dict[str, int]] = {
     "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,

@@ -256,7 +256,7 @@ def lora_of(rank: int) -> Any:
 
 
 def engine_of(args: argparse.Namespace, config: Any, rank: int, batch: int, completion: int, utilization: float) -> Any:
-    from lit_qrl.rollout.vllm import VLLMEngine
+    from lit_qrl.rollout.vllm.engine import VLLMEngine
 
     head = config.hidden_size // config.num_attention_heads
     per_token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head
@@ -280,7 +280,7 @@ def raw_seconds(
     import vllm
     from vllm.lora.request import LoRARequest
 
-    from lit_qrl.rollout.vllm_adapter import ADAPTER_ID
+    from lit_qrl.rollout.vllm.adapter import ADAPTER_ID
 
     reported = {"logprobs": 0, "flat_logprobs": True} if logprobs else {}
     params = vllm.SamplingParams(
@@ -632,8 +632,8 @@ class Alone:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from lit_qrl.precision import formats
-        from lit_qrl.precision.surgery import quantizable_linears
+        from lit_qrl import formats
+        from lit_qrl.network.linears import quantizable_linears
 
         self.args, self.config = args, config_of(args, size)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -667,7 +667,7 @@ class Alone:
 
     def start(self, settings: list[dict[str, Any]], rank: int, figures: dict[str, Any]) -> Any:
         """Return an engine with base and adapter."""
-        from lit_qrl.precision.export import export_tensors
+        from lit_qrl.network.stream import export_tensors
         from lit_qrl.types import SamplingParams
 
         args = self.args

@@ -29,7 +29,7 @@ def make(folder: Path, shape: str, shard_gib: float, device: str) -> float:
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from lit_qrl.precision.checkpoint import CheckpointWriter
+    from lit_qrl.network.folder import CheckpointWriter
 
     layers, hidden, intermediate, heads, key_value_heads, vocabulary = SHAPES[shape]
     config = Qwen2Config(
@@ -70,7 +70,7 @@ def measure(arguments: argparse.Namespace, source: Path, output: Path, results: 
     """Quantize in this process, and put down what it took."""
     import torch
 
-    from lit_qrl.precision.quantize import quantize_checkpoint, weight_only
+    from lit_qrl.quantize.folder import quantize_checkpoint, weight_only
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)

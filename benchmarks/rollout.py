@@ -176,8 +176,8 @@ class Bench:
         import torch
         from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
-        from lit_qrl.precision import formats
-        from lit_qrl.precision.surgery import quantizable_linears
+        from lit_qrl import formats
+        from lit_qrl.network.linears import quantizable_linears
 
         self.torch, self.args, self.name = torch, args, name
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -233,8 +233,8 @@ class Bench:
 
     def publish(self) -> dict[str, float]:
         """Publish as the trainer does, and return seconds in all and of the verification."""
-        from lit_qrl.precision.export import export_tensors
-        from lit_qrl.rollout import receipt
+        from lit_qrl.network.stream import export_tensors
+        from lit_qrl.receipts import ledger as receipt
 
         self.version += 1
         self.sync()
@@ -261,8 +261,8 @@ class Bench:
 
     def start(self, **changes: Any) -> float:
         """Build an engine and fill it; return the seconds until then."""
-        from lit_qrl.callbacks._scores import LENGTH
-        from lit_qrl.rollout.vllm import VLLMEngine
+        from lit_qrl.publish.score_check import LENGTH
+        from lit_qrl.rollout.vllm.engine import VLLMEngine
         from lit_qrl.types import SamplingParams
 
         self.close()
@@ -325,7 +325,7 @@ class Bench:
     # ------------------------------------------------------------------------------------------------------- sections
 
     def run_verify(self) -> dict[str, Any]:
-        from lit_qrl.rollout.probe import Probe, learner_scores
+        from lit_qrl.publish.probe import Probe, learner_scores
 
         figures = self.ready()
         activations = self.format is not None and self.format.quantizes_activations
@@ -425,9 +425,9 @@ class Bench:
         """Return the seconds of a publish in which nobody records or compares anything."""
         from unittest import mock
 
-        from lit_qrl.precision.export import export_tensors
-        from lit_qrl.rollout.checksum import Checksums
-        from lit_qrl.rollout.receipt import Ledger
+        from lit_qrl.network.stream import export_tensors
+        from lit_qrl.receipts.checksum import Checksums
+        from lit_qrl.receipts.ledger import Ledger
 
         def passed(ledger: Any, name: str, tensor: Any) -> None:
             ledger.bytes += tensor.numel() * tensor.element_size()
@@ -448,7 +448,7 @@ class Bench:
     def run_probe(self) -> dict[str, Any]:
         from transformers import AutoModelForCausalLM
 
-        from lit_qrl.rollout.probe import Probe, learner_scores
+        from lit_qrl.publish.probe import Probe, learner_scores
 
         figures = self.ready()
         network = self.network
@@ -480,8 +480,8 @@ class Bench:
 
     def parts(self) -> dict[str, float]:
         """Return seconds of quantization alone, with the sender's receipts, and of vLLM's bare reload of the result."""
-        from lit_qrl.precision.export import export_tensors
-        from lit_qrl.rollout.receipt import SentLedger
+        from lit_qrl.network.stream import export_tensors
+        from lit_qrl.receipts.ledger import SentLedger
 
         laps: dict[str, list[float]] = {}
         for version in range(3):
@@ -558,7 +558,7 @@ class Bench:
         return figures | {"norms_seconds": round(statistics.median(times[1:]), 5)}
 
     def run_lora(self) -> dict[str, Any]:
-        from lit_qrl.rollout.receipt import SentLedger, compare
+        from lit_qrl.receipts.ledger import SentLedger, compare
 
         self.start(max_lora_rank=LORA_RANK)
         times, faults = [], 0

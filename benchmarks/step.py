@@ -41,7 +41,7 @@ from lit_qrl.module import GRPOModule
 from lit_qrl.objective import GRPO
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.rewards.base import Reward
-from lit_qrl.rollout.transformers import TransformersEngine
+from lit_qrl.rollout.embedded.engine import TransformersEngine
 
 WORDS = ["<pad>", "<eos>", *"0123456789+-*/()=,:abcdefghijk"]
 PROMPTS, GROUP = 32, 8

@@ -262,7 +262,7 @@ def run_one(job: Job) -> tuple[int, float]:
     # One thread each: small models gain nothing from more, and results then do not depend on the number of cores.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     with (job.folder / LOG_FILE).open("a") as log:
-        command = [sys.executable, "-m", "lit_qrl.cli", *job.arguments]
+        command = [sys.executable, "-m", "lit_qrl.cli.main", *job.arguments]
         code = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=False).returncode
     return code, time.perf_counter() - start
 

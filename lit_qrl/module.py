@@ -13,16 +13,16 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from lit_qrl.callbacks.base import check_combination, combine, overrides, rl_callbacks, trainer_all_reduce
-from lit_qrl.data.dealing import deal_by_length
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional.importance import batch_normalized, log_ratio
-from lit_qrl.identity import check_identity, identity
-from lit_qrl.metrics import AverageAtK, IterationMetrics, PassAtK
+from lit_qrl.loop.batching import deal_by_length
+from lit_qrl.loop.hooks import check_combination, combine, overrides, rl_callbacks, trainer_all_reduce
+from lit_qrl.loop.metrics import AverageAtK, IterationMetrics, PassAtK
 from lit_qrl.objective import GRPO, Objective
 from lit_qrl.optim import build_optimizer, check_optimizer, schedule_factor
 from lit_qrl.policy import CausalPolicy
+from lit_qrl.run.identity import check_identity, identity
 from lit_qrl.types import AllReduce, Correction, LossContext, MicroBatch, RolloutBatch
 
 

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.formats.base import NumberFormat
 from lit_qrl.functional.logprobs import token_logprobs
-from lit_qrl.precision.checkpoint import FOLDER_REMEDY, HUB_REMEDY, local_folder, resolve_model
+from lit_qrl.network.folder import FOLDER_REMEDY, HUB_REMEDY, local_folder, resolve_model
+from lit_qrl.network.head import merged_module, merged_weights, output_head, with_adapter
+from lit_qrl.network.packing import enable_packing, pack, packed_hidden, packs
 from lit_qrl.precision.deferred import DeferredWeights, deferred_checkpoint, weights_are_deferred
-from lit_qrl.precision.formats.base import NumberFormat
-from lit_qrl.precision.fused_blocks import Fuse, fuse_plain
-from lit_qrl.precision.lora_linear import fuse_lora
-from lit_qrl.precision.packed import PackedBase, take_packed_format
-from lit_qrl.rollout.network import merged_module, merged_weights, output_head, with_adapter
-from lit_qrl.rollout.packing import enable_packing, pack, packed_hidden, packs
+from lit_qrl.precision.layers.fused_blocks import Fuse, fuse_plain
+from lit_qrl.precision.layers.lora_linear import fuse_lora
+from lit_qrl.precision.packed_base import PackedBase, take_packed_format
 from lit_qrl.types import RolloutBatch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

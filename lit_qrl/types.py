@@ -27,8 +27,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from lit_qrl.precision.formats.base import NumberFormat
-    from lit_qrl.rollout.receipt import ReceivedLedger
+    from lit_qrl.formats.base import NumberFormat
+    from lit_qrl.receipts.ledger import ReceivedLedger
 
 FinishReason = Literal["stop", "length"]
 

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from lit_qrl.precision.formats.numerics import fp4_values, unpack_nibbles
-from lit_qrl.precision.shared import marlin_codes, marlin_scales
-from lit_qrl.rollout import vllm_shared
+from lit_qrl.formats.numerics import fp4_values, unpack_nibbles
+from lit_qrl.precision.vllm_kernels.borrowed import marlin_codes, marlin_scales
+from lit_qrl.rollout.vllm import lending as vllm_shared
 from tests import vllm_cpu_shim
 
 # vLLM multiplies the global scale of a bf16 layer by this: the difference of the exponents' biases, less 7.

@@ -11,16 +11,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lit_qrl.callbacks import AIS, RLCallback, TokenVeto
-from lit_qrl.cli import main
-from lit_qrl.commands import export
-from lit_qrl.events import EVENTS_FILE, read_jsonl
+from lit_qrl.cli import export
+from lit_qrl.cli.main import main
 from lit_qrl.functional import importance
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.rewards import Reward
-from lit_qrl.rollout.loading import Modules
-from lit_qrl.rollout.transformers import TransformersEngine
+from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.rollout.embedded.loading import Modules
+from lit_qrl.run.diary import EVENTS_FILE, read_jsonl
 from tests.networks import build_tokenizer
-from tests.run import model_folder
+from tests.tiny_run import model_folder
 
 ROOT = Path(__file__).parent.parent
 CORRECTIONS = ROOT / "configs" / "correction"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from lit_qrl.cli.training import QRLCLI
 from lit_qrl.errors import ConfigError
-from lit_qrl.training_cli import QRLCLI
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 from lit_qrl import callbacks, objective
-from lit_qrl.callbacks.base import RLCallback, combine
 from lit_qrl.functional.mismatch import mismatch_metrics
 from lit_qrl.functional.objective import clipped_surrogate
+from lit_qrl.loop.hooks import RLCallback, combine
 from tests.callbacks.corrections import context
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -1,4 +1,4 @@
-"""The direction of imports: an arrow may only point down the list of layers."""
+"""The direction of imports: every package is one floor, and a floor imports only from those above it in this list."""
 
 import ast
 import subprocess
@@ -8,64 +8,114 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted((ROOT / "lit_qrl").rglob("*.py"))
-LAYERS = [
-    {"errors", "types", "seeding", "events", "run_folder"},
-    {"functional", "metrics", "optim", "identity"},
-    {"rewards", "precision"},
-    {"rollout"},
-    {"callbacks.base"},
-    {"callbacks", "objective", "policy", "data", "module", "strategies", "loggers", "report"},
-    {"commands"},
-    {"training_cli", "cli", "parser_errors", "config_files", "run_config", "publish_errors", "trainer_errors"},
-]
+FILES = sorted(path for path in (ROOT / "lit_qrl").rglob("*.py") if path != ROOT / "lit_qrl" / "__init__.py")
+FLOORS = (
+    ("types", "errors", "seeding"),
+    ("run",),
+    ("report",),
+    ("functional",),
+    ("objective", "optim"),
+    ("formats",),
+    ("receipts",),
+    ("network",),
+    ("precision",),
+    ("policy",),
+    ("rollout",),
+    ("strategies",),
+    ("loop",),
+    ("rewards",),
+    ("data",),
+    ("module",),
+    ("publish",),
+    ("callbacks",),
+    ("quantize",),
+    ("cli",),
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 OPTIONAL = {"vllm", "transformer_engine", "bitsandbytes", "torchao"}
 
 
-def layer(name: str) -> int | None:
-    parts = name.split(".")
-    for key in (".".join(parts[1:3]), ".".join(parts[1:2])):
-        for rank, members in enumerate(LAYERS):
-            if key in members:
-                return rank
-    return None
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imports(path: Path, *, top_level_only: bool) -> set[str]:
-    """Imported module names, without those under `if TYPE_CHECKING`."""
-    tree = ast.parse(path.read_text())
+MODULES = {name_of(path) for path in FILES}
+
+
+def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
+    """Return the modules that a file imports, those under `if TYPE_CHECKING` and inside functions too."""
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            return
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and top_level_only:
             return
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-            if node.module == "lit_qrl" or node.module.count(".") == 1:
-                found.update(f"{node.module}.{alias.name}" for alias in node.names)
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = inside & MODULES
+            found.update(modules)
+            if len(modules) < len(inside):
+                found.add(node.module)
         for child in ast.iter_child_nodes(node):
             visit(child)
 
-    visit(tree)
+    visit(ast.parse(path.read_text()))
     return found
 
 
+def ours(path: Path) -> set[str]:
+    return {name for name in imports(path) if name in MODULES}
+
+
+def room(name: str) -> str:
+    return name.split(".")[1]
+
+
+def test_every_room_has_a_floor():
+    assert {room(name) for name in MODULES} == set(FLOOR)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_down(path):
-    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    own = layer(name)
-    if name == "lit_qrl":
-        return
-    assert own is not None, f"{name} stands in no layer"
-    for imported in imports(path, top_level_only=True):
-        if imported.startswith("lit_qrl."):
-            theirs = layer(imported)
-            if theirs is not None and imported.count(".") >= 1:
-                assert theirs <= own, f"{name} imports {imported}"
+def test_imports_point_up_the_list(path):
+    own = room(name_of(path))
+    wrong = {name for name in ours(path) if FLOOR[room(name)] > FLOOR[own]}
+    assert not wrong
+    beside = {name for name in ours(path) if FLOOR[room(name)] == FLOOR[own] and room(name) != own}
+    assert own in FLOORS[0] or not beside, "rooms of one floor do not import each other"
+
+
+def test_no_circle_stands_anywhere():
+    arrows = {name_of(path): ours(path) - {name_of(path)} for path in FILES}
+    # A package's __init__ gathers what its files define; whoever imports the package means one of them.
+    arrows = {name: targets for name, targets in arrows.items() if not is_package(name)}
+    done: set[str] = set()
+
+    def walk(name: str, trail: list[str]) -> None:
+        assert name not in trail, " -> ".join([*trail[trail.index(name) :], name])
+        if name in done:
+            return
+        for target in arrows.get(name, ()):
+            walk(target, [*trail, name])
+        done.add(name)
+
+    for name in arrows:
+        walk(name, [])
+
+
+def is_package(name: str) -> bool:
+    return (ROOT / Path(*name.split("."))).is_dir()
+
+
+def test_the_check_sees_what_is_deferred_and_what_is_for_type_checkers(tmp_path):
+    path = tmp_path / "seen.py"
+    path.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from lit_qrl.module import GRPOModule\n"
+        "def later():\n    from lit_qrl.callbacks import ais\n    import lit_qrl.policy\n"
+    )
+    assert ours(path) == {"lit_qrl.module", "lit_qrl.callbacks.ais", "lit_qrl.policy"}
+    assert not {"lit_qrl.policy", "lit_qrl.callbacks.ais"} & imports(path, top_level_only=True)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -73,21 +123,17 @@ def test_optional_libraries_are_imported_inside_functions(path):
     assert not {name.split(".")[0] for name in imports(path, top_level_only=True)} & OPTIONAL
 
 
-def test_functional_knows_nothing_of_lightning():
+@pytest.mark.parametrize("name", ["functional", "formats"])
+def test_the_maths_knows_nothing_of_lightning(name):
     for path in FILES:
-        if "functional" in path.parts:
-            names = {name.split(".")[0] for name in imports(path, top_level_only=False)}
-            assert not names & {"lightning", "pytorch_lightning", "transformers"}, path
+        if room(name_of(path)) == name:
+            assert not {one.split(".")[0] for one in imports(path)} & {"lightning", "transformers"}, path
 
 
-def test_callbacks_and_module_meet_in_the_base_only():
+def test_the_plugins_name_vllm_in_one_place():
     for path in FILES:
-        names = imports(path, top_level_only=False)
-        if path.parent.name == "callbacks":
-            assert "lit_qrl.module" not in names, path
-        if path.name == "module.py" and path.parent.name == "lit_qrl":
-            callbacks = {name for name in names if name.startswith("lit_qrl.callbacks")}
-            assert all(name.startswith("lit_qrl.callbacks.base") for name in callbacks), callbacks
+        if room(name_of(path)) == "precision" and "vllm_kernels" not in path.parts:
+            assert "vllm" not in {one.split(".")[0] for one in imports(path)}, path
 
 
 def test_importing_the_package_loads_no_optional_library():

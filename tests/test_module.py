@@ -12,7 +12,7 @@ from lit_qrl.callbacks import AIS, GeometricRejection, MaskedIS, RLCallback, Tok
 from lit_qrl.errors import ConfigError
 from lit_qrl.objective import DAPO, GRPO, GSPO, TBPO, DrGRPO
 from lit_qrl.types import Correction, no_all_reduce
-from tests.run import build, fit, parameters_of
+from tests.tiny_run import build, fit, parameters_of
 
 
 class FirstGradient(Callback):

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lit_qrl.errors import ConfigError
 from lit_qrl.optim import EMBEDDINGS, MuonAdamW, build_optimizer, check_optimizer, schedule_factor
 from tests.networks import build_network
-from tests.run import build, fit, parameters_of
+from tests.tiny_run import build, fit, parameters_of
 
 CPU = torch.device("cpu")
 

@@ -13,9 +13,9 @@ from transformers import (
 )
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.network.head import output_head
+from lit_qrl.network.packing import packs
 from lit_qrl.policy import CausalPolicy
-from lit_qrl.rollout.network import output_head
-from lit_qrl.rollout.packing import packs
 from tests.networks import WORDS, batch_of, build_network, build_tokenizer
 
 

@@ -1,6 +1,6 @@
 import torch
 
-from lit_qrl.data.dealing import assemble
+from lit_qrl.loop.batching import assemble
 from lit_qrl.types import Completion, MicroBatch, SamplingParams
 
 

@@ -7,7 +7,7 @@ one whose layout differs from the checkpoint's, as with Marlin on a GPU.
 import torch
 from torch import Tensor, nn
 
-from lit_qrl.rollout import vllm_checks
+from lit_qrl.rollout.vllm import checks as vllm_checks
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
@@ -20,7 +20,7 @@ def install() -> None:
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
     from vllm.platforms import PlatformEnum
 
-    from lit_qrl.rollout import vllm_compat
+    from lit_qrl.rollout.vllm import compat as vllm_compat
 
     vllm_compat.apply_workarounds()
 

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from lit_qrl.precision import formats
-from lit_qrl.precision.export import export_tensors
-from lit_qrl.precision.surgery import quantizable_linears
-from lit_qrl.rollout.probe import computing_as
-from lit_qrl.rollout.receipt import SentLedger, choose, compare, compare_columns, compare_read_back
+from lit_qrl import formats
+from lit_qrl.network.linears import quantizable_linears
+from lit_qrl.network.stream import export_tensors
+from lit_qrl.publish.probe import computing_as
+from lit_qrl.receipts.ledger import SentLedger, choose, compare, compare_columns, compare_read_back
 from lit_qrl.types import SamplingParams
 
 VOCABULARY = 512
@@ -53,7 +53,7 @@ def sampler_format(name):
 
 
 def build_engine(network, format=None, lora=None, quantize_head=False, **options):
-    from lit_qrl.rollout.vllm import VLLMEngine
+    from lit_qrl.rollout.vllm.engine import VLLMEngine
     from tests import vllm_cpu_shim
 
     vllm_cpu_shim.install()

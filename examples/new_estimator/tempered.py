@@ -2,7 +2,7 @@
 
 import torch
 
-from lit_qrl.callbacks.base import RLCallback
+from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.types import Correction
 
 

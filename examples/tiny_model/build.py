@@ -26,13 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from lit_qrl.data.tasks.countdown import (
-    Countdown,
-    is_held_out,
-    key_hash,
-    problem_key,
-    public_test_hashes,
-)
+from lit_qrl.data.tasks.countdown import Countdown, is_held_out, key_hash, problem_key, public_test_hashes
 from lit_qrl.data.tasks.countdown_solver import expressions
 from lit_qrl.rewards.base import Sample
 from lit_qrl.rewards.countdown import CountdownReward

@@ -2,7 +2,6 @@
 
 from lit_qrl.callbacks.ais import AIS
 from lit_qrl.callbacks.aqn import AQNNoise
-from lit_qrl.callbacks.base import RLCallback
 from lit_qrl.callbacks.checkpoint import RunCheckpoint
 from lit_qrl.callbacks.geometric import GeometricRejection
 from lit_qrl.callbacks.guard import Guard
@@ -14,6 +13,7 @@ from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.callbacks.report import Report
 from lit_qrl.callbacks.truncated import TruncatedIS
 from lit_qrl.callbacks.veto import TokenVeto
+from lit_qrl.loop.hooks import RLCallback
 
 __all__ = [
     "AIS",

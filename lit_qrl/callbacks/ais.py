@@ -7,10 +7,10 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lit_qrl.callbacks.base import RLCallback, trainer_all_reduce
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional._checks import check_ais, check_choice
 from lit_qrl.functional.importance import AISGate, ais_correction, ais_gate, ais_weights, log_ratio
+from lit_qrl.loop.hooks import RLCallback, trainer_all_reduce
 from lit_qrl.types import Correction, LossContext, RolloutBatch
 
 # Gates kept for the checkpoint and the report: a thousand mini-batches are 32 kB.

@@ -9,9 +9,9 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lit_qrl.callbacks.base import RLCallback
 from lit_qrl.errors import ConfigError, nearest
 from lit_qrl.functional.noise import aqn_sigma
+from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.seeding import derive_seed
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.run_folder import last_checkpoint
+from lit_qrl.run.folder import last_checkpoint
 
 
 class RunCheckpoint(Checkpoint):

@@ -6,12 +6,12 @@ import torch
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
-from lit_qrl.callbacks.base import RLCallback
 from lit_qrl.errors import ConfigError, StoppedError
-from lit_qrl.events import log_event
 from lit_qrl.functional.importance import log_ratio
 from lit_qrl.functional.mismatch import mismatch_metrics
-from lit_qrl.run_folder import last_checkpoint
+from lit_qrl.loop.hooks import RLCallback
+from lit_qrl.run.diary import log_event
+from lit_qrl.run.folder import last_checkpoint
 from lit_qrl.types import RolloutBatch
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lit_qrl.callbacks._weighting import DEFAULT_UPPER, Level, weighted
-from lit_qrl.callbacks.base import RLCallback
 from lit_qrl.functional._checks import check_band, check_choice
+from lit_qrl.loop.hooks import RLCallback
+from lit_qrl.loop.weighting import DEFAULT_UPPER, Level, weighted
 from lit_qrl.types import Correction, LossContext
 
 

@@ -9,17 +9,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from lit_qrl.callbacks._updates import UpdateCounts
-from lit_qrl.callbacks.base import RLCallback
 from lit_qrl.errors import ConfigError
-from lit_qrl.functional.diagnostics import (
-    histogram2d_by_sign,
-    low_probability_share,
-    mean_by_position,
-    repeated_ngrams,
-)
+from lit_qrl.functional.diagnostics import histogram2d_by_sign, low_probability_share, mean_by_position, repeated_ngrams
 from lit_qrl.functional.importance import log_ratio
 from lit_qrl.functional.mismatch import k3_divergence, mismatch_metrics
+from lit_qrl.loop.hooks import RLCallback
+from lit_qrl.loop.updates import UpdateCounts
 
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule

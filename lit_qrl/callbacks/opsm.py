@@ -4,9 +4,9 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lit_qrl.callbacks._weighting import rejected
-from lit_qrl.callbacks.base import RLCallback
 from lit_qrl.functional._checks import check_delta
+from lit_qrl.loop.hooks import RLCallback
+from lit_qrl.loop.weighting import rejected
 from lit_qrl.types import Correction, LossContext
 
 

@@ -11,20 +11,19 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from lit_qrl.callbacks._apart import published_apart
-from lit_qrl.callbacks._restarts import Restarts
-from lit_qrl.callbacks._scores import ScoreCheck
-from lit_qrl.callbacks._sources import WeightSource
-from lit_qrl.callbacks.base import RLCallback, overrides, rl_callbacks
+from lit_qrl import formats
 from lit_qrl.callbacks.guard import event
 from lit_qrl.callbacks.report import Report
 from lit_qrl.errors import ConfigError
-from lit_qrl.precision import formats
-from lit_qrl.precision.formats.base import NumberFormat
-from lit_qrl.precision.formats.dense import Dense
-from lit_qrl.rollout.engine import EngineDiedError
-from lit_qrl.rollout.network import tied_head
-from lit_qrl.rollout.receipt import (
+from lit_qrl.formats.base import NumberFormat
+from lit_qrl.formats.dense import Dense
+from lit_qrl.loop.hooks import RLCallback, overrides, rl_callbacks
+from lit_qrl.network.head import tied_head
+from lit_qrl.publish.adapter import published_apart
+from lit_qrl.publish.recovery import Restarts
+from lit_qrl.publish.score_check import ScoreCheck
+from lit_qrl.publish.source import WeightSource
+from lit_qrl.receipts.ledger import (
     PublishError,
     SentLedger,
     TensorReceipt,
@@ -33,6 +32,7 @@ from lit_qrl.rollout.receipt import (
     compare_columns,
     compare_read_back,
 )
+from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.strategies.colocated import begin_rollout, begin_update, check_phases
 from lit_qrl.types import PublishReport
 

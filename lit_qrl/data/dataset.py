@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.data import IterableDataset
 
-from lit_qrl.callbacks.base import rl_callbacks
-from lit_qrl.data.dealing import assemble, deal_by_length, rows_of
+from lit_qrl.loop.batching import assemble, deal_by_length, rows_of
+from lit_qrl.loop.hooks import rl_callbacks
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import MicroBatch, RolloutBatch
 

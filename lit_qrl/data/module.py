@@ -10,13 +10,13 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lit_qrl.callbacks.base import rl_callbacks
 from lit_qrl.data.dataset import RolloutDataset
 from lit_qrl.data.task import Row, Task
 from lit_qrl.errors import ConfigError
+from lit_qrl.loop.hooks import rl_callbacks
+from lit_qrl.network.head import check_positions
 from lit_qrl.rewards.base import Sample, score_all
 from lit_qrl.rollout.engine import EngineDiedError, Progress, RolloutEngine
-from lit_qrl.rollout.network import check_positions
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import Completion, SamplingParams
 

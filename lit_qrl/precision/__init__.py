@@ -1,7 +1,7 @@
 """Lightning precision plugins and the number formats behind them."""
 
 from lit_qrl.precision.base import QuantizedPrecision
-from lit_qrl.precision.lora4bit import NVFP4LoRA
+from lit_qrl.precision.packed_lora import NVFP4LoRA
 from lit_qrl.precision.qat import QATAligned
 from lit_qrl.precision.unified_fp8 import UnifiedFP8
 

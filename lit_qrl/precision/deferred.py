@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.precision.checkpoint import Checkpoint
+from lit_qrl.network.folder import Checkpoint
 
 _wanted: ContextVar[bool] = ContextVar("lit_qrl_deferred_weights", default=False)
 

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lit_qrl import formats
 from lit_qrl.errors import ConfigError
-from lit_qrl.precision import formats
+from lit_qrl.formats import FP8Block
+from lit_qrl.formats.base import NumberFormat
+from lit_qrl.formats.support import require_fp8, tell_emulated
 from lit_qrl.precision.base import LowBitLinear, QuantizedPrecision, autocast_input, device_of, network_of
-from lit_qrl.precision.formats import FP8Block
-from lit_qrl.precision.formats.base import NumberFormat
-from lit_qrl.precision.fp8_support import require_fp8, tell_emulated
-from lit_qrl.precision.fused_blocks import Fuse
-from lit_qrl.precision.fused_blocks import fuse as fuse_blocks
-from lit_qrl.precision.kernel_choice import Kernel, KernelChoice
+from lit_qrl.precision.layers.fused_blocks import Fuse
+from lit_qrl.precision.layers.fused_blocks import fuse as fuse_blocks
+from lit_qrl.precision.vllm_kernels.choice import Kernel, KernelChoice
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.precision import block_fp8
+from lit_qrl.formats.fp8_block import BLOCK, FP8Block
+from lit_qrl.formats.support import tell_emulated
+from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.precision.base import LowBitLinear, QuantizedPrecision, autocast_input, device_of, network_of
-from lit_qrl.precision.block_fp8 import Backend, Operand
-from lit_qrl.precision.formats.fp8_block import BLOCK, FP8Block
-from lit_qrl.precision.fp8_support import tell_emulated
-from lit_qrl.precision.fused_blocks import Fuse
-from lit_qrl.precision.fused_blocks import fuse as fuse_blocks
-from lit_qrl.precision.surgery import quantizable_linears
+from lit_qrl.precision.layers import block_fp8
+from lit_qrl.precision.layers.block_fp8 import Backend, Operand
+from lit_qrl.precision.layers.fused_blocks import Fuse
+from lit_qrl.precision.layers.fused_blocks import fuse as fuse_blocks
 
 log = logging.getLogger(__name__)
 

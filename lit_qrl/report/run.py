@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lit_qrl.events import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, read_jsonl
+from lit_qrl.run.diary import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, read_jsonl
 
 ENDINGS = {"finish": "finished", "interrupt": "interrupted", "exception": "failed"}
 """Kinds of events that end a session, and what the run is called after them."""
@@ -254,7 +254,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 def short_name(value: Any) -> str | None:
     """Return the class name of a `class_path` entry, with its arguments, or the value itself as text.
 
-    >>> short_name({"class_path": "lit_qrl.precision.formats.Int4Group", "init_args": {"group_size": 32}})
+    >>> short_name({"class_path": "lit_qrl.formats.Int4Group", "init_args": {"group_size": 32}})
     'Int4Group(group_size=32)'
     """
     if isinstance(value, dict):

@@ -13,8 +13,8 @@ from lit_qrl.types import Completion, PublishReport, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lit_qrl.precision.formats.base import NumberFormat
-    from lit_qrl.precision.shared import MarlinNVFP4
+    from lit_qrl.formats.base import NumberFormat
+    from lit_qrl.precision.vllm_kernels.borrowed import MarlinNVFP4
 
 Progress = Callable[[int, int], None]
 """Called during generation with (sequences finished, tokens drawn so far)."""

@@ -5,7 +5,7 @@ import torch
 
 from lit_qrl.callbacks import AQNNoise, RLCallback
 from lit_qrl.errors import ConfigError
-from tests.run import build, fit
+from tests.tiny_run import build, fit
 
 
 class Norms(RLCallback):

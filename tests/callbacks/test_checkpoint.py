@@ -4,8 +4,8 @@ import torch
 from lit_qrl.callbacks import AIS, AQNNoise
 from lit_qrl.callbacks.checkpoint import resolve_checkpoint
 from lit_qrl.errors import ConfigError
-from lit_qrl.run_folder import last_checkpoint
-from tests.run import build, fit, parameters_of
+from lit_qrl.run.folder import last_checkpoint
+from tests.tiny_run import build, fit, parameters_of
 
 
 @pytest.mark.parametrize("callbacks", [[AIS], [lambda: AQNNoise(num_stages=2)]], ids=["ais", "aqn"])

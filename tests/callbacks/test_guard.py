@@ -8,7 +8,7 @@ from lit_qrl.callbacks import Guard, RLCallback, TruncatedIS
 from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.rewards.constant import ConstantReward
 from lit_qrl.types import Correction
-from tests.run import DigitTask, build, fit, parameters_of
+from tests.tiny_run import DigitTask, build, fit, parameters_of
 
 
 def events(folder):

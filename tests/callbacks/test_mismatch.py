@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lit_qrl.callbacks import GeometricRejection, MaskedIS, MismatchMonitor
-from tests.run import build, fit
+from tests.tiny_run import build, fit
 
 
 def column(folder, name):

@@ -1,7 +1,7 @@
 import json
 
 from lit_qrl.callbacks.predictions import PREDICTIONS_FILE, Predictions
-from tests.run import build
+from tests.tiny_run import build
 
 
 def predict(folder):

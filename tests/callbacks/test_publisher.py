@@ -7,14 +7,14 @@ from peft import LoraConfig
 from lit_qrl.callbacks import AQNNoise, RLCallback
 from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.errors import ConfigError
-from lit_qrl.events import read_jsonl
+from lit_qrl.formats import get as get_format
+from lit_qrl.network.head import merged_weights
 from lit_qrl.precision import NVFP4LoRA, QATAligned
-from lit_qrl.precision.formats import get as get_format
-from lit_qrl.rollout.loading import Modules
-from lit_qrl.rollout.network import merged_weights
-from lit_qrl.rollout.receipt import PublishError
-from lit_qrl.rollout.transformers import TransformersEngine
-from tests.run import build, fit, model_folder
+from lit_qrl.receipts.ledger import PublishError
+from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.rollout.embedded.loading import Modules
+from lit_qrl.run.diary import read_jsonl
+from tests.tiny_run import build, fit, model_folder
 
 LAYER = "model.layers.0.self_attn.o_proj"
 NORM = "model.layers.0.input_layernorm.weight"

@@ -5,11 +5,11 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lit_qrl.callbacks.base import RLCallback
 from lit_qrl.callbacks.report import Report
 from lit_qrl.errors import ConfigError
-from lit_qrl.loggers import RunCSVLogger
+from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.report.run import Run
+from lit_qrl.run.loggers import RunCSVLogger
 from tests.callbacks.tiny_loop import COMPLETION, GROUP_SIZE, GROUPS, Module, trainer_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")

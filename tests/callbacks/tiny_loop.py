@@ -4,8 +4,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, IterableDataset
 
-from lit_qrl.callbacks.base import rl_callbacks
-from lit_qrl.loggers import RunCSVLogger
+from lit_qrl.loop.hooks import rl_callbacks
+from lit_qrl.run.loggers import RunCSVLogger
 from lit_qrl.types import RolloutBatch
 
 GROUPS, GROUP_SIZE, PROMPT, COMPLETION = 3, 4, 3, 4

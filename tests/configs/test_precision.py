@@ -9,10 +9,9 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.plugins import Precision
 
-from lit_qrl import precision
+from lit_qrl import formats, precision
+from lit_qrl.formats import NumberFormat
 from lit_qrl.policy import CausalPolicy
-from lit_qrl.precision import formats
-from lit_qrl.precision.formats import NumberFormat
 
 FRAGMENTS = sorted((Path(__file__).parents[2] / "configs" / "precision").glob("*.yaml"))
 # Imported so that short class names resolve.

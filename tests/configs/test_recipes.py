@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lit_qrl.cli import main
+from lit_qrl.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

@@ -7,7 +7,7 @@ from lit_qrl.callbacks import RLCallback
 from lit_qrl.data.dataset import RolloutDataset, concatenate
 from lit_qrl.objective import DAPO, GRPO
 from tests.networks import batch_of
-from tests.run import DigitReward, DigitTask, fit
+from tests.tiny_run import DigitReward, DigitTask, fit
 
 
 class Dealt(RLCallback):

@@ -6,10 +6,10 @@ import pytest
 
 from lit_qrl.data.module import Problem, RolloutDataModule
 from lit_qrl.errors import ConfigError
+from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError
-from lit_qrl.rollout.transformers import TransformersEngine
 from lit_qrl.types import Completion
-from tests.run import DigitTask
+from tests.tiny_run import DigitTask
 
 SIZES = {"prompts_per_iteration": 4, "group_size": 2, "seed": 0}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lit_qrl.events import log_event
-from lit_qrl.loggers import RunCSVLogger
+from lit_qrl.run.diary import log_event
+from lit_qrl.run.loggers import RunCSVLogger
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STUDIES = ("mismatch_study", "alignment_study", "qerl_study")

@@ -3,10 +3,10 @@
 import pytest
 from lightning.pytorch import Callback
 
+from lit_qrl import formats as f
 from lit_qrl.functional.importance import log_ratio
 from lit_qrl.precision import QATAligned, UnifiedFP8
-from lit_qrl.precision import formats as f
-from tests import run
+from tests import tiny_run as run
 
 SIZES = {"max_completion_tokens": 24, "prompts_per_iteration": 4}
 

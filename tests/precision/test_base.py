@@ -5,12 +5,12 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
+from lit_qrl import formats
 from lit_qrl.errors import ConfigError
-from lit_qrl.precision import QATAligned, formats
+from lit_qrl.precision import QATAligned
 from lit_qrl.precision.base import StepClock, autocast_input, check_shapes, network_of
 from lit_qrl.precision.qat import AlignedLinear
-
-from .toy import LINEARS, Module, Policy, network
+from tests.precision.toy import LINEARS, Module, Policy, network
 
 
 def aligned(linear, format):

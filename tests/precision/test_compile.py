@@ -4,10 +4,9 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from lit_qrl.formats import FP8Block, Int4Group
 from lit_qrl.precision import NVFP4LoRA, QATAligned, UnifiedFP8
-from lit_qrl.precision.formats import FP8Block, Int4Group
-
-from .toy import Module, Policy, fit, weights_of
+from tests.precision.toy import Module, Policy, fit, weights_of
 
 PLUGINS = {
     "aligned": lambda: QATAligned(Int4Group(32)),

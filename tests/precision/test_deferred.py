@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from lit_qrl.precision import NVFP4LoRA
 from lit_qrl.precision.deferred import DeferredWeights, deferred_checkpoint, deferred_weights, weights_are_deferred
-from lit_qrl.precision.lora4bit import PackedLinear
-from tests.run import fit, model_folder
+from lit_qrl.precision.packed_lora import PackedLinear
+from tests.tiny_run import fit, model_folder
 
 SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -186,7 +186,7 @@ def full_precision_bytes(network):
 
 def test_a_plain_folder_is_packed_layer_by_layer_into_the_codes_of_one_read_at_once(tmp_path, monkeypatch):
     from lit_qrl.policy import CausalPolicy
-    from lit_qrl.precision import lora4bit
+    from lit_qrl.precision import packed_lora as lora4bit
 
     folder = model_folder(tmp_path)
     most, original = [], NVFP4LoRA._pack

@@ -9,10 +9,9 @@ from lightning.pytorch import Trainer
 from peft import LoraConfig
 from torch.utils.data import DataLoader, TensorDataset
 
+from lit_qrl.formats import Int4Group
 from lit_qrl.precision import NVFP4LoRA, QATAligned, UnifiedFP8
-from lit_qrl.precision.formats import Int4Group
-
-from .toy import LENGTH, VOCABULARY, Module, Policy
+from tests.precision.toy import LENGTH, VOCABULARY, Module, Policy
 
 # 64 sequences of 6 tokens are three blocks of 128: the weight's gradient in FP8 sums blocks of tokens, and those of two
 # halves are those of the whole only where the cut is between blocks.

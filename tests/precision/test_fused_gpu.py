@@ -8,11 +8,12 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from lit_qrl.formats import FP8Block
+from lit_qrl.formats.kernels import dispatch as fused
+from lit_qrl.formats.kernels import tiles_triton
 from lit_qrl.precision import QATAligned, UnifiedFP8
-from lit_qrl.precision.formats import FP8Block, fused, tiles_triton
-from lit_qrl.precision.fused_blocks import FusedGatedMLP, FusedRMSNorm
-
-from .formats.oracle import bits
+from lit_qrl.precision.layers.fused_blocks import FusedGatedMLP, FusedRMSNorm
+from tests.formats.oracle import bits
 
 pytestmark = pytest.mark.gpu
 
@@ -69,7 +70,7 @@ def test_the_gated_activation_is_the_module_s_bit_for_bit():
     for x in (gate, up):
         x.requires_grad_()
     made = []
-    from lit_qrl.precision.fused_blocks import _Gated
+    from lit_qrl.precision.layers.fused_blocks import _Gated
 
     y = _Gated.apply(gate, up, True, made)
     expected = mlp.act_fn(gate) * up

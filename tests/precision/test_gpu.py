@@ -7,16 +7,17 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from lit_qrl.precision import NVFP4LoRA, QATAligned, UnifiedFP8, block_fp8
+from lit_qrl.formats import MXFP4, NF4, NVFP4, FP8Block, FP8Row, FP8Tensor, Int4Group, Int8Channel
+from lit_qrl.formats import activations as acts
+from lit_qrl.formats.kernels import dispatch as fused
+from lit_qrl.precision import NVFP4LoRA, QATAligned, UnifiedFP8
 from lit_qrl.precision.base import StepClock
-from lit_qrl.precision.formats import MXFP4, NF4, NVFP4, FP8Block, FP8Row, FP8Tensor, Int4Group, Int8Channel, fused
-from lit_qrl.precision.formats import activations as acts
-from lit_qrl.precision.lora4bit import PackedLinear
+from lit_qrl.precision.layers import block_fp8
+from lit_qrl.precision.packed_lora import PackedLinear
 from lit_qrl.precision.unified_fp8 import UnifiedLinear
 from lit_qrl.types import QuantizedWeight
-
-from .formats.oracle import bits, weights
-from .toy import LINEARS, Module, Policy
+from tests.formats.oracle import bits, weights
+from tests.precision.toy import LINEARS, Module, Policy
 
 pytestmark = pytest.mark.gpu
 
@@ -168,7 +169,7 @@ def test_fused_dequantizers_are_the_plain_operations(case, dtype, monkeypatch):
 @pytest.mark.parametrize("tile", [1024, 4096, 8192, 16384])
 @pytest.mark.parametrize("warps", [2, 4, 8])
 def test_every_tile_of_the_int4_quantizer_gives_the_same(tile, warps):
-    from lit_qrl.precision.formats import values_triton
+    from lit_qrl.formats.kernels import values_triton
 
     weight = torch.randn(320, 1024, device=DEVICE, dtype=torch.bfloat16) * 0.02
     expected = Int4Group().quantize(weight)
@@ -263,7 +264,7 @@ def test_an_aligned_layer_learns_on_the_device(format):
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "int4_group"])
 def test_compiled_dequantization_is_the_plain_one_and_nothing_is_kept(name):
     torch.manual_seed(0)
-    from lit_qrl.precision import formats
+    from lit_qrl import formats
 
     format = formats.get(name)
     weight = torch.randn(1024, 2048, device=DEVICE, dtype=torch.bfloat16) * 0.02

@@ -4,13 +4,22 @@ import pytest
 import torch
 from torch import nn
 
+from lit_qrl import formats
 from lit_qrl.errors import ConfigError
-from lit_qrl.precision import formats
+from lit_qrl.network.stream import export_tensors
 from lit_qrl.precision.base import StepClock
-from lit_qrl.precision.export import export_tensors
 from lit_qrl.precision.qat import AlignedLinear, QATAligned
-
-from .toy import HIDDEN, LINEARS, Module, Policy, batches, fit, network, resumed_equals_uninterrupted, trainer
+from tests.precision.toy import (
+    HIDDEN,
+    LINEARS,
+    Module,
+    Policy,
+    batches,
+    fit,
+    network,
+    resumed_equals_uninterrupted,
+    trainer,
+)
 
 FORMATS = {
     "fp8_tensor": {},
@@ -126,7 +135,7 @@ def test_a_perturbed_weight_is_quantized_anew_and_a_perturbed_norm_passes():
 @pytest.mark.parametrize("name", ["fp8_row", "int4_group"])
 def test_learner_and_sampler_agree(name):
     """The published tensors, multiplied by QuantizedLinear layers, give the learner's logits bit for bit."""
-    from lit_qrl.precision.surgery import QuantizedLinear, swap_linears
+    from lit_qrl.network.linears import QuantizedLinear, swap_linears
 
     module = Module(Policy())
     module.policy.configure()

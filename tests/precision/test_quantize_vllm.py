@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lit_qrl.precision import formats
-from lit_qrl.precision.quantize import quantize_checkpoint
+from lit_qrl import formats
+from lit_qrl.quantize.folder import quantize_checkpoint
 from tests.networks import build_tokenizer
 from tests.vllm_engines import VOCABULARY, reference_logprobs, tiny_network
 
@@ -24,7 +24,7 @@ def test_vllm_reads_the_folder(name, awq, source, tmp_path):
     from transformers import AutoModelForCausalLM
     from vllm import LLM, SamplingParams
 
-    from lit_qrl.rollout.vllm_compat import kept_process_state, prepare_environment
+    from lit_qrl.rollout.vllm.compat import kept_process_state, prepare_environment
     from tests import vllm_cpu_shim
 
     prepare_environment(deep_gemm=False, kv_cache_gib=None)  # in this process, where the shim is

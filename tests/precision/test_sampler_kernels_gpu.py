@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from lit_qrl.precision import QATAligned, formats
-from lit_qrl.precision.formats import MXFP4, NVFP4, Int4Group
-from lit_qrl.precision.kernel_choice import choose
-from lit_qrl.precision.sampler_kernels import CutlassW4A8, Machete, MarlinFP4, MarlinInt4
+from lit_qrl import formats
+from lit_qrl.formats import MXFP4, NVFP4, Int4Group
+from lit_qrl.precision import QATAligned
+from lit_qrl.precision.vllm_kernels.choice import choose
+from lit_qrl.precision.vllm_kernels.kernels import CutlassW4A8, Machete, MarlinFP4, MarlinInt4
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 

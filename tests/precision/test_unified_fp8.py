@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.precision import block_fp8
+from lit_qrl.formats import FP8Block
+from lit_qrl.formats.kernels import gemm
+from lit_qrl.network.stream import export_tensors
 from lit_qrl.precision.base import StepClock, device_of
-from lit_qrl.precision.export import export_tensors
-from lit_qrl.precision.formats import FP8Block, gemm
+from lit_qrl.precision.layers import block_fp8
 from lit_qrl.precision.unified_fp8 import UnifiedFP8, UnifiedLinear
-
-from .formats.oracle import rounded_blocks, rounded_groups
-from .toy import LINEARS, Module, Policy, batches, fit, resumed_equals_uninterrupted, trainer
+from tests.formats.oracle import rounded_blocks, rounded_groups
+from tests.precision.toy import LINEARS, Module, Policy, batches, fit, resumed_equals_uninterrupted, trainer
 
 
 def unified(linear):

@@ -5,11 +5,11 @@ import inspect
 import pytest
 import torch
 
+from lit_qrl import formats
 from lit_qrl.errors import ConfigError
-from lit_qrl.precision import formats
+from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError, RolloutEngine
-from lit_qrl.rollout.transformers import TransformersEngine
-from lit_qrl.rollout.vllm import VLLMEngine
+from lit_qrl.rollout.vllm.engine import VLLMEngine
 
 METHODS = sorted(name for name, value in vars(RolloutEngine).items() if inspect.isfunction(value))
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_qrl.rollout.receipt import Fault, PublishError
+from lit_qrl.receipts.ledger import Fault, PublishError
 from tests.vllm_engines import (
     build_engine,
     checkpoint,

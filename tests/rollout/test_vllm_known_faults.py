@@ -7,12 +7,13 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import Qwen3MoeConfig
 
-from lit_qrl.precision.export import export_tensors
-from lit_qrl.precision.surgery import quantizable_linears
-from lit_qrl.rollout import vllm_compat, vllm_sleep
+from lit_qrl.network.linears import quantizable_linears
+from lit_qrl.network.stream import export_tensors
+from lit_qrl.publish.probe import Probe, learner_scores
+from lit_qrl.receipts.ledger import PublishError, SentLedger, compare, compare_columns
 from lit_qrl.rollout.engine import EngineDiedError
-from lit_qrl.rollout.probe import Probe, learner_scores
-from lit_qrl.rollout.receipt import PublishError, SentLedger, compare, compare_columns
+from lit_qrl.rollout.vllm import compat as vllm_compat
+from lit_qrl.rollout.vllm import sleep as vllm_sleep
 from tests.vllm_engines import (
     VOCABULARY,
     build_engine,

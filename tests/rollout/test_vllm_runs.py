@@ -9,13 +9,13 @@ import torch
 from peft import LoraConfig
 
 from lit_qrl.callbacks import AQNNoise, RLCallback
-from lit_qrl.cli import main
+from lit_qrl.cli.main import main
 from lit_qrl.errors import StoppedError
-from lit_qrl.events import read_jsonl
 from lit_qrl.precision import NVFP4LoRA
-from lit_qrl.rollout.receipt import PublishError
+from lit_qrl.receipts.ledger import PublishError
+from lit_qrl.run.diary import read_jsonl
 from tests import vllm_cpu_shim
-from tests.run import build, model_folder, parameters_of
+from tests.tiny_run import build, model_folder, parameters_of
 
 pytestmark = pytest.mark.vllm
 
@@ -38,7 +38,7 @@ class Watch(RLCallback):
 
 def build_run(folder, engine=None, callbacks=(), **options):
     """Return (trainer, module, data, watch) of a run whose engine is vLLM."""
-    from lit_qrl.rollout.vllm import VLLMEngine
+    from lit_qrl.rollout.vllm.engine import VLLMEngine
 
     vllm_cpu_shim.install()
     model_folder(folder / "model", **SIZES)
@@ -68,7 +68,7 @@ def counted(name, original, calls):
 
 
 def test_packed_base_once_then_adapters_and_noisy_norms(tmp_path, monkeypatch):
-    from lit_qrl.rollout.vllm import VLLMEngine
+    from lit_qrl.rollout.vllm.engine import VLLMEngine
 
     loads = []
     for name in ("load_weights", "load_adapter", "perturb"):
@@ -145,7 +145,7 @@ def test_an_engine_that_dies_twice_is_built_again_and_the_run_is_the_same(tmp_pa
 
 
 def test_an_engine_that_cannot_load_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch):
-    from lit_qrl.rollout.vllm_weights import LiveModel
+    from lit_qrl.rollout.vllm.live_model import LiveModel
 
     trainer, module, data, _ = build_run(tmp_path, publisher={"max_restarts": 1})
     load, calls = LiveModel.load, [0]
@@ -166,7 +166,7 @@ def test_an_engine_that_cannot_load_ends_the_run_with_a_checkpoint(tmp_path, mon
 
 @pytest.mark.parametrize("on_fault", ["retry", "stop"])
 def test_a_garbled_publish_is_repeated_or_stops_the_run_as_configured(tmp_path, monkeypatch, on_fault):
-    from lit_qrl.rollout.vllm import VLLMEngine
+    from lit_qrl.rollout.vllm.engine import VLLMEngine
 
     original = VLLMEngine.load_weights
 

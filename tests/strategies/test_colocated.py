@@ -9,9 +9,9 @@ from peft import LoraConfig
 from lit_qrl.callbacks import RLCallback
 from lit_qrl.errors import ConfigError
 from lit_qrl.precision import NVFP4LoRA
-from lit_qrl.rollout.transformers import TransformersEngine
+from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.strategies import ColocatedStrategy
-from tests.run import build, parameters_of
+from tests.tiny_run import build, parameters_of
 
 
 class SleepyEngine(TransformersEngine):

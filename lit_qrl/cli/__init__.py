@@ -1,0 +1,1 @@
+"""The command `lit-qrl`: training through LightningCLI, and the other commands."""

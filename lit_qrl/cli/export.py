@@ -1,0 +1,220 @@
+"""`lit-qrl export`: the policy of a run becomes a Hugging Face folder: plain, quantized, or its adapter."""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_qrl.cli.parser import CommandParser
+from lit_qrl.cli.runs import meant
+from lit_qrl.errors import ConfigError, nearest
+
+_EXAMPLES = """
+examples:
+  lit-qrl export runs/quickstart/1 --output exported/quickstart
+  lit-qrl export runs/gsm8k/3 --output exported/gsm8k-fp8 --format fp8_row
+  lit-qrl export runs/qerl/1 --output exported/qerl-adapter --adapter
+
+A LoRA is merged into its base, except with --adapter, which writes a PEFT folder. Over a base in 4 bits (NVFP4LoRA)
+the adapter alone can be exported: it belongs to that base. vLLM and transformers load every output.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    made = CommandParser(
+        "export",
+        description="Write the policy of a run as a Hugging Face folder. It appears when it is whole.",
+        epilog=_EXAMPLES,
+    )
+    made.add_argument("run", type=Path, metavar="RUN", help="a run folder, such as runs/quickstart/1, or a .ckpt in it")
+    made.add_argument("--output", required=True, type=Path, help="folder to make; new or empty")
+    made.add_argument("--checkpoint", default="last", metavar="NAME", help="in RUN/checkpoints (default: last)")
+    made.add_argument("--adapter", action="store_true", help="write the LoRA alone, as a PEFT folder")
+    made.add_argument("--format", help="number format of the linear layers (default: as trained)")
+    made.add_argument("--group_size", type=int, metavar="N", help="inputs per scale of int4_group (default: 128)")
+    made.add_argument("--exclude", nargs="*", default=[], metavar="GLOB", help="linear layers that stay as they are")
+    made.add_argument("--dtype", choices=["auto", "bf16", "fp16", "fp32"], default="auto", help="of everything else")
+    made.add_argument("--shard_gib", type=float, metavar="GIB", default=4.0, help="largest file written (default: 4)")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Export and print where the folder is.
+
+    Raises:
+        ConfigError: for whatever keeps the folder from being made.
+    """
+    arguments = parser().parse_args(argv)
+    if arguments.adapter and (arguments.format or arguments.dtype != "auto"):
+        raise ConfigError(
+            "An adapter is exported as it was trained.", remedy="Leave --format and --dtype out, or --adapter."
+        )
+    if arguments.shard_gib <= 0:
+        raise ConfigError("--shard_gib is too small.", expected="a positive number", given=arguments.shard_gib)
+    config_path, checkpoint_path = locate(arguments.run, arguments.checkpoint)
+
+    from lit_qrl import formats
+    from lit_qrl.network.folder import appearing, refuse_existing
+    from lit_qrl.policy import DTYPES
+    from lit_qrl.quantize.folder import quantize_checkpoint
+
+    options = {} if arguments.group_size is None else {"group_size": arguments.group_size}
+    format = formats.get(arguments.format, **options) if arguments.format else None
+    dtype = DTYPES.get(arguments.dtype)
+    if isinstance(format, formats.Dense):
+        format, dtype = None, format.dtype
+    refuse_existing(arguments.output)
+    policy = restore(config_path, checkpoint_path, adapter_only=arguments.adapter)
+    shard_bytes = int(arguments.shard_gib * 2**30)
+    if arguments.adapter:
+        with appearing(arguments.output) as folder:
+            write_adapter(policy, folder)
+    elif format is None:
+        with appearing(arguments.output) as folder:
+            write_plain(policy, folder, dtype, shard_bytes)
+    else:
+        arguments.output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=arguments.output.absolute().parent) as place:
+            write_plain(policy, Path(place), dtype, shard_bytes)
+            quantize_checkpoint(
+                Path(place), arguments.output, format, exclude=arguments.exclude, dtype=dtype, shard_bytes=shard_bytes
+            )
+    print(arguments.output)
+
+
+def locate(run: Path, name: str) -> tuple[Path, Path]:
+    """Return the configuration and the checkpoint of a run.
+
+    Args:
+        run: its folder, or a checkpoint in `checkpoints/`.
+        name: of the checkpoint, with or without `.ckpt`.
+
+    Raises:
+        ConfigError: when either is missing; names what is there.
+    """
+    if run.suffix == ".ckpt":
+        run, name = run.absolute().parent.parent, run.name
+    config, folder = run / "config.yaml", run / "checkpoints"
+    if not config.is_file():
+        raise ConfigError(
+            "This is not a run folder.",
+            expected="a folder with config.yaml",
+            given=run,
+            remedy=meant(run),
+        )
+    checkpoint = folder / f"{name.removesuffix('.ckpt')}.ckpt"
+    if not checkpoint.is_file():
+        present = sorted(path.stem for path in folder.glob("*.ckpt"))
+        raise ConfigError(
+            f"The run {run} has no checkpoint {name!r}.",
+            expected=", ".join(present) or "one that the run has saved",
+            given=name,
+            remedy=nearest(name, present) if present else "Wait for the end of its first iteration.",
+        )
+    return config, checkpoint
+
+
+def restore(config_path: Path, checkpoint_path: Path, adapter_only: bool = False) -> Any:
+    """Return the policy of a checkpoint on the CPU; its source gives config and tokenizer, no weights.
+
+    Args:
+        config_path: `config.yaml` of the run.
+        checkpoint_path: what the run saved.
+        adapter_only: the base may be missing.
+
+    Raises:
+        ConfigError: for a file that is not what it should be, or weights that the checkpoint does not hold.
+    """
+    import torch
+
+    from lit_qrl.run.identity import check_identity
+
+    try:
+        checkpoint = torch.load(checkpoint_path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a damaged file raises errors of many kinds
+        raise ConfigError(
+            "The file is not a readable checkpoint.", given=f"{checkpoint_path} ({type(error).__name__})"
+        ) from error
+    policy = _policy(config_path)
+    check_identity(checkpoint, policy)
+    if adapter_only and policy.lora is None:
+        raise ConfigError("The run trained all weights: it has no adapter.", remedy="Leave --adapter out.")
+    with torch.device("meta"):
+        policy.configure()
+    held = {k.removeprefix("policy."): v for k, v in checkpoint["state_dict"].items() if k.startswith("policy.")}
+    missing, _ = policy.load_state_dict(held, strict=False, assign=True)
+    if adapter_only:
+        missing = [name for name in missing if "lora_" in name or "modules_to_save" in name]
+    if missing:
+        raise ConfigError(
+            f"The checkpoint lacks {len(missing)} weights of the policy.",
+            expected=missing[0],
+            given=checkpoint_path,
+            remedy="Over a base in 4 bits export the adapter alone: add --adapter."
+            if policy.lora is not None
+            else "Take the checkpoint of a finished iteration.",
+        )
+    policy.network.tie_weights()
+    return policy
+
+
+def _policy(config_path: Path) -> Any:
+    import yaml
+    from jsonargparse import ArgumentParser
+
+    from lit_qrl.policy import CausalPolicy, drop_loftq
+
+    try:
+        entry = yaml.safe_load(config_path.read_text())["model"]["policy"]
+        # the weights come from the checkpoint, so that the source need not have any
+        entry["init_args"] = {**entry.get("init_args", {}), "random_weights": True, "dtype": "auto"}
+    except (yaml.YAMLError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{config_path} is no configuration of a run.", expected="model.policy with a class_path", given=error
+        ) from error
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--policy", type=CausalPolicy)
+    parsed = parser.parse_object({"policy": entry})
+    drop_loftq(parsed.policy)
+    return parser.instantiate(parsed).policy
+
+
+def write_plain(policy: Any, folder: Path, dtype: Any, shard_bytes: int) -> None:
+    """Write the policy as a Hugging Face folder, an adapter merged, layer by layer.
+
+    Args:
+        policy: with its weights.
+        folder: an existing folder.
+        dtype: of floating tensors; None keeps the learner's.
+        shard_bytes: largest shard.
+    """
+    import torch
+
+    from lit_qrl.network.folder import CheckpointWriter
+
+    writer = CheckpointWriter(folder, shard_bytes)
+    with torch.no_grad():
+        for name, tensor in policy.named_weights():
+            if tensor.is_floating_point() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
+                raise ConfigError(f"{name} of the checkpoint holds NaN or inf.", remedy="Take an earlier checkpoint.")
+            writer.add(name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
+    writer.close()
+    config = policy.network.config
+    config.dtype = dtype or next(p.dtype for p in policy.network.parameters() if p.is_floating_point())
+    config.use_cache = True
+    config.save_pretrained(folder)
+    policy.network.generation_config.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+
+
+def write_adapter(policy: Any, folder: Path) -> None:
+    """Write the adapter as a PEFT folder that names the base it was trained over."""
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.detach().contiguous().clone() for name, tensor in policy.adapter_tensors().items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    policy.lora.base_model_name_or_path, policy.lora.inference_mode = policy.source, True
+    policy.lora.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)

@@ -1,0 +1,109 @@
+"""The command `lit-qrl`: LightningCLI for training, and parsers of their own for the rest."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lit_qrl.cli.config_files import config_files
+from lit_qrl.errors import ConfigError, StoppedError
+
+EXIT_CONFIG = 2
+"""Exit status of a configuration that cannot work."""
+EXIT_STOPPED = 70
+"""Exit status of a run that could not go on for another reason: EX_SOFTWARE of sysexits.h."""
+
+TRAINING = {
+    "fit": "train a policy with reinforcement learning",
+    "validate": "evaluate on the held-out problems",
+    "test": "evaluate and log under test/",
+    "predict": "sample completions of the held-out problems",
+}
+COMMANDS = {
+    "audit": "measure the mismatch of each number format for a model, without training",
+    "export": "write a run's policy as a Hugging Face folder: plain, quantized, or its adapter",
+    "quantize": "write a model in a weight-only number format, for vLLM, transformers and fit",
+    "report": "make the HTML report of one run folder, or compare several",
+}
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run `lit-qrl`; one paragraph and status 2 for what cannot work as given, 70 for a run that could not go on."""
+    args = list(sys.argv[1:] if args is None else args)
+    word = args[0] if args else "--help"
+    if word in ("-h", "--help"):
+        print(overview())
+        return
+    if word == "--version":
+        from lit_qrl import __version__
+
+        print(f"lit-qrl {__version__}")
+        return
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # so that `class_path: my_file.MyCallback` finds the user's own code
+    try:
+        if word in COMMANDS:
+            importlib.import_module(f"lit_qrl.cli.{word}").main(args[1:])
+        elif word in TRAINING:
+            run_training(args)
+        else:
+            from lit_qrl.errors import nearest
+
+            raise ConfigError(f"{word!r} is not a command of lit-qrl.", remedy=nearest(word, [*TRAINING, *COMMANDS]))
+    except ConfigError as error:
+        fail(str(error))
+    except StoppedError as error:
+        fail(str(error), EXIT_STOPPED)
+
+
+def fail(message: str, status: int = EXIT_CONFIG) -> NoReturn:
+    """Print one paragraph and exit."""
+    import textwrap
+
+    paragraph = textwrap.fill(f"lit-qrl: {message}", 110, break_long_words=False, break_on_hyphens=False)
+    print(f"\n{paragraph}\n", file=sys.stderr)
+    sys.exit(status)
+
+
+def overview() -> str:
+    """Return the help that lists every command."""
+    lines = ["usage: lit-qrl COMMAND [options]", "", "Quantized reinforcement learning of language models.", ""]
+    lines += [f"  {name:<10} {text}" for name, text in {**TRAINING, **COMMANDS}.items()]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "lit-qrl fit --config configs/quickstart.yaml",
+            "lit-qrl fit --config configs/quickstart.yaml --config configs/correction/tis.yaml --trainer.max_epochs 20",
+            "lit-qrl fit --config … --print_config   shows the effective configuration",
+            "lit-qrl COMMAND --help                  lists every option of a command",
+        ]
+    )
+
+
+def run_training(args: Sequence[str]) -> Any:
+    """Run a Trainer command and return the CLI object."""
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    from lit_qrl.cli.training import QRLCLI
+
+    try:
+        return QRLCLI.run(list(args))
+    except MisconfigurationException as error:  # Lightning's own word for a configuration that cannot work
+        raise ConfigError(" ".join(str(error).split())) from error
+
+
+def run_folder_name(args: Sequence[str]) -> str:
+    """Return the name under `runs/`: the first configuration file's.
+
+    >>> run_folder_name(["fit", "--config", "configs/quickstart.yaml", "-c=configs/correction/tis.yaml"])
+    'quickstart'
+    """
+    first = next(config_files(args), "")
+    return Path(first).stem or "run"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""LightningCLI with the parts that every run has: publisher, monitor, guard, report, checkpoint, progress."""
+
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from inspect import isabstract
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer, loggers
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_only
+from torch.optim import Optimizer
+
+# Imported so that `class_path: AIS` resolves without a module path.
+from lit_qrl import callbacks, formats, objective, optim, policy, precision, rewards, rollout, strategies
+from lit_qrl.callbacks.checkpoint import RunCheckpoint, resolve_checkpoint
+from lit_qrl.callbacks.guard import Guard
+from lit_qrl.callbacks.mismatch import MismatchMonitor
+from lit_qrl.callbacks.predictions import Predictions
+from lit_qrl.callbacks.progress import RLProgress
+from lit_qrl.callbacks.publisher import WeightPublisher
+from lit_qrl.callbacks.report import Report
+from lit_qrl.cli.config_files import check_config_files
+from lit_qrl.cli.main import run_folder_name
+from lit_qrl.cli.parser_errors import readable
+from lit_qrl.cli.publish_errors import made_by_training, paragraph
+from lit_qrl.cli.run_config import RunConfig
+from lit_qrl.cli.trainer_errors import REFUSALS, refused
+from lit_qrl.data import tasks
+from lit_qrl.data.module import RolloutDataModule
+from lit_qrl.data.task import Task
+from lit_qrl.errors import ConfigError, IncompleteError, StoppedError, collected
+from lit_qrl.loop.hooks import RLCallback, check_combination
+from lit_qrl.module import GRPOModule
+from lit_qrl.precision import QuantizedPrecision
+from lit_qrl.receipts.ledger import PublishError
+from lit_qrl.run.folder import let_go, place
+from lit_qrl.run.identity import check_identity
+from lit_qrl.run.loggers import RunCSVLogger
+
+FORCED = {
+    "progress": RLProgress,  # first: it prints a line before the next publish
+    "publisher": WeightPublisher,
+    "monitor": MismatchMonitor,
+    "guard": Guard,
+    "report": Report,
+    "checkpoint": RunCheckpoint,
+}
+TRAINER_DEFAULTS = {
+    "num_sanity_val_steps": 0,  # the module evaluates once before the first iteration, and logs it
+    "use_distributed_sampler": False,  # ranks take their share of prompts themselves
+    "enable_model_summary": False,
+    "log_every_n_steps": 1,
+}
+
+
+class QRLParser(LightningArgumentParser):
+    """A parser whose errors are one paragraph, and whose options are written out."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # The commands' parsers take this from their parent: a misspelt option must not be taken for a longer one.
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def error(self, message: str, ex: Exception | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Raise the paragraph; `main` prints it."""
+        options = [option for action in self._actions for option in action.option_strings]
+        raise ConfigError(readable(message, known_classes, options)) from ex
+
+
+class QRLCLI(LightningCLI):
+    """The Trainer's commands over `GRPOModule` and `RolloutDataModule`."""
+
+    arguments: list[str]
+
+    @classmethod
+    def run(cls, args: list[str]) -> "QRLCLI":
+        """Parse `args`, build everything, and run the command."""
+        quiet()
+        check_config_files(args)
+        cls.arguments = args
+        try:
+            return cls(
+                GRPOModule,
+                RolloutDataModule,
+                args=args,
+                parser_class=QRLParser,
+                auto_configure_optimizers=False,
+                seed_everything_default=0,
+                trainer_defaults=dict(TRAINER_DEFAULTS),
+                save_config_callback=RunConfig,
+                save_config_kwargs={"overwrite": True},
+                load_from_checkpoint_support=False,
+            )
+        finally:
+            let_go()
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Give what must always be there a group of its own, and link what must agree."""
+        for name, callback in FORCED.items():
+            parser.add_lightning_class_args(callback, name)
+        parser.add_argument(
+            "--resume_if_possible", type=bool, default=False, help="Continue the run folder's last checkpoint if any."
+        )
+        parser.link_arguments("data.micro_batches", "trainer.accumulate_grad_batches")
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the configuration alone: the YAML is the record of a run, not the checkpoint."""
+
+    def before_instantiate_classes(self) -> None:
+        """Choose the run folder and the checkpoint before anything is built."""
+        config, command = self.config[str(self.subcommand)], str(self.subcommand)
+        requested, if_possible = config.get("ckpt_path"), bool(config.get("resume_if_possible"))
+        last = requested == "last" or (requested is None and if_possible)
+        policy.drop_loftq(config.model.get("policy"))
+        folder, run = place(command, config.trainer.default_root_dir, run_folder_name(self.arguments), last)
+        config.trainer.default_root_dir = str(folder)
+        config.ckpt_path = resolve_checkpoint(requested, run, if_possible)
+        if last and config.ckpt_path is None:
+            say(f"There is no checkpoint to resume from; starting {folder}.")
+        elif last:
+            say(f"Resuming {folder}." if command == "fit" else f"Taking {config.ckpt_path}.")
+
+    def instantiate_classes(self) -> None:
+        """Build everything; what a class refuses stays one paragraph, however many types its key may have."""
+        with collected() as made:
+            try:
+                super().instantiate_classes()
+            except ConfigError:
+                raise
+            except (ValueError, TypeError) as error:
+                if made:
+                    raise made[-1] from error
+                if str(error).startswith("Does not validate"):  # a class of the user's own refused its arguments
+                    while isinstance(error.__cause__, (ValueError, TypeError)):
+                        error = error.__cause__
+                    raise ConfigError(f"A class refused its arguments: {str(error).rstrip('.')}.") from error
+                raise
+        path = self._get(self.config_init, "ckpt_path")
+        if path:
+            check_identity(torch.load(path, map_location="meta", weights_only=True, mmap=True), self.model.policy)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build the Trainer; `metrics.csv` is written beside whatever logger is configured."""
+        config = self._get(self.config_init, "trainer")
+        if config.logger is not False:
+            loggers = config.logger if isinstance(config.logger, list) else [config.logger]
+            chosen = [logger for logger in loggers if isinstance(logger, Logger)]
+            kwargs["logger"] = [RunCSVLogger(config.default_root_dir), *chosen]
+        return super().instantiate_trainer(**kwargs)
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        if config.get("enable_progress_bar") is False:
+            callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
+        check_repeated(config.get("callbacks") or [])
+        if self.subcommand == "predict":
+            callbacks = [*callbacks, Predictions()]
+        try:
+            return super()._instantiate_trainer(config, callbacks)
+        except REFUSALS as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise refused(error, config) from error
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run the Trainer; a publish that failed ends it with one paragraph, after diary and report."""
+        try:
+            super()._run_subcommand(subcommand)
+        except (PublishError, ConfigError, IncompleteError) as error:
+            if isinstance(error, ConfigError) and not made_by_training(error, self.trainer.global_step):
+                raise
+            raise StoppedError(paragraph(error, self.trainer.default_root_dir)) from error
+
+
+@rank_zero_only
+def say(text: str) -> None:
+    """Print a line, on the first rank."""
+    print(text, flush=True)
+
+
+def check_repeated(chosen: Callback | Sequence[Callback]) -> None:
+    """Raise `ConfigError` for a callback that stands twice, before the Trainer is built."""
+    chosen = [chosen] if isinstance(chosen, Callback) else list(chosen)
+    groups = {callback: group for group, callback in FORCED.items()}
+    for callback in chosen:
+        for known, group in groups.items():
+            if isinstance(callback, known):
+                raise ConfigError(
+                    f"trainer.callbacks holds {type(callback).__name__}, which every run has already.",
+                    expected=f"its settings under `{group}`",
+                    given="a second one",
+                    remedy=f"Remove it from trainer.callbacks and set --{group}.… instead.",
+                )
+    check_combination(chosen)
+    stateful = [one for one in chosen if type(one).state_dict is not Callback.state_dict]
+    twice = [one for one, count in Counter(one.state_key for one in stateful).items() if count > 1]
+    if twice:
+        raise ConfigError(
+            "trainer.callbacks holds two callbacks whose states a checkpoint cannot tell apart.",
+            expected="each once, or with different arguments",
+            given=twice[0],
+            remedy="Remove one.",
+        )
+
+
+KINDS: dict[str, type] = {
+    "callbacks": Callback,
+    "objective": objective.Objective,
+    "policy": policy.CausalPolicy,
+    "optimizer": Optimizer,
+    "task": Task,
+    "rewards": rewards.Reward,
+    "correct": rewards.Reward,
+    "engine": rollout.RolloutEngine,
+    "format": formats.NumberFormat,
+    "plugins": Precision,
+    "strategy": Strategy,
+    "logger": Logger,
+}
+BASES = (Optimizer, RLCallback, QuantizedPrecision)
+
+
+def known_classes(key: str = "") -> list[str]:
+    """Return the names that a `class_path` may have without a module path, at that key (none if unknown) or at any.
+
+    >>> known_classes("data.engine")
+    ['TransformersEngine', 'VLLMEngine']
+    """
+    kinds = tuple(KINDS[part] for part in key.split(".") if part in KINDS) if key else tuple(KINDS.values())
+    modules = (
+        callbacks,
+        formats,
+        loggers,
+        objective,
+        optim,
+        policy,
+        precision,
+        rewards,
+        rollout,
+        strategies,
+        tasks,
+        torch.optim,
+    )
+    return sorted(
+        {
+            f"torch.optim.{name}" if module is torch.optim else name
+            for module in modules
+            for name, value in vars(module).items()
+            if isinstance(value, type) and issubclass(value, kinds) and not isabstract(value) and value not in BASES
+        }
+    )
+
+
+def quiet() -> None:
+    """Silence the advice that does not apply to reinforcement learning."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
+    for pattern in (
+        "LightningCLI's args parameter.*",
+        ".*does not have many workers.*",
+        ".*smaller than the logging interval.*",
+        ".*`training_step` returned",
+        ".*`IterableDataset` has `__len__` defined.*",
+        ".*LeafSpec.*is deprecated.*",  # Lightning's own use of torch
+    ):
+        warnings.filterwarnings("ignore", pattern)
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    ours = logging.getLogger("lit_qrl")
+    if not ours.handlers:
+        ours.addHandler(logging.StreamHandler())
+    ours.setLevel(logging.INFO)

@@ -1,1 +1,0 @@
-"""Commands beside the Trainer's: audit, export, quantize, report."""

@@ -1,0 +1,83 @@
+"""Number formats: one class each, found by name with `get`."""
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from lit_qrl.errors import ConfigError, nearest
+from lit_qrl.formats.base import NumberFormat, PreparedWeight
+from lit_qrl.formats.dense import BF16, FP16, FP32, Dense
+from lit_qrl.formats.fp8_block import FP8Block
+from lit_qrl.formats.fp8_row import FP8Row
+from lit_qrl.formats.fp8_tensor import FP8Tensor
+from lit_qrl.formats.int4_group import Int4Group
+from lit_qrl.formats.int8_channel import Int8Channel
+from lit_qrl.formats.mxfp4 import MXFP4
+from lit_qrl.formats.nf4 import NF4
+from lit_qrl.formats.nvfp4 import NVFP4
+
+__all__ = [
+    "BF16",
+    "FP16",
+    "FP32",
+    "MXFP4",
+    "NF4",
+    "NVFP4",
+    "Dense",
+    "FP8Block",
+    "FP8Row",
+    "FP8Tensor",
+    "Int4Group",
+    "Int8Channel",
+    "NumberFormat",
+    "PreparedWeight",
+    "get",
+    "names",
+]
+
+_FORMATS: dict[str, type[NumberFormat]] = {
+    format.name: format
+    for format in (BF16, FP16, FP32, FP8Tensor, FP8Row, FP8Block, Int8Channel, Int4Group, NVFP4, MXFP4, NF4)
+}
+
+
+def names() -> list[str]:
+    """Return the names that `get` knows."""
+    return list(_FORMATS)
+
+
+def get(format: "NumberFormat | str", **options: Any) -> NumberFormat:
+    """Return the number format of that name, or the format itself.
+
+    Args:
+        format: a name out of `names()`, or a format.
+        **options: the format's own arguments, such as `group_size`.
+
+    Raises:
+        ConfigError: for an unknown name, an unknown option, or options beside a format.
+
+    >>> get("int4_group", group_size=64).bits_per_weight
+    4.25
+    """
+    if isinstance(format, NumberFormat):
+        if options:
+            raise ConfigError(
+                f"The format {format.name} is already built.",
+                expected="options beside a name",
+                given=", ".join(options),
+                remedy="Give them to its class.",
+            )
+        return format
+    if format not in _FORMATS:
+        raise ConfigError("There is no such number format.", given=format, remedy=nearest(str(format), _FORMATS))
+    cls = _FORMATS[format]
+    known = [field.name for field in fields(cls)] if is_dataclass(cls) else []
+    for option in options:
+        if option not in known:
+            remedy = nearest(option, known) if known else "Leave it out."
+            raise ConfigError(
+                f"The format {format} has no option {option!r}.",
+                expected=", ".join(known) or "no options",
+                given=option,
+                remedy=remedy,
+            )
+    return cls(**options)

@@ -1,0 +1,70 @@
+"""The formats that hold plain floating point: bf16, fp16, fp32."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lit_qrl.formats.base import NumberFormat
+from lit_qrl.formats.numerics import expect_shape, require_finite
+from lit_qrl.types import QuantizedWeight
+
+
+class Dense(NumberFormat):
+    """A plain dtype; a GEMM multiplies in the dtype of its input."""
+
+    dtype: ClassVar[torch.dtype]
+
+    @property
+    def bits_per_weight(self) -> float:
+        return float(torch.finfo(self.dtype).bits)
+
+    @torch.no_grad()
+    def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:
+        """Return the weight in this dtype.
+
+        >>> BF16().quantize(torch.tensor([[1.001, 2.0]])).codes.tolist()
+        [[1.0, 2.0]]
+        """
+        codes = weight.detach().to(self.dtype)
+        require_finite(codes.abs().amax())
+        return QuantizedWeight(codes, None, None, self, (weight.shape[0], weight.shape[1]))
+
+    def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+        return q.codes.to(dtype)
+
+    def export(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:
+        yield f"{name}.weight", q.codes
+
+    def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
+        return expect_shape(QuantizedWeight(tensors["weight"], None, None, self, shape), shape)
+
+    def quantization_config(self, ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
+        """Return an empty dict: a plain checkpoint has no `quantization_config`."""
+        return {}
+
+
+@dataclass(frozen=True)
+class BF16(Dense):
+    """bfloat16."""
+
+    name: ClassVar[str] = "bf16"
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class FP16(Dense):
+    """float16; a weight beyond ±65504 is refused."""
+
+    name: ClassVar[str] = "fp16"
+    dtype: ClassVar[torch.dtype] = torch.float16
+
+
+@dataclass(frozen=True)
+class FP32(Dense):
+    """float32."""
+
+    name: ClassVar[str] = "fp32"
+    dtype: ClassVar[torch.dtype] = torch.float32

@@ -1,0 +1,147 @@
+"""Symmetric INT4 with a scale per group of inputs: W4A16, and W4A8 with FP8 or INT8 activations."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.formats import activations
+from lit_qrl.formats.base import NumberFormat, PreparedWeight
+from lit_qrl.formats.configs import compressed_tensors_config
+from lit_qrl.formats.kernels import dispatch as fused
+from lit_qrl.formats.numerics import (
+    E4M3_MAX,
+    INT4_MAX,
+    INT4_MIN,
+    INT4_STEPS,
+    check_divisible,
+    expect_shape,
+    pack_int4,
+    require_finite,
+    scale_from_amax,
+    unpack_int4,
+)
+from lit_qrl.types import QuantizedWeight
+
+_PER_INT32 = 8
+
+
+@dataclass(frozen=True)
+class Int4Group(NumberFormat):
+    """Signed 4-bit weights with a scale amax/7.5 per `group_size` inputs of a row.
+
+    Args:
+        group_size: inputs that share a scale; a multiple of 8 that divides in_features.
+        activations: None leaves them alone (W4A16); `fp8` and `int8` quantize them per token (W4A8).
+    """
+
+    group_size: int = 128
+    activations: Literal["fp8", "int8"] | None = None
+
+    name: ClassVar[str] = "int4_group"
+
+    def __post_init__(self) -> None:
+        if self.group_size <= 0 or self.group_size % _PER_INT32:
+            raise ConfigError(
+                "The group_size of int4_group does not fit.",
+                expected=f"a positive multiple of {_PER_INT32}",
+                given=self.group_size,
+                remedy="Engines take 32, 64 and 128.",
+            )
+        if self.activations not in (None, "fp8", "int8"):
+            raise ConfigError(
+                "The activations of int4_group are unknown.",
+                expected="null, fp8 or int8",
+                given=repr(self.activations),
+            )
+
+    @property
+    def quantizes_activations(self) -> bool:
+        return self.activations is not None
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 4.0 + 16.0 / self.group_size
+
+    def check(self, name: str, shape: tuple[int, int]) -> None:
+        remedy = "Choose a smaller group_size, or exclude the layer."
+        check_divisible(self.name, name, shape, self.group_size, remedy)
+
+    @torch.no_grad()
+    def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:
+        """Return codes "out in/8" (eight per int32) and scales "out in/group" in the weight's dtype.
+
+        >>> q = Int4Group(group_size=8).quantize(torch.tensor([[7.5, -7.5, 1.4, 0.4, 0.0, 0.0, 0.0, 0.0]]))
+        >>> unpack_int4(q.codes).tolist(), q.scales.tolist()
+        ([[7, -8, 1, 0, 0, 0, 0, 0]], [[1.0]])
+        """
+        self.check("This weight", (weight.shape[0], weight.shape[1]))
+        made = fused.int4_groups(weight.detach(), self.group_size)
+        if made is not None:
+            require_finite(made[1])
+            return QuantizedWeight(made[0], made[1], None, self, (weight.shape[0], weight.shape[1]))
+        groups = weight.detach().unflatten(-1, (-1, self.group_size))
+        amax = groups.abs().amax(dim=-1)
+        require_finite(amax)
+        scale = scale_from_amax(amax, INT4_STEPS)
+        codes = (groups / scale.unsqueeze(-1)).clamp_(INT4_MIN, INT4_MAX).round_().to(torch.int8).flatten(-2)
+        return QuantizedWeight(pack_int4(codes), scale, None, self, (weight.shape[0], weight.shape[1]))
+
+    def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+        assert q.scales is not None
+        made = fused.int4_values(q.codes, q.scales, self.group_size, dtype)
+        if made is not None:
+            return made
+        codes = unpack_int4(q.codes).float().unflatten(-1, (-1, self.group_size))
+        return codes.mul_(q.scales.float().unsqueeze(-1)).flatten(-2).to(dtype)
+
+    def prepare(self, q: QuantizedWeight, dtype: torch.dtype) -> PreparedWeight:
+        # bf16 holds every code of the activations, and tensor cores take it; a CPU is as fast in fp32 and exact
+        low = self.activations is None or q.codes.is_cuda
+        return PreparedWeight(self.dequantize(q, dtype if low else torch.float32))
+
+    def apply(self, x: Tensor, prepared: PreparedWeight, bias: Tensor | None = None) -> Tensor:
+        if self.activations is None:
+            return F.linear(x, prepared.operand, bias)
+        rows = x.reshape(-1, x.shape[-1])
+        if self.activations == "fp8":
+            scale = activations.dynamic_scale(rows, -1, E4M3_MAX)
+            rounded = activations.e4m3_rounded(rows, scale)
+        else:
+            scale = activations.dynamic_scale(rows, -1, activations.INT8_ACTIVATION_STEPS)
+            rounded = activations.int8_rounded(rows, scale)
+        out = F.linear(rounded.to(prepared.operand.dtype), prepared.operand).float().mul_(scale)
+        out = (out if bias is None else out.add_(bias)).to(x.dtype)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    def export(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:
+        assert q.scales is not None
+        if self.activations == "int8":  # the engines' INT8 path reads one code per byte
+            yield f"{name}.weight", unpack_int4(q.codes)
+            yield f"{name}.weight_scale", q.scales
+            return
+        yield f"{name}.weight_packed", q.codes
+        yield f"{name}.weight_scale", q.scales
+        yield f"{name}.weight_shape", torch.tensor(q.shape, dtype=torch.int64)
+
+    def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
+        codes = tensors["weight_packed"] if "weight_packed" in tensors else pack_int4(tensors["weight"])
+        scales = tensors["weight_scale"].reshape(shape[0], shape[1] // self.group_size)
+        q = QuantizedWeight(codes, scales, None, self, shape)
+        return expect_shape(q, (shape[0], shape[1] // _PER_INT32))
+
+    def quantization_config(self, ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
+        types = {"fp8": "float", "int8": "int"}
+        inputs = None
+        if self.activations is not None:
+            inputs = {"num_bits": 8, "type": types[self.activations], "strategy": "token"}
+        return compressed_tensors_config(
+            "int-quantized" if self.activations == "int8" else "pack-quantized",
+            weights={"num_bits": 4, "type": "int", "strategy": "group", "group_size": self.group_size},
+            activations=inputs,
+            ignore=ignore,
+        )

@@ -1,0 +1,174 @@
+"""Quantizers in one pass over memory, where Triton is there; the same numbers from plain torch operations elsewhere."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_qrl.formats import activations
+from lit_qrl.formats.kernels import gemm
+from lit_qrl.formats.numerics import E4M3, E4M3_MAX
+
+BLOCK = 128
+TILES = "tiles"
+"""The source of what `shared_tiles` keeps."""
+
+
+@lru_cache
+def triton_installed() -> bool:
+    """Return True when Triton can be imported."""
+    return find_spec("triton") is not None
+
+
+def available(x: Tensor) -> bool:
+    """Return True when the fused kernels can run on `x`."""
+    return x.device.type == "cuda" and triton_installed()
+
+
+def available_for_e4m3(x: Tensor) -> bool:
+    """Return True when the fused kernels that read or write E4M3 can run on `x`."""
+    return available(x) and gemm.has_fp8(x.device)
+
+
+Tile = tuple[Tensor, Tensor]
+"""Codes, and the scales along their last dimension."""
+_KEPT = "_lit_qrl_tiles"
+
+
+class _Kept(NamedTuple):
+    source: str
+    version: int
+    along: Any
+    across: Any
+
+
+def shared(x: Tensor, source: str, columns: bool, make: Callable[[bool], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Return what `make(columns)` makes of `x`, made once for all layers that read the same tensor.
+
+    It is kept with the tensor, for as long as that lives and is not written to.
+
+    Args:
+        x: the layers' input.
+        source: who made it; another's is not taken.
+        columns: whether the transpose is needed too.
+        make: from `columns` to both; the second may be None.
+    """
+    # neither a tensor under inference mode nor one that is traced counts its writes
+    if torch.compiler.is_compiling() or x.is_inference():
+        return make(columns)
+    found = getattr(x, _KEPT, None)
+    if found is None or found.source != source or found.version != x._version or (columns and found.across is None):
+        found = _Kept(source, x._version, *make(columns))
+        setattr(x, _KEPT, found)
+    return found.along, found.across
+
+
+def keep(x: Tensor, source: str, along: Any, across: Any) -> None:
+    """Let `shared` find what the operator before made together with `x`."""
+    if not x.is_inference():
+        setattr(x, _KEPT, _Kept(source, x._version, along, across))
+
+
+def shared_tiles(x: Tensor, columns: bool) -> tuple[Tile, Tile | None]:
+    """Return `e4m3_tiles` of `x` ("... k") along its rows and, if asked for, its columns, as `shared` keeps them."""
+
+    def make(columns: bool) -> tuple[Tile | None, Tile | None]:
+        return e4m3_tiles(x.detach().reshape(-1, x.shape[-1]), True, columns)
+
+    return shared(x, TILES, columns, make)
+
+
+def e4m3_tiles(
+    x: Tensor, rows: bool, columns: bool
+) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
+    """Return `x` ("m k") as E4M3 with a scale per 1×128 along k, and its transpose along m, as asked for.
+
+    Args:
+        x: "m k", a floating dtype; k a multiple of 128.
+        rows: make (codes "m k", scales "m k/128").
+        columns: make (codes "k m", scales "k m/128"), m padded with zeros to a multiple of 128.
+    """
+    if available_for_e4m3(x):
+        from lit_qrl.formats.kernels import tiles_triton
+
+        return tiles_triton.tiles(x, rows, columns)[1:]
+    along = activations.e4m3_group_codes(x, BLOCK) if rows else None
+    across = None
+    if columns:
+        across = activations.e4m3_group_codes(F.pad(x.t(), (0, -x.shape[0] % BLOCK)), BLOCK)
+    return along, across
+
+
+def e4m3_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes "m k" and scales "m 1" of `x` ("m k") as E4M3 with a scale per row."""
+    if available_for_e4m3(x):
+        from lit_qrl.formats.kernels import fused_triton
+
+        return fused_triton.e4m3_tokens(x)
+    scale = activations.dynamic_scale(x, -1, E4M3_MAX)
+    return activations.e4m3_codes(x, scale), scale
+
+
+def e4m3_whole(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes "m k" and one scale of `x` ("m k") as E4M3."""
+    scale = activations.dynamic_scale(x, None, E4M3_MAX)
+    return activations.e4m3_codes(x, scale), scale
+
+
+def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return codes and scales of `FP8Block.quantize` from one kernel, or None where there is none."""
+    if not available_for_e4m3(weight):
+        return None
+    from lit_qrl.formats.kernels import fused_triton
+
+    return fused_triton.fp8_blocks(weight)
+
+
+def int4_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor] | None:
+    """Return codes and scales of `Int4Group.quantize` from one kernel, or None where there is none."""
+    if not available(weight) or not _power_of_two(group_size):
+        return None
+    from lit_qrl.formats.kernels import values_triton
+
+    return values_triton.int4_groups(weight, group_size)
+
+
+def int4_values(codes: Tensor, scales: Tensor, group_size: int, dtype: torch.dtype) -> Tensor | None:
+    """Return the weight of `Int4Group.dequantize` from one kernel, or None where there is none."""
+    if not available(codes):
+        return None
+    from lit_qrl.formats.kernels import values_triton
+
+    shape = (codes.shape[0], codes.shape[1] * 8)
+    return values_triton.values(codes, scales, group_size, values_triton.INT4, shape, dtype)
+
+
+def fp4_values(
+    codes: Tensor, scales: Tensor, block: int, dtype: torch.dtype, divisor: Tensor | None = None
+) -> Tensor | None:
+    """Return the weight of `NVFP4.dequantize` or `MXFP4.dequantize` from one kernel, or None where there is none."""
+    if not (available_for_e4m3(codes) if scales.dtype == E4M3 else available(codes)):
+        return None
+    from lit_qrl.formats.kernels import values_triton
+
+    shape = (codes.shape[0], codes.shape[1] * 2)
+    return values_triton.values(codes, scales, block, values_triton.FP4, shape, dtype, divisor)
+
+
+def nf4_values(
+    codes: Tensor, scales: Tensor, block: int, shape: tuple[int, int], dtype: torch.dtype, table: Tensor
+) -> Tensor | None:
+    """Return the weight of `NF4.dequantize` from one kernel, or None where there is none."""
+    if not available(codes):
+        return None
+    from lit_qrl.formats.kernels import values_triton
+
+    return values_triton.values(codes, scales, block, values_triton.NF4, shape, dtype, table=table)
+
+
+def _power_of_two(size: int) -> bool:
+    return size & (size - 1) == 0

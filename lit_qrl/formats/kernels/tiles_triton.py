@@ -1,0 +1,287 @@
+"""Triton kernels for activations: 1×128 quantization, by itself or in one pass with the operator before a linear layer.
+
+Import it only where Triton and a CUDA device are. A tile is 128×128; its rows are read in an order in which a thread
+holds `DEEP` rows below one another, so that the transposed codes go through shared memory as whole words.
+"""
+
+# Kernels are compiled from their source and launched with arguments that their Python signature does not have.
+# pyright: reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from lit_qrl.formats.kernels.fused_triton import TILE, _clamp, _low, _quotient, _scale
+from lit_qrl.formats.numerics import E4M3, E4M3_MAX
+
+PLAIN, NORM, GATED = 0, 1, 2
+WARPS = 8
+# With eight warps a warp's load covers four rows, 32 the program: these are the rows that a thread has besides.
+DEEP = 4
+# The most that a thread may take without spilling, so that a multiprocessor has room for three programs, or two.
+REGISTERS = {PLAIN: 80, NORM: 128, GATED: 128}
+_MAX = tl.constexpr(E4M3_MAX)
+_INVERSE_MAX = tl.constexpr(1.0 / E4M3_MAX)
+_SMALLEST = tl.constexpr(float(torch.finfo(torch.float32).tiny))
+# Takes more from the approximate inverse than its error of one unit in the last place (2^-23) can have added.
+_BELOW = tl.constexpr(1.0 - 2.0**-21)
+
+
+@triton.jit
+def _reciprocal(x, FLUSH: tl.constexpr):
+    # one instruction; results below 2^-126 take some more
+    if FLUSH:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    return tl.inline_asm_elementwise("rcp.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def _inverse(divisor, FLUSH: tl.constexpr):
+    """The inverse as the sum of two numbers, right to 2^-40; the second is from 0 to 2^-20 of the first.
+
+    The second is never negative, so that −0 times each of them stays −0; the inverse of inf is zero.
+    """
+    high = _reciprocal(divisor, FLUSH) * _BELOW
+    missing = tl.fma(-divisor, high, tl.full(divisor.shape, 1.0, tl.float32))
+    return high, tl.minimum(missing, 1.0) * high
+
+
+@triton.jit
+def _half_scale(amax):
+    """`_scale` of a 16-bit amax: a product, and one correction by its exact remainder."""
+    below = tl.full(amax.shape, _INVERSE_MAX, tl.float32)
+    scale = amax * below
+    scale = tl.fma(tl.fma(-scale, tl.full(amax.shape, _MAX, tl.float32), amax), below, scale)
+    return tl.maximum(tl.minimum(scale, float("inf")), _SMALLEST)  # the correction of inf is NaN
+
+
+@triton.jit
+def _quantized(values, AXIS: tl.constexpr, HALF: tl.constexpr):
+    """What E4M3 rounds along an axis, and the scales; `HALF` says that the values have 8 or 11 digits.
+
+    Of such values, `x · high + x · rest`, rounded once, has the code of the correctly rounded `x / scale`: the quotient
+    is either so far from where E4M3 rounds up or down that 2^-24 of it do not count, or exactly there, and then 2^-40
+    decide, which the two numbers have. (Compared for all pairs of mantissas of bf16 and of fp16.) It takes two
+    instructions an element, and no second way for small scales whose registers a program would have to hold.
+    """
+    amax = tl.max(tl.abs(values), axis=AXIS)
+    if HALF:
+        scale = _half_scale(amax)
+        high, rest = _inverse(scale, True)
+        high = tl.broadcast_to(tl.expand_dims(high, AXIS), values.shape)
+        quotient = tl.fma(values, high, values * tl.expand_dims(rest, AXIS))
+    else:
+        scale = _scale(amax)
+        quotient = _clamp(_quotient(values, tl.expand_dims(scale, AXIS), _low(scale, amax)), -_MAX, _MAX)
+    return quotient, scale
+
+
+@triton.jit
+def _tiles_kernel(
+    x, other, rstd, weight, y, rows, rows_scale, columns, columns_scale, m, k, stride, padded, BEFORE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, DEEP: tl.constexpr,
+):  # fmt: skip
+    """One 128×128 tile of what the operator before makes: its numbers, and its codes along both sides."""
+    tile_k, tile_m = tl.program_id(0), tl.program_id(1)
+    apart: tl.constexpr = SIZE // DEEP
+    # row d of thread row i stands at i + d · apart, where the compiler puts what one thread holds
+    place = tl.arange(0, SIZE)
+    row = tile_m * SIZE + (place % apart) * DEEP + place // apart
+    column = tile_k * SIZE + tl.arange(0, SIZE)
+    inside = (row < m)[:, None] & (column < k)[None, :]
+    offsets = row.to(tl.int64)[:, None] * stride + column[None, :]
+    dense = row.to(tl.int64)[:, None] * k + column[None, :]
+    stored = tl.load(x + offsets, mask=inside, other=0.0)
+    dtype: tl.constexpr = x.dtype.element_ty
+    values = stored.to(tl.float32)
+    if BEFORE == 1:  # rounded where the module rounds: after the normalisation, and after the weight
+        inverse = tl.load(rstd + row, mask=row < m, other=0.0)
+        scaled = (values * inverse[:, None]).to(dtype).to(tl.float32)
+        gain = tl.load(weight + column, mask=column < k, other=0.0).to(tl.float32)
+        stored = (gain[None, :] * scaled).to(dtype)
+    if BEFORE == 2:  # SiLU of the first, rounded, times the second
+        up = tl.load(other + offsets, mask=inside, other=0.0).to(tl.float32)
+        high, rest = _inverse(1.0 + libdevice.exp(-values), False)
+        gate = tl.fma(values, high, values * rest).to(dtype).to(tl.float32)
+        stored = (gate * up).to(dtype)
+    if BEFORE > 0:
+        tl.store(y + dense, stored, mask=inside)
+        values = stored.to(tl.float32)
+    half: tl.constexpr = dtype != tl.float32
+    if ROWS:
+        quotient, scale = _quantized(values, 1, half)
+        tl.store(rows + dense, quotient.to(rows.dtype.element_ty), mask=inside)
+        tl.store(rows_scale + tile_k * m + row, scale, mask=row < m)  # "m k/128", column by column
+    if COLUMNS:
+        quotient, scale = _quantized(values, 0, half)
+        # transposed while the rows of a thread are still side by side: four codes are one word of shared memory
+        turned = tl.permute(tl.reshape(quotient, (DEEP, apart, SIZE)), (2, 1, 0)).to(columns.dtype.element_ty)
+        token = tile_m * SIZE + tl.arange(0, SIZE)
+        to = columns + column.to(tl.int64)[:, None] * padded + token[None, :]
+        tl.store(to, tl.reshape(turned, (SIZE, SIZE)), mask=(column < k)[:, None] & (token < padded)[None, :])
+        tl.store(columns_scale + tile_m * k + column, scale, mask=column < k)  # "k m/128", column by column
+
+
+Tiles = tuple[Tensor, tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]
+
+
+def tiles(
+    x: Tensor, rows: bool, columns: bool, before: int = PLAIN, other: Tensor | None = None, rstd: Tensor | None = None,
+    weight: Tensor | None = None, warps: int = WARPS, registers: int | None = None,
+) -> Tiles:  # fmt: skip
+    """Return what the operator makes of `x`, and that as E4M3 along its rows and along its columns, as asked for.
+
+    Args:
+        x: "m k", k a multiple of 128, the last dimension contiguous.
+        rows: make (codes "m k", scales "m k/128").
+        columns: make (codes "k m", scales "k m/128"), m padded with zeros to a multiple of 128.
+        before: `PLAIN` takes x itself, `NORM` x · rstd · weight, `GATED` SiLU(x) · other.
+        other: "m k", laid out as x.
+        rstd: " m", fp32.
+        weight: " k".
+        warps: of a program.
+        registers: the most of a thread; by default what `REGISTERS` says.
+    """
+    if registers is None and x.dtype != torch.float32:  # whose correctly rounded division takes more
+        registers = REGISTERS[before]
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    if other is not None and other.stride() != x.stride():
+        x, other = x.contiguous(), other.contiguous()
+    m, k = x.shape
+    padded = triton.cdiv(m, TILE) * TILE
+    tiles_m, tiles_k = padded // TILE, triton.cdiv(k, TILE)
+    # what is not made is not written, and no E4M3: Triton knows none below compute capability 8.9
+    along = across = along_scale = across_scale = y = x
+    if before != PLAIN:
+        y = torch.empty((m, k), dtype=x.dtype, device=x.device)
+    if rows:
+        along = torch.empty((m, k), dtype=E4M3, device=x.device)
+        along_scale = torch.empty((tiles_k, m), dtype=torch.float32, device=x.device)
+    if columns:
+        across = torch.empty((k, padded), dtype=E4M3, device=x.device)
+        across_scale = torch.empty((tiles_m, k), dtype=torch.float32, device=x.device)
+    nothing = x if other is None else other
+    _tiles_kernel[(tiles_k, tiles_m)](
+        x, nothing, along_scale if rstd is None else rstd, x if weight is None else weight, y, along, along_scale,
+        across, across_scale, m, k, x.stride(0), padded, before, rows, columns, TILE, DEEP, num_warps=warps,
+        maxnreg=registers,
+    )  # fmt: skip
+    return y, (along, along_scale.t()) if rows else None, (across, across_scale.t()) if columns else None
+
+
+@triton.jit
+def _squares_kernel(x, out, count, SIZE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    values = tl.load(x + at, mask=at < count).to(tl.float32)
+    tl.store(out + at, values * values, mask=at < count)
+
+
+def squares(x: Tensor) -> Tensor:
+    """Return the squares of `x` in fp32, from one pass over memory."""
+    x = x.contiguous()
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    size = 4096
+    _squares_kernel[(triton.cdiv(x.numel(), size),)](x, out, x.numel(), size, num_warps=8)
+    return out
+
+
+@triton.jit
+def _norm_means_kernel(grad, x, rstd, weight, means, k, SIZE: tl.constexpr):
+    """A row's mean of gradient · weight · normalised input."""
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((SIZE,), tl.float32)
+    for start in range(0, k, SIZE):
+        column = start + tl.arange(0, SIZE)
+        upstream = tl.load(grad + row * k + column, mask=column < k, other=0.0).to(tl.float32)
+        gain = tl.load(weight + column, mask=column < k, other=0.0).to(tl.float32)
+        total += upstream * gain * tl.load(x + row * k + column, mask=column < k, other=0.0).to(tl.float32)
+    tl.store(means + row, tl.sum(total, axis=0) * tl.load(rstd + row) / k)
+
+
+@triton.jit
+def _norm_backward_kernel(
+    grad, x, rstd, weight, means, grad_x, grad_weight, m, k, WHOLE: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """Rows pid, pid + programs, …: their input's gradient, and the sum of their parts of the weight's."""
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    inside = column < k
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros((SIZE,), tl.float32)
+    for row in range(tl.program_id(0), m, tl.num_programs(0)):
+        at = (tl.zeros((1,), tl.int64) + row) * k + column
+        inverse = tl.load(rstd + row)
+        unit = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * inverse
+        upstream = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        total += upstream * unit
+        scaled = upstream * gain
+        if WHOLE:
+            mean = tl.sum(scaled * unit, axis=0) / k
+        else:
+            mean = tl.load(means + row)
+        tl.store(grad_x + at, ((scaled - unit * mean) * inverse).to(grad_x.dtype.element_ty), mask=inside)
+    tl.store(grad_weight + tl.program_id(0) * k + column, total, mask=inside)
+
+
+# A program holds a row's gain, sum and two inputs: sixteen columns a thread leave room for two programs at sixteen
+# warps. A wider row is read twice, first for its mean.
+WIDEST, COLUMNS_PER_WARP, PART = 8192, 512, 4096
+
+
+def norm_backward(
+    grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, programs: int = 528, warps: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `x` ("m k") and of the weight " k" (fp32) of an RMS norm, for the gradient "m k".
+
+    Args:
+        grad: "m k", of the norm's output.
+        x: "m k", its input.
+        rstd: " m", fp32.
+        weight: " k".
+        programs: that share the rows; 528 are four for each of 132 multiprocessors.
+        warps: of a program; 0 takes one for each 512 columns.
+    """
+    m, k = x.shape
+    grad, x = grad.contiguous(), x.contiguous()
+    whole = k <= WIDEST
+    size = triton.next_power_of_2(k) if whole else PART
+    means, parts = rstd, triton.cdiv(k, size)
+    if not whole:
+        means = torch.empty_like(rstd)
+        _norm_means_kernel[(m,)](grad, x, rstd, weight, means, k, PART, num_warps=8)
+    programs = max(min(programs // parts, m), 1)
+    grad_x = torch.empty_like(x)
+    partial = torch.empty((programs, k), dtype=torch.float32, device=x.device)
+    _norm_backward_kernel[(programs, parts)](
+        grad, x, rstd, weight, means, grad_x, partial, m, k, whole, size,
+        num_warps=warps or max(size // COLUMNS_PER_WARP, 1),
+    )  # fmt: skip
+    return grad_x, partial.sum(dim=0)
+
+
+@triton.jit
+def _gated_backward_kernel(grad, gate, up, grad_gate, grad_up, count, SIZE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = at < count
+    upstream = tl.load(grad + at, mask=inside).to(tl.float32)
+    g = tl.load(gate + at, mask=inside).to(tl.float32)
+    u = tl.load(up + at, mask=inside).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-g))
+    silu = g * sigmoid
+    tl.store(grad_up + at, (upstream * silu).to(grad_up.dtype.element_ty), mask=inside)
+    slope = sigmoid + silu * (1.0 - sigmoid)
+    tl.store(grad_gate + at, (upstream * u * slope).to(grad_gate.dtype.element_ty), mask=inside)
+
+
+def gated_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of both factors of SiLU(gate) · up, "m k" each."""
+    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+    size = 4096
+    _gated_backward_kernel[(triton.cdiv(gate.numel(), size),)](
+        grad, gate, up, grad_gate, grad_up, gate.numel(), size, num_warps=8
+    )
+    return grad_gate, grad_up

@@ -1,0 +1,110 @@
+"""NVFP4, weight only: E2M1 in blocks of 16 with E4M3 scales and one fp32 scale over all (QeRL's rollouts)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lit_qrl.formats.base import NumberFormat
+from lit_qrl.formats.configs import compressed_tensors_config
+from lit_qrl.formats.kernels import dispatch as fused
+from lit_qrl.formats.numerics import (
+    E4M3,
+    E4M3_MAX,
+    FP4_MAX,
+    check_divisible,
+    expect_shape,
+    fp4_values,
+    magnitude,
+    pack_nibbles,
+    require_finite,
+    to_fp4_codes,
+    unpack_nibbles,
+)
+from lit_qrl.types import QuantizedWeight
+
+BLOCK = 16
+# A block of zeros gets this scale, E4M3's machine epsilon, so that nothing divides by zero.
+_ZERO_BLOCK_SCALE = 0.125
+
+
+@dataclass(frozen=True)
+class NVFP4(NumberFormat):
+    """E2M1 weights; value = code · block scale (E4M3) / global scale, which is 448 · 6 / amax.
+
+    Layers that the engine fuses share the amax: vLLM keeps only the largest of their global scales.
+    """
+
+    name: ClassVar[str] = "nvfp4"
+    shares_amax: ClassVar[bool] = True
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 4.0 + 8.0 / BLOCK
+
+    def check(self, name: str, shape: tuple[int, int]) -> None:
+        check_divisible(self.name, name, shape, BLOCK, "Exclude the layer.")
+
+    @torch.no_grad()
+    def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:
+        """Return codes "out in/2" (two per byte), scales "out in/16" in E4M3 and the global scale " 1" in fp32.
+
+        >>> q = NVFP4().quantize(torch.linspace(0, 6, 16).reshape(1, 16))
+        >>> q.scales.float().item(), q.global_scale.item()
+        (448.0, 448.0)
+        """
+        self.check("This weight", (weight.shape[0], weight.shape[1]))
+        weight, shape = weight.detach(), (weight.shape[0], weight.shape[1])
+        if fused.available_for_e4m3(weight) and weight.dtype != torch.float64:
+            from lit_qrl.formats.kernels import fp4_triton
+
+            whole = magnitude(weight) if shared_amax is None else shared_amax.to(weight.device, weight.dtype)
+            global_scale = _global_scale(whole)
+            codes, scale, bad = fp4_triton.nvfp4_blocks(weight, global_scale, _ZERO_BLOCK_SCALE)
+            require_finite(bad)
+            return QuantizedWeight(codes, scale, global_scale, self, shape)
+        blocks = weight.unflatten(-1, (-1, BLOCK))
+        amax = blocks.abs().amax(dim=-1)
+        require_finite(amax)
+        whole = amax.amax() if shared_amax is None else shared_amax.to(weight.device, weight.dtype)
+        global_scale = _global_scale(whole)
+        scale = (global_scale * (amax / FP4_MAX)).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
+        scale = torch.where(scale.float() == 0, _ZERO_BLOCK_SCALE, scale.float())
+        divisors = (scale / global_scale).unsqueeze(-1)
+        packed = pack_nibbles(to_fp4_codes(blocks / divisors).flatten(-2))
+        return QuantizedWeight(packed, scale.to(E4M3), global_scale, self, shape)
+
+    def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+        assert q.scales is not None
+        assert q.global_scale is not None
+        made = fused.fp4_values(q.codes, q.scales, BLOCK, dtype, q.global_scale)
+        if made is not None:
+            return made
+        scale = q.scales.float() / q.global_scale
+        values = fp4_values(unpack_nibbles(q.codes)).unflatten(-1, (-1, BLOCK))
+        return values.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
+
+    def export(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:
+        assert q.scales is not None
+        assert q.global_scale is not None
+        yield f"{name}.weight_packed", q.codes
+        yield f"{name}.weight_scale", q.scales
+        yield f"{name}.weight_global_scale", q.global_scale
+
+    def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
+        scales = tensors["weight_scale"].reshape(shape[0], shape[1] // BLOCK)
+        global_scale = tensors["weight_global_scale"].reshape(1)
+        q = QuantizedWeight(tensors["weight_packed"], scales, global_scale, self, shape)
+        return expect_shape(q, (shape[0], shape[1] // 2))
+
+    def quantization_config(self, ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
+        weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": BLOCK}
+        return compressed_tensors_config("nvfp4-pack-quantized", weights=weights, ignore=ignore)
+
+
+def _global_scale(amax: Tensor) -> Tensor:
+    """Return 448 · 6 / amax, " 1", fp32, divided in the dtype of `amax`; 1 where the quotient is no number."""
+    quotient = (E4M3_MAX * FP4_MAX) / amax.clamp(min=torch.finfo(amax.dtype).tiny)
+    return torch.nan_to_num(quotient, nan=1.0, posinf=1.0).to(torch.float32).reshape(1)

@@ -1,0 +1,1 @@
+"""What learner and sampler ask of a Hugging Face model: head, linear layers, names, packing, folders."""

@@ -1,0 +1,186 @@
+"""From the learner's named weights to the tensors of a quantized checkpoint, layer by layer."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lit_qrl.errors import ConfigError, IncompleteError
+from lit_qrl.formats.base import NumberFormat
+from lit_qrl.formats.dense import Dense
+from lit_qrl.formats.numerics import NONFINITE_REMEDY, magnitude, postponed_checks, require_finite, runs_ahead
+from lit_qrl.network.linears import fused_group, fused_groups
+from lit_qrl.types import QuantizedWeight
+
+_WEIGHT = ".weight"
+
+
+@torch.no_grad()
+def export_tensors(
+    named: Iterable[tuple[str, Tensor]],
+    format: NumberFormat | None,
+    quantizable: Collection[str],
+    dtype: torch.dtype | None = None,
+    quantized: Callable[[str, Tensor], QuantizedWeight | None] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield checkpoint names and tensors of a stream of weights, the given layers in `format`.
+
+    The weights of layers that engines fuse come out together, with one scale where the format shares it; no more
+    than the fused layers still incomplete are held, which is one when the stream is in the model's order.
+
+    Args:
+        named: checkpoint names and tensors of the plain model.
+        format: of the quantizable layers; None quantizes nothing.
+        quantizable: names of layers, without `.weight`.
+        dtype: what floating tensors outside these layers are cast to; None leaves them, and with a dense format
+            takes that format's dtype.
+        quantized: from a layer's name and its tensor to codes that exist already, or None where they must be made.
+
+    Raises:
+        ConfigError: for a tensor with NaN or inf, or a shape that does not fit. On an accelerator a NaN shows at the
+            end of the stream, so that the host waits for the device once.
+        IncompleteError: for a fused layer with a part missing.
+    """
+    if isinstance(format, Dense):
+        dtype = dtype or format.dtype
+    chosen = set(quantizable) if format is not None else set()
+    groups = fused_groups(name for name in quantizable if name in chosen)
+    waiting: dict[str, dict[str, Tensor]] = {}
+    seen: set[str] = set()
+    finite = _Finite()
+    for name, tensor in named:
+        layer = name.removesuffix(_WEIGHT)
+        if format is None or layer not in chosen or not name.endswith(_WEIGHT):
+            yield name, finite.plain(name, tensor, dtype)
+            continue
+        seen.add(layer)
+        key = fused_group(layer)
+        parts = waiting.setdefault(key, {})
+        parts[layer] = tensor.detach()
+        if len(parts) == len(groups[key]):
+            yield from _quantized(waiting.pop(key), format, quantized or _none, finite)
+    missing = sorted(chosen - seen)
+    if missing:
+        held = f", while {', '.join(sorted(waiting))} waited for them" if waiting else ""
+        raise IncompleteError(
+            f"The stream of weights is incomplete. Expected: a weight for {', '.join(missing)}. "
+            f"Given: none{held}. Send every layer of the model in one publish."
+        )
+    finite.check()
+
+
+class _Finite:
+    """Refuses NaN and inf: at once on a CPU, all in one transfer on an accelerator."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[str, Tensor]] = []
+
+    def plain(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """Return the tensor as it is sent."""
+        tensor = tensor.detach()
+        if not tensor.is_floating_point():
+            return tensor
+        if dtype is not None:
+            tensor = tensor.to(dtype)
+        if runs_ahead(tensor) and tensor.numel():
+            low, high = torch.aminmax(tensor)
+            self._kept += [(name, low), (name, high)]
+        elif not bool(torch.isfinite(tensor).all()):
+            raise _not_finite(name)
+        return tensor
+
+    @contextmanager
+    def of(self, layer: str) -> Iterator[None]:
+        """Check what is quantized within."""
+        kept: list[Tensor] = []
+        with postponed_checks(kept):
+            yield
+        self._kept += [(f"{layer}{_WEIGHT}", amax.amax()) for amax in kept]
+
+    def check(self) -> None:
+        """Wait for the device; raise `ConfigError` naming the first tensor that is not finite."""
+        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for index, (_, value) in enumerate(self._kept):
+            kinds.setdefault((value.device, value.dtype), []).append(index)
+        found = [
+            index
+            for members in kinds.values()
+            for index, good in zip(
+                members, torch.stack([self._kept[i][1] for i in members]).isfinite().tolist(), strict=True
+            )
+            if not good
+        ]
+        if found:
+            raise _not_finite(self._kept[min(found)][0])
+
+
+def _not_finite(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} holds NaN or inf and cannot be published.", expected="finite values", remedy=NONFINITE_REMEDY
+    )
+
+
+def _named(layer: str, error: ValueError) -> ValueError:
+    """Return the error with the parameter's name before it."""
+    if isinstance(error, ConfigError):
+        what = f"{layer.removesuffix('.base_layer')}{_WEIGHT}: {error.what}"
+        return ConfigError(what, expected=error.expected, given=error.given, remedy=error.remedy)
+    return ValueError(f"{layer}{_WEIGHT}: {error}")
+
+
+def _none(layer: str, tensor: Tensor) -> QuantizedWeight | None:
+    return None
+
+
+def _quantized(
+    parts: dict[str, Tensor],
+    format: NumberFormat,
+    existing: Callable[[str, Tensor], QuantizedWeight | None],
+    finite: _Finite,
+) -> Iterator[tuple[str, Tensor]]:
+    made = {layer: existing(layer, tensor) for layer, tensor in parts.items()}
+    shared = None
+    if any(q is None for q in made.values()):
+        # one part that must be quantized anew changes the scale that all of a fused layer share
+        if format.shares_amax:
+            made = dict.fromkeys(made)
+        for layer, tensor in parts.items():
+            format.check(layer, (tensor.shape[0], tensor.shape[1]))
+        if format.shares_amax and len(parts) > 1:
+            with postponed_checks([]):  # each part is checked below, under its own name
+                shared = shared_amax(parts)
+    for layer in list(parts):
+        tensor, q = parts.pop(layer), made.pop(layer)
+        if q is None:
+            with finite.of(layer):
+                q = quantize_named(format, layer, tensor, shared)
+        yield from format.export(q, layer)
+
+
+def quantize_named(format: NumberFormat, layer: str, weight: Tensor, shared: Tensor | None = None) -> QuantizedWeight:
+    """Return `format.quantize(weight, shared)`; an error names the parameter."""
+    try:
+        return format.quantize(weight, shared)
+    except ValueError as error:
+        raise _named(layer, error) from None
+
+
+def shared_amax(parts: Mapping[str, Tensor]) -> Tensor:
+    """Return the largest magnitude over the weights of one fused layer; refuse a weight that is not finite.
+
+    Args:
+        parts: layer names and weights.
+
+    >>> shared_amax({"q_proj": torch.tensor([[1.0]]), "k_proj": torch.tensor([[-3.0]])}).item()
+    3.0
+    """
+    amaxes = []
+    for layer, tensor in parts.items():
+        amax = magnitude(tensor)
+        try:
+            require_finite(amax)
+        except ValueError as error:
+            raise _named(layer, error) from None
+        amaxes.append(amax)
+    return torch.stack([amax.to(amaxes[0].device) for amax in amaxes]).amax()

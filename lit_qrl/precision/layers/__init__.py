@@ -1,0 +1,1 @@
+"""The layers that precision plugins put in place of a model's own."""

@@ -1,0 +1,238 @@
+"""Norms and gated MLPs of a decoder in one kernel each, whose output may leave it quantized for the layers behind them.
+
+The operator before a linear layer and the 1×128 quantization of its output are one pass over memory (Jet-RL,
+arXiv:2601.14243, §4.1). Without the codes it is still one pass where the plain operations take up to six. The numbers
+are those of the plain modules; where the kernels cannot run, the plain operations do.
+"""
+
+import logging
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.formats.kernels import dispatch as fused
+from lit_qrl.formats.kernels import gemm
+
+log = logging.getLogger(__name__)
+
+Fuse = bool | Literal["auto"]
+"""Whether blocks are fused; `auto` where the device has the kernels and the block is known."""
+
+_HALF = (torch.bfloat16, torch.float16)
+# Classes whose forward pass is weight · (x · rsqrt(mean x² + ε)), rounded before the product.
+_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
+# A norm and the linear layer behind it, inside a decoder layer.
+_BEFORE = (("input_layernorm", "self_attn.q_proj"), ("post_attention_layernorm", "mlp.gate_proj"))
+
+
+def _fusible(codes: bool, x: Tensor, *others: Tensor) -> bool:
+    available = fused.available_for_e4m3 if codes else fused.available
+    if torch.compiler.is_compiling() or not available(x) or x.is_inference():
+        return False
+    same = all(other.dtype == x.dtype for other in others)
+    return same and x.dtype in _HALF and x.shape[-1] % fused.BLOCK == 0
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, columns: bool, made: list[Any] | None) -> Tensor:
+        from lit_qrl.formats.kernels import tiles_triton
+
+        # summed by the plain operations, whose order of additions a kernel of ours would not have
+        rstd = torch.rsqrt(tiles_triton.squares(x).mean(-1) + eps).view(-1)
+        y, along, across = tiles_triton.tiles(
+            x.reshape(-1, x.shape[-1]), made is not None, columns, tiles_triton.NORM, rstd=rstd, weight=weight
+        )
+        if made is not None:
+            made.extend((along, across))
+        ctx.save_for_backward(x, rstd, weight)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from lit_qrl.formats.kernels import tiles_triton
+
+        x, rstd, weight = ctx.saved_tensors
+        grad_x, grad_weight = tiles_triton.norm_backward(
+            grads[0].reshape(-1, x.shape[-1]), x.reshape(-1, x.shape[-1]), rstd, weight
+        )
+        wanted = grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return grad_x.view(x.shape), wanted, None, None, None
+
+
+class FusedRMSNorm(nn.Module):
+    """An RMS norm in one kernel that may keep the FP8 codes of its output for the layers that read it.
+
+    Args:
+        norm: the module whose place it takes and whose weight it owns.
+        columns: whether those layers need the transpose too, for their weights' gradients.
+        codes: whether there are codes at all.
+    """
+
+    def __init__(self, norm: Any, columns: bool, codes: bool = True) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+        self.columns, self.codes = columns, codes
+        self.train(norm.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `weight · x / sqrt(mean x² + ε)`: "... k" -> "... k"."""
+        if not _fusible(self.codes, x, self.weight):
+            wide = x.float()
+            return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(
+                x.dtype
+            )
+        made: list[Any] | None = [] if self.codes else None
+        columns = self.columns and torch.is_grad_enabled()
+        y: Tensor = _Norm.apply(x, self.weight, self.variance_epsilon, columns, made)  # pyright: ignore
+        if made is not None:
+            fused.keep(y, fused.TILES, *made)
+        return y
+
+    def extra_repr(self) -> str:
+        """Return what the plain module prints."""
+        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, columns: bool, made: list[Any] | None) -> Tensor:
+        from lit_qrl.formats.kernels import tiles_triton
+
+        k = gate.shape[-1]
+        y, along, across = tiles_triton.tiles(
+            gate.reshape(-1, k), made is not None, columns, tiles_triton.GATED, other=up.reshape(-1, k)
+        )
+        if made is not None:
+            made.extend((along, across))
+        ctx.save_for_backward(gate, up)
+        return y.view(gate.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from lit_qrl.formats.kernels import tiles_triton
+
+        gate, up = ctx.saved_tensors
+        return *tiles_triton.gated_backward(grads[0], gate, up), None, None
+
+
+class FusedGatedMLP(nn.Module):
+    """`down(SiLU(gate(x)) · up(x))`, product and SiLU in one kernel, that may keep the FP8 codes of what `down` reads.
+
+    Args:
+        mlp: the module whose place it takes and whose layers it owns, under their names.
+        columns: whether `down` needs the transpose of its input too.
+        codes: whether there are codes at all.
+    """
+
+    def __init__(self, mlp: Any, columns: bool, codes: bool = True) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.act_fn, self.columns, self.codes = mlp.act_fn, columns, codes
+        self.training = mlp.training
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the MLP's output: "... k" -> "... k"."""
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if not _fusible(self.codes, gate, up):
+            return self.down_proj(self.act_fn(gate) * up)
+        made: list[Any] | None = [] if self.codes else None
+        hidden: Tensor = _Gated.apply(gate, up, self.columns and torch.is_grad_enabled(), made)  # pyright: ignore
+        if made is not None:
+            fused.keep(hidden, fused.TILES, *made)
+        return self.down_proj(hidden)
+
+
+def fuse(network: nn.Module, quantized: type[nn.Module], columns: bool, choice: Fuse = True) -> list[str]:
+    """Replace norms and gated MLPs before quantized layers in place, and return the names of those that are fused.
+
+    A second call changes nothing. Parameters keep their names.
+
+    Args:
+        network: of decoder layers as in Llama, Mistral, Qwen2 and Qwen3.
+        quantized: the class of the linear layers that read the codes.
+        columns: whether those need the transpose too.
+        choice: True insists; `auto` does nothing on a host without the kernels, or to blocks that are not known.
+
+    Raises:
+        ConfigError: if nothing matched and `choice` is True.
+    """
+    if not choice or (choice == "auto" and not kernels_here()):
+        return []
+    names = []
+    for name, layer in network.named_modules():
+        for child, reader in _BEFORE:
+            norm = getattr(layer, child, None)
+            if norm is None or not isinstance(_at(layer, reader), quantized):
+                continue
+            if type(norm).__name__ in _NORMS:
+                setattr(layer, child, FusedRMSNorm(norm, columns))
+            if isinstance(getattr(layer, child), FusedRMSNorm):
+                names.append(f"{name}.{child}")
+        mlp = getattr(layer, "mlp", None)
+        if mlp is not None and _gated(mlp, quantized):
+            if not isinstance(mlp, FusedGatedMLP):
+                layer.mlp = FusedGatedMLP(mlp, columns)
+            names.append(f"{name}.mlp")
+    log.info("%d norms and MLPs quantize what they hand on: %s.", len(names), ", ".join(names[:3]) or "none is known")
+    if not names and choice is True:
+        raise ConfigError(
+            "No norm or MLP before a quantized layer was recognised.",
+            expected="decoder layers as in Llama, Mistral, Qwen2 or Qwen3",
+            given=type(network).__name__,
+            remedy="Set fuse to false.",
+        )
+    return names
+
+
+def fuse_plain(network: nn.Module, choice: Fuse = "auto") -> list[str]:
+    """Replace norms and gated MLPs in place by ones that take one kernel, and return the names of those.
+
+    For linear layers that compute in bf16 or fp16. A second call changes nothing; parameters keep their names.
+
+    Args:
+        network: of decoder layers as in Llama, Mistral, Qwen2 and Qwen3; whatever is not known stays as it is.
+        choice: `auto` does nothing on a host without CUDA and Triton.
+    """
+    if not choice or (choice == "auto" and not (torch.cuda.is_available() and fused.triton_installed())):
+        return []
+    names = []
+    for name, part in list(network.named_modules()):
+        for child, inner in list(part.named_children()):
+            if type(inner).__name__ in _NORMS and child in ("input_layernorm", "post_attention_layernorm", "norm"):
+                setattr(part, child, FusedRMSNorm(inner, columns=False, codes=False))
+            elif child == "mlp" and not isinstance(inner, FusedGatedMLP) and _gated(inner, nn.Module):
+                setattr(part, child, FusedGatedMLP(inner, columns=False, codes=False))
+            else:
+                continue
+            names.append(f"{name}.{child}" if name else child)
+    log.info("%d norms and MLPs take one kernel: %s.", len(names), ", ".join(names[:3]) or "none is known")
+    return names
+
+
+def kernels_here() -> bool:
+    """Return True when this process' CUDA device has the block-scaled FP8 GEMM and Triton is installed."""
+    if not torch.cuda.is_available():
+        return False
+    device = torch.device("cuda", torch.cuda.current_device())
+    return fused.triton_installed() and gemm.fp8_block_gemm(device, (fused.BLOCK, fused.BLOCK))
+
+
+def _at(module: nn.Module, path: str) -> Any:
+    for part in path.split("."):
+        module = getattr(module, part, None)  # pyright: ignore
+    return module
+
+
+def _gated(mlp: nn.Module, quantized: type[nn.Module]) -> bool:
+    if isinstance(mlp, FusedGatedMLP):
+        return True
+    known = {name for name, _ in mlp.named_children()} == {"gate_proj", "up_proj", "down_proj", "act_fn"}
+    if not known or not isinstance(_at(mlp, "down_proj"), quantized):
+        return False
+    activation: Any = mlp.act_fn
+    probe = torch.linspace(-4, 4, 9)
+    return bool(torch.equal(activation(probe), F.silu(probe)))

@@ -1,0 +1,115 @@
+"""A frozen linear layer in 4 bits: codes of its own, or the engine's."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_qrl.formats import MXFP4, NF4, NVFP4, Int4Group
+from lit_qrl.formats.base import NumberFormat
+from lit_qrl.formats.kernels import dispatch as fused
+from lit_qrl.network.linears import QuantizedLinear
+from lit_qrl.precision.base import autocast_input
+from lit_qrl.precision.vllm_kernels.borrowed import MarlinNVFP4
+from lit_qrl.types import QuantizedWeight
+
+_OWN_KERNEL = (NVFP4, MXFP4, NF4, Int4Group)
+
+
+class _Packed(torch.autograd.Function):
+    """`x @ W.T + b` over a packed weight that is multiplied out in each direction and never kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: "PackedLinear") -> Tensor:
+        ctx.layer = layer
+        return layer.product(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        return grad @ ctx.layer.dequantized(grad.dtype, grad.device), None, None
+
+
+class PackedLinear(QuantizedLinear):
+    """A frozen linear layer that holds codes and scales alone; gradients pass through it to what lies below."""
+
+    waits_on_host: bool = False
+    """True while the codes stay on the host, whatever the module is moved to, until an engine holds them."""
+    stored: MarlinNVFP4 | None = None
+    """The weight in an engine's memory, in place of codes of its own."""
+    kernel: str = "dequantize"
+    """How a borrowed weight is multiplied in the forward pass."""
+
+    def dequantized(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """Return the weight "out in", made anew; codes that lie elsewhere are brought to `device` for the call."""
+        if self.stored is not None:
+            assert self.global_scale is not None
+            return self.stored.dequantized(self.format, self.global_scale, dtype)
+        q = self.weight if device is None else self.weight_on(device)
+        return _dequantizer(self.format, q.codes.device.type)(q.codes, q.scales, q.global_scale, q.shape, dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return `x @ W.T + b` as a new tensor: "... in" -> "... out", in the dtype of `x`; no gradient is recorded."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        if self.kernel == "marlin" and self.stored is not None:
+            return self.stored.multiply(x, bias)
+        return F.linear(x, self.dequantized(x.dtype, x.device), bias)
+
+    @property
+    def weight(self) -> QuantizedWeight:
+        """The weight in the layout of a checkpoint; of one that is borrowed, a copy."""
+        if self.stored is None:
+            return super().weight
+        assert self.global_scale is not None
+        return self.stored.quantized(self.format, self.global_scale)
+
+    def weight_on(self, device: torch.device) -> QuantizedWeight:
+        """Return the weight with its tensors on `device`."""
+        q = self.weight
+        scales, global_scale = (None if part is None else part.to(device) for part in (q.scales, q.global_scale))
+        return QuantizedWeight(q.codes.to(device), scales, global_scale, q.format, q.shape)
+
+    def wait_on_host(self) -> None:
+        """Move the codes to the host until an engine holds them."""
+        self.set_weight(self.weight_on(torch.device("cpu")))
+        self.waits_on_host = True
+
+    def borrow(self, stored: MarlinNVFP4) -> None:
+        """Read the weight from `stored` from now on, and drop the codes and scales held here."""
+        assert self.global_scale is not None
+        self.stored, self.waits_on_host = stored, False
+        self.codes = self.scales = None
+        self.global_scale = self.global_scale.to(stored.words.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedLinear":
+        if not self.waits_on_host:
+            super()._apply(fn, recurse)
+            return self
+        held = self.codes, self.scales, self.global_scale
+        self.codes = self.scales = self.global_scale = None
+        super()._apply(fn, recurse)
+        self.codes, self.scales, self.global_scale = held
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x @ W.T + b`: "... in" -> "... out", in the dtype of `x`."""
+        return _Packed.apply(autocast_input(x), self.bias, self)  # pyright: ignore[reportReturnType]
+
+
+@lru_cache
+def _dequantizer(format: NumberFormat, device: str) -> Callable[..., Tensor]:
+    """Return `format.dequantize` over plain tensors, on CUDA in one kernel."""
+
+    def dequantize(
+        codes: Tensor, scales: Tensor, global_scale: Tensor | None, shape: Any, dtype: torch.dtype
+    ) -> Tensor:
+        return format.dequantize(QuantizedWeight(codes, scales, global_scale, format, shape), dtype)
+
+    # a compiled call checks its guards, which takes longer than starting the one kernel of these formats
+    if device != "cuda" or (isinstance(format, _OWN_KERNEL) and fused.triton_installed()):
+        return dequantize
+    # one graph per shape: a model has a handful of them
+    return torch.compile(dequantize, dynamic=False)

@@ -1,0 +1,232 @@
+"""A folder whose linear layers are in a weight-only format, as the frozen base of a policy."""
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import set_module_tensor_to_device
+from peft import LoraConfig, PeftConfig
+from torch import nn
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.formats import MXFP4, NF4, NVFP4, Int4Group
+from lit_qrl.formats.base import NumberFormat
+from lit_qrl.network.folder import Checkpoint
+from lit_qrl.network.linears import QuantizedLinear
+from lit_qrl.precision.deferred import DeferredWeights
+from lit_qrl.types import QuantizedWeight
+
+# What tells a packed layer from a plain one among the names of its tensors.
+_MARKS = (".weight_packed", ".weight.absmax")
+
+
+def packed_format(quantization: Mapping[str, Any]) -> NumberFormat | None:
+    """Return the weight-only format that a `quantization_config` describes, or None for another kind of folder.
+
+    Args:
+        quantization: of a Hugging Face config.
+
+    >>> packed_format(NVFP4().quantization_config())
+    NVFP4()
+    >>> packed_format(Int4Group(group_size=64).quantization_config())
+    Int4Group(group_size=64, activations=None)
+    """
+    method = quantization.get("quant_method")
+    if method == "bitsandbytes":
+        plain_nf4 = quantization.get("bnb_4bit_quant_type") == "nf4" and quantization.get("load_in_4bit")
+        return NF4() if plain_nf4 and not quantization.get("bnb_4bit_use_double_quant") else None
+    groups = list((quantization.get("config_groups") or {}).values())
+    if method != "compressed-tensors" or len(groups) != 1 or groups[0].get("input_activations"):
+        return None
+    weights = groups[0].get("weights") or {}
+    sizes = [weights["group_size"]] if weights.get("group_size") else []
+    candidates: list[NumberFormat] = [NVFP4(), MXFP4()]
+    candidates += [Int4Group(group_size=size) for size in sizes if size > 0 and size % 8 == 0]
+    keys = ("num_bits", "type", "strategy", "group_size")
+    for format in candidates:
+        config = format.quantization_config()
+        own = config["config_groups"]["group_0"]["weights"]
+        named = quantization.get("format", config["format"]) == config["format"]
+        plain = weights.get("symmetric", True) and not weights.get("actorder")
+        if named and plain and all(weights.get(key) == own[key] for key in keys):
+            return format
+    return None
+
+
+def take_packed_format(config: Any, source: str, lora: PeftConfig | None, random_weights: bool) -> NumberFormat | None:
+    """Return the format of a quantized folder, and take it out of the config: engines then see the plain model's.
+
+    Args:
+        config: the folder's, as transformers reads it.
+        source: its name, for errors.
+        lora: the adapter to come.
+        random_weights: the folder's weights are not read.
+
+    Raises:
+        ConfigError: for codes that cannot be held here, or an adapter that starts from the base's weights.
+    """
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return None
+    quantization = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
+    found = packed_format(quantization)
+    if random_weights:
+        del config.quantization_config
+        return None
+    if found is None:
+        if quantization.get("quant_method") != "compressed-tensors":
+            return None  # transformers has loaders of its own
+        raise ConfigError(
+            f"{source} is quantized in a way that no adapter can be trained over here.",
+            expected="the plain checkpoint, or weights alone in nvfp4, mxfp4, int4_group or nf4",
+            given=f"compressed-tensors {quantization.get('format')}",
+            remedy="Make one with lit-qrl quantize.",
+        )
+    if isinstance(lora, LoraConfig) and (lora.use_dora or lora.init_lora_weights not in (True, False, "gaussian")):
+        raise ConfigError(
+            "This adapter starts from the base's weights, of which a quantized folder holds only codes.",
+            expected="peft.LoraConfig with init_lora_weights true, false or gaussian, and without DoRA",
+            given=f"{source} in {found.name}",
+            remedy="Start from the plain checkpoint, or change model.policy.lora.",
+        )
+    del config.quantization_config
+    return found
+
+
+class PackedBase:
+    """The weights of a quantized folder: plain ones go into the model at once, codes when a layer asks for them.
+
+    Args:
+        folder: a Hugging Face folder.
+        format: its format.
+
+    Raises:
+        ConfigError: for a shard that is missing or truncated.
+    """
+
+    def __init__(self, folder: Path, format: NumberFormat) -> None:
+        self.folder, self.format = folder, format
+        self.checkpoint = Checkpoint(folder)
+        self._parts: dict[str, list[str]] = {}
+        for name in self.checkpoint.names:
+            for mark in _MARKS:
+                if name.endswith(mark):
+                    self._parts[name.removesuffix(mark)] = []
+        for name in self.checkpoint.names:
+            layer, found, _ = name.partition(".weight")
+            if found and layer in self._parts:
+                self._parts[layer].append(name)
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the layers that are held as codes."""
+        return list(self._parts)
+
+    def build(self, model: Callable[[], Any], dtype: torch.dtype | None) -> Any:
+        """Return the model with every plain weight in place; packed layers have shape and dtype, and no memory.
+
+        Args:
+            model: makes it, on the current default device.
+            dtype: of the plain weights; None leaves them as they are stored.
+
+        Raises:
+            ConfigError: when the folder's tensors are not those of the model.
+        """
+        network = DeferredWeights(model).network
+        self._check(network)
+        shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+        device = torch.get_default_device()
+        for name in self.checkpoint.names:
+            if name not in shapes or name.removesuffix(".weight") in self._parts:
+                continue
+            tensor = self.checkpoint.read([name])[name]
+            wanted = dtype if tensor.is_floating_point() else None
+            own = tensor.to(device=device, dtype=wanted, copy=True)
+            set_module_tensor_to_device(network, name, device, value=own, dtype=own.dtype)
+        network.tie_weights()
+        return network
+
+    def _check(self, network: Any) -> None:
+        modules = dict(network.named_modules())
+        for layer in self._parts:
+            if not isinstance(modules.get(layer), nn.Linear):
+                raise self._foreign(network, f"it has no linear layer {layer}")
+            linear: Any = modules[layer]
+            shape = (linear.out_features, linear.in_features)
+            try:
+                self.weight(layer, shape, "cpu")
+            except (ValueError, RuntimeError, KeyError) as error:
+                raise self._foreign(network, f"{layer} is {shape} there: {error}") from error
+        tied = network.config.get_text_config().tie_word_embeddings
+        skipped = set(getattr(network, "_tied_weights_keys", None) or ()) if tied else set()
+        codes = {name for parts in self._parts.values() for name in parts}
+        for name in self.checkpoint.names:  # old folders hold the rotary frequencies, which are computed today
+            layer = name.rpartition(".")[0]
+            if name in codes or name in network.state_dict() or layer in self._parts or name.endswith("inv_freq"):
+                continue
+            raise self._foreign(network, f"it holds {name}, which that architecture does not have")
+        for name, tensor in network.state_dict().items():
+            held = self.checkpoint.shapes.get(name)
+            if name.removesuffix(".weight") in self._parts or (held is None and name in skipped):
+                continue
+            if held != tuple(tensor.shape):
+                given = "is missing" if held is None else f"has shape {held} instead of {tuple(tensor.shape)}"
+                raise self._foreign(network, f"{name} {given}")
+
+    def _foreign(self, network: Any, why: str) -> ConfigError:
+        return ConfigError(
+            f"The quantized folder {self.folder} is not one of {type(network).__name__}, which its config names: "
+            f"{why}.",
+            expected="the tensors of that architecture",
+            remedy="Take config and weights of one model, or quantize it again.",
+        )
+
+    def weight(self, layer: str, shape: tuple[int, int], device: Any) -> QuantizedWeight:
+        """Return the codes and scales of a layer as the folder holds them."""
+        tensors = self.checkpoint.read(self._parts[layer])
+        suffixes = {name.removeprefix(f"{layer}."): tensor.to(device, copy=True) for name, tensor in tensors.items()}
+        return self.format.load(suffixes, shape)
+
+    def select(self, format: NumberFormat, exclude: Collection[str], candidates: Collection[str]) -> list[str]:
+        """Return the layers that a plugin packs: those that the folder holds as codes.
+
+        Args:
+            format: the plugin's.
+            exclude: the plugin's globs.
+            candidates: what is left of the model's linear layers after them.
+
+        Raises:
+            ConfigError: for another format, or a layer that the plugin leaves out.
+        """
+        if format != self.format:
+            raise ConfigError(
+                f"{self.folder} holds its weights in {self.format}.",
+                expected=f"the same format in NVFP4LoRA: {self.format}",
+                given=format,
+                remedy="Set the plugin's format to the folder's, or start from the plain checkpoint.",
+            )
+        left_out = sorted(set(self._parts) - set(candidates))
+        if left_out:
+            raise ConfigError(
+                f"NVFP4LoRA leaves out {left_out[0]}, of which {self.folder} holds only codes.",
+                expected="no layer in `exclude` that the folder holds packed",
+                given=", ".join(exclude) or "no exclude",
+                remedy="Leave `exclude` out, or quantize the folder again with the same --exclude.",
+            )
+        return list(self._parts)
+
+    def require_packed(self, network: nn.Module) -> None:
+        """Raise `ConfigError` when a layer's codes found no module that computes with them."""
+        taken = {
+            name.removesuffix(".base_layer")
+            for name, part in network.named_modules()
+            if isinstance(part, QuantizedLinear)
+        }
+        if set(self._parts) - taken:
+            raise ConfigError(
+                f"The model folder {self.folder} holds {self.format.name} codes, which only an adapter can be "
+                "trained over.",
+                expected=f"trainer.plugins with NVFP4LoRA(format={self.format.name}), and model.policy.lora",
+                remedy=f"Add configs/precision/{self.format.name}_lora.yaml, or start from the plain checkpoint.",
+            )

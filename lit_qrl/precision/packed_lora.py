@@ -1,0 +1,319 @@
+"""QeRL's learner: a frozen base packed in 4 bits under a LoRA adapter."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lit_qrl import formats
+from lit_qrl.errors import ConfigError
+from lit_qrl.formats.base import NumberFormat
+from lit_qrl.network.linears import SwapReport, fused_groups, leave_to_each_rank, quantizable_linears
+from lit_qrl.network.stream import export_tensors, quantize_named, shared_amax
+from lit_qrl.precision.base import QuantizedPrecision, check_shapes, network_of
+from lit_qrl.precision.deferred import DeferredWeights, deferred_weights
+from lit_qrl.precision.layers.packed_linear import PackedLinear
+from lit_qrl.precision.packed_base import PackedBase
+from lit_qrl.precision.vllm_kernels.borrowed import borrow
+from lit_qrl.types import QuantizedWeight
+
+log = logging.getLogger(__name__)
+
+# Parts of a name that PEFT adds between a layer and its checkpoint name.
+_BASE = ".base_layer"
+_ADAPTED = ("lora_", "modules_to_save", "original_module")
+
+
+class NVFP4LoRA(QuantizedPrecision):
+    """A frozen base in a weight-only format under a trained adapter (QeRL, §3).
+
+    The base is packed once, layer by layer, when the policy is configured; it gets no gradient, no optimizer state
+    and no place in the checkpoint, which keeps a fingerprint of it instead. Its weights are multiplied out for each
+    layer in the forward pass and again in the backward pass, never kept.
+
+    Args:
+        format: `nvfp4`, `mxfp4`, `nf4`, `int4_group`, or any weight-only number format.
+        exclude: globs over names of linear layers that stay as they are, beside embeddings, output and routers.
+        autocast: run the other operations in bf16 over fp32 adapters; `none` leaves each in its own dtype.
+        share_weights: hold the base once: after its publish the learner reads the engine's own tensors. Needs
+            VLLMEngine on CUDA with `sleep_level: 0` and nvfp4; until then the codes wait in the host's memory.
+        kernel: of the forward pass over a shared base: `dequantize` multiplies each weight out, as without sharing;
+            `marlin` is the sampler's own kernel.
+
+    Raises:
+        ConfigError: for a format that quantizes activations or packs nothing.
+    """
+
+    def __init__(
+        self,
+        format: NumberFormat | str = "nvfp4",
+        exclude: Sequence[str] = (),
+        autocast: Literal["none", "bf16"] = "none",
+        share_weights: bool = False,
+        kernel: Literal["dequantize", "marlin"] = "dequantize",
+    ) -> None:
+        found = formats.get(format)
+        if found.quantizes_activations or isinstance(found, formats.Dense):
+            raise ConfigError(
+                f"NVFP4LoRA holds a packed base, which {found.name} is not made for.",
+                expected="a weight-only format: nvfp4, mxfp4, nf4 or int4_group",
+                given=found.name,
+                remedy="Use QATAligned for formats that quantize activations.",
+            )
+        super().__init__(found, exclude, autocast)
+        if kernel not in ("dequantize", "marlin") or (kernel == "marlin" and not share_weights):
+            raise ConfigError(
+                "NVFP4LoRA's kernel cannot be had.",
+                expected="dequantize, or marlin with share_weights: true, whose tensors it reads",
+                given=f"{kernel} with share_weights: {str(share_weights).lower()}",
+            )
+        self.share_weights, self.kernel = share_weights, kernel
+        self._fingerprint: str | None = None
+
+    def configure_policy(self, policy: Any) -> None:
+        """Pack the base of a configured policy in place; a second call changes nothing.
+
+        Called from `configure_model`, before a checkpoint is restored.
+
+        Raises:
+            ConfigError: without an adapter, for shapes that do not fit, or when no layer matched.
+        """
+        if getattr(policy, "lora", None) is None:
+            raise ConfigError(
+                "NVFP4LoRA freezes the base, and the policy has nothing else to train.",
+                expected="model.policy.lora, such as {class_path: peft.LoraConfig, init_args: {r: 32, lora_alpha: 64}}",
+                given="none",
+                remedy="Give the policy an adapter, or use QATAligned to train all weights.",
+            )
+        network = network_of(policy)
+        if self.packed(network):
+            return
+        linears = {
+            name: layer
+            for name, layer in quantizable_linears(network, self.exclude).items()
+            if not any(part.startswith(_ADAPTED) for part in name.split("."))
+        }
+        if not linears:
+            raise ConfigError(
+                "No linear layer of the policy matched, so nothing would be packed.",
+                expected="at least one nn.Linear beside the output embedding and the routers",
+                given=f"exclude: {', '.join(self.exclude)}" if self.exclude else "a model without nn.Linear",
+                remedy="Correct the plugin's `exclude` globs, or use a model made of nn.Linear layers.",
+            )
+        base: PackedBase | None = getattr(policy, "packed_base", None)
+        if base is not None:
+            held = base.select(self.format, self.exclude, [name.removesuffix(_BASE) for name in linears])
+            linears = {name: layer for name, layer in linears.items() if name.removesuffix(_BASE) in held}
+        check_shapes(self.format, linears)
+        deferred: DeferredWeights | None = getattr(policy, "deferred", None)
+        for names in fused_groups(linears).values():
+            if base is not None:
+                for name in names:
+                    linear = linears.pop(name)
+                    shape = (linear.out_features, linear.in_features)
+                    q = base.weight(name.removesuffix(_BASE), shape, linear.weight.device)
+                    self._place(network, name, linear, q)
+                continue
+            for name in names:
+                if deferred is not None:
+                    deferred.fill(linears[name])
+            parts = {name: linears[name].weight.detach() for name in names}
+            shared = shared_amax(parts) if self.format.shares_amax else None
+            del parts
+            for name in names:
+                self._pack(network, name, linears.pop(name), shared)
+        if deferred is not None:
+            deferred.fill_all()
+            policy.deferred = None
+        packed = tuple(self.packed(network))
+        skipped = tuple(quantizable_linears(network))
+        self.report = SwapReport(packed, (), skipped)
+        log.info("NVFP4LoRA: %s, as %s", self.report, self.format.name)
+
+    @override
+    @contextmanager
+    def module_init_context(self) -> Iterator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Leave random weights to be drawn layer by layer, so that the base never exists in full precision."""
+        with deferred_weights():
+            yield
+
+    def _pack(self, network: nn.Module, name: str, linear: nn.Linear, shared: Tensor | None) -> None:
+        home = linear.weight.device
+        # a weight waiting on the host is packed where that is fast, one layer at a time
+        device = torch.device("cuda") if torch.cuda.is_available() else home
+        q = quantize_named(self.format, name, linear.weight.detach().to(device), shared)
+        held = [None if part is None else part.to(home) for part in (q.scales, q.global_scale)]
+        self._place(network, name, linear, QuantizedWeight(q.codes.to(home), held[0], held[1], q.format, q.shape))
+
+    def _place(self, network: nn.Module, name: str, linear: nn.Linear, q: QuantizedWeight) -> None:
+        packed: Any = PackedLinear.from_linear(linear, self.format, cache=False)
+        packed.set_weight(q)
+        if self.share_weights:
+            packed.wait_on_host()
+        parent, _, child = name.rpartition(".")
+        setattr(network.get_submodule(parent), child, packed)
+
+    def packed(self, policy: Any) -> dict[str, PackedLinear]:
+        """Return the packed layers of a policy or network by checkpoint name."""
+        return {
+            name.removesuffix(_BASE): part
+            for name, part in network_of(policy).named_modules()
+            if isinstance(part, PackedLinear)
+        }
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        layers = self.packed(module)
+        if not layers:
+            raise ConfigError(
+                "NVFP4LoRA found no packed base.",
+                expected="a module that calls the plugin's configure_policy(policy) in configure_model",
+                given=type(module).__name__,
+            )
+        self._fingerprint = _fingerprint(layers)
+        leave_to_each_rank(module)
+        return module
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": self._fingerprint}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # called after convert_module, so both fingerprints are known
+        if state_dict.get("base") != self._fingerprint:
+            raise ConfigError(
+                "The checkpoint's adapter was trained over another base.",
+                expected=f"a base with fingerprint {state_dict.get('base')}",
+                given=self._fingerprint,
+                remedy="Use the same model and the same format as that run.",
+            )
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        return Precision.optimizer_step(self, *args, **kwargs)
+
+    def shapes(self, policy: Any) -> dict[str, tuple[int, int]]:
+        return {name: layer.shape for name, layer in self.packed(policy).items()}
+
+    def plain_weights(self, policy: Any) -> Iterator[tuple[str, Tensor]]:
+        return self.merged_weights(policy)
+
+    def export(
+        self, policy: Any, named: Iterable[tuple[str, Tensor]] | None = None, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the checkpoint tensors of the base, the packed layers as they are held; the adapter is not in it.
+
+        Args:
+            policy: the policy, or its network.
+            named: what `weights` yields, such as with perturbed norms; a packed layer is exported as it is held.
+            dtype: of the floating tensors outside these layers; None leaves them.
+        """
+        layers = self.packed(policy)
+        stream = self.weights(policy) if named is None else named
+        device = next(network_of(policy).parameters()).device
+        held = self._held(layers)
+        return export_tensors(
+            stream, self.format, list(layers), dtype, lambda name, tensor: held(name).weight_on(device)
+        )
+
+    def _held(self, layers: dict[str, PackedLinear]) -> Callable[[str], PackedLinear]:
+        """Return how a layer is had for an export; one whose engine has damaged it is refused."""
+        if any(layer.stored is not None for layer in layers.values()) and _fingerprint(layers) != self._fingerprint:
+            raise ConfigError(
+                "The base that learner and engine share is damaged, and there is no other copy to publish.",
+                expected=f"fingerprint {self._fingerprint}",
+                remedy="Start again from the last checkpoint.",
+            )
+        return layers.__getitem__
+
+    def settle(self, policy: Any, engine: Any) -> None:
+        """Share the base with the engine that just received it, where `share_weights` asks for that.
+
+        Raises:
+            ConfigError: when the engine holds a layer in a layout that is not known.
+        """
+        if not self.share_weights:
+            return
+        network = network_of(policy)
+        plain = {
+            _checkpoint_name(name): parameter
+            for name, parameter in network.named_parameters()
+            # vectors stay apart: a callback may perturb the engine's norms
+            if parameter.ndim == 2 and not parameter.requires_grad and "lora_" not in name
+        }
+        layers = self.packed(network)
+        taken = borrow(layers, plain, engine)
+        for layer in layers.values():
+            if layer.stored is not None and layer.stored.aligned:
+                layer.kernel = self.kernel
+        log.info("NVFP4LoRA: %d weights are the engine's own", len(taken))
+
+    def weights(self, policy: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the base's tensors under their checkpoint names; of a packed layer, an empty tensor in its place."""
+        seen: set[int] = set()
+        for name, module in network_of(policy).named_modules():
+            if any(part.startswith(("lora_", "original_module")) for part in name.split(".")):
+                continue
+            clean = _checkpoint_name(name)
+            if isinstance(module, PackedLinear):
+                yield f"{clean}.weight", torch.empty(0)
+            own = {**module._parameters, **module._buffers}
+            for key, tensor in own.items():
+                if tensor is None or key in module._non_persistent_buffers_set or id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
+                yield f"{clean}.{key}" if clean else key, tensor.detach()
+
+    def merged_weights(self, policy: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the plain weights that the learner computes with: the base multiplied out, the adapter added.
+
+        Args:
+            policy: the policy, or its network.
+            dtype: of the merged weights; None takes the adapter's.
+        """
+        layers = self.packed(policy)
+        tuned: dict[str, Any] = {
+            _checkpoint_name(name): module
+            for name, module in network_of(policy).named_modules()
+            if hasattr(module, "get_delta_weight") and isinstance(getattr(module, "base_layer", None), PackedLinear)
+        }
+        fallback = next(iter(network_of(policy).parameters())).dtype
+        with torch.no_grad():
+            for name, tensor in self.weights(policy):
+                layer = name.removesuffix(".weight")
+                if layer not in layers or not name.endswith(".weight"):
+                    yield name, tensor
+                    continue
+                weight = layers[layer].dequantized(torch.float32)
+                for adapter in getattr(tuned.get(layer), "active_adapters", ()):
+                    if adapter in tuned[layer].lora_A:
+                        weight += tuned[layer].get_delta_weight(adapter).float()
+                yield name, weight.to(dtype or fallback)
+
+
+def _checkpoint_name(name: str) -> str:
+    """Return a module's name without what PEFT inserted into it."""
+    parts = name.split(".")
+    if "modules_to_save" in parts:  # `norm.modules_to_save.default`
+        cut = parts.index("modules_to_save")
+        parts = parts[:cut] + parts[cut + 2 :]
+    return ".".join(part for part in parts if part != "base_layer")
+
+
+def _fingerprint(layers: dict[str, PackedLinear]) -> str:
+    """Return a short digest of names, shapes and sampled codes of a packed base: equal for equal bases."""
+    digest = blake2b(digest_size=8)
+    for name, layer in layers.items():
+        q = layer.weight
+        flat = q.codes.flatten()
+        # 64 codes spread over each layer tell two models apart without copying gigabytes to the host
+        sample = flat[:: max(flat.numel() // 64, 1)][:64].cpu().contiguous().view(torch.uint8)
+        digest.update(f"{name} {q.format} {q.shape}".encode() + bytes(sample.tolist()))
+    return digest.hexdigest()

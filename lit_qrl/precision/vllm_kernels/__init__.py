@@ -1,0 +1,1 @@
+"""vLLM's operators for the learner, the only place of the plugins that names vLLM."""

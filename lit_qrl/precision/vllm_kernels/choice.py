@@ -1,0 +1,128 @@
+"""Which of the sampler's kernels a layer of the learner takes."""
+
+import logging
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.formats import MXFP4, NVFP4, Int4Group, NumberFormat
+from lit_qrl.precision.vllm_kernels.kernels import CutlassW4A8, Machete, MarlinFP4, MarlinInt4, SamplerKernel
+
+log = logging.getLogger(__name__)
+
+Kernel = Literal["auto", "dequantize", "marlin", "machete"]
+KERNELS = ("auto", "dequantize", "marlin", "machete")
+
+# In the order in which vLLM tries them.
+_ALL: tuple[SamplerKernel, ...] = (CutlassW4A8(), Machete(), MarlinInt4(), MarlinFP4())
+
+
+def choose(
+    kernel: str, format: NumberFormat, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> SamplerKernel | str:
+    """Return the kernel that vLLM multiplies such a layer with, or why there is none.
+
+    Args:
+        kernel: `auto`, or the name of one.
+        format: of the weight.
+        shape: (out, in) of the weight.
+        dtype: of the inputs.
+        device: of the inputs.
+
+    >>> choose("auto", Int4Group(), (128, 128), torch.bfloat16, torch.device("cpu"))
+    'the learner is on cpu, and the kernels are CUDA ones'
+    """
+    if device.type != "cuda":
+        return f"the learner is on {device.type}, and the kernels are CUDA ones"
+    if not installed():
+        return "vLLM with its CUDA kernels is not installed"
+    from vllm import envs
+
+    reasons: list[str] = []
+    for candidate in _ALL:
+        if kernel != "auto" and candidate.name != kernel:
+            continue
+        reason = candidate.missing(format, shape, dtype)
+        if reason is None and kernel == "auto" and candidate.vllm_name in envs.VLLM_DISABLED_KERNELS:
+            reason = f"{candidate.vllm_name} is in VLLM_DISABLED_KERNELS"
+        if reason is None:
+            return candidate
+        reasons.append(reason)
+    return "; ".join(reasons)
+
+
+def formats_with(kernel: str, format: NumberFormat) -> bool:
+    """Return True when some kernel of that name exists for the format, on whatever device and shape.
+
+    >>> formats_with("machete", Int4Group()), formats_with("machete", NVFP4())
+    (True, False)
+    """
+    if isinstance(format, Int4Group):
+        return kernel in {None: ("machete", "marlin"), "fp8": (), "int8": ()}[format.activations]
+    return isinstance(format, NVFP4 | MXFP4) and kernel == "marlin"
+
+
+class KernelChoice:
+    """Which kernel the layers of one plugin take, and what was said about it in the log.
+
+    Args:
+        kernel: the plugin's option.
+        format: of the weights.
+    """
+
+    def __init__(self, kernel: str, format: NumberFormat) -> None:
+        if kernel not in KERNELS:
+            raise ConfigError("There is no such kernel.", expected=", ".join(KERNELS), given=kernel)
+        if kernel in ("machete", "marlin") and not formats_with(kernel, format):
+            raise ConfigError(
+                f"The kernel {kernel} does not multiply {format.name}.",
+                expected="machete for int4_group; marlin for int4_group, nvfp4 and mxfp4, all with activations: null",
+                given=f"{format}",
+                remedy="Set kernel to auto.",
+            )
+        self.kernel, self.format = kernel, format
+        self.sampler = "torch"
+        self._told: set[str] = set()
+
+    def require(self, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype) -> None:
+        """Raise `ConfigError` when a kernel was asked for by name and cannot multiply every layer on this host."""
+        if self.kernel in ("auto", "dequantize"):
+            return
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        for name, shape in shapes.items():
+            found = choose(self.kernel, self.format, shape, dtype, device)
+            if isinstance(found, str):
+                raise ConfigError(
+                    f"The kernel {self.kernel} cannot multiply {name} {shape}: {found}.",
+                    remedy="Set kernel to auto, which falls back layer by layer, or exclude the layer.",
+                )
+
+    def pick(self, name: str, shape: tuple[int, int], x: Tensor) -> SamplerKernel | None:
+        """Return the kernel for a layer and its input, or None where the weight is multiplied out."""
+        if self.kernel == "dequantize" or (self.kernel == "auto" and self.sampler != "vllm"):
+            return None
+        found = choose(self.kernel, self.format, shape, x.dtype, x.device)
+        told = found if isinstance(found, str) else found.vllm_name
+        if told not in self._told:
+            self._told.add(told)
+            if isinstance(found, str):
+                log.warning("%s is multiplied out in the learner, unlike in the sampler: %s.", name, found)
+            else:
+                log.info("%s takes the sampler's kernel %s.", name, told)
+        return None if isinstance(found, str) else found
+
+
+@lru_cache
+def installed() -> bool:
+    """Return True when vLLM with its CUDA kernels can be imported."""
+    if find_spec("vllm") is None:
+        return False
+    from vllm import _custom_ops  # noqa: F401  registers the kernels
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())

@@ -1,0 +1,1 @@
+"""What the publisher callback is made of: source, delivery, probe, recovery, adapters beside their base."""

@@ -1,0 +1,220 @@
+"""A fixed probe: the same tokens scored by the engine and by the learner computing as the sampler should.
+
+It sees what no receipt can: a kernel that computes something else with the right weights. It cannot see a stale layer,
+whose effect is smaller than rounding; that is what receipts are for.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from lit_qrl.formats.base import NumberFormat
+from lit_qrl.network.linears import fused_groups, quantizable_linears
+from lit_qrl.network.stream import shared_amax
+
+# Mean |Δ log p| that a healthy engine stays below at the very first probe, where nothing is known of this model yet:
+# bf16 engines were measured at 0.005 to 0.05 and engines with 8-bit activations at up to 0.3, a wrong layer at 0.5 up.
+FIRST_BOUND, FIRST_BOUND_ACTIVATIONS = 0.2, 0.4
+# Where last bits alone carry further than that, as in a model of random weights, this many times as far as they do.
+SENSITIVITY = 2.0
+# Later probes may be this much worse than the first: a policy grows sharper, and with it the same rounding errors.
+GROWTH = 3.0
+# Below this a difference is rounding, whatever the first one was (an fp32 engine starts at 1e-6).
+FLOOR = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """Mean and largest |Δ log p| of a probe, in nats, how many scores were not finite, and the bound on the mean."""
+
+    mean: float
+    max: float
+    nonfinite: int
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        """True when the engine computes with the published weights, as far as log-probs tell."""
+        return self.nonfinite == 0 and self.mean <= self.bound
+
+
+class Probe:
+    """Scores 8 sequences of 64 random tokens and compares.
+
+    Args:
+        vocabulary: number of token ids to draw from.
+        activations: True when the sampler quantizes activations, which differ more.
+        sequences: how many.
+        length: tokens of each.
+        seed: of the tokens.
+
+    >>> probe = Probe(100)
+    >>> scores = [torch.zeros(63)] * 8
+    >>> probe.compare(scores, [score + 0.01 for score in scores]).passed, probe.compare(scores, scores).bound
+    (True, 0.03)
+    """
+
+    def __init__(
+        self, vocabulary: int, activations: bool = False, sequences: int = 8, length: int = 64, seed: int = 0
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.tokens: list[list[int]] = torch.randint(vocabulary, (sequences, length), generator=generator).tolist()
+        self.first_bound = FIRST_BOUND_ACTIVATIONS if activations else FIRST_BOUND
+        self.baseline: float | None = None
+
+    def compare(
+        self, engine: Sequence[Tensor], learner: Sequence[Tensor], jittered: Sequence[Tensor] | None = None
+    ) -> ProbeResult:
+        """Return how far the engine's scores are from the learner's; the first that passes becomes the baseline.
+
+        Args:
+            engine: the engine's `score` of `tokens`.
+            learner: `learner_scores` of them.
+            jittered: the same with a `jitter`, which raises the first bound where last bits alone carry further.
+        """
+        difference = _difference(engine, learner)
+        finite = difference.isfinite()
+        kept = difference[finite] if finite.any() else difference.new_zeros(1)
+        mean = float(kept.mean())
+        bound = self.first_bound if self.baseline is None else round(max(GROWTH * self.baseline, FLOOR), 6)
+        if self.baseline is None and jittered is not None:
+            carried = float(_difference(jittered, learner).nan_to_num(0.0, 0.0, 0.0).mean())
+            bound = max(bound, round(SENSITIVITY * carried, 6))
+        result = ProbeResult(mean, float(kept.max()), int((~finite).sum()), bound)
+        if self.baseline is None and result.passed:
+            self.baseline = mean
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the baseline."""
+        return {"baseline": self.baseline}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the baseline of the first run."""
+        self.baseline = state["baseline"]
+
+
+def _difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
+    return (torch.cat([s.cpu() for s in one]) - torch.cat([s.cpu() for s in other])).double().abs()
+
+
+@torch.no_grad()
+def learner_scores(
+    network: Any,
+    tokens: Sequence[Sequence[int]],
+    format: NumberFormat | None = None,
+    exclude: Collection[str] = (),
+    merged: bool = True,
+    dtype: torch.dtype | None = None,
+    overrides: Mapping[str, Tensor] | None = None,
+    jitter: float = 0.0,
+    head: bool = False,
+) -> list[Tensor]:
+    """Return the log-probs (fp32, T = 1, "length − 1") of the learner computing with the sampler's weights.
+
+    Args:
+        network: the learner's Hugging Face model, adapters inside.
+        tokens: sequences of one length.
+        format: the sampler's number format; its GEMM is emulated, activations included.
+        exclude: name patterns of layers that stay plain.
+        merged: an adapter was merged before quantization; otherwise it stands beside the quantized base.
+        dtype: what the weights were cast to before they were quantized (the engine's `plain_dtype`).
+        overrides: published tensors that differ from the learner's own (perturbed norms), by parameter name.
+        head: True when the output embedding is quantized too.
+        jitter: relative error, of random sign, of what each decoder layer reads. Half the spacing of a dtype
+            (2⁻⁸ for bf16) is what rounding there does, and so the least by which two implementations differ.
+    """
+    parameters = dict(network.named_parameters())
+    kept = {name: parameters[name].data for name in overrides or {}}
+    ids = torch.tensor([list(sequence) for sequence in tokens], device=next(network.parameters()).device)
+    was_training = network.training
+    network.eval()
+    try:
+        for name, tensor in (overrides or {}).items():
+            parameters[name].data = tensor.to(kept[name])
+        with computing_as(network, format, exclude, merged, dtype, head), _jittered(network, jitter):
+            logits = network(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    finally:
+        for name, data in kept.items():
+            parameters[name].data = data
+        network.train(was_training)
+    scores = logits.log_softmax(dim=-1).gather(2, ids[:, 1:, None]).squeeze(2)
+    return list(scores.cpu())
+
+
+@contextmanager
+def _jittered(network: Any, size: float) -> Iterator[None]:
+    """Multiply the inputs of all decoder layers by 1 ± `size`."""
+    if size == 0:
+        yield
+        return
+    generator = torch.Generator().manual_seed(0)
+
+    def disturb(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden = arguments[0]
+        signs = 2.0 * torch.randint(2, hidden.shape, generator=generator).to(hidden.device) - 1.0
+        return (hidden.float() * (1 + size * signs)).to(hidden), *arguments[1:]
+
+    layers = [module for module in network.modules() if isinstance(module, GradientCheckpointingLayer)]
+    handles = [layer.register_forward_pre_hook(disturb) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def computing_as(
+    network: nn.Module,
+    format: NumberFormat | None,
+    exclude: Collection[str] = (),
+    merged: bool = True,
+    dtype: torch.dtype | None = None,
+    head: bool = False,
+) -> Iterator[None]:
+    """Make the quantizable layers compute in `format`, each quantizing its weight in passing: no copy is kept."""
+    if format is None:
+        yield
+        return
+    modules = dict(network.named_modules())
+    layers: dict[str, nn.Module] = {}
+    for name in quantizable_linears(network, exclude, head):
+        owner = modules.get(name.removesuffix(".base_layer"))
+        layers[name] = owner if merged and isinstance(owner, BaseTunerLayer) else modules[name]
+    try:
+        for members in fused_groups(layers).values():
+            group = {name: layers[name] for name in members}
+            for name, module in group.items():
+                module.forward = _forward(name, group, format, dtype)
+        yield
+    finally:
+        for module in layers.values():
+            del module.forward
+
+
+def _forward(name: str, group: Mapping[str, nn.Module], format: NumberFormat, dtype: torch.dtype | None) -> Any:
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        shared = None
+        if format.shares_amax and len(group) > 1:
+            shared = shared_amax({key: _weight(module, dtype) for key, module in group.items()})
+        module = group[name]
+        base: Any = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+        return format.linear(x, format.quantize(_weight(module, dtype), shared), base.bias)
+
+    return forward
+
+
+def _weight(module: Any, dtype: torch.dtype | None) -> Tensor:
+    if not isinstance(module, BaseTunerLayer):
+        return module.weight.detach().to(dtype)
+    weight = module.get_base_layer().weight.detach()  # pyright: ignore
+    for adapter in module.active_adapters:
+        weight = weight + module.get_delta_weight(adapter).to(weight.dtype)  # pyright: ignore
+    return weight.to(dtype)

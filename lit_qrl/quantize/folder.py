@@ -1,0 +1,304 @@
+"""A plain checkpoint becomes one in a weight-only format, one decoder layer at a time."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from accelerate.utils import set_module_tensor_to_device
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lit_qrl import formats
+from lit_qrl.errors import ConfigError
+from lit_qrl.formats.base import NumberFormat
+from lit_qrl.formats.numerics import NONFINITE_REMEDY
+from lit_qrl.network.folder import Checkpoint, CheckpointWriter, appearing, copy_side_files, read_config
+from lit_qrl.network.linears import fused_group, fused_groups, quantizable_linears
+from lit_qrl.network.stream import quantize_named, shared_amax
+from lit_qrl.precision.base import check_shapes
+from lit_qrl.quantize.awq import Found
+from lit_qrl.quantize.calibration import LayerRunner, decoder_layers
+
+log = logging.getLogger(__name__)
+
+SHARD_BYTES = 4 * 2**30
+"""Largest shard that is written; it waits in memory."""
+RECORD = "quantize.json"
+"""What was done, in the folder that was made."""
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """What was made.
+
+    Args:
+        layers: names of the quantized layers.
+        bytes_before: of the checkpoint.
+        bytes_after: of what was written.
+        found: the AWQ search's results, empty without AWQ.
+    """
+
+    layers: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+    found: tuple[Found, ...] = ()
+
+    @property
+    def loss_ratio(self) -> float:
+        """Mean over groups of L(α) / L(0), 1 without AWQ; a group that plain rounding renders exactly counts 1."""
+        ratios = [one.loss / one.plain_loss if one.plain_loss else 1.0 for one in self.found]
+        return sum(ratios) / len(ratios) if ratios else 1.0
+
+
+def weight_only(format: NumberFormat | str, **options: Any) -> NumberFormat:
+    """Return the weight-only format of that name.
+
+    Raises:
+        ConfigError: for an unknown format, or one that quantizes activations or packs nothing.
+    """
+    found = formats.get(format, **options)
+    if found.quantizes_activations or isinstance(found, formats.Dense):
+        raise ConfigError(
+            f"{found.name} is no weight-only format.",
+            expected="nvfp4, mxfp4, int4_group or nf4",
+            given=found.name,
+            remedy="Formats with quantized activations are made at each publish: set publisher.format.",
+        )
+    return found
+
+
+def quantize_checkpoint(
+    source: Path,
+    output: Path,
+    format: NumberFormat,
+    exclude: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
+    sequences: Tensor | None = None,
+    device: str | torch.device = "cpu",
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> QuantizeReport:
+    """Write the checkpoint of `source` in `format` to `output`, and return what was done.
+
+    One decoder layer and the shard being written are in memory; with `sequences` also their hidden states and, for
+    each layer, a Gram matrix "in in" per distinct input.
+
+    Args:
+        source: a Hugging Face folder with safetensors.
+        output: the folder to make; it appears when it is whole.
+        format: a weight-only format.
+        exclude: globs over names of linear layers that stay as they are, beside output head and routers.
+        dtype: what weights are cast to first; None leaves them as they are stored.
+        sequences: token ids "count length" for AWQ scaling; None rounds plainly.
+        device: where layers are quantized.
+        shard_bytes: largest shard.
+        progress: told after each decoder layer (done, total).
+
+    Raises:
+        ConfigError: for whatever keeps the folder from being made.
+    """
+    config = read_config(source)
+    if "quantization_config" in config:
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise ConfigError(
+            f"{source} is quantized already.",
+            expected="a checkpoint in bf16, fp16 or fp32",
+            given=f"quant_method {method}",
+            remedy="Start from the plain checkpoint: rounding twice adds the errors.",
+        )
+    checkpoint = Checkpoint(source)
+    network = _skeleton(source)
+    layers = _chosen(network, format, exclude)
+    _check_names(network, checkpoint)
+    parameters = sum(linear.weight.numel() for linear in layers.values())
+    stored = next((bytes for name in layers if (bytes := _item(checkpoint, f"{name}.weight"))), 2)
+    expected_bytes = checkpoint.bytes - int(parameters * (stored - format.bits_per_weight / 8))
+    plain = [name for name, part in network.named_modules() if isinstance(part, nn.Linear) and name not in layers]
+    worker = _Worker(network, checkpoint, format, layers, dtype, torch.device(device), sequences)
+    with appearing(output, expected_bytes) as folder:
+        writer = CheckpointWriter(folder, shard_bytes)
+        try:
+            for name, tensor in worker.tensors(progress):
+                writer.add(name, tensor)
+        except ConfigError as error:  # NaN in a weight, named
+            if error.remedy != NONFINITE_REMEDY:
+                raise
+            what = f"{source} cannot be quantized: {error.what}"
+            raise ConfigError(what, expected="finite values", remedy="Take another copy of it.") from error
+        writer.close()
+        copy_side_files(source, folder)
+        report = QuantizeReport(tuple(layers), checkpoint.bytes, writer.bytes, tuple(worker.found))
+        (folder / RECORD).write_text(json.dumps(_record(source, format, exclude, sequences, report), indent=2) + "\n")
+        config["quantization_config"] = format.quantization_config(plain)
+        if dtype is not None:
+            config.pop("torch_dtype", None)
+            config["dtype"] = str(dtype).removeprefix("torch.")
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return report
+
+
+def _skeleton(source: Path) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(source)
+        with init_empty_weights(include_buffers=False):
+            network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(
+            f"{source} is no causal language model that transformers knows.", given=str(error).splitlines()[0]
+        ) from error
+    network.tie_weights()
+    return network.eval()
+
+
+def _chosen(network: Any, format: NumberFormat, exclude: Sequence[str]) -> dict[str, nn.Linear]:
+    layers = quantizable_linears(network, exclude)
+    if not layers:
+        raise ConfigError(
+            "No linear layer is left to quantize.",
+            expected="at least one nn.Linear beside the output embedding and the routers",
+            given=f"--exclude {' '.join(exclude)}" if exclude else type(network).__name__,
+        )
+    check_shapes(format, layers, exclude="Name them with --exclude")
+    fused = {fused_group(name) for name in layers}
+    split = [name for name in quantizable_linears(network) if name not in layers and fused_group(name) in fused]
+    if split:
+        raise ConfigError(
+            "--exclude splits layers that engines multiply as one.",
+            expected=f"all parts of {fused_group(split[0])}, or none",
+            given=f"{split[0]} alone",
+            remedy="Exclude q, k and v together, and gate and up together.",
+        )
+    return layers
+
+
+def _item(checkpoint: Checkpoint, name: str) -> int:
+    dtype = checkpoint.dtype(name)
+    return 0 if dtype is None else dtype.itemsize
+
+
+def _check_names(network: Any, checkpoint: Checkpoint) -> None:
+    """Raise where the folder's tensors are not those of the architecture that its config names."""
+    expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    tied = set(getattr(network, "_tied_weights_keys", None) or ())
+    tied = tied if network.config.get_text_config().tie_word_embeddings else set()
+    missing = [name for name in expected if name not in checkpoint.shapes and name not in tied]
+    # old checkpoints hold the rotary frequencies, which are computed today
+    unknown = [n for n in checkpoint.names if n not in expected and not n.endswith("rotary_emb.inv_freq")]
+    other = [n for n in expected if n in checkpoint.shapes and checkpoint.shapes[n] != expected[n]]
+    for names, text in ((missing, "lacks"), (unknown, "holds, unknown to it,"), (other, "holds in another shape")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ConfigError(
+                f"{checkpoint.folder} is not a checkpoint of {type(network).__name__}, which its config names: "
+                f"it {text} {names[0]}{more}.",
+                expected="the tensors of that architecture",
+                remedy="Take config and weights of one model; mixtures of experts are not supported.",
+            )
+    packed = [name for name in expected if name in checkpoint.shapes and checkpoint.dtype(name) is None]
+    if packed:
+        raise ConfigError(
+            f"{packed[0]} is stored as {checkpoint.dtypes[packed[0]]}.",
+            expected="BF16, F16 or F32",
+            remedy="Start from the plain checkpoint.",
+        )
+
+
+class _Worker:
+    """Yields the tensors of the quantized checkpoint."""
+
+    def __init__(
+        self,
+        network: Any,
+        checkpoint: Checkpoint,
+        format: NumberFormat,
+        layers: dict[str, nn.Linear],
+        dtype: torch.dtype | None,
+        device: torch.device,
+        sequences: Tensor | None,
+    ) -> None:
+        self.network, self.checkpoint, self.format = network, checkpoint, format
+        self.layers, self.dtype, self.device, self.sequences = layers, dtype, device, sequences
+        self.found: list[Found] = []
+
+    def tensors(self, progress: Callable[[int, int], None]) -> Iterator[tuple[str, Tensor]]:
+        prefix, decoder = decoder_layers(self.network)
+        total = len(decoder)
+        known = [name for name in self.network.state_dict() if name in self.checkpoint.shapes]
+        inner = [[name for name in known if name.startswith(f"{prefix}.{i}.")] for i in range(total)]
+        outer = [name for name in known if not name.startswith(f"{prefix}.")]
+        runner = None
+        if self.sequences is not None:
+            self._fill(self._read(outer))
+            self.network.tie_weights()
+            for module in self.network.modules():  # rotary frequencies, which are computed
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = buffer.to(self.device)
+            with torch.no_grad():
+                runner = LayerRunner(self.network, self.sequences, self.device)
+        progress(0, total)
+        for index, names in enumerate(inner):
+            weights = self._read(names)
+            if runner is not None:
+                self._fill(weights)
+                name = f"{prefix}.{index}"
+                self.found += runner.scale(decoder[index], index, name, self.format, self.layers)
+                weights = {key: self.network.get_parameter(key).detach() for key in names}
+                for key in names:
+                    set_module_tensor_to_device(self.network, key, "meta")
+            yield from self._quantized(weights)
+            progress(index + 1, total)
+        for name in outer:  # embedding and head are the largest tensors of all
+            yield from self._quantized(self._read([name]))
+
+    def _read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return {
+            name: tensor.to(device=self.device, dtype=self.dtype if tensor.is_floating_point() else None)
+            for name, tensor in self.checkpoint.read(names).items()
+        }
+
+    def _fill(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            set_module_tensor_to_device(self.network, name, self.device, value=tensor.clone(), dtype=tensor.dtype)
+
+    @torch.no_grad()
+    def _quantized(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        inside = [name for name in self.layers if f"{name}.weight" in tensors]
+        for names in fused_groups(inside).values():
+            parts = {name: tensors.pop(f"{name}.weight") for name in names}
+            shared = shared_amax(parts) if self.format.shares_amax and len(parts) > 1 else None
+            for name in names:
+                yield from self.format.checkpoint(quantize_named(self.format, name, parts.pop(name), shared), name)
+        for name, tensor in tensors.items():
+            # smallest and largest, which a NaN becomes too: `isfinite` would need memory for every element
+            if tensor.is_floating_point() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
+                raise ConfigError(f"{name} holds NaN or inf.", remedy=NONFINITE_REMEDY)
+            yield name, tensor
+
+
+def _record(
+    source: Path, format: NumberFormat, exclude: Sequence[str], sequences: Tensor | None, report: QuantizeReport
+) -> dict[str, Any]:
+    from lit_qrl import __version__
+
+    record: dict[str, Any] = {
+        "made_by": f"lit_qrl {__version__}",
+        "source": source.name,
+        "format": str(format),
+        "exclude": list(exclude),
+        "layers": len(report.layers),
+        "awq": None,
+    }
+    if sequences is not None:
+        record["awq"] = {
+            "samples": len(sequences),
+            "tokens": sequences.shape[1],
+            "loss_over_plain": report.loss_ratio,
+            "groups": [vars(one) for one in report.found],
+        }
+    return record

@@ -1,0 +1,334 @@
+"""Receipts of a publish: what was sent, what the engine holds, and every way in which the two differ.
+
+Log-probs cannot show a stale layer: one AdamW step at a learning rate of 1e-5 moves them less than rounding does. So
+each side keeps a ledger of the raw bits, and `compare` names the difference.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from lit_qrl.receipts.checksum import Checksums
+
+if TYPE_CHECKING:
+    from lit_qrl.formats.base import NumberFormat
+
+FaultKind = Literal[
+    "missing", "extra", "twice", "shape", "dtype", "stale", "swapped", "different", "non_finite", "version",
+    "fused_group", "prefix_cache", "not_copied", "read_back", "gemm", "probe",
+]  # fmt: skip
+
+EXPLANATIONS: dict[str, str] = {
+    "missing": "was sent but did not reach the engine",
+    "extra": "reached the engine but was not sent",
+    "twice": "arrived more than once",
+    "shape": "has another shape than was sent",
+    "dtype": "has another dtype than was sent",
+    "stale": "still holds the previous publish",
+    "swapped": "holds another tensor of this publish",
+    "different": "differs from what was sent",
+    "non_finite": "is not finite",
+    "version": "was stamped with another version",
+    "fused_group": "is incomplete, and the engine would fill the rest with uninitialised memory",
+    "prefix_cache": "was not reset, so the keys and values of the old weights would be used",
+    "not_copied": "was repacked, but the engine's own copy does not hold the result",
+    "read_back": "reads back differently from what was sent",
+    "gemm": "is loaded, but the engine's GEMM computes with other values",
+    "probe": "gets other log-probs from the engine than from the learner computing as the sampler should",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReceipt:
+    """What is remembered of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: int
+    finite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One difference between what was sent and what the engine holds.
+
+    >>> print(Fault("missing", "model.norm.weight"))
+    missing: model.norm.weight was sent but did not reach the engine.
+    """
+
+    kind: FaultKind
+    name: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"{self.kind}: {self.name} {EXPLANATIONS[self.kind]}{detail}."
+
+
+class PublishError(RuntimeError):
+    """A publish that did not arrive as sent; `faults` lists every difference."""
+
+    def __init__(self, faults: Sequence[Fault], version: int) -> None:
+        self.faults, self.version = list(faults), version
+        shown = "\n".join(f"  {fault}" for fault in self.faults[:8])
+        more = f"\n  and {len(self.faults) - 8} more" if len(self.faults) > 8 else ""
+        super().__init__(f"Publish {version} failed its verification:\n{shown}{more}")
+
+    def __reduce__(self) -> tuple:
+        return (PublishError, (self.faults, self.version))
+
+
+class RefusedError(PublishError, ValueError):
+    """A publish that one side refused before it could be compared, in that side's own words.
+
+    Args:
+        message: what is wrong, what was expected and given, and what to do.
+        version: of the publish, where it is known.
+    """
+
+    def __init__(self, message: str, version: int = -1) -> None:
+        RuntimeError.__init__(self, message)
+        self.faults, self.version = [], version
+
+    def __reduce__(self) -> tuple:
+        return (RefusedError, (str(self), self.version))
+
+
+class Ledger:
+    """One side's record of a publish.
+
+    Args:
+        version: the version that this side believes it sends or holds.
+    """
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.bytes = 0
+        self._checksums = Checksums()
+        self._described: dict[str, tuple[tuple[int, ...], str]] = {}
+        self._times: Counter[str] = Counter()
+        self._receipts: dict[str, TensorReceipt] | None = None
+
+    def record(self, name: str, tensor: Tensor) -> None:
+        """Remember one tensor under its checkpoint name; nothing is copied to the host."""
+        self._times[name] += 1
+        self.bytes += tensor.numel() * tensor.element_size()
+        if self._times[name] == 1:
+            self._described[name] = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            self._checksums.add(name, tensor)
+            self._receipts = None
+
+    def watch(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the stream unchanged, recording every tensor."""
+        for name, tensor in tensors:
+            self.record(name, tensor)
+            yield name, tensor
+
+    @property
+    def repeated(self) -> list[str]:
+        """Names that were recorded more than once."""
+        return [name for name, times in self._times.items() if times > 1]
+
+    def receipts(self) -> dict[str, TensorReceipt]:
+        """Return the receipts by name; this is the one transfer from the device."""
+        if self._receipts is None:
+            sums = self._checksums.finish()
+            self._receipts = {name: TensorReceipt(*self._described[name], *sums[name]) for name in self._described}
+        return self._receipts
+
+
+class SentLedger(Ledger):
+    """The sender's record; it refuses what is not finite and remembers columns of sampled layers.
+
+    Args:
+        version: the version being published.
+        format: the format of the quantized layers, to dequantize the sampled ones.
+        sampled: (out, in) of the layers (names without `.weight`) whose GEMM will be read back; see `choose`.
+        columns: input columns remembered of each of them.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        format: "NumberFormat | None" = None,
+        sampled: Mapping[str, tuple[int, int]] | None = None,
+        columns: int = 4,
+    ) -> None:
+        super().__init__(version)
+        self.format, self.sampled = format, dict(sampled or {})
+        self.columns: dict[str, tuple[list[int], Tensor]] = {}
+        self._wanted = {layer: _draw(f"{version}:{layer}", shape[1], columns) for layer, shape in self.sampled.items()}
+        self._parts: dict[str, Tensor] = {}
+
+    def watch(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the stream unchanged; raise `PublishError` for a tensor that is not finite.
+
+        On a CPU that is at the tensor itself; on an accelerator at the end of the stream, so that the host waits once,
+        and the engine, whose loading the error ends, has no weights to draw with until the next publish.
+        """
+        module = ""
+        for name, tensor in tensors:
+            if name.rpartition(".")[0] != module:
+                self._close_module(module)
+                module = name.rpartition(".")[0]
+            self.record(name, tensor)
+            self._refuse_non_finite(wait=False)
+            if module in self._wanted and not name.endswith(".bias"):
+                self._parts[name.rpartition(".")[2]] = tensor
+            yield name, tensor
+        self._close_module(module)
+        self._refuse_non_finite(wait=True)
+
+    def _close_module(self, module: str) -> None:
+        if module in self._wanted and self._parts:
+            weight = self._dequantized(module)
+            wanted = self._wanted[module]
+            self.columns[module] = wanted, weight[:, torch.tensor(wanted, device=weight.device)].float().clone()
+        self._parts = {}
+
+    def _dequantized(self, module: str) -> Tensor:
+        if self.format is None or set(self._parts) == {"weight"}:
+            return self._parts["weight"]
+        return self.format.dequantize(self.format.load(self._parts, self.sampled[module]))
+
+    def _refuse_non_finite(self, wait: bool) -> None:
+        name = self._checksums.first_non_finite(wait)
+        if name is not None:
+            raise PublishError([Fault("non_finite", name)], self.version)
+
+
+@dataclass
+class ReceivedLedger(Ledger):
+    """The engine's record: the bits that its modules hold, and what it noticed itself.
+
+    Args:
+        version: the version that the engine stamps on completions from now on.
+        prefix_reset: whether the engine's cache of prompt prefixes was emptied after the weights changed; an engine
+            without such a cache leaves it True.
+        faults: what the engine noticed while loading (incomplete fused groups, copies that did not happen).
+        unread: names whose bits cannot be read back from the modules: the receipt is of what was handed to the loader.
+    """
+
+    version: int
+    prefix_reset: bool = True
+    faults: list[Fault] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.version)
+
+
+def compare(sent: Ledger, received: ReceivedLedger, previous: Mapping[str, TensorReceipt] | None = None) -> list[Fault]:
+    """Return every difference between the two ledgers; an empty list is a verified publish.
+
+    Args:
+        sent: the sender's ledger.
+        received: the engine's ledger.
+        previous: receipts of the publish before, to tell a stale tensor from a garbled one.
+
+    >>> sent, received = SentLedger(1), ReceivedLedger(1)
+    >>> sent.record("model.norm.weight", torch.ones(4))
+    >>> [str(fault) for fault in compare(sent, received)]
+    ['missing: model.norm.weight was sent but did not reach the engine.']
+    """
+    out, back = sent.receipts(), received.receipts()
+    owners: dict[int, str] = {receipt.checksum: name for name, receipt in out.items()}
+    faults = list(received.faults)
+    if received.version != sent.version:
+        faults.append(Fault("version", "the engine", f"sent {sent.version}, stamped {received.version}"))
+    if not received.prefix_reset:
+        faults.append(Fault("prefix_cache", "the prefix cache"))
+    faults += [Fault("twice", name) for name in sorted({*sent.repeated, *received.repeated})]
+    faults += [Fault("missing", name) for name in out if name not in back]
+    faults += [Fault("extra", name) for name in back if name not in out]
+    for name, receipt in out.items():
+        got = back.get(name)
+        if got is None:
+            continue
+        if not (receipt.finite and got.finite):
+            faults.append(Fault("non_finite", name))
+        elif got.shape != receipt.shape:
+            faults.append(Fault("shape", name, f"sent {receipt.shape}, loaded {got.shape}"))
+        elif got.dtype != receipt.dtype:
+            faults.append(Fault("dtype", name, f"sent {receipt.dtype}, loaded {got.dtype}"))
+        elif got.checksum != receipt.checksum:
+            before = previous.get(name) if previous else None
+            if before is not None and before.checksum == got.checksum:
+                faults.append(Fault("stale", name))
+            elif owners.get(got.checksum, name) != name:
+                faults.append(Fault("swapped", name, f"that of {owners[got.checksum]}"))
+            else:
+                faults.append(Fault("different", name))
+    return faults
+
+
+def choose(layers: Collection[str], version: int, count: int = 4) -> list[str]:
+    """Return `count` layers whose GEMM is read back at this version: all have their turn, in a fixed order.
+
+    >>> choose(["a", "b", "c"], version=1, count=2)
+    ['c', 'a']
+    """
+    names = list(layers)
+    if len(names) <= count:
+        return names
+    return [names[(version * count + offset) % len(names)] for offset in range(count)]
+
+
+def compare_columns(
+    sent: SentLedger,
+    read_columns: Callable[[str, Sequence[int]], Tensor | None],
+    exact: bool,
+    relative: float = 3 * 2.0**-8,
+) -> list[Fault]:
+    """Return the sampled layers whose GEMM does not compute with the weights that were sent.
+
+    Args:
+        sent: the sender's ledger, after its stream was consumed.
+        read_columns: from layer name and column indices to those columns of the weight ("out columns") as the
+            engine's own GEMM sees them, or None where it cannot say.
+        exact: True for plain weights, whose columns come back bit for bit.
+        relative: tolerance otherwise; three units in the last place of bf16, for a product of code and scales that is
+            rounded once per factor.
+    """
+    faults = []
+    for layer, (columns, expected) in sent.columns.items():
+        got = read_columns(layer, columns)
+        if got is None:
+            continue
+        if got.shape != expected.shape:
+            faults.append(Fault("shape", f"{layer}.weight", f"sent {expected.shape[0]} rows, loaded {got.shape[0]}"))
+            continue
+        got = got.float().to(expected.device)
+        bound = torch.zeros_like(expected) if exact else expected.abs() * relative
+        wrong = ((got - expected).abs() > bound) | ~got.isfinite()
+        share = float(wrong.float().mean())
+        if share > 0:
+            faults.append(Fault("gemm", f"{layer}.weight", f"{share:.1%} of the sampled entries differ"))
+    return faults
+
+
+def compare_read_back(sent: Ledger, read_back: Callable[[str], Tensor | None], names: Sequence[str]) -> list[Fault]:
+    """Return the named tensors that read back from the engine with other bits than were sent.
+
+    Args:
+        sent: the sender's ledger.
+        read_back: the engine's `read_back`: from checkpoint name to the loaded tensor, or None where it is repacked.
+        names: which tensors to read.
+    """
+    again = Ledger(sent.version)
+    for name in names:
+        tensor = read_back(name)
+        if tensor is not None:
+            again.record(name, tensor)
+    out = sent.receipts()
+    return [Fault("read_back", name) for name, receipt in again.receipts().items() if receipt != out.get(name)]
+
+
+def _draw(key: str, size: int, count: int) -> list[int]:
+    digest = hashlib.sha256(key.encode()).digest()
+    return sorted({int.from_bytes(digest[4 * i : 4 * i + 4], "little") % size for i in range(min(count, 8))})

@@ -1,0 +1,231 @@
+"""Batched decoding over a static cache: one prefill per prompt, ended rows dropped at once."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_qrl.network.head import SamplerHead
+from lit_qrl.rollout.embedded.cache import SlotCache
+from lit_qrl.rollout.embedded.sampling import TokenSampler, uniforms
+from lit_qrl.types import SamplingParams
+
+PREFILL_TOKENS = 16384
+"""Padded prompt tokens of one prefill forward: enough to fill a GPU, with activations of a few hundred MB."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """Some completions of one prompt.
+
+    Args:
+        prompt: position of the prompt in the call.
+        first: number of the first of these completions among the prompt's.
+        count: how many.
+        length: tokens of the prompt.
+    """
+
+    prompt: int
+    first: int
+    count: int
+    length: int
+
+
+def plan(lengths: Sequence[int], n: int, steps: int, tokens: int, max_rows: int | None) -> Iterator[list[Piece]]:
+    """Yield the pieces of each decode batch, longest prompts first.
+
+    Args:
+        lengths: tokens of each prompt.
+        n: completions per prompt.
+        steps: completion limit.
+        tokens: cache columns times rows that fit into memory.
+        max_rows: rows that a batch may have at most; None is no limit.
+
+    >>> [[(p.prompt, p.count) for p in pieces] for pieces in plan([2, 9], 2, 1, 40, None)]
+    [[(1, 2), (0, 2)]]
+    """
+    batch: list[Piece] = []
+    room = 0
+    for prompt in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        first = 0
+        while first < n:
+            if room == 0:
+                if batch:
+                    yield batch
+                batch = []
+                room = max(1, tokens // (lengths[prompt] + steps))
+                room = room if max_rows is None else min(room, max_rows)
+            count = min(n - first, room)
+            batch.append(Piece(prompt, first, count, lengths[prompt]))
+            first, room = first + count, room - count
+    if batch:
+        yield batch
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What one decode batch drew, on the device: rows in the order of its pieces.
+
+    Args:
+        tokens: "b steps".
+        logprobs: "b steps", fp32.
+        length: " b", tokens of each row with the stop token.
+        stopped: " b", True where a stop token ended the row.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    length: Tensor
+    stopped: Tensor
+
+
+class Decoder:
+    """Runs decode batches of one Hugging Face causal language model.
+
+    Args:
+        network: the model, in eval mode.
+        sampling: how tokens are drawn.
+    """
+
+    def __init__(self, network: Any, sampling: SamplingParams) -> None:
+        self.network, self.sampling = network, sampling
+        self.head = SamplerHead.of(network)
+        self.device = network.get_input_embeddings().weight.device
+        self.sampler = TokenSampler(sampling)
+        config = network.config.get_text_config()
+        self.layers = config.num_hidden_layers
+        # Layers with a window need their own mask, which the library derives from the two-dimensional one.
+        self.windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ()) or bool(
+            getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        )
+        stops = () if sampling.ignore_stop else sampling.stop_token_ids
+        self.stops = torch.tensor(stops, dtype=torch.long, device=self.device)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        pieces: list[Piece],
+        n: int,
+        seed: int,
+        report: Callable[[int, int], None],
+    ) -> Drawn:
+        """Return the completions of one batch.
+
+        Args:
+            prompts: all prompts of the call.
+            pieces: the rows of this batch.
+            n: completions per prompt in the whole call.
+            seed: of the call.
+            report: called after each step with (sequences ended in this batch, tokens drawn in this batch).
+        """
+        steps, width = self.sampling.max_tokens, max(piece.length for piece in pieces)
+        counts = torch.tensor([piece.count for piece in pieces])
+        rows = int(counts.sum())
+        cache = SlotCache(self.layers, rows, width + steps)
+        lengths = torch.tensor([piece.length for piece in pieces])
+        logits = self._prefill([prompts[piece.prompt] for piece in pieces], counts, width, cache)
+        random = None
+        if not self.sampler.greedy:
+            parts = [uniforms(seed, p.prompt, n, steps)[p.first : p.first + p.count] for p in pieces]
+            random = torch.cat(parts).to(self.device)
+        positions = lengths.repeat_interleave(counts).to(self.device)
+        valid = None
+        if self.windowed or int(lengths.min()) < width:
+            columns = torch.arange(width + steps, device=self.device)
+            valid = columns >= (width - positions)[:, None]
+        drawn = Drawn(
+            tokens=torch.zeros(rows, steps, dtype=torch.long, device=self.device),
+            logprobs=torch.zeros(rows, steps, dtype=torch.float32, device=self.device),
+            length=torch.full((rows,), steps, device=self.device),
+            stopped=torch.zeros(rows, dtype=torch.bool, device=self.device),
+        )
+        self._decode(cache, logits, positions, valid, random, drawn, report)
+        return drawn
+
+    def _prefill(self, prompts: list[Sequence[int]], counts: Tensor, width: int, cache: SlotCache) -> Tensor:
+        """Fill the cache with every prompt's keys and values and return the logits "rows v" of the first token."""
+        logits, row = [], 0
+        share = max(1, PREFILL_TOKENS // width)
+        for start in range(0, len(prompts), share):
+            part = prompts[start : start + share]
+            tokens = torch.zeros(len(part), width, dtype=torch.long)
+            mask = torch.zeros(len(part), width, dtype=torch.long)
+            for index, prompt in enumerate(part):
+                tokens[index, width - len(prompt) :] = torch.tensor(prompt)
+                mask[index, width - len(prompt) :] = 1
+            tokens, mask = tokens.to(self.device), mask.to(self.device)
+            padded = any(len(prompt) < width for prompt in part)
+            once = SlotCache(self.layers, len(part), width)
+            hidden = self.network.base_model(
+                input_ids=tokens,
+                attention_mask=mask if padded else None,
+                position_ids=(mask.cumsum(1) - 1).clamp_(min=0),
+                past_key_values=once,
+                use_cache=True,
+            ).last_hidden_state[:, -1]
+            once.filled = width
+            share_counts = counts[start : start + share]
+            cache.take(once, share_counts.to(self.device), row)
+            row += int(share_counts.sum())
+            logits.append(self.head.logits(hidden).repeat_interleave(share_counts.to(self.device), dim=0))
+        cache.filled = width
+        return torch.cat(logits)
+
+    def _forward(self, tokens: Tensor, positions: Tensor, valid: Tensor | None, cache: SlotCache) -> Tensor:
+        """Return the logits "rows v" after one more token of every live row."""
+        mask = None
+        if valid is not None:
+            mask = valid[:, : cache.filled + 1]
+            mask = mask.long() if self.windowed else mask[:, None, None, :]
+        hidden = self.network.base_model(
+            input_ids=tokens[:, None],
+            attention_mask=mask,
+            position_ids=positions[:, None],
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1]
+        cache.filled += 1
+        return self.head.logits(hidden)
+
+    def _decode(
+        self,
+        cache: SlotCache,
+        logits: Tensor,
+        positions: Tensor,
+        valid: Tensor | None,
+        random: Tensor | None,
+        drawn: Drawn,
+        report: Callable[[int, int], None],
+    ) -> None:
+        rows = torch.arange(len(logits), device=self.device)
+        total = 0
+        for step in range(drawn.tokens.shape[1]):
+            tokens, logprobs = self.sampler(logits, None if random is None else random[rows, step])
+            drawn.tokens[rows, step] = tokens
+            drawn.logprobs[rows, step] = logprobs
+            total += len(rows)
+            ended = torch.isin(tokens, self.stops)
+            over = ended.nonzero()[:, 0]
+            if len(over):
+                drawn.length[rows[over]] = step + 1
+                drawn.stopped[rows[over]] = True
+                live = len(rows) - len(over)
+                # The last live rows move into the places of the ended ones, so that few rows are copied.
+                targets = over[over < live]
+                sources = (~ended[live:]).nonzero()[:, 0] + live
+                for tensor in (rows, tokens, positions, *(() if valid is None else (valid,))):
+                    tensor[targets] = tensor[sources]
+                rows, tokens, positions = rows[:live], tokens[:live], positions[:live]
+                valid = None if valid is None else valid[:live]
+                if live and len(targets):
+                    cache.move(sources, targets)
+                cache.rows = live
+            last = step + 1 == drawn.tokens.shape[1]
+            report(len(drawn.tokens) if last else len(drawn.tokens) - len(rows), total)
+            if last or len(rows) == 0:
+                return
+            logits = self._forward(tokens, positions, valid, cache)
+            positions = positions + 1

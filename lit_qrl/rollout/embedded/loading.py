@@ -1,0 +1,202 @@
+"""The embedded sampler's own modules, and how a stream of published tensors becomes their weights."""
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+
+from lit_qrl.errors import nearest
+from lit_qrl.formats.base import NumberFormat
+from lit_qrl.network.linears import QuantizedLinear
+from lit_qrl.network.packing import unpacked
+from lit_qrl.receipts.ledger import ReceivedLedger, RefusedError
+from lit_qrl.rollout.embedded.attention import FOLDED
+
+DTYPE_NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+}
+
+
+def skeleton(network: Any, device: torch.device) -> Any:
+    """Return a model of the same class and config whose parameters hold no memory yet; its buffers do.
+
+    Args:
+        network: the learner's Hugging Face model.
+        device: of the buffers.
+    """
+    # FSDP makes a subclass of the model's class on the fly; the sampler is the plain one.
+    kind = next(c for c in type(network).__mro__ if not c.__name__.startswith("FSDP"))
+    config = copy.deepcopy(network.config)
+    with init_empty_weights(include_buffers=False):
+        attention = unpacked(config._attn_implementation)
+        built = kind._from_config(config, attn_implementation=FOLDED if attention == "sdpa" else attention)
+    built.tie_weights()  # each parameter was replaced by an empty one of its own
+    for module in built.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    return built.eval().requires_grad_(False)
+
+
+class Modules:
+    """The sampler's modules by checkpoint name; layers change between plain and quantized as the stream says.
+
+    Args:
+        network: a model from `skeleton`.
+        device: where the weights go.
+    """
+
+    def __init__(self, network: Any, device: torch.device) -> None:
+        self.network, self.device = network, device
+        owners: dict[int, str] = {}
+        self.aliases: dict[str, list[str]] = {}
+        for name, parameter in network.named_parameters(remove_duplicate=False):
+            self.aliases.setdefault(owners.setdefault(id(parameter), name), []).append(name)
+        self.shapes = {name: tuple(network.get_parameter(name).shape) for name in self.aliases}
+        self.linears = {name for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+        self.buffers = set(network.state_dict()) - {name for names in self.aliases.values() for name in names}
+
+    @property
+    def expected(self) -> set[str]:
+        """Names of all tensors of the plain model; a tied weight counts once."""
+        return set(self.aliases) | self.buffers
+
+    def held(self, name: str) -> Tensor | None:
+        """Return the tensor that the modules hold under a checkpoint name, or None."""
+        layer, _, suffix = name.rpartition(".")
+        module = self.network.get_submodule(layer)
+        if isinstance(module, QuantizedLinear) and suffix != "bias":
+            held = dict(module.format.export(module.weight, layer)) if module.codes is not None else {}
+            return held.get(name)
+        found = getattr(module, suffix, None)
+        return found.detach() if isinstance(found, Tensor) else None
+
+    def set_plain(self, name: str, tensor: Tensor) -> None:
+        """Make `tensor` itself the parameter or buffer of that name, and of the names tied to it."""
+        if name in self.buffers:
+            self.network.get_buffer(name).copy_(tensor)
+            return
+        parameter = nn.Parameter(tensor, requires_grad=False)
+        for alias in self.aliases[name]:
+            layer, _, suffix = alias.rpartition(".")
+            module = self.network.get_submodule(layer)
+            if isinstance(module, QuantizedLinear) and suffix == "weight":
+                linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+                linear._parameters["bias"] = module.bias
+                self.network.set_submodule(layer, linear.eval())
+                module = linear
+            module._parameters[suffix] = parameter
+
+    def set_quantized(self, layer: str, tensors: dict[str, Tensor], format: NumberFormat, cache: bool) -> None:
+        """Give a layer its codes and scales, keyed by suffix."""
+        module: Any = self.network.get_submodule(layer)
+        if not (isinstance(module, QuantizedLinear) and module.format == format):
+            module = QuantizedLinear(format, self.shapes[f"{layer}.weight"], module.bias, cache)
+            self.network.set_submodule(layer, module)
+        try:
+            module.load({suffix: tensor.to(self.device) for suffix, tensor in tensors.items()})
+        except KeyError as error:
+            raise RefusedError(
+                f"{layer} arrived without {error.args[0]}. Expected: all tensors of a {format.name} layer together. "
+                f"Given: {', '.join(sorted(tensors))}."
+            ) from None
+
+
+class Loader:
+    """Takes one publish, tensor by tensor.
+
+    Args:
+        modules: the sampler's.
+        format: of the quantized layers, or None.
+        version: of the publish.
+        dtype: what plain tensors are cast to, or None.
+        owned: storages of the learner's own weights, by address.
+        share: let the sampler hold the learner's own tensors instead of copies.
+        cache: let quantized layers keep their prepared operands.
+    """
+
+    def __init__(
+        self,
+        modules: Modules,
+        format: NumberFormat | None,
+        version: int,
+        dtype: torch.dtype | None,
+        owned: Iterable[int],
+        share: bool,
+        cache: bool,
+    ) -> None:
+        self.modules, self.format, self.dtype = modules, format, dtype
+        self.owned, self.share, self.cache = set(owned), share, cache
+        self.received = ReceivedLedger(version)
+        self.borrowed: list[tuple[Tensor, int]] = []
+        self.layers: dict[str, str] = {}
+        self.bytes = 0
+        self._names: dict[str, None] = {}
+        self._open: tuple[str, dict[str, Tensor]] = ("", {})
+
+    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Consume the stream; the sampler's weights are whole only when this returns.
+
+        Raises:
+            RefusedError: for a tensor that is unknown, comes twice, has the wrong shape, or is missing.
+        """
+        for name, tensor in tensors:
+            self._take(name, tensor)
+        self._close()
+        missing = sorted(self.modules.expected - set(self.layers))
+        if missing:
+            raise RefusedError(
+                f"The publish is incomplete: {len(missing)} of {len(self.modules.expected)} tensors are missing. "
+                f"Expected: {', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}. "
+                "The sampler is unusable until a whole publish arrives."
+            )
+        for name in self._names:
+            held = self.modules.held(name)
+            if held is not None:
+                self.received.record(name, held)
+
+    def _take(self, name: str, tensor: Tensor) -> None:
+        if name in self._names:
+            raise RefusedError(f"{name} was published twice in one stream. Send every tensor once.")
+        self._names[name] = None
+        self.bytes += tensor.numel() * tensor.element_size()
+        layer, _, suffix = name.rpartition(".")
+        if layer != self._open[0]:
+            self._close()
+        modules = self.modules
+        codes = layer in modules.linears and tensor.dtype not in DTYPE_NAMES
+        if name in modules.buffers or (name in modules.aliases and not codes):
+            self._plain(name, tensor)
+        elif layer in modules.linears and self.format is not None:
+            self._open = (layer, self._open[1])
+            self._open[1][suffix] = tensor
+        elif not any(name in names for names in modules.aliases.values()):
+            raise RefusedError(f"The sampler has no tensor named {name}. {nearest(name, sorted(modules.expected))}")
+
+    def _plain(self, name: str, tensor: Tensor) -> None:
+        shape = self.modules.shapes.get(name)
+        if shape is not None and tuple(tensor.shape) != shape:
+            raise RefusedError(f"{name} does not fit. Expected: shape {shape}. Given: {tuple(tensor.shape)}.")
+        given = tensor.detach()
+        tensor = given.to(device=self.modules.device, dtype=self.dtype if given.is_floating_point() else None)
+        if tensor.untyped_storage().data_ptr() in self.owned:
+            if self.share:
+                self.borrowed.append((tensor, tensor._version))
+            else:
+                tensor = tensor.clone()
+        self.modules.set_plain(name, tensor)
+        self.layers[name] = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+
+    def _close(self) -> None:
+        layer, tensors = self._open
+        self._open = ("", {})
+        if tensors:
+            assert self.format is not None
+            self.modules.set_quantized(layer, tensors, self.format, self.cache)
+            self.layers[f"{layer}.weight"] = self.format.name

@@ -1,0 +1,145 @@
+"""A LoRA adapter in a live vLLM engine, replaced in the memory that its kernels read."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError
+from lit_qrl.rollout.vllm import compat as compat
+from lit_qrl.rollout.vllm.live_model import LiveModel
+
+ADAPTER_ID = 1
+_PREFIX = "base_model.model."
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+
+def check_adapter(config: Any, max_rank: int) -> None:
+    """Raise `ConfigError` for an adapter that the engine cannot hold apart from its base.
+
+    Args:
+        config: the policy's PEFT config.
+        max_rank: the engine's limit.
+    """
+    rank = max([config.r, *getattr(config, "rank_pattern", {}).values()])
+    if rank > max_rank:
+        raise ConfigError(
+            "The policy's LoRA rank is above the engine's limit.",
+            expected=f"data.engine.max_lora_rank of at least {rank}",
+            given=max_rank,
+            remedy=f"Set it to {next((r for r in compat.LORA_RANKS if r >= rank), rank)}, "
+            "or set publisher.lora to merged.",
+        )
+    unsupported = [
+        what
+        for what, used in {
+            "use_dora": getattr(config, "use_dora", False),
+            "modules_to_save": getattr(config, "modules_to_save", None),
+            "alpha_pattern": getattr(config, "alpha_pattern", None),
+            "rank_pattern": getattr(config, "rank_pattern", None),
+            "bias": getattr(config, "bias", "none") != "none",
+        }.items()
+        if used
+    ]
+    if unsupported:
+        raise ConfigError(
+            f"vLLM cannot hold an adapter with {', '.join(unsupported)} apart from its base.",
+            remedy="Drop the option, or set publisher.lora to merged.",
+        )
+
+
+def adapted_layers(policy: Any) -> list[str] | None:
+    """Return the last parts of the names of the layers that an adapter changes; None where they are not known.
+
+    vLLM gives no other layer room for an adapter. Else the embedding and the output head would have some too, which
+    costs a pass over the vocabulary at every token, and fails for a tied head of fewer tokens than the hidden size.
+
+    Args:
+        policy: its `network`, with or without the adapter, and its PEFT config in `lora`.
+    """
+    named = [(name.rpartition(".")[2], module) for name, module in policy.network.named_modules()]
+    layers = {leaf for leaf, module in named if hasattr(module, "lora_A")}
+    chosen = getattr(getattr(policy, "lora", None), "target_modules", None)
+    if not layers and isinstance(chosen, list | set | tuple):
+        layers = {name.rpartition(".")[2] for name in chosen}
+    return sorted(layers) or None
+
+
+class LiveAdapter:
+    """The one adapter of an engine.
+
+    Args:
+        live: the engine's model.
+        config: the policy's PEFT config.
+    """
+
+    def __init__(self, live: LiveModel, config: Any) -> None:
+        self.live = live
+        self.scaling = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
+        self.config = {
+            "peft_type": "LORA",
+            "r": config.r,
+            "lora_alpha": config.lora_alpha,
+            "target_modules": sorted(config.target_modules)
+            if not isinstance(config.target_modules, str)
+            else config.target_modules,
+            "bias": "none",
+            "use_rslora": bool(config.use_rslora),
+        }
+        self._registered = False
+
+    @torch.no_grad()
+    def load(self, tensors: Iterator[tuple[str, Tensor]], ledger: ReceivedLedger) -> None:
+        """Replace the adapter and write into `ledger` what the engine's buffers hold.
+
+        Raises:
+            PublishError: when one of a layer's two factors is missing; the old adapter stays.
+            RefusedError: for a tensor that is no factor of a layer that the engine adapts.
+        """
+        given: dict[str, Tensor] = {}
+        for name, tensor in tensors:
+            if name in given:
+                ledger.record(name, tensor)
+            given[name] = tensor
+        layers = {name.removesuffix(_A).removesuffix(_B) for name in given}
+        lacking = [f"{layer}{end}" for layer in sorted(layers) for end in (_A, _B) if f"{layer}{end}" not in given]
+        if lacking:
+            raise PublishError([Fault("missing", name) for name in lacking], ledger.version)
+        if not self._registered:
+            compat.register_adapter(self.live.llm, given, self.config, ADAPTER_ID)
+            self._registered = True
+        for name in layers:
+            self._replace(name, given[name + _A], given[name + _B], ledger)
+
+    def clear(self) -> None:
+        """Zero the adapter's memory of every layer, also of those that it leaves alone."""
+        for wrapper in self.live.runner.lora_manager._adapter_manager.modules.values():
+            for stacked in (*wrapper.lora_a_stacked, *wrapper.lora_b_stacked):
+                stacked.zero_()
+
+    def _replace(self, name: str, a: Tensor, b: Tensor, ledger: ReceivedLedger) -> None:
+        manager = self.live.runner.lora_manager._adapter_manager
+        slot = list(manager.lora_index_to_id).index(ADAPTER_ID)
+        layer = name.removeprefix(_PREFIX)
+        place = self.live.locate_layer(layer)
+        wrapper = None if place is None else manager.modules.get(place.module_name)
+        if place is None or wrapper is None:
+            raise RefusedError(
+                f"The engine adapts no layer {layer}. Expected: one of the model's linear layers. "
+                f"Restrict lora.target_modules to those, or set publisher.lora to merged."
+            )
+        into_a = wrapper.lora_a_stacked[place.part][slot, 0]
+        into_b = wrapper.lora_b_stacked[place.part][slot, 0]
+        into_a.zero_()
+        into_b.zero_()
+        live_a, live_b = into_a[: a.shape[0], : a.shape[1]], into_b[: b.shape[0], : b.shape[1]]
+        scaled = b.to(into_b.device, into_b.dtype) * self.scaling
+        live_a.copy_(a)
+        live_b.copy_(scaled)
+        ledger.record(name + _A, live_a)
+        # The buffer holds B times the scaling, which cannot always be undone exactly; B itself is what was sent.
+        same = (live_b == scaled).all()
+        ledger.record(name + _B, torch.where(same, b.to(live_b.device), live_b.to(b.dtype)))

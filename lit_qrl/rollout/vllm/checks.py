@@ -1,0 +1,267 @@
+"""What is checked before a vLLM engine is built, with numbers and a remedy."""
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.formats.kernels import gemm
+from lit_qrl.formats.support import require_fp8
+from lit_qrl.network.linears import fused_groups, quantizable_linears
+from lit_qrl.rollout.vllm.compat import LORA_RANKS
+
+if TYPE_CHECKING:
+    from lit_qrl.formats.base import NumberFormat
+
+GIB = 2**30
+
+# What the CPU build of vLLM has kernels for without AMX.
+cpu_formats: set[str] = {"bf16", "fp16", "fp32", "fp8_tensor", "fp8_row", "int8_channel", "int4_group", "nf4"}
+# Those of them whose GEMM has no fp32 activations.
+half_only = frozenset({"int4_group"})
+cuda_formats: set[str] = cpu_formats | {"fp8_block", "nvfp4", "mxfp4"}
+# Those whose scales vLLM's loader of an output head can place, which expects a row for every word or one number.
+head_formats = frozenset({"fp8_tensor", "fp8_row", "int8_channel", "int4_group", "nvfp4"})
+
+
+def automatic_dtype(format: "NumberFormat | None", learner: torch.dtype) -> torch.dtype:
+    """Return the engine's dtype: the format's or the learner's own, bf16 where kernels take nothing else.
+
+    >>> from lit_qrl.precision import formats
+    >>> automatic_dtype(formats.get("bf16"), torch.float32), automatic_dtype(None, torch.float32)
+    (torch.bfloat16, torch.float32)
+    """
+    if format is None or not format.quantization_config():
+        return getattr(format, "dtype", learner)
+    takes_float32 = not torch.cuda.is_available() and format.name not in half_only
+    return learner if takes_float32 or learner != torch.float32 else torch.bfloat16
+
+
+def check_format(format: "NumberFormat | None", head: bool = False) -> None:
+    """Raise `ConfigError` for a format that vLLM has no kernel for on this host.
+
+    Args:
+        format: of the sampler's linear layers.
+        head: True when the output head is in it too.
+    """
+    if torch.cuda.is_available():
+        # Below 8.9 vLLM multiplies FP8 weights by activations that it leaves alone, which is another format.
+        require_fp8(
+            "VLLMEngine",
+            format,
+            torch.device("cuda"),
+            "Choose int8_channel or int4_group, or use TransformersEngine, which emulates it.",
+        )
+    device, known = ("CUDA", cuda_formats) if torch.cuda.is_available() else ("CPU", cpu_formats)
+    if format is not None and format.name not in known:
+        raise ConfigError(
+            f"vLLM on {device} has no kernel for publisher.format {format.name}.",
+            expected=", ".join(sorted(known)),
+            given=format.name,
+            remedy="Choose one of these, or use TransformersEngine, which computes every format.",
+        )
+    if format is not None and format.name == "int4_group" and format.quantizes_activations and device == "CPU":
+        raise ConfigError(
+            "vLLM on CPU has no kernel for 4-bit weights under 8-bit activations.",
+            expected="int4_group.activations: null",
+            remedy="Leave the activations alone, or use TransformersEngine.",
+        )
+    if device == "CUDA" and format is not None and format.name == "int4_group":
+        check_int4_activations(getattr(format, "activations", None))
+    if head and format is not None and format.name not in head_formats:
+        raise ConfigError(
+            f"vLLM does not load an output head in {format.name}.",
+            expected=", ".join(sorted(head_formats & known)),
+            given="publisher.quantize_head: true",
+            remedy="Choose one of these, leave the head as it is, or use TransformersEngine.",
+        )
+
+
+def check_int4_activations(activations: str | None) -> None:
+    """Raise `ConfigError` for 4-bit weights under FP8 activations on a GPU other than those vLLM's kernel is for."""
+    capability = gemm.capability(None)
+    if activations == "fp8" and capability != (9, 0):
+        raise ConfigError(
+            "VLLMEngine multiplies 4-bit weights by FP8 activations, for which vLLM has no kernel on this GPU.",
+            expected="compute capability 9.0",
+            given=f"{torch.cuda.get_device_name()} ({'.'.join(map(str, capability))})",
+            remedy="Set int4_group.activations to null, or use TransformersEngine, which emulates it.",
+        )
+
+
+def check_model(network: nn.Module) -> None:
+    """Raise `ConfigError` for a model type that the installed vLLM lacks, or on CPU for its heads' size."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    name = type(network).__name__
+    if name not in ModelRegistry.get_supported_archs():
+        raise ConfigError(
+            f"The installed vLLM does not know the model type {name}.",
+            expected="an architecture of vLLM's list of supported models",
+            given=name,
+            remedy="Install a newer vLLM, or use TransformersEngine.",
+        )
+    if not torch.cuda.is_available():
+        check_head_size(network)
+
+
+def check_head_size(network: nn.Module) -> None:
+    """Raise `ConfigError` for a size of attention heads that vLLM's CPU attention has no kernel for."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    config = network.config.get_text_config()  # pyright: ignore
+    heads = getattr(config, "num_attention_heads", None)
+    size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
+    # Latent attention has a backend of its own.
+    if size is None or getattr(config, "kv_lora_rank", None):
+        return
+    if not CPUAttentionBackend.supports_head_size(size) and not _attends(size):
+        sizes = ", ".join(map(str, CPUAttentionBackend.get_supported_head_sizes()))
+        raise ConfigError(
+            "vLLM on CPU has no attention kernel for the size of this model's heads.",
+            expected=f"a head size among {sizes}",
+            given=size,
+            remedy="Use TransformersEngine, or a GPU.",
+        )
+
+
+def _attends(size: int) -> bool:
+    """Return True for a head size that the kernel knows and vLLM's list does not, such as 48 in 0.32."""
+    import vllm._custom_ops as ops
+
+    ends = torch.tensor([0, 1], dtype=torch.int32)
+    try:
+        ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=1,
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=size,
+            seq_lens=ends[1:],
+            dtype=torch.float32,
+            query_start_loc=ends,
+            causal=True,
+            sliding_window_size=-1,
+            isa="vec16",
+            enable_kv_split=True,
+        )
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+def check_arguments(gpu_memory_utilization: float, max_num_seqs: int, max_lora_rank: int) -> None:
+    """Raise `ConfigError` for arguments of `VLLMEngine` that are out of range."""
+    if not 0 < gpu_memory_utilization <= 1:
+        raise ConfigError(
+            "data.engine.gpu_memory_utilization is out of range.",
+            expected="a share in (0, 1]",
+            given=gpu_memory_utilization,
+        )
+    if max_num_seqs < 1:
+        raise ConfigError("data.engine.max_num_seqs is too small.", expected="at least 1", given=max_num_seqs)
+    if max_lora_rank and max_lora_rank not in LORA_RANKS:
+        raise ConfigError(
+            "data.engine.max_lora_rank is not a rank that vLLM has kernels for.",
+            expected=f"0 or one of {', '.join(map(str, LORA_RANKS))}",
+            given=max_lora_rank,
+            remedy="Take the next larger one; adapters of a lower rank fit.",
+        )
+
+
+def check_length(limit: int | None, prompt: int, completion: int) -> None:
+    """Raise `ConfigError` when the longest sequence of the run exceeds the engine's `limit`, all in tokens."""
+    if limit is not None and limit < prompt + completion:
+        raise ConfigError(
+            "data.engine.max_model_len is shorter than a prompt and its completion.",
+            expected=f"at least {prompt + completion} ({prompt} + {completion} tokens)",
+            given=limit,
+            remedy="Raise it, or leave it null for that sum.",
+        )
+
+
+def check_processes(backend: str | None) -> None:
+    """Raise `ConfigError` when the Trainer runs several processes, which an engine in one cannot follow.
+
+    Args:
+        backend: vLLM's `distributed_executor_backend`.
+    """
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return
+    if backend != "external_launcher":
+        raise ConfigError(
+            "VLLMEngine runs in one process, but the Trainer has several.",
+            expected="trainer.devices: 1",
+            given=f"{torch.distributed.get_world_size()} processes",
+            remedy="Use one device, or TransformersEngine, which has one engine per process.",
+        )
+
+
+def check_device_memory(network: nn.Module, bits_per_weight: float, share: float, sleeps: bool = False) -> None:
+    """Raise `ConfigError` when the GPU cannot hold engine and learner, with how much each takes.
+
+    Args:
+        network: the learner's model, already in memory.
+        bits_per_weight: of the sampler's format.
+        share: the part of the GPU's memory that the engine asks for.
+        sleeps: True when the engine gives its memory back before the learner's gradients are made.
+    """
+    free, total = torch.cuda.mem_get_info()
+    asked = share * total
+    weights = sum(p.numel() for p in network.parameters()) * bits_per_weight / 8
+    learner = torch.cuda.memory_allocated()
+    # Every optimizer needs the gradients; its own state depends on which it is, and is not counted.
+    gradients = sum(p.numel() * p.element_size() for p in network.parameters() if p.requires_grad)
+    beside = 0 if sleeps else gradients
+    # What the learner's allocator keeps for itself can be used again for the gradients.
+    spare = max(torch.cuda.memory_reserved() - learner, 0)
+    if asked + max(beside - spare, 0) > free:
+        fits = max(free - max(beside - spare, 0), 0) / total * 0.98
+        colocated = "" if sleeps else ", or let the engine sleep during the update (configs/engine/vllm_colocated.yaml)"
+        raise ConfigError(
+            "The GPU has not enough memory for the engine beside the learner.",
+            expected=f"{(asked + beside) / GIB:.1f} GiB free: {asked / GIB:.1f} for data.engine.gpu_memory_utilization "
+            f"{share:g} and {beside / GIB:.1f} for the learner's gradients",
+            given=f"{free / GIB:.1f} of {total / GIB:.1f} GiB free; the learner holds {learner / GIB:.1f} GiB",
+            remedy=f"Lower it to at most {fits:.2f} (the sampler's weights take {weights / GIB:.1f} GiB of that)"
+            f"{colocated}. AdamW's state in the parameters' dtype takes another {2 * gradients / GIB:.1f} GiB.",
+        )
+    # A tenth for activations and at least some KV cache.
+    if weights > 0.9 * asked:
+        raise ConfigError(
+            "The engine's share of the GPU's memory cannot hold its weights and a KV cache.",
+            expected=f"more than {weights / 0.9 / GIB:.1f} GiB",
+            given=f"{asked / GIB:.1f} GiB (data.engine.gpu_memory_utilization {share:g})",
+            remedy="Raise it, or publish in a format of fewer bits.",
+        )
+
+
+def plain_layers(network: nn.Module, exclude: Collection[str], head: bool = False) -> list[str]:
+    """Return the linear layers that stay unquantized, as a `quantization_config` lists them.
+
+    Args:
+        network: the learner's model.
+        exclude: name patterns of the publisher.
+        head: True when the output head is quantized too.
+
+    Raises:
+        ConfigError: when only a part of the layers that vLLM fuses is excluded.
+    """
+    quantized = set(quantizable_linears(network, exclude, head))
+    linears = [name for name, module in network.named_modules() if _is_linear(module) and ".lora_" not in name]
+    for fused, members in fused_groups(linears).items():
+        inside = [name for name in members if name in quantized]
+        if inside and len(inside) < len(members):
+            raise ConfigError(
+                f"publisher.exclude splits {fused}, which vLLM holds as one layer.",
+                expected=f"all or none of {', '.join(members)}",
+                given=f"{', '.join(inside)} quantized",
+                remedy="Exclude the whole group.",
+            )
+    plain = [name.removesuffix(".base_layer") for name in linears if name not in quantized]
+    return plain if "lm_head" in plain or "lm_head" in quantized else [*plain, "lm_head"]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)

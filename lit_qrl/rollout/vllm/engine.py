@@ -1,0 +1,388 @@
+"""A vLLM engine inside the trainer's process that receives low-bit weights in memory and proves that they arrived."""
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.receipts.ledger import PublishError, ReceivedLedger
+from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, Progress, RolloutEngine
+from lit_qrl.rollout.vllm import compat as compat
+from lit_qrl.rollout.vllm import cpu as vllm_cpu
+from lit_qrl.rollout.vllm import folder as vllm_folder
+from lit_qrl.rollout.vllm import requests as requests
+from lit_qrl.rollout.vllm.adapter import LiveAdapter, adapted_layers, check_adapter
+from lit_qrl.rollout.vllm.checks import (
+    automatic_dtype,
+    check_arguments,
+    check_device_memory,
+    check_format,
+    check_length,
+    check_model,
+    check_processes,
+)
+from lit_qrl.rollout.vllm.errors import Sender, blamed
+from lit_qrl.rollout.vllm.lending import LendsWeights
+from lit_qrl.rollout.vllm.live_model import LiveModel
+from lit_qrl.rollout.vllm.warm_up import warm_up
+from lit_qrl.rollout.vllm.watchdog import Watchdog
+from lit_qrl.types import Completion, PublishReport, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lit_qrl.formats.base import NumberFormat
+
+Tensors = Iterator[tuple[str, Tensor]]
+Load = Callable[[Tensors, ReceivedLedger], None]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class VLLMEngine(LendsWeights, RolloutEngine):
+    """Draws completions with vLLM, in process, on CPU or one GPU.
+
+    The engine starts with random weights in a folder of its own that holds a config alone; the first publish fills it.
+    It is built at the first `load_weights`, when the format is known, and holds that format from then on.
+
+    Args:
+        dtype: of activations and of all tensors that are not quantized; `auto` is the format's or the learner's, but
+            bf16 where the low-bit kernels take nothing else.
+        gpu_memory_utilization: share of the GPU's memory that the engine may take, weights and KV cache together.
+        kv_cache_gib: size of the KV cache in GiB: on a GPU, instead of what the share leaves; on CPU, 1 by default.
+        kv_cache_dtype: `auto` is the model's; `fp8` is a source of mismatch of its own.
+        max_model_len: longest prompt and completion together, in tokens; None is the sum of the run's two limits.
+        max_num_seqs: sequences decoded at a time.
+        enforce_eager: no compilation and no CUDA graphs: starts in seconds and decodes slower; always so on CPU.
+        quick_start: CUDA graphs for decoding without compilation; starts in seconds and decodes nearly at full speed.
+        max_lora_rank: of adapters published apart from their base; 0 allows none.
+        sleep_level: what `sleep` does on a GPU: 0 nothing, 1 moves the weights to the host, 2 drops them; the KV cache
+            is dropped in both. Needs `trainer.strategy: ColocatedStrategy`.
+        deep_gemm: use DeepGEMM for fp8_block where vLLM has it; it compiles for minutes at its first use.
+        request_seeds: seed each request, so that a completion does not depend on what it is batched with.
+        step_timeout: seconds after which a step counts as hung and is interrupted; native code that cannot be
+            interrupted ends the process with status 75.
+        seed: of the engine's own generators.
+        engine_args: further arguments of `vllm.LLM`.
+    """
+
+    single_format = True
+    kernels = "vllm"
+
+    def __init__(
+        self,
+        dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto",
+        gpu_memory_utilization: float = 0.45,
+        kv_cache_gib: float | None = None,
+        kv_cache_dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        enforce_eager: bool = False,
+        quick_start: bool = False,
+        max_lora_rank: int = 0,
+        sleep_level: Literal[0, 1, 2] = 0,
+        deep_gemm: bool = False,
+        request_seeds: bool = True,
+        step_timeout: float = 600.0,
+        seed: int = 0,
+        engine_args: dict[str, Any] | None = None,
+    ) -> None:
+        check_arguments(gpu_memory_utilization, max_num_seqs, max_lora_rank)
+        self.dtype, self.max_model_len = dtype, max_model_len
+        self.max_lora_rank, self.sleep_level, self.deep_gemm = max_lora_rank, sleep_level, deep_gemm
+        self.request_seeds, self.step_timeout = request_seeds, step_timeout
+        self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
+        compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if quick_start else None
+        self._arguments: dict[str, Any] = {
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "kv_cache_dtype": kv_cache_dtype,
+            "max_num_seqs": max_num_seqs,
+            "enforce_eager": enforce_eager or not torch.cuda.is_available(),
+            "enable_prefix_caching": True,
+            "seed": seed,
+            **({"compilation_config": compilation} if compilation and torch.cuda.is_available() else {}),
+            **(engine_args or {}),
+        }
+        self.format: NumberFormat | None = None
+        self.llm: Any = None
+        self.live: LiveModel | None = None
+        self._adapter: LiveAdapter | None = None
+        self._adapter_active = False
+        self._folder: Path | None = None
+        self._owns_process_group = False
+        self._usable = self._poisoned = self._asleep = self.lent = False
+        self._started = False
+
+    # -------------------------------------------------------------------------------------------------------- set-up
+
+    def validate(self, format: "NumberFormat | None", sampling: SamplingParams) -> None:
+        """Raise `ConfigError` for what cannot work on this host; called before any weight is loaded."""
+        compat.check_installation()
+        check_format(format, self.quantize_head)
+        self.format = format
+        check_length(self.max_model_len, self.prompt_limit or 1, sampling.max_tokens)
+        check_processes(self._arguments.get("distributed_executor_backend"))
+
+    def setup(self, policy: EnginePolicy, tokenizer: "PreTrainedTokenizerBase", sampling: SamplingParams) -> None:
+        """Check the model against vLLM and the GPU's memory; the engine itself starts with the first weights."""
+        self.policy, self.sampling = policy, sampling
+        network = policy.network
+        learner = next(network.parameters()).dtype
+        dtype = DTYPES.get(self.dtype) or automatic_dtype(self.format, learner)
+        self.plain_dtype = dtype
+        lora = getattr(policy, "lora", None)
+        if self.max_lora_rank and lora is not None:
+            check_adapter(lora, self.max_lora_rank)
+        check_model(network)
+        if torch.cuda.is_available():
+            bits = self.format.bits_per_weight if self.format is not None else 8.0 * dtype.itemsize
+            check_device_memory(network, bits, self.gpu_memory_utilization, sleeps=self.sleep_level > 0)
+
+    def _start(self, format: "NumberFormat | None") -> None:
+        if self.policy is None or self.plain_dtype is None:
+            raise RuntimeError("The engine has no policy yet: call setup() before load_weights().")
+        self.format = format
+        compat.prepare_environment(self.deep_gemm, self.kv_cache_gib)
+        self._owns_process_group = not torch.distributed.is_initialized()
+        if self._owns_process_group:
+            # vLLM makes a group of this one process, at which Lightning advises to reduce every metric over it.
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+        longest, layers = self._longest(), (self.exclude, self.quantize_head)
+        self._folder = vllm_folder.model_folder(self.policy.network, format, *layers, self.plain_dtype, longest)
+        arguments: dict[str, Any] = {
+            "model": str(self._folder),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "dtype": self.plain_dtype,
+            "max_model_len": longest,
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            **self._arguments,
+        }
+        if not torch.cuda.is_available():
+            arguments = vllm_cpu.whole_prefills(arguments)
+        if self.kv_cache_gib is not None and torch.cuda.is_available():
+            arguments.setdefault("kv_cache_memory_bytes", int(self.kv_cache_gib * 2**30))
+        if self.max_lora_rank:
+            arguments.update(enable_lora=True, max_loras=1, max_lora_rank=self.max_lora_rank)
+            arguments.setdefault("lora_target_modules", adapted_layers(self.policy))
+        if self.sleep_level and torch.cuda.is_available():
+            arguments["enable_sleep_mode"] = True
+        with compat.kept_process_state():
+            compat.apply_workarounds()
+            from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
+
+            try:
+                self.llm = LLM(**arguments)
+            except Exception as error:
+                # The first time it is the configuration's fault, and vLLM's own error says most.
+                if not self._started:
+                    raise
+                raise EngineDiedError(f"vLLM did not start again: {type(error).__name__}: {error}") from error
+        self._started = True
+        self.live, self._adapter = LiveModel(self.llm), None
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        warm_up(format, next(self.policy.network.parameters()).dtype, self.plain_dtype, device)
+
+    def _longest(self) -> int:
+        """The longest sequence, and room for the one token that vLLM draws when it only scores."""
+        limit = getattr(self.policy.network.config, "max_position_embeddings", None)
+        if self.max_model_len is not None:
+            return self.max_model_len + 1
+        if self.prompt_limit is not None:
+            longest = self.prompt_limit + self.sampling.max_tokens + 1
+            return longest if limit is None else min(longest, limit)
+        return limit or 4096
+
+    # ----------------------------------------------------------------------------------------------------- publishing
+
+    def load_weights(self, tensors: Tensors, format: "NumberFormat | None", version: int) -> PublishReport:
+        """Replace all weights; the report's `received` says what the engine's modules hold.
+
+        Raises:
+            PublishError: when a layer came only in part, or vLLM's loader refuses a tensor. The engine then refuses to
+                generate until a publish succeeds.
+            ValueError: for another format than the engine was built for.
+        """
+        start = time.perf_counter()
+        if self.llm is None:
+            self._start(format)
+        elif _config_of(format) != _config_of(self.format):
+            raise ValueError(
+                f"A vLLM engine holds one format. Expected: {_name(self.format)}. Given: {_name(format)}. "
+                "Publish evaluations in the rollout format, or use TransformersEngine."
+            )
+        live = self._awake()
+        report = self._publish(tensors, live.load, version, start)
+        report.layers = live.formats()
+        self._adapter_active = False
+        return report
+
+    def load_adapter(self, tensors: Tensors, version: int) -> PublishReport:
+        """Replace the LoRA adapter over an unchanged base; completions use it from then on."""
+        start = time.perf_counter()
+        if not self.max_lora_rank:
+            raise ConfigError(
+                "The engine was built without room for an adapter.",
+                expected="data.engine.max_lora_rank of at least the policy's rank",
+                given=0,
+                remedy="Set it, or set publisher.lora to merged.",
+            )
+        live = self._awake(complete=True)
+        if self._adapter is None:
+            self._adapter = LiveAdapter(live, self.policy.lora)
+        report = self._publish(tensors, self._adapter.load, version, start)
+        self._adapter_active = True
+        return report
+
+    def perturb(self, tensors: Tensors, version: int) -> PublishReport:
+        """Replace the given norms in place, nothing else."""
+        start = time.perf_counter()
+        live = self._awake(complete=True)
+        return self._publish(tensors, live.replace, version, start)
+
+    def _publish(self, tensors: Tensors, load: Load, version: int, start: float) -> PublishReport:
+        ledger = ReceivedLedger(version)
+        self._usable = False
+        try:
+            with blamed(Sender(tensors), version) as stream:
+                load(stream, ledger)
+        except PublishError:
+            self._reset_caches()
+            raise
+        ledger.prefix_reset = self._reset_caches()
+        receipts = ledger.receipts()
+        self._usable = True
+        self.version = version
+        return PublishReport(
+            version=version,
+            seconds=time.perf_counter() - start,
+            bytes=ledger.bytes,
+            layers=dict.fromkeys(receipts, str(self.plain_dtype).removeprefix("torch.")),
+            received=ledger,
+        )
+
+    def _reset_caches(self) -> bool:
+        assert self.live is not None
+        if self._poisoned:
+            self.live.clear_kv_cache()
+            self._poisoned = False
+        return bool(self.llm.reset_prefix_cache())
+
+    def _awake(self, complete: bool = False) -> LiveModel:
+        if self._asleep:
+            raise RuntimeError("The engine sleeps: call wake() before publishing.")
+        if self.live is None or (complete and not self._usable):
+            raise RuntimeError("The engine has no complete weights yet: publish all of them with load_weights() first.")
+        return self.live
+
+    def read_back(self, name: str) -> Tensor | None:
+        return None if self.live is None else self.live.read_back(name)
+
+    def read_columns(self, layer: str, columns: Sequence[int]) -> Tensor | None:
+        return None if self.live is None else self.live.read_columns(layer, columns)
+
+    # ------------------------------------------------------------------------------------------------------ generating
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        seed: int,
+        progress: Progress | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Return `n` completions of each prompt, prompt-major.
+
+        Raises:
+            EngineDiedError: when vLLM fails or a step takes longer than `step_timeout`.
+        """
+        self._awake(complete=True)
+        drawn_with = sampling or self.sampling
+        order = requests.by_length(prompts, n)
+        params = [
+            requests.drawing(drawn_with, requests.request_seed(seed, i // n, i % n) if self.request_seeds else None)
+            for i in order
+        ]
+        with compat.kept_generators(None if self.request_seeds else seed):
+            outputs = self._run([prompts[i // n] for i in order], params, progress)
+        drawn = {i: requests.completion(output, self.version) for i, output in zip(order, outputs, strict=True)}
+        self._poisoned |= not all(math.isfinite(value) for one in drawn.values() for value in one.logprobs)
+        return [drawn[i] for i in range(len(order))]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
+        self._awake(complete=True)
+        with compat.kept_generators():
+            outputs = self._run(sequences, [requests.scoring() for _ in sequences], None)
+        scores = [requests.scores(output, tokens) for output, tokens in zip(outputs, sequences, strict=True)]
+        self._poisoned |= not all(bool(values.isfinite().all()) for values in scores)
+        return scores
+
+    def _run(self, prompts: Sequence[Sequence[int]], params: list[Any], progress: Progress | None) -> list[Any]:
+        requests.check_lengths(prompts, params, self._longest())
+        try:
+            watch = Watchdog(self.step_timeout, self.on_hang)
+            return requests.run(self.llm, prompts, params, self._adapter_active, progress, watch)
+        except EngineDiedError:
+            self._usable = False
+            raise
+
+    # ---------------------------------------------------------------------------------------------------------- memory
+
+    def weight_bytes(self) -> int:
+        """Return the memory that the sampler's weights take."""
+        return 0 if self.live is None else self.live.weight_bytes()
+
+    @property
+    def holds_weights(self) -> bool:
+        """False before the first publish, after a death, and after a sleep of level 2."""
+        return self._usable
+
+    def sleep(self) -> None:
+        """Free the KV cache, and the weights as `sleep_level` says; does nothing on CPU."""
+        if self.llm is not None and self.sleep_level and torch.cuda.is_available() and not self._asleep:
+            self.llm.sleep(level=self.sleep_level)
+            self._asleep = True
+            self._usable = self._usable and self.sleep_level < 2
+
+    def wake(self) -> None:
+        """Take the memory back, or die of it; after level 2 all weights must be published before anything is drawn."""
+        if not self._asleep:
+            return
+        try:
+            self.llm.wake_up()
+        except (RuntimeError, MemoryError) as error:
+            raise EngineDiedError(f"vLLM did not wake: {type(error).__name__}: {error}") from error
+        # Memory comes back with arbitrary contents, at the addresses that it had.
+        compat.clear_workspaces()
+        self._poisoned = True
+        if not self._usable and self._adapter is not None:
+            self._adapter.clear()
+        self._asleep = False
+
+    def close(self) -> None:
+        """Free the engine, its process group if it made one, and its folder."""
+        llm, self.llm, self.live, self._adapter = self.llm, None, None, None
+        self._usable = self._asleep = self._adapter_active = False
+        if llm is not None:
+            compat.shutdown(llm, self._owns_process_group, keep_weights=self.lent)
+            del llm
+            compat.collect_memory()
+        if self._folder is not None:
+            vllm_folder.remove(self._folder)
+            self._folder = None
+
+
+def _config_of(format: "NumberFormat | None") -> dict[str, Any]:
+    return {} if format is None else format.quantization_config()
+
+
+def _name(format: "NumberFormat | None") -> str:
+    return "plain weights" if format is None else format.name

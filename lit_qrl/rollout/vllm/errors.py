@@ -1,0 +1,58 @@
+"""Whose an error is that ends a publish into vLLM: the sender's, the engine's, or that of what was sent."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.receipts.ledger import PublishError, RefusedError
+from lit_qrl.rollout.engine import EngineDiedError
+
+LONGEST = 300
+"""Characters of vLLM's own words that are shown: it may list every parameter of the model."""
+
+
+class Sender:
+    """A publish's stream, which remembers whether an error came out of it.
+
+    Args:
+        tensors: checkpoint names and tensors.
+    """
+
+    def __init__(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self.tensors, self.failed = tensors, False
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        try:
+            yield from self.tensors
+        except Exception:
+            self.failed = True
+            raise
+
+
+@contextmanager
+def blamed(sender: Sender, version: int) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """Give the stream to load; what vLLM raises inside is its death or its loader's refusal, the sender's stays.
+
+    Raises:
+        EngineDiedError: for a crash.
+        RefusedError: for a tensor that vLLM's loader does not know, or of another shape than it expects.
+    """
+    try:
+        yield iter(sender)
+    except PublishError:
+        raise
+    except (RuntimeError, MemoryError, ValueError, KeyError, AssertionError) as error:
+        if sender.failed or isinstance(error, ConfigError):
+            raise
+        said = f"{type(error).__name__}: {error}".rstrip(": .")
+        if isinstance(error, (RuntimeError, MemoryError)):
+            raise EngineDiedError(f"vLLM failed while loading: {said}") from error
+        shown = " ".join(said.split())
+        shown = f"{shown[:LONGEST]} …" if len(shown) > LONGEST else shown
+        raise RefusedError(
+            f"vLLM's own loader raised {shown}. It knows the model under other names or in other shapes than are sent: "
+            "take another version of vLLM, or TransformersEngine.",
+            version,
+        ) from error

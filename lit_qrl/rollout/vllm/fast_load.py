@@ -1,0 +1,229 @@
+"""Loading without vLLM's reload, once a first one has shown where every checkpoint tensor ends up.
+
+A tensor that lies in the kernels' memory as it was sent is copied there, which the receipts of the first reload prove
+bit by bit, and every later receipt is taken from that memory. A layer that its method repacks goes through the same
+repacking as in a reload, layer by layer, without the loaders that count what arrived.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_qrl.receipts.checksum import Checksums
+from lit_qrl.receipts.ledger import Fault, ReceivedLedger, TensorReceipt
+from lit_qrl.rollout.vllm.locations import DESCRIPTIVE, Place, tensors_of
+
+if TYPE_CHECKING:
+    from lit_qrl.rollout.vllm.live_model import LiveModel
+
+Sent = Mapping[str, tuple[Place, tuple[int, ...], torch.dtype]]
+
+# Methods whose kernels read the module's own tensors and nothing else, so that writing those is all there is to do.
+_PLAIN_METHODS = frozenset(
+    {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "CompressedTensorsW8A8Fp8", "NF4LinearMethod"}
+)
+copied_on_cpu: set[str] = set()
+"""Those of them on CPU, where kernels keep packed copies out of sight: none but what tests put in."""
+
+
+@dataclass(frozen=True)
+class Routes:
+    """What each module takes, and where.
+
+    Args:
+        places: of every checkpoint tensor.
+        members: names of the tensors that a module takes, by module name.
+        views: the kernels' memory of the tensors that lie there as they were sent, in the shape that is sent.
+    """
+
+    places: dict[str, Place]
+    members: dict[str, frozenset[str]]
+    views: dict[str, Tensor]
+
+    def copies(self, module_name: str) -> bool:
+        """Return True when the module's tensors are copied, False when they are repacked."""
+        return self.members[module_name] <= self.views.keys()
+
+
+def learn(
+    sent: Sent,
+    receipts: Mapping[str, TensorReceipt],
+    narrowed: Callable[[Tensor, torch.dtype], Tensor],
+) -> Routes | None:
+    """Return the routes that a whole reload took, or None where only vLLM's loader knows one.
+
+    Args:
+        sent: place, shape and dtype of every tensor of the reload.
+        receipts: of what the modules held before repacking.
+        narrowed: from a tensor of the kernels and the dtype that was sent to the tensor as it was sent.
+    """
+    places = {name: place for name, (place, _, _) in sent.items()}
+    members: dict[str, set[str]] = {}
+    for name, place in places.items():
+        members.setdefault(place.module_name, set()).add(name)
+    views: dict[str, Tensor] = {}
+    sums = Checksums()
+    for names in members.values():
+        module = places[next(iter(names))].module
+        found = _views({name: sent[name] for name in names}, module) if _reads_its_tensors(module) else {}
+        views |= found
+        for name, view in found.items():
+            sums.add(name, narrowed(view, sent[name][2]))
+    same = {name: name in receipts and receipts[name].checksum == value for name, (value, _) in sums.finish().items()}
+    proven = {
+        name for names in members.values() if all(same.get(name) for name in names) for name in names
+    }  # a module is copied as a whole or not at all
+    return Routes(
+        places,
+        {module_name: frozenset(names) for module_name, names in members.items()},
+        {name: view for name, view in views.items() if name in proven},
+    )
+
+
+def _reads_its_tensors(module: nn.Module) -> bool:
+    method: Any = getattr(module, "quant_method", None)
+    if method is None:
+        return True
+    scheme = getattr(module, "scheme", None)
+    known = _PLAIN_METHODS if torch.cuda.is_available() else copied_on_cpu
+    return type(method if scheme is None else scheme).__name__ in known
+
+
+def _views(sent: Sent, module: nn.Module) -> dict[str, Tensor]:
+    """Return the module's memory of each tensor sent; nothing unless they make up all that it holds."""
+    found: dict[str, Tensor] = {}
+    filled: dict[str, int] = {}
+    for name, (place, shape, _) in sent.items():
+        live = getattr(module, place.attribute, None)
+        if live is None or live.numel() == 0:
+            return {}
+        live = live.data
+        turned = live.t() if live.ndim == 2 and not live.is_contiguous() else live
+        view = place.cut(turned, shape) if turned.is_contiguous() else None
+        if view is None or view.untyped_storage().data_ptr() != live.untyped_storage().data_ptr():
+            return {}
+        found[name] = view
+        filled[place.attribute] = filled.get(place.attribute, 0) + view.numel()
+    for attribute, tensor in tensors_of(module).items():
+        padded = hasattr(module, "num_embeddings_padded")
+        if tensor.numel() > 1 and not padded and filled.get(attribute, 0) != tensor.numel():
+            return {}
+        if tensor.numel() == 1 and attribute not in filled:
+            return {}
+    return found
+
+
+def repack(module: nn.Module, fill: Callable[[], None]) -> None:
+    """Have vLLM repack one layer: its parameters take the checkpoint's layout, `fill` writes them, and the result is
+    copied into the kernels' memory.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
+
+    info = layerwise.get_layerwise_info(module)
+    parameters: dict[str, Tensor] = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
+    buffers = {name: tensor for name, tensor in module._buffers.items() if tensor is not None}
+    info.kernel_tensors = parameters, buffers
+    info.kernel_non_persistent_buffers = set(module._non_persistent_buffers_set)
+    released = [name for name, tensor in module._parameters.items() if tensor is None]  # by an earlier repacking
+    try:
+        restore_layer_on_meta(module, info)
+        materialize_layer(module, info)
+        if hasattr(module, "_already_called_process_weights_after_loading"):
+            del module._already_called_process_weights_after_loading
+        for name in DESCRIPTIVE & parameters.keys():
+            getattr(module, name).data.copy_(parameters[name].data)  # the stream's lies on the host, which would wait
+        fill()
+        module.quant_method.process_weights_after_loading(module)  # pyright: ignore
+        if hasattr(module, "update_param_tp_status"):
+            module.update_param_tp_status()  # pyright: ignore
+        layerwise._copy_and_restore_kernel_tensors(module, info)
+    except BaseException:
+        layerwise._place_kernel_tensors(module, info)
+        raise
+    finally:
+        info.reset()
+        for name in released:
+            if not hasattr(module, name):
+                module.register_parameter(name, None)
+
+
+class DirectLoad:
+    """One stream on its way along known routes.
+
+    Args:
+        live: the engine's model; it takes the receipts.
+        routes: of its tensors.
+        ledger: for the receipts.
+    """
+
+    def __init__(self, live: "LiveModel", routes: Routes, ledger: ReceivedLedger) -> None:
+        self.live, self.routes, self.ledger = live, routes, ledger
+        self._waiting: dict[str, dict[str, Tensor]] = {}
+        self._copied: list[str] = []
+
+    @torch.no_grad()
+    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> list[Fault]:
+        """Load each module when all of its tensors are there; return a fault for each that stayed incomplete."""
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.live.llm.llm_engine.vllm_config):
+            for name, tensor in tensors:
+                self._take(name, tensor)
+        for name in self._copied:
+            self.live.note(name, self.routes.views[name])
+        return [self._incomplete(module_name, group) for module_name, group in self._waiting.items()]
+
+    def _take(self, name: str, tensor: Tensor) -> None:
+        sent, place = self.live.sent, self.routes.places.get(name)
+        if name in sent or place is None or place.attribute in DESCRIPTIVE:
+            self.ledger.record(name, tensor)
+            self.ledger.unread.append(name)
+        if place is None:
+            self.ledger.faults.append(Fault("missing", name, "no module takes it"))
+        if place is None or name in sent:
+            return
+        sent[name] = place, tuple(tensor.shape), tensor.dtype
+        module_name = place.module_name
+        group = self._waiting.setdefault(module_name, {})
+        group[name] = tensor
+        if len(group) == len(self.routes.members[module_name]):
+            del self._waiting[module_name]
+            self._land(place.module, module_name, group)
+
+    def _land(self, module: nn.Module, module_name: str, group: dict[str, Tensor]) -> None:
+        if not self.routes.copies(module_name):
+            names = [name for name in group if self.routes.places[name].attribute not in DESCRIPTIVE]
+            self.live.pending[module_name] = names
+            repack(module, lambda: self._fill({name: group[name] for name in names}))
+            return
+        for name, tensor in group.items():
+            view = self.routes.views[name]
+            if view.shape == tensor.shape:
+                view.copy_(tensor)
+                self._copied.append(name)
+            else:
+                self.ledger.faults.append(Fault("shape", name, f"the engine's has {tuple(view.shape)}"))
+
+    def _fill(self, group: dict[str, Tensor]) -> None:
+        """Write the tensors into the module's parameters; one that does not fit gets no receipt but a fault."""
+        for name, tensor in group.items():
+            place = self.routes.places[name]
+            cut = place.cut(getattr(place.module, place.attribute).data, tensor.shape)
+            if cut is not None:
+                if hasattr(place.module, "num_embeddings_padded"):
+                    getattr(place.module, place.attribute).data[tensor.shape[0] :].zero_()  # as vLLM's loader does
+                cut.copy_(tensor)
+
+    def _incomplete(self, module_name: str, group: dict[str, Tensor]) -> Fault:
+        parts = self.live.parts_of(module_name)
+        came: dict[str, set[int]] = {}
+        for name in group:
+            place = self.routes.places[name]
+            came.setdefault(place.attribute, set()).add(place.part)
+        lacking = sorted({parts[i] for got in came.values() for i in range(len(parts)) if i not in got})
+        detail = f"without {', '.join(lacking)}" if lacking else f"only {', '.join(sorted(came))} arrived"
+        return Fault("fused_group", module_name, detail)

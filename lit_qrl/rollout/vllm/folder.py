@@ -1,0 +1,74 @@
+"""The folder that a vLLM engine starts from: a config alone, whose weights come by publishing."""
+
+import atexit
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lit_qrl.formats.nf4 import NF4
+from lit_qrl.rollout.vllm import nf4 as vllm_nf4
+from lit_qrl.rollout.vllm.checks import plain_layers
+
+if TYPE_CHECKING:
+    from lit_qrl.formats.base import NumberFormat
+
+
+_made: dict[Path, int] = {}
+"""Folders that are left, and the processes that made them: a child that was forked off removes none."""
+
+
+def model_folder(
+    network: Any,
+    format: "NumberFormat | None",
+    exclude: Collection[str],
+    head: bool,
+    dtype: torch.dtype,
+    longest: int,
+) -> Path:
+    """Return a new folder with the config of `network` as the sampler computes it; it goes with the process at latest.
+
+    Args:
+        network: the learner's Hugging Face model.
+        format: of the quantized layers.
+        exclude: name patterns of layers that stay plain.
+        head: True when the output head is quantized too.
+        dtype: of everything that is not quantized.
+        longest: sequence in tokens that positions must reach for.
+    """
+    config = network.config.to_dict()
+    config["architectures"] = [type(network).__name__]
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config.pop("quantization_config", None)
+    if format is not None:
+        if isinstance(format, NF4):
+            vllm_nf4.check_shapes(network, exclude)
+        quantization = vllm_nf4.quantization_config(format, plain_layers(network, exclude, head))
+        if quantization:
+            config["quantization_config"] = quantization
+            for group in quantization.get("config_groups", {}).values() if head else ():
+                group["targets"].append("lm_head")  # which is no `Linear` to vLLM
+    if (config.get("max_position_embeddings") or longest) < longest:
+        config["max_position_embeddings"] = longest
+    folder = Path(tempfile.mkdtemp(prefix="lit-qrl-vllm-"))
+    _made[folder] = os.getpid()
+    (folder / "config.json").write_text(json.dumps(config, default=str))
+    return folder
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder that `model_folder` made."""
+    if _made.pop(folder, None) == os.getpid():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@atexit.register
+def remove_all() -> None:
+    """Remove the folders of engines that nobody closed, at the end of the process."""
+    for folder in list(_made):
+        remove(folder)

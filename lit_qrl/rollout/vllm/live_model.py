@@ -1,0 +1,355 @@
+"""Weights in a live vLLM model: where each checkpoint tensor goes, loading a whole stream, and proof of what arrived.
+
+A tensor passes three places: vLLM's loader writes it into a parameter in the checkpoint's layout, often a slice of a
+fused one; the layer's method repacks that for its kernel; the result is copied into the memory that the kernels (and
+captured CUDA graphs) read. The ledger's receipts are taken from the first place, the checksums of the second and the
+third must agree, and `read_columns` asks the kernel itself.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_qrl.receipts.checksum import Checksums
+from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError
+from lit_qrl.rollout.vllm import compat as compat
+from lit_qrl.rollout.vllm import fast_load as direct
+from lit_qrl.rollout.vllm.locations import DESCRIPTIVE, Place, loaded_format, tensors_of
+
+# A wider parameter holds these exactly, so that casting back loses nothing.
+_WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
+
+
+class LiveModel:
+    """The model inside a running engine, seen through checkpoint names.
+
+    Args:
+        llm: the in-process `vllm.LLM`.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.runner = compat.model_runner(llm)
+        self.model: nn.Module = self.runner.get_model()
+        self._modules = {
+            name.replace(".base_layer", ""): module
+            for name, module in self.model.named_modules()
+            if not isinstance(getattr(module, "base_layer", None), nn.Module)
+        }
+        self._fused: dict[str, tuple[str, int, tuple[str, ...]]] = {}
+        for fused, parts in getattr(self.model, "packed_modules_mapping", {}).items():
+            for index, part in enumerate(parts):
+                if len(parts) > 1:
+                    self._fused[part] = fused, index, tuple(parts)
+        self.sent: dict[str, tuple[Place, tuple[int, ...], torch.dtype]] = {}
+        self.pending: dict[str, list[str]] = {}
+        self._layout: dict[tuple[str, str], str] = {}
+        self._ledger: ReceivedLedger | None = None
+        self.routes: direct.Routes | None = None
+        self.learns_routes = True
+        self._repacked = Checksums()
+        self._inexact: list[tuple[str, Tensor]] = []
+        self._unlocated: list[str] = []
+        self._names = {id(module): name for name, module in self._modules.items()}
+        self._watch_repacking()
+
+    # -------------------------------------------------------------------------------------------------------- places
+
+    def locate(self, name: str) -> Place | None:
+        """Return where the checkpoint tensor `name` goes, or None where only vLLM's loader knows (experts)."""
+        layer, _, attribute = name.rpartition(".")
+        place = self.locate_layer(layer, attribute)
+        return place if place is not None and attribute in compat.checkpoint_names(place.module) else None
+
+    def locate_layer(self, layer: str, attribute: str = "weight") -> Place | None:
+        """Return the module that holds a layer of the checkpoint, and which part of it."""
+        if layer in self._modules:
+            return Place(layer, self._modules[layer], attribute)
+        parent, _, leaf = layer.rpartition(".")
+        if leaf in self._fused:
+            fused, index, parts = self._fused[leaf]
+            name = f"{parent}.{fused}" if parent else fused
+            if name in self._modules and hasattr(self._modules[name], "output_sizes"):
+                return Place(name, self._modules[name], attribute, index, parts)
+        return None
+
+    def weight_bytes(self) -> int:
+        """Return the memory of all parameters and buffers, each storage counted once."""
+        sizes: dict[int, int] = {}
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            if tensor.numel():
+                storage = tensor.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+        return sum(sizes.values())
+
+    # ------------------------------------------------------------------------------------------------------- loading
+
+    def load(self, tensors: Iterator[tuple[str, Tensor]], ledger: ReceivedLedger) -> None:
+        """Replace every weight by the stream's and write into `ledger` what the modules hold.
+
+        The first stream goes through vLLM's own reload, which shows the routes of the later ones.
+
+        Raises:
+            PublishError: for a fused or quantized layer of which a part is missing; that layer keeps its old weights.
+        """
+        self._ledger, self.sent, self.pending = ledger, {}, {}
+        self._repacked, self._inexact, self._unlocated = Checksums(), [], []
+        routes = self.routes
+        try:
+            if routes is not None:
+                incomplete = direct.DirectLoad(self, routes, ledger).load(tensors)
+            else:
+                with compat.reloading(self.llm, self.model):
+                    self.model.load_weights(self._gate(tensors))  # pyright: ignore[reportCallIssue]
+                    incomplete = self._revert_incomplete()
+                self._record_unprocessed()
+            self._refresh_tied()
+            self._check_copies()
+        finally:
+            self._ledger = None
+        if incomplete:
+            raise PublishError(incomplete, ledger.version)
+        if routes is None or len(self.sent) < len(routes.places):
+            ledger.faults += self._not_loaded()
+        if routes is None and self.learns_routes and not ledger.faults and not self._unlocated:
+            self.routes = direct.learn(self.sent, ledger.receipts(), _narrowed)
+
+    def _gate(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Note what passes to vLLM's loader; what no module is known to keep is recorded here."""
+        assert self._ledger is not None
+        for name, tensor in tensors:
+            place = self.locate(name)
+            if place is None:
+                self._unlocated.append(name)
+            if name in self.sent or place is None or place.attribute in DESCRIPTIVE:
+                self._ledger.record(name, tensor)
+                self._ledger.unread.append(name)
+            if name not in self.sent and place is not None:
+                self.sent[name] = place, tuple(tensor.shape), tensor.dtype
+                if place.attribute not in DESCRIPTIVE:
+                    self.pending.setdefault(place.module_name, []).append(name)
+            yield name, tensor
+
+    def _watch_repacking(self) -> None:
+        """Take the receipts of a layer when its parameters are complete and not yet repacked."""
+        methods: dict[int, Any] = {}
+        for module in self._modules.values():
+            method = getattr(module, "quant_method", None)
+            if method is not None and hasattr(method, "process_weights_after_loading"):
+                methods[id(method)] = method
+        for method in methods.values():
+            method.process_weights_after_loading = self._watched(method.process_weights_after_loading)
+
+    def _watched(self, process: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+        def watched(layer: nn.Module) -> None:
+            name = self._names.get(id(layer))
+            if self._ledger is None or name is None:
+                process(layer)
+                return
+            before = {key: tensor.data_ptr() for key, tensor in tensors_of(layer).items()}
+            self._record(name)
+            process(layer)
+            for key, tensor in tensors_of(layer).items():
+                self._repacked.add(f"{name}\0{key}", tensor)
+                kept = before.get(key) == tensor.data_ptr() != 0
+                self._layout[name, key] = "repacked" if not kept else "kept" if tensor.is_contiguous() else "turned"
+
+        return watched
+
+    def _record(self, module_name: str) -> None:
+        for name in self.pending.pop(module_name, []):
+            place, shape, _ = self.sent[name]
+            tensor = getattr(place.module, place.attribute, None)
+            cut = None if tensor is None else place.cut(tensor, shape)
+            assert self._ledger is not None
+            if cut is None:
+                self._ledger.faults.append(Fault("shape", name, "its slice of the engine's parameter does not fit"))
+            else:
+                self.note(name, cut)
+
+    def note(self, name: str, held: Tensor) -> None:
+        """Take the receipt of what a module holds of a tensor."""
+        assert self._ledger is not None
+        dtype = self.sent[name][2]
+        cut = _narrowed(held, dtype)
+        if cut is not held:
+            self._inexact.append((name, (cut.to(held.dtype) != held).any()))
+        elif dtype != held.dtype:
+            detail = f"it came as {str(dtype).removeprefix('torch.')} and was cast"
+            self._ledger.faults.append(Fault("dtype", name, detail))
+        self._ledger.record(name, cut)
+
+    def _record_unprocessed(self) -> None:
+        """Record layers that vLLM does not process after loading, such as norms, from their live parameters."""
+        for module_name in list(self.pending):
+            self._record(module_name)
+            module = self._modules[module_name]
+            self._layout.update({(module_name, key): "kept" for key in tensors_of(module)})
+
+    def _check_copies(self) -> None:
+        """Compare what repacking returned with what the kernels' memory holds."""
+        assert self._ledger is not None
+        wanted = self._repacked.finish()
+        live = Checksums()
+        for key in wanted:
+            module_name, _, attribute = key.partition("\0")
+            tensor = getattr(self._modules[module_name], attribute, None)
+            if tensor is not None:
+                live.add(key, tensor)
+        for key, (value, _) in live.finish().items():
+            if value != wanted[key][0]:
+                self._ledger.faults.append(Fault("not_copied", key.replace("\0", ".")))
+        inexact = torch.stack([wrong for _, wrong in self._inexact]).tolist() if self._inexact else []
+        for (name, _), wrong in zip(self._inexact, inexact, strict=True):
+            if wrong:
+                self._ledger.faults.append(Fault("different", name, "it has digits that the sent dtype cannot hold"))
+
+    def _revert_incomplete(self) -> list[Fault]:
+        """Drop partly loaded layers from the reload: vLLM would fill the rest with uninitialised memory."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        seen: dict[str, dict[str, set[int]]] = {}
+        for place, _, _ in self.sent.values():
+            seen.setdefault(place.module_name, {}).setdefault(place.attribute, set()).add(place.part)
+        faults = []
+        for module_name, module in self._modules.items():
+            attributes, info = seen.get(module_name, {}), get_layerwise_info(module)
+            parts = self.parts_of(module_name)
+            lacking = sorted({parts[i] for got in attributes.values() for i in range(len(parts)) if i not in got})
+            short = info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0)
+            if not lacking and not (short and not hasattr(module, "num_embeddings_padded")):
+                continue
+            came = ", ".join(sorted(attributes)) or f"{info.load_numel} of {info.load_numel_total} numbers"
+            what = f"without {', '.join(lacking)}" if lacking else f"only {came} arrived"
+            faults.append(Fault("fused_group", module_name, what))
+            info.loaded_weights.clear()
+            info.load_numel = 0
+            self.pending.pop(module_name, None)
+        return faults
+
+    def parts_of(self, module_name: str) -> tuple[str, ...]:
+        leaf = module_name.rpartition(".")[2]
+        return next((parts for fused, _, parts in self._fused.values() if fused == leaf), ())
+
+    def _tied(self) -> list[tuple[str, nn.Module]]:
+        """Return the modules that got no tensor because they share a loaded module's parameters."""
+        loaded = {place.module_name for place, _, _ in self.sent.values()}
+        reached = {tensor.data_ptr() for name in loaded for tensor in tensors_of(self._modules[name]).values()} - {0}
+        return [
+            (name, module)
+            for name, module in self._modules.items()
+            if name not in loaded
+            and (own := [tensor for tensor in module._parameters.values() if tensor is not None])
+            and all(tensor.data_ptr() in reached for tensor in own)
+        ]
+
+    @torch.no_grad()
+    def _refresh_tied(self) -> None:
+        """Pack a tied output head again, and ask it for a few columns of the embedding that it should hold.
+
+        On CPU vLLM packs a copy for the head's GEMM, and a reload of the embedding alone leaves that one as it was.
+        """
+        assert self._ledger is not None
+        for name, module in self._tied():
+            compat.refresh_tied(self.llm, module)
+            weight = getattr(module, "weight", None)
+            if weight is None or weight.ndim != 2 or not hasattr(module, "embedding_dim"):
+                continue
+            columns = [0, weight.shape[1] // 2, weight.shape[1] - 1]
+            got = self.read_columns(name, columns)
+            if got is not None and not torch.equal(got, weight[: len(got), columns]):
+                self._ledger.faults.append(Fault("gemm", f"{name}.weight", "tied to the embedding"))
+
+    def _not_loaded(self) -> list[Fault]:
+        """Return a fault for each module with parameters of its own that no tensor was for."""
+        loaded = {place.module_name for place, _, _ in self.sent.values()} | {name for name, _ in self._tied()}
+        unlocated = {name.rpartition(".")[0] for name in self._unlocated}
+        return [
+            Fault("missing", name, "no tensor of the stream was for it")
+            for name, module in self._modules.items()
+            if name not in loaded
+            # Single numbers are scales of the KV cache, which have a default.
+            and any(tensor is not None and tensor.numel() != 1 for tensor in module._parameters.values())
+            and not any(name.startswith(layer) or layer.startswith(name) for layer in unlocated)
+        ]
+
+    # ------------------------------------------------------------------------------------------------- reading back
+
+    def replace(self, tensors: Iterator[tuple[str, Tensor]], ledger: ReceivedLedger) -> None:
+        """Overwrite plain parameters in place (norms); their memory stays, as captured CUDA graphs need.
+
+        Raises:
+            RefusedError: for a name that is not a plain parameter of that shape.
+        """
+        for name, tensor in tensors:
+            place = self.locate(name)
+            live = None if place is None else getattr(place.module, place.attribute, None)
+            if place is None or live is None or hasattr(place.module, "quant_method") or live.shape != tensor.shape:
+                raise RefusedError(
+                    f"{name} cannot be replaced in place. Expected: a norm of the engine's model, in its shape. "
+                    f"Given: {tuple(tensor.shape)}. Send all other weights through load_weights."
+                )
+            live.data.copy_(tensor)
+            ledger.record(name, live)
+
+    def read_back(self, name: str) -> Tensor | None:
+        """Return the live tensor under its checkpoint name, or None where the layer was repacked."""
+        if name not in self.sent:
+            return None
+        place, shape, dtype = self.sent[name]
+        if place.attribute in DESCRIPTIVE:  # later publishes leave it, and a sleep may have dropped it
+            return None
+        layout = self._layout.get((place.module_name, place.attribute))
+        live = getattr(place.module, place.attribute, None)
+        if live is None or live.numel() == 0 or layout not in ("kept", "turned"):
+            return None
+        cut = place.cut(live.t() if layout == "turned" else live, shape)
+        return None if cut is None else _narrowed(cut, dtype)
+
+    @torch.no_grad()
+    def read_columns(self, layer: str, columns: Sequence[int]) -> Tensor | None:
+        """Return columns "out columns" of a linear layer by multiplying it with unit vectors.
+
+        A product with a unit vector has one term that is not zero, so a plain weight comes back bit for bit.
+        """
+        from vllm.config import set_current_vllm_config
+
+        place = self.locate_layer(layer)
+        method = None if place is None else getattr(place.module, "quant_method", None)
+        size = getattr(place and place.module, "input_size", None) or getattr(
+            place and place.module, "embedding_dim", None
+        )
+        if place is None or method is None or size is None:
+            return None
+        config = self.llm.llm_engine.vllm_config
+        device = next((t.device for t in tensors_of(place.module).values()), torch.device("cpu"))
+        units = torch.zeros(len(columns), size, dtype=config.model_config.dtype, device=device)
+        units[torch.arange(len(columns)), torch.tensor(list(columns))] = 1.0
+        with set_current_vllm_config(config):
+            out = method.apply(place.module, units, None)
+        rows = out.t()
+        if place.parts:
+            sizes = [int(size) for size in place.module.output_sizes]  # pyright: ignore
+            start = sum(sizes[: place.part])
+            rows = rows[start : start + sizes[place.part]]
+        elif hasattr(place.module, "org_vocab_size"):
+            rows = rows[: place.module.org_vocab_size]  # vLLM pads the vocabulary
+        return rows
+
+    def formats(self) -> dict[str, str]:
+        """Return for every tensor of the last stream the name of the format that its live module computes in."""
+        return {name: loaded_format(place.module, dtype) for name, (place, _, dtype) in self.sent.items()}
+
+    @torch.inference_mode()
+    def clear_kv_cache(self) -> None:
+        """Zero every page: after a forward pass with NaN, a page keeps it until it is overwritten."""
+        for cache in self.runner.kv_caches:
+            for part in cache if isinstance(cache, (list, tuple)) else (cache,):
+                part.zero_()
+
+
+def _narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tensor in the dtype that was sent, where the engine holds it in a wider one."""
+    return tensor.to(dtype) if (dtype, tensor.dtype) in _WIDENED else tensor

@@ -1,0 +1,135 @@
+"""Requests to an in-process vLLM engine: how they are written, run to their end, and read."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_qrl.rollout.engine import EngineDiedError, Progress
+from lit_qrl.rollout.vllm.adapter import ADAPTER_ID
+from lit_qrl.rollout.vllm.watchdog import Watchdog
+from lit_qrl.seeding import derive_seed
+from lit_qrl.types import Completion, SamplingParams
+
+# vLLM's samplers take the seed as a signed 32-bit number on some devices.
+SEED_RANGE = 2**31
+
+
+def drawing(sampling: SamplingParams, seed: int | None) -> Any:
+    """Return vLLM's parameters of one completion with processed log-probs of the drawn tokens alone."""
+    return _sampling_class()(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=[] if sampling.ignore_stop else list(sampling.stop_token_ids),
+        ignore_eos=True,  # what ends a completion is in stop_token_ids alone
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        seed=seed,
+    )
+
+
+def scoring() -> Any:
+    """Return vLLM's parameters for the log-probs of a given sequence; one token must be drawn, and is dropped."""
+    return _sampling_class()(max_tokens=1, prompt_logprobs=0, temperature=0.0, ignore_eos=True, detokenize=False)
+
+
+def request_seed(seed: int, row: int, sample: int) -> int:
+    """Return the seed of one completion.
+
+    >>> request_seed(0, 1, 0) != request_seed(0, 0, 1)
+    True
+    """
+    return derive_seed(seed, row, sample) % SEED_RANGE
+
+
+def by_length(prompts: Sequence[Sequence[int]], n: int) -> list[int]:
+    """Return the order of the `n` completions of each prompt: long prompts first, a group's members together.
+
+    Prefill batches are then full and even, and a group's prompt is found in the prefix cache.
+
+    >>> by_length([[1], [1, 2, 3]], n=2)
+    [2, 3, 0, 1]
+    """
+    return sorted(range(len(prompts) * n), key=lambda i: (-len(prompts[i // n]), i))
+
+
+def check_lengths(prompts: Sequence[Sequence[int]], params: Sequence[Any], limit: int) -> None:
+    """Raise `ValueError` for a request that is longer than the engine was built for."""
+    longest = max((len(prompt) + param.max_tokens for prompt, param in zip(prompts, params, strict=True)), default=0)
+    if longest > limit or not all(len(prompt) for prompt in prompts):
+        raise ValueError(
+            f"A request does not fit the engine. Expected: 1 to {limit} tokens, prompt and completion together. "
+            f"Given: {longest if longest > limit else 'an empty prompt'}. Raise data.engine.max_model_len."
+        )
+
+
+def run(
+    llm: Any,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[Any],
+    adapter: bool,
+    progress: Progress | None,
+    watchdog: Watchdog,
+) -> list[Any]:
+    """Return vLLM's outputs in the order of the prompts, with a look at the clock and the progress after each step.
+
+    Raises:
+        EngineDiedError: when vLLM fails, or a step takes longer than the watchdog allows.
+    """
+    from vllm.lora.request import LoRARequest
+
+    engine = llm.llm_engine
+    request = LoRARequest("policy", ADAPTER_ID, "in-memory") if adapter else None
+    inputs: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    outputs: dict[str, Any] = {}
+    ids: list[str] = []
+    tokens = 0
+    try:
+        with watchdog:
+            ids = llm.enqueue(inputs, list(params), use_tqdm=False, lora_request=request)
+            while engine.has_unfinished_requests():
+                watchdog.beat()
+                finished = [output for output in engine.step() if output.finished]
+                watchdog.check()
+                for output in finished:
+                    outputs[output.request_id] = output
+                    tokens += sum(len(drawn.token_ids) for drawn in output.outputs)
+                if finished and progress is not None:
+                    progress(len(outputs), tokens)
+    except (KeyboardInterrupt, SystemExit):
+        engine.abort_request(ids)
+        raise
+    except Exception as error:
+        raise EngineDiedError(f"vLLM failed while generating: {type(error).__name__}: {error}") from error
+    # Either the ids come back as they were given, or with a suffix; both count up in the order of submission.
+    names = ids if all(name in outputs for name in ids) else sorted(outputs, key=lambda name: int(name.split("-")[0]))
+    return [outputs[name] for name in names]
+
+
+def completion(output: Any, version: int) -> Completion:
+    """Return the one completion of a request."""
+    drawn = output.outputs[0]
+    routed = getattr(drawn, "routed_experts", None)
+    return Completion(
+        token_ids=list(drawn.token_ids),
+        logprobs=list(drawn.logprobs.logprobs),
+        finish_reason="stop" if drawn.finish_reason == "stop" else "length",
+        version=version,
+        routed_experts=None if routed is None else torch.as_tensor(routed),
+    )
+
+
+def scores(output: Any, sequence: Sequence[int]) -> Tensor:
+    """Return the log-probs (fp32, T = 1) of a sequence's tokens after the first."""
+    rows = output.prompt_logprobs
+    return torch.tensor([rows[i][token].logprob for i, token in enumerate(sequence) if i], dtype=torch.float32)
+
+
+def _sampling_class() -> Any:
+    from vllm import SamplingParams as VLLMSamplingParams
+
+    return VLLMSamplingParams

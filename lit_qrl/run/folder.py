@@ -1,0 +1,169 @@
+"""Where a run writes: `runs/<name>/<n>` for a training, and a folder of its command for what does not train."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.run.diary import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE
+
+CONFIG_FILE = "config.yaml"
+"""The record of what a run was started with."""
+RUN_FILES = (METRICS_FILE, EVENTS_FILE, CONFIG_FILE, SAMPLES_FILE)
+"""A folder with any of these is a run's."""
+HANDED_ON = "LIT_QRL_RUN_FOLDER"
+"""Environment variable by which the first process of a run tells the ranks that it starts where to write."""
+_made: list[Path] = []
+"""Folders that this process has made and not let go."""
+
+
+def last_checkpoint(run_folder: str | Path) -> Path | None:
+    """Return the run's last checkpoint, or None."""
+    path = Path(run_folder) / "checkpoints" / "last.ckpt"
+    return path if path.is_file() else None
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder holds the files of a run."""
+    return any((folder / name).is_file() for name in RUN_FILES)
+
+
+def has_trained(folder: Path) -> bool:
+    """Return whether the run in a folder has begun to train."""
+    return last_checkpoint(folder) is not None or (folder / EVENTS_FILE).is_file()
+
+
+def oldest_first(folders: Iterable[Path]) -> list[Path]:
+    """Return folders in the order of their numbers; those with another name come first.
+
+    >>> [path.name for path in oldest_first(map(Path, ["10", "9", "notes"]))]
+    ['notes', '9', '10']
+    """
+    return sorted(folders, key=lambda path: (number(path), str(path)))
+
+
+def number(folder: Path) -> int:
+    """Return the number that is a folder's name, 0 for another name."""
+    return int(folder.name) if folder.name.isdecimal() else 0
+
+
+def newest_with_checkpoint(base: Path) -> Path | None:
+    """Return the run of the highest number under `base` that can be resumed, or None."""
+    runs = [path for path in base.glob("*") if number(path) and last_checkpoint(path)]
+    return oldest_first(runs)[-1] if runs else None
+
+
+def next_free(base: Path) -> Path:
+    """Return `base/<n>` after the highest number that is taken."""
+    return base / str(max(map(number, base.glob("*")), default=0) + 1)
+
+
+def place(command: str, given: str | None, name: str, resume: bool) -> tuple[Path, Path]:
+    """Return the folder that a command writes into, and the run whose last checkpoint it takes when it takes one.
+
+    A training goes on in the run that it resumes. What does not train leaves the files of a training alone: it writes
+    into `<command>/<n>`, in the run whose checkpoint it takes or else beside the runs.
+
+    Args:
+        command: `fit`, `validate`, `test` or `predict`.
+        given: `trainer.default_root_dir`; a run that has trained already, or any other folder.
+        name: of the runs under `runs/`, where no folder is given.
+        resume: whether the last checkpoint is wanted.
+
+    Raises:
+        ConfigError: for a folder that cannot be made or written.
+    """
+    if given is not None:
+        run = Path(given)
+        check_place(run)
+        return (run if command == "fit" or not has_trained(run) else new_folder(run / command)), run
+    base = Path("runs") / name
+    run = newest_with_checkpoint(base) if resume else None
+    if command == "fit":
+        return (run or new_folder(base)), run or base / "*"
+    return new_folder((run or base) / command), run or base / "*"
+
+
+def new_folder(base: Path) -> Path:
+    """Return the folder under `base` that this process is to write into, made unless other processes share it.
+
+    Two runs that start at the same moment get two folders. The ranks of one run get the same: those that this process
+    starts are told by `HANDED_ON`, and those that a launcher has started make none before all of them have chosen.
+
+    Raises:
+        ConfigError: when it cannot be made or written.
+    """
+    handed_on = os.environ.get(HANDED_ON)
+    if handed_on and "LOCAL_RANK" in os.environ:
+        return Path(handed_on)
+    if int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1) > 1:
+        check_place(next_free(base))
+        return next_free(base)
+    folder = next_free(base)
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        while not _make(folder):
+            folder = next_free(base)
+            base.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    _made.append(folder)
+    os.environ[HANDED_ON] = str(folder)
+    return folder
+
+
+def _make(folder: Path) -> bool:
+    try:
+        folder.mkdir()
+    except (FileExistsError, FileNotFoundError):  # another run took it, or took its empty parent away
+        return False
+    return True
+
+
+def let_go() -> None:
+    """End the use of what this process made by `new_folder`; a folder with a configuration alone is removed."""
+    while _made:
+        folder = _made.pop()
+        os.environ.pop(HANDED_ON, None)
+        with suppress(OSError):
+            written = {path.name for path in folder.iterdir()} - {CONFIG_FILE}
+            if written and (written != {"checkpoints"} or any((folder / "checkpoints").iterdir())):
+                continue
+            shutil.rmtree(folder)
+            for above in folder.parents[:-1]:
+                above.rmdir()  # ends at the first that is not empty
+
+
+def check_place(run_folder: Path) -> None:
+    """Raise `ConfigError` for a run folder that cannot be made or written; leave no empty one behind."""
+    missing, place = [], run_folder.absolute()
+    while not place.exists() and place != place.parent:
+        missing.append(place)
+        place = place.parent
+    made: list[Path] = []
+    try:
+        for folder in reversed(missing):
+            folder.mkdir(exist_ok=True)
+            made.append(folder)
+        with tempfile.TemporaryFile(dir=run_folder):
+            pass
+    except OSError as error:
+        raise _unwritable(run_folder, error) from error
+    finally:
+        with suppress(OSError):  # another run has begun to write there
+            for folder in reversed(made):
+                folder.rmdir()
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        "The run folder cannot be written.",
+        expected="a folder that you may write to",
+        given=f"{folder} ({error.strerror})",
+        remedy="Set trainer.default_root_dir to another place.",
+    )

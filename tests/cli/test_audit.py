@@ -1,0 +1,72 @@
+import json
+
+import pytest
+from transformers.utils.logging import enable_progress_bar
+
+from lit_qrl import formats
+from lit_qrl.cli.audit import main, parser
+from lit_qrl.errors import ConfigError
+from tests.tiny_run import model_folder
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    rows = [{"question": f"{i}+1="} for i in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model, prompts = model_folder(tmp_path / "model"), str(tmp_path / "rows.jsonl")
+    return ["--model", model, "--prompts", prompts, "--chat", "false", "--max_tokens", "8", "--device", "cpu"]
+
+
+def test_each_format_gets_a_row_and_coarser_ones_differ_more(arguments, tmp_path, capsys):
+    out = tmp_path / "audit.json"
+    main([*arguments, "--formats", "bf16", "fp8_row", "nvfp4", "int4_group", "--samples", "4", "--out", str(out)])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed.pop(0).startswith("int4_group is left out: 14 layers do not fit")  # 64 inputs, groups of 128
+    assert printed[0] == "4 prompts x 4 completions of up to 8 tokens"
+    assert [line.split()[0] for line in printed[3:]] == ["learner", "bf16", "fp8_row", "nvfp4"]
+    figures = json.loads(out.read_text())["formats"]
+    distances = [row["abs_log_ratio"] for row in figures.values()]
+    assert distances[0] < 1e-5  # the learner's own arithmetic in the engine
+    assert distances == sorted(distances)
+    assert distances[1] > 1e-5
+    assert [row["bits"] for row in figures.values()][:3] == [32, 16, 8]
+    assert all(0 < row["tokens"] <= 4 * 4 * 8 for row in figures.values())
+
+
+def test_the_same_seed_measures_the_same(arguments, tmp_path):
+    for name in ("a", "b"):
+        main([*arguments, "--formats", "fp8_row", "--out", str(tmp_path / name)])
+    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--formats", "fp8_rows"], r"Did you mean 'fp8_row'"),
+        (["--prompt_column", "questions"], r"no column 'questions'.*Did you mean 'question'"),
+        (["--prompts", "nope.jsonl"], r"'nope.jsonl' does not exist"),
+        (["--model", "./nothing"], r"does not exist"),
+        (["--max_prompt_tokens", "1"], r"longer than --max_prompt_tokens"),
+        (["--samples", "0"], r"--samples is too small"),
+        (["--temperature", "0"], r"--temperature is out of range"),
+        (["--chat", "true"], r"no chat template"),
+        (["--out", "no/where.json"], r"--out cannot be written"),
+    ],
+)
+def test_what_cannot_be_measured(more, message, arguments):
+    with pytest.raises(ConfigError, match=message):
+        main([*arguments, *more])
+
+
+def test_the_help_says_which_formats_are_measured_and_which_are_not():
+    (formats_option,) = [action for action in parser()._actions if "--formats" in action.option_strings]
+    assert set(formats_option.help.removeprefix("default: ").replace("; also", "").replace(",", "").split()) == set(
+        formats.names()
+    )
+    assert formats_option.help.partition(";")[0] == "default: " + " ".join(formats_option.default)
+
+
+def test_no_bar_of_another_library_stands_between_the_rows(arguments, capsys):
+    enable_progress_bar()
+    main([*arguments, "--formats", "bf16", "--samples", "2"])
+    assert "Loading weights" not in capsys.readouterr().err

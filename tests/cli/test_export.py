@@ -1,0 +1,160 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lit_qrl import formats
+from lit_qrl.cli.export import main
+from lit_qrl.cli.main import main as lit_qrl
+from lit_qrl.errors import ConfigError
+from tests.tiny_run import model_folder
+
+LORA = {"class_path": "peft.LoraConfig", "init_args": {"r": 4, "target_modules": "all-linear"}}
+PACKED = {"class_path": "NVFP4LoRA", "init_args": {"format": "nvfp4"}}
+
+
+def train(folder: Path, *args: str) -> Path:
+    """Return the run folder of one real iteration at a rate that moves every weight."""
+    rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(12)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {
+        "model.policy": "CausalPolicy",
+        "model.policy.model": model_folder(folder / "model"),
+        "model.optimizer": "torch.optim.AdamW",
+        "model.optimizer.lr": 0.01,
+        "model.objective": "GRPO",
+        "data.task": "DatasetTask",
+        "data.task.path": str(folder / "rows.jsonl"),
+        "data.task.chat": "false",
+        "data.task.evaluation_size": 4,
+        "data.task.rewards": json.dumps([{"class_path": "tests.tiny_run.DigitReward"}]),
+        "data.engine": "TransformersEngine",
+        "data.prompts_per_iteration": 4,
+        "data.group_size": 4,
+        "data.max_prompt_tokens": 8,
+        "data.max_completion_tokens": 4,
+        "trainer.accelerator": "cpu",
+        "trainer.max_epochs": 2,
+        "trainer.limit_val_batches": 0,
+        "trainer.enable_progress_bar": "false",
+        "trainer.default_root_dir": str(folder / "run"),
+    }
+    lit_qrl(["fit", *[part for key, value in options.items() for part in (f"--{key}", str(value))], *args])
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("full"))
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("lora"), "--model.policy.lora", json.dumps(LORA))
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packed")
+    arguments = ["--model.policy.lora", json.dumps(LORA), "--trainer.plugins", json.dumps([PACKED])]
+    return train(folder, *arguments)
+
+
+def saved(run):
+    return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+
+
+def test_a_fully_trained_policy_is_written_bit_for_bit(full, tmp_path, capsys):
+    main([str(full), "--output", str(tmp_path / "out")])
+    assert capsys.readouterr().out.strip() == str(tmp_path / "out")
+    network = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    state = saved(full)
+    start = AutoModelForCausalLM.from_pretrained(full.parent / "model")
+    assert network.dtype == torch.float32
+    for name, parameter in network.named_parameters():
+        assert torch.equal(parameter, state[f"policy.model.{name}"])
+        assert not torch.equal(parameter, start.get_parameter(name))
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("1+2=")["input_ids"]
+
+
+def test_dtype_and_shards(full, tmp_path):
+    checkpoint = full / "checkpoints" / "last.ckpt"
+    main([str(checkpoint), "--output", str(tmp_path / "out"), "--dtype", "bf16", "--shard_gib", "1e-5"])
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+    network = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert network.dtype == torch.bfloat16
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(network.get_parameter(name), saved(full)[f"policy.model.{name}"].bfloat16())
+
+
+@pytest.mark.parametrize("name", ["fp8_row", "int4_group"])
+def test_a_quantized_export_holds_the_formats_own_codes(name, full, tmp_path):
+    options = ["--group_size", "16"] if name == "int4_group" else []
+    main([str(full), "--output", str(tmp_path / "out"), "--format", name, *options])
+    format = formats.get(name, **({"group_size": 16} if options else {}))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"] == format.quantization_config(["lm_head"])
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    layer = "model.layers.1.self_attn.o_proj"
+    weight = saved(full)[f"policy.model.{layer}.weight"]
+    for key, tensor in format.export(format.quantize(weight), layer):
+        assert torch.equal(tensors[key], tensor)
+
+
+def test_an_adapter_is_merged(lora, tmp_path):
+    main([str(lora), "--output", str(tmp_path / "out")])
+    network = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    state, layer = saved(lora), "model.layers.0.mlp.down_proj"
+    prefix = f"policy.model.base_model.model.{layer}"
+    a, b = (state[f"{prefix}.lora_{kind}.default.weight"].double() for kind in "AB")
+    assert b.abs().max() > 0
+    expected = state[f"{prefix}.base_layer.weight"].double() + 8 / 4 * b @ a  # lora_alpha / r of PEFT's defaults
+    torch.testing.assert_close(network.get_parameter(f"{layer}.weight").double(), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("which", ["lora", "packed"])
+def test_an_adapter_alone_is_a_peft_folder(which, request, tmp_path):
+    run = request.getfixturevalue(which)
+    main([str(run), "--output", str(tmp_path / "out"), "--adapter"])
+    base = AutoModelForCausalLM.from_pretrained(run.parent / "model")
+    loaded = PeftModel.from_pretrained(base, tmp_path / "out").state_dict()
+    state = saved(run)
+    factors = [name for name in state if "lora_" in name]
+    assert len(factors) == 28
+    for name in factors:
+        assert torch.equal(loaded[name.removeprefix("policy.model.")], state[name])
+
+
+def test_a_packed_base_is_not_merged_into_a_plain_one(packed, tmp_path):
+    with pytest.raises(ConfigError, match=r"lacks .* weights .*add --adapter"):
+        main([str(packed), "--output", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_exported(full, tmp_path):
+    out = ["--output", str(tmp_path / "out")]
+    with pytest.raises(ConfigError, match="has no adapter"):
+        main([str(full), *out, "--adapter"])
+    with pytest.raises(ConfigError, match=r"not a run folder.*Did you mean .*run"):
+        main([str(full.parent), *out])
+    with pytest.raises(ConfigError, match=r"no checkpoint 'lst'.*Did you mean 'last'"):
+        main([str(full), *out, "--checkpoint", "lst"])
+    with pytest.raises(ConfigError, match=r"Did you mean 'fp8_row'"):
+        main([str(full), *out, "--format", "fp8_rows"])
+    with pytest.raises(ConfigError, match="as it was trained"):
+        main([str(full), *out, "--adapter", "--format", "fp8_row"])
+    with pytest.raises(ConfigError, match="exists already"):
+        main([str(full), "--output", str(full)])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_checkpoint_is_named(full, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.yaml").write_text((full / "config.yaml").read_text())
+    (tmp_path / "checkpoints" / "last.ckpt").write_bytes((full / "checkpoints" / "last.ckpt").read_bytes()[:1000])
+    with pytest.raises(ConfigError, match="not a readable checkpoint"):
+        main([str(tmp_path), "--output", str(tmp_path / "out")])

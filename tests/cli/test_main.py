@@ -1,0 +1,95 @@
+import re
+import subprocess
+import sys
+
+import pytest
+
+from lit_qrl import __version__
+from lit_qrl.cli.main import COMMANDS, TRAINING, fail, main, overview, run_folder_name
+from lit_qrl.errors import ConfigError, StoppedError
+
+
+def printed(capsys, *args):
+    main(list(args))
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("args", [[], ["-h"], ["--help"]])
+def test_help_lists_every_command(args, capsys):
+    text = printed(capsys, *args)
+    for name, what in {**TRAINING, **COMMANDS}.items():
+        assert re.search(rf"^  {name} +{re.escape(what)}$", text, re.MULTILINE)
+    assert text.strip() == overview()
+
+
+def test_version(capsys):
+    assert printed(capsys, "--version") == f"lit-qrl {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"), [("fitt", "fit"), ("audits", "audit"), ("quantise", "quantize"), ("validat", "validate")]
+)
+def test_an_unknown_command_is_one_paragraph_and_status_2(word, meant, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([word])
+    assert stop.value.code == 2
+    text = " ".join(capsys.readouterr().err.split())
+    assert text == f"lit-qrl: '{word}' is not a command of lit-qrl. Did you mean '{meant}'?"
+
+
+def test_a_paragraph_is_wrapped_but_no_word_is_cut(capsys):
+    path = "/a/very/long/path" * 12
+    with pytest.raises(SystemExit):
+        fail(f"The file {path} is missing. " + "word " * 40)
+    lines = capsys.readouterr().err.splitlines()
+    assert path in lines
+    assert all(len(line) <= 110 for line in lines if line != path)
+
+
+@pytest.mark.parametrize(
+    ("args", "name"),
+    [
+        (["fit", "--config", "a/base.yaml", "--config", "b/other.yaml"], "base"),
+        (["fit", "-c=x/y.yaml"], "y"),
+        (["fit", "--trainer.max_epochs", "3"], "run"),
+        (["fit", "--config"], "run"),
+        (["fit", "--config.like", "z.yaml"], "run"),
+    ],
+)
+def test_a_run_is_named_after_its_first_file(args, name):
+    assert run_folder_name(args) == name
+
+
+def test_help_needs_no_library_that_loads_for_seconds():
+    code = "import sys; from lit_qrl.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(("error", "status"), [(ConfigError("A key is wrong."), 2), (StoppedError("It broke."), 70)])
+def test_each_kind_of_end_has_a_status_and_no_traceback(error, status, monkeypatch, capsys):
+    def ended(args):
+        raise error
+
+    monkeypatch.setattr("lit_qrl.cli.main.run_training", ended)
+    with pytest.raises(SystemExit) as stop:
+        main(["fit"])
+    assert stop.value.code == status
+    assert capsys.readouterr().err == f"\nlit-qrl: {error}\n\n"
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    def broken(args):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("lit_qrl.cli.main.run_training", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["fit"])
+
+
+def test_the_user_s_folder_is_importable(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)])
+    monkeypatch.setattr("lit_qrl.cli.main.run_training", lambda args: __import__("my_own_module"))
+    (tmp_path / "my_own_module.py").write_text("loaded = True")
+    main(["fit"])
+    assert sys.modules.pop("my_own_module").loaded

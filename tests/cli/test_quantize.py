@@ -1,0 +1,127 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lit_qrl.cli.main import main as command_line
+from lit_qrl.cli.quantize import _size, main, parser
+from lit_qrl.errors import ConfigError
+from tests.tiny_run import model_folder
+
+
+@pytest.fixture
+def model(tmp_path):
+    return model_folder(tmp_path / "model")
+
+
+@pytest.fixture
+def texts(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    rows = [{"text": f"{i}+{i * 7 % 90}=", "talk": [{"from": "human", "value": f"{i}"}]} for i in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def options(model, output, **changed):
+    given = {"model": model, "format": "nvfp4", "output": str(output), "device": "cpu", **changed}
+    return [part for name, value in given.items() for part in (f"--{name}", str(value))]
+
+
+def test_a_folder_is_made_and_named(model, tmp_path, capsys):
+    main(options(model, tmp_path / "out", dtype="bf16"))
+    printed = capsys.readouterr().out
+    assert f"{tmp_path / 'out'}: 14 linear layers in nvfp4, 0." in printed
+    assert printed.count(" MiB") == 2
+    assert (_size(0.25 * 2**30), _size(3.5 * 2**30)) == ("0.25 GiB", "3.50 GiB")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["format"] == "nvfp4-pack-quantized"
+
+
+@pytest.mark.parametrize("column", ["text", "talk"])
+def test_awq_takes_text_or_conversations(column, model, texts, tmp_path, capsys):
+    asked = {"awq": "true", "calibration": texts, "calibration_column": column}
+    sizes = {"calibration_samples": 3, "calibration_tokens": 20}
+    main(options(model, tmp_path / "out", **asked, **sizes))
+    assert "AWQ: the layers' output error is" in capsys.readouterr().out
+    awq = json.loads((tmp_path / "out" / "quantize.json").read_text())["awq"]
+    assert (awq["samples"], awq["tokens"]) == (3, 20)
+    assert awq["loss_over_plain"] <= 1
+
+
+def test_group_size_and_exclude_reach_the_format(model, tmp_path):
+    given = options(model, tmp_path / "out", format="int4_group", group_size=32)
+    main([*given, "--exclude", "*.o_proj", "*.down_proj"])
+    quantization = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert quantization["config_groups"]["group_0"]["weights"]["group_size"] == 32
+    assert len(quantization["ignore"]) == 5  # and lm_head
+
+
+@pytest.mark.parametrize(
+    "changed, match",
+    [
+        ({"format": "nvfp5"}, "no such number format.*nvfp4"),
+        ({"format": "fp8_row"}, "no weight-only format"),
+        ({"group_size": 32}, "no option 'group_size'"),
+        ({"model_folder": "./nowhere"}, "model folder does not exist"),
+        ({"awq": "true"}, "needs calibration text"),
+        ({"calibration": "texts.jsonl"}, "AWQ scaling, which is off"),
+        ({"shard_gib": 0}, "--shard_gib is too small"),
+        ({"device": "cuda:99"}, "--device cuda:99 cannot be used"),
+    ],
+)
+def test_options_that_cannot_work(changed, match, model, tmp_path):
+    with pytest.raises(ConfigError, match=match):
+        main(options(changed.pop("model_folder", model), tmp_path / "out", **changed))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "changed, match",
+    [
+        ({"calibration_samples": 1000}, "too short.*enough for"),
+        ({"calibration_tokens": 4096}, "more than the model has positions"),
+        ({"calibration_column": "txt"}, "no column 'txt'.*text"),
+        ({"calibration": "nowhere.jsonl"}, "does not exist"),
+    ],
+)
+def test_calibration_that_cannot_work(changed, match, model, texts, tmp_path):
+    asked = {"awq": "true", "calibration": texts, "calibration_tokens": 20}
+    with pytest.raises(ConfigError, match=match):
+        main(options(model, tmp_path / "out", **{**asked, **changed}))
+
+
+def test_an_error_is_one_paragraph_and_status_2(model, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").write_text("")
+    with pytest.raises(SystemExit) as exit:
+        command_line(["quantize", *options(model, tmp_path / "out")])
+    assert exit.value.code == 2
+    printed = capsys.readouterr().err.strip()
+    assert "exists already" in " ".join(printed.split())
+    assert "Traceback" not in printed
+    assert "\n\n" not in printed
+
+
+def test_the_help_says_what_it_does(capsys):
+    with pytest.raises(SystemExit) as exit:
+        command_line(["quantize", "--help"])
+    assert exit.value.code == 0
+    text = capsys.readouterr().out
+    for word in ("--awq true|false", "--calibration_samples", "examples:", "vLLM and transformers load it"):
+        assert word in text
+    assert all(action.help for action in parser()._actions)
+
+
+def test_the_command_line_knows_the_command(capsys):
+    command_line(["--help"])
+    assert "quantize" in capsys.readouterr().out
+
+
+def test_the_command_needs_no_training_parts():
+    code = (
+        "import sys; from lit_qrl.cli.quantize import parser; parser();"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'lightning')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0

@@ -1,0 +1,85 @@
+import pytest
+import yaml
+
+from lit_qrl.cli.run_config import changed_settings, flat
+
+BASE = """
+seed_everything: 0
+trainer:
+  max_epochs: 2
+  default_root_dir: runs/a/1
+  plugins: null
+  callbacks:
+  - class_path: lit_qrl.callbacks.AIS
+    init_args: {clip: 5.0, level: token}
+model:
+  objective:
+    class_path: lit_qrl.objective.GRPO
+    init_args: {clip_low: 0.2}
+  optimizer:
+    class_path: torch.optim.AdamW
+    init_args: {lr: 0.001, betas: [0.9, 0.999]}
+  lr_schedule: constant
+  warmup: 0.0
+data: {group_size: 8, evaluation_size: 500}
+progress: {header_every: 20}
+ckpt_path: null
+"""
+
+
+def test_a_configuration_is_flat_under_the_command_line_s_keys():
+    settings = flat(yaml.safe_load(BASE))
+    assert settings["trainer.callbacks.AIS"] == "lit_qrl.callbacks.AIS"
+    assert settings["trainer.callbacks.AIS.clip"] == 5.0
+    assert settings["model.optimizer.betas"] == [0.9, 0.999]
+    assert "trainer.plugins" not in settings
+    assert flat({"rewards": [{"weight": 1}, {"weight": 2}]}) == {"rewards.0.weight": 1, "rewards.1.weight": 2}
+
+
+CHANGES = {
+    "nothing": ({}, []),
+    "length, place and what is shown": (
+        {
+            "trainer.max_epochs": 9,
+            "trainer.default_root_dir": "b",
+            "trainer.check_val_every_n_epoch": 3,
+            "data.evaluation_size": 4,
+            "progress.header_every": 3,
+            "ckpt_path": "last.ckpt",
+            "resume_if_possible": True,
+        },
+        [],
+    ),
+    "a rate and a size": (
+        {"model.optimizer.lr": 0.1, "data.group_size": 4},
+        ["data.group_size", "model.optimizer.lr"],
+    ),
+    "the seed": ({"seed_everything": 1}, ["seed_everything"]),
+    "a class, whatever its arguments": (
+        {"model.objective": "lit_qrl.objective.GSPO", "model.objective.clip_low": None, "model.objective.clip": 1},
+        ["model.objective"],
+    ),
+    "a callback more": (
+        {"trainer.callbacks.TokenVeto": "lit_qrl.callbacks.TokenVeto", "trainer.callbacks.TokenVeto.threshold": 0.1},
+        ["trainer.callbacks.TokenVeto"],
+    ),
+    "the length of a decay": (
+        {"trainer.max_epochs": 9, "model.lr_schedule": "cosine"},
+        ["model.lr_schedule", "trainer.max_epochs"],
+    ),
+    "the length of a warm-up": ({"trainer.max_epochs": 9, "model.warmup": 0.1}, ["model.warmup", "trainer.max_epochs"]),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_the_learning_is_named(name):
+    changes, expected = CHANGES[name]
+    former = flat(yaml.safe_load(BASE))
+    assert changed_settings(former, {**former, **changes}) == expected
+    assert changed_settings({**former, **changes}, former) == [key for key in expected if key != "trainer.max_epochs"]
+
+
+def test_everything_is_all_but_the_checkpoint():
+    former = flat(yaml.safe_load(BASE))
+    now = {**former, "trainer.max_epochs": 3, "ckpt_path": "a", "resume_if_possible": True}
+    assert changed_settings(former, now, everything=True) == ["trainer.max_epochs"]

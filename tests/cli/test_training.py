@@ -1,0 +1,168 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.callbacks import Timer
+
+from lit_qrl import callbacks, objective, rollout
+from lit_qrl.callbacks import AIS, TokenVeto, WeightPublisher
+from lit_qrl.cli.main import main
+from lit_qrl.cli.training import FORCED, check_repeated, known_classes
+from lit_qrl.errors import ConfigError
+from tests.tiny_run import model_folder
+
+
+@pytest.fixture
+def lit(tmp_path, monkeypatch, capfd, caplog):
+    """Return (status, what was printed) of a command on rows of sums, in an empty folder with `sums.yaml`."""
+    rows = [{"question": f"1+{i}=", "answer": str(i + 1)} for i in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"path": "rows.jsonl", "chat": False, "evaluation_size": 4}
+    config = {
+        "model": {"policy": {"class_path": "CausalPolicy", "init_args": {"model": model_folder(tmp_path / "model")}}},
+        "data": {
+            "task": {"class_path": "DatasetTask", "init_args": task},
+            "engine": {"class_path": "TransformersEngine"},
+            "prompts_per_iteration": 4,
+            "group_size": 4,
+            "max_prompt_tokens": 8,
+            "max_completion_tokens": 4,
+        },
+        "report": {"samples_per_iteration": 1},
+        "trainer": {"accelerator": "cpu", "max_epochs": 1, "limit_val_batches": 0, "enable_progress_bar": False},
+    }
+    (tmp_path / "sums.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: False))
+    monkeypatch.setattr("lit_qrl.callbacks.report.render", lambda folder: None)  # drawing takes seconds
+
+    def lit(command, *args):
+        status = 0
+        capfd.readouterr()
+        caplog.clear()
+        try:
+            main([command, "--config", "sums.yaml", *map(str, args)])
+        except SystemExit as stop:
+            status = stop.code
+        printed = capfd.readouterr()
+        return status, " ".join((printed.out + printed.err + caplog.text).split())
+
+    return lit
+
+
+RUNS = Path("runs/sums")
+
+
+def steps(run):
+    return torch.load(RUNS / run / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
+
+
+def names(folder=RUNS):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_run_is_resumed_whatever_was_validated_or_refused_after_it(lit):
+    assert lit("fit")[0] == 0
+    assert lit("validate", "--trainer.limit_val_batches", 1)[0] == 0
+    assert lit("fit", "--data.micro_batches", 3)[0] == 2
+    assert lit("fit", "--data.top_p", 0.5, "--trainer.callbacks+=AIS")[0] == 2
+    assert names() == ["1", "validate"]
+    (RUNS / "7").mkdir()
+    for option, n in ((("--ckpt_path", "last"), 2), (("--resume_if_possible", "true"), 3)):
+        status, text = lit("fit", *option, "--trainer.max_epochs", n)
+        assert status == 0
+        assert "Resuming runs/sums/1." in text
+        assert "other settings" not in text
+        assert steps("1") == n
+    assert names() == ["1", "7", "validate"]
+
+
+def test_a_run_that_cannot_be_resumed_says_so(lit):
+    status, text = lit("fit", "--ckpt_path", "last")
+    assert status == 2
+    assert "no checkpoint to resume from. Expected: runs/sums/*/checkpoints/last.ckpt." in text
+    assert not Path("runs").exists()
+    status, text = lit("fit", "--resume_if_possible", "true")
+    assert status == 0
+    assert "There is no checkpoint to resume from; starting runs/sums/1." in text
+
+
+def test_other_settings_are_named_and_the_former_are_kept(lit):
+    assert lit("fit")[0] == 0
+    first = (RUNS / "1" / "config.yaml").read_text()
+    changes = ("--trainer.callbacks+=AIS", "--data.temperature", 0.9, "--trainer.max_epochs", 2)
+    status, text = lit("fit", *changes, "--ckpt_path", "last")
+    assert status == 0
+    assert "other settings than it was trained with: data.temperature, trainer.callbacks.AIS. The former are in" in text
+    assert "runs/sums/1/config.1.yaml" in text
+    assert (RUNS / "1" / "config.1.yaml").read_text() == first
+    assert yaml.safe_load((RUNS / "1" / "config.yaml").read_text())["data"]["temperature"] == 0.9
+
+    changes = (
+        "--data.temperature",
+        0.8,
+        "--trainer.max_epochs",
+        3,
+        "--ckpt_path",
+        RUNS / "1" / "checkpoints" / "last.ckpt",
+    )
+    assert "The former are in runs/sums/1/config.yaml." in lit("fit", *changes)[1]
+    assert names() == ["1", "2"]
+
+
+def test_a_refused_resumption_leaves_the_configuration_alone(lit):
+    assert lit("fit")[0] == 0
+    first = (RUNS / "1" / "config.yaml").read_text()
+    assert lit("fit", "--ckpt_path", "last", "--data.top_p", 0.5, "--trainer.callbacks+=AIS")[0] == 2
+    assert (RUNS / "1" / "config.yaml").read_text() == first
+    assert not (RUNS / "1" / "config.1.yaml").exists()
+
+
+def test_predictions_are_kept_in_the_run_whose_checkpoint_is_taken(lit):
+    assert lit("fit")[0] == 0
+    before = {path.name: path.read_bytes() for path in (RUNS / "1").iterdir() if path.is_file()}
+    status, text = lit("predict", "--ckpt_path", "last")
+    assert status == 0
+    assert "Taking runs/sums/1/checkpoints/last.ckpt." in text
+    assert "Predictions: runs/sums/1/predict/1/predictions.jsonl (4 completions, mean reward" in text
+    records = (RUNS / "1" / "predict" / "1" / "predictions.jsonl").read_text().splitlines()
+    assert [set(json.loads(line)) for line in records] == [{"prompt", "completion", "reward", "parts", "correct"}] * 4
+    assert {path.name: path.read_bytes() for path in (RUNS / "1").iterdir() if path.is_file()} == before
+    assert "runs/sums/predict/1/predictions.jsonl" in lit("predict")[1]
+
+
+def test_a_callback_stands_once():
+    check_repeated([AIS(), TokenVeto()])
+    check_repeated(AIS())
+    with pytest.raises(ConfigError, match=r"holds WeightPublisher.*`publisher`"):
+        check_repeated([WeightPublisher()])
+    with pytest.raises(ConfigError, match=r"cannot tell apart.*Timer"):
+        check_repeated([Timer(), Timer()])
+    with pytest.raises(ConfigError, match="AIS"):
+        check_repeated([AIS(), AIS()])
+
+
+def test_every_forced_callback_has_a_group_and_cannot_be_added():
+    for group, cls in FORCED.items():
+        with pytest.raises(ConfigError, match=f"holds {cls.__name__}.*`{group}`"):
+            check_repeated([cls()])
+
+
+def test_names_that_resolve_are_those_of_the_kind():
+    corrections = [name for name in callbacks.__all__ if name != "RLCallback"]
+    assert set(corrections) <= set(known_classes("trainer.callbacks"))
+    assert "RLCallback" not in known_classes("trainer.callbacks")
+    assert known_classes("data.engine") == sorted(
+        name for name in vars(rollout) if name.endswith("Engine") and name != "RolloutEngine"
+    )
+    kinds = {name for name, value in vars(objective).items() if isinstance(value, type)}
+    assert set(known_classes("model.objective")) <= kinds
+    assert "GRPO" in known_classes("model.objective")
+    assert {"torch.optim.AdamW", "MuonAdamW"} <= set(known_classes("model.optimizer"))
+    assert {"AIS", "GRPO", "VLLMEngine"} <= set(known_classes())
+    assert {"CSVLogger", "TensorBoardLogger"} <= set(known_classes("trainer.logger"))
+    assert "AIS" not in known_classes("trainer.logger")
+    assert known_classes("trainer.profiler") == []

@@ -1,0 +1,76 @@
+"""The fused NVFP4 quantizer against the plain operations: interpreted on a CPU, compiled on a GPU."""
+
+import pytest
+import torch
+
+from lit_qrl import formats
+from lit_qrl.formats.numerics import E4M3, pack_nibbles, to_fp4_codes
+from tests.formats.oracle import bits
+from tests.triton_interpreter import run_interpreted
+
+TIES = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -0.75, -1.25, -2.5, -5.0, 0.0, -0.0, 6.0, -6.0]
+ZERO_SCALE = 0.125
+
+
+def plain(weight, global_scale):
+    """Codes and scales as torch makes them on CUDA, where it divides by a number as it multiplies by the inverse."""
+    blocks = weight.unflatten(-1, (-1, 16))
+    steps = (blocks.abs().amax(dim=-1).float() * torch.tensor(1 / 6)).to(weight.dtype)
+    scale = (global_scale * steps).clamp(max=448.0).to(E4M3).float()
+    scale = torch.where(scale == 0, ZERO_SCALE, scale)
+    divisors = (scale / global_scale).unsqueeze(-1)
+    return pack_nibbles(to_fp4_codes(blocks / divisors).flatten(-2)), scale.to(E4M3)
+
+
+def compare_codes(device):
+    from lit_qrl.formats.kernels import fp4_triton
+
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for rows, columns in ((8, 64), (5, 48), (130, 160)):
+            weight = 3 * torch.randn(rows, columns, generator=generator)
+            weight *= 2.0 ** torch.randint(-12, 1, (rows, columns // 16), generator=generator).repeat_interleave(16, 1)
+            weight[0, :16], weight[1, :16] = torch.tensor(TIES), 0.0
+            weight = weight.to(dtype)
+            for global_scale in (torch.tensor([1.0]), 2688.0 / weight.abs().amax().float().reshape(1)):
+                made = fp4_triton.nvfp4_blocks(weight.to(device), global_scale.to(device), ZERO_SCALE)
+                codes, scales = plain(weight, global_scale)
+                assert torch.equal(bits(made[1].cpu()), bits(scales))
+                assert torch.equal(made[0].cpu(), codes)
+                assert made[2].item() == 0
+    for wrong in (float("nan"), float("inf"), float("-inf")):
+        weight = torch.ones(40, 64, dtype=torch.bfloat16)
+        weight[39, 63] = wrong
+        assert fp4_triton.nvfp4_blocks(weight.to(device), torch.ones(1).to(device), ZERO_SCALE)[2].isnan()
+
+
+@pytest.mark.vllm  # which brings Triton
+def test_kernel_in_the_interpreter():
+    run_interpreted(compare_codes)
+
+
+@pytest.mark.gpu
+def test_kernel_on_the_device():
+    compare_codes(torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_format_makes_the_codes_of_the_plain_operations(dtype, monkeypatch):
+    from lit_qrl.formats.kernels import dispatch as fused
+
+    weight = torch.randn(256, 512, device="cuda").to(dtype)
+    made = formats.get("nvfp4").quantize(weight)
+    monkeypatch.setattr(fused, "available", lambda x: False)
+    expected = formats.get("nvfp4").quantize(weight)
+    assert torch.equal(made.codes, expected.codes)
+    assert torch.equal(bits(made.scales), bits(expected.scales))
+    assert torch.equal(made.global_scale, expected.global_scale)
+
+
+@pytest.mark.gpu
+def test_a_nan_is_refused():
+    weight = torch.randn(256, 512, device="cuda").bfloat16()
+    weight[17, 3] = float("nan")
+    with pytest.raises(ValueError, match="NaN or inf"):
+        formats.get("nvfp4").quantize(weight)

@@ -1,0 +1,99 @@
+"""When a device's GEMM may be used, and how operands are laid out and padded for it; the products: test_gpu.py."""
+
+import pytest
+import torch
+
+from lit_qrl.formats.kernels import gemm
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+@pytest.fixture
+def device(monkeypatch):
+    def pretend(capability, cuda="12.9"):
+        monkeypatch.setattr(gemm, "capability", lambda index: capability)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("capability", "shape", "fp8", "blocks", "int8"),
+    [
+        ((7, 5), (256, 256), False, False, False),
+        ((8, 0), (256, 256), False, False, True),
+        ((8, 9), (256, 256), True, False, True),
+        ((9, 0), (256, 256), True, True, True),
+        ((9, 0), (256, 144), True, False, True),
+        ((9, 0), (256, 136), False, False, True),
+        ((9, 0), (252, 256), False, False, False),
+        ((10, 0), (256, 256), True, False, True),
+    ],
+)
+def test_which_gemm_a_device_has_for_a_shape(device, capability, shape, fp8, blocks, int8):
+    device(capability)
+    found = gemm.fp8_gemm(CUDA, shape), gemm.fp8_block_gemm(CUDA, shape), gemm.int8_gemm(CUDA, shape)
+    assert found == (fp8, blocks, int8)
+    assert not any(has(CPU, shape) for has in (gemm.fp8_gemm, gemm.fp8_block_gemm, gemm.int8_gemm))
+
+
+@pytest.mark.parametrize(("capability", "known"), [((7, 5), False), ((8, 6), False), ((8, 9), True), ((12, 0), True)])
+def test_which_gpus_know_fp8(device, capability, known):
+    device(capability)
+    assert gemm.has_fp8(CUDA) is known
+    assert not gemm.has_fp8(CPU)
+
+
+@pytest.mark.parametrize(("cuda", "expected"), [("12.8", False), ("12.9", True), ("13.0", True), (None, False)])
+def test_block_scaling_came_with_a_version_of_cuda(device, cuda, expected):
+    device((9, 0), cuda)
+    assert gemm.fp8_block_gemm(CUDA, (256, 256)) is expected
+
+
+@pytest.mark.parametrize("columns", [1, 3, 4, 5])
+def test_block_scales_lie_column_by_column_padded_to_four(columns):
+    scale = torch.rand(3, columns)
+    laid = gemm.block_scale_layout(scale)
+    padded = -(-columns // 4) * 4
+    assert laid.shape == (padded, 3)
+    assert laid.stride() == (1, padded)
+    for i in range(padded):
+        for j in range(3):
+            assert laid[i, j] == (scale[j, i] if i < columns else 1)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 40])
+def test_few_rows_of_integers_are_padded_and_cut_again(rows):
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-128, 128, (n, 16), generator=generator).to(torch.int8) for n in (rows, 24))
+    got = gemm.int_mm(a, b)
+    assert got.dtype == torch.int32
+    expected = [[sum(int(x) * int(y) for x, y in zip(p, q, strict=True)) for q in b.tolist()] for p in a.tolist()]
+    assert got.tolist() == expected
+
+
+def test_rows_of_a_block_product_are_padded_until_they_are_settled(monkeypatch):
+    seen = []
+
+    def product(a, scale_a, b, scale_b, dtype, blocks):
+        seen.append((tuple(a.shape), tuple(scale_a.shape), scale_a.stride(0)))
+        assert scale_a[a.shape[0] - 1].eq(1 if a.shape[0] > 5 else scale_a[-1]).all()
+        return a.float() @ b.float().t()
+
+    monkeypatch.setattr(gemm, "_block_product", product)
+    a = torch.randn(5, 128).to(torch.float8_e4m3fn)
+    b = torch.randn(8, 128).to(torch.float8_e4m3fn)
+    bias = torch.randn(8)
+    for settled, rows in ((0, 8), (16, 16), (6, 8), (7, 8)):  # to a multiple of four at least
+        monkeypatch.setattr(gemm, "settled_rows", lambda *args, settled=settled: settled)
+        out = gemm.scaled_mm_block(a, torch.rand(5, 1), b, torch.rand(4, 1), bias, torch.float32)
+        assert torch.equal(out, a.float() @ b.float().t() + bias)
+        assert seen.pop() == ((rows, 128), (rows, 1), 1)
+
+
+@pytest.mark.parametrize(("differs_below", "expected"), [(0, 1), (5, 16), (17, 64), (64, 64), (65, 0)])
+def test_the_smallest_number_of_rows_that_settles(differs_below, expected):
+    def product(rows):
+        return torch.full((rows,), float(rows >= differs_below))
+
+    assert gemm.smallest_settled(product, (1, 16, 64, 256)) == (expected if differs_below <= 64 else 0)

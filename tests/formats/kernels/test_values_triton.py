@@ -1,0 +1,57 @@
+"""Codes to numbers and back, fused, against the formats' plain operations: interpreted, or compiled on a GPU."""
+
+import pytest
+import torch
+
+from lit_qrl import formats
+from lit_qrl.formats import Int4Group
+from tests.formats.oracle import bits, weights
+from tests.triton_interpreter import run_interpreted
+
+
+def compare_int4(device):
+    from lit_qrl.formats.kernels import values_triton
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for case, weight in weights(dtype, (64, 64)).items():
+            expected = Int4Group(32).quantize(weight)
+            codes, scales = values_triton.int4_groups(weight.to(device), 32)
+            # on CUDA the scales are made by a product, as torch divides there, which rounds some otherwise
+            agree = scales.cpu() == expected.scales
+            assert agree.any(), case
+            same = codes.cpu().view(*agree.shape, -1) == expected.codes.view(*agree.shape, -1)
+            assert same[agree].all(), (case, dtype)
+
+
+def compare_values(device):
+    from lit_qrl.formats.kernels import values_triton
+
+    kinds = {
+        "int4_group": (values_triton.INT4, {"group_size": 32}, 32),
+        "mxfp4": (values_triton.FP4, {}, 32),
+        "nvfp4": (values_triton.FP4, {}, 16),
+    }
+    for name, (kind, options, per_scale) in kinds.items():
+        format = formats.get(name, **options)
+        for case in ("random", "zero_rows", "wide"):
+            q = format.quantize(weights(torch.bfloat16, (32, 64))[case])
+            packed, scales = (tensor.to(device) for tensor in (q.codes, q.scales))
+            divisor = None if q.global_scale is None else q.global_scale.to(device).reshape(1)
+            for dtype in (torch.float32, torch.bfloat16):
+                made = values_triton.values(packed, scales, per_scale, kind, q.shape, dtype, divisor=divisor)
+                assert torch.equal(bits(made.cpu()), bits(format.dequantize(q, dtype))), (name, case, dtype)
+
+
+COMPARISONS = [compare_int4, compare_values]
+
+
+@pytest.mark.vllm  # which brings Triton
+@pytest.mark.parametrize("compare", COMPARISONS)
+def test_kernels_in_the_interpreter(compare):
+    run_interpreted(compare)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compare", COMPARISONS)
+def test_kernels_on_the_device(compare):
+    compare(torch.device("cuda"))

@@ -1,0 +1,102 @@
+"""What a format gets from the contract when it says how to quantize and dequantize, and nothing else."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+from lit_qrl import formats
+from lit_qrl.formats.base import NumberFormat
+from lit_qrl.types import QuantizedWeight
+
+
+@dataclass(frozen=True)
+class Signs(NumberFormat):
+    """Signs times the mean magnitude of a row."""
+
+    name: ClassVar[str] = "signs"
+    floor: float = 0.0
+
+    @property
+    def bits_per_weight(self):
+        return 1.0
+
+    def quantize(self, weight, shared_amax=None):
+        scale = weight.abs().mean(dim=1, keepdim=True).clamp(min=self.floor)
+        return QuantizedWeight(weight.sign().to(torch.int8), scale, None, self, tuple(weight.shape))
+
+    def dequantize(self, q, dtype=torch.float32):
+        return (q.codes * q.scales).to(dtype)
+
+    def export(self, q, name):
+        yield f"{name}.weight", q.codes
+        yield f"{name}.weight_scale", q.scales
+
+    def load(self, tensors, shape):
+        return QuantizedWeight(tensors["weight"], tensors["weight_scale"], None, self, shape)
+
+    def quantization_config(self, ignore=("lm_head",)):
+        return {"ignore": list(ignore)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_only_format_multiplies_by_what_it_dequantizes(dtype):
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(4, 6, generator=generator), torch.randn(2, 3, 6, generator=generator).to(dtype)
+    bias = torch.randn(4, generator=generator).to(dtype)
+    format = Signs()
+    got = format.linear(x, format.quantize(weight), bias)
+    assert (got.shape, got.dtype) == ((2, 3, 4), dtype)
+    for i in range(2):
+        for j in range(3):
+            for row in range(4):
+                mean = sum(abs(float(w)) for w in weight[row]) / 6
+                signs = [(w > 0) - (w < 0) for w in weight[row].tolist()]
+                scale = float(torch.tensor(mean).to(dtype))
+                exact = sum(s * float(v) for s, v in zip(signs, x[i, j], strict=True)) * scale + float(bias[row])
+                assert float(got[i, j, row]) == pytest.approx(
+                    exact, rel=0.02 if dtype == torch.bfloat16 else 1e-5, abs=0.02
+                )
+
+
+def test_a_prepared_weight_gives_the_same_as_one_made_for_the_call():
+    weight, x = torch.randn(4, 6), torch.randn(3, 6)
+    format = Signs()
+    q = format.quantize(weight)
+    prepared = format.prepare(q, torch.float32)
+    assert not prepared.native
+    assert torch.equal(format.apply(x, prepared), format.linear(x, q))
+
+
+def test_defaults_say_the_least():
+    format = Signs()
+    assert not format.quantizes_activations
+    assert not format.shares_amax
+    assert format.check("layer", (3, 5)) is None
+    q = format.quantize(torch.randn(2, 4))
+    published, saved = dict(format.export(q, "a")), dict(format.checkpoint(q, "a"))
+    assert list(published) == list(saved)
+    assert all(published[name] is saved[name] for name in saved)
+
+
+def test_a_format_is_its_settings():
+    assert Signs() == Signs(floor=0.0)
+    assert hash(Signs()) == hash(Signs())
+    assert Signs(floor=1.0) != Signs()
+    with pytest.raises(AttributeError):
+        Signs().floor = 2.0
+
+
+def test_a_format_that_cannot_be_published_cannot_be_made():
+    class Half(NumberFormat):
+        name = "half"
+
+    with pytest.raises(TypeError, match="export"):
+        Half()
+
+
+def test_a_format_is_shown_by_name_and_settings():
+    assert str(formats.get("nvfp4")) == "nvfp4"
+    assert str(formats.get("int4_group", group_size=64)) == "int4_group (group_size 64)"
+    assert str(formats.get("int4_group", activations="fp8")) == "int4_group (group_size 128, activations fp8)"

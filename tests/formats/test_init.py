@@ -1,0 +1,127 @@
+"""What holds for every format."""
+
+import pytest
+import torch
+
+from lit_qrl import formats
+from lit_qrl.errors import ConfigError
+from tests.formats.oracle import same_bits, weights
+
+ALL = formats.names()
+
+
+def build(name):
+    return formats.get(name)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_name_gives_its_format(name):
+    format = formats.get(name)
+    assert format.name == name
+    assert formats.get(format) is format
+    assert hash(format) == hash(formats.get(name))
+    assert format == formats.get(name)
+
+
+def test_an_unknown_name_says_what_exists():
+    with pytest.raises(ConfigError, match=r"fp8_rows.*Did you mean 'fp8_row'"):
+        formats.get("fp8_rows")
+
+
+def test_an_unknown_option_says_what_exists():
+    with pytest.raises(ConfigError, match=r"no option 'groupsize'.*Did you mean 'group_size'"):
+        formats.get("int4_group", groupsize=32)
+    with pytest.raises(ConfigError, match="already built"):
+        formats.get(formats.Int4Group(), group_size=32)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_weight_that_is_not_finite_is_refused(name, value):
+    weight = torch.randn(128, 128)
+    weight[3, 5] = value
+    with pytest.raises(ValueError, match="NaN or inf"):
+        build(name).quantize(weight)
+
+
+# A block's largest FP8, NF4 or dense code is its amax, so the same scale is found again. Integer and FP4 blocks may
+# saturate below their amax; theirs is the test of the grid below.
+@pytest.mark.parametrize("name", [name for name in ALL if name not in ("int4_group", "int8_channel", "nvfp4", "mxfp4")])
+@pytest.mark.parametrize("case", ["random", "heavy_tailed", "constant", "all_zero", "zero_rows", "wide"])
+def test_quantizing_what_was_dequantized_gives_the_same_codes(name, case):
+    format = build(name)
+    q = format.quantize(weights(torch.float32)[case])
+    again = format.quantize(format.dequantize(q))
+    assert torch.equal(again.codes.float(), q.codes.float())
+    if q.scales is not None:
+        assert torch.allclose(again.scales.float(), q.scales.float(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["random", "heavy_tailed", "wide"])
+def test_dequantized_int4_lies_on_the_grid_of_its_scales(case):
+    format = formats.Int4Group(group_size=64)
+    q = format.quantize(weights(torch.float32)[case])
+    steps = format.dequantize(q).unflatten(-1, (-1, 64)) / q.scales.unsqueeze(-1)
+    assert torch.allclose(steps, steps.round(), atol=1e-5)
+    assert set(steps.round().int().unique().tolist()) <= set(range(-8, 8))
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_export_then_load_gives_the_same_weight(name, dtype):
+    format = build(name)
+    weight = weights(dtype)["random"]
+    q = format.quantize(weight)
+    exported = dict(format.export(q, "model.layers.0.mlp.up_proj"))
+    assert all(key.startswith("model.layers.0.mlp.up_proj.weight") for key in exported)
+    suffixed = {key.removeprefix("model.layers.0.mlp.up_proj."): tensor for key, tensor in exported.items()}
+    saved = {key.removeprefix("x."): tensor for key, tensor in format.checkpoint(q, "x")}
+    for tensors in (suffixed, saved):
+        loaded = format.load(tensors, q.shape)
+        assert same_bits(loaded.codes, q.codes)
+        assert loaded.shape == (256, 384)
+        assert torch.equal(format.dequantize(loaded), format.dequantize(q))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_checkpoint_of_another_shape_is_refused(name):
+    format = build(name)
+    exported = dict(format.export(format.quantize(torch.randn(256, 128)), "a"))
+    with pytest.raises((ValueError, RuntimeError)):
+        format.load({key.removeprefix("a."): tensor for key, tensor in exported.items()}, (128, 128))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_bits_per_weight_is_what_a_large_layer_takes(name):
+    format = build(name)
+    exported = dict(format.export(format.quantize(torch.randn(1024, 1024).bfloat16()), "a"))
+    taken = sum(t.numel() * t.element_size() * 8 for key, t in exported.items() if not key.endswith("shape"))
+    assert taken / 1024**2 == pytest.approx(format.bits_per_weight, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_configuration_is_read_back_by_compressed_tensors(name):
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = build(name).quantization_config(ignore=["lm_head", "model.layers.0.mlp.down_proj"])
+    if name in ("bf16", "fp16", "fp32", "nf4"):  # no compression, or another library's
+        assert config.get("quant_method") == ("bitsandbytes" if name == "nf4" else None)
+        return
+    parsed = QuantizationConfig.model_validate(config)
+    assert parsed.ignore == ["lm_head", "model.layers.0.mlp.down_proj"]
+    scheme = parsed.config_groups["group_0"]
+    assert scheme.weights.symmetric
+    assert (scheme.input_activations is not None) == build(name).quantizes_activations
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_error_of_a_normal_weight_is_that_of_its_bits(name):
+    """Relative error per weight: half a step of the format, far from zero and far from nothing."""
+    torch.manual_seed(0)
+    weight = torch.randn(256, 256)
+    format = build(name)
+    error = (format.dequantize(format.quantize(weight)) - weight).norm() / weight.norm()
+    low, high = {32: (0, 0), 16: (1e-5, 3e-3), 8: (4e-3, 4e-2), 4: (0.06, 0.16)}[
+        min((4, 8, 16, 32), key=lambda bits: abs(bits - format.bits_per_weight))
+    ]
+    assert low <= error <= high

@@ -1,0 +1,72 @@
+import itertools
+import random
+
+import pytest
+import torch
+
+from lit_qrl.loop.batching import assemble, deal_by_length, rows_of
+from lit_qrl.types import Completion
+
+
+def padded(run, lengths):
+    return len(run) * max(lengths[row] for row in run)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_deal_keeps_every_row_once_and_minimises_the_largest_padded_size(seed):
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, 30) for _ in range(draw.randint(4, 9))]
+    parts = draw.randint(1, 4)
+    runs = deal_by_length(lengths, parts)
+    assert len(runs) == parts
+    assert all(runs)
+    assert sorted(itertools.chain(*runs)) == list(range(len(lengths)))
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    best = min(
+        max(padded(order[a:b], lengths) for a, b in itertools.pairwise((0, *cuts, len(order))))
+        for cuts in itertools.combinations(range(1, len(order)), parts - 1)
+    )
+    assert max(padded(run, lengths) for run in runs) == best
+
+
+def test_deal_names_the_key_when_there_are_too_few_rows():
+    with pytest.raises(ValueError, match=r"data\.micro_batches"):
+        deal_by_length([3, 3], 3)
+
+
+def completion(ids, reason="stop", version=4):
+    return Completion(token_ids=ids, logprobs=[-0.5] * len(ids), finish_reason=reason, version=version)
+
+
+def test_assemble_pads_prompts_left_and_completions_right():
+    completions = [completion([5, 6]), completion([7]), completion([8, 9, 9], "length"), completion([])]
+    batch = assemble([[1, 2, 3], [4]], completions, group_size=2, pad_token_id=0)
+    assert batch.tokens.tolist() == [
+        [1, 2, 3, 5, 6, 0],
+        [1, 2, 3, 7, 0, 0],
+        [0, 0, 4, 8, 9, 9],
+        [0, 0, 4, 0, 0, 0],
+    ]
+    assert batch.mask.sum(dim=1).tolist() == [2, 1, 3, 0]
+    assert batch.attention_mask[2].tolist() == [0, 0, 1, 1, 1, 1]
+    assert batch.group.tolist() == [0, 0, 1, 1]
+    assert batch.stopped.tolist() == [True, True, False, True]
+    assert batch.version.tolist() == [4, 4, 4, 4]
+
+
+def test_select_trims_columns_that_are_padding_in_all_rows():
+    batch = assemble([[1, 2, 3], [4]], [completion([5, 6, 6]), completion([7])], group_size=1, pad_token_id=0)
+    short = batch.select(torch.tensor([1]))
+    assert short.tokens.tolist() == [[4, 7]]
+    assert short.mask.tolist() == [[True]]
+    assert batch.select(torch.tensor([1]), trim=False).tokens.shape == (1, 6)
+
+
+def test_rows_of_keeps_groups_whole():
+    assert rows_of([1, 0], 3).tolist() == [3, 4, 5, 0, 1, 2]
+
+
+def test_rows_of_no_group_are_none():
+    """A draw in which no group has variance leaves nothing, and an index all the same."""
+    rows = rows_of([], 4)
+    assert torch.zeros(8)[rows].shape == (0,)

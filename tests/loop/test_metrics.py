@@ -1,0 +1,43 @@
+from itertools import combinations
+
+import pytest
+import torch
+
+from lit_qrl.loop.metrics import AverageAtK, IterationMetrics, PassAtK
+from lit_qrl.types import no_all_reduce
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample():
+    correct = torch.rand(20, 6, generator=torch.Generator().manual_seed(0)) < 0.3
+    for k in (1, 2, 4, 6):
+        metric = PassAtK(k)
+        metric.update(correct[:7])
+        metric.update(correct[7:])
+        shares = []
+        for row in correct.tolist():
+            subsets = list(combinations(row, k))
+            shares.append(sum(any(subset) for subset in subsets) / len(subsets))
+        assert float(metric.compute()) == pytest.approx(sum(shares) / len(shares), abs=1e-6)
+
+
+def test_pass_at_k_refuses_too_few_samples():
+    with pytest.raises(ValueError, match="at least 4 samples"):
+        PassAtK(4).update(torch.zeros(2, 3, dtype=torch.bool))
+
+
+def test_average_at_k():
+    metric = AverageAtK()
+    metric.update(torch.tensor([[True, False, False, False]]))
+    metric.update(torch.tensor([[True, True, True, True]]))
+    assert float(metric.compute()) == pytest.approx(0.625)
+
+
+def test_iteration_metrics_weigh_by_count_and_start_anew():
+    record = IterationMetrics()
+    record.add("kl", torch.tensor([3.0, 3.0]))
+    record.add("kl", torch.tensor([1.0, 1.0]))
+    record.add("empty", torch.tensor([0.0, 0.0]))
+    record.value("alpha", 0.5)
+    record.value("alpha", torch.tensor(1.0))
+    assert record.compute(no_all_reduce) == {"kl": 1.0, "alpha": 0.75}
+    assert record.compute(no_all_reduce) == {}

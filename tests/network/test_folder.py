@@ -1,0 +1,163 @@
+"""Folders of safetensors against what the library itself reads, and outputs that appear whole or not at all."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.network import folder as checkpoint
+from lit_qrl.network.folder import (
+    INDEX,
+    Checkpoint,
+    CheckpointWriter,
+    appearing,
+    copy_side_files,
+    local_folder,
+    read_config,
+    refuse_existing,
+    resolve_model,
+)
+
+TENSORS = {f"layer.{i}": torch.arange(8.0 * (i + 1)).view(-1, 8) for i in range(5)}
+
+
+def write(folder, shard_bytes):
+    folder.mkdir(exist_ok=True)
+    writer = CheckpointWriter(folder, shard_bytes)
+    for name, tensor in TENSORS.items():
+        writer.add(name, tensor)
+    writer.close()
+    return folder
+
+
+@pytest.mark.parametrize(("shard_bytes", "files"), [(10**6, 1), (200, 3), (1, 5)])
+def test_what_is_written_is_read_by_the_library_and_here(shard_bytes, files, tmp_path):
+    folder = write(tmp_path / "out", shard_bytes)
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) == files
+    merged = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    read = Checkpoint(folder)
+    assert set(read.names) == set(merged) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert torch.equal(merged[name], tensor)
+        assert torch.equal(read.read([name])[name], tensor)
+        assert (read.shapes[name], read.dtype(name)) == (tuple(tensor.shape), torch.float32)
+    assert read.bytes == sum(shard.stat().st_size for shard in shards)
+    if files > 1:
+        index = json.loads((folder / INDEX).read_text())
+        assert index["metadata"]["total_size"] == sum(tensor.numel() * 4 for tensor in TENSORS.values())
+        assert set(index["weight_map"]) == set(TENSORS)
+    assert not list(folder.glob("*.partial"))
+
+
+def test_a_tensor_may_change_after_it_was_taken(tmp_path):
+    writer, tensor = CheckpointWriter(tmp_path, 10**6), torch.ones(4)
+    writer.add("a", tensor)
+    tensor.zero_()
+    writer.close()
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], torch.ones(4))
+
+
+def test_codes_have_no_floating_dtype(tmp_path):
+    save_file(
+        {"codes": torch.ones(2, dtype=torch.uint8), "w": torch.ones(2).bfloat16()}, tmp_path / "model.safetensors"
+    )
+    read = Checkpoint(tmp_path)
+    assert (read.dtype("codes"), read.dtype("w")) == (None, torch.bfloat16)
+
+
+def stopped(output, error):
+    with appearing(output) as partial:
+        (partial / "x").write_text("1")
+        raise error
+
+
+def test_an_output_appears_whole_or_not_at_all(tmp_path):
+    with appearing(tmp_path / "a" / "out") as partial:
+        (partial / "x").write_text("1")
+        assert not (tmp_path / "a" / "out").exists()
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["out"]
+    for error in (RuntimeError, KeyboardInterrupt):
+        with pytest.raises(error):
+            stopped(tmp_path / "b" / "out", error)
+        assert list((tmp_path / "b").iterdir()) == []
+    with pytest.raises(ConfigError, match="no room"), appearing(tmp_path / "c", needed_bytes=2**60):
+        pass
+
+
+def test_an_output_that_holds_something_is_refused(tmp_path):
+    refuse_existing(tmp_path / "new")
+    (tmp_path / "empty").mkdir()
+    refuse_existing(tmp_path / "empty")
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path, tmp_path / "file"):
+        with pytest.raises(ConfigError, match="exists already"):
+            refuse_existing(path)
+
+
+def test_side_files_are_all_but_weights_index_and_config(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir(), target.mkdir()
+    for name in ("config.json", INDEX, "model.safetensors", "tokenizer.json", "chat_template.jinja", "notes.md"):
+        (source / name).write_text(name)
+    copy_side_files(source, target)
+    assert sorted(path.name for path in target.iterdir()) == ["chat_template.jinja", "tokenizer.json"]
+
+
+def test_folders_and_configs_that_are_not_there(tmp_path):
+    assert local_folder(str(tmp_path)) == tmp_path
+    with pytest.raises(ConfigError, match="does not exist"):
+        local_folder("./nothing")
+    with pytest.raises(ConfigError, match="no weights"):
+        Checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"a JSON object\. Given: list"):
+        read_config(tmp_path)
+
+
+def test_a_name_under_a_folder_that_is_here_is_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("good", "fine", ".hidden"):
+        (tmp_path / "mine" / name).mkdir(parents=True)
+    asked = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, **options: asked.append(name) or str(tmp_path)
+    )
+    for name, words in (
+        ("mine/goood", r"Given: mine/goood\. Did you mean 'mine/good'\? .* folder without 'mine'"),
+        ("mine/x", r"mine holds fine, good\. "),
+        ("./other", r"Given: \./other\. \. holds mine\.$"),
+        ("a/b/c", r"Given: a/b/c\. Correct the path\.$"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            local_folder(name)
+        with pytest.raises(ConfigError, match=words):
+            resolve_model(name, weights=True)
+    assert asked == []
+    assert local_folder("org/name") == tmp_path
+    assert (asked, resolve_model("org/name", weights=True)) == (["org/name"], "org/name")
+    assert resolve_model("gpt2", weights=True) == "gpt2"
+
+
+def test_a_folder_of_the_checkout_is_one_too_and_a_package_beside_an_installed_one_is_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="models holds tiny-countdown"):
+        resolve_model("models/nothing", weights=True)
+    (tmp_path / "site" / "models").mkdir(parents=True)
+    monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / "site" / "lit_qrl" / "precision" / "checkpoint.py"))
+    assert resolve_model("models/nothing", weights=True) == "models/nothing"
+
+
+def test_a_repository_that_cannot_be_fetched_names_the_way_around(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def fail(name, **options):
+        raise OSError("no route")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(ConfigError, match=r"'org/name' cannot be fetched.*OSError: no route.*hf download NAME"):
+        local_folder("org/name")

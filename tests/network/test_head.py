@@ -1,0 +1,83 @@
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig
+
+from lit_qrl import formats
+from lit_qrl.errors import ConfigError
+from lit_qrl.network.head import SamplerHead, check_head, merged_weights, output_head
+from lit_qrl.network.linears import QuantizedLinear
+from tests.networks import WORDS, build_network
+
+
+@pytest.mark.parametrize(
+    ("config_class", "changes"),
+    [
+        (LlamaConfig, {}),
+        (Gemma2Config, {"final_logit_softcapping": 3.0}),
+        (CohereConfig, {"logit_scale": 0.3}),
+        (GraniteConfig, {"logits_scaling": 2.5}),
+    ],
+)
+def test_logits_are_the_models_own(config_class, changes):
+    network = build_network(config_class, **changes)
+    tokens = torch.tensor([[3, 4, 5, 6]])
+    with torch.no_grad():
+        hidden = network.base_model(input_ids=tokens).last_hidden_state
+        torch.testing.assert_close(SamplerHead.of(network).logits(hidden), network(tokens).logits)
+
+
+def test_a_quantized_head_gives_the_logits_and_log_probs_of_its_codes():
+    format, network = formats.get("int8_channel"), build_network(Gemma2Config, final_logit_softcapping=3.0)
+    hidden, tokens = torch.randn(2, 5, 32), torch.randint(len(WORDS), (2, 5))
+    q = format.quantize(network.lm_head.weight.detach())
+    layer = QuantizedLinear.from_linear(network.lm_head, format)
+    layer.set_weight(q)
+    network.set_submodule("lm_head", layer)
+    head = SamplerHead.of(network)
+    assert head.plain is None
+    expected = 3.0 * torch.tanh(format.linear(hidden, q, None) / 3.0)
+    torch.testing.assert_close(head.logits(hidden), expected)
+    expected = torch.distributions.Categorical(logits=expected).log_prob(tokens)
+    torch.testing.assert_close(head.logprobs(hidden, tokens), expected)
+
+
+def test_log_probs_of_a_plain_head():
+    network = build_network()
+    hidden, tokens = torch.randn(2, 5, 32), torch.randint(len(WORDS), (2, 5))
+    expected = torch.distributions.Categorical(logits=network.lm_head(hidden)).log_prob(tokens)
+    torch.testing.assert_close(SamplerHead.of(network).logprobs(hidden, tokens), expected)
+
+
+def test_only_a_head_of_its_own_can_be_quantized():
+    check_head(build_network(tie_word_embeddings=False))
+    with pytest.raises(ConfigError, match=r"input embedding.*tie_word_embeddings: false.*quantize_head to false"):
+        check_head(build_network())
+    lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    adapted = get_peft_model(build_network(tie_word_embeddings=False), lora)
+    with pytest.raises(ConfigError, match=r"plain linear layer.*Leave lm_head out of the adapter"):
+        check_head(adapted.base_model.model)
+
+
+def test_a_replaced_head_is_refused():
+    network = build_network()
+    network.lm_head = torch.nn.Sequential(network.lm_head)
+    with pytest.raises(ConfigError, match="plain linear"):
+        output_head(network)
+
+
+def test_weights_come_in_the_models_order_without_gradient():
+    network = build_network()
+    named = list(merged_weights(network))
+    assert [name for name, _ in named] == [name for name, _ in network.named_parameters()]
+    assert not any(tensor.requires_grad for _, tensor in named)
+    assert all(tensor.data_ptr() == network.get_parameter(name).data_ptr() for name, tensor in named)
+
+
+def test_persistent_buffers_are_weights_and_others_are_not():
+    network = build_network()
+    network.model.register_buffer("kept", torch.ones(2))
+    network.model.register_buffer("derived", torch.ones(2), persistent=False)
+    names = {name for name, _ in merged_weights(network)}
+    assert "model.kept" in names
+    assert "model.derived" not in names

@@ -1,0 +1,181 @@
+import copy
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
+
+from lit_qrl.network import packing
+from lit_qrl.network.packing import enable_packing, pack, packed_hidden, packs
+from lit_qrl.policy import CausalPolicy
+from tests.networks import WORDS, batch_of, build_network, build_tokenizer
+
+
+def groups(seed=0, prompts=5, size=4, longest=14):
+    """A batch of groups: `size` completions of each prompt, of very uneven lengths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low, high):
+        n = int(torch.randint(low, high, (1,), generator=generator))
+        return torch.randint(2, len(WORDS), (n,), generator=generator).tolist()
+
+    asked = [draw(1, 9) for _ in range(prompts)]
+    batch = batch_of([p for p in asked for _ in range(size)], [draw(1, longest) for _ in range(prompts * size)])
+    batch.group = torch.arange(prompts).repeat_interleave(size)
+    return batch
+
+
+def both(network, batch):
+    """Log-probs and gradients of the padded and of the packed forward."""
+    policy = CausalPolicy.__new__(CausalPolicy)
+    torch.nn.Module.__init__(policy)
+    policy.lora, policy._scoring_with_reference = None, False
+    results = []
+    for prepare in (lambda model: False, enable_packing):
+        policy.model = copy.deepcopy(network).train()
+        assert prepare(policy.model) == packs(policy.model)
+        scores = policy(batch, 0.9, entropy=True)
+        weights = torch.linspace(-1, 1, scores.logprobs.numel(), device=scores.logprobs.device).view_as(scores.logprobs)
+        (scores.logprobs * weights).sum().backward()
+        results.append((scores, [parameter.grad for parameter in policy.parameters()]))
+    assert packs(policy.model)
+    return results
+
+
+@pytest.mark.parametrize("growth", [1.0, 1.2, 100.0])
+def test_packed_equals_padded(growth, monkeypatch):
+    monkeypatch.setattr(packing, "BUCKET_GROWTH", growth)
+    monkeypatch.setattr(packing, "BUCKET_TOKENS", 0)
+    (padded, padded_grads), (packed, packed_grads) = both(build_network(), groups())
+    for left, right in zip(padded, packed, strict=True):
+        torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
+    for left, right in zip(padded_grads, packed_grads, strict=True):
+        torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "changes"),
+    [
+        (LlamaConfig, {"attention_bias": True}),
+        (Qwen2Config, {}),
+        (MistralConfig, {"sliding_window": None}),
+        (GraniteConfig, {"attention_multiplier": 0.2, "logits_scaling": 2.0}),
+        (Olmo2Config, {}),
+        (Qwen3MoeConfig, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    ],
+)
+def test_every_listed_architecture(config_class, changes):
+    network = build_network(config_class, **changes)
+    assert network.config.model_type in packing.PLAIN_ATTENTION
+    (padded, padded_grads), (packed, packed_grads) = both(network, groups())
+    torch.testing.assert_close(padded.logprobs, packed.logprobs, atol=1e-5, rtol=1e-5)
+    for left, right in zip(padded_grads, packed_grads, strict=True):
+        torch.testing.assert_close(left, right, atol=2e-4, rtol=2e-4)
+
+
+def test_the_flat_row_holds_every_prompt_once_and_no_padding():
+    batch = groups()
+    prompts = batch.prompt_length[::4].sum()
+    inputs = (batch.completion_length - 1).sum()
+    packed = pack(batch)
+    assert len(packed.tokens) == prompts + inputs
+    assert (packed.tokens >= 2).all()
+    assert torch.equal(packed.positions[: int(batch.prompt_length[0])], torch.arange(int(batch.prompt_length[0])))
+
+
+def test_rows_of_one_group_with_other_prompts_share_nothing():
+    batch = groups()
+    batch.group = torch.zeros_like(batch.group)
+    own = batch.prompt_length[0] + batch.prompt_length[4:].sum()
+    assert len(pack(batch).tokens) == own + (batch.completion_length - 1).sum()
+    (padded, _), (packed, _) = both(build_network(), batch)
+    torch.testing.assert_close(padded.logprobs, packed.logprobs, atol=1e-5, rtol=1e-5)
+
+
+def test_a_token_that_does_not_count_is_still_context():
+    batch = groups()
+    batch.mask[:, 1] = False
+    batch.mask[3] = False
+    (padded, _), (packed, _) = both(build_network(), batch)
+    assert (packed.logprobs[~batch.mask] == 0).all()
+    torch.testing.assert_close(padded.logprobs, packed.logprobs, atol=1e-5, rtol=1e-5)
+
+
+def test_one_row_and_one_token():
+    (padded, _), (packed, _) = both(build_network(), batch_of([[5]], [[3]]))
+    torch.testing.assert_close(padded.logprobs, packed.logprobs, atol=1e-6, rtol=0)
+
+
+def test_gradient_checkpointing_recomputes_the_packed_attention():
+    batch = groups()
+    grads = []
+    for checkpointing in (False, True):
+        network = build_network().train()
+        if checkpointing:
+            network.gradient_checkpointing_enable({"use_reentrant": False})
+        assert enable_packing(network)
+        packed_hidden(network, pack(batch)).square().sum().backward()
+        grads.append([parameter.grad for parameter in network.base_model.parameters()])
+    for left, right in zip(*grads, strict=True):
+        torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
+
+
+def test_without_a_layout_the_model_computes_as_before():
+    network = build_network()
+    tokens = torch.tensor([[0, 0, 5, 6, 7], [4, 5, 6, 7, 8]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    with torch.no_grad():
+        before = network(tokens, attention_mask=mask).logits
+        assert enable_packing(network)
+        after = network(tokens, attention_mask=mask).logits
+    assert torch.equal(before[mask.bool()], after[mask.bool()])
+
+
+@pytest.mark.parametrize(
+    ("config_class", "changes"),
+    [
+        (Gemma2Config, {}),
+        (MistralConfig, {"sliding_window": 4}),
+        (LlamaConfig, {"attention_dropout": 0.1}),
+        (LlamaConfig, {"attn_implementation": "eager"}),
+    ],
+)
+def test_other_attention_stays_padded(config_class, changes):
+    network = build_network(config_class, **changes)
+    before = network.config._attn_implementation
+    assert not enable_packing(network)
+    assert network.config._attn_implementation == before
+    assert not packs(network)
+
+
+def test_buckets_hold_all_rows_and_similar_lengths(monkeypatch):
+    monkeypatch.setattr(packing, "BUCKET_TOKENS", 0)
+    length = torch.tensor([3, 100, 95, 4, 50, 100, 49, 3])
+    buckets = packing._bucket_rows(length)
+    assert sorted(torch.cat(buckets).tolist()) == list(range(8))
+    assert [sorted(length[rows].tolist()) for rows in buckets] == [[95, 100, 100], [49, 50], [4], [3, 3]]
+
+
+def test_a_policy_packs_on_its_own(tmp_path):
+    build_network().save_pretrained(tmp_path)
+    build_tokenizer(pad_token="<pad>", eos_token="<eos>").save_pretrained(tmp_path)
+    for options, expected in (({}, True), ({"packing": "never"}, False), ({"attn_implementation": "eager"}, False)):
+        policy = CausalPolicy(str(tmp_path), **options)
+        policy.configure()
+        assert packs(policy.network) is expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_equals_padded_on_a_gpu(dtype):
+    network = build_network(hidden_size=128, head_dim=32).to("cuda", dtype)
+    (padded, _), (packed, _) = both(network, groups().to("cuda"))
+    tolerance = 1e-4 if dtype == torch.float32 else 0.3
+    torch.testing.assert_close(padded.logprobs, packed.logprobs, atol=tolerance, rtol=tolerance)

@@ -1,0 +1,285 @@
+"""The modules around the fused kernels, on a CPU: stand-ins of the kernels made of plain operations."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from lit_qrl import formats
+from lit_qrl.errors import ConfigError
+from lit_qrl.formats.kernels import dispatch as fused
+from lit_qrl.formats.kernels import gemm
+from lit_qrl.precision import QATAligned, UnifiedFP8
+from lit_qrl.precision.layers import fused_blocks
+from lit_qrl.precision.layers.fused_blocks import FusedGatedMLP, FusedRMSNorm, fuse_plain
+from lit_qrl.precision.unified_fp8 import UnifiedLinear
+from tests.precision.toy import LINEARS, network
+
+SIZES = {
+    "vocab_size": 32, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def wide(kind=Qwen3ForCausalLM, config=Qwen3Config, **changes):
+    torch.manual_seed(0)
+    model = kind(config(**{**SIZES, **changes}, attn_implementation="sdpa"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def tiles(x, rows, columns, before=0, other=None, rstd=None, weight=None):
+    made = x
+    if before == 1:
+        made = weight * (x.float() * rstd[:, None]).to(x.dtype)
+    if before == 2:
+        made = F.silu(x) * other
+    along, across = fused.e4m3_tiles(made, rows, columns)
+    return made, along, across
+
+
+def norm_backward(grad, x, rstd, weight):
+    unit = x.float() * rstd[:, None]
+    scaled = grad.float() * weight.float()
+    grad_x = (scaled - unit * (scaled * unit).mean(-1, keepdim=True)) * rstd[:, None]
+    return grad_x.to(x.dtype), (grad.float() * unit).sum(0)
+
+
+def gated_backward(grad, gate, up):
+    sigmoid = torch.sigmoid(gate.float())
+    slope = sigmoid * (1 + gate.float() * (1 - sigmoid))
+    return (grad.float() * up * slope).to(gate.dtype), (grad.float() * F.silu(gate.float())).to(up.dtype)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Kernels that run here, and the number of their calls."""
+    from lit_qrl.formats import kernels
+    from lit_qrl.precision.layers import fused_blocks
+
+    calls = []
+    module = SimpleNamespace(
+        tiles=lambda *a, **o: calls.append(o) or tiles(*a, **o),
+        norm_backward=norm_backward, gated_backward=gated_backward, NORM=1, GATED=2, squares=lambda x: x.float().pow(2),
+    )  # fmt: skip
+    monkeypatch.setitem(__import__("sys").modules, "lit_qrl.formats.kernels.tiles_triton", module)
+    monkeypatch.setattr(kernels, "tiles_triton", module, raising=False)
+    monkeypatch.setattr(fused_blocks, "_fusible", lambda codes, x, *others: not x.is_inference())
+    return calls
+
+
+def run(model, tokens):
+    logits = model(input_ids=tokens, use_cache=False).logits
+    logits.float().logsumexp(-1).square().mean().backward()
+    return logits, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_the_modules_keep_names_and_numbers_without_the_kernels():
+    plain, model = wide(), wide()
+    keys = list(model.state_dict())
+    plugin = UnifiedFP8("emulate", fuse=True)
+    for _ in range(2):  # the second changes nothing
+        plugin.convert_module(model)
+        UnifiedFP8("emulate").convert_module(plain)
+        assert list(model.state_dict()) == keys
+        assert len([m for m in model.modules() if isinstance(m, FusedRMSNorm)]) == 4
+        assert len([m for m in model.modules() if isinstance(m, FusedGatedMLP)]) == 2
+    assert sorted(plugin.layers(model)) == sorted(LINEARS)
+    tokens = torch.arange(12).view(2, 6)
+    (logits, gradients), (expected, others) = run(model, tokens), run(plain, tokens)
+    assert torch.equal(logits, expected)
+    assert all(torch.equal(gradients[name], others[name]) for name in others)
+    assert copy.deepcopy(model)(input_ids=tokens).logits.shape == logits.shape
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_codes_of_the_kernel_are_those_that_the_layers_multiply(kind, kernels, monkeypatch):
+    made = {"qwen3": (Qwen3ForCausalLM, Qwen3Config), "llama": (LlamaForCausalLM, LlamaConfig)}[kind]
+    plain, model = wide(*made), wide(*made)
+    UnifiedFP8("emulate").convert_module(plain)
+    UnifiedFP8("emulate", fuse=True).convert_module(model)
+    # the backend that reads tiles as they are, with the emulation's product
+    from lit_qrl.precision.layers import block_fp8
+
+    class Backend(block_fp8.Emulated):
+        inputs, quantize = block_fp8.Torch.inputs, block_fp8.Torch.quantize
+
+    for layer in model.modules():
+        if isinstance(layer, UnifiedLinear):
+            layer.backend = Backend()
+    quantized = []
+    original = fused.e4m3_tiles
+    monkeypatch.setattr(fused, "e4m3_tiles", lambda *a: quantized.append(1) or original(*a))
+    tokens = torch.arange(12).view(2, 6)
+    (logits, gradients), (expected, others) = run(model, tokens), run(plain, tokens)
+    assert torch.equal(logits, expected)
+    assert len(kernels) == 6  # two norms and one activation in each of two layers
+    # what attention hands to its output projection by itself, and in the backward pass each layer's gradient
+    assert len(quantized) == 6 + 2 + 14
+    for name, gradient in others.items():
+        # the codes of a gradient may move where its last bits did
+        assert (gradients[name] - gradient).norm() <= 0.05 * gradient.norm() + 1e-7, name
+
+
+def test_the_gradients_of_the_fused_operators_are_the_plain_ones(kernels):
+    torch.manual_seed(0)
+    from lit_qrl.precision.layers.fused_blocks import _Gated
+
+    norm = wide().model.layers[0].input_layernorm
+    ours = FusedRMSNorm(copy.deepcopy(norm), columns=True)
+    inputs = [torch.randn(2, 3, 128, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
+    upstream = torch.randn(2, 3, 128)
+    for module, x in ((ours, inputs[0]), (norm, inputs[1])):
+        module(x).backward(upstream)
+    assert torch.allclose(inputs[0].grad, inputs[1].grad, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(ours.weight.grad, norm.weight.grad, rtol=1e-4, atol=1e-5)
+    gate, up = (torch.randn(2, 3, 128, requires_grad=True) for _ in range(2))
+    mine = torch.autograd.grad(_Gated.apply(gate, up, True, []), (gate, up), upstream)
+    theirs = torch.autograd.grad(F.silu(gate) * up, (gate, up), upstream)
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tensor_that_is_written_to_is_quantized_anew():
+    x = torch.randn(4, 128)
+    first, _ = fused.shared_tiles(x, columns=False)
+    assert fused.shared_tiles(x, columns=False)[0] is first
+    along, across = fused.shared_tiles(x, columns=True)  # the transpose was not there yet
+    assert across is not None
+    assert fused.shared_tiles(x, columns=False)[0] is along
+    x.mul_(2.0)
+    assert fused.shared_tiles(x, columns=False)[0] is not along
+    assert torch.equal(fused.shared_tiles(x, columns=False)[0][1], along[1] * 2)
+    with torch.inference_mode():
+        y = torch.randn(4, 128)
+        assert fused.shared_tiles(y, columns=False)[0] is not fused.shared_tiles(y, columns=False)[0]
+
+
+def test_layers_that_read_one_tensor_quantize_it_once(monkeypatch):
+    from lit_qrl.precision.layers import block_fp8
+
+    calls = []
+    original = block_fp8.Emulated.quantize
+    monkeypatch.setattr(block_fp8.Emulated, "quantize", lambda self, *a: calls.append(a[1:]) or original(self, *a))
+    model = network()
+    UnifiedFP8("emulate").convert_module(model)
+    model(input_ids=torch.arange(6)[None], use_cache=False)
+    assert len(calls) == 2 * 4  # q k v, o, gate up, down
+    calls.clear()
+    with torch.no_grad():
+        model(input_ids=torch.arange(6)[None], use_cache=False)
+    assert set(calls) == {(True, False)}  # nothing is kept for a backward pass that will not come
+
+
+def test_what_cannot_be_fused_is_refused():
+    with pytest.raises(ConfigError, match=r"not quantized per 1×128.*fp8_block"):
+        QATAligned("int4_group", fuse=True)
+    with pytest.raises(ConfigError, match="No norm or MLP before a quantized layer"):
+        UnifiedFP8("emulate", fuse=True).convert_module(nn.Sequential(nn.Linear(128, 128)))
+    model = wide(hidden_act="gelu")
+    QATAligned(formats.FP8Block(), fuse=True).convert_module(model)
+    assert not any(isinstance(part, FusedGatedMLP) for part in model.modules())  # GELU is not SiLU
+
+
+def test_blocks_are_fused_by_themselves_where_the_kernels_run(monkeypatch):
+    from lit_qrl.precision.layers import block_fp8, fused_blocks
+
+    def fused_parts(plugin, model):
+        plugin.convert_module(model)
+        return sum(isinstance(part, FusedRMSNorm | FusedGatedMLP) for part in model.modules())
+
+    assert fused_parts(QATAligned("fp8_block"), wide()) == 0  # no such device here
+    monkeypatch.setattr(fused_blocks, "kernels_here", lambda: True)
+    assert fused_parts(QATAligned("fp8_block"), wide()) == 6
+    assert fused_parts(QATAligned("fp8_block", fuse=False), wide()) == 0
+    assert fused_parts(QATAligned("fp8_row"), wide()) == 0
+    # blocks that are not known stay as they are, and nothing is refused
+    assert fused_parts(QATAligned("fp8_block"), nn.Sequential(nn.Linear(128, 128))) == 0
+    assert fused_parts(UnifiedFP8("emulate"), wide()) == 0
+    monkeypatch.setattr(block_fp8, "_block_gemm_missing", lambda device: None)
+    monkeypatch.setattr(block_fp8, "_te_missing", lambda: None)
+    plugin = UnifiedFP8()
+    assert fused_parts(plugin, wide(head_dim=128)) == 6
+    assert plugin.backend.name == "torch"
+    assert fused_parts(UnifiedFP8("torch", fuse=False), wide(head_dim=128)) == 0
+    monkeypatch.setattr(block_fp8, "TransformerEngine", block_fp8.Emulated)
+    plugin = UnifiedFP8(fuse=False)
+    plugin.convert_module(wide(head_dim=128))
+    assert type(plugin.backend) is block_fp8.Emulated
+
+
+def counted(kernels):
+    return [(o.get("rstd") is not None, o.get("other") is not None) for o in kernels]
+
+
+def test_plain_blocks_take_one_kernel_each_and_keep_their_numbers(kernels):
+    plain, model = wide(), wide()
+    keys = list(model.state_dict())
+    names = fuse_plain(model, True)
+    assert len(names) == 7  # two norms and an MLP in each of two layers, and the last norm
+    assert fuse_plain(model, True) == []
+    assert list(model.state_dict()) == keys
+    for one in (plain, model):
+        one.model.layers[0].input_layernorm.weight.requires_grad_(False)
+        one.model.norm.weight.requires_grad_(False)
+    tokens = torch.arange(12).view(2, 6)
+    results = []
+    for one in (plain, model):
+        logits = one(input_ids=tokens, use_cache=False).logits
+        logits.float().logsumexp(-1).square().mean().backward()
+        results.append((logits, {name: p.grad for name, p in one.named_parameters() if p.grad is not None}))
+    (expected, others), (logits, gradients) = results
+    assert torch.equal(logits, expected)
+    assert counted(kernels).count((True, False)) == 5
+    assert counted(kernels).count((False, True)) == 2
+    assert gradients.keys() == others.keys()
+    for name, gradient in others.items():
+        assert torch.allclose(gradients[name], gradient, rtol=1e-3, atol=1e-6), name
+
+
+def test_plain_blocks_without_the_kernels_are_the_plain_modules():
+    plain, model = wide(), wide()
+    assert fuse_plain(model, "auto") == []
+    assert fuse_plain(model, False) == []
+    fuse_plain(model, True)
+    tokens = torch.arange(12).view(2, 6)
+    (logits, gradients), (expected, others) = run(model, tokens), run(plain, tokens)
+    assert torch.equal(logits, expected)
+    assert all(torch.equal(gradients[name], others[name]) for name in others)
+
+
+def test_plain_blocks_stand_under_an_adapter_and_over_weights_that_are_drawn_later(tmp_path):
+    from peft import LoraConfig
+
+    from lit_qrl.policy import CausalPolicy
+    from lit_qrl.precision import NVFP4LoRA
+    from tests.tiny_run import model_folder
+
+    lora = LoraConfig(r=4, target_modules="all-linear")
+    policy = CausalPolicy(model_folder(tmp_path), lora=lora, random_weights=True, fuse=True)
+    plugin = NVFP4LoRA()
+    with plugin.module_init_context():
+        policy.configure()
+    plugin.configure_policy(policy)
+    norms = [part for part in policy.network.modules() if isinstance(part, FusedRMSNorm)]
+    assert len(norms) == 5
+    assert all(torch.equal(norm.weight, torch.ones_like(norm.weight)) for norm in norms)
+    assert sum(isinstance(part, FusedGatedMLP) for part in policy.network.modules()) == 2
+
+
+@pytest.mark.parametrize(
+    ("capability", "codes", "fuses"), [((8, 0), True, False), ((8, 0), False, True), ((8, 9), True, True)]
+)
+def test_blocks_keep_codes_only_on_a_gpu_that_knows_fp8(capability, codes, fuses, monkeypatch):
+    monkeypatch.setattr(gemm, "capability", lambda index: capability)
+    monkeypatch.setattr(fused, "triton_installed", lambda: True)
+    device, shape = torch.device("cuda", 0), (4, 128)
+    x = SimpleNamespace(device=device, dtype=torch.bfloat16, shape=shape, is_inference=lambda: False)
+    assert fused_blocks._fusible(codes, x, x) is fuses

@@ -1,0 +1,200 @@
+"""LoRA layers whose terms are made together, against PEFT's own and against fp64."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lit_qrl import formats
+from lit_qrl.precision.layers.lora_linear import LoRALinear, fuse_lora
+from lit_qrl.precision.layers.packed_linear import PackedLinear
+
+
+class Block(nn.Module):
+    def __init__(self, bias=True):
+        super().__init__()
+        self.up_proj = nn.Linear(32, 48, bias=bias)
+        self.down_proj = nn.Linear(48, 32, bias=bias)
+
+    def forward(self, x):
+        return x + self.down_proj(torch.nn.functional.silu(self.up_proj(x)))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def blocks(packed=False, dtype=torch.float32, **options):
+    """PEFT's own block, and one of `LoRALinear` over the same weights."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=["up_proj", "down_proj"], init_lora_weights=False, **options)
+    plain = get_peft_model(Block().to(dtype), config)
+    if packed:
+        for name in ("up_proj", "down_proj"):
+            layer = getattr(plain.base_model.model, name)
+            held = PackedLinear.from_linear(layer.base_layer, formats.get("nvfp4"), cache=False)
+            held.set_weight(formats.get("nvfp4").quantize(layer.base_layer.weight))
+            layer.base_layer = held
+    fused = copy.deepcopy(plain)
+    assert fuse_lora(fused) == 2
+    return plain, fused
+
+
+def run(model, x, autocast=False):
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = model(x)
+    out.float().square().sum().backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"out": out.detach(), "x": x.grad, **found}
+
+
+def reference(model, x):
+    """Everything in fp64, from plain matrices."""
+    x = x.double().requires_grad_()
+    factors = {}
+
+    def layer(part, value):
+        base = part.base_layer
+        weight = base.dequantized(torch.float32) if isinstance(base, PackedLinear) else base.weight
+        a, b = (end["default"].weight.detach().double().requires_grad_() for end in (part.lora_A, part.lora_B))
+        factors.update({id(part.lora_A["default"].weight): a, id(part.lora_B["default"].weight): b})
+        return value @ weight.double().T + base.bias.double() + part.scaling["default"] * (value @ a.T) @ b.T
+
+    block = model.base_model.model
+    out = x + layer(block.down_proj, torch.nn.functional.silu(layer(block.up_proj, x)))
+    out.square().sum().backward()
+    named = {name: factors[id(p)].grad for name, p in model.named_parameters() if id(p) in factors}
+    return {"out": out.detach(), "x": x.grad, **named}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_outputs_and_gradients_are_those_of_the_formula(packed):
+    _, fused = blocks(packed)
+    x = torch.randn(2, 5, 32)
+    found, expected = run(fused, x), reference(fused, x)
+    assert found.keys() == expected.keys()
+    assert len(found) == 6
+    for name, value in expected.items():
+        assert torch.allclose(found[name].double(), value, rtol=1e-4, atol=1e-4 * float(value.abs().max())), name
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_under_autocast_the_errors_are_no_larger_than_pefts(packed):
+    plain, fused = blocks(packed, torch.bfloat16)
+    x = torch.randn(3, 64, 32).bfloat16()
+    ours, pefts, exact = run(fused, x, True), run(plain, x, True), reference(fused, x)
+    for name, value in exact.items():
+        assert ours[name].dtype == pefts[name].dtype
+        error, other = (float((found[name].double() - value).square().mean()) for found in (ours, pefts))
+        assert error < 1.1 * other, name
+
+
+def test_a_checkpointed_block_gives_the_same_bits_and_leaves_its_last_product_out(monkeypatch):
+    _, fused = blocks(packed=True)
+    calls = []
+    own = PackedLinear.product
+    monkeypatch.setattr(PackedLinear, "product", lambda layer, x: calls.append(layer.shape) or own(layer, x))
+    x = torch.randn(2, 5, 32)
+    expected = run(fused, x)
+    fused.zero_grad()
+    calls.clear()
+    found = run(Checkpointed(fused), x)
+    for name, value in expected.items():
+        assert torch.equal(found[name if name in ("out", "x") else f"inner.{name}"], value), name
+    assert calls == [(48, 32), (32, 48), (48, 32)]
+
+
+def test_factors_are_lowered_once_per_update():
+    _, fused = blocks(dtype=torch.bfloat16)
+    layer = fused.base_model.model.up_proj
+    x = torch.randn(4, 32).bfloat16()
+    run(fused, x, True)
+    first = layer._low[1]
+    run(fused, x, True)
+    assert layer._low[1][0] is first[0]
+
+    class Unseen(torch.optim.Optimizer):
+        def step(self):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.add_(1)  # no version counter sees it
+
+    factors = [p for p in fused.parameters() if p.requires_grad]
+    version = layer.lora_A["default"].weight._version
+    Unseen(factors, {}).step()
+    assert layer.lora_A["default"].weight._version == version
+    run(fused, x, True)
+    assert torch.equal(layer._low[1][0], layer.lora_A["default"].weight.bfloat16())
+    assert not torch.equal(layer._low[1][0], first[0])
+
+
+@pytest.mark.parametrize("options", [{"lora_dropout": 0.5}, {"use_dora": True}, {"lora_bias": True}])
+def test_other_adapters_go_pefts_way(options):
+    plain, fused = blocks(**options)
+    x = torch.randn(2, 5, 32)
+    found = []
+    for model in (plain, fused):
+        torch.manual_seed(1)
+        found.append(run(model, x))
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_disabled_merged_and_doubled_adapters_go_pefts_way():
+    plain, fused = blocks()
+    x = torch.randn(2, 5, 32)
+    for model in (plain, fused):
+        model.add_adapter("second", LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False))
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            fused.get_parameter(name).copy_(parameter)
+    with plain.disable_adapter(), fused.disable_adapter():
+        assert torch.equal(plain(x), fused(x))
+    for model in (plain, fused):
+        model.base_model.set_adapter(["default", "second"])
+    assert torch.equal(plain(x), fused(x))
+    for model in (plain, fused):
+        model.base_model.set_adapter("default")
+        model.merge_adapter()
+    assert torch.equal(plain(x), fused(x))
+
+
+def test_without_autocast_an_input_of_another_dtype_goes_pefts_way():
+    plain, fused = blocks(packed=True, dtype=torch.bfloat16)
+    x = torch.randn(2, 5, 32).bfloat16()
+    assert torch.equal(plain(x), fused(x))
+
+
+def test_names_and_copies():
+    plain, fused = blocks()
+    assert list(plain.state_dict()) == list(fused.state_dict())
+    run(fused, torch.randn(2, 32), True)
+    copied = copy.deepcopy(fused)
+    layer = copied.base_model.model.up_proj
+    assert isinstance(layer, LoRALinear)
+    assert layer._low is None
+
+
+def test_operations_of_one_layer():
+    """What a host starts for forward and backward of one layer under autocast, fewer than half of PEFT's."""
+    plain, fused = blocks(dtype=torch.bfloat16)
+    x = torch.randn(4, 32).bfloat16()
+    counts = []
+    for model in (plain, fused):
+        run(model, x, True)
+        layer, value = model.base_model.model.up_proj, x.clone().requires_grad_()
+        model.zero_grad()
+        with torch.profiler.profile() as profiler, torch.autocast("cpu", torch.bfloat16):
+            layer(value).sum().backward()
+        working = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::copy_", "aten::mul", "aten::add", "aten::add_"}
+        counts.append(sum(event.count for event in profiler.key_averages() if event.key in working))
+    assert counts[1] < 0.6 * counts[0]

@@ -1,0 +1,84 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lit_qrl import formats
+from lit_qrl.precision.layers.packed_linear import PackedLinear
+
+FORMATS = {"nvfp4": {}, "mxfp4": {}, "nf4": {}, "int4_group": {"group_size": 32}}
+
+
+def packed(name="nvfp4", shape=(64, 32), bias=True):
+    torch.manual_seed(0)
+    format = formats.get(name, **FORMATS[name])
+    linear = nn.Linear(*shape, bias=bias)
+    layer = PackedLinear.from_linear(linear, format, cache=False)
+    layer.set_weight(format.quantize(linear.weight))
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_packed_layer_multiplies_and_differentiates_as_its_weight_would(name, dtype):
+    torch.manual_seed(0)
+    format = formats.get(name, **FORMATS[name])
+    linear = nn.Linear(64, 32).to(dtype)
+    layer = PackedLinear.from_linear(linear, format, cache=False)
+    layer.set_weight(format.quantize(linear.weight))
+    plain = copy.deepcopy(linear)
+    plain.weight.data = format.dequantize(layer.weight, dtype)
+    inputs = [torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1)).to(dtype) for _ in range(2)]
+    for x in inputs:
+        x.requires_grad_()
+    out, expected = layer(inputs[0]), plain(inputs[1])
+    assert torch.equal(out, expected)
+    upstream = torch.randn_like(out)
+    out.backward(upstream)
+    expected.backward(upstream)
+    assert torch.allclose(inputs[0].grad, inputs[1].grad, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+
+
+def test_nothing_of_full_size_is_kept_for_the_backward_pass():
+    format = formats.get("nvfp4")
+    linear = nn.Linear(256, 512, bias=False)
+    layer = PackedLinear.from_linear(linear, format, cache=False)
+    layer.set_weight(format.quantize(linear.weight))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        layer(torch.randn(4, 256, requires_grad=True))
+    assert max(saved, default=0) < 256 * 512
+    assert not layer._prepared
+
+
+def test_the_layer_trains_no_weight_of_its_own():
+    layer = packed()
+    assert not any(parameter.requires_grad for name, parameter in layer.named_parameters() if name != "bias")
+    x = torch.randn(3, 64, requires_grad=True)
+    layer(x).sum().backward()
+    expected = layer.format.dequantize(layer.weight).sum(dim=0).expand(3, 64)
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_codes_that_wait_stay_on_the_host_until_they_are_asked_for():
+    layer, other = packed(), packed()
+    layer.wait_on_host()
+    assert layer.waits_on_host
+    layer.to("meta")
+    other.to("meta")
+    assert layer.codes.device.type == "cpu"
+    assert other.codes.device.type == "meta"
+    assert layer.weight_on(torch.device("meta")).codes.device.type == "meta"
+    x = torch.randn(2, 64)
+    layer.bias = None
+    assert torch.equal(layer(x), x @ packed().dequantized(torch.float32).t())
+
+
+def test_under_autocast_the_product_is_in_its_dtype():
+    layer, x = packed(bias=False), torch.randn(2, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = layer(x)
+    assert got.dtype == torch.bfloat16
+    weight = layer.format.dequantize(layer.weight, torch.bfloat16)
+    assert torch.equal(got, x.bfloat16() @ weight.t())

@@ -1,0 +1,188 @@
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+from lit_qrl import formats
+from lit_qrl.errors import ConfigError
+from lit_qrl.policy import CausalPolicy
+from lit_qrl.precision.packed_base import packed_format
+from lit_qrl.precision.packed_lora import NVFP4LoRA
+from lit_qrl.quantize.folder import quantize_checkpoint
+from tests.networks import batch_of
+from tests.tiny_run import build, model_folder
+
+FORMATS = {"nvfp4": {}, "mxfp4": {}, "nf4": {}, "int4_group": {"group_size": 32}}
+BATCH = batch_of([[3, 4, 5], [6, 7]], [[8, 9, 10], [11, 12, 13, 14]])
+
+
+def lora(**options):
+    return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **options})
+
+
+def quantized(tmp_path, name="nvfp4", **options):
+    format = formats.get(name, **FORMATS[name])
+    folder = tmp_path / name
+    if not folder.exists():
+        quantize_checkpoint(Path(model_folder(tmp_path / "model")), folder, format, **options)
+    return str(folder), format
+
+
+def configured(folder, format, plugin=None, **policy):
+    torch.manual_seed(0)
+    made = CausalPolicy(folder, **{"lora": lora(), **policy})
+    made.configure()
+    packer = plugin or NVFP4LoRA(format)
+    packer.configure_policy(made)
+    return made, packer
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_folder_gives_the_base_that_packing_on_load_gives(name, tmp_path):
+    folder, format = quantized(tmp_path, name)
+    from_codes, packer = configured(folder, format)
+    on_load, other = configured(str(tmp_path / "model"), format)
+    assert packer.packed(from_codes).keys() == other.packed(on_load).keys()
+    for layer, packed in packer.packed(from_codes).items():
+        expected = other.packed(on_load)[layer].weight
+        assert torch.equal(packed.weight.codes, expected.codes), layer
+        assert torch.equal(packed.weight.scales.float(), expected.scales.float()), layer
+    assert torch.equal(from_codes(BATCH).logprobs, on_load(BATCH).logprobs)
+    trained = [name for name, parameter in from_codes.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+
+
+def test_transformers_and_the_policy_agree_on_the_folder(tmp_path):
+    folder, format = quantized(tmp_path, "nvfp4", dtype=torch.bfloat16)
+    policy, _ = configured(folder, format, dtype="bf16")
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    prompt, completion = [3, 4, 5], [8, 9, 10]
+    with torch.no_grad():
+        logits = network(torch.tensor([prompt + completion])).logits[0, 2:5].float()
+        expected = logits.log_softmax(dim=-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+        got = policy(batch_of([prompt], [completion])).logprobs[0]
+    torch.testing.assert_close(got, expected, rtol=0, atol=0.05)  # two orders of bf16 operations
+
+
+def run(folder, epochs, resume=False):
+    format = formats.get("nvfp4")
+    if not (folder / "model").exists():
+        source = Path(model_folder(folder / "source"))
+        quantize_checkpoint(source, folder / "model", format)  # where `build` looks for its model
+    trainer, module, data = build(
+        folder,
+        policy={"lora": lora()},
+        format="auto",
+        trainer={"max_epochs": epochs, "plugins": [NVFP4LoRA(format)]},
+    )
+    last = str(folder / "run" / "checkpoints" / "last.ckpt") if resume else None
+    trainer.fit(module, datamodule=data, ckpt_path=last, weights_only=True if resume else None)
+    return module
+
+
+def test_a_run_starts_from_the_folder_and_resumes(tmp_path):
+    module = run(tmp_path / "a", 2)
+    with (tmp_path / "a" / "run" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2
+    assert max(float(row["mismatch/abs_log_ratio"]) for row in rows) < 1e-5
+    run(tmp_path / "b", 1)
+    resumed = run(tmp_path / "b", 2, resume=True)
+    for (name, one), (_, two) in zip(module.policy.named_parameters(), resumed.policy.named_parameters(), strict=True):
+        assert torch.equal(one, two), name
+    assert not hasattr(module.policy.network.config, "quantization_config")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_recognised_by_its_own_config(name):
+    format = formats.get(name, **FORMATS[name])
+    assert packed_format(format.quantization_config()) == format
+
+
+def test_what_is_no_weight_only_folder_is_not_taken_for_one():
+    for name in ("fp8_row", "fp8_block", "int8_channel"):
+        assert packed_format(formats.get(name).quantization_config()) is None
+    assert packed_format(formats.get("int4_group", activations="fp8").quantization_config()) is None
+    assert packed_format({"quant_method": "gptq", "bits": 4}) is None
+    ordered = formats.get("int4_group").quantization_config()
+    ordered["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    assert packed_format(ordered) is None
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_another_format_or_an_exclude_that_the_folder_does_not_share(tmp_path):
+    folder, format = quantized(tmp_path)
+    with pytest.raises(ConfigError, match=r"holds its weights in nvfp4\. .*NVFP4LoRA: nvfp4\. Given: mxfp4\."):
+        configured(folder, format, NVFP4LoRA("mxfp4"))
+    with pytest.raises(ConfigError, match=r"leaves out .*down_proj"):
+        configured(folder, format, NVFP4LoRA("nvfp4", exclude=["*.down_proj"]))
+
+
+def test_layers_that_the_folder_keeps_plain_stay_plain(tmp_path):
+    folder, format = quantized(tmp_path, exclude=["*.down_proj"])
+    policy, packer = configured(folder, format)
+    assert len(packer.packed(policy)) == 12
+    assert torch.isfinite(policy(BATCH).logprobs).all()
+
+
+def test_a_folder_of_another_architecture_is_named(tmp_path):
+    folder, format = quantized(tmp_path)
+    config_file = tmp_path / "nvfp4" / "config.json"
+    config = json.loads(config_file.read_text())
+    for field, value, match in (
+        ("intermediate_size", 128, "is not one of Qwen3"),
+        ("num_hidden_layers", 1, "has no linear layer model.layers.1"),
+        ("num_hidden_layers", 3, "layers.2.* is missing"),
+    ):
+        changed = {**config, field: value}
+        changed.pop("layer_types", None)
+        config_file.write_text(json.dumps(changed))
+        with pytest.raises(ConfigError, match=match):
+            configured(folder, format)
+
+
+def test_a_truncated_shard_is_named(tmp_path):
+    folder, format = quantized(tmp_path)
+    shard = tmp_path / "nvfp4" / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"model\.safetensors is truncated"):
+        configured(folder, format)
+    plain = tmp_path / "model" / "model.safetensors"
+    plain.write_bytes(plain.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        CausalPolicy(str(tmp_path / "model")).configure()
+
+
+def test_codes_need_the_plugin_and_an_adapter_that_does_not_need_them(tmp_path):
+    folder, _ = quantized(tmp_path)
+    policy = CausalPolicy(folder)
+    policy.configure()
+    with pytest.raises(ConfigError, match=r"nvfp4_lora\.yaml"):
+        policy.packed_base.require_packed(policy.network)
+    for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
+        with pytest.raises(ConfigError, match="starts from the base's weights"):
+            CausalPolicy(folder, lora=lora(**options))
+
+
+def test_activations_in_low_bits_are_refused_by_name(tmp_path):
+    folder, _ = quantized(tmp_path)
+    config_file = tmp_path / "nvfp4" / "config.json"
+    config = json.loads(config_file.read_text())
+    config["quantization_config"] = formats.get("fp8_row").quantization_config()
+    config_file.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="no adapter can be trained over"):
+        CausalPolicy(folder, lora=lora())
+
+
+def test_exclude_means_checkpoint_names_under_an_adapter_too(tmp_path):
+    policy, packer = configured(
+        model_folder(tmp_path / "model"), formats.get("nvfp4"), NVFP4LoRA(exclude=["*.down_proj"])
+    )
+    assert len(packer.packed(policy)) == 12

@@ -1,0 +1,206 @@
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+
+from lit_qrl import formats
+from lit_qrl.errors import ConfigError
+from lit_qrl.network.linears import QuantizedLinear, swap_linears
+from lit_qrl.precision.packed_lora import NVFP4LoRA
+from tests.precision.toy import LINEARS, Module, Policy, batches, fit, network, resumed_equals_uninterrupted, trainer
+
+FORMATS = {"nvfp4": {}, "mxfp4": {}, "nf4": {}, "int4_group": {"group_size": 32}}
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def lora(targets=ALL, **options):
+    return LoraConfig(r=4, lora_alpha=8, target_modules=list(targets), init_lora_weights=False, **options)
+
+
+def plugin(name="nvfp4", **options):
+    return NVFP4LoRA(formats.get(name, **FORMATS[name]), **options)
+
+
+def configured(name="nvfp4", **options):
+    policy = Policy(lora=lora(**options))
+    policy.configure()
+    packer = plugin(name)
+    packer.configure_policy(policy)
+    return policy, packer
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_base_has_no_parameters_gradients_or_optimizer_state(name, tmp_path):
+    module, run = fit(tmp_path, plugin(name), Module(Policy(lora=lora())))
+    layers = run.precision_plugin.packed(module)
+    assert sorted(layers) == sorted(LINEARS)
+    assert not any("base_layer.weight" in key for key, _ in module.named_parameters())
+    trained = {key for key, parameter in module.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert all("lora_" in key for key in trained)
+    (optimizer,) = run.optimizers
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in module.parameters() if p.requires_grad}
+    assert len(optimizer.state) == len(trained)
+    for layer in layers.values():
+        assert not layer.codes.is_floating_point()
+        assert all(p.grad is None for p in layer.parameters())
+
+
+def test_the_checkpoint_holds_no_base(tmp_path):
+    module, _ = fit(tmp_path, plugin(), Module(Policy(lora=lora())))
+    assert not any(part in key for key in module.state_dict() for part in ("codes", "scales", "base_layer.weight"))
+
+
+def test_packing_is_idempotent():
+    policy, packer = configured()
+    before = packer.packed(policy)
+    packer.configure_policy(policy)
+    assert packer.packed(policy) == before
+    assert sorted(packer.report.swapped) == sorted(LINEARS)
+    assert packer.shapes(policy)["model.layers.0.self_attn.k_proj"] == (32, 64)
+
+
+def test_layers_without_an_adapter_are_packed_too():
+    policy, packer = configured(targets=["q_proj", "v_proj"])
+    assert sorted(packer.packed(policy)) == sorted(LINEARS)
+    plain = [name for name, module in policy.network.named_modules() if type(module) is nn.Linear]
+    assert all("lora_" in name or name == "lm_head" for name in plain)
+
+
+def test_fused_layers_share_their_global_scale():
+    policy, packer = configured("nvfp4")
+    layers = packer.packed(policy)
+    original = dict(network().named_parameters())
+    amax = max(original[f"model.layers.0.self_attn.{p}_proj.weight"].abs().max() for p in "qkv")
+    scales = {p: layers[f"model.layers.0.self_attn.{p}_proj"].global_scale.item() for p in "qkvo"}
+    assert scales["q"] == scales["k"] == scales["v"] == pytest.approx(448 * 6 / amax.item())
+    assert scales["o"] != scales["q"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_exported_base_is_the_one_that_the_forward_uses(name):
+    policy, packer = configured(name)
+    exported = dict(packer.export(policy))
+    layers = packer.packed(policy)
+    for layer, part in layers.items():
+        for key, tensor in part.format.export(part.weight, layer):
+            assert torch.equal(exported.pop(key).view(torch.uint8), tensor.view(torch.uint8))
+    original = dict(network().named_parameters())
+    rest = {key: tensor for key, tensor in original.items() if key.removesuffix(".weight") not in layers}
+    assert sorted(exported) == sorted(rest)
+    assert all(torch.equal(exported[key], rest[key]) for key in rest)
+
+
+def test_a_perturbed_norm_passes_into_the_export():
+    policy, packer = configured()
+    stream = ((n, t * 3 if n == "model.norm.weight" else t) for n, t in packer.weights(policy))
+    assert dict(packer.export(policy, stream))["model.norm.weight"].tolist() == [3.0] * 64
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_base_and_adapter_agree_with_the_merged_weights(name):
+    policy, packer = configured(name)
+    plain = network(seed=9)
+    merged = dict(packer.plain_weights(policy))
+    assert sorted(merged) == sorted(dict(plain.named_parameters()))
+    plain.load_state_dict(merged, strict=False)
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        ours, theirs = policy(tokens), plain(input_ids=tokens).logits
+    assert torch.allclose(ours, theirs, atol=1e-4)
+    with torch.no_grad(), policy.model.disable_adapter():
+        assert not torch.allclose(policy(tokens), theirs, atol=1e-2)
+
+
+def test_an_embedded_sampler_over_the_exported_base_gives_the_same_logits_as_the_learner_without_adapter():
+    policy, packer = configured("nvfp4")
+    sampler = network(seed=9)
+    swap_linears(sampler, lambda _, linear: QuantizedLinear.from_linear(linear, packer.format))
+    exported = dict(packer.export(policy))
+    plain = {key: t for key, t in exported.items() if key.rsplit(".", 1)[0] not in LINEARS}
+    assert sampler.load_state_dict(plain, strict=False).unexpected_keys == []
+    for layer in LINEARS:
+        part = {k.removeprefix(layer + "."): t for k, t in exported.items() if k.startswith(layer + ".")}
+        sampler.get_submodule(layer).load(part)
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad(), policy.model.disable_adapter():
+        assert torch.equal(policy(tokens), sampler(input_ids=tokens).logits)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_resume_continues_bit_for_bit(name, tmp_path):
+    make = lambda: Module(Policy(lora=lora()))  # noqa: E731
+    whole, second, losses, joined = resumed_equals_uninterrupted(tmp_path, lambda: plugin(name), make)
+    assert joined == losses
+    assert all(torch.equal(whole[key], second[key]) for key in whole)
+
+
+def test_a_checkpoint_over_another_base_is_refused(tmp_path):
+    _, run = fit(tmp_path, plugin(), Module(Policy(lora=lora())))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    other = Module(Policy(seed=3, lora=lora()))
+    with pytest.raises(ConfigError, match="another base"):
+        trainer(tmp_path, plugin(), epochs=2).fit(other, batches(), ckpt_path=tmp_path / "a.ckpt")
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path):
+    plain, _ = fit(tmp_path, plugin(), Module(Policy(lora=lora())))
+    checkpointed, _ = fit(tmp_path, plugin(), Module(Policy(lora=lora(), checkpointing=True)))
+    assert checkpointed.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+def test_trained_norms_stay_trainable_and_are_exported(tmp_path):
+    module, run = fit(tmp_path, plugin(), Module(Policy(lora=lora(modules_to_save=["norm"]))))
+    exported = dict(run.precision_plugin.export(module.policy))
+    trained = module.policy.network.model.norm.modules_to_save.default.weight
+    assert torch.equal(exported["model.norm.weight"], trained)
+    assert sorted(k for k in exported if "norm" in k) == sorted(
+        k for k, _ in network().named_parameters() if "norm" in k
+    )
+
+
+def test_training_learns(tmp_path):
+    module, _ = fit(tmp_path, plugin(), Module(Policy(lora=lora()), steps_lr=2e-2), epochs=12)
+    assert sum(module.losses[-4:]) < sum(module.losses[:4]) - 0.2
+
+
+def test_a_policy_without_an_adapter_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing else to train.*model\.policy\.lora"):
+        fit(tmp_path, plugin(), Module(Policy()))
+
+
+def test_formats_with_quantized_activations_are_refused():
+    with pytest.raises(ConfigError, match=r"weight-only format.*fp8_row"):
+        NVFP4LoRA("fp8_row")
+    with pytest.raises(ConfigError, match="weight-only"):
+        NVFP4LoRA("bf16")
+    with pytest.raises(ConfigError, match="weight-only"):
+        NVFP4LoRA(formats.Int4Group(activations="fp8"))
+
+
+def test_layers_that_do_not_fit_are_named():
+    policy = Policy(lora=lora())
+    policy.configure()
+    with pytest.raises(ConfigError, match=r"do not fit int4_group: model\.layers\.0\.self_attn\.q_proj"):
+        NVFP4LoRA("int4_group").configure_policy(policy)
+
+
+def test_a_module_that_never_configured_is_refused():
+    module = Module(Policy(lora=lora()))
+    module.policy.configure()
+    with pytest.raises(ConfigError, match="configure_policy"):
+        plugin().convert_module(module)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_dequantization_compiles_into_one_graph(name):
+    format = formats.get(name, **FORMATS[name])
+    q = format.quantize(torch.randn(32, 64))
+    from lit_qrl.types import QuantizedWeight
+
+    def dequantize(codes, scales, global_scale):
+        return format.dequantize(QuantizedWeight(codes, scales, global_scale, format, (32, 64)), torch.bfloat16)
+
+    compiled = torch.compile(dequantize, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q.codes, q.scales, q.global_scale), format.dequantize(q, torch.bfloat16))

@@ -1,0 +1,210 @@
+"""Engines that die: one event, a new engine with verified weights, the same drawn again, and an end to it."""
+
+import pytest
+import torch
+
+from lit_qrl.callbacks import RLCallback
+from lit_qrl.callbacks.publisher import WeightPublisher
+from lit_qrl.errors import ConfigError, StoppedError
+from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.rollout.engine import EngineDiedError
+from lit_qrl.run.diary import read_jsonl
+from tests.tiny_run import build, fit, parameters_of
+
+
+class MortalEngine(TransformersEngine):
+    """Dies at the given calls of `generate`, `load_weights` or `score`, counted over the whole run from 0."""
+
+    def __init__(self, **deaths):
+        super().__init__()
+        self.deaths = {name: set(calls) for name, calls in deaths.items()}
+        self.calls = dict.fromkeys(("generate", "load_weights", "score"), 0)
+        self.story = []
+
+    def _live(self, name):
+        self.calls[name] += 1
+        if self.calls[name] - 1 in self.deaths.get(name, ()):
+            self.story.append("died")
+            raise EngineDiedError("boom") from MemoryError("out of memory")
+        self.story.append(name)
+
+    def setup(self, *args):
+        self.story.append("setup")
+        super().setup(*args)
+
+    def generate(self, *args, **options):
+        self._live("generate")
+        return super().generate(*args, **options)
+
+    def load_weights(self, tensors, format, version):
+        self._live("load_weights")
+        return super().load_weights(tensors, format, version)
+
+    def score(self, sequences):
+        self._live("score")
+        return super().score(sequences)
+
+    def close(self):
+        self.story.append("close")
+        super().close()
+
+
+class Rollouts(RLCallback):
+    def __init__(self):
+        self.tokens, self.versions = [], []
+
+    def on_rollout_end(self, trainer, module, batch):
+        self.tokens.append(batch.tokens.clone())
+        self.versions += sorted(set(batch.version.tolist()))
+
+
+def mortal(folder, deaths=None, epochs=3, publisher=None, **options):
+    """Run with an engine of these deaths; return (module, engine, rollouts, run)."""
+    rollouts, every = Rollouts(), options.pop("checkpoint_every", 1)
+    trainer, module, data = build(
+        folder,
+        callbacks=[rollouts, *options.pop("callbacks", [])],
+        publisher=publisher,
+        trainer={"max_epochs": epochs, **options.pop("trainer", {})},
+        **options,
+    )
+    trainer.checkpoint_callback.every_n_iterations = every
+    data.engine = engine = MortalEngine(**(deaths or {}))
+
+    def run(ckpt_path=None):
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
+
+    return module, engine, rollouts, run
+
+
+def events(folder, kind):
+    return [event for event in read_jsonl(folder / "run" / "events.jsonl") if event["kind"] == kind]
+
+
+@pytest.mark.parametrize("deaths", [{"generate": [1]}, {"load_weights": [1]}, {"generate": [1, 2]}], ids=str)
+def test_a_death_costs_no_more_than_its_time(tmp_path, deaths):
+    module, engine, rollouts, run = mortal(tmp_path / "mortal", deaths)
+    run()
+    plain, _, expected, run = mortal(tmp_path / "immortal")
+    run()
+    assert torch.equal(parameters_of(module), parameters_of(plain))
+    assert all(torch.equal(a, b) for a, b in zip(rollouts.tokens, expected.tokens, strict=True))
+    assert rollouts.versions == expected.versions == [0, 1, 2]
+    count = len(next(iter(deaths.values())))
+    logged = events(tmp_path / "mortal", "engine_died")
+    assert [event["restart"] for event in logged] == list(range(1, count + 1))
+    assert {event["iteration"] for event in logged} == {2}
+    assert "boom" in logged[0]["message"]
+    assert engine.story.count("setup") == 1 + count
+
+
+def test_the_new_engine_is_published_to_and_probed_before_it_draws(tmp_path):
+    _, engine, _, run = mortal(tmp_path, {"generate": [1]})
+    run()
+    first = ["setup", "load_weights", "score", "generate"]
+    dead = ["load_weights", "died", "close"]
+    reborn = ["setup", "load_weights", "score", "generate"]
+    assert engine.story == [*first, *dead, *reborn, "load_weights", "generate", "close"]
+
+
+def test_a_death_while_the_probe_is_scored(tmp_path):
+    _, engine, rollouts, run = mortal(tmp_path, {"score": [0]})
+    run()
+    assert engine.story[:7] == ["setup", "load_weights", "died", "close", "setup", "load_weights", "score"]
+    assert rollouts.versions == [0, 1, 2]
+
+
+def test_a_death_during_an_evaluation(tmp_path):
+    module, engine, _, run = mortal(tmp_path / "a", {"generate": [0, 4]}, trainer={"limit_val_batches": 1})
+    run()
+    plain, _, _, run = mortal(tmp_path / "b", trainer={"limit_val_batches": 1})
+    run()
+    assert engine.story.count("died") == 2
+    assert module.trainer.callback_metrics["val/accuracy"] == plain.trainer.callback_metrics["val/accuracy"]
+    assert torch.equal(parameters_of(module), parameters_of(plain))
+
+
+def test_deaths_are_counted_in_a_row(tmp_path):
+    _, _, rollouts, run = mortal(tmp_path, {"generate": [0, 2, 4]}, publisher={"max_restarts": 1})
+    run()
+    assert rollouts.versions == [0, 1, 2]
+    assert [event["restart"] for event in events(tmp_path, "engine_died")] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_after_the_last_restart_the_run_stops_and_goes_on_from_its_checkpoint(tmp_path, every, capsys):
+    folder = tmp_path / "mortal"
+    _, engine, before, run = mortal(folder, {"generate": [2, 3, 4]}, 4, report=True, checkpoint_every=every)
+    with pytest.raises(StoppedError, match=r"boom \(2 restarts did not help\).*checkpoint is .*last\.ckpt") as caught:
+        run()
+    assert isinstance(caught.value.__cause__, EngineDiedError)
+    assert len(events(folder, "engine_died")) == 3
+    assert len(events(folder, "stopped")) == 1
+    assert (folder / "run" / "report" / "index.html").exists()
+    assert "Report: " in capsys.readouterr().out
+    assert engine.story[-1] == "close"
+    again, _, after, run = mortal(folder, epochs=4)
+    run(str(folder / "run" / "checkpoints" / "last.ckpt"))
+    plain, _, expected, run = mortal(tmp_path / "immortal", epochs=4)
+    run()
+    tokens = [*before.tokens, *after.tokens]
+    assert all(torch.equal(a, b) for a, b in zip(tokens, expected.tokens, strict=True))
+    assert torch.equal(parameters_of(again), parameters_of(plain))
+
+
+def test_no_restart_where_none_is_wanted(tmp_path):
+    _, engine, _, run = mortal(tmp_path, {"generate": [0]}, publisher={"max_restarts": 0})
+    with pytest.raises(StoppedError, match="0 restarts did not help"):
+        run()
+    assert engine.story.count("setup") == 1
+    with pytest.raises(ConfigError, match="max_restarts is negative"):
+        WeightPublisher(max_restarts=-1)
+
+
+def test_a_sampler_that_was_kept_cannot_be_had_back_and_gets_a_new_version(tmp_path):
+    _, _, rollouts, run = mortal(tmp_path, {"generate": [1]}, 4, publisher={"every_n_iterations": 2})
+    run()
+    assert rollouts.versions == [0, 1, 2, 2]
+
+
+def test_a_death_does_not_hide_other_errors(tmp_path):
+    class Broken(RLCallback):
+        def on_publish(self, trainer, module, name, tensor):
+            raise RuntimeError("a mistake of the user's own")
+
+    _, engine, _, run = mortal(tmp_path, callbacks=[Broken()])
+    with pytest.raises(RuntimeError, match="user's own"):
+        run()
+    assert engine.story.count("died") == 0
+    assert events(tmp_path, "engine_died") == []
+
+
+def test_a_restart_starts_the_noise_anew(tmp_path):
+    from lit_qrl.callbacks import AQNNoise
+
+    seen = []
+    for name, deaths in (("a", {"generate": [1]}), ("b", {})):
+        noise = AQNNoise(start=0.3, end=0.1, num_stages=2)
+        module, _, rollouts, run = mortal(tmp_path / name, deaths, callbacks=[noise])
+        run()
+        seen.append((parameters_of(module), torch.cat([tokens.flatten() for tokens in rollouts.tokens])))
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+def test_a_hang_leaves_a_diary_and_a_report(tmp_path):
+    trainer, module, data = build(tmp_path, report=True, trainer={"max_epochs": 1})
+
+    class Hangs(RLCallback):
+        def on_rollout_end(self, trainer, module, batch):
+            module.data.engine.on_hang("The engine hangs.")
+
+    trainer.callbacks.insert(0, Hangs())
+    trainer.fit(module, datamodule=data)
+    assert [event["message"] for event in events(tmp_path, "engine_hung")] == ["The engine hangs."]
+    assert (tmp_path / "run" / "report" / "index.html").exists()
+
+
+def test_embedded_engine_is_untouched_by_all_this(tmp_path):
+    _, _, data = fit(tmp_path, trainer={"max_epochs": 1})
+    assert data.engine.holds_weights
+    assert events(tmp_path, "engine_died") == []

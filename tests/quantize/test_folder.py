@@ -1,0 +1,305 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+from lit_qrl import formats
+from lit_qrl.errors import ConfigError
+from lit_qrl.network.folder import INDEX, Checkpoint, appearing
+from lit_qrl.network.linears import quantizable_linears
+from lit_qrl.quantize.calibration import LayerRunner
+from lit_qrl.quantize.folder import RECORD, quantize_checkpoint, weight_only
+from tests.networks import build_network, build_tokenizer
+
+FORMATS = {"nvfp4": {}, "mxfp4": {}, "nf4": {}, "int4_group": {"group_size": 32}}
+SHAPE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+PROMPTS = torch.tensor([[3, 5, 7, 9, 11, 13, 15, 17]])
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A checkpoint whose shards part q from k and v."""
+    return written(tmp_path / "source")
+
+
+def written(folder, dtype=torch.bfloat16, **changes):
+    network = build_network(**{**SHAPE, **changes}).to(dtype)
+    network.save_pretrained(folder, max_shard_size="15KB")
+    build_tokenizer(pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    assert (folder / INDEX).exists()
+    return folder
+
+
+# The libraries multiply FP4 codes out into bf16 whatever is asked for.
+def loaded(folder, dtype=torch.bfloat16):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+@torch.no_grad()
+def logprobs(network):
+    return network(PROMPTS).logits.float().log_softmax(dim=-1)
+
+
+def in_format(source, format, exclude=(), dtype=torch.bfloat16):
+    """The plain model with every weight rounded in a loop of its own."""
+    network = loaded(source, dtype)
+    linears = quantizable_linears(network, exclude)
+    for name, linear in linears.items():
+        parent, leaf = name.rsplit(".", 1)
+        group = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gu", "up_proj": "gu"}.get(leaf, leaf)
+        members = {"qkv": ["q_proj", "k_proj", "v_proj"], "gu": ["gate_proj", "up_proj"]}.get(group, [leaf])
+        plain = loaded(source, dtype)
+        amax = torch.stack([plain.get_parameter(f"{parent}.{m}.weight").detach().abs().amax() for m in members]).amax()
+        q = format.quantize(linear.weight.detach(), amax if format.shares_amax else None)
+        linear.weight.data = format.dequantize(q, dtype)
+    return network
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_transformers_reads_the_output_as_the_format_computes_it(name, source, tmp_path):
+    format = formats.get(name, **FORMATS[name])
+    report = quantize_checkpoint(source, tmp_path / "out", format, dtype=torch.bfloat16, shard_bytes=20_000)
+    assert len(report.layers) == 14
+    assert (tmp_path / "out" / INDEX).exists()
+    expected = logprobs(in_format(source, format))
+    # bitsandbytes multiplies with a kernel of its own; its output is rounded to bf16 too
+    got = logprobs(loaded(tmp_path / "out"))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0.03 if name == "nf4" else 0)
+    assert (logprobs(loaded(source)) - expected).abs().max() > 0.05
+
+
+def test_layers_that_are_left_out_stay_bit_for_bit(source, tmp_path):
+    quantize_checkpoint(source, tmp_path / "out", formats.get("nvfp4"), exclude=["*.down_proj"])
+    before, after = Checkpoint(source), Checkpoint(tmp_path / "out")
+    kept = [name for name in before.names if name in after.shapes]
+    assert sum("down_proj" in name for name in kept) == 2
+    for name in kept:
+        assert torch.equal(before.read([name])[name], after.read([name])[name]), name
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "model.layers.0.mlp.down_proj" in config["quantization_config"]["ignore"]
+    expected = logprobs(in_format(source, formats.get("nvfp4"), ["*.down_proj"]))
+    assert torch.equal(logprobs(loaded(tmp_path / "out")), expected)
+
+
+def test_fused_layers_in_different_shards_share_the_global_scale(source, tmp_path):
+    layer = "model.layers.0.self_attn"
+    files = json.loads((source / INDEX).read_text())["weight_map"]
+    assert len({files[f"{layer}.{part}_proj.weight"] for part in "qkv"}) > 1
+    quantize_checkpoint(source, tmp_path / "out", formats.get("nvfp4"))
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    plain = loaded(source)
+    amax = max(float(plain.get_parameter(f"{layer}.{part}_proj.weight").detach().abs().max()) for part in "qkv")
+    (scale,) = {float(tensors[f"{layer}.{part}_proj.weight_global_scale"]) for part in "qkv"}
+    assert scale == pytest.approx(448 * 6 / amax, rel=2**-8)
+
+
+def test_the_output_is_a_whole_folder(source, tmp_path):
+    steps = []
+    quantize_checkpoint(
+        source, tmp_path / "out", formats.get("mxfp4"), dtype=torch.bfloat16, progress=lambda *at: steps.append(at)
+    )
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", RECORD} <= names
+    assert steps == [(0, 2), (1, 2), (2, 2)]
+    assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert loaded(tmp_path / "out", torch.bfloat16).get_input_embeddings().weight.dtype == torch.bfloat16
+
+
+# ----------------------------------------------------------------------------------------------------------------- AWQ
+
+
+def outlier_network(folder, config_class=Qwen2Config, **changes):
+    """Norms that make a few channels of what the projections read fifty times larger."""
+    network = build_network(config_class, **{**SHAPE, **changes})
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if "layernorm" in name:
+                parameter[[3, 20, 41]] *= 50
+            elif "proj" in name and parameter.dim() == 2:
+                parameter[:, [3, 20, 41]] /= 10
+    network.save_pretrained(folder)
+    build_tokenizer(pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    return folder
+
+
+def sequences(count=4, length=24):
+    return torch.randint(3, 20, (count, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("config_class", [Qwen2Config, LlamaConfig])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_scaling_alone_leaves_the_function_unchanged(config_class, heads, tmp_path):
+    folder = outlier_network(tmp_path / "source", config_class, num_key_value_heads=heads)
+    network = loaded(folder, torch.float64)
+    before = network(PROMPTS).logits
+    chosen = quantizable_linears(network)
+    plain = {name: linear.weight.detach().clone() for name, linear in chosen.items()}
+    with torch.no_grad():
+        runner = LayerRunner(network, sequences(), torch.device("cpu"))
+    found = []
+    for index, layer in enumerate(network.model.layers):
+        found += runner.scale(layer, index, f"model.layers.{index}", formats.get("nvfp4"), chosen)
+    assert all(one.alpha > 0 for one in found if one.producer.endswith("layernorm"))
+    changed = [name for name, linear in chosen.items() if not torch.equal(linear.weight, plain[name])]
+    assert len(changed) >= 10
+    torch.testing.assert_close(network(PROMPTS).logits, before, rtol=1e-9, atol=1e-9)
+    # v → o only where each value head serves one query head
+    assert any(one.producer.endswith("v_proj") for one in found) == (heads == 4)
+    assert {one.producer.rsplit(".", 1)[1] for one in found} >= {
+        "input_layernorm",
+        "post_attention_layernorm",
+        "up_proj",
+    }
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_awq_comes_closer_to_the_plain_model_than_rounding(name, tmp_path):
+    format = formats.get(name, **FORMATS[name])
+    folder = outlier_network(tmp_path / "source")
+    plain = quantize_checkpoint(folder, tmp_path / "plain", format, dtype=torch.bfloat16)
+    scaled = quantize_checkpoint(folder, tmp_path / "awq", format, dtype=torch.bfloat16, sequences=sequences())
+    assert plain.found == ()
+    assert scaled.loss_ratio < 0.8
+    assert all(one.loss <= one.plain_loss for one in scaled.found)
+    assert scaled.bytes_after == plain.bytes_after
+    record = json.loads((tmp_path / "awq" / RECORD).read_text())["awq"]
+    assert record["samples"] == 4
+    assert record["loss_over_plain"] == pytest.approx(scaled.loss_ratio)
+    reference = logprobs(loaded(folder, torch.float32))
+    errors = [(logprobs(loaded(tmp_path / kind)) - reference).abs().mean() for kind in ("plain", "awq")]
+    assert errors[1] < errors[0]
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+
+def failing(match, *arguments, **options):
+    with pytest.raises(ConfigError, match=match):
+        quantize_checkpoint(*arguments, **options)
+
+
+def nothing_left(tmp_path, before):
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_truncated_or_missing_shard_is_named(source, tmp_path):
+    shard = sorted(source.glob("*.safetensors"))[1]
+    whole = shard.read_bytes()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for size in (len(whole) // 2, 4, 0):
+        shard.write_bytes(whole[:size])
+        failing(f"{shard.name} is truncated", source, tmp_path / "out", formats.get("nvfp4"))
+    shard.unlink()
+    failing(f"{shard.name} does not exist", source, tmp_path / "out", formats.get("nvfp4"))
+    nothing_left(tmp_path, before)
+
+
+def test_an_index_that_does_not_fit_its_shards(source, tmp_path):
+    index = json.loads((source / INDEX).read_text())
+    index["weight_map"]["model.layers.9.mlp.up_proj.weight"] = next(iter(index["weight_map"].values()))
+    (source / INDEX).write_text(json.dumps(index))
+    failing("its shards do not hold", source, tmp_path / "out", formats.get("nvfp4"))
+    (source / INDEX).write_text("{}")
+    failing("is no index", source, tmp_path / "out", formats.get("nvfp4"))
+
+
+@pytest.mark.parametrize(
+    "field, value", [("model_type", "llama"), ("num_hidden_layers", 3), ("intermediate_size", 160)]
+)
+def test_weights_of_another_architecture_are_refused(field, value, source, tmp_path):
+    config = json.loads((source / "config.json").read_text())
+    config[field] = value
+    if field == "model_type":
+        config["architectures"] = ["LlamaForCausalLM"]
+    config.pop("layer_types", None)
+    (source / "config.json").write_text(json.dumps(config))
+    failing("is not a checkpoint of", source, tmp_path / "out", formats.get("nvfp4"))
+
+
+def test_a_config_that_is_no_causal_language_model(source, tmp_path):
+    (source / "config.json").write_text('{"model_type": "nonsense"}')
+    failing("no causal language model", source, tmp_path / "out", formats.get("nvfp4"))
+    (source / "config.json").write_text("{")
+    failing("config.json cannot be read", source, tmp_path / "out", formats.get("nvfp4"))
+
+
+def test_formats_that_are_not_weight_only_or_unknown():
+    assert weight_only("int4_group", group_size=64).group_size == 64
+    for name in ("fp8_row", "bf16", "int8_channel"):
+        with pytest.raises(ConfigError, match="no weight-only format"):
+            weight_only(name)
+    with pytest.raises(ConfigError, match="nvfp4"):
+        weight_only("nvfp5")
+
+
+def test_shapes_excludes_and_values_that_do_not_fit(source, tmp_path):
+    failing("layers.0.self_attn.q_proj", source, tmp_path / "out", formats.get("int4_group", group_size=128))
+    failing("splits layers", source, tmp_path / "out", formats.get("nvfp4"), exclude=["*.q_proj"])
+    failing("No linear layer is left", source, tmp_path / "out", formats.get("nvfp4"), exclude=["*"])
+    shard = source / json.loads((source / INDEX).read_text())["weight_map"]["model.layers.1.mlp.up_proj.weight"]
+    tensors = load_file(shard)
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, shard, metadata={"format": "pt"})
+    before = sorted(path.name for path in tmp_path.iterdir())
+    failing("layers.1.mlp.up_proj", source, tmp_path / "out", formats.get("nvfp4"))
+    nothing_left(tmp_path, before)
+
+
+def test_a_folder_that_is_quantized_already(source, tmp_path):
+    quantize_checkpoint(source, tmp_path / "once", formats.get("nvfp4"))
+    failing("quantized already", tmp_path / "once", tmp_path / "twice", formats.get("nvfp4"))
+
+
+def test_outputs_that_exist_or_cannot_be_written(source, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("kept")
+    failing("exists already", source, tmp_path / "full", formats.get("nvfp4"))
+    (tmp_path / "file").write_text("")
+    failing("exists already", source, tmp_path / "file", formats.get("nvfp4"))
+    failing("cannot be written", source, tmp_path / "file" / "inside", formats.get("nvfp4"))
+    assert (tmp_path / "full" / "mine.txt").read_text() == "kept"
+    with pytest.raises(ConfigError, match="no room"), appearing(tmp_path / "out", needed_bytes=1 << 60):
+        pass
+
+
+def test_an_interrupt_leaves_nothing(source, tmp_path):
+    before = sorted(path.name for path in tmp_path.iterdir())
+
+    def interrupt(done, total):
+        if done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(source, tmp_path / "out", formats.get("nvfp4"), shard_bytes=1000, progress=interrupt)
+    nothing_left(tmp_path, before)
+
+
+def test_a_killed_process_leaves_nothing_that_loads(source, tmp_path):
+    code = f"""
+import sys, time
+from pathlib import Path
+from lit_qrl import formats
+from lit_qrl.quantize.folder import quantize_checkpoint
+def progress(done, total):
+    if done == 2:
+        print("now", flush=True)
+        time.sleep(60)
+quantize_checkpoint(Path({str(source)!r}), Path({str(tmp_path / "out")!r}), formats.get("nvfp4"), shard_bytes=1000,
+                    progress=progress)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline().strip() == "now"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "out").exists()
+    (left,) = [path for path in tmp_path.iterdir() if "partial" in path.name]
+    assert any(left.iterdir())
+    with pytest.raises((OSError, ValueError)):
+        AutoModelForCausalLM.from_pretrained(left)

@@ -1,0 +1,67 @@
+"""The fused sums against plain reductions: interpreted on a CPU, compiled on a GPU."""
+
+import pytest
+import torch
+
+from lit_qrl.receipts.checksum import Checksums, as_matrix
+from tests.triton_interpreter import run_interpreted
+
+# Shapes whose matrix of words is wide, narrow, and a single row.
+SHAPES = ((64, 1032), (64, 72), (1, 8))
+
+
+def broken(x, value):
+    y = x.clone().float()
+    y.view(-1)[5] = value
+    return y.to(x.dtype)
+
+
+def compare_sums(device):
+    from lit_qrl.receipts.checksum_triton import Sums
+
+    sums = Sums(device)
+    floats = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e8m0fnu]
+    for dtype in (*floats, torch.int32, torch.uint8):
+        for shape in SHAPES:
+            x = (1 + 50 * torch.rand(shape, device=device)).to(dtype)
+            if dtype in floats[:5]:
+                x = (-x.float()).to(dtype)
+            wrong = [broken(x, float("nan"))] if dtype in floats else []
+            wrong += [broken(x, -float("inf"))] if dtype in floats[:4] else []
+            for y in (x, *wrong):
+                bits = as_matrix(y)
+                assert bits.dtype == torch.int64
+                rows, columns, flag = sums.of(bits, dtype)
+                assert torch.equal(rows, bits.sum(1))
+                assert torch.equal(columns, bits.sum(0))
+                assert (flag is None) == (dtype not in floats)
+                assert flag is None or (int(flag) > 0) == (y is not x)
+
+
+@pytest.mark.vllm  # which brings Triton
+def test_kernel_in_the_interpreter():
+    run_interpreted(compare_sums)
+
+
+@pytest.mark.gpu
+def test_kernel_on_the_device():
+    compare_sums(torch.device("cuda"))
+
+
+@pytest.mark.gpu
+def test_both_devices_agree():
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "plain": torch.randn(3584, 896, generator=generator).bfloat16(),
+        "codes": torch.randn(512, 640, generator=generator).to(torch.float8_e4m3fn),
+        "bad": torch.full((64, 64), float("inf")),
+        "odd": torch.randn(7, 3, generator=generator),
+    }
+    both = []
+    for device in ("cpu", "cuda"):
+        collected = Checksums()
+        for name, tensor in tensors.items():
+            collected.add(name, tensor.to(device))
+        assert collected.first_non_finite() == "bad"
+        both.append(collected.finish())
+    assert both[0] == both[1]

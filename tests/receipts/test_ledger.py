@@ -1,0 +1,297 @@
+"""Ledgers and their comparison, against loops in Python and against every way in which a publish can go wrong."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lit_qrl import formats
+from lit_qrl.receipts.checksum import COLUMN_OFFSET, GOLDEN, MIX_A, MIX_B, Checksums, as_matrix, checksum
+from lit_qrl.receipts.ledger import (
+    Fault,
+    PublishError,
+    ReceivedLedger,
+    SentLedger,
+    choose,
+    compare,
+    compare_columns,
+    compare_read_back,
+)
+
+WORD = 2**64
+LEARNING_RATE = 4e-5
+
+
+def signed(value):
+    value %= WORD
+    return value - WORD if value >= WORD // 2 else value
+
+
+def scrambled(x):
+    x = ((x ^ (x >> 30)) * MIX_A) % WORD
+    x = ((x ^ (x >> 27)) * MIX_B) % WORD
+    return x ^ (x >> 31)
+
+
+def loop_checksum(tensor):
+    """Σ_i h(u_i Σ_j x_ij) + Σ_j h(v_j Σ_i x_ij) modulo 2⁶⁴, entry by entry."""
+    matrix = as_matrix(tensor).tolist()
+    rows = [sum(row) for row in matrix]
+    columns = [sum(row[j] for row in matrix) for j in range(len(matrix[0]))]
+    total = 0
+    for start, sums in ((0, rows), (COLUMN_OFFSET, columns)):
+        for i, value in enumerate(sums):
+            odd = scrambled((start + i + 1) * GOLDEN % WORD) | 1
+            total += scrambled(value * odd % WORD)
+    return signed(total)
+
+
+def weights(seed=0, dtype=torch.bfloat16, step=0.0):
+    """A model of two layers; `step` moves every weight by about one AdamW step at that learning rate."""
+    generator = torch.Generator().manual_seed(seed)
+    named = {"model.embed_tokens.weight": torch.randn(32, 128, generator=generator)}
+    for layer in range(2):
+        for name, shape in {
+            "self_attn.q_proj": (256, 128),
+            "self_attn.k_proj": (128, 128),
+            "self_attn.v_proj": (128, 128),
+            "self_attn.o_proj": (128, 256),
+            "mlp.down_proj": (128, 384),
+        }.items():
+            named[f"model.layers.{layer}.{name}.weight"] = 0.02 * torch.randn(shape, generator=generator)
+        named[f"model.layers.{layer}.input_layernorm.weight"] = torch.rand(128, generator=generator) + 0.5
+    direction = torch.Generator().manual_seed(99)
+    return {
+        name: (tensor + step * torch.randn(tensor.shape, generator=direction).sign()).to(dtype)
+        for name, tensor in named.items()
+    }
+
+
+def ledgers(sent_tensors, received_tensors, version=1):
+    sent, received = SentLedger(version), ReceivedLedger(version)
+    for name, tensor in sent_tensors.items():
+        sent.record(name, tensor)
+    for name, tensor in received_tensors.items():
+        received.record(name, tensor)
+    return sent, received
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12.0).view(3, 4),
+        torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).bfloat16(),
+        torch.randint(-128, 127, (3, 5), dtype=torch.int8, generator=torch.Generator().manual_seed(0)),
+        torch.tensor(3.5),
+        torch.zeros(2, 3, 4),
+        torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn),
+        torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).T,
+        torch.randn(9, generator=torch.Generator().manual_seed(0))[3:],
+        torch.randn(64, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
+    ],
+)
+def test_checksum_is_the_sum_over_rows_and_columns_of_the_bits(tensor):
+    assert checksum(tensor) == loop_checksum(tensor)
+
+
+def test_checksum_of_nothing_and_of_a_copy():
+    assert checksum(torch.empty(0, 3)) == checksum(torch.empty(3, 0)) == 0
+    tensor = torch.randn(100, 64)
+    assert checksum(tensor) == checksum(tensor.clone()) == checksum(tensor.T.contiguous().T)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 40),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.int32]),
+    data=st.data(),
+)
+def test_one_changed_byte_changes_the_checksum(rows, columns, dtype, data):
+    tensor = torch.arange(rows * columns).view(rows, columns).to(dtype)
+    changed = tensor.clone()
+    flat = changed.view(torch.uint8).reshape(-1)
+    position = data.draw(st.integers(0, flat.numel() - 1))
+    flat[position] ^= 1 << data.draw(st.integers(0, 7))
+    assert checksum(changed) != checksum(tensor)
+
+
+@pytest.mark.parametrize(
+    "change",
+    {
+        "negated": torch.neg,
+        "transposed": lambda w: w.T,
+        "rows turned": lambda w: w.flip(0),
+        "columns turned": lambda w: w.flip(1),
+        "two rows exchanged": lambda w: w[torch.tensor([1, 0, *range(2, 64)])],
+        "two columns exchanged": lambda w: w[:, torch.tensor([1, 0, *range(2, 64)])],
+        "a block transposed": lambda w: torch.cat([torch.cat([w[:32, :32].T, w[:32, 32:]], 1), w[32:]], 0),
+        "rolled by a whole word": lambda w: w.roll(8, dims=1),
+        "zeroed": torch.zeros_like,
+        "one entry by one unit in the last place": lambda w: w.clone().index_put_(
+            (torch.tensor(3), torch.tensor(5)), torch.nextafter(w[3, 5], torch.tensor(9.0))
+        ),
+    }.items(),
+    ids=lambda pair: pair[0],
+)
+def test_rearranged_weights_have_another_checksum(change):
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+    assert checksum(change[1](weight)) != checksum(weight)
+
+
+def test_checksums_come_in_the_order_of_the_names_and_flag_what_is_not_finite():
+    collected = Checksums()
+    good, bad = torch.ones(3, 2), torch.tensor([1.0, float("inf")])
+    nan8 = torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)
+    collected.add("good", good)
+    assert collected.first_non_finite() is None
+    for name, tensor in {"inf": bad, "nan8": nan8, "codes": torch.tensor([127, 255], dtype=torch.uint8)}.items():
+        collected.add(name, tensor)
+    assert collected.first_non_finite() == "inf"
+    assert {name: finite for name, (_, finite) in collected.finish().items()} == {
+        "good": True,
+        "inf": False,
+        "nan8": False,
+        "codes": True,
+    }
+
+
+def test_faithful_publishes_raise_no_alarm():
+    generator = torch.Generator().manual_seed(0)
+    named, previous = weights(), None
+    for version in range(200):
+        for tensor in named.values():
+            tensor.add_(LEARNING_RATE * torch.randn(tensor.shape, generator=generator).to(tensor.dtype))
+        sent = SentLedger(version)
+        held = {name: tensor.clone() for name, tensor in sent.watch(iter(named.items()))}
+        received = ReceivedLedger(version)
+        for name in sorted(held):  # an engine may record in another order
+            received.record(name, held[name])
+        assert compare(sent, received, previous) == []
+        previous = sent.receipts()
+
+
+Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
+V, NORM = "model.layers.1.self_attn.v_proj.weight", "model.layers.1.input_layernorm.weight"
+
+
+def without(named, *names):
+    return {name: tensor for name, tensor in named.items() if name not in names}
+
+
+CORRUPTIONS = {
+    "layer skipped": (lambda new, old: new | {Q: old[Q]}, {("stale", Q)}),
+    "tensor dropped": (lambda new, old: without(new, K), {("missing", K)}),
+    "two layers exchanged": (lambda new, old: new | {K: new[V], V: new[K]}, {("swapped", K), ("swapped", V)}),
+    "old norms": (lambda new, old: new | {NORM: old[NORM]}, {("stale", NORM)}),
+    "another dtype": (lambda new, old: new | {Q: new[Q].float()}, {("dtype", Q)}),
+    "another shape": (lambda new, old: new | {Q: new[Q].view(128, 256)}, {("shape", Q)}),
+    "one entry": (lambda new, old: new | {Q: new[Q].clone().index_fill_(1, torch.tensor([5]), 0)}, {("different", Q)}),
+    "NaN": (lambda new, old: new | {Q: torch.full_like(new[Q], float("nan"))}, {("non_finite", Q)}),
+    "an unknown tensor": (lambda new, old: new | {"model.extra.weight": new[Q]}, {("extra", "model.extra.weight")}),
+}
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_every_corruption_one_step_later_is_named(name):
+    corrupt, expected = CORRUPTIONS[name]
+    old, new = weights(), weights(step=LEARNING_RATE)
+    assert any(not torch.equal(old[key], new[key]) for key in old)
+    previous = ledgers(old, old, version=0)[0].receipts()
+    sent, received = ledgers(new, corrupt(new, old))
+    assert {(fault.kind, fault.name) for fault in compare(sent, received, previous)} == expected
+
+
+def test_version_prefix_cache_and_repetition_are_named():
+    named = weights()
+    sent, received = ledgers(named, named)
+    received.version, received.prefix_reset = 0, False
+    received.record(Q, named[Q])
+    received.faults.append(Fault("not_copied", "model.layers.0.self_attn.qkv_proj.weight"))
+    kinds = [fault.kind for fault in compare(sent, received)]
+    assert kinds == ["not_copied", "version", "prefix_cache", "twice"]
+
+
+def test_without_earlier_receipts_a_stale_tensor_is_only_different():
+    old, new = weights(), weights(step=LEARNING_RATE)
+    sent, received = ledgers(new, new | {Q: old[Q]})
+    assert [fault.kind for fault in compare(sent, received)] == ["different"]
+
+
+def test_equal_tensors_are_not_taken_for_each_other():
+    named = {"a.weight": torch.ones(8), "b.weight": torch.ones(8), "c.weight": torch.zeros(8)}
+    sent, received = ledgers(named, named)
+    assert compare(sent, received) == []
+
+
+def test_sender_refuses_what_is_not_finite_before_the_engine_gets_it():
+    named = weights()
+    named[K][3, 4] = float("inf")
+    seen = []
+    with pytest.raises(PublishError, match=r"non_finite: model\.layers\.0\.self_attn\.k_proj\.weight is not finite"):
+        seen.extend(name for name, _ in SentLedger(5).watch(iter(named.items())))
+    assert seen[-1] == Q
+
+
+def test_ledger_counts_bytes_and_passes_tensors_on_unchanged():
+    named = weights()
+    sent = SentLedger(0)
+    passed = dict(sent.watch(iter(named.items())))
+    assert all(passed[name] is named[name] for name in named)
+    assert sent.bytes == sum(tensor.numel() * 2 for tensor in named.values())
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_tensor", "fp8_row", "fp8_block", "int8_channel", "int4_group", "nvfp4"])
+def test_columns_of_sampled_layers_are_those_of_the_dequantized_weight(name):
+    format = formats.get(name)
+    weight = 0.02 * torch.randn(128, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    layer = "model.layers.0.self_attn.o_proj"
+    quantized = format.quantize(weight)
+    sent = SentLedger(3, format, {layer: (128, 256)})
+    stream = [(f"{layer}.bias", torch.zeros(128)), *format.export(quantized, layer), ("model.norm.weight", weight[0])]
+    assert len(list(sent.watch(iter(stream)))) == len(stream)
+    columns, expected = sent.columns[layer]
+    assert torch.equal(expected, format.dequantize(quantized)[:, columns])
+    assert compare_columns(sent, lambda layer, columns: expected.bfloat16(), exact=False) == []
+    stale = format.dequantize(format.quantize(1.1 * weight))[:, columns]
+    faults = compare_columns(sent, lambda layer, columns: stale, exact=False)
+    assert [(fault.kind, fault.name) for fault in faults] == [("gemm", f"{layer}.weight")]
+
+
+def test_columns_of_plain_layers_must_agree_to_the_bit():
+    layer, weight = "mlp.up_proj", torch.randn(64, 32)
+    sent = SentLedger(0, None, {layer: (64, 32)})
+    list(sent.watch(iter([(f"{layer}.weight", weight)])))
+    columns, _ = sent.columns[layer]
+    assert compare_columns(sent, lambda layer, columns: weight[:, columns], exact=True) == []
+    nudged = weight.clone()
+    nudged[7, columns[0]] = torch.nextafter(nudged[7, columns[0]], torch.tensor(9.0))
+    assert [f.kind for f in compare_columns(sent, lambda layer, columns: nudged[:, columns], exact=True)] == ["gemm"]
+    assert compare_columns(sent, lambda layer, columns: None, exact=True) == []
+
+
+def test_read_back_finds_what_changed_after_loading():
+    named = weights()
+    sent, _ = ledgers(named, named)
+    held = copy.deepcopy(named)
+    assert compare_read_back(sent, held.get, list(named)) == []
+    held[NORM][0] += 1
+    assert [str(fault.name) for fault in compare_read_back(sent, held.get, list(named))] == [NORM]
+    assert compare_read_back(sent, lambda name: None, list(named)) == []
+
+
+def test_choice_gives_every_layer_its_turn():
+    layers = [f"layer{i}" for i in range(10)]
+    seen = [name for version in range(5) for name in choose(layers, version, 4)]
+    assert sorted(seen) == sorted(layers * 2)
+
+
+def test_error_lists_faults_and_survives_pickling():
+    error = PublishError([Fault("stale", f"layer{i}") for i in range(10)], version=7)
+    again = pickle.loads(pickle.dumps(error))
+    assert again.faults == error.faults
+    assert "Publish 7 failed" in str(again)
+    assert "and 2 more" in str(again)

@@ -1,0 +1,133 @@
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.formats import get
+from lit_qrl.network.head import base_weights, merged_weights
+from lit_qrl.network.linears import quantizable_linears
+from lit_qrl.network.stream import export_tensors
+from lit_qrl.receipts.ledger import PublishError
+from lit_qrl.rollout.embedded.adapter import check_separable
+from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.types import SamplingParams
+from tests.networks import build_network, build_tokenizer
+
+TOKENS = [[2, 5, 9, 3, 4], [7, 8]]
+Q = "model.layers.0.self_attn.q_proj"
+
+
+class Policy:
+    def __init__(self, **options):
+        self.lora = LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": "all-linear", **options})
+        self.model = get_peft_model(build_network(), self.lora)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.1)
+        self.network = self.model.get_base_model()
+
+    def tensors(self, **changes):
+        return iter({**get_peft_model_state_dict(self.model), **changes}.items())
+
+    @torch.no_grad()
+    def scores(self, sequence):
+        logits = self.network(input_ids=torch.tensor([sequence])).logits[0, :-1]
+        return logits.log_softmax(-1).gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
+
+
+def started(policy, format=None):
+    engine = TransformersEngine()
+    engine.setup(policy, build_tokenizer(), SamplingParams(max_tokens=4))
+    layers = [name.removesuffix(".base_layer") for name in quantizable_linears(policy.network)]
+    engine.load_weights(export_tensors(base_weights(policy.network), format, layers), format, 0)
+    return engine
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_rslora": True}, {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 16, "down_proj": 1}}],
+    ids=["plain", "rslora", "patterns"],
+)
+def test_base_and_adapter_side_by_side_are_peft_s_own_arithmetic(options):
+    policy = Policy(**options)
+    engine = started(policy)
+    before = engine.score(TOKENS)
+    report = engine.load_adapter(policy.tensors(), 3)
+    for sequence, got, base in zip(TOKENS, engine.score(TOKENS), before, strict=True):
+        expected = policy.scores(sequence)
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-5)
+        assert (expected - base).abs().max() > 0.01
+    assert engine.version == report.version == 3
+    assert report.layers[f"base_model.model.{Q}.lora_A.weight"] == "float32"
+    assert report.bytes == sum(t.numel() * 4 for _, t in policy.tensors())
+
+
+def test_the_adapter_is_replaced_not_added_and_leaves_with_the_base():
+    policy = Policy()
+    engine = started(policy)
+    base = engine.score(TOKENS)
+    for version in (1, 2):
+        engine.load_adapter(policy.tensors(), version)
+    torch.testing.assert_close(engine.score(TOKENS)[0], policy.scores(TOKENS[0]), rtol=0, atol=2e-5)
+    engine.load_weights(base_weights(policy.network), None, 3)
+    assert torch.equal(engine.score(TOKENS)[0], base[0])
+
+
+def test_the_engine_s_copy_does_not_follow_the_learner():
+    policy = Policy()
+    engine = started(policy)
+    engine.load_adapter(policy.tensors(), 1)
+    before = engine.score(TOKENS)
+    with torch.no_grad():
+        for _, tensor in policy.tensors():
+            tensor.mul_(2)
+    assert torch.equal(engine.score(TOKENS)[0], before[0])
+
+
+def test_an_adapter_over_a_quantized_base():
+    policy, format = Policy(), get("int4_group", group_size=16)
+    engine = started(policy, format)
+    engine.load_adapter(policy.tensors(), 1)
+    got = engine.score(TOKENS)[0]
+    for name, linear in quantizable_linears(policy.network).items():
+        assert name.endswith(".base_layer")
+        linear.weight.data = format.dequantize(format.quantize(linear.weight))
+    torch.testing.assert_close(got, policy.scores(TOKENS[0]), rtol=0, atol=2e-5)
+
+
+def test_what_does_not_fit_is_refused_and_the_old_adapter_stays():
+    policy = Policy()
+    engine = started(policy)
+    engine.load_adapter(policy.tensors(), 1)
+    before = engine.score(TOKENS)
+    name = f"base_model.model.{Q}.lora_A.weight"
+    lacking = ((n, t) for n, t in policy.tensors() if n != name)
+    with pytest.raises(PublishError, match=f"missing: {name}"):
+        engine.load_adapter(lacking, 2)
+    with pytest.raises(ValueError, match=r"q_proj does not fit.*\(4, 5\)"):
+        engine.load_adapter(policy.tensors(**{name: torch.zeros(4, 5)}), 2)
+    foreign = {"base_model.model.model.embed_tokens.lora_A.weight": torch.zeros(2, 2)}
+    with pytest.raises(ValueError, match=r"no linear layer for .*embed_tokens"):
+        engine.load_adapter(policy.tensors(**foreign), 2)
+    assert torch.equal(engine.score(TOKENS)[0], before[0])
+    assert engine.version == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"use_dora": True}, {"modules_to_save": ["embed_tokens"]}, {"bias": "lora_only"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_more_than_a_low_rank_term_is_refused(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        check_separable(LoraConfig(**options))
+
+
+def test_base_weights_are_the_merged_ones_without_the_adapter():
+    policy = Policy()
+    plain = dict(build_network().named_parameters())
+    base, merged = dict(base_weights(policy.network)), dict(merged_weights(policy.network))
+    assert list(base) == list(merged) == list(plain)
+    assert all(torch.equal(base[name], plain[name]) for name in plain)
+    assert not torch.equal(merged[f"{Q}.weight"], base[f"{Q}.weight"])

@@ -1,0 +1,35 @@
+import types
+
+import pytest
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from lit_qrl.rollout.embedded.attention import attend_folded
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_folded_attention_matches_a_loop(heads, key_heads, masked):
+    torch.manual_seed(0)
+    b, n, dim, scaling = 3, 7, 5, 0.3
+    query = torch.randn(b, heads, 1, dim, dtype=torch.float64)
+    key, value = torch.randn(2, b, key_heads, n, dim, dtype=torch.float64)
+    mask = torch.ones(b, 1, 1, n, dtype=torch.bool)
+    if masked:
+        mask[1, ..., :3] = False
+    out, _ = attend_folded(None, query, key, value, mask if masked else None, scaling=scaling)
+    for row in range(b):
+        seen = mask[row, 0, 0]
+        for head in range(heads):
+            owner = head // (heads // key_heads)
+            scores = torch.stack([query[row, head, 0] @ k for k in key[row, owner][seen]]) * scaling
+            expected = scores.softmax(0) @ value[row, owner][seen]
+            torch.testing.assert_close(out[row, 0, head], expected)
+
+
+def test_several_new_tokens_are_the_librarys_business():
+    query, key, value = torch.randn(3, 2, 4, 6, 8)
+    module = types.SimpleNamespace(is_causal=True)
+    ours, _ = attend_folded(module, query, key, value, None, scaling=0.2)
+    theirs, _ = sdpa_attention_forward(module, query, key, value, None, scaling=0.2)
+    assert torch.equal(ours, theirs)

@@ -1,0 +1,58 @@
+import pytest
+import torch
+
+from lit_qrl.rollout.embedded.cache import SlotCache
+from tests.networks import build_network
+
+
+def filled(rows, width, heads=2, dim=3, layers=2, capacity=None):
+    """A cache whose entries say where they came from: 100 · row + column."""
+    cache = SlotCache(layers, capacity or rows, width + 4)
+    cache.rows = rows
+    content = (100 * torch.arange(rows)[:, None] + torch.arange(width)).float()[:, None, :, None]
+    for layer in range(layers):
+        cache.update(content.expand(rows, heads, width, dim) + layer, -content.expand(rows, heads, width, dim), layer)
+    cache.filled = width
+    return cache
+
+
+@pytest.mark.parametrize("counts", [[3, 3], [1, 4], [2, 0]])
+def test_prompts_are_repeated_for_their_completions(counts):
+    prompts = filled(2, 5)
+    cache = SlotCache(2, 1 + sum(counts), 9)
+    cache.take(prompts, torch.tensor(counts), start=1)
+    rows = [row for row, count in enumerate(counts) for _ in range(count)]
+    for layer in range(2):
+        got = cache.slots[layer].keys[1 : 1 + len(rows), :, :5]
+        assert torch.equal(got, prompts.slots[layer].keys[rows][:, :, :5])
+        assert torch.equal(
+            cache.slots[layer].values[1 : 1 + len(rows), :, :5], prompts.slots[layer].values[rows][:, :, :5]
+        )
+
+
+def test_update_writes_in_place_and_returns_what_is_filled():
+    cache = filled(3, 4)
+    storage = cache.slots[0].keys.data_ptr()
+    keys, values = cache.update(torch.full((3, 2, 1, 3), 7.0), torch.full((3, 2, 1, 3), 8.0), 0)
+    assert keys.shape == values.shape == (3, 2, 5, 3)
+    assert (keys[:, :, 4] == 7).all()
+    assert (values[:, :, 4] == 8).all()
+    assert keys[2, 0, 3, 0] == 203
+    assert keys.data_ptr() == storage
+
+
+def test_moved_rows_keep_their_contents():
+    cache = filled(4, 4)
+    cache.move(torch.tensor([3]), torch.tensor([1]))
+    cache.rows = 3
+    keys, _ = cache.update(torch.zeros(3, 2, 1, 3), torch.zeros(3, 2, 1, 3), 0)
+    assert keys[:, 0, 0, 0].tolist() == [0, 300, 200]
+
+
+def test_bytes_per_token_are_those_of_the_cache():
+    network = build_network()
+    cache = SlotCache(2, 1, 10)
+    with torch.no_grad():
+        network.base_model(input_ids=torch.tensor([[3, 4, 5]]), past_key_values=cache, use_cache=True)
+    held = sum(tensor.nbytes for layer in cache.slots for tensor in (layer.keys, layer.values))
+    assert held == 10 * SlotCache.bytes_per_token(network.config, torch.float32)

@@ -1,0 +1,453 @@
+import types
+
+import peft
+import pytest
+import torch
+from transformers import Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
+
+from lit_qrl import formats
+from lit_qrl.errors import ConfigError
+from lit_qrl.network.head import merged_weights
+from lit_qrl.network.linears import quantizable_linears
+from lit_qrl.network.stream import export_tensors
+from lit_qrl.receipts.ledger import Ledger, compare
+from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.types import SamplingParams
+from tests.networks import build_network
+
+PROMPTS = [[5, 6, 7, 8, 9], [4], [3, 3, 12], [10, 11]]
+EOS = 1
+
+
+def policy_of(network):
+    return types.SimpleNamespace(network=network)
+
+
+def publish(engine, network, format=None, version=0, change=lambda stream: stream):
+    layers = quantizable_linears(network) if format is not None else ()
+    return engine.load_weights(change(export_tensors(merged_weights(network), format, layers)), format, version)
+
+
+def engine_of(network, format=None, sampling=None, **options):
+    engine = TransformersEngine(**options)
+    engine.setup(policy_of(network), None, sampling or SamplingParams(max_tokens=12, stop_token_ids=(EOS,)))
+    publish(engine, network, format)
+    return engine
+
+
+def full_forward(network, prompt, completion, temperature=1.0):
+    """Log-softmax "t v" (fp64) at the completion's positions, from one forward over the whole sequence alone."""
+    with torch.no_grad():
+        logits = network(torch.tensor([list(prompt) + completion.token_ids])).logits[0].double()
+    return (logits / temperature).log_softmax(-1)[len(prompt) - 1 : -1]
+
+
+def check_log_probs(network, prompts, completions, n, temperature=1.0, atol=1e-5):
+    for index, completion in enumerate(completions):
+        expected = full_forward(network, prompts[index // n], completion, temperature)
+        expected = expected.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        got = torch.tensor(completion.logprobs, dtype=torch.float64)
+        torch.testing.assert_close(got, expected, atol=atol, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def network():
+    return build_network()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_one_full_forward(network, temperature):
+    engine = engine_of(network)
+    sampling = SamplingParams(max_tokens=12, temperature=temperature, stop_token_ids=(EOS,))
+    completions = engine.generate(PROMPTS, 6, seed=0, sampling=sampling)
+    assert len(completions) == 24
+    assert len({tuple(completion.token_ids) for completion in completions}) > 12
+    check_log_probs(network, PROMPTS, completions, 6, temperature)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "changes"),
+    [
+        (LlamaConfig, {"attention_bias": True, "tie_word_embeddings": False}),
+        (Qwen2Config, {}),
+        (Qwen3Config, {"num_key_value_heads": 4}),
+        (Gemma2Config, {"final_logit_softcapping": 3.0, "sliding_window": 4}),
+    ],
+)
+def test_other_architectures(config_class, changes):
+    network = build_network(config_class, **changes)
+    engine = engine_of(network)
+    completions = engine.generate(PROMPTS, 4, seed=1)
+    check_log_probs(network, PROMPTS, completions, 4)
+
+
+def test_a_row_stops_at_its_first_stop_token(network):
+    completions = engine_of(network).generate(PROMPTS, 32, seed=3)
+    for completion in completions:
+        stopped = completion.token_ids[-1] == EOS
+        assert EOS not in completion.token_ids[:-1]
+        assert completion.finish_reason == ("stop" if stopped else "length")
+        assert stopped or len(completion.token_ids) == 12
+        assert len(completion.logprobs) == len(completion.token_ids)
+    lengths = {len(completion.token_ids) for completion in completions}
+    assert len(lengths) > 5
+
+
+def test_ignoring_stop_tokens(network):
+    sampling = SamplingParams(max_tokens=7, stop_token_ids=(EOS,), ignore_stop=True)
+    completions = engine_of(network).generate(PROMPTS, 8, seed=0, sampling=sampling)
+    assert {len(completion.token_ids) for completion in completions} == {7}
+    assert any(EOS in completion.token_ids[:-1] for completion in completions)
+    check_log_probs(network, PROMPTS, completions, 8)
+
+
+def test_ended_rows_leave_the_batch(network, monkeypatch):
+    engine = engine_of(network)
+    widths = []
+    base = engine.network.base_model
+    forward = type(base).forward
+
+    def watched(self, input_ids, **kwargs):
+        widths.append(len(input_ids))
+        return forward(self, input_ids, **kwargs)
+
+    monkeypatch.setattr(type(base), "forward", watched)
+    completions = engine.generate(PROMPTS, 8, seed=3)
+    alive = [sum(len(c.token_ids) > step for c in completions) for step in range(1, 12)]
+    assert widths == [len(PROMPTS), *[rows for rows in alive if rows]]
+
+
+def test_the_same_seed_gives_the_same_bits(network):
+    first = engine_of(network).generate(PROMPTS, 5, seed=7)
+    torch.manual_seed(99)
+    second = engine_of(network).generate(PROMPTS, 5, seed=7)
+    assert first == second
+    assert first != engine_of(network).generate(PROMPTS, 5, seed=8)
+
+
+def test_generation_leaves_the_global_generator_alone(network):
+    state = torch.get_rng_state()
+    engine_of(network).generate(PROMPTS, 2, seed=7)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("max_batch", [1, 3, 4, 9])
+def test_batches_of_any_size_draw_the_same_tokens(network, max_batch):
+    whole = engine_of(network).generate(PROMPTS, 4, seed=2)
+    cut = engine_of(network, max_batch=max_batch).generate(PROMPTS, 4, seed=2)
+    assert [c.token_ids for c in cut] == [c.token_ids for c in whole]
+    for left, right in zip(whole, cut, strict=True):
+        torch.testing.assert_close(torch.tensor(left.logprobs), torch.tensor(right.logprobs), atol=1e-5, rtol=0)
+
+
+def test_cache_memory_cuts_batches(network):
+    small = engine_of(network, cache_gigabytes=2e-5).generate(PROMPTS, 4, seed=2)
+    whole = engine_of(network).generate(PROMPTS, 4, seed=2)
+    assert [c.token_ids for c in small] == [c.token_ids for c in whole]
+
+
+def test_a_shared_prompt_draws_what_separate_prompts_draw(network):
+    engine = engine_of(network)
+    sampling = SamplingParams(max_tokens=12, temperature=0, stop_token_ids=(EOS,))
+    shared = engine.generate(PROMPTS, 3, seed=0, sampling=sampling)
+    separate = engine.generate([p for p in PROMPTS for _ in range(3)], 1, seed=0, sampling=sampling)
+    assert [c.token_ids for c in shared] == [c.token_ids for c in separate]
+
+
+def test_long_prompts_are_prefilled_in_parts(network, monkeypatch):
+    whole = engine_of(network).generate(PROMPTS, 4, seed=2)
+    monkeypatch.setattr("lit_qrl.rollout.embedded.decode.PREFILL_TOKENS", 6)
+    parts = engine_of(network).generate(PROMPTS, 4, seed=2)
+    assert [c.token_ids for c in parts] == [c.token_ids for c in whole]
+
+
+def test_greedy_takes_the_likeliest_token(network):
+    sampling = SamplingParams(max_tokens=12, temperature=0, stop_token_ids=(EOS,))
+    completions = engine_of(network).generate(PROMPTS, 1, seed=0, sampling=sampling)
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        assert full_forward(network, prompt, completion).argmax(-1).tolist() == completion.token_ids
+    check_log_probs(network, PROMPTS, completions, 1)
+
+
+def test_truncated_sampling_renormalises(network):
+    sampling = SamplingParams(max_tokens=8, temperature=1.5, top_p=0.8, top_k=10, stop_token_ids=(EOS,))
+    completions = engine_of(network).generate(PROMPTS, 8, seed=0, sampling=sampling)
+    for index, completion in enumerate(completions):
+        rows = full_forward(network, PROMPTS[index // 8], completion, 1.5)
+        for row, token, logprob in zip(rows, completion.token_ids, completion.logprobs, strict=True):
+            best = row.exp().topk(10)
+            share = best.values / best.values.sum()
+            kept = int((share.cumsum(0) - share < 0.8).sum())
+            words = best.indices[:kept].tolist()
+            assert token in words
+            assert logprob == pytest.approx((row[token] - row[words].logsumexp(0)).item(), abs=1e-5)
+
+
+def test_score_matches_the_full_forward_and_the_decode(network):
+    engine = engine_of(network)
+    completions = engine.generate(PROMPTS, 2, seed=0)
+    sequences = [PROMPTS[i // 2] + completion.token_ids for i, completion in enumerate(completions)]
+    for index, (scores, completion) in enumerate(zip(engine.score(sequences), completions, strict=True)):
+        start = len(PROMPTS[index // 2]) - 1
+        assert scores.dtype == torch.float32
+        assert len(scores) == len(sequences[index]) - 1
+        torch.testing.assert_close(scores[start:], torch.tensor(completion.logprobs), atol=1e-5, rtol=0)
+
+
+def test_bf16_engine(network):
+    half = build_network().bfloat16()
+    engine = engine_of(network, dtype="bf16")
+    completions = engine.generate(PROMPTS, 4, seed=0)
+    assert next(engine.network.parameters()).dtype == torch.bfloat16
+    # bf16 logits have a relative step of 2^-8; the two orders of accumulation differ by a few of them.
+    check_log_probs(half, PROMPTS, completions, 4, atol=0.3)
+    assert next(network.parameters()).dtype == torch.float32
+
+
+def test_progress_counts_sequences_and_tokens(network):
+    calls = []
+    completions = engine_of(network, max_batch=8).generate(
+        PROMPTS, 4, 0, lambda done, tokens: calls.append((done, tokens))
+    )
+    assert calls == sorted(calls)
+    assert calls[-1] == (16, sum(len(completion.token_ids) for completion in completions))
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+
+
+def dequantized(network, format):
+    """A plain copy of the network whose linear layers hold what the format's codes stand for."""
+    copy = build_network()
+    copy.load_state_dict(network.state_dict())
+    groups = {}
+    from lit_qrl.network.linears import fused_group
+
+    linears = quantizable_linears(copy)
+    for name in linears:
+        groups.setdefault(fused_group(name), []).append(name)
+    with torch.no_grad():
+        for names in groups.values():
+            amax = torch.stack([linears[name].weight.abs().amax() for name in names]).amax()
+            for name in names:
+                q = format.quantize(linears[name].weight, amax if format.shares_amax else None)
+                linears[name].weight.copy_(format.dequantize(q))
+    return copy
+
+
+def perturbed(network, scale, seed):
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(scale * torch.randn_like(parameter))
+    return network
+
+
+def test_a_quantized_sampler_follows_every_publish():
+    network = build_network()
+    format = formats.get("int4_group", group_size=16)
+    engine = engine_of(network, format)
+    for version, scale in enumerate((0.0, 1e-3, 0.3)):
+        perturbed(network, scale, version)
+        report = publish(engine, network, format, version)
+        completions = engine.generate(PROMPTS, 4, seed=version)
+        assert {completion.version for completion in completions} == {version}
+        assert report.version == version
+        check_log_probs(dequantized(network, format), PROMPTS, completions, 4)
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_row", "fp8_block"])
+def test_fp8_samplers_are_near_the_learner_but_not_it(network, name):
+    format = formats.get(name)
+    engine = engine_of(network, format)
+    completions = engine.generate(PROMPTS, 8, seed=0)
+    sequences = [PROMPTS[i // 8] + completion.token_ids for i, completion in enumerate(completions)]
+    exact = engine_of(network).score(sequences)
+    differences = torch.cat([a - b for a, b in zip(engine.score(sequences), exact, strict=True)]).abs()
+    assert 1e-4 < differences.mean() < 0.3
+
+
+def test_the_report_names_the_format_of_every_tensor(network):
+    engine = TransformersEngine()
+    engine.setup(policy_of(network), None, SamplingParams())
+    format = formats.get("int4_group", group_size=16)
+    report = publish(engine, network, format, 5)
+    linears = {f"{name}.weight" for name in quantizable_linears(network)}
+    assert set(report.layers) == {name for name, _ in network.named_parameters()}
+    assert {name for name, held in report.layers.items() if held == "int4_group"} == linears
+    assert {report.layers[name] for name in report.layers if name not in linears} == {"fp32"}
+    plain = publish(engine, network, None, 6)
+    assert set(plain.layers.values()) == {"fp32"}
+    assert 0 < report.bytes < plain.bytes
+
+
+@pytest.mark.parametrize("format", [None, formats.get("fp8_tensor"), formats.get("int4_group", group_size=16)])
+def test_what_is_sent_is_what_is_held(network, format):
+    engine = TransformersEngine()
+    engine.setup(policy_of(network), None, SamplingParams())
+    sent = Ledger(3)
+    report = publish(engine, network, format, 3, sent.watch)
+    assert report.received is not None
+    assert compare(sent, report.received) == []
+    for name, tensor in export_tensors(merged_weights(network), format, quantizable_linears(network) if format else ()):
+        held = engine.read_back(name)
+        assert held.dtype == tensor.dtype
+        assert torch.equal(held.view(torch.uint8), tensor.view(torch.uint8)) if held.ndim else held == tensor
+
+
+def test_formats_may_alternate():
+    network = build_network()
+    engine = engine_of(network)
+    plain = engine.generate(PROMPTS, 2, seed=0)
+    for name in ("fp8_tensor", "fp8_row"):
+        publish(engine, network, formats.get(name), 1)
+        assert engine.generate(PROMPTS, 2, seed=0) != plain
+    publish(engine, network, None, 0)
+    assert engine.generate(PROMPTS, 2, seed=0) == plain
+
+
+def test_unchanged_weights_are_shared_and_changed_ones_are_not():
+    network = build_network()
+    engine = engine_of(network)
+    own = dict(engine.network.named_parameters())
+    for name, parameter in network.named_parameters():
+        assert own[name].data_ptr() == parameter.data_ptr()
+    before = network.model.norm.weight.clone()
+
+    def noisy(stream):
+        for name, tensor in stream:
+            yield name, tensor * 2 if name == "model.norm.weight" else tensor
+
+    publish(engine, network, change=noisy)
+    assert torch.equal(network.model.norm.weight, before)
+    assert torch.equal(engine.network.model.norm.weight, before * 2)
+
+
+def test_a_shared_sampler_refuses_to_be_ahead_of_its_version():
+    network = build_network()
+    engine = engine_of(network)
+    perturbed(network, 0.1, 0)
+    with pytest.raises(RuntimeError, match="never"):
+        engine.generate(PROMPTS, 1, seed=0)
+    publish(engine, network, version=1)
+    assert engine.generate(PROMPTS, 1, seed=0)[0].version == 1
+
+
+def test_a_sampler_of_its_own_stays_at_its_version():
+    network = build_network()
+    engine = engine_of(network, share="never")
+    before = engine.generate(PROMPTS, 2, seed=0)
+    perturbed(network, 0.1, 0)
+    assert engine.generate(PROMPTS, 2, seed=0) == before
+
+
+def test_an_adapter_is_merged_for_the_sampler():
+    network = build_network()
+    adapted = peft.get_peft_model(network, peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    engine = engine_of(network)
+    completions = engine.generate(PROMPTS, 4, seed=0)
+    check_log_probs(adapted.eval(), PROMPTS, completions, 4)
+    with adapted.disable_adapter():
+        base = full_forward(adapted, PROMPTS[0], completions[0])
+    assert (base - full_forward(adapted, PROMPTS[0], completions[0])).abs().max() > 1e-3
+    held = dict(engine.network.named_parameters())
+    assert held["model.norm.weight"].data_ptr() == network.model.norm.weight.data_ptr()
+
+
+def test_norms_can_be_replaced_alone():
+    network = build_network()
+    engine = engine_of(network)
+    norm = network.model.norm.weight.detach() * 1.5
+    engine.perturb(iter([("model.norm.weight", norm)]), version=4)
+    assert torch.equal(engine.network.model.norm.weight, norm)
+    with torch.no_grad():
+        expected = build_network()
+        expected.model.norm.weight.copy_(norm)
+    completions = engine.generate(PROMPTS, 2, seed=0)
+    assert completions[0].version == 4
+    check_log_probs(expected, PROMPTS, completions, 2)
+    with pytest.raises(ValueError, match="not a norm"):
+        engine.perturb(iter([("model.layers.0.mlp.up_proj.weight", norm)]), version=5)
+
+
+def dropping(*names):
+    return lambda stream: ((name, tensor) for name, tensor in stream if name not in names)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dropping("model.layers.1.mlp.up_proj.weight_packed"), "up_proj arrived without weight"),
+        (dropping("model.norm.weight"), r"model\.norm\.weight"),
+        (lambda stream: (pair for item in stream for pair in (item, item)), "twice"),
+        (lambda stream: ((name.replace("o_proj", "out_proj"), tensor) for name, tensor in stream), "no tensor named"),
+        (lambda stream: ((n, x[:-1] if n == "model.norm.weight" else x) for n, x in stream), "does not fit"),
+    ],
+)
+def test_faulty_streams_are_named_and_leave_the_engine_unusable(network, change, message):
+    format = formats.get("int4_group", group_size=16)
+    engine = engine_of(network, format)
+    with pytest.raises(ValueError, match=message):
+        publish(engine, network, format, 1, change)
+    with pytest.raises(RuntimeError, match="whole set of weights"):
+        engine.generate(PROMPTS, 1, seed=0)
+    publish(engine, network, format, 2)
+    assert engine.generate(PROMPTS, 1, seed=0)[0].version == 2
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_calls_out_of_order(network):
+    engine = TransformersEngine()
+    with pytest.raises(RuntimeError, match="setup"):
+        publish(engine, network)
+    engine.setup(policy_of(network), None, SamplingParams())
+    with pytest.raises(RuntimeError, match="publish"):
+        engine.generate(PROMPTS, 1, seed=0)
+
+
+def test_prompts_that_cannot_be_answered(network):
+    engine = engine_of(network)
+    with pytest.raises(ValueError, match="empty"):
+        engine.generate([[3], []], 1, seed=0)
+    with pytest.raises(ValueError, match="64 positions"):
+        engine.generate([[3] * 60], 1, seed=0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_batch": 0}, {"cache_gigabytes": 0}, {"dtype": "int8"}, {"share": "sometimes"}]
+)
+def test_bad_options(options):
+    with pytest.raises(ConfigError):
+        TransformersEngine(**options)
+
+
+def test_sampling_is_checked_before_any_weight():
+    with pytest.raises(ConfigError, match="top_p"):
+        TransformersEngine().validate(None, SamplingParams(top_p=2.0))
+
+
+# ----------------------------------------------------------------------------------------------------------------- GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [None, "fp8_tensor", "fp8_row", "int4_group"])
+def test_on_a_gpu_decode_and_score_agree(name):
+    network = build_network(
+        hidden_size=128, intermediate_size=256, head_dim=32, vocab_size=4096, tie_word_embeddings=False
+    )
+    network = network.bfloat16().cuda()
+    engine = engine_of(network, formats.get(name) if name else None)
+    completions = engine.generate(PROMPTS, 64, seed=0)
+    assert completions == engine.generate(PROMPTS, 64, seed=0)
+    sequences = [PROMPTS[i // 64] + completion.token_ids for i, completion in enumerate(completions)]
+    differences = []
+    for index, scores in enumerate(engine.score(sequences)):
+        drawn = torch.tensor(completions[index].logprobs)
+        differences.append((scores.cpu()[len(PROMPTS[index // 64]) - 1 :] - drawn).abs())
+    # Per-tensor activation scales differ between a decode step and a whole sequence.
+    assert torch.cat(differences).mean() < (0.1 if name in (None, "int4_group") else 0.3)

@@ -1,0 +1,224 @@
+"""What is refused before a vLLM engine is built; only what is marked so imports vLLM."""
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from lit_qrl import formats
+from lit_qrl.errors import ConfigError
+from lit_qrl.formats.kernels import gemm
+from lit_qrl.rollout.vllm import checks as vllm_checks
+from lit_qrl.rollout.vllm.engine import VLLMEngine
+from lit_qrl.types import SamplingParams
+from tests.networks import build_network
+
+
+def test_missing_installation_names_the_remedy(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"not installed.*0\.26.*pip install 'lit-qrl\[vllm\]'"):
+        VLLMEngine().validate(None, SamplingParams())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is out of range"),
+        ({"max_num_seqs": 0}, "max_num_seqs is too small"),
+        ({"max_lora_rank": 24}, "max_lora_rank is not a rank"),
+    ],
+)
+def test_arguments_are_checked_at_construction(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        VLLMEngine(**arguments)
+
+
+def test_model_length_must_hold_prompt_and_completion(install):
+    install("0.32.0", cpu=True)
+    engine = VLLMEngine(max_model_len=100)
+    engine.prompt_limit = 60
+    engine.validate(None, SamplingParams(max_tokens=40))
+    with pytest.raises(ConfigError, match=r"at least 124 \(60 \+ 64 tokens\)\. Given: 100"):
+        engine.validate(None, SamplingParams(max_tokens=64))
+
+
+def test_several_processes_are_refused(install, monkeypatch):
+    install("0.32.0", cpu=True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    with pytest.raises(ConfigError, match=r"devices: 1.*Given: 4 processes"):
+        VLLMEngine().validate(None, SamplingParams())
+
+
+@pytest.mark.parametrize("name", ["mxfp4"])
+def test_format_without_a_kernel_is_refused(name):
+    with pytest.raises(ConfigError, match=rf"no kernel for publisher\.format {name}.*TransformersEngine"):
+        vllm_checks.check_format(formats.get(name))
+
+
+def test_four_bits_under_eight_bit_activations_need_a_gpu(monkeypatch):
+    mixed = formats.get("int4_group", activations="fp8")
+    with pytest.raises(ConfigError, match="4-bit weights under 8-bit activations"):
+        vllm_checks.check_format(mixed)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gemm, "capability", lambda index: (9, 0))
+    vllm_checks.check_format(mixed)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0)])
+def test_four_bits_under_fp8_activations_need_the_gpu_of_vllm_s_kernel(capability, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "Some GPU")
+    monkeypatch.setattr(gemm, "capability", lambda index: capability)
+    given = rf"Given: Some GPU \({capability[0]}\.{capability[1]}\)\."
+    with pytest.raises(
+        ConfigError, match=rf"4-bit weights by FP8.*compute capability 9\.0\. {given}.*TransformersEngine"
+    ):
+        vllm_checks.check_format(formats.get("int4_group", activations="fp8"))
+    vllm_checks.check_format(formats.get("int4_group"))
+
+
+@pytest.mark.vllm
+def test_the_kernel_s_own_bound_is_the_one_that_is_checked():
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A8Fp8
+
+    assert CompressedTensorsW4A8Fp8.get_min_capability() == 90
+
+
+def test_a_head_in_blocks_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gemm, "capability", lambda index: (9, 0))
+    vllm_checks.check_format(formats.get("fp8_row"), head=True)
+    vllm_checks.check_format(formats.get("fp8_block"))
+    with pytest.raises(
+        ConfigError, match=r"output head in fp8_block.*fp8_row.*quantize_head: true.*TransformersEngine"
+    ):
+        vllm_checks.check_format(formats.get("fp8_block"), head=True)
+
+
+def test_dtype_is_the_learners_where_kernels_allow():
+    learner = torch.float32
+    expected = {"fp8_row": learner, "int4_group": torch.bfloat16, "bf16": torch.bfloat16, "fp32": learner}
+    for name, dtype in expected.items():
+        assert vllm_checks.automatic_dtype(formats.get(name), learner) == dtype
+    assert vllm_checks.automatic_dtype(None, torch.float16) == torch.float16
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretend that there is a GPU of 80 GiB with so much free, of which the learner holds 12 GiB."""
+
+    def pretend(free, spare=0):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * 2**30, 80 * 2**30))
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 12 * 2**30)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: (12 + spare) * 2**30)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("free", "share", "message"),
+    [
+        (
+            30,
+            0.5,
+            r"Expected: 40\.0 GiB free: 40\.0 for .*Given: 30\.0 of 80\.0 GiB free; the learner holds 12\.0.*0\.37",
+        ),
+        (60, 0.0000001, r"Expected: more than 0\.0 GiB"),
+    ],
+)
+def test_gpu_memory_is_weighed_before_anything_is_built(gpu, free, share, message):
+    gpu(free)
+    with pytest.raises(ConfigError, match=message):
+        vllm_checks.check_device_memory(build_network(), 8.0, share)
+    vllm_checks.check_device_memory(build_network(), 8.0, 0.3)
+
+
+def test_gradients_need_memory_beside_an_engine_that_never_sleeps(gpu):
+    with torch.device("meta"):
+        network = torch.nn.Linear(2**17, 2**15, bias=False, dtype=torch.bfloat16)  # 8 GiB
+    gpu(free=45)
+    message = r"48\.0 GiB free: 40\.0 for .* 0\.5 and 8\.0 for the learner's gradients.*at most 0\.45.*4\.0 GiB.*sleep"
+    with pytest.raises(ConfigError, match=message + r".*AdamW's state .* another 16\.0 GiB"):
+        vllm_checks.check_device_memory(network, 8.0, 0.5)
+    vllm_checks.check_device_memory(network, 8.0, 0.45)
+    vllm_checks.check_device_memory(network, 8.0, 0.5, sleeps=True)
+    gpu(free=45, spare=4)  # torch's own reserve can hold half of them
+    vllm_checks.check_device_memory(network, 8.0, 0.5)
+    network.weight.requires_grad_(False)
+    gpu(free=45)
+    vllm_checks.check_device_memory(network, 8.0, 0.5)
+
+
+class _UnknownForCausalLM(torch.nn.Module):
+    pass
+
+
+@pytest.mark.vllm
+def test_model_type_that_vllm_lacks_is_named():
+    vllm_checks.check_model(build_network(head_dim=32))
+    with pytest.raises(ConfigError, match=r"does not know the model type _UnknownForCausalLM.*TransformersEngine"):
+        vllm_checks.check_model(_UnknownForCausalLM())
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("size", [8, 16, 40, 144])
+def test_head_size_that_vllm_has_no_kernel_for_on_cpu_is_named(size):
+    with pytest.raises(ConfigError, match=rf"attention kernel.*head size among 32, 64, 80, .*Given: {size}\. Use Tra"):
+        vllm_checks.check_model(build_network(head_dim=size))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("size", [32, 48, 64, 128])
+def test_head_sizes_that_work_are_taken(size):
+    vllm_checks.check_model(build_network(head_dim=size))  # 48 is not in vLLM's own list
+
+
+@pytest.mark.vllm
+def test_head_size_follows_from_the_hidden_size_and_matters_on_cpu_alone(monkeypatch):
+    network = build_network(LlamaConfig, head_dim=None, hidden_size=64)
+    with pytest.raises(ConfigError, match="Given: 16"):
+        vllm_checks.check_model(network)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    vllm_checks.check_model(network)
+
+
+@pytest.mark.vllm
+def test_latent_attention_has_no_such_sizes():
+    config = SimpleNamespace(num_attention_heads=4, hidden_size=64, kv_lora_rank=32)
+    vllm_checks.check_head_size(SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config)))
+
+
+@pytest.mark.vllm
+def test_head_size_is_checked_before_the_engine_starts():
+    engine = VLLMEngine()
+    with pytest.raises(ConfigError, match="Given: 16"):
+        engine.setup(SimpleNamespace(network=build_network(head_dim=16)), None, SamplingParams())
+    assert engine.llm is None
+
+
+def test_plain_layers_are_listed_and_fused_ones_stay_together():
+    network = build_network()
+    assert vllm_checks.plain_layers(network, ()) == ["lm_head"]
+    skipped = vllm_checks.plain_layers(network, ["*.down_proj"])
+    assert skipped == ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj", "lm_head"]
+    with pytest.raises(ConfigError, match=r"splits model\.layers\.0\.self_attn\.qkv_proj.*q_proj.*k_proj.*v_proj"):
+        vllm_checks.plain_layers(network, ["*.k_proj"])
+
+
+def test_nothing_is_drawn_or_published_before_its_time():
+    engine = VLLMEngine(max_lora_rank=8)
+    for call in (
+        lambda: engine.generate([[1]], 1, 0),
+        lambda: engine.score([[1, 2]]),
+        lambda: engine.perturb(iter([]), 0),
+        lambda: engine.load_adapter(iter([]), 0),
+    ):
+        with pytest.raises(RuntimeError, match="no complete weights"):
+            call()
+    with pytest.raises(RuntimeError, match="no policy"):
+        engine.load_weights(iter([]), None, 0)
+    assert engine.read_back("x") is engine.read_columns("x", [0]) is None
+    engine.close()

@@ -1,0 +1,87 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from lit_qrl import formats
+from lit_qrl.rollout.vllm.folder import model_folder, remove
+from tests.networks import build_network
+
+
+@pytest.mark.parametrize("name", [None, "bf16", "fp8_row", "int4_group"])
+def test_the_folder_is_a_config_that_transformers_reads_and_no_weights(name):
+    network, format = build_network(), None if name is None else formats.get(name)
+    folder = model_folder(network, format, ["*.down_proj"], False, torch.bfloat16, longest=32)
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    written = json.loads((folder / "config.json").read_text())
+    assert written["architectures"] == ["Qwen3ForCausalLM"]
+    read = AutoConfig.from_pretrained(folder)
+    assert read.hidden_size == network.config.hidden_size
+    assert read.dtype == torch.bfloat16
+    if name in (None, "bf16"):
+        assert "quantization_config" not in written
+    else:
+        left_out = {f"model.layers.{i}.mlp.down_proj" for i in range(2)} | {"lm_head"}
+        assert set(written["quantization_config"]["ignore"]) == left_out
+        assert written["quantization_config"]["config_groups"]["group_0"]["targets"] == ["Linear"]
+
+
+def test_a_quantized_head_is_a_target_of_its_own():
+    folder = model_folder(
+        build_network(tie_word_embeddings=False), formats.get("fp8_row"), (), True, torch.bfloat16, longest=32
+    )
+    written = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert written["config_groups"]["group_0"]["targets"] == ["Linear", "lm_head"]
+    assert written["ignore"] == []
+
+
+@pytest.mark.parametrize(("longest", "expected"), [(32, 64), (64, 64), (200, 200)])
+def test_positions_reach_for_the_longest_sequence_and_are_never_cut(longest, expected):
+    folder = model_folder(build_network(max_position_embeddings=64), None, (), False, torch.float32, longest)
+    assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == expected
+
+
+def test_what_the_learner_s_own_folder_was_quantized_to_is_not_passed_on():
+    network = build_network()
+    network.config.quantization_config = {"quant_method": "compressed-tensors"}
+    folder = model_folder(network, None, (), False, torch.float32, 32)
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+
+
+MADE = """
+import os, sys
+import torch
+from lit_qrl.rollout.vllm.folder import model_folder, remove
+from tests.networks import build_network
+folders = [model_folder(build_network(), None, (), False, torch.float32, 32) for _ in range(3)]
+remove(folders[0])
+print(*[folder.is_dir() for folder in folders], flush=True)
+if os.fork() == 0:
+    sys.exit()  # runs what a process runs at its end
+os.wait()
+print(*[folder.is_dir() for folder in folders], flush=True)
+{ending}
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "raise RuntimeError", "sys.exit(3)"])
+def test_folders_that_nobody_removed_go_with_the_process_that_made_them(ending, tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", MADE.format(ending=ending)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.splitlines() == ["False True True"] * 2, done.stderr
+    assert not list(tmp_path.glob("lit-qrl-vllm-*"))
+
+
+def test_a_folder_is_removed_once():
+    folder = model_folder(build_network(), None, (), False, torch.float32, 32)
+    remove(folder)
+    folder.mkdir()
+    remove(folder)
+    assert folder.is_dir()
+    folder.rmdir()

@@ -1,0 +1,109 @@
+"""A live model seen through checkpoint names, with plain modules in place of vLLM's; whole publishes: test_vllm*.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lit_qrl.receipts.ledger import ReceivedLedger, SentLedger, compare
+from lit_qrl.rollout.vllm import compat as vllm_compat
+from lit_qrl.rollout.vllm.live_model import LiveModel, _narrowed
+
+
+class Fused(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 16, bias=False)
+        self.output_sizes = [8, 4, 4]
+
+
+class Model(nn.Module):
+    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "o_proj": ["o_proj"]}
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.ModuleDict({"qkv_proj": Fused(), "o_proj": nn.Linear(8, 6, bias=False)})
+        self.norm = nn.LayerNorm(6, bias=False)
+        self.head = nn.Linear(6, 10, bias=False)
+        self.embed = nn.Embedding(10, 6)
+        self.embed.weight = self.head.weight
+
+
+@pytest.fixture
+def live(monkeypatch):
+    model = Model()
+    monkeypatch.setattr(vllm_compat, "model_runner", lambda llm: SimpleNamespace(get_model=lambda: model, kv_caches=[]))
+    monkeypatch.setattr(vllm_compat, "checkpoint_names", lambda module: {*module._parameters, *module._buffers})
+    return LiveModel(SimpleNamespace())
+
+
+def test_parts_of_a_fused_layer_are_located(live):
+    for part, name in enumerate(("q_proj", "k_proj", "v_proj")):
+        place = live.locate(f"attn.{name}.weight")
+        assert (place.module_name, place.part, place.attribute) == ("attn.qkv_proj", part, "weight")
+    assert live.parts_of("attn.qkv_proj") == ("q_proj", "k_proj", "v_proj")
+    assert live.parts_of("attn.o_proj") == ()  # a single part is no fusion
+    assert live.locate("attn.o_proj.weight").parts == ()
+
+
+def test_what_no_module_holds_is_not_located(live):
+    assert live.locate("attn.o_proj.bias_of_another_kind") is None
+    assert live.locate("mlp.up_proj.weight") is None
+    assert live.locate_layer("experts.0.up_proj") is None
+
+
+def test_adapters_wrap_layers_without_changing_their_names(monkeypatch):
+    model = Model()
+    wrapper = nn.Module()
+    wrapper.base_layer = model.attn["o_proj"]
+    model.attn["o_proj"] = wrapper
+    monkeypatch.setattr(vllm_compat, "model_runner", lambda llm: SimpleNamespace(get_model=lambda: model))
+    assert LiveModel(SimpleNamespace()).locate_layer("attn.o_proj").module is wrapper.base_layer
+
+
+def test_tied_weights_are_counted_once(live):
+    assert live.weight_bytes() == 4 * (16 * 6 + 6 * 8 + 6 + 10 * 6)
+
+
+def test_norms_are_replaced_in_the_memory_that_is_there(live):
+    norm = live.model.norm.weight
+    new, ledger, sent = torch.arange(6.0), ReceivedLedger(2), SentLedger(2)
+    sent.record("norm.weight", new)
+    address = norm.data_ptr()
+    live.replace(iter([("norm.weight", new)]), ledger)
+    assert torch.equal(norm, new)
+    assert norm.data_ptr() == address
+    assert compare(sent, ledger) == []
+    for name, tensor in (("norm.weight", torch.ones(7)), ("norm.gain", new)):
+        with pytest.raises(ValueError, match=f"{name} cannot be replaced in place"):
+            live.replace(iter([(name, tensor)]), ledger)
+
+
+def test_nothing_is_read_back_before_it_was_sent(live):
+    assert live.read_back("norm.weight") is None
+    assert live.formats() == {}
+
+
+@pytest.mark.parametrize(
+    ("sent", "held", "narrowed"),
+    [
+        (torch.bfloat16, torch.float32, True),
+        (torch.float16, torch.float32, True),
+        (torch.float32, torch.bfloat16, False),
+        (torch.float16, torch.bfloat16, False),
+        (torch.bfloat16, torch.bfloat16, False),
+    ],
+)
+def test_only_what_a_wider_dtype_holds_exactly_is_narrowed(sent, held, narrowed):
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(sent) if sent.itemsize == 2 else torch.randn(64)
+    tensor = every[every.isfinite()].to(held)
+    got = _narrowed(tensor, sent)
+    assert got.dtype == (sent if narrowed else held)
+    assert torch.equal(got.to(held), tensor)
+
+
+def test_kv_pages_are_zeroed(live):
+    pages = [torch.full((2, 3), float("nan")), [torch.ones(2), torch.ones(1)]]
+    live.runner.kv_caches = pages
+    live.clear_kv_cache()
+    assert not any(tensor.any() for tensor in (pages[0], *pages[1]))

@@ -1,0 +1,77 @@
+"""Where tensors lie in modules, with stand-ins for vLLM's."""
+
+import pytest
+import torch
+from torch import nn
+
+from lit_qrl.rollout.vllm.locations import Place, loaded_format, tensors_of
+
+
+class Fused(nn.Module):
+    output_sizes = (8, 4, 4)
+
+
+def test_parts_of_a_fused_layer_are_its_rows_in_order():
+    whole = torch.arange(16.0 * 3).view(16, 3)
+    cuts = [
+        Place("qkv", Fused(), "weight", part, ("q", "k", "v")).cut(whole, (rows, 3))
+        for part, rows in enumerate((8, 4, 4))
+    ]
+    assert torch.equal(torch.cat(cuts), whole)
+    assert cuts[1].data_ptr() == whole[8:].data_ptr()  # a view, so that the bits are the module's
+
+
+def test_parts_of_scales_go_by_their_share():
+    blocks = torch.arange(4.0).view(4, 1)  # a scale for four rows each
+    place = [Place("qkv", Fused(), "weight_scale", part, ("q", "k", "v")) for part in range(3)]
+    assert [p.cut(blocks, (rows, 1)).flatten().tolist() for p, rows in zip(place, (2, 1, 1), strict=True)] == [
+        [0, 1],
+        [2],
+        [3],
+    ]
+    three = torch.tensor([5.0, 6.0, 7.0])
+    assert [p.cut(three, ()).item() for p in place] == [5, 6, 7]
+    assert [p.cut(torch.tensor([9.0]), (1,)).item() for p in place] == [9, 9, 9]
+
+
+def test_a_padded_vocabulary_is_cut_and_a_wrong_shape_does_not_fit():
+    place = Place("embed", nn.Module(), "weight")
+    padded = torch.arange(12.0).view(6, 2)
+    assert torch.equal(place.cut(padded, (5, 2)), padded[:5])
+    assert place.cut(padded, (5, 3)) is None
+    assert place.cut(padded, (12,)).shape == (12,)
+
+
+def test_tensors_of_a_module_are_its_own_that_exist():
+    module = nn.Sequential(nn.Linear(2, 2))
+    module.register_buffer("scale", torch.ones(1))
+    module.register_parameter("released", None)
+    assert list(tensors_of(module)) == ["scale"]
+    assert set(tensors_of(module[0])) == {"weight", "bias"}
+
+
+def made(name, **attributes):
+    return type(name, (), attributes)()
+
+
+@pytest.mark.parametrize(
+    ("method", "scheme", "expected"),
+    [
+        (None, None, "bf16"),
+        (made("UnquantizedLinearMethod"), None, "bf16"),
+        (made("CompressedTensorsLinearMethod"), made("CompressedTensorsW8A8Fp8", strategy="channel"), "fp8_row"),
+        (made("CompressedTensorsLinearMethod"), made("CompressedTensorsW8A8Fp8", strategy="tensor"), "fp8_tensor"),
+        (made("Fp8LinearMethod", block_quant=True), None, "fp8_block"),
+        (made("CompressedTensorsLinearMethod"), made("CompressedTensorsWNA16", num_bits=4), "int4_group"),
+        (made("CompressedTensorsLinearMethod"), made("CompressedTensorsWNA16", num_bits=8), "int8_group"),
+        (made("CompressedTensorsLinearMethod"), made("CompressedTensorsW4A16Fp4"), "nvfp4"),
+        (made("AWQMarlinMethod"), None, "AWQMarlinMethod"),  # unknown: by its own name, never as something it is not
+    ],
+)
+def test_the_format_is_read_from_the_method(method, scheme, expected):
+    module = nn.Module()
+    if method is not None:
+        module.quant_method = method
+    if scheme is not None:
+        module.scheme = scheme
+    assert loaded_format(module, torch.bfloat16) == expected

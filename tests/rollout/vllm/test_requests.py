@@ -1,0 +1,53 @@
+"""Requests as they are ordered and read; nothing here imports vLLM."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lit_qrl.rollout.vllm.requests import SEED_RANGE, by_length, check_lengths, completion, request_seed, scores
+
+
+def test_requests_are_ordered_and_measured():
+    assert by_length([[1], [1, 2, 3], [1, 2]], n=2) == [2, 3, 4, 5, 0, 1]
+    params = [SimpleNamespace(max_tokens=3)] * 2
+    check_lengths([[1, 2], [1]], params, limit=5)
+    with pytest.raises(ValueError, match="Given: 5"):
+        check_lengths([[1, 2], [1]], params, limit=4)
+
+
+def test_an_empty_prompt_is_refused_and_no_prompt_is_fine():
+    with pytest.raises(ValueError, match="an empty prompt"):
+        check_lengths([[]], [SimpleNamespace(max_tokens=1)], limit=9)
+    check_lengths([], [], limit=1)
+
+
+def test_every_completion_has_a_seed_of_its_own_in_range():
+    seeds = [request_seed(seed, row, sample) for seed in (0, 1, 2**40) for row in range(20) for sample in range(20)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < SEED_RANGE for seed in seeds)
+    assert request_seed(3, 4, 5) == request_seed(3, 4, 5)
+
+
+@pytest.mark.parametrize(("reason", "expected"), [("stop", "stop"), ("length", "length"), ("abort", "length")])
+def test_a_completion_is_read_with_its_version(reason, expected):
+    drawn = SimpleNamespace(
+        token_ids=(4, 5),
+        logprobs=SimpleNamespace(logprobs=[-0.5, -1.0]),
+        finish_reason=reason,
+        routed_experts=[[1], [0]],
+    )
+    got = completion(SimpleNamespace(outputs=[drawn]), 7)
+    assert (got.token_ids, got.logprobs, got.finish_reason, got.version) == ([4, 5], [-0.5, -1.0], expected, 7)
+    assert torch.equal(got.routed_experts, torch.tensor([[1], [0]]))
+
+
+def test_scores_are_those_of_the_given_tokens_after_the_first():
+    rows = [
+        None,
+        {5: SimpleNamespace(logprob=-1.0), 9: SimpleNamespace(logprob=-0.1)},
+        {6: SimpleNamespace(logprob=-2.5)},
+    ]
+    got = scores(SimpleNamespace(prompt_logprobs=rows), [3, 5, 6])
+    assert got.tolist() == [-1.0, -2.5]
+    assert got.dtype == torch.float32

@@ -1,0 +1,105 @@
+"""Steps that never return: interrupted where Python can be, and the end of the process where it cannot."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from lit_qrl.rollout.vllm.watchdog import EXIT_HUNG, Watchdog
+
+
+def test_a_step_that_sleeps_for_ever_is_interrupted():
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"one step took longer than 0\.2 s"), Watchdog(0.2):
+        time.sleep(60)
+    assert time.monotonic() - begun < 30
+
+
+def test_a_lock_and_a_busy_loop_are_interrupted_too():
+    lock = threading.Lock()
+    lock.acquire()
+
+    def spin():
+        while True:
+            pass
+
+    for step in (lock.acquire, spin):
+        with pytest.raises(TimeoutError), Watchdog(0.1):
+            step()
+
+
+def test_only_the_step_is_measured_and_a_late_one_is_named_afterwards():
+    with Watchdog(30) as watchdog:
+        watchdog.check()
+        watchdog._begun -= 31
+        with pytest.raises(TimeoutError, match="longer than 30 s"):
+            watchdog.check()
+        watchdog.beat()
+        watchdog.check()
+
+
+def test_steps_in_time_are_left_alone():
+    with Watchdog(0.5, grace=0.5) as watchdog:
+        for _ in range(8):
+            watchdog.beat()
+            time.sleep(0.1)
+            watchdog.check()
+
+
+def test_the_users_signal_handler_comes_back():
+    def own(number, frame):
+        pass
+
+    before = signal.signal(signal.SIGUSR2, own)
+    try:
+        with Watchdog(60):
+            assert signal.getsignal(signal.SIGUSR2) is not own
+        assert signal.getsignal(signal.SIGUSR2) is own
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+STUCK = """
+import ctypes
+from lit_qrl.rollout.vllm.watchdog import Watchdog
+mutex = ctypes.create_string_buffer(64)
+lock = ctypes.CDLL(None).pthread_mutex_lock
+with Watchdog(0.2, on_hang=lambda sentence: print("last words:", sentence, flush=True), grace={grace}):
+    lock(mutex)
+    lock(mutex)  # waits for itself in native code, which no signal ends
+print("went on")
+"""
+
+
+def test_native_code_that_never_returns_ends_the_process_with_last_words():
+    done = subprocess.run([sys.executable, "-c", STUCK.format(grace=0.5)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == EXIT_HUNG
+    assert done.stdout.startswith("last words: The engine hangs: one step took longer than 0.2 s")
+
+
+def test_a_process_that_ends_so_leaves_no_folder_of_an_engine(tmp_path):
+    code = "\n".join(
+        [
+            "import os, pathlib",
+            "from lit_qrl.rollout.vllm import folder as model_folder",
+            f"folder = pathlib.Path({str(tmp_path)!r}, 'lit-qrl-vllm-1')",
+            "folder.mkdir()",
+            "model_folder._made[folder] = os.getpid()",
+            STUCK.format(grace=0.5),
+        ]
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == EXIT_HUNG
+    assert not list(tmp_path.iterdir())
+    assert "went on" not in done.stdout
+    assert "most recent call first" in done.stderr
+
+
+def test_last_words_that_fail_or_hang_do_not_keep_the_process():
+    for words in ("1 / 0", "lock(mutex)"):
+        code = STUCK.format(grace=0.5).replace('print("last words:", sentence, flush=True)', words)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+        assert done.returncode == EXIT_HUNG

@@ -1,0 +1,125 @@
+"""A whole run at the smallest scale: a random network, a toy task, the real Trainer."""
+
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Trainer
+
+from lit_qrl.callbacks import Guard, MismatchMonitor, Report, RLProgress, RunCheckpoint, WeightPublisher
+from lit_qrl.data.module import RolloutDataModule
+from lit_qrl.data.task import Task
+from lit_qrl.module import GRPOModule
+from lit_qrl.objective import GRPO
+from lit_qrl.policy import CausalPolicy
+from lit_qrl.rewards.base import Reward
+from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.run.loggers import RunCSVLogger
+from tests.networks import build_network, build_tokenizer
+
+
+class DigitReward(Reward):
+    """Share of digits in the completion: easy to learn, different within a group."""
+
+    name = "digits"
+
+    def __call__(self, samples):
+        return [sum(c.isdigit() for c in s.completion) / max(len(s.completion), 1) for s in samples]
+
+
+class DigitTask(Task):
+    name = "digits"
+
+    def __init__(self, rows=24, reward=None):
+        self.rows = [{"question": f"{i},{i * 7 % 90}:"} for i in range(rows)]
+        self.rewards = [reward or DigitReward()]
+
+    def train_rows(self):
+        return self.rows[:-8]
+
+    def evaluation_rows(self):
+        return self.rows[-8:]
+
+    def prompt(self, row):
+        return row["question"]
+
+    def reference(self, row):
+        return None
+
+    def is_correct(self, samples):
+        return [sample.completion[:1].isdigit() for sample in samples]
+
+
+def model_folder(folder: Path, **changes) -> str:
+    """Write a random network and its tokenizer; the same seed gives the same weights."""
+    if not (folder / "config.json").exists():
+        build_network(**{"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, **changes}).save_pretrained(folder)
+        build_tokenizer(pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    return str(folder)
+
+
+def build(
+    folder: Path,
+    callbacks=(),
+    objective=None,
+    data=None,
+    trainer=None,
+    format="fp8_row",
+    policy=None,
+    publisher=None,
+    task=None,
+    model=None,
+    guard=None,
+    report=False,
+    lr=3e-3,
+    optimizer=None,
+):
+    """Return (trainer, module, data) of a run in `folder`; nothing has happened yet."""
+    torch.manual_seed(0)
+    module = GRPOModule(
+        CausalPolicy(model_folder(folder / "model"), **(policy or {})),
+        objective=objective or GRPO(scale="none"),
+        optimizer=optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=lr)),
+        **(model or {}),
+    )
+    sizes = {"prompts_per_iteration": 4, "group_size": 4, "seed": 0}
+    sizes |= {"max_completion_tokens": 8, "max_prompt_tokens": 16}
+    module_data = RolloutDataModule(task or DigitTask(), TransformersEngine(), **{**sizes, **(data or {})})
+    options = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 2,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0,
+        "log_every_n_steps": 1,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "accumulate_grad_batches": module_data.micro_batches,
+        "enable_progress_bar": False,
+        "default_root_dir": str(folder / "run"),
+        "logger": RunCSVLogger(folder / "run"),
+        **(trainer or {}),
+    }
+    forced = [
+        WeightPublisher(**{"format": format, **(publisher or {})}),
+        MismatchMonitor(),
+        Guard(**(guard or {})),
+        RunCheckpoint(),
+    ]
+    if report:  # drawing takes seconds
+        forced.append(Report(samples_per_iteration=1))
+    if options["enable_progress_bar"]:
+        forced.append(RLProgress())
+    return Trainer(callbacks=[*callbacks, *forced], **options), module, module_data
+
+
+def fit(folder: Path, **options):
+    """Run `build(...)` to its end and return (trainer, module, data)."""
+    trainer, module, data = build(folder, **options)
+    ckpt_path = options.get("ckpt_path")
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
+    return trainer, module, data
+
+
+def parameters_of(module: GRPOModule) -> torch.Tensor:
+    """All weights of the policy as one vector."""
+    return torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()])
