@@ -500,7 +500,7 @@ def make_clock(steps: Steps, plans: list[dict[str, Any]], figures: dict[str, Any
                 print(json.dumps(figures["profile"], indent=1), flush=True)
             self.peaks["update"] = memory()
             plan = plans[trainer.current_epoch]
-            row = {key: float(value) for key, value in module.last_row.items()}
+            row = {key: float(value) for key, value in module.iteration.row.items()}
             seconds = {name: round(row.get(f"time/{name}", 0.0), 3) for name in kept}
             found = {
                 **plan,

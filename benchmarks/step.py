@@ -184,7 +184,7 @@ class Watch(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if batch_idx == 0:
-            self.clock.tokens.append(int(pl_module.rollout.mask.sum()))
+            self.clock.tokens.append(int(pl_module.iteration.rollout.mask.sum()))
 
     def on_train_epoch_end(self, trainer, pl_module) -> None:
         self.clock.mark()

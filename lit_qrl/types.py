@@ -157,15 +157,19 @@ class MicroBatch:
         batch: the sequences of this micro-batch.
         total: what the loss sum is divided by, global over the mini-batch and all ranks: kept tokens, or sequences.
         rows: positions of these sequences in the iteration's rollout.
+        has_signal: whether some kept sequence of the mini-batch, on any rank, has an advantage.
     """
 
-    def __init__(self, batch: RolloutBatch, total: Tensor, rows: Tensor) -> None:
-        self.batch, self.total, self.rows = batch, total, rows
+    def __init__(self, batch: RolloutBatch, total: Tensor, rows: Tensor, has_signal: Tensor) -> None:
+        self.batch, self.total, self.rows, self.has_signal = batch, total, rows, has_signal
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "MicroBatch":
         """Return a copy on `device`."""
         return MicroBatch(
-            self.batch.to(device, non_blocking), self.total.to(device), self.rows.to(device, non_blocking=non_blocking)
+            self.batch.to(device, non_blocking),
+            self.total.to(device),
+            self.rows.to(device, non_blocking=non_blocking),
+            self.has_signal.to(device, non_blocking=non_blocking),
         )
 
     def __len__(self) -> int:

@@ -6,7 +6,8 @@ from pathlib import Path
 from lit_qrl import callbacks, objective
 from lit_qrl.functional.mismatch import mismatch_metrics
 from lit_qrl.functional.objective import clipped_surrogate
-from lit_qrl.loop.hooks import RLCallback, combine
+from lit_qrl.loop.combine import combine
+from lit_qrl.loop.hooks import RLCallback
 from tests.callbacks.corrections import context
 
 DOCS = Path(__file__).parents[1] / "docs"

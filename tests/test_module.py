@@ -230,18 +230,18 @@ def test_an_objective_with_a_baseline_of_its_own_takes_single_completions(tmp_pa
 
 def test_every_validation_of_a_run_sees_the_same_problems_and_the_learners_weights(tmp_path):
     """A loader that copies rows once made later validations answer other prompts than they scored."""
-    from lit_qrl.data.module import RolloutDataModule
+    from lit_qrl import module as hooks
 
     seen = []
-    answer = RolloutDataModule.answer
+    answer = hooks.answer
 
-    def watched(self, problems, stage):
-        results = answer(self, problems, stage)
+    def watched(learner, problems, stage):
+        results = answer(learner, problems, stage)
         texts = [problem.prompt_text for problem in problems]
-        policy = self.module.policy
+        policy = learner.policy
         assert [policy.decode(problem.prompt_ids) for problem in problems] == texts
-        assert texts == [self.task.prompt(problem.row) for problem in problems]
-        (completion, *_), ids = self.last_answers[1], problems[0].prompt_ids
+        assert texts == [learner.data.task.prompt(problem.row) for problem in problems]
+        completion, ids = results["sampled"].completions[0], problems[0].prompt_ids
         with torch.no_grad():
             logits = policy.network(input_ids=torch.tensor([ids + completion.token_ids])).logits[0]
         own = logits.float().log_softmax(-1)[len(ids) - 1 : -1]
@@ -251,7 +251,7 @@ def test_every_validation_of_a_run_sees_the_same_problems_and_the_learners_weigh
         return results
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RolloutDataModule, "answer", watched)
+        patch.setattr(hooks, "answer", watched)
         fit(tmp_path, trainer={"limit_val_batches": 1.0, "check_val_every_n_epoch": 1, "max_epochs": 4})
     assert len(seen) == 5
     assert all(texts == seen[0] for texts in seen)

@@ -13,7 +13,7 @@ def batch():
 
 
 def test_to_moves_every_tensor_and_keeps_dtypes():
-    moved = MicroBatch(batch(), torch.tensor(2.0), torch.arange(2)).to("meta")
+    moved = MicroBatch(batch(), torch.tensor(2.0), torch.arange(2), torch.tensor(True)).to("meta")
     assert moved.batch.tokens.device.type == "meta"
     assert moved.batch.reward_parts["answer"].device.type == "meta"
     assert moved.total.device.type == "meta"
@@ -24,7 +24,7 @@ def test_to_moves_every_tensor_and_keeps_dtypes():
 def test_micro_batch_is_opaque_to_lightning():
     from lightning_utilities.core.apply_func import apply_to_collection
 
-    micro = MicroBatch(batch(), torch.tensor(2.0), torch.arange(2))
+    micro = MicroBatch(batch(), torch.tensor(2.0), torch.arange(2), torch.tensor(True))
     cast = apply_to_collection(micro, torch.Tensor, lambda tensor: tensor.bfloat16())
     assert cast.batch.sampler_logprobs.dtype == torch.float32
 

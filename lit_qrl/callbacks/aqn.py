@@ -131,7 +131,7 @@ class AQNNoise(RLCallback):
 
     def on_rollout_end(self, trainer: Trainer, module: "GRPOModule", batch: Any) -> None:
         """Log what was done."""
-        module.iteration.update({"noise/sigma": self.sigma, "noise/perturbed_norms": float(self.perturbed)})
+        module.iteration.metrics.update({"noise/sigma": self.sigma, "noise/perturbed_norms": float(self.perturbed)})
 
     def _matches(self, name: str) -> bool:
         return any(fnmatch(name, pattern) for pattern in self.norms)

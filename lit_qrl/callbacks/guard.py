@@ -120,7 +120,7 @@ class Guard(RLCallback):
             event(trainer, "nonfinite_logprobs", message, tokens=int(broken), share=share)
             if share > self.max_nonfinite_fraction:
                 stop_run(trainer, "nonfinite_logprobs", message)
-        module.iteration.value("guard/nonfinite_tokens", float(broken))
+        module.iteration.metrics.value("guard/nonfinite_tokens", float(broken))
         if (self.ess_floor is not None or self.kl_ceiling is not None) and batch.learner_old_logprobs is not None:
             self._look(trainer, module, batch)
 
@@ -155,11 +155,11 @@ class Guard(RLCallback):
             return
         norm = torch.nn.utils.get_total_norm(gradients)
         bad = pl_module.reduce((~torch.isfinite(norm)).to(torch.int32), op="max")
-        if self._skip_iteration or pl_module.skip_step:
+        if self._skip_iteration or pl_module.iteration.skip_step:
             self._clear(optimizer)
             self.skipped += 1
-            pl_module.iteration.value("guard/skipped_steps", 1.0)
-            if pl_module.skip_step:
+            pl_module.iteration.metrics.value("guard/skipped_steps", 1.0)
+            if pl_module.iteration.skip_step:
                 event(trainer, "no_signal", "Every token was rejected or every advantage was zero: step skipped.")
             return
         if int(bad):
@@ -168,16 +168,16 @@ class Guard(RLCallback):
             self.vetoed_in_a_row += 1
             message = f"The gradient was not finite: optimizer step vetoed ({self.vetoed_in_a_row} in a row)."
             event(trainer, "nonfinite_gradient", message)
-            pl_module.iteration.value("guard/vetoed_steps", 1.0)
+            pl_module.iteration.metrics.value("guard/vetoed_steps", 1.0)
             if self.vetoed_in_a_row >= self.patience:
                 stop_run(trainer, "nonfinite_gradient", message)
             return
         self.vetoed_in_a_row = 0
-        pl_module.iteration.value("update/grad_norm", norm)
+        pl_module.iteration.metrics.value("update/grad_norm", norm)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Say when an untruncated correction met weights that no batch can carry."""
-        extreme = pl_module.last_row.get("correction/extreme_tokens", 0.0)
+        extreme = pl_module.iteration.row.get("correction/extreme_tokens", 0.0)
         if extreme:
             message = (
                 f"{extreme:g} tokens of a mini-batch (mean) had an importance weight above e^20 and were rejected."

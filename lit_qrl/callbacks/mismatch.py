@@ -50,26 +50,26 @@ class MismatchMonitor(RLCallback):
         self, trainer: Trainer, pl_module: "GRPOModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count every update; measure the iteration's mismatch after the last one."""
-        rollout = pl_module.rollout
+        rollout = pl_module.iteration.rollout
         if rollout is None or trainer.current_epoch % self.every_n_iterations:
             return
         last = trainer.current_epoch + 1 == trainer.max_epochs
         draw = bool(self.histograms_every) and (last or trainer.current_epoch % self.histograms_every == 0)
         limit = pl_module.data.max_completion_tokens
-        if pl_module.last_logprobs is not None:
-            self._updates.add(pl_module.last_logprobs, batch.batch, limit, draw)
+        if pl_module.iteration.logprobs is not None:
+            self._updates.add(pl_module.iteration.logprobs, batch.batch, limit, draw)
         if not trainer.is_last_batch:
             return
         updates, self._updates = self._updates, UpdateCounts()
-        pl_module.iteration.update(updates.quantiles(pl_module.reduce))
+        pl_module.iteration.metrics.update(updates.quantiles(pl_module.reduce))
         if rollout.learner_old_logprobs is None:
             return
         learner, sampler, mask = rollout.learner_old_logprobs, rollout.sampler_logprobs, rollout.mask
         metrics = mismatch_metrics(learner, sampler, mask, all_reduce=pl_module.reduce)
-        pl_module.iteration.update({f"mismatch/{name}": value for name, value in metrics.items()})
+        pl_module.iteration.metrics.update({f"mismatch/{name}": value for name, value in metrics.items()})
         completions = rollout.tokens[:, rollout.tokens.shape[1] - mask.shape[1] :]
         rare = low_probability_share(learner, mask, rollout.advantages, all_reduce=pl_module.reduce)
-        pl_module.iteration.update(
+        pl_module.iteration.metrics.update(
             {
                 "rollout/repeated_4grams": repeated_ngrams(completions, mask).mean(),
                 "rollout/low_probability_negative": rare,

@@ -154,7 +154,7 @@ class WeightPublisher(RLCallback):
         """Publish this iteration's sampler."""
         due = trainer.current_epoch % self.every_n_iterations == 0
         if due or not self._holds_rollout_weights:
-            with pl_module.timed("publish"):
+            with pl_module.iteration.timed("publish"):
                 self.version += 1
                 self._publish_rollout(trainer, pl_module)
         else:
@@ -181,7 +181,7 @@ class WeightPublisher(RLCallback):
         """Build the engine again and publish what it held; stop the run when it keeps dying."""
         self._bury(trainer, module, error)
         assert self._again is not None
-        with module.timed("publish"):
+        with module.iteration.timed("publish"):
             self._again()
         return True
 
@@ -217,7 +217,7 @@ class WeightPublisher(RLCallback):
         report = self._repeated(trainer, module, attempt)
         self.last_report, self._holds_rollout_weights, self._rebuilt = report, True, False
         self._published_at = trainer.global_step
-        module.iteration.update(
+        module.iteration.metrics.update(
             {
                 "publish/version": float(report.version),
                 "publish/bytes": float(report.bytes),
@@ -360,7 +360,7 @@ class WeightPublisher(RLCallback):
             if faults:
                 raise PublishError(faults, self.version)
             self._receipts[key] = sent.receipts()
-        module.seconds["verify"] += time.perf_counter() - arrived
+        module.iteration.seconds["verify"] += time.perf_counter() - arrived
         return report
 
     @rank_zero_only

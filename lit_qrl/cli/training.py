@@ -36,7 +36,8 @@ from lit_qrl.data import tasks
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.data.task import Task
 from lit_qrl.errors import ConfigError, IncompleteError, StoppedError, collected
-from lit_qrl.loop.hooks import RLCallback, check_combination
+from lit_qrl.loop.combine import check_combination
+from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.module import GRPOModule
 from lit_qrl.precision import QuantizedPrecision
 from lit_qrl.receipts.ledger import PublishError

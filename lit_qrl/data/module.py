@@ -2,8 +2,9 @@
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -13,15 +14,12 @@ from torch.utils.data import DataLoader
 from lit_qrl.data.dataset import RolloutDataset
 from lit_qrl.data.task import Row, Task
 from lit_qrl.errors import ConfigError
-from lit_qrl.loop.hooks import rl_callbacks
+from lit_qrl.loop.hooks import Learner
 from lit_qrl.network.head import check_positions
 from lit_qrl.rewards.base import Sample, score_all
-from lit_qrl.rollout.engine import EngineDiedError, Progress, RolloutEngine
+from lit_qrl.rollout.engine import RolloutEngine
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import Completion, SamplingParams
-
-if TYPE_CHECKING:
-    from lit_qrl.module import GRPOModule
 
 log = logging.getLogger(__name__)
 
@@ -147,16 +145,16 @@ class RolloutDataModule(LightningDataModule):
         )
 
     @property
-    def module(self) -> "GRPOModule":
+    def module(self) -> Learner:
         """The module that trains on this data."""
         if self.trainer is None:
             raise RuntimeError("The data module is not attached to a Trainer yet.")
         return self.trainer.lightning_module  # pyright: ignore[reportReturnType]
 
     @property
-    def pad_token_id(self) -> int:
-        """The tokenizer's padding token."""
-        return self.module.policy.pad_token_id
+    def updates(self) -> int:
+        """Optimizer steps per iteration."""
+        return self.passes * self.mini_batches
 
     @property
     def prompts_per_rank(self) -> int:
@@ -231,6 +229,13 @@ class RolloutDataModule(LightningDataModule):
             self._order = (lap, torch.randperm(size, generator=generator))
         return int(self._order[1][offset])
 
+    @contextmanager
+    def rolling_out(self) -> Iterator[None]:
+        """Keep the position of before: a rollout that does not end is drawn anew by whoever resumes."""
+        self.unfinished = self.position
+        yield
+        self.unfinished = None
+
     def samples(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Sample]:
         """Return what the rewards see: texts and references, prompt-major."""
         n = len(completions) // len(problems)
@@ -247,17 +252,11 @@ class RolloutDataModule(LightningDataModule):
         total, parts, failed = score_all(self.task.rewards, self.samples(problems, completions), self.error_reward)
         return torch.tensor(total), {name: torch.tensor(values) for name, values in parts.items()}, float(failed)
 
-    def progress(self, stage: str, total: int) -> Progress | None:
-        """Return a callback that moves the progress bar during generation."""
-        bar = self.trainer.progress_bar_callback if self.trainer else None
-        update: Callable[..., Any] | None = getattr(bar, "update_generation", None)
-        return None if update is None else lambda done, tokens: update(stage, done, total, tokens)
-
     # -------------------------------------------------------------------------------------------------------- loaders
 
     def train_dataloader(self) -> DataLoader:
         """Return the loader whose every pass is one iteration."""
-        return DataLoader(RolloutDataset(self), batch_size=None, num_workers=0)
+        return DataLoader(RolloutDataset(self.module), batch_size=None, num_workers=0)
 
     def val_dataloader(self) -> DataLoader:
         """Return this rank's held-out problems as one batch."""
@@ -265,54 +264,6 @@ class RolloutDataModule(LightningDataModule):
         return DataLoader([share], batch_size=None, num_workers=0)  # pyright: ignore[reportArgumentType]
 
     test_dataloader = predict_dataloader = val_dataloader
-
-    def draw(
-        self, prompts: Sequence[Sequence[int]], n: int, seed: int, stage: str, sampling: SamplingParams | None = None
-    ) -> list[Completion]:
-        """Return `n` completions of each prompt; when the engine dies and a callback revives it, the same once more."""
-        while True:
-            progress = self.progress(stage, len(prompts) * n)
-            try:
-                return self.engine.generate(prompts, n, seed, progress, sampling)
-            except EngineDiedError as error:
-                module = self.module
-                revived = [
-                    callback.on_engine_died(module.trainer, module, error) for callback in rl_callbacks(module.trainer)
-                ]
-                if not any(revived):
-                    raise
-
-    def generation_ended(self) -> None:
-        """Tell the callbacks that the engine has drawn what it is needed for."""
-        module = self.module
-        for callback in rl_callbacks(module.trainer):
-            callback.on_generation_end(module.trainer, module)
-
-    @torch.no_grad()
-    def answer(self, problems: Sequence[Problem], stage: str) -> dict[str, Tensor]:
-        """Return which samples solve their problem: `greedy` "problems 1", `sampled` "problems evaluation_samples".
-
-        The generator is seeded anew each time, so that evaluations differ by the policy alone and the training's
-        random state is not touched.
-        """
-        ids = [problem.prompt_ids for problem in problems]
-        plans = [("sampled", self.evaluation_samples, self.evaluation_temperature)]
-        if self.evaluation_greedy:
-            plans.insert(0, ("greedy", 1, 0.0))
-        results = {}
-        for name, n, temperature in plans:
-            sampling = SamplingParams(
-                max_tokens=self.max_completion_tokens,
-                temperature=temperature,
-                stop_token_ids=self.module.policy.stop_token_ids,
-            )
-            seed = derive_seed(self.base_seed, "evaluation", self.module.global_rank)
-            completions = self.draw(ids, n, seed, stage, sampling)
-            correct = self.task.is_correct(self.samples(problems, completions))
-            results[name] = torch.tensor(correct).view(len(problems), n)
-            self.last_answers = (problems, completions, correct)
-        self.generation_ended()
-        return results
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the stream of prompts, at the start of a rollout that is not finished."""

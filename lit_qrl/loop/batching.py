@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lit_qrl.types import Completion, RolloutBatch
 
@@ -41,6 +42,38 @@ def assemble(
         version=torch.tensor([completion.version for completion in completions]),
         stopped=torch.tensor([completion.finish_reason == "stop" for completion in completions]),
         routed_experts=None,
+    )
+
+
+def concatenate(parts: list[RolloutBatch], pad_token_id: int, group_size: int) -> RolloutBatch:
+    """Return one batch from several, padded to a common width; groups are numbered anew."""
+    if len(parts) == 1:
+        return parts[0]
+    width = max(part.tokens.shape[1] - part.mask.shape[1] for part in parts)
+    t = max(part.mask.shape[1] for part in parts)
+
+    def right(tensor: torch.Tensor) -> torch.Tensor:
+        return F.pad(tensor, (0, t - tensor.shape[1]))
+
+    tokens = [
+        F.pad(
+            part.tokens, (width - part.tokens.shape[1] + part.mask.shape[1], t - part.mask.shape[1]), value=pad_token_id
+        )
+        for part in parts
+    ]
+    names = parts[0].reward_parts
+    b = sum(map(len, parts))
+    return RolloutBatch(
+        tokens=torch.cat(tokens),
+        prompt_length=torch.cat([part.prompt_length for part in parts]),
+        mask=torch.cat([right(part.mask) for part in parts]),
+        sampler_logprobs=torch.cat([right(part.sampler_logprobs) for part in parts]),
+        rewards=torch.cat([part.rewards for part in parts]),
+        advantages=torch.cat([part.advantages for part in parts]),
+        group=torch.arange(b) // group_size,
+        version=torch.cat([part.version for part in parts]),
+        stopped=torch.cat([part.stopped for part in parts]),
+        reward_parts={name: torch.cat([part.reward_parts[name] for part in parts]) for name in names},
     )
 
 

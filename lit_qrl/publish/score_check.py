@@ -78,10 +78,10 @@ class ScoreCheck:
                 jittered = learner_scores(network, probe.tokens, **settings, jitter=torch.finfo(dtype).eps / 2)
                 result = probe.compare(scores, learner, jittered)
         self.baseline = probe.baseline
-        module.iteration.update(
+        module.iteration.metrics.update(
             {"publish/probe_mean": result.mean, "publish/probe_max": result.max, "publish/probe_bound": result.bound}
         )
-        module.seconds["verify"] += time.perf_counter() - start
+        module.iteration.seconds["verify"] += time.perf_counter() - start
         if not result.passed:
             raise PublishError([Fault("probe", "the sampler", _measured(result))], version)
 

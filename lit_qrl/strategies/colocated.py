@@ -115,5 +115,5 @@ def begin_update(trainer: Trainer, module: Any) -> None:
     """Let the strategy take the device back, timed as `time/sleep`; without one of ours nothing happens."""
     strategy = trainer.strategy
     if isinstance(strategy, ColocatedStrategy):
-        with module.timed("sleep"):
+        with module.iteration.timed("sleep"):
             strategy.begin_update(module.data.engine)

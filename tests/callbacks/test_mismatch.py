@@ -50,7 +50,7 @@ class Updates(MismatchMonitor):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         rows = batch.batch
-        d = (pl_module.last_logprobs - rows.learner_old_logprobs)[rows.mask]
+        d = (pl_module.iteration.logprobs - rows.learner_old_logprobs)[rows.mask]
         p = rows.learner_old_logprobs.exp()[rows.mask]
         a = rows.advantages[:, None].expand_as(rows.mask)[rows.mask]
         self.seen += list(zip(d.tolist(), p.tolist(), a.tolist(), strict=True))

@@ -408,7 +408,7 @@ def test_a_quantized_head_is_sampled_from_probed_and_put_back_for_evaluations(tm
             held.append(pl_module.data.engine.read_back("lm_head.weight").dtype)
 
         def on_train_epoch_end(self, trainer, pl_module):
-            probes.append(float(pl_module.last_row["publish/probe_mean"]))
+            probes.append(float(pl_module.iteration.row["publish/probe_mean"]))
 
     settings = {"publisher": {"quantize_head": True, "probe_every": 1}}
     fit(tmp_path, callbacks=[Look()], trainer={"max_epochs": 2, "limit_val_batches": 1}, **settings)

@@ -7,7 +7,6 @@ import pytest
 from lit_qrl.data.module import Problem, RolloutDataModule
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
-from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.types import Completion
 from tests.tiny_run import DigitTask
 
@@ -59,11 +58,14 @@ def test_a_restored_stream_goes_on_where_it_was():
 def test_an_unfinished_rollout_is_drawn_again():
     data = module()
     drawn(data, 4)
-    data.unfinished = data.position
+    rolling = data.rolling_out()
+    rolling.__enter__()  # and never left
     expected = drawn(data, 4)
     assert data.state_dict() == {"position": 4}
     data.load_state_dict(data.state_dict())
-    assert drawn(data, 4) == expected
+    with data.rolling_out():
+        assert drawn(data, 4) == expected
+    assert data.state_dict() == {"position": 8}
 
 
 def test_samples_are_prompt_major():
@@ -75,20 +77,6 @@ def test_samples_are_prompt_major():
     total, parts, failed = data.reward(problems, completions)
     assert total.tolist() == parts["digits"].tolist() == [1.0] * 6
     assert failed == 0.0
-
-
-def test_an_engine_that_nothing_revives_ends_the_draw():
-    data = module()
-    deaths = []
-
-    def generate(*args):
-        deaths.append(args)
-        raise EngineDiedError("gone")
-
-    data.engine.generate = generate
-    with pytest.raises(EngineDiedError, match="gone"):
-        data.draw([[1]], 1, 0, "rollout")
-    assert len(deaths) == 1
 
 
 @pytest.mark.parametrize(

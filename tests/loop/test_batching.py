@@ -4,8 +4,9 @@ import random
 import pytest
 import torch
 
-from lit_qrl.loop.batching import assemble, deal_by_length, rows_of
+from lit_qrl.loop.batching import assemble, concatenate, deal_by_length, rows_of
 from lit_qrl.types import Completion
+from tests.networks import batch_of
 
 
 def padded(run, lengths):
@@ -70,3 +71,44 @@ def test_rows_of_no_group_are_none():
     """A draw in which no group has variance leaves nothing, and an index all the same."""
     rows = rows_of([], 4)
     assert torch.zeros(8)[rows].shape == (0,)
+
+
+def part(prompts, completions, version):
+    batch = batch_of(prompts, completions)
+    b, t = batch.mask.shape
+    batch.sampler_logprobs = -torch.arange(1.0, b * t + 1).view(b, t) * batch.mask
+    batch.rewards = torch.arange(float(b)) + 10 * version
+    batch.version = torch.full((b,), version)
+    batch.reward_parts = {"digits": batch.rewards / 2}
+    return batch
+
+
+def read_rows(batch):
+    """Every sequence as (prompt, completion, log-probs), read by its own lengths."""
+    s, t = batch.tokens.shape[1], batch.mask.shape[1]
+    for i in range(len(batch)):
+        n, p = int(batch.mask[i].sum()), int(batch.prompt_length[i])
+        yield (
+            batch.tokens[i, s - t - p : s - t].tolist(),
+            batch.tokens[i, s - t : s - t + n].tolist(),
+            batch.sampler_logprobs[i, :n].tolist(),
+        )
+
+
+def test_batches_of_other_widths_are_joined_row_by_row():
+    first = part([[5, 6, 7], [8]], [[9, 2], [3]], 1)
+    second = part([[4], [4]], [[2, 3, 4, 5], [6]], 2)
+    joined = concatenate([first, second], 0, 2)
+    assert list(read_rows(joined)) == [*read_rows(first), *read_rows(second)]
+    assert joined.tokens.shape == (4, 3 + 4)
+    assert joined.rewards.tolist() == [10, 11, 20, 21]
+    assert joined.reward_parts["digits"].tolist() == [5, 5.5, 10, 10.5]
+    assert joined.version.tolist() == [1, 1, 2, 2]
+    assert joined.group.tolist() == [0, 0, 1, 1]
+    outside = joined.sampler_logprobs[~joined.mask]
+    assert not outside.any()
+
+
+def test_a_single_batch_is_left_as_it_is():
+    only = part([[5, 6]], [[7]], 1)
+    assert concatenate([only], 0, 1) is only

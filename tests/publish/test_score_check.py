@@ -47,7 +47,7 @@ def check(policy, shift, scores=None, altered=None):
     )
     trainer = SimpleNamespace(precision_plugin=Precision())
     scores.check(trainer, module, WeightSource(policy, None, format), True, altered or {}, version=3)
-    assert module.seconds["verify"] > 0
+    assert module.iteration.seconds["verify"] > 0
     return scores, module.iteration
 
 

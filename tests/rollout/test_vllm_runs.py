@@ -106,7 +106,7 @@ class Probes(RLCallback):
         self.seen = seen
 
     def on_train_epoch_end(self, trainer, pl_module):
-        self.seen.append(float(pl_module.last_row["publish/probe_mean"]))
+        self.seen.append(float(pl_module.iteration.row["publish/probe_mean"]))
 
 
 # ---------------------------------------------------------------------------------------------------- deaths and faults

@@ -1,0 +1,161 @@
+"""One iteration of reinforcement learning from verifiable rewards, in the order of the papers.
+
+========= =================================================================================== ==================
+step      what happens                                                                        function
+========= =================================================================================== ==================
+roll out  x ~ D, y ~ π_sampler(· | x): G completions of each prompt, and their rewards R       `roll_out`
+score     log π_learner_old(y | x), by the learner's own arithmetic; π_reference for a KL      `score`
+          A = R − mean of its group (GRPO divides by the standard deviation)                  `score`
+correct   w, keep = f(log π_learner_old − log π_sampler), once per mini-batch (AIS, TIS, …)    `correct`
+deal      each mini-batch is one optimizer step, cut into micro-batches that pad little       `deal`
+========= =================================================================================== ==================
+
+The weights were published to the sampler before the first of these; what the objective makes of w, keep and A is the
+module's `training_step`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_qrl.functional.importance import batch_normalized, log_ratio
+from lit_qrl.loop.batching import assemble, concatenate, deal_by_length, rows_of
+from lit_qrl.loop.combine import combine
+from lit_qrl.loop.generation import draw, drawn
+from lit_qrl.loop.hooks import Learner, corrected, rl_callbacks
+from lit_qrl.seeding import derive_seed
+from lit_qrl.types import LossContext, MicroBatch, RolloutBatch
+
+
+def iterate(learner: Learner) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of one iteration; nothing runs before the first is asked for."""
+    state, trainer = learner.iteration, learner.trainer
+    with state.timed("rollout"):
+        rollout = roll_out(learner)
+        drawn(learner)
+    with state.timed("score"):
+        rollout = score(learner, rollout.to(learner.device))
+    state.rollout = rollout
+    for callback in rl_callbacks(trainer):
+        callback.on_rollout_end(trainer, learner, rollout)
+    yield from deal(learner, rollout)
+
+
+def roll_out(learner: Learner) -> RolloutBatch:
+    """Return the completions of the iteration's prompts, with rewards; groups without variance are drawn again where
+    the objective asks for it (DAPO's dynamic sampling).
+    """
+    data, objective = learner.data, learner.objective
+    wanted, g = data.prompts_per_rank, data.group_size
+    parts: list[RolloutBatch] = []
+    kept = 0
+    with data.rolling_out():
+        for attempt in range(1 + (objective.max_resample if objective.filter_zero_variance else 0)):
+            drawn_now = _draw_groups(learner, wanted - kept, attempt)
+            rewards = drawn_now.rewards.view(-1, g)
+            varied = (rewards != rewards[:, :1]).any(dim=1)
+            last = not objective.filter_zero_variance or attempt == objective.max_resample or bool(varied.all())
+            groups = torch.arange(len(varied)) if last else varied.nonzero().flatten()
+            whole = len(groups) == len(varied)
+            parts.append(drawn_now if whole else drawn_now.select(rows_of(groups.tolist(), g), trim=False))
+            kept += len(groups)
+            if objective.filter_zero_variance:
+                learner.iteration.metrics.value("rollout/zero_variance_groups", (~varied).float().mean())
+            if last:
+                break
+    return concatenate(parts, learner.policy.pad_token_id, g)
+
+
+def _draw_groups(learner: Learner, prompts: int, attempt: int) -> RolloutBatch:
+    """Return G completions of each of the next prompts, with their rewards."""
+    data, state = learner.data, learner.iteration
+    problems = data.next_problems(prompts)
+    ids = [problem.prompt_ids for problem in problems]
+    seed = derive_seed(data.base_seed, "rollout", learner.trainer.current_epoch, attempt, learner.global_rank)
+    with state.timed("generate"):
+        completions = draw(learner, ids, data.group_size, seed, "rollout")
+    batch = assemble(ids, completions, data.group_size, learner.policy.pad_token_id)
+    with state.timed("reward"):
+        batch.rewards, batch.reward_parts, failed = data.reward(problems, completions)
+    state.metrics.value("guard/reward_errors", failed)
+    return batch
+
+
+@torch.no_grad()
+def score(learner: Learner, rollout: RolloutBatch) -> RolloutBatch:
+    """Return the rollout with learner_old's and the reference's log-probs, where needed, and advantages."""
+    data, objective = learner.data, learner.objective
+    chunks = data.mini_batches * data.micro_batches
+    if needs_learner_old(learner):
+        rollout.learner_old_logprobs = learner.score(rollout, chunks)
+    if objective.kl_coefficient > 0:
+        with learner.policy.reference():
+            rollout.reference_logprobs = learner.score(rollout, chunks)
+    rewards = objective.shaped_rewards(rollout, data.max_completion_tokens)
+    rollout.advantages = objective.advantages(rewards, data.group_size, learner.reduce)
+    return rollout
+
+
+def needs_learner_old(learner: Learner) -> bool:
+    """Return whether learner_old must be scored on its own.
+
+    With one update per rollout and nothing that looks at it before the update, it is the training forward's own
+    log-probs.
+    """
+    objective: Any = learner.objective
+    decoupled = objective.old_logprobs == "decoupled"
+    several = learner.data.passes * learner.data.mini_batches > 1
+    return (several and decoupled) or corrected(learner.trainer) or objective.carries_ratio
+
+
+def deal(learner: Learner, rollout: RolloutBatch) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of every pass; groups stay whole within a mini-batch."""
+    data = learner.data
+    groups = len(rollout) // data.group_size
+    share = groups // data.mini_batches
+    generator = torch.Generator().manual_seed(derive_seed(data.base_seed, "deal", learner.trainer.current_epoch))
+    for _ in range(data.passes):
+        order = torch.randperm(groups, generator=generator).tolist()
+        for start in range(0, data.mini_batches * share, share):
+            rows = rows_of(order[start : start + share], data.group_size).to(learner.device)
+            mini_batch = rollout.select(rows, trim=False)
+            with learner.iteration.timed("score"):
+                total, has_signal = correct(learner, mini_batch)
+            lengths = (mini_batch.prompt_length + mini_batch.completion_length).tolist()
+            for part in deal_by_length(lengths, data.micro_batches):
+                chosen = torch.tensor(part, device=rows.device)
+                yield MicroBatch(mini_batch.select(chosen), total, rows[chosen], has_signal)
+
+
+@torch.no_grad()
+def correct(learner: Learner, mini_batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    """Set weights and kept tokens of a whole mini-batch, as the callbacks say.
+
+    Returns:
+        The denominator of its loss, and whether it has anything to learn from, both over all ranks.
+    """
+    trainer, objective, mask = learner.trainer, learner.objective, mini_batch.mask
+    corrections = []
+    if mini_batch.learner_old_logprobs is not None:
+        context = LossContext(
+            learner_old=mini_batch.learner_old_logprobs,
+            sampler=mini_batch.sampler_logprobs,
+            log_ratio=log_ratio(mini_batch.learner_old_logprobs, mini_batch.sampler_logprobs, mask),
+            mask=mask,
+            advantages=mini_batch.advantages,
+            version=mini_batch.version,
+            all_reduce=learner.reduce,
+        )
+        given = (callback.correct(trainer, learner, context) for callback in rl_callbacks(trainer))
+        corrections = [correction for correction in given if correction is not None]
+    mini_batch.weights, mini_batch.keep, metrics = combine(corrections, mask, all_reduce=learner.reduce)
+    if objective.normalize_weights is not None and mini_batch.weights is not None:
+        mini_batch.weights = batch_normalized(
+            mini_batch.weights, mask, objective.normalize_weights, all_reduce=learner.reduce
+        )
+    learner.iteration.metrics.update(metrics)
+    counted = mask if mini_batch.keep is None else mask & mini_batch.keep
+    has_signal = learner.reduce((counted.any(dim=1) & (mini_batch.advantages != 0)).sum()) > 0
+    return learner.reduce(objective.total(counted, learner.data.max_completion_tokens)), has_signal

@@ -1,0 +1,65 @@
+from types import SimpleNamespace
+
+import pytest
+
+from lit_qrl.loop.generation import draw, drawn, progress_of
+from lit_qrl.loop.hooks import RLCallback
+from lit_qrl.rollout.engine import EngineDiedError
+
+
+class Mortal:
+    """An engine that dies so many times before it draws."""
+
+    def __init__(self, deaths):
+        self.deaths, self.calls = deaths, []
+
+    def generate(self, prompts, n, seed, progress, sampling):
+        self.calls.append((prompts, n, seed, sampling))
+        if len(self.calls) <= self.deaths:
+            raise EngineDiedError("gone")
+        return ["drawn"] * n
+
+
+class Reviver(RLCallback):
+    def __init__(self):
+        self.deaths, self.ended = 0, 0
+
+    def on_engine_died(self, trainer, module, error):
+        self.deaths += 1
+        return True
+
+    def on_generation_end(self, trainer, module):
+        self.ended += 1
+
+
+def learner(deaths, *callbacks):
+    trainer = SimpleNamespace(callbacks=list(callbacks), progress_bar_callback=None)
+    return SimpleNamespace(trainer=trainer, data=SimpleNamespace(engine=Mortal(deaths)))
+
+
+def test_an_engine_that_nothing_revives_ends_the_draw():
+    given = learner(1, RLCallback())
+    with pytest.raises(EngineDiedError, match="gone"):
+        draw(given, [[1]], 1, 0, "rollout")
+    assert len(given.data.engine.calls) == 1
+
+
+def test_a_revived_engine_is_asked_for_the_same_once_more():
+    reviver = Reviver()
+    given = learner(2, RLCallback(), reviver)
+    assert draw(given, [[1], [2]], 3, 7, "rollout") == ["drawn"] * 3
+    assert given.data.engine.calls == [([[1], [2]], 3, 7, None)] * 3
+    assert reviver.deaths == 2
+    assert reviver.ended == 0
+    drawn(given)
+    assert reviver.ended == 1
+
+
+def test_the_bar_moves_where_it_can():
+    moved = []
+    bar = SimpleNamespace(update_generation=lambda *given: moved.append(given))
+    progress = progress_of(SimpleNamespace(progress_bar_callback=bar), "rollout", 8)
+    assert progress is not None
+    progress(3, 20)
+    assert moved == [("rollout", 3, 8, 20)]
+    assert progress_of(SimpleNamespace(progress_bar_callback=object()), "rollout", 8) is None

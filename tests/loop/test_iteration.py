@@ -1,0 +1,104 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lit_qrl.callbacks import RLCallback, TokenVeto
+from lit_qrl.data.dataset import RolloutDataset
+from lit_qrl.loop.iteration import needs_learner_old
+from lit_qrl.objective import DAPO, GRPO
+from tests.tiny_run import DigitReward, DigitTask, fit
+
+
+class Dealt(RLCallback):
+    """Remembers the rollout and every micro-batch of the iterations."""
+
+    def __init__(self):
+        self.rollouts, self.parts = [], []
+
+    def on_rollout_end(self, trainer, module, batch):
+        self.rollouts.append(batch)
+        self.parts.append([])
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.parts[-1].append(batch)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2), (3, 1, 4), (1, 4, 1)])
+def test_each_pass_deals_every_sequence_once_and_groups_stay_whole(tmp_path, sizes):
+    passes, mini_batches, micro_batches = sizes
+    seen = Dealt()
+    data = {"passes": passes, "mini_batches": mini_batches, "micro_batches": micro_batches}
+    _, module, module_data = fit(tmp_path, callbacks=[seen], data=data)
+    dataset = RolloutDataset(module)
+    assert len(dataset) == passes * mini_batches * micro_batches
+    orders = []
+    for rollout, parts in zip(seen.rollouts, seen.parts, strict=True):
+        assert len(parts) == len(dataset)
+        per_pass = len(parts) // passes
+        for start in range(0, len(parts), per_pass):
+            dealt = parts[start : start + per_pass]
+            rows = torch.cat([part.rows for part in dealt])
+            assert sorted(rows.tolist()) == list(range(len(rollout)))
+            for first in range(0, per_pass, micro_batches):
+                mini = torch.cat([part.rows for part in dealt[first : first + micro_batches]])
+                groups = rollout.group[mini].tolist()
+                assert all(groups.count(group) == module_data.group_size for group in groups)
+            orders.append(rows.tolist())
+        for part in parts:
+            kept = rollout.select(part.rows)
+            assert torch.equal(part.batch.mask, kept.mask)
+            assert torch.equal(part.batch.advantages, kept.advantages)
+    if mini_batches > 1:
+        assert len({tuple(order) for order in orders}) > 1  # every pass and iteration has an order of its own
+
+
+def test_a_mini_batch_s_denominator_is_the_same_in_all_its_parts(tmp_path):
+    seen = Dealt()
+    data = {"mini_batches": 2, "micro_batches": 4}
+    objective = GRPO(scale="none", reduction="token")
+    fit(tmp_path, callbacks=[seen], data=data, objective=objective, trainer={"max_epochs": 1})
+    (parts,) = seen.parts
+    for start in (0, 4):
+        tokens = sum(int(part.batch.mask.sum()) for part in parts[start : start + 4])
+        assert {float(part.total) for part in parts[start : start + 4]} == {float(tokens)}
+
+
+class Constant(DigitReward):
+    """The same score within a group for all prompts but those whose number is a multiple of three."""
+
+    def __call__(self, samples):
+        scores = super().__call__(samples)
+        numbers = [int(sample.prompt.split(",")[0]) for sample in samples]
+        return [score if number % 3 == 0 else 0.5 for score, number in zip(scores, numbers, strict=True)]
+
+
+def test_groups_without_variance_are_drawn_again_and_the_last_draw_fills_up(tmp_path):
+    seen = Dealt()
+    objective = DAPO(filter_zero_variance=True, max_resample=1, overlong_penalty=None)
+    task = DigitTask(reward=Constant())
+    _, _, data = fit(tmp_path, callbacks=[seen], objective=objective, task=task, trainer={"max_epochs": 2})
+    for rollout in seen.rollouts:
+        assert len(rollout) == data.prompts_per_iteration * data.group_size
+        assert rollout.group.tolist() == [i // data.group_size for i in range(len(rollout))]
+    assert data.position > 2 * data.prompts_per_iteration  # more prompts than two iterations show
+    plain = fit(tmp_path / "plain", objective=DAPO(filter_zero_variance=False, overlong_penalty=None), task=task)[2]
+    assert plain.position == 2 * data.prompts_per_iteration
+
+
+@pytest.mark.parametrize(
+    ("updates", "old_logprobs", "corrected", "carries", "needed"),
+    [
+        ((1, 1), "decoupled", False, False, False),
+        ((2, 1), "decoupled", False, False, True),
+        ((1, 4), "decoupled", False, False, True),
+        ((1, 4), "bypass", False, False, False),
+        ((1, 1), "decoupled", True, False, True),
+        ((1, 1), "decoupled", False, True, True),
+    ],
+)
+def test_learner_old_is_scored_only_where_something_looks_at_it(updates, old_logprobs, corrected, carries, needed):
+    data = SimpleNamespace(passes=updates[0], mini_batches=updates[1])
+    objective = SimpleNamespace(old_logprobs=old_logprobs, carries_ratio=carries)
+    trainer = SimpleNamespace(callbacks=[TokenVeto()] if corrected else [])
+    assert needs_learner_old(SimpleNamespace(objective=objective, data=data, trainer=trainer)) is needed

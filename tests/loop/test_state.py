@@ -1,0 +1,52 @@
+import torch
+
+from lit_qrl.loop.state import IterationState
+from lit_qrl.types import MicroBatch, no_all_reduce
+from tests.networks import batch_of
+
+
+def batch():
+    made = batch_of([[5], [6]], [[7, 8], [9]])
+    made.rewards = torch.tensor([1.0, 3.0])
+    made.reward_parts = {"digits": made.rewards / 2}
+    return made
+
+
+def test_a_closed_iteration_is_one_row_and_the_row_is_had_once():
+    state = IterationState()
+    state.start()
+    state.rollout = batch()
+    with state.timed("rollout"), state.timed("generate"):
+        pass
+    state.metrics.value("noise/sigma", 0.5)
+    state.close(no_all_reduce)
+    row = state.take_row()
+    assert row["reward/mean"] == 2.0
+    assert row["reward/digits"] == 1.0
+    assert row["rollout/length"] == 1.5
+    assert row["noise/sigma"] == 0.5
+    parts = row["time/rollout"] + row["time/score"] + row["time/update"]
+    assert abs(parts - row["time/iteration"]) < 1e-5
+    assert state.rollout is None
+    assert not state.seconds
+    assert state.take_row() == {}
+
+
+def test_an_iteration_without_a_rollout_is_not_closed():
+    state = IterationState()
+    state.metrics.value("noise/sigma", 0.5)
+    state.close(no_all_reduce)
+    assert state.take_row() == {}
+    assert state.metrics.compute(no_all_reduce) == {"noise/sigma": 0.5}
+
+
+def test_the_training_forward_is_learner_old_where_nothing_else_scored_it():
+    state = IterationState()
+    state.rollout = batch()
+    row = torch.tensor([1])
+    part = MicroBatch(state.rollout.select(row), torch.tensor(1.0), row, torch.tensor(True))
+    state.remember_old(part, torch.tensor([[-0.5]]))
+    assert state.rollout.learner_old_logprobs.tolist() == [[0.0, 0.0], [-0.5, 0.0]]
+    part.batch.learner_old_logprobs = torch.zeros(1, 1)
+    state.remember_old(part, torch.tensor([[-9.0]]))
+    assert state.rollout.learner_old_logprobs.tolist() == [[0.0, 0.0], [-0.5, 0.0]]
