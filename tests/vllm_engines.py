@@ -9,8 +9,9 @@ from lit_qrl import formats
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.stream import export_tensors
 from lit_qrl.publish.probe import computing_as
-from lit_qrl.receipts.ledger import SentLedger, choose, compare, compare_columns, compare_read_back
+from lit_qrl.receipts.ledger import SentLedger, choose, compare, compare_columns, compare_read_back, share_of_bound
 from lit_qrl.types import SamplingParams
+from tests.cpu_kernels import skip_without_kernel
 
 VOCABULARY = 512
 LEARNING_RATE = 4e-5  # the quickstart's
@@ -52,15 +53,21 @@ def sampler_format(name):
     return formats.get(name, **options.get(name, {}))
 
 
-def build_engine(network, format=None, lora=None, quantize_head=False, **options):
+def build_engine(network, format=None, lora=None, quantize_head=False, refusable=True, **options):
+    """An engine whose weights are still to come; skips the test where vLLM has no kernel, if that is `refusable`."""
     from lit_qrl.rollout.vllm.engine import VLLMEngine
     from tests import vllm_cpu_shim
 
+    if refusable:
+        skip_without_kernel(format)
     vllm_cpu_shim.install()
     engine = VLLMEngine(**{"max_num_seqs": 32, **options})
     engine.prompt_limit, engine.quantize_head = PROMPT_LIMIT, quantize_head
     sampling = SamplingParams(max_tokens=COMPLETION_LIMIT, ignore_stop=True)
-    engine.validate(format, sampling)
+    if refusable:
+        engine.validate(format, sampling)
+    else:
+        engine.format = format
     engine.setup(SimpleNamespace(network=network, lora=lora), None, sampling)
     return engine
 
@@ -92,6 +99,14 @@ def publish(network, engine, format, version, previous=None, wire=lambda stream:
     faults += compare_columns(sent, engine.read_columns, exact=format is None)
     faults += compare_read_back(sent, engine.read_back, list(sent.receipts()))
     return faults, sent, report
+
+
+def gemm_shares(sent, engine, format):
+    """By sampled layer: the largest distance of the engine's GEMM from what was sent, as a share of its bound."""
+    return {
+        layer: float(share_of_bound(engine.read_columns(layer, columns), weight, exact=format is None).max())
+        for layer, (columns, weight) in sent.columns.items()
+    }
 
 
 def prompts(count=4, length=140, seed=0):

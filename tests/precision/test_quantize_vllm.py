@@ -5,6 +5,7 @@ import torch
 
 from lit_qrl import formats
 from lit_qrl.quantize.folder import quantize_checkpoint
+from tests.cpu_kernels import skip_without_kernel
 from tests.networks import build_tokenizer
 from tests.vllm_engines import VOCABULARY, reference_logprobs, tiny_network
 
@@ -25,15 +26,17 @@ def test_vllm_reads_the_folder(name, awq, source, tmp_path):
     from vllm import LLM, SamplingParams
 
     from lit_qrl.rollout.vllm.compat import kept_process_state, prepare_environment
+    from lit_qrl.rollout.vllm.start import undone_on_failure
     from tests import vllm_cpu_shim
 
     prepare_environment(deep_gemm=False, kv_cache_gib=None)  # in this process, where the shim is
     vllm_cpu_shim.install()
     format = formats.get(name, **({"group_size": 32} if name == "int4_group" else {}))
+    skip_without_kernel(format)
     generator = torch.Generator().manual_seed(0)
     sequences = torch.randint(3, VOCABULARY, (4, 32), generator=generator) if awq else None
     quantize_checkpoint(source, tmp_path / "out", format, sequences=sequences, shard_bytes=300_000)
-    with kept_process_state():  # vLLM takes `torch.set_num_threads` away
+    with undone_on_failure(lambda: None), kept_process_state():  # vLLM takes `torch.set_num_threads` away
         llm = LLM(
             str(tmp_path / "out"),
             skip_tokenizer_init=True,

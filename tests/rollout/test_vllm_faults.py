@@ -10,6 +10,7 @@ from tests.vllm_engines import (
     build_engine,
     checkpoint,
     disagreement,
+    gemm_shares,
     optimizer_step,
     prompts,
     publish,
@@ -25,8 +26,19 @@ O_PROJ = "model.layers.{}.self_attn.o_proj"
 NORM = "model.layers.1.input_layernorm.weight"
 
 
+@pytest.fixture
+def published(held, margin, request):
+    """What `held` gives, and at the end a line on how far the GEMM was off under the corruption, in bounds."""
+    made = []
+    yield lambda: made.append(held()) or made[-1]
+    shares = [share for state in made for share in state.shares]
+    if shares:
+        group = f"corrupted {request.node.callspec.params['held']}, GEMM off by"
+        margin(group, f"{max(shares):.2g} ({request.node.originalname.removeprefix('test_')})")
+
+
 @pytest.fixture(scope="module", params=[*FORMATS, *RELOADED])
-def published(request):
+def held(request):
     """An engine that holds the weights of before one optimizer step, with what was sent to it then."""
     name, _, reloaded = request.param.partition(" ")
     format, network = sampler_format(name), tiny_network()
@@ -45,7 +57,7 @@ def published(request):
         optimizer_step(network, seed=version)
         version += 1
         return SimpleNamespace(
-            network=network, engine=engine, format=format, version=version, old=old, previous=sent.receipts()
+            network=network, engine=engine, format=format, version=version, old=old, previous=sent.receipts(), shares=[]
         )
 
     yield one_step_later
@@ -61,9 +73,11 @@ def corrupted(state, corrupt, **options):
     def wire(stream):
         yield from corrupt(dict(stream), state.old).items()
 
-    return publish(
+    faults, sent, _ = publish(
         state.network, state.engine, state.format, state.version, state.previous, wire, **{"everywhere": True} | options
-    )[0]
+    )
+    state.shares += gemm_shares(sent, state.engine, state.format).values()
+    return faults
 
 
 def named(faults):

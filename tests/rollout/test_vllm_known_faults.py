@@ -19,6 +19,7 @@ from tests.vllm_engines import (
     build_engine,
     checkpoint,
     disagreement,
+    gemm_shares,
     optimizer_step,
     prompts,
     publish,
@@ -133,24 +134,31 @@ def test_an_engine_that_cannot_wake_died():
 # --------------------------------------------------------------------------------------------------- no false alarms
 
 
-@pytest.mark.parametrize("name", ["int4_group", "fp8_row"])
-def test_two_hundred_clean_publishes_raise_no_alarm(name):
+FORMATS = ["plain", "fp8_tensor", "fp8_row", "fp8_block", "int8_channel", "int4_group", "nvfp4", "nf4"]
+
+
+@pytest.mark.parametrize("dtype, count", [("auto", 200), ("bf16", 25), ("fp16", 25)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_two_hundred_clean_publishes_raise_no_alarm(name, dtype, count, margin):
     format, network = sampler_format(name), tiny_network()
-    engine = build_engine(network, format)
-    probe = Probe(VOCABULARY, format.quantizes_activations)
-    previous, alarms = None, []
+    engine = build_engine(network, format, dtype=dtype)
+    probe = Probe(VOCABULARY, format is not None and format.quantizes_activations)
+    previous, alarms, furthest = None, [], 0.0
     try:
-        for version in range(100):  # of each of two formats
+        for version in range(count):
             faults, sent, _ = publish(network, engine, format, version, previous)
             alarms += faults
+            furthest = max(furthest, *gemm_shares(sent, engine, format).values())
             if version % 25 == 0:
                 scores = learner_scores(network, probe.tokens, format, dtype=engine.plain_dtype)
                 alarms += [] if probe.compare(engine.score(probe.tokens), scores).passed else ["probe"]
             previous = sent.receipts()
             optimizer_step(network, seed=version)
-        assert alarms == []
     finally:
         engine.close()
+    shown = str(engine.plain_dtype).removeprefix("torch.")
+    margin(f"clean {name}, GEMM at most as a share of its bound", f"{furthest:.2f} ({count} in {shown})")
+    assert alarms == []
 
 
 # ------------------------------------------------------------------------------------------------ vLLM's own faults

@@ -10,6 +10,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.kernels import gemm
 from lit_qrl.formats.support import require_fp8
 from lit_qrl.network.linears import fused_groups, quantizable_linears
+from lit_qrl.rollout.vllm import cpu as vllm_cpu
 from lit_qrl.rollout.vllm.compat import LORA_RANKS
 
 if TYPE_CHECKING:
@@ -77,6 +78,29 @@ def check_format(format: "NumberFormat | None", head: bool = False) -> None:
             given="publisher.quantize_head: true",
             remedy="Choose one of these, leave the head as it is, or use TransformersEngine.",
         )
+
+
+def check_operators(format: "NumberFormat | None") -> None:
+    """Raise `ConfigError` for a format whose operator the CPU build of vLLM lacks on this host, or computes wrongly."""
+    if format is None or torch.cuda.is_available():
+        return
+    missing = vllm_cpu.missing_operators(format.name)
+    if missing:
+        raise ConfigError(
+            f"The CPU build of vLLM that this host loads has no operator for publisher.format {format.name}.",
+            expected=f"torch.ops._C.{', '.join(missing)}, which is in vLLM's build for AVX-512",
+            given=f"a build without it ({torch.backends.cpu.get_cpu_capability()})",
+            remedy="Choose a format that multiplies without it, such as fp8_row or nf4, or use TransformersEngine.",
+        )
+    if format.name == "int8_channel":
+        got, exact = vllm_cpu.int8_product()
+        if abs(got - exact) > 1e-5 * exact:
+            raise ConfigError(
+                "vLLM's INT8 GEMM overflows on this CPU: without VNNI instructions it adds products in 16 bits.",
+                expected=f"{exact:.0f} for a product of the largest codes",
+                given=f"{got:.0f}",
+                remedy="Choose another format, such as fp8_row, or use TransformersEngine, which computes it exactly.",
+            )
 
 
 def check_int4_activations(activations: str | None) -> None:

@@ -109,6 +109,8 @@ def prepare_environment(deep_gemm: bool, kv_cache_gib: float | None) -> None:
         # vLLM would pin the threads of this process, the learner's too, to cores of its choice.
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         defaults["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_gib or 1)))
+        # With AMX it would round activations to INT8 beside 4-bit weights, which is another format.
+        defaults["VLLM_CPU_INT4_W4A8"] = "0"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     # In process, or tensors could not be handed over without a copy through the host.

@@ -1,5 +1,9 @@
-"""Workarounds for the CPU build of vLLM alone. Nothing here imports vLLM before an engine is built."""
+"""The CPU build of vLLM: which of its operators are there, and workarounds for it alone.
 
+Nothing here imports vLLM before an engine is validated with a format that needs its operators, or built.
+"""
+
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -7,6 +11,38 @@ from torch import Tensor
 
 # Tokens of one prefill batch on CPU, where larger ones gain nothing.
 CPU_PREFILL_TOKENS = 2048
+
+OPERATORS: dict[str, tuple[str, ...]] = {
+    "int4_group": ("cpu_gemm_wna16",),
+    "int8_channel": ("dynamic_scaled_int8_quant", "create_onednn_scaled_mm_handler", "onednn_scaled_mm"),
+}
+"""Operators of vLLM's CPU build (`torch.ops._C`) that the GEMM of a format calls; other formats multiply in torch."""
+
+
+def missing_operators(format: str) -> list[str]:
+    """Return the operators that a format needs and the build that vLLM loaded on this host does not have."""
+    needed = OPERATORS.get(format, ())
+    if needed:
+        import vllm._custom_ops  # noqa: F401  loads the library of vLLM's choice
+    return [name for name in needed if not hasattr(torch.ops._C, name)]
+
+
+@lru_cache
+def int8_product() -> tuple[float, float]:
+    """Return (got, exact) of one product of vLLM's INT8 GEMM, which loses digits on a CPU without VNNI instructions.
+
+    oneDNN then adds pairs of products in 16 bits, which two products of the largest codes exceed.
+    """
+    import vllm._custom_ops as ops
+
+    inputs, outputs, largest = 64, 32, 127
+    codes, scales = torch.full((outputs, inputs), largest, dtype=torch.int8), torch.ones(outputs, 1)
+    handle = ops.create_onednn_scaled_mm(codes.t(), scales, torch.float32, True, False, 32)
+    rows, scale, _ = ops.onednn_scaled_int8_quant(torch.full((1, inputs), float(largest)), None, None, True)
+    out = torch.empty(1, outputs)
+    ops.onednn_scaled_mm(handle, rows, out, scale, None, None, None)
+    exact = float(inputs * largest**2)
+    return float(out[0, (out - exact).abs().argmax()]), exact
 
 
 def apply_workarounds() -> None:

@@ -17,6 +17,7 @@ from lit_qrl.rollout.vllm import compat as compat
 from lit_qrl.rollout.vllm import cpu as vllm_cpu
 from lit_qrl.rollout.vllm import folder as vllm_folder
 from lit_qrl.rollout.vllm import requests as requests
+from lit_qrl.rollout.vllm import start as vllm_start
 from lit_qrl.rollout.vllm.adapter import LiveAdapter, adapted_layers, check_adapter
 from lit_qrl.rollout.vllm.checks import (
     automatic_dtype,
@@ -25,6 +26,7 @@ from lit_qrl.rollout.vllm.checks import (
     check_format,
     check_length,
     check_model,
+    check_operators,
     check_processes,
 )
 from lit_qrl.rollout.vllm.errors import Sender, blamed
@@ -127,6 +129,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
         self.format = format
         check_length(self.max_model_len, self.prompt_limit or 1, sampling.max_tokens)
         check_processes(self._arguments.get("distributed_executor_backend"))
+        check_operators(format)
 
     def setup(self, policy: EnginePolicy, tokenizer: "PreTrainedTokenizerBase", sampling: SamplingParams) -> None:
         """Check the model against vLLM and the GPU's memory; the engine itself starts with the first weights."""
@@ -147,19 +150,28 @@ class VLLMEngine(LendsWeights, RolloutEngine):
         if self.policy is None or self.plain_dtype is None:
             raise RuntimeError("The engine has no policy yet: call setup() before load_weights().")
         self.format = format
-        compat.prepare_environment(self.deep_gemm, self.kv_cache_gib)
-        self._owns_process_group = not torch.distributed.is_initialized()
-        if self._owns_process_group:
-            # vLLM makes a group of this one process, at which Lightning advises to reduce every metric over it.
+        owns_process_group = not torch.distributed.is_initialized()
+        with vllm_start.undone_on_failure(self._remove_folder):
+            self._build(format, self.policy, self.plain_dtype)
+        self._owns_process_group = owns_process_group
+        if owns_process_group:
+            # vLLM made a group of this one process, at which Lightning advises to reduce every metric over it.
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+        self._started = True
+        self.live, self._adapter = LiveModel(self.llm), None
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        warm_up(format, next(self.policy.network.parameters()).dtype, self.plain_dtype, device)
+
+    def _build(self, format: "NumberFormat | None", policy: EnginePolicy, dtype: torch.dtype) -> None:
+        compat.prepare_environment(self.deep_gemm, self.kv_cache_gib)
         longest, layers = self._longest(), (self.exclude, self.quantize_head)
-        self._folder = vllm_folder.model_folder(self.policy.network, format, *layers, self.plain_dtype, longest)
+        self._folder = vllm_folder.model_folder(policy.network, format, *layers, dtype, longest)
         arguments: dict[str, Any] = {
             "model": str(self._folder),
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
-            "dtype": self.plain_dtype,
+            "dtype": dtype,
             "max_model_len": longest,
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
@@ -171,7 +183,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
             arguments.setdefault("kv_cache_memory_bytes", int(self.kv_cache_gib * 2**30))
         if self.max_lora_rank:
             arguments.update(enable_lora=True, max_loras=1, max_lora_rank=self.max_lora_rank)
-            arguments.setdefault("lora_target_modules", adapted_layers(self.policy))
+            arguments.setdefault("lora_target_modules", adapted_layers(policy))
         if self.sleep_level and torch.cuda.is_available():
             arguments["enable_sleep_mode"] = True
         with compat.kept_process_state():
@@ -185,10 +197,6 @@ class VLLMEngine(LendsWeights, RolloutEngine):
                 if not self._started:
                     raise
                 raise EngineDiedError(f"vLLM did not start again: {type(error).__name__}: {error}") from error
-        self._started = True
-        self.live, self._adapter = LiveModel(self.llm), None
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        warm_up(format, next(self.policy.network.parameters()).dtype, self.plain_dtype, device)
 
     def _longest(self) -> int:
         """The longest sequence, and room for the one token that vLLM draws when it only scores."""
@@ -375,6 +383,9 @@ class VLLMEngine(LendsWeights, RolloutEngine):
             compat.shutdown(llm, self._owns_process_group, keep_weights=self.lent)
             del llm
             compat.collect_memory()
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
         if self._folder is not None:
             vllm_folder.remove(self._folder)
             self._folder = None

@@ -11,9 +11,11 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.kernels import gemm
 from lit_qrl.rollout.vllm import checks as vllm_checks
+from lit_qrl.rollout.vllm import cpu as vllm_cpu
 from lit_qrl.rollout.vllm.engine import VLLMEngine
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
+from tests.vllm_engines import build_engine, publish, sampler_format, tiny_network
 
 
 def test_missing_installation_names_the_remedy(monkeypatch):
@@ -78,6 +80,56 @@ def test_four_bits_under_fp8_activations_need_the_gpu_of_vllm_s_kernel(capabilit
     ):
         vllm_checks.check_format(formats.get("int4_group", activations="fp8"))
     vllm_checks.check_format(formats.get("int4_group"))
+
+
+def test_a_format_whose_operator_the_build_lacks_is_refused(install, monkeypatch):
+    install("0.32.0", cpu=True)
+    monkeypatch.setattr(vllm_cpu, "missing_operators", lambda name: ["cpu_gemm_wna16"] if name == "int4_group" else [])
+    monkeypatch.setattr(vllm_cpu, "int8_product", lambda: (1.0, 1.0))
+    message = (
+        r"no operator for publisher\.format int4_group.*torch\.ops\._C\.cpu_gemm_wna16.*fp8_row.*TransformersEngine"
+    )
+    engine = VLLMEngine()
+    with pytest.raises(ConfigError, match=message):
+        engine.validate(formats.get("int4_group"), SamplingParams())
+    for name in ("fp8_row", "int8_channel", "nf4"):
+        engine.validate(formats.get(name), SamplingParams())
+    engine.validate(None, SamplingParams())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    vllm_checks.check_operators(formats.get("int4_group"))  # its kernels are others
+
+
+def test_int8_sums_that_overflow_are_refused(install, monkeypatch):
+    install("0.32.0", cpu=True)
+    monkeypatch.setattr(vllm_cpu, "missing_operators", lambda name: [])
+    monkeypatch.setattr(vllm_cpu, "int8_product", lambda: (8160.0, 1032256.0))
+    message = r"without VNNI.*Expected: 1032256 .*Given: 8160\..*fp8_row.*TransformersEngine"
+    with pytest.raises(ConfigError, match=message):
+        VLLMEngine().validate(formats.get("int8_channel"), SamplingParams())
+    VLLMEngine().validate(formats.get("fp8_row"), SamplingParams())
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", ["int4_group", "int8_channel"])
+def test_what_is_refused_would_go_wrong(name, monkeypatch):
+    """The refusal is right on this host: without it the engine fails to start, or multiplies with other values."""
+    format, network = sampler_format(name), tiny_network()
+    try:
+        vllm_checks.check_operators(format)
+    except ConfigError:
+        refused = True
+    else:
+        refused = False
+    engine = build_engine(network, format, refusable=False)
+    try:
+        if refused and name == "int4_group":
+            with pytest.raises(AttributeError, match="cpu_gemm_wna16"):
+                publish(network, engine, format, 0)
+        else:
+            faults, _, _ = publish(network, engine, format, 0, everywhere=True)
+            assert {fault.kind for fault in faults} == ({"gemm"} if refused else set())
+    finally:
+        engine.close()
 
 
 @pytest.mark.vllm

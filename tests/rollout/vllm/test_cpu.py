@@ -32,3 +32,23 @@ def test_activations_are_quantized_as_a_loop_does(by_token):
     fixed, same = ops.scaled_fp8_quant(x, scale=torch.tensor([0.5]))
     assert float(same) == 0.5
     assert torch.equal(fixed.float(), (x / 0.5).clamp(-448, 448).to(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", ["fp8_row", "nf4", *vllm_cpu.OPERATORS])
+def test_operators_are_missing_where_torch_knows_none_of_that_name(name):
+    missing = vllm_cpu.missing_operators(name)
+    known = {operator.removeprefix("_C::") for operator in torch._C._dispatch_get_all_op_names()}
+    assert missing == [operator for operator in vllm_cpu.OPERATORS.get(name, ()) if operator not in known]
+
+
+@pytest.mark.vllm
+def test_the_product_of_largest_codes_is_exact_where_the_cpu_has_vnni_instructions():
+    got, exact = vllm_cpu.int8_product()
+    assert exact == 64 * 127 * 127
+    flags = torch.cpu.get_capabilities()
+    limited = torch.backends.cpu.get_cpu_capability() == "AVX2" and not flags.get("avx_vnni")
+    if limited or not (flags.get("avx512_vnni") or flags.get("avx_vnni")):
+        assert abs(got - exact) > 0.1 * exact
+    else:
+        assert got == exact

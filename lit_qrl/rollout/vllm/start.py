@@ -1,0 +1,75 @@
+"""A start of vLLM that fails leaves the process as it was, so that another engine can start in it."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lit_qrl.rollout.vllm import compat
+from lit_qrl.rollout.vllm import sleep as vllm_sleep
+
+
+@contextmanager
+def undone_on_failure(remove_folder: Callable[[], None]) -> Iterator[None]:
+    """Take back on an exception what vLLM's start has changed: environment, process groups, memory, and its folder.
+
+    Generators and `torch.set_num_threads` are restored in any case, by `compat.kept_process_state`.
+    """
+    environment, owns_process_group = dict(os.environ), not torch.distributed.is_initialized()
+    alone = not _groups()  # else another engine runs in them
+    handled = sys.exception()
+    try:
+        yield
+    except BaseException as error:
+        _clear_frames(error, handled)
+        if alone:
+            _leave_groups(owns_process_group)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        remove_folder()
+        compat.collect_memory()
+        raise
+
+
+def _clear_frames(error: BaseException, handled: BaseException | None) -> None:
+    """Drop the local variables of the frames that an exception came through: they hold the unfinished engine.
+
+    Args:
+        error: of the start.
+        handled: what the caller was handling when it began; its frames are not the engine's.
+    """
+    seen = {id(handled)}
+    pending: list[BaseException | None] = [error]
+    while pending:
+        one = pending.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            pending += [one.__cause__, one.__context__]
+
+
+def _groups() -> list[str]:
+    """Return the names of the process groups that vLLM keeps in this process."""
+    state = sys.modules.get("vllm.distributed.parallel_state")
+    if state is None:
+        return []
+    return [name for name, value in vars(state).items() if isinstance(value, state.GroupCoordinator)]
+
+
+def _leave_groups(owns_process_group: bool) -> None:
+    state: Any = sys.modules.get("vllm.distributed.parallel_state")
+    if state is None:
+        return
+    if owns_process_group:
+        state.cleanup_dist_env_and_memory()
+        vllm_sleep.forget_graph_pool()
+        return
+    state.destroy_model_parallel()
+    if state._WORLD is not None:  # vLLM's own destructor would end torch's process group, which was there before
+        state._WORLD.destroy()
+        state._WORLD = None

@@ -1,0 +1,45 @@
+"""What every run of the tests says of its host: at the start what was found, at the end what was skipped for it."""
+
+from collections import Counter, defaultdict
+
+import pytest
+
+from tests import cpu_kernels
+
+MARGIN = "margin"
+
+
+def pytest_configure(config):
+    try:
+        cpu_kernels.limit()
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+def pytest_report_header(config):
+    return cpu_kernels.described()
+
+
+@pytest.fixture
+def margin(record_property):
+    """Show a figure in the summary, on the line of its group: `margin(group, figure)`."""
+    return lambda group, figure: record_property(MARGIN, (group, figure))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    reports = [report for report in terminalreporter.stats.get("", []) if report.when == "teardown"]
+    figures = defaultdict(list)
+    for report in reports:
+        for key, value in getattr(report, "user_properties", ()):
+            if key == MARGIN:
+                figures[value[0]].append(value[1])
+    if figures:
+        terminalreporter.section("margins")
+    for group, values in figures.items():
+        terminalreporter.write_line(f"{group}: {', '.join(values)}")
+    skipped = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])]
+    absent = Counter(reason.partition(cpu_kernels.ABSENT)[2] for reason in skipped if cpu_kernels.ABSENT in reason)
+    if absent or "not vllm" not in config.option.markexpr:
+        terminalreporter.write_line(f"{sum(absent.values())} tests skipped for want of a kernel on this host")
+    for reason, count in absent.most_common():
+        terminalreporter.write_line(f"  {count}: {reason}")

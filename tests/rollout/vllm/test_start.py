@@ -1,0 +1,135 @@
+"""A start of vLLM that fails, early or late, leaves the process as it was, and another engine starts in it."""
+
+import os
+import tempfile
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_qrl.rollout.engine import EngineDiedError
+from lit_qrl.rollout.vllm import start as vllm_start
+from tests.vllm_engines import build_engine, disagreement, publish, tiny_network
+
+WHERE = {
+    "before any process group": ("vllm.v1.worker.cpu_worker", "CPUWorker.init_device"),
+    "between two process groups": ("vllm.distributed.parallel_state", "ensure_model_parallel_initialized"),
+    "while the model is made": ("vllm.model_executor.model_loader.dummy_loader", "DummyModelLoader.load_weights"),
+    "while the cache is made": ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.initialize_kv_cache"),
+}
+
+
+def state():
+    folders = {str(path) for path in Path(tempfile.gettempdir()).glob("lit-qrl-vllm-*")}
+    process = torch.get_num_threads(), torch.get_default_dtype(), torch.set_num_threads, torch.is_grad_enabled()
+    return dict(os.environ), folders, torch.distributed.is_initialized(), vllm_start._groups(), process
+
+
+class Held:
+    """Stands for the memory of an engine that is being built."""
+
+
+def failing(held):
+    def fail(*args, **options):
+        mine = Held()
+        held.append(weakref.ref(mine))
+        raise RuntimeError("it cannot start")
+
+    return fail
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("where", WHERE)
+def test_a_failed_start_leaves_the_process_as_it_was(where, monkeypatch):
+    module, name = WHERE[where]
+    network, held = tiny_network(), []
+    engine = build_engine(network)
+    before, generator = state(), torch.get_rng_state()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{module}.{name}", failing(held))
+            if name == "ensure_model_parallel_initialized":
+                patch.setattr(f"vllm.v1.worker.gpu_worker.{name}", failing(held))
+            with pytest.raises(RuntimeError, match="it cannot start"):
+                publish(network, engine, None, 0)
+        assert state() == before
+        assert torch.equal(torch.get_rng_state(), generator)
+        assert [one() for one in held] == [None]
+        assert engine.llm is None
+        assert publish(network, engine, None, 1)[0] == []
+        assert disagreement(network, engine) < 1e-4
+        engine.close()
+        with monkeypatch.context() as patch:  # an engine that once ran died when it does not start again
+            patch.setattr(f"{module}.{name}", failing(held))
+            if name == "ensure_model_parallel_initialized":
+                patch.setattr(f"vllm.v1.worker.gpu_worker.{name}", failing(held))
+            with pytest.raises(EngineDiedError, match="did not start again: RuntimeError: it cannot start"):
+                publish(network, engine, None, 2)
+    finally:
+        engine.close()
+
+
+@pytest.mark.vllm
+def test_a_group_that_was_there_before_stays(monkeypatch, tmp_path):
+    network = tiny_network()
+    engine = build_engine(network)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("vllm.v1.worker.gpu_model_runner.GPUModelRunner.initialize_kv_cache", failing([]))
+            with pytest.raises(RuntimeError, match="it cannot start"):
+                publish(network, engine, None, 0)
+        assert torch.distributed.is_initialized()
+        assert vllm_start._groups() == []
+        torch.distributed.barrier()
+        assert publish(network, engine, None, 1)[0] == []
+        engine.close()
+    finally:
+        vllm_start._leave_groups(owns_process_group=True)
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.vllm
+def test_an_engine_that_runs_is_left_alone(monkeypatch):
+    network = tiny_network()
+    first, second = build_engine(network), build_engine(network)
+    try:
+        publish(network, first, None, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr("vllm.v1.worker.gpu_model_runner.GPUModelRunner.initialize_kv_cache", failing([]))
+            with pytest.raises(RuntimeError, match="it cannot start"):
+                publish(network, second, None, 0)
+        assert disagreement(network, first) < 1e-4
+    finally:
+        second.close()
+        first.close()
+
+
+def raise_with_local(error):
+    local = "still here"
+    assert local
+    raise error
+
+
+def start_and_fail(removed):
+    with vllm_start.undone_on_failure(lambda: removed.append(True)):
+        os.environ["LIT_QRL_KEPT"], os.environ["LIT_QRL_NEW"] = "changed", "new"
+        raise_with_local(ValueError("no"))
+
+
+def test_environment_and_folder_come_back_and_what_the_caller_handles_stays(monkeypatch):
+    monkeypatch.setenv("LIT_QRL_KEPT", "as it was")
+    removed, handled, failed = [], KeyError(), None
+    try:
+        raise_with_local(handled)
+    except KeyError:
+        try:
+            start_and_fail(removed)
+        except ValueError as error:
+            failed = error.__traceback__
+    assert os.environ["LIT_QRL_KEPT"] == "as it was"
+    assert "LIT_QRL_NEW" not in os.environ
+    assert removed == [True]
+    assert handled.__traceback__.tb_next.tb_frame.f_locals["local"] == "still here"
+    assert failed.tb_next.tb_next.tb_frame.f_locals == {}
