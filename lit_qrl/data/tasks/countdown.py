@@ -62,8 +62,7 @@ class Countdown(GeneratedTask):
 
     Numbers are drawn uniformly from 1..max_number, the target uniformly from what they can reach in 1..max_target.
     No problem is both trained on and evaluated, under any seed, and none is in the public test set of 3-number
-    Countdown used in the literature (128 published rows, known by their hashes), nor in the files of `exclude`: JSONL
-    with `input` "a,b,c" and `output`, the target.
+    Countdown used in the literature (128 published rows, known by their hashes), nor in the files of `exclude`.
 
     Args:
         count: numbers per problem.

@@ -54,7 +54,8 @@ class GeneratedTask(Task):
         train_size: different problems to train on.
         evaluation_size: different held-out problems.
         prompt_format: `short` or `chat`.
-        exclude: files whose problems are left out on both sides.
+        exclude: files whose problems are left out on both sides: JSONL with `input` "3,5,7" and `output` for
+            Countdown, with the columns `Puzzle` and `Solution` for Sudoku.
         evaluation_path: such a file to evaluate on instead of generated problems.
         rewards: what is learned from; by default the task's own, which also decides what counts as correct.
         seed: of the draw.

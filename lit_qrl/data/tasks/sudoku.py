@@ -88,8 +88,8 @@ class Sudoku(GeneratedTask):
 
     Solved grids are drawn uniformly from all 288, then cells are emptied at random. No puzzle is both trained on and
     evaluated, under any seed, and none is among the published test puzzles (250 of them, known by their hashes) or in
-    the files of `exclude`, with the columns `Puzzle` and `Solution`. Puzzles of both sides do share solved grids:
-    there are only 288. A puzzle counts as solved when every cell is right.
+    the files of `exclude`. Puzzles of both sides do share solved grids: there are only 288. A puzzle counts as solved
+    when every cell is right.
 
     Args:
         empty: number of empty cells.
