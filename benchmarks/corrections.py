@@ -31,7 +31,7 @@ from lit_qrl.callbacks.opsm import OffPolicySequenceMask
 from lit_qrl.callbacks.truncated import TruncatedIS
 from lit_qrl.callbacks.veto import TokenVeto
 from lit_qrl.functional import diagnostics, objective
-from lit_qrl.functional._compile import SWITCH, fused
+from lit_qrl.functional._compile import SWITCH, compiled
 from lit_qrl.functional.importance import ais_correction, batch_normalized, log_ratio
 from lit_qrl.functional.mismatch import mismatch_metrics
 from lit_qrl.loop.combine import combine
@@ -121,7 +121,7 @@ def mini_batch_jobs(context: LossContext) -> dict:
     return timed
 
 
-@fused
+@compiled
 def in_one_graph(
     d: torch.Tensor, learner: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor, advantages: torch.Tensor
 ) -> list:

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from lit_qrl.data.tasks.countdown import Countdown, is_held_out, key_hash, problem_key, public_test_hashes
+from lit_qrl.data.tasks.countdown import Countdown, problem_key
 from lit_qrl.data.tasks.countdown_solver import expressions
+from lit_qrl.data.tasks.generated import is_held_out, key_hash, read_hashes
 from lit_qrl.rewards.base import Sample
 from lit_qrl.rewards.countdown import CountdownReward
 
@@ -129,7 +130,7 @@ class Teacher:
                     solutions.setdefault(int(value), []).append(expression.text)
             for target, texts in solutions.items():
                 key = problem_key(numbers, target)
-                if not is_held_out(key) and key_hash(key) not in public_test_hashes():
+                if not is_held_out(key) and key_hash(key) not in read_hashes(Countdown.public_tests):
                     self.problems.append((numbers, target, texts))
 
     def _answer(self, numbers: tuple[int, ...], target: int, solutions: list[str], wrong: bool) -> str:

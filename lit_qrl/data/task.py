@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lit_qrl.rewards.base import Reward, Sample
+from lit_qrl.rewards.base import Reward, Sample, score_all
 
 Row = Mapping[str, Any]
 Message = dict[str, str]
@@ -41,3 +41,14 @@ class Task(ABC):
     @abstractmethod
     def is_correct(self, samples: Sequence[Sample]) -> list[bool]:
         """Return for each sample whether it counts as solved in the evaluation."""
+
+
+def solved(judge: Reward, samples: Sequence[Sample]) -> list[bool]:
+    """Return for each sample whether a reward scores it 1; one that cannot be scored fails alone.
+
+    >>> from lit_qrl.rewards.countdown import CountdownReward
+    >>> row = {"numbers": [3, 5, 7], "target": 22}
+    >>> solved(CountdownReward(), [Sample("", "3*5+7", columns=row), Sample("", "3*5+7")])
+    [True, False]
+    """
+    return [score >= 1.0 for score in score_all([judge], samples).parts[judge.name]]

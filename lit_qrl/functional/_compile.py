@@ -1,10 +1,10 @@
-"""One place that decides whether a statistic runs as written or as a few fused kernels."""
+"""One place that decides whether a statistic runs as written or compiled into a few kernels."""
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
-from inspect import unwrap
+from inspect import signature, unwrap
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -18,42 +18,54 @@ log = logging.getLogger(__name__)
 SWITCH = "LIT_QRL_COMPILE"
 """Environment variable: 0 never compiles, 1 also compiles on the CPU; by default CUDA tensors are compiled for."""
 
+TENSORS = (Tensor, list, tuple)
+
 Function = TypeVar("Function", bound=Callable[..., Any])
-Compiled = Callable[..., Any]
+_kernels: dict[tuple, Callable[..., Any] | None] = {}
+"""By function and constants; None for what could not be compiled."""
 
-_compiled: dict[tuple, Compiled | None] = {}
 
-
-def fused(function: Function) -> Function:
-    """Return `function`, which then runs compiled when its first argument is a CUDA tensor.
+def compiled(function: Function) -> Function:
+    """Return `function`, which then runs compiled when its first tensor is on a CUDA device.
 
     These statistics are hundreds of small kernels, and on a GPU launching them is what they cost. Compiled, they are a
-    few. The function takes tensors (or lists of them) by position and constants by keyword, and is compiled once for
-    every combination of constants, for any shape. Over several ranks it runs as written, since a collective in its
-    middle would cut the kernels apart again. Where compiling fails, it runs as written too, which is logged once.
+    few. The function takes tensors (or lists of them) and constants, and is compiled once for every combination of
+    constants, for any shape. Over several ranks it runs as written, since a collective in its middle would cut the
+    kernels apart again. Where compiling fails, it runs as written too, which is logged once.
     """
+    parameters = signature(function)
 
     @wraps(function)
-    def call(*tensors: Any, **constants: Any) -> Any:
-        if torch.compiler.is_compiling() or not _wanted(tensors[0], constants.get("all_reduce")):
-            return function(*tensors, **constants)
-        key = (function, *sorted((name, value) for name, value in constants.items() if name != "all_reduce"))
-        first = key not in _compiled
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        try:
+            given = parameters.bind(*args, **kwargs)
+        except TypeError:
+            return function(*args, **kwargs)  # raises by itself, and names the function
+        args, kwargs = given.args, given.kwargs
+        arguments = {**dict(zip(parameters.parameters, args, strict=False)), **kwargs}
+        all_reduce = arguments.pop("all_reduce", no_all_reduce)
+        if all_reduce is not no_all_reduce or not _wanted(arguments.values()):
+            return function(*args, **kwargs)
+        constants = [item for item in arguments.items() if not isinstance(item[1], TENSORS)]
+        key = (function, *sorted(constants))
+        first = key not in _kernels
         if first:
             log.info("Compiling %s for this device, once.", function.__name__.strip("_"))
-            _compiled[key] = _compile(function)
-        compiled = _compiled[key]
-        if compiled is None:
-            return function(*tensors, **constants)
+            _kernels[key] = _compile(function)
+        kernels = _kernels[key]
+        if kernels is None:
+            return function(*args, **kwargs)
         try:
             if first:
                 # Otherwise constants would become inputs, one more thing to check and to load in every call.
                 with torch._dynamo.config.patch(specialize_float=True):
-                    return compiled(*tensors, **constants)
-            return compiled(*tensors, **constants)
+                    return kernels(*args, **kwargs)
+            return kernels(*args, **kwargs)
         except Exception as error:
-            result = function(*tensors, **constants)  # raises by itself what is the caller's fault
-            _compiled[key] = None
+            result = function(*args, **kwargs)  # raises by itself what is the caller's fault
+            _kernels[key] = None
             log.warning(
                 "%s could not be compiled and runs in more kernels (%s: %s).",
                 function.__name__,
@@ -65,17 +77,14 @@ def fused(function: Function) -> Function:
     return cast(Function, call)
 
 
-def _wanted(first: Any, all_reduce: Any) -> bool:
-    if all_reduce is not None and all_reduce is not no_all_reduce:
-        return False
-    tensor = first[0] if isinstance(first, (list, tuple)) else first
-    if not isinstance(tensor, Tensor):
-        return False
+def _wanted(arguments: Iterable[Any]) -> bool:
+    flat = (one for value in arguments for one in (value if isinstance(value, (list, tuple)) else (value,)))
+    tensor = next((one for one in flat if isinstance(one, Tensor)), None)
     switch = os.environ.get(SWITCH, "")
-    return switch != "0" and (tensor.is_cuda or switch == "1")
+    return tensor is not None and switch != "0" and (tensor.is_cuda or switch == "1")
 
 
-def _compile(function: Callable) -> Compiled:
+def _compile(function: Callable) -> Callable[..., Any]:
     # A code object of its own for every combination of constants: the compiler keeps its caches, with a limit, by code.
     inner = unwrap(function)
     code = inner.__code__.replace()

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_qrl.functional._checks import check_ais, check_band
-from lit_qrl.functional._compile import fused
+from lit_qrl.functional._compile import compiled
 from lit_qrl.functional._statistics import as_float, masked, precise, require_tokens
 from lit_qrl.types import AllReduce, no_all_reduce
 
@@ -79,10 +79,7 @@ def ais_gate(
     """
     check_ais(clip, saturation, tolerance, sensitivity, eps, level)
     require_tokens(mask)
-    vector = _gate(
-        d, mask, advantages, clip=clip, saturation=saturation, tolerance=tolerance, sensitivity=sensitivity, eps=eps,
-        level=level, all_reduce=all_reduce,
-    )  # fmt: skip
+    vector = _gate(d, mask, advantages, clip, saturation, tolerance, sensitivity, eps, level, all_reduce)
     return AISGate(*vector.unbind())
 
 
@@ -119,7 +116,7 @@ def ais_weights(
     return masked(mask, 1 + alpha * (d.sum(dim=1, keepdim=True).exp().clamp(max=clip) - 1), 1.0)
 
 
-@fused
+@compiled
 def ais_correction(
     d: Float[Tensor, "b t"],
     mask: Bool[Tensor, "b t"],
@@ -142,11 +139,12 @@ def ais_correction(
     >>> bool(gate[0] == AISGate(*gate).alpha), round(float(weights[0, 1]), 4)
     (True, 1.0)
     """
-    vector = _gate_fields(d, mask, advantages, clip, saturation, tolerance, sensitivity, eps, level, all_reduce)
+    vector = _gate(d, mask, advantages, clip, saturation, tolerance, sensitivity, eps, level, all_reduce)
     return vector, ais_weights(d, mask, vector[0], clip, level=level)
 
 
-def _gate_fields(
+@compiled
+def _gate(
     d: Tensor,
     mask: Tensor,
     advantages: Tensor,
@@ -185,20 +183,3 @@ def _gate_fields(
     dtype = torch.float64 if advantages.dtype == torch.float64 else torch.float32
     fields = (alpha, reliability, necessity, variance_penalty, amplification, mean_abs, ess_ratio, cut[0] / n)
     return torch.stack(fields).to(dtype)
-
-
-@fused
-def _gate(
-    d: Tensor,
-    mask: Tensor,
-    advantages: Tensor,
-    *,
-    clip: float,
-    saturation: float,
-    tolerance: float,
-    sensitivity: float,
-    eps: float,
-    level: Level,
-    all_reduce: AllReduce,
-) -> Tensor:
-    return _gate_fields(d, mask, advantages, clip, saturation, tolerance, sensitivity, eps, level, all_reduce)

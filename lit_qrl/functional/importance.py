@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_qrl.functional._checks import Bound, check_band, check_delta, check_veto
-from lit_qrl.functional._compile import fused
+from lit_qrl.functional._compile import compiled
 from lit_qrl.functional._statistics import as_float, largest, masked, masked_sums, require_tokens, row_means
 from lit_qrl.functional.adaptive import AISGate, ais_correction, ais_gate, ais_weights
 from lit_qrl.types import AllReduce, no_all_reduce
@@ -104,7 +104,7 @@ def token_truncated(d: Weights, mask: Bool[Tensor, "b t"], upper: Bound = 2.0, l
     Args:
         d: "b t", nats.
         mask: completion tokens that count.
-        upper: C >= 1; 0-dim tensors are taken as measured bounds.
+        upper: C >= 1; a 0-dim tensor is taken as a measured bound, such as that of `adaptive_upper`.
         lower: in [0, 1]; None is 1/upper.
 
     Raises:
@@ -143,14 +143,7 @@ def sequence_truncated(d: Weights, mask: Bool[Tensor, "b t"], upper: Bound = 5.0
 
     min(Π_t ρ_t, C), survey "Sequence-TIS".
 
-    Args:
-        d: "b t", nats.
-        mask: completion tokens that count.
-        upper: C >= 1, or the 0-dim tensor of `adaptive_upper`.
-        lower: in [0, 1]; None is 1/upper.
-
-    Raises:
-        ConfigError: the band does not hold 1.
+    Arguments and errors as in `token_truncated`.
 
     >>> import math
     >>> d = torch.full((1, 10), math.log(1.1))
@@ -165,14 +158,7 @@ def sequence_masked(d: Weights, mask: Bool[Tensor, "b t"], lower: float | None, 
 
     I(ρ <= C)·ρ, survey "Sequence-MIS" with lower = 0.
 
-    Args:
-        d: "b t", nats.
-        mask: completion tokens that count.
-        lower: in [0, 1]; None is 1/upper.
-        upper: at least 1.
-
-    Raises:
-        ConfigError: the band does not hold 1.
+    Arguments and errors as in `token_masked`.
 
     >>> sequence_masked(torch.tensor([[1.0, 1.0]]), torch.ones(1, 2, dtype=torch.bool), 0.0, 5.0)
     tensor([[0., 0.]])
@@ -185,14 +171,7 @@ def geometric_truncated(d: Weights, mask: Bool[Tensor, "b t"], upper: Bound, low
 
     ρ^(1/T), survey "Geo-RS", used as a weight: w_seq-mismatch of QaRL §3.2 with lower = 1/upper.
 
-    Args:
-        d: "b t", nats.
-        mask: completion tokens that count.
-        upper: at least 1.
-        lower: in [0, 1]; None is 1/upper.
-
-    Raises:
-        ConfigError: the band does not hold 1.
+    Arguments and errors as in `token_truncated`.
 
     >>> geometric_truncated(torch.tensor([[1.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool), 2.0)
     tensor([[1.6487, 1.6487]])
@@ -203,14 +182,7 @@ def geometric_truncated(d: Weights, mask: Bool[Tensor, "b t"], upper: Bound, low
 def geometric_masked(d: Weights, mask: Bool[Tensor, "b t"], lower: float | None, upper: Bound) -> Weights:
     """Return e^(mean d) of the sequence inside [lower, upper] and 0 outside, on each of its tokens.
 
-    Args:
-        d: "b t", nats.
-        mask: completion tokens that count.
-        lower: in [0, 1]; None is 1/upper.
-        upper: at least 1.
-
-    Raises:
-        ConfigError: the band does not hold 1.
+    Arguments and errors as in `token_masked`.
 
     >>> geometric_masked(torch.tensor([[1.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool), None, 1.5)
     tensor([[0., 0.]])
@@ -223,14 +195,7 @@ def geometric_keep(d: Weights, mask: Bool[Tensor, "b t"], lower: float | None, u
 
     I(C_low <= ρ^(1/T) <= C_high), survey "Geo-RS". The bounds are on the ratio itself.
 
-    Args:
-        d: "b t", nats.
-        mask: completion tokens that count.
-        lower: in [0, 1]; None is 1/upper.
-        upper: at least 1.
-
-    Raises:
-        ConfigError: the band does not hold 1.
+    Arguments and errors as in `token_masked`.
 
     >>> geometric_keep(torch.tensor([[0.1, 0.1]]), torch.ones(1, 2, dtype=torch.bool), None, 1.01)
     tensor([[False, False]])
@@ -309,7 +274,7 @@ def adaptive_upper(d: Weights, mask: Bool[Tensor, "b t"], all_reduce: AllReduce 
     return torch.where(count > 0, (0.5 * (math.log(2.0) + log_second_moment)).exp(), math.sqrt(2.0))
 
 
-@fused
+@compiled
 def batch_normalized(
     weights: Weights,
     mask: Bool[Tensor, "b t"],

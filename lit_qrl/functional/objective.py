@@ -74,6 +74,10 @@ def _terms(
     return ObjectiveTerms(masked(mask, loss.expand_as(mask)), dict(zip(names, pairs.unbind(), strict=True)))
 
 
+def _clipped_gain(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    return torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+
+
 def clipped_surrogate(
     logprobs: LogProbs,
     old_logprobs: LogProbs,
@@ -109,9 +113,8 @@ def clipped_surrogate(
     check_clip(clip_low=clip_low, clip_high=clip_high)
     check_dual_clip(dual_clip)
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
-    a = as_float(advantages)[:, None]
-    ratio = log_ratio.exp()
-    gain = torch.minimum(ratio * a, ratio.clamp(1 - clip_low, 1 + clip_high) * a)
+    a, ratio = as_float(advantages)[:, None], log_ratio.exp()
+    gain = _clipped_gain(ratio, a, clip_low, clip_high)
     if dual_clip is not None:
         gain = torch.where(a < 0, torch.maximum(gain, dual_clip * a), gain)
     return _terms(-gain, mask, weights, log_ratio, ratio, advantages, (1 - clip_low, 1 + clip_high))
@@ -151,17 +154,7 @@ def gspo(
 
     Zheng et al. 2025, as used in QaRL §3.2 (r_seq-prox) with the bounds of its Table 2; reduction "sequence".
 
-    Args:
-        logprobs: "b t", nats.
-        old_logprobs: "b t", nats, detached here.
-        advantages: " b".
-        mask: tokens that count, after rejection; the mean is over these.
-        weights: "b t", importance weights, or None for 1.
-        clip_low: distance of the lower edge from 1.
-        clip_high: distance of the upper edge from 1.
-
-    Raises:
-        ConfigError: a clip out of range.
+    Arguments and errors as in `clipped_surrogate`; the mean is over the tokens of `mask`.
 
     >>> mask = torch.ones(1, 2, dtype=torch.bool)
     >>> gspo(torch.tensor([[0.5, -0.5]]), torch.zeros(1, 2), torch.tensor([2.0]), mask).loss
@@ -169,9 +162,8 @@ def gspo(
     """
     check_clip(clip_low=clip_low, clip_high=clip_high)
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
-    a = as_float(advantages)[:, None]
     ratio = row_means(mask, log_ratio)[:, None].exp()
-    gain = torch.minimum(ratio * a, ratio.clamp(1 - clip_low, 1 + clip_high) * a)
+    gain = _clipped_gain(ratio, as_float(advantages)[:, None], clip_low, clip_high)
     return _terms(-gain, mask, weights, log_ratio, ratio, advantages, (1 - clip_low, 1 + clip_high))
 
 
@@ -236,16 +228,8 @@ def sapo(
     """Return the softly gated loss −w·f(r)·A with f(r) = (4/τ)·sigmoid(τ (r − 1)).
 
     Gao et al. 2025, discussed in QaRL Appendix D.4. The gradient is that of r·A times 4 p (1 − p), p = sigmoid(·): 1
-    at r = 1, falling off on both sides, faster for a larger τ.
-
-    Args:
-        logprobs: "b t", nats.
-        old_logprobs: "b t", nats, detached here.
-        advantages: " b".
-        mask: tokens that count, after rejection.
-        weights: "b t", importance weights, or None for 1.
-        temperature_pos: τ where A > 0.
-        temperature_neg: τ elsewhere.
+    at r = 1, falling off on both sides, faster for a larger τ: `temperature_pos` where A > 0, `temperature_neg`
+    elsewhere. The other arguments are those of `clipped_surrogate`.
 
     Raises:
         ConfigError: a temperature that is not positive.
@@ -276,17 +260,7 @@ def cispo(
 
     MiniMax-M1's CISPO, one of the losses that peers offer; no lower edge by default and an upper one at r = 5.
 
-    Args:
-        logprobs: "b t", nats.
-        old_logprobs: "b t", nats, detached here.
-        advantages: " b".
-        mask: tokens that count, after rejection.
-        weights: "b t", importance weights, or None for 1.
-        clip_low: distance of the lower edge from 1; 1 means none.
-        clip_high: distance of the upper edge from 1.
-
-    Raises:
-        ConfigError: a clip out of range.
+    Arguments and errors as in `clipped_surrogate`; a `clip_low` of 1 means no lower edge.
 
     >>> mask = torch.ones(1, 1, dtype=torch.bool)
     >>> cispo(torch.tensor([[-1.0]]), torch.tensor([[-4.0]]), torch.tensor([1.0]), mask).loss

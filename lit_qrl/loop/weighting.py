@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_qrl.functional._compile import fused
+from lit_qrl.functional._compile import compiled
 from lit_qrl.functional._statistics import share
 from lit_qrl.functional.importance import (
     adaptive_upper,
@@ -69,7 +69,7 @@ def weighted(
     return Correction(weights=weights, keep=keep, metrics=metrics)
 
 
-@fused
+@compiled
 def _weights(
     d: Tensor,
     mask: Tensor,
@@ -123,7 +123,7 @@ def rejected(
     return Correction(weights=weights, keep=keep, metrics={f"correction/{name}_sequences": rejected_share})
 
 
-@fused
+@compiled
 def _keeps(
     d: Tensor,
     mask: Tensor,

@@ -1,19 +1,15 @@
 """Several runs on one page: a table, and their curves over each other."""
 
-import html
 import os
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 from lit_qrl.report import page
 from lit_qrl.report.figures import COLORS, figures_for
 from lit_qrl.report.run import Run
-from lit_qrl.report.single import accuracy_change, figure_card
-
-COLUMNS = (
-    "Run", "Format", "Correction", "Iterations", "Accuracy before", "after", "change", "Reward, last", "Mean KL",
-    "Lowest ESS", "Tokens/s", "s / iteration", "Status",
-)  # fmt: skip
+from lit_qrl.report.single import accuracy_change, figure_section
 
 
 def render_comparison(run_folders: Sequence[str | Path], out: str | Path) -> Path:
@@ -36,18 +32,9 @@ def render_comparison(run_folders: Sequence[str | Path], out: str | Path) -> Pat
     labels = labels_of([run.folder for run in runs])
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    figures = figures_for(runs)
-    sections = [(figure.key, figure.heading, figure_card(figure, runs, labels, out)) for figure in figures]
-    title = f"{len(runs)} runs"
-    body = [
-        page.header(title, " · ".join(labels)),
-        page.navigation([("table", "Table"), *((key, heading) for key, heading, _ in sections)]),
-        page.card("table", "Side by side", page.table(COLUMNS, _rows(runs, labels), numeric=range(3, 12))),
-        *(content for _, _, content in sections),
-    ]
-    index = out / "index.html"
-    index.write_text(page.page(title, "\n".join(body)), encoding="utf-8", errors="replace")
-    return index
+    figures = [figure_section(figure, runs, labels, out) for figure in figures_for(runs)]
+    table = page.Section("table", "Side by side", "runs.html", rows=_rows(runs, labels))
+    return page.write(out, f"{len(runs)} runs", " · ".join(labels), [table, *figures])
 
 
 def labels_of(folders: Sequence[Path]) -> list[str]:
@@ -66,28 +53,19 @@ def labels_of(folders: Sequence[Path]) -> list[str]:
     return [f"{name} ({i + 1})" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
 
-def _rows(runs: Sequence[Run], labels: Sequence[str]) -> list[list[str]]:
+def _rows(runs: Sequence[Run], labels: Sequence[str]) -> list[dict[str, Any]]:
     rows = []
-    for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
-        accuracy, (_, change, tone) = run.accuracy, accuracy_change(run)
-        several = len(accuracy.values) > 1
-        swatch = f"<span class=swatch style='background:{COLORS[index % len(COLORS)]}'></span>"
-        kl = run.series("mismatch/kl_k3") or run.series("mismatch/kl_k1")
+    for run, label, color in zip(runs, labels, cycle(COLORS), strict=False):
+        _, change, tone = accuracy_change(run)
+        several = len(run.accuracy.values) > 1
         rows.append(
-            [
-                f"<span class=name>{swatch}{html.escape(label)}</span>",
-                html.escape(run.format or "–"),
-                html.escape(run.correction or "–"),
-                str(run.iterations),
-                page.number(accuracy.first),
-                page.number(accuracy.last) if several else "–",
-                f"<span class='{tone}'>{html.escape(change)}</span>" if several else "–",
-                page.number(run.series("reward/mean").last),
-                page.number(kl.mean, 4),
-                page.number(run.series("mismatch/ess_ratio").minimum),
-                page.number(run.series("rollout/tokens_per_second").mean),
-                page.number(run.series("time/iteration").mean, 2),
-                page.pill(run.status, page.STATUS.get(run.status, "")),
-            ]
+            {
+                "run": run,
+                "label": label,
+                "color": color,
+                "after": run.accuracy.last if several else None,
+                "change": change if several else "–",
+                "tone": tone if several else "",
+            }
         )
     return rows

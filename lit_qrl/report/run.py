@@ -137,6 +137,11 @@ class Run:
         return self.series("val/accuracy") or self.series("val/pass@1")
 
     @property
+    def kl(self) -> Series:
+        """The KL from sampler to learner, in nats per token: by k3, or else by k1."""
+        return self.series("mismatch/kl_k3") or self.series("mismatch/kl_k1")
+
+    @property
     def status(self) -> str:
         """`finished`, `interrupted`, `failed`, `running`, or `unknown` without a diary."""
         for event in reversed(self.events):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from lit_qrl.rewards.answers import last_tagged
 from lit_qrl.rewards.base import Reward, Sample
+from lit_qrl.rewards.math.answers import last_tagged
 
 MAX_CHARACTERS = 200
 """Six numbers of four digits with all operators and brackets take under 60."""

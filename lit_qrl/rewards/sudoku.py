@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from math import isqrt
 
-from lit_qrl.rewards.answers import last_tagged
 from lit_qrl.rewards.base import Reward, Sample
+from lit_qrl.rewards.math.answers import last_tagged
 
 MAX_CHARACTERS = 2000
 """A 9×9 grid drawn with borders takes under 700."""

@@ -7,15 +7,14 @@ import sys
 import pytest
 import torch
 
-from lit_qrl.functional import _compile
+from lit_qrl.functional import _compile, importance
 from tests.functional.helpers import Ranks
 
 # Compiled in a process of its own: what the tests wrap around every function cannot be compiled through.
 PROGRAM = """
 import json, logging, sys, torch
 from lit_qrl.functional import _compile, importance, mismatch
-from lit_qrl.callbacks.base import combine
-from benchmarks.corrections import CORRECTIONS, mini_batch
+from benchmarks.corrections import CORRECTIONS, combine, mini_batch
 import dataclasses, os
 
 failures = []
@@ -50,7 +49,7 @@ with torch.no_grad():
                 if given is equal and name.endswith("weights"):
                     assert bool((got[name] == 1).all()), name
                 compared += 1
-compiled = sum(one is not None for one in _compile._compiled.values())
+compiled = sum(one is not None for one in _compile._kernels.values())
 print(json.dumps({"compared": compared, "compiled": compiled, "failures": failures}))
 """
 
@@ -69,20 +68,20 @@ def test_compiled_statistics_equal_those_as_written():
 def double():
     calls = []
 
-    @_compile.fused
+    @_compile.compiled
     def double(value, *, factor, all_reduce=_compile.no_all_reduce):
         calls.append(factor)
         return all_reduce(value * factor)
 
     double.calls = calls
     yield double
-    for key in [key for key in _compile._compiled if key[0] is double.__wrapped__]:
-        del _compile._compiled[key]
+    for key in [key for key in _compile._kernels if key[0] is double.__wrapped__]:
+        del _compile._kernels[key]
 
 
-def pretend(monkeypatch, compiled):
+def pretend(monkeypatch, compile):
     monkeypatch.setenv(_compile.SWITCH, "1")
-    monkeypatch.setattr(_compile, "_compile", compiled)
+    monkeypatch.setattr(_compile, "_compile", compile)
 
 
 def test_the_cpu_runs_as_written(double, monkeypatch):
@@ -97,6 +96,29 @@ def test_compiled_once_for_every_combination_of_constants(double, monkeypatch):
     for factor in (2.0, 3.0, 2.0, 3.0):
         assert double(torch.tensor(3.0), factor=factor) == 3 * factor
     assert len(made) == 2
+
+
+def test_arguments_may_be_given_by_name(double, monkeypatch):
+    """However a call is written, the constants decide what is compiled, and the first tensor whether."""
+    made = []
+    pretend(monkeypatch, lambda function: (made.append(function), function)[1])
+    assert double(value=torch.tensor(3.0), factor=2.0) == double(factor=2.0, value=torch.tensor(3.0)) == 6.0
+    assert double(torch.tensor(3.0), factor=2.0) == 6.0
+    assert len(made) == 1
+    mask = torch.tensor([[True, True], [True, False]])
+    weights = torch.tensor([[1.0, 3.0], [8.0, 9.0]])
+    for level, mean in (("token", 4.0), ("sequence", 5.0)):
+        by_name = importance.batch_normalized(weights=weights, mask=mask, level=level)
+        assert torch.equal(by_name, importance.batch_normalized(weights, mask, level))
+        assert by_name[mask].tolist() == pytest.approx([1 / mean, 3 / mean, 8 / mean])
+    assert len(made) == 3
+
+
+def test_a_wrong_call_is_the_callers_error(double):
+    with pytest.raises(TypeError, match=r"double\(\) missing 1 required positional argument: 'value'"):
+        double(factor=2.0)
+    with pytest.raises(TypeError, match=r"double\(\) got an unexpected keyword argument 'faktor'"):
+        double(torch.tensor(3.0), faktor=2.0)
 
 
 def test_several_ranks_run_as_written(double, monkeypatch):
@@ -118,7 +140,7 @@ def test_what_cannot_be_compiled_runs_as_written_and_says_so_once(double, monkey
 
 
 def test_errors_of_the_caller_stay_what_they_are(monkeypatch):
-    @_compile.fused
+    @_compile.compiled
     def refuse(value, *, factor):
         raise ValueError(f"factor {factor}")
 

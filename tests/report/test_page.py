@@ -1,30 +1,52 @@
 import math
+from importlib.resources import files
 
 import pytest
+from markupsafe import escape
 
 from lit_qrl.report import page
 
 HOSTILE = "<script>alert('x')</script>&\"</pre></td>"
+SECTIONS = [
+    page.Section("plain", HOSTILE, caption=HOSTILE),
+    page.Section("picture", "a", "picture.html", light=b"light", dark=b"dark", description=HOSTILE),
+    page.Section("config", HOSTILE, "config.html", note=HOSTILE, text=HOSTILE),
+    page.Section("layers", "b", "layers.html", note="c", groups={(HOSTILE, HOSTILE): 1}),
+]
+
+
+def written(folder, **options):
+    return page.write(folder, HOSTILE, HOSTILE, SECTIONS, **options).read_text()
+
+
+def test_text_is_escaped(tmp_path):
+    html = written(tmp_path, tiles=[page.Tile(HOSTILE, HOSTILE, HOSTILE)], status=HOSTILE, footer=HOSTILE)
+    assert "<script" not in html
+    assert "</pre></td>" not in html
+    assert html.count(str(escape(HOSTILE))) == 17  # title 2, subtitle 1, navigation 2, tile 3, footer 1, sections 8
+
+
+def test_a_closed_section_opens_at_a_click_and_an_open_one_does_not(tmp_path):
+    html = written(tmp_path)
+    assert html.count("<details>") == html.count("</details>") == 2
+    assert html.count("<h2>") == 2
+    assert html.count("<section") == 4
+
+
+def test_a_status_is_coloured_only_if_it_is_known(tmp_path):
+    assert '<span class="pill warn">interrupted</span>' in written(tmp_path, status="interrupted")
+    assert "pill warn" not in written(tmp_path, status=HOSTILE)
 
 
 @pytest.mark.parametrize(
-    "html",
-    [
-        page.page(HOSTILE, ""),
-        page.header(HOSTILE, HOSTILE, HOSTILE),
-        page.navigation([("key", HOSTILE)]),
-        page.tile(HOSTILE, HOSTILE, HOSTILE),
-        page.card("key", HOSTILE, "", HOSTILE),
-        page.folded("key", HOSTILE, HOSTILE, ""),
-        page.picture(b"a", b"b", HOSTILE),
-        page.table([HOSTILE], []),
-        page.pill(HOSTILE),
-        page.block(HOSTILE),
-    ],
-)
-def test_text_is_escaped(html):
-    assert "<script" not in html
-    assert "</pre></td>" not in html
+    ("tile", "shown"),
+    [(page.Tile("a", "x" * 15), "value"), (page.Tile("a", "x" * 16), "value long"),
+     (page.Tile("a", "x" * 16, wide=True), "value")],
+)  # fmt: skip
+def test_a_long_value_is_smaller_unless_its_tile_is_wide(tmp_path, tile, shown):
+    html = written(tmp_path, tiles=[tile])
+    assert f'<div class="{shown}">{tile.value}</div>' in html
+    assert ('<div class="tile wide">' in html) == tile.wide
 
 
 def test_numbers():
@@ -43,9 +65,14 @@ def test_durations():
     assert page.duration(None) == page.duration(math.nan) == "–"
 
 
-def test_a_page_carries_everything_with_it():
-    html = page.page("title", page.picture(b"light", b"dark", "plot"))
+def test_a_page_carries_everything_with_it(tmp_path):
+    html = written(tmp_path)
     assert "http" not in html
     assert "<link" not in html
-    assert "src='data:image/png;base64,bGlnaHQ='" in html
-    assert "prefers-color-scheme: dark" in html
+    assert 'src="data:image/png;base64,bGlnaHQ="' in html
+    assert 'media="(prefers-color-scheme: dark)" srcset="data:image/png;base64,ZGFyaw=="' in html
+
+
+def test_the_templates_are_part_of_the_package():
+    templates = files("lit_qrl.report") / "templates"
+    assert {"page.html", "style.css"} <= {path.name for path in templates.iterdir()}

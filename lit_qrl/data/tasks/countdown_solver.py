@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from itertools import combinations
+from itertools import combinations, product
 from typing import Literal
 
 # 3 numbers have about a hundred expressions, 4 a few thousand, 5 some hundred thousand (half a minute).
@@ -82,6 +82,14 @@ def _pairs(left: Expression, right: Expression) -> Iterator[Expression]:
         yield _join("*", right, left, inverse=True)
 
 
+def _splits(numbers: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield every way to part the numbers in two, each once: the first number is always on the left."""
+    positions = range(1, len(numbers))
+    for size in range(len(positions)):
+        for chosen in combinations(positions, size):
+            yield tuple(numbers[i] for i in (0, *chosen)), tuple(numbers[i] for i in positions if i not in chosen)
+
+
 @lru_cache(maxsize=4096)
 def expressions(numbers: tuple[int, ...]) -> tuple[Expression, ...]:
     """Return every expression that uses each of the sorted `numbers` exactly once, without duplicates.
@@ -102,16 +110,10 @@ def expressions(numbers: tuple[int, ...]) -> tuple[Expression, ...]:
     if len(numbers) == 1:
         return (Expression("n", number=numbers[0]),)
     found: dict[str, Expression] = {}
-    positions = range(len(numbers))
-    for size in range(1, len(numbers)):
-        for chosen in combinations(positions, size):
-            if 0 not in chosen:  # the mirror image of a split that is visited anyway
-                continue
-            rest = tuple(numbers[i] for i in positions if i not in chosen)
-            for left in expressions(tuple(numbers[i] for i in chosen)):
-                for right in expressions(rest):
-                    for joined in _pairs(left, right):
-                        found.setdefault(joined.text, joined)
+    for some, rest in _splits(numbers):
+        for left, right in product(expressions(some), expressions(rest)):
+            for joined in _pairs(left, right):
+                found.setdefault(joined.text, joined)
     return tuple(found.values())
 
 
@@ -134,19 +136,13 @@ def _values(numbers: tuple[int, ...]) -> frozenset[tuple[int, int]]:
     if len(numbers) == 1:
         return frozenset({(numbers[0], 1)})
     found: set[tuple[int, int]] = set()
-    positions = range(len(numbers))
-    for size in range(1, len(numbers)):
-        for chosen in combinations(positions, size):
-            if 0 not in chosen:
-                continue
-            right_values = _values(tuple(numbers[i] for i in positions if i not in chosen))
-            for p, q in _values(tuple(numbers[i] for i in chosen)):
-                for r, s in right_values:
-                    found |= {(p * s + r * q, q * s), (p * s - r * q, q * s), (r * q - p * s, q * s), (p * r, q * s)}
-                    if r:
-                        found.add((p * s, q * r))
-                    if p:
-                        found.add((r * q, s * p))
+    for some, rest in _splits(numbers):
+        for (p, q), (r, s) in product(_values(some), _values(rest)):
+            found |= {(p * s + r * q, q * s), (p * s - r * q, q * s), (r * q - p * s, q * s), (p * r, q * s)}
+            if r:
+                found.add((p * s, q * r))
+            if p:
+                found.add((r * q, s * p))
     return frozenset(found)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from lit_qrl.data.sources import check_columns, read_rows
-from lit_qrl.data.task import Message, Row, Task
+from lit_qrl.data.task import Message, Row, Task, solved
 from lit_qrl.errors import ConfigError
-from lit_qrl.rewards.base import Reward, Sample, check_names, score_all
+from lit_qrl.rewards.base import Reward, Sample, check_names
 from lit_qrl.rewards.constant import ConstantReward
 from lit_qrl.rewards.format import FormatReward
 from lit_qrl.rewards.math import MathReward
@@ -137,8 +137,7 @@ class DatasetTask(Task):
         return matches[-1].strip() if matches else None
 
     def is_correct(self, samples: Sequence[Sample]) -> list[bool]:
-        scores = score_all([self.correct], samples).parts[self.correct.name]  # one bad sample fails alone
-        return [score >= 1.0 for score in scores]
+        return solved(self.correct, samples)
 
     # ----------------------------------------------------------------------------------------------------------- rows
 

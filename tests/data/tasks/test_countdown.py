@@ -3,15 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from lit_qrl.data.tasks.countdown import (
-    PUBLIC_TEST_HASHES,
-    Countdown,
-    is_held_out,
-    key_hash,
-    problem_key,
-    read_problems,
-)
+from lit_qrl.data.tasks.countdown import Countdown, problem_key, read_problems
 from lit_qrl.data.tasks.countdown_solver import solve
+from lit_qrl.data.tasks.generated import key_hash
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards.base import Sample
 from lit_qrl.rewards.constant import ConstantReward
@@ -38,36 +32,13 @@ def test_rows_are_solvable_distinct_and_disjoint(settings):
         assert 1 <= row["target"] <= task.max_target
 
 
-def test_no_seed_trains_on_what_another_seed_evaluates():
-    train = keys(Countdown(seed=1).train_rows())
-    assert not train & keys(Countdown(seed=2).evaluation_rows())
-    assert not any(is_held_out(key) for key in train)
-
-
-def test_rows_repeat_with_the_seed_and_evaluation_ignores_train_size():
-    first, again, other = Countdown(seed=3), Countdown(seed=3, train_size=100), Countdown(seed=4)
-    assert first.train_rows()[:100] == again.train_rows()
-    assert first.evaluation_rows() == again.evaluation_rows()
-    assert first.evaluation_rows() != other.evaluation_rows()
-
-
 def test_public_test_problems_are_never_drawn():
     public = keys(read_problems(str(PUBLIC)))
     assert len(public) == 128
     task = Countdown(max_number=100, max_target=100, train_size=3000)
     hashes = {key_hash(key) for key in public}
-    shipped = set(PUBLIC_TEST_HASHES.read_text().split())
-    assert shipped == hashes
+    assert set(Countdown.public_tests.read_text().split()) == hashes
     assert not public & (keys(task.train_rows()) | keys(task.evaluation_rows()))
-
-
-def test_a_public_problem_is_passed_over_when_it_comes_up(monkeypatch):
-    task = Countdown(train_size=50)
-    first = problem_key(task.train_rows()[0]["numbers"], task.train_rows()[0]["target"])
-    monkeypatch.setattr("lit_qrl.data.tasks.countdown.public_test_hashes", lambda: frozenset({key_hash(first)}))
-    again = Countdown(train_size=50)
-    assert first not in keys(again.train_rows())
-    assert again.train_rows()[:49] == task.train_rows()[1:]
 
 
 def test_excluded_files_are_left_out_on_both_sides(tmp_path):
@@ -114,8 +85,7 @@ def test_other_rewards_do_not_change_what_is_correct():
     [
         ({"count": 1}, "count"),
         ({"max_number": 0}, "max_number"),
-        ({"evaluation_size": 0}, "evaluation_size"),
-        ({"prompt_format": "long"}, "prompt_format"),
+        ({"max_target": 0}, "max_target"),
     ],
 )
 def test_wrong_settings_are_named(settings, named):

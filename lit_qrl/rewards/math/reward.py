@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.rewards.answers import extract_answer, refuse
 from lit_qrl.rewards.base import Reward, Sample
-from lit_qrl.rewards.equivalence import settled
+from lit_qrl.rewards.math.answers import extract_answer, refuse
+from lit_qrl.rewards.math.equivalence import settled
 from lit_qrl.rewards.workers import Failure, WorkerPool, WorkerStartError
 
 CACHE_SIZE = 16_384
@@ -54,7 +54,7 @@ class MathReward(Reward):
         self.weight, self.name, self.last_number = weight, name, last_number
         self.timeout, self.workers = timeout, workers or min(MAX_WORKERS, os.cpu_count() or 1)
         self.failures = {}
-        self._pool = WorkerPool("lit_qrl.rewards.equivalence:equivalent", self.workers, timeout)
+        self._pool = WorkerPool("lit_qrl.rewards.math.equivalence:equivalent", self.workers, timeout)
         self._judged: dict[tuple[str, str], bool] = {}
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:

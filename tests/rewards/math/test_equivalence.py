@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_qrl.rewards.equivalence import _container, equivalent, settled, split_top
-from lit_qrl.rewards.normalize import normalize
+from lit_qrl.rewards.math.equivalence import _container, equivalent, settled, split_top
+from lit_qrl.rewards.math.normalize import normalize
 from tests.rewards.datasets import rows
 
 PAIRS = [json.loads(line) for line in Path(__file__).with_name("math_pairs.jsonl").read_text("utf-8").splitlines()]

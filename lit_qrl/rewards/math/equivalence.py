@@ -10,8 +10,8 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from lit_qrl.rewards.normalize import normalize, read_number, same_number, squeezed
-from lit_qrl.rewards.units import same_unit, split_unit
+from lit_qrl.rewards.math.normalize import normalize, read_number, same_number, squeezed
+from lit_qrl.rewards.math.units import same_unit, split_unit
 
 _AND = re.compile(r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|(?<![\\A-Za-z])(?:and|or)(?![A-Za-z]))\s*")
 _MEMBER = re.compile(r"[A-Za-z]\s*\\in\s*(?=[\[(\\{])")

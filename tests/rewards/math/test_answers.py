@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_qrl.rewards.answers import extract_answer, find_last_number, last_boxed, last_tagged, refuse
+from lit_qrl.rewards.math.answers import extract_answer, find_last_number, last_boxed, last_tagged, refuse
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,186 @@
+"""Tasks whose problems are drawn: held out by hash, different from each other, away from published test sets."""
+
+import hashlib
+import random
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from lit_qrl.data.task import Message, Row, Task, solved
+from lit_qrl.errors import ConfigError
+from lit_qrl.rewards.base import Reward, Sample, check_names
+
+# One problem in eight is held out. By hash and not by draw, so that no seed trains on what another seed evaluates,
+# and the policy that ships, which saw the other seven, can be evaluated under every seed.
+HELD_OUT_EVERY = 8
+
+# Draws per wanted problem before the space counts as exhausted; the last of 10,000 problems needs about 10.
+MAX_DRAWS_PER_PROBLEM = 200
+
+
+def key_hash(key: str) -> str:
+    """Return 64 bits of BLAKE2b of a problem's key, as 16 hexadecimal digits.
+
+    >>> key_hash("3,5,7=22")
+    '8d3e06ff030e2ac9'
+    """
+    return hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+
+
+def is_held_out(key: str) -> bool:
+    """Return whether a problem belongs to the evaluation side, which no run trains on.
+
+    >>> is_held_out("3,5,7=22")
+    False
+    """
+    return int(key_hash(key), 16) % HELD_OUT_EVERY == 0
+
+
+@cache
+def read_hashes(path: Path) -> frozenset[str]:
+    """Return the hashes of the keys of published test problems."""
+    return frozenset(path.read_text(encoding="utf-8").split())
+
+
+class GeneratedTask(Task):
+    """Problems from a seeded generator; a subclass says how one is drawn, known by its key, read and posed.
+
+    No problem is both trained on and evaluated, under any seed, and none is among the published test problems or in
+    the files of `exclude`.
+
+    Args:
+        train_size: different problems to train on.
+        evaluation_size: different held-out problems.
+        prompt_format: `short` or `chat`.
+        exclude: files whose problems are left out on both sides: JSONL with `input` "3,5,7" and `output` for
+            Countdown, with the columns `Puzzle` and `Solution` for Sudoku.
+        evaluation_path: such a file to evaluate on instead of generated problems.
+        rewards: what is learned from; by default the task's own, which also decides what counts as correct.
+        seed: of the draw.
+
+    Raises:
+        ConfigError: an argument is out of range; in `setup`, a file is wrong or there are too few problems.
+    """
+
+    reward: ClassVar[type[Reward]]
+    """The task's own reward: a score of 1 is a solved problem."""
+    public_tests: ClassVar[Path]
+    """File with the hashes of the keys of published test problems."""
+
+    def __init__(
+        self,
+        train_size: int = 8192,
+        evaluation_size: int = 500,
+        prompt_format: Literal["short", "chat"] = "short",
+        exclude: list[str] | None = None,
+        evaluation_path: str | None = None,
+        rewards: list[Reward] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.check_sizes(train_size=train_size, evaluation_size=evaluation_size)
+        if prompt_format not in ("short", "chat"):
+            raise ConfigError(
+                f"{type(self).__name__}'s prompt_format is unknown.",
+                expected="short or chat",
+                given=repr(prompt_format),
+            )
+        self.train_size, self.evaluation_size, self.seed = train_size, evaluation_size, seed
+        self.prompt_format, self.evaluation_path, self.exclude = prompt_format, evaluation_path, list(exclude or [])
+        self._judge = self.reward()
+        self.rewards = [self.reward()] if rewards is None else list(rewards)
+        check_names(self.rewards)
+        self._train: list[dict[str, Any]] = []
+        self._evaluation: list[dict[str, Any]] = []
+
+    def check_sizes(self, **sizes: int) -> None:
+        """Raise `ConfigError` for a size below 1."""
+        for what, value in sizes.items():
+            if value < 1:
+                raise ConfigError(f"{type(self).__name__}'s {what} is too small.", expected="1 or more", given=value)
+
+    @abstractmethod
+    def draw(self, rng: random.Random) -> dict[str, Any] | None:
+        """Return a problem, or None when the draw gave none."""
+
+    @abstractmethod
+    def key(self, row: Row) -> str:
+        """Return the text that identifies a problem."""
+
+    @abstractmethod
+    def read(self, path: str) -> list[dict[str, Any]]:
+        """Return the problems of a file."""
+
+    @abstractmethod
+    def short(self, row: Row) -> str:
+        """Return a problem in its shortest form, for a policy that knows no other task."""
+
+    @abstractmethod
+    def instruction(self, row: Row) -> str:
+        """Return a problem put in words, for a chat model."""
+
+    @abstractmethod
+    def shortage(self) -> tuple[str, str]:
+        """Return of what there are too few when a draw fails, and what gives more."""
+
+    def is_wanted(self, row: Row) -> bool:
+        """Return whether a problem that is drawn for the first time is taken; the place for what costs time."""
+        return True
+
+    def setup(self) -> None:
+        if self._train:
+            return
+        excluded = {key_hash(self.key(row)) for path in self.exclude for row in self.read(path)}
+        excluded |= read_hashes(self.public_tests)
+        if self.evaluation_path is None:
+            evaluation = self._draw_rows("evaluation", excluded)
+        else:
+            evaluation = self.read(self.evaluation_path)[: self.evaluation_size]
+            excluded |= {key_hash(self.key(row)) for row in evaluation}
+        self._train, self._evaluation = self._draw_rows("train", excluded), evaluation
+
+    def _draw_rows(self, side: Literal["train", "evaluation"], excluded: set[str]) -> list[dict[str, Any]]:
+        size = self.evaluation_size if side == "evaluation" else self.train_size
+        # One generator per side: the evaluation set does not depend on train_size, nor the reverse.
+        rng = random.Random(f"{self.name} {self.seed} {side}")
+        rows: list[dict[str, Any]] = []
+        seen = set(excluded)
+        for _ in range(size * MAX_DRAWS_PER_PROBLEM):
+            if len(rows) == size:
+                break
+            row = self.draw(rng)
+            if row is None:
+                continue
+            key = self.key(row)
+            if key_hash(key) in seen or is_held_out(key) != (side == "evaluation"):
+                continue
+            seen.add(key_hash(key))
+            if self.is_wanted(row):
+                rows.append(row)
+        if len(rows) < size:
+            problems, more = self.shortage()
+            raise ConfigError(
+                f"There are too few {problems} for {side}_size.",
+                expected=f"at most about {len(rows)}",
+                given=size,
+                remedy=f"Lower {side}_size, {more}.",
+            )
+        return rows
+
+    def train_rows(self) -> Sequence[Row]:
+        self.setup()
+        return self._train
+
+    def evaluation_rows(self) -> Sequence[Row]:
+        self.setup()
+        return self._evaluation
+
+    def prompt(self, row: Row) -> str | list[Message]:
+        """Return the problem in short form, or an instruction in chat form."""
+        if self.prompt_format == "short":
+            return self.short(row)
+        return [{"role": "user", "content": self.instruction(row)}]
+
+    def is_correct(self, samples: Sequence[Sample]) -> list[bool]:
+        return solved(self._judge, samples)
