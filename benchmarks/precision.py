@@ -24,7 +24,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 
 from lit_qrl.formats import FP8Block, Int4Group
 from lit_qrl.formats import get as get_format
-from lit_qrl.formats.kernels import dispatch as fused
+from lit_qrl.formats.kernels import dispatch
 from lit_qrl.functional.logprobs import token_logprobs
 from lit_qrl.network.linears import QuantizedLinear, quantizable_linears, swap_linears
 from lit_qrl.precision import NVFP4LoRA, QATAligned, QuantizedPrecision, UnifiedFP8
@@ -211,12 +211,12 @@ def quantizer_table(args: argparse.Namespace) -> list[dict[str, Any]]:
     tokens = args.sequences * args.tokens
     for width in (3584, 18944):
         x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
-        measure("1x128 along", x, lambda x=x: fused.e4m3_tiles(x, True, False), 1)
-        measure("1x128 along and across", x, lambda x=x: fused.e4m3_tiles(x, True, True), 2)
-        measure("per token", x, lambda x=x: fused.e4m3_tokens(x), 1)
+        measure("1x128 along", x, lambda x=x: dispatch.e4m3_tiles(x, True, False), 1)
+        measure("1x128 along and across", x, lambda x=x: dispatch.e4m3_tiles(x, True, True), 2)
+        measure("per token", x, lambda x=x: dispatch.e4m3_tokens(x), 1)
         weight = torch.randn(width, 3584, device="cuda", dtype=torch.bfloat16)
-        measure("128x128 weight", weight, lambda w=weight: fused.fp8_blocks(w), 1)
-        measure("INT4 weight", weight, lambda w=weight: fused.int4_groups(w, 128), 0.5)
+        measure("128x128 weight", weight, lambda w=weight: dispatch.fp8_blocks(w), 1)
+        measure("INT4 weight", weight, lambda w=weight: dispatch.int4_groups(w, 128), 0.5)
         q = Int4Group().quantize(weight)
         measure("INT4 multiplied out", weight, lambda q=q: Int4Group().dequantize(q, torch.bfloat16), 0.5)
         for name in ("nvfp4", "mxfp4", "nf4"):

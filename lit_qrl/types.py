@@ -27,7 +27,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from lit_qrl.formats.base import NumberFormat
     from lit_qrl.receipts.ledger import ReceivedLedger
 
 FinishReason = Literal["stop", "length"]
@@ -214,25 +213,6 @@ class ObjectiveTerms:
 
     loss: Float[Tensor, "b t"]
     metrics: dict[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class QuantizedWeight:
-    """A weight in a number format.
-
-    Args:
-        codes: the stored codes, in the layout of the checkpoint ("out in", or packed along "in").
-        scales: one per tensor, row, group or block.
-        global_scale: the second level of a two-level format (NVFP4), or None.
-        format: the number format that made it.
-        shape: (out, in) of the weight.
-    """
-
-    codes: Tensor
-    scales: Tensor | None
-    global_scale: Tensor | None
-    format: "NumberFormat"
-    shape: tuple[int, int]
 
 
 @dataclass(slots=True, kw_only=True)

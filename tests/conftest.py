@@ -1,10 +1,11 @@
-"""What every run of the tests says of its host: at the start what was found, at the end what was skipped for it."""
+"""Fixtures of all rooms, and what every run says of its host: what was found at the start, what was skipped at the end."""
 
 from collections import Counter, defaultdict
 
 import pytest
 
 from tests import cpu_kernels
+from tests.format_rows import format_rows  # noqa: F401
 
 MARGIN = "margin"
 

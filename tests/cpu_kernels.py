@@ -51,12 +51,14 @@ def _operators() -> str:
 
     if torch.cuda.is_available():
         return "vLLM: built for CUDA; its CPU operators do not matter"
+    from lit_qrl.formats import support
     from lit_qrl.rollout.vllm import cpu as vllm_cpu
 
-    missing = {format: vllm_cpu.missing_operators(format) for format in vllm_cpu.OPERATORS}
+    needed = {format: row.vllm_cpu_operators for format, row in support.TABLE.items() if row.vllm_cpu_operators}
+    missing = {format: vllm_cpu.missing_operators(names) for format, names in needed.items()}
     parts = [
         f"{format} {'has' if not missing[format] else 'lacks'} {', '.join(missing[format] or names)}"
-        for format, names in vllm_cpu.OPERATORS.items()
+        for format, names in needed.items()
     ]
     if not missing["int8_channel"]:
         got, exact = vllm_cpu.int8_product()

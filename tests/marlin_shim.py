@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from lit_qrl.formats.numerics import fp4_values, unpack_nibbles
 from lit_qrl.precision.vllm_kernels.borrowed import marlin_codes, marlin_scales
-from lit_qrl.rollout.vllm import lending as vllm_shared
 from tests import vllm_cpu_shim
+from tests.format_rows import override
 
 # vLLM multiplies the global scale of a bf16 layer by this: the difference of the exponents' biases, less 7.
 GLOBAL = 2.0**119
@@ -35,11 +35,11 @@ def install():
     ops.gptq_marlin_repack = repack
     kernel.process_weights_after_loading = prepare
     kernel.apply_weights = _apply
-    vllm_shared.cpu_formats.add("nvfp4")
+    lend_no_more = override("nvfp4", vllm_lends=("cpu", "cuda"))
 
     def undo():
         kernel.process_weights_after_loading, kernel.apply_weights = before
-        vllm_shared.cpu_formats.discard("nvfp4")
+        lend_no_more()
 
     return undo
 

@@ -7,15 +7,19 @@ one whose layout differs from the checkpoint's, as with Marlin on a GPU.
 import torch
 from torch import Tensor, nn
 
-from lit_qrl.rollout.vllm import checks as vllm_checks
+from tests.format_rows import override
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_done: list[bool] = []
 
 
 def install() -> None:
     """Register the kernels, once per process; call before an engine is built."""
-    if "nvfp4" in vllm_checks.cpu_formats:
+    for name in ("fp8_block", "nvfp4"):
+        override(name, vllm=("cpu", "cuda"))
+    if _done:
         return
+    _done.append(True)
     import vllm.model_executor.kernels.linear as kernels
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
     from vllm.platforms import PlatformEnum
@@ -41,7 +45,6 @@ def install() -> None:
     marlin.is_supported = classmethod(lambda cls, capability=None: (True, None))
     marlin.process_weights_after_loading = _turn
     marlin.apply_weights = _apply_nvfp4
-    vllm_checks.cpu_formats.update({"fp8_block", "nvfp4"})
 
 
 def _turn(kernel: object, layer: nn.Module) -> None:

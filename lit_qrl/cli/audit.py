@@ -12,7 +12,6 @@ from lit_qrl.errors import ConfigError
 if TYPE_CHECKING:
     from lit_qrl.formats.base import NumberFormat
 
-DEFAULT_FORMATS = ("bf16", "fp8_tensor", "fp8_row", "fp8_block", "int8_channel", "int4_group", "nvfp4", "mxfp4")
 COLUMNS = {
     "mean |d|": "abs_log_ratio",
     "p99 |d|": "log_ratio_p99",
@@ -50,9 +49,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--formats",
         nargs="+",
-        default=list(DEFAULT_FORMATS),
         metavar="FORMAT",
-        help=f"default: {' '.join(DEFAULT_FORMATS)}; also nf4, fp16, fp32",
+        help="number formats of the sampler (default: all but fp16, fp32 and nf4)",
     )
     made.add_argument("--samples", type=int, default=32, metavar="N", help="prompts (default: 32)")
     made.add_argument("--completions", type=int, default=4, metavar="N", help="completions of each (default: 4)")
@@ -85,11 +83,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from lit_qrl import formats
+    from lit_qrl.formats.support import names_where
     from lit_qrl.network.head import check_positions
     from lit_qrl.policy import CausalPolicy
 
     disable_progress_bar()
-    chosen = [formats.get(name) for name in arguments.formats]
+    chosen = [formats.get(name) for name in arguments.formats or names_where(lambda row: row.audited)]
     rows = _rows(arguments)
     policy = CausalPolicy(arguments.model, dtype=arguments.dtype)
     prompts = [policy.encode(row if arguments.chat == "false" else [{"role": "user", "content": row}]) for row in rows]

@@ -4,7 +4,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from lit_qrl.errors import ConfigError, nearest
-from lit_qrl.formats.base import NumberFormat, PreparedWeight
+from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight
 from lit_qrl.formats.dense import BF16, FP16, FP32, Dense
 from lit_qrl.formats.fp8_block import FP8Block
 from lit_qrl.formats.fp8_row import FP8Row
@@ -14,6 +14,7 @@ from lit_qrl.formats.int8_channel import Int8Channel
 from lit_qrl.formats.mxfp4 import MXFP4
 from lit_qrl.formats.nf4 import NF4
 from lit_qrl.formats.nvfp4 import NVFP4
+from lit_qrl.formats.support import TABLE, FormatSupport
 
 __all__ = [
     "BF16",
@@ -26,18 +27,42 @@ __all__ = [
     "FP8Block",
     "FP8Row",
     "FP8Tensor",
+    "FormatSupport",
     "Int4Group",
     "Int8Channel",
     "NumberFormat",
     "PreparedWeight",
+    "QuantizedWeight",
     "get",
     "names",
+    "register",
 ]
 
 _FORMATS: dict[str, type[NumberFormat]] = {
     format.name: format
     for format in (BF16, FP16, FP32, FP8Tensor, FP8Row, FP8Block, Int8Channel, Int4Group, NVFP4, MXFP4, NF4)
 }
+
+
+def register(format: type[NumberFormat], support: FormatSupport | None = None) -> None:
+    """Make a number format known by its name, wherever one is named, and put its row into the table.
+
+    Args:
+        format: a subclass of `NumberFormat`, a frozen dataclass with a `name`.
+        support: what the rooms above can do with it; None is what all formats have: the embedded engine, `audit`,
+            `quantize` and `export`.
+
+    Raises:
+        ConfigError: for a name that another class has.
+    """
+    if _FORMATS.get(format.name, format) is not format:
+        raise ConfigError(
+            "A number format of this name is there already.",
+            expected="a new name",
+            given=f"{format.name}, of {_FORMATS[format.name].__name__} and {format.__name__}",
+        )
+    _FORMATS[format.name] = format
+    TABLE[format.name] = support or TABLE.get(format.name, FormatSupport())
 
 
 def names() -> list[str]:

@@ -9,7 +9,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_qrl.types import QuantizedWeight
+
+@dataclass(slots=True)
+class QuantizedWeight:
+    """A weight in a number format.
+
+    Args:
+        codes: the stored codes, in the layout of the checkpoint ("out in", or packed along "in").
+        scales: one per tensor, row, group or block.
+        global_scale: the second level of a two-level format (NVFP4), or None.
+        format: the number format that made it.
+        shape: (out, in) of the weight.
+    """
+
+    codes: Tensor
+    scales: Tensor | None
+    global_scale: Tensor | None
+    format: "NumberFormat"
+    shape: tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -34,6 +51,8 @@ class NumberFormat(ABC):
     """
 
     name: ClassVar[str]
+    suffixes: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
+    """What a checkpoint calls codes, scales and global scale, as many as there are."""
     shares_amax: ClassVar[bool] = False
     """True when layers that the engine fuses (q, k, v; gate, up) must share one amax (a per-tensor or global scale)."""
 
@@ -76,9 +95,11 @@ class NumberFormat(ABC):
         """Return what `apply` does, preparing the weight for this one call."""
         return self.apply(x, self.prepare(q, x.dtype), bias)
 
-    @abstractmethod
     def export(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the checkpoint tensors of the layer `name` (without `.weight`), as vLLM's loader reads them."""
+        for suffix, tensor in zip(self.suffixes, (q.codes, q.scales, q.global_scale), strict=False):
+            assert tensor is not None
+            yield f"{name}.{suffix}", tensor
 
     def checkpoint(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors as a saved checkpoint names them, where that differs from a publish."""
@@ -91,3 +112,45 @@ class NumberFormat(ABC):
     @abstractmethod
     def quantization_config(self, ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
         """Return the `quantization_config` of a Hugging Face `config.json`."""
+
+
+def expect_shape(q: QuantizedWeight, shape: tuple[int, int]) -> QuantizedWeight:
+    """Return `q` when its codes belong to a weight of `shape`; raise `ValueError` otherwise."""
+    if tuple(q.codes.shape) != tuple(shape):
+        raise ValueError(
+            f"The checkpoint tensor does not belong to this layer. Expected: shape {tuple(shape)}. "
+            f"Given: {tuple(q.codes.shape)}. Load a checkpoint of the same model."
+        )
+    return q
+
+
+def compressed_tensors_config(
+    format: str,
+    *,
+    weights: Mapping[str, Any],
+    activations: Mapping[str, Any] | None = None,
+    ignore: Sequence[str] = ("lm_head",),
+) -> dict[str, Any]:
+    """Return a compressed-tensors `quantization_config` with one group that takes every linear layer.
+
+    Args:
+        format: the compressor's name, such as `float-quantized`.
+        weights: bits, type, strategy, and where they apply group_size, block_structure, scale_dtype.
+        activations: the same of dynamically quantized inputs, or None for weight-only.
+        ignore: names of layers that stay as they are.
+    """
+    group = {
+        "targets": ["Linear"],
+        "weights": {"symmetric": True, "dynamic": False, **weights},
+        "input_activations": None if activations is None else {"symmetric": True, "dynamic": True, **activations},
+        "output_activations": None,
+        "format": format,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+        "config_groups": {"group_0": group},
+    }

@@ -1,21 +1,21 @@
 """The formats that hold plain floating point: bf16, fp16, fp32."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lit_qrl.formats.base import NumberFormat
-from lit_qrl.formats.numerics import expect_shape, require_finite
-from lit_qrl.types import QuantizedWeight
+from lit_qrl.formats.base import NumberFormat, QuantizedWeight, expect_shape
+from lit_qrl.formats.numerics import require_finite
 
 
 class Dense(NumberFormat):
     """A plain dtype; a GEMM multiplies in the dtype of its input."""
 
     dtype: ClassVar[torch.dtype]
+    suffixes: ClassVar[tuple[str, ...]] = ("weight",)
 
     @property
     def bits_per_weight(self) -> float:
@@ -34,9 +34,6 @@ class Dense(NumberFormat):
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         return q.codes.to(dtype)
-
-    def export(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:
-        yield f"{name}.weight", q.codes
 
     def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         return expect_shape(QuantizedWeight(tensors["weight"], None, None, self, shape), shape)

@@ -1,31 +1,27 @@
 """FP8 E4M3 with one scale per weight tensor."""
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats import activations
-from lit_qrl.formats.base import NumberFormat, PreparedWeight
-from lit_qrl.formats.configs import compressed_tensors_config
-from lit_qrl.formats.kernels import dispatch as fused
-from lit_qrl.formats.kernels import gemm
-from lit_qrl.formats.numerics import E4M3_MAX, expect_shape, require_finite, scale_from_amax, to_e4m3
-from lit_qrl.types import QuantizedWeight
+from lit_qrl.formats.scaled import ScaledE4M3
 
 
 @dataclass(frozen=True)
-class FP8Tensor(NumberFormat):
-    """E4M3 weights with one scale, amax/448; activations E4M3, quantized on the fly.
+class FP8Tensor(ScaledE4M3):
+    """E4M3 weights with one scale, amax/448, " 1"; activations E4M3, quantized on the fly.
 
     Layers that the engine fuses share the amax, since vLLM re-quantizes a fused weight to its largest scale.
 
     Args:
         activations: one scale per call ("tensor"), or one per token, as vLLM takes beside this weight scale.
+
+    >>> import torch
+    >>> q = FP8Tensor().quantize(torch.tensor([[448.0, -1.1], [3.0, 0.0]]))
+    >>> q.codes.float().tolist(), q.scales.tolist()
+    ([[448.0, -1.125], [3.0, 0.0]], [1.0])
     """
 
     activations: Literal["tensor", "token"] = "tensor"
@@ -40,65 +36,14 @@ class FP8Tensor(NumberFormat):
             )
 
     @property
-    def quantizes_activations(self) -> bool:
-        return True
+    def per_token(self) -> bool:
+        return self.activations == "token"
 
-    @property
-    def bits_per_weight(self) -> float:
-        return 8.0
+    def amax(self, weight: Tensor) -> Tensor:
+        return weight.abs().amax()
 
-    @torch.no_grad()
-    def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:
-        """Return E4M3 codes "out in" and one scale " 1" in the weight's dtype.
+    def scale_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
+        return (1,)
 
-        >>> q = FP8Tensor().quantize(torch.tensor([[448.0, -1.1], [3.0, 0.0]]))
-        >>> q.codes.float().tolist(), q.scales.tolist()
-        ([[448.0, -1.125], [3.0, 0.0]], [1.0])
-        """
-        weight = weight.detach()
-        amax = weight.abs().amax()
-        require_finite(amax)
-        if shared_amax is not None:
-            amax = shared_amax.to(device=weight.device, dtype=weight.dtype)
-        scale = scale_from_amax(amax, E4M3_MAX).reshape(1)
-        return QuantizedWeight(to_e4m3(weight / scale), scale, None, self, (weight.shape[0], weight.shape[1]))
-
-    def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-        assert q.scales is not None
-        return (q.codes.float() * q.scales.float()).to(dtype)
-
-    def prepare(self, q: QuantizedWeight, dtype: torch.dtype) -> PreparedWeight:
-        assert q.scales is not None
-        if gemm.fp8_gemm(q.codes.device, q.shape):
-            return PreparedWeight(q.codes, q.scales.float(), native=True)
-        return PreparedWeight(self.dequantize(q))
-
-    def apply(self, x: Tensor, prepared: PreparedWeight, bias: Tensor | None = None) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        per_token = self.activations == "token"
-        if prepared.native:
-            assert prepared.scale is not None
-            codes, scale = fused.e4m3_tokens(rows) if per_token else fused.e4m3_whole(rows)
-            out = gemm.scaled_mm(codes, scale, prepared.operand, prepared.scale, bias, x.dtype)
-        else:
-            scale = activations.dynamic_scale(rows, -1 if per_token else None, E4M3_MAX)
-            out = F.linear(activations.e4m3_rounded(rows, scale), prepared.operand).mul_(scale)
-            out = (out if bias is None else out.add_(bias)).to(x.dtype)
-        return out.view(*x.shape[:-1], out.shape[-1])
-
-    def export(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:
-        assert q.scales is not None
-        yield f"{name}.weight", q.codes
-        yield f"{name}.weight_scale", q.scales
-
-    def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
-        q = QuantizedWeight(tensors["weight"], tensors["weight_scale"].reshape(1), None, self, shape)
-        return expect_shape(q, shape)
-
-    def quantization_config(self, ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
-        return compressed_tensors_config(
-            "float-quantized",
-            weights={"num_bits": 8, "type": "float", "strategy": "tensor"},
-            activations={"num_bits": 8, "type": "float", "strategy": self.activations},
-            ignore=ignore,
-        )
+    def granularity(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {"strategy": "tensor"}, {"strategy": self.activations}

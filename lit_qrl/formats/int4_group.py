@@ -9,23 +9,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats import activations
-from lit_qrl.formats.base import NumberFormat, PreparedWeight
-from lit_qrl.formats.configs import compressed_tensors_config
-from lit_qrl.formats.kernels import dispatch as fused
+from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight, compressed_tensors_config, expect_shape
+from lit_qrl.formats.kernels import activations, dispatch
 from lit_qrl.formats.numerics import (
     E4M3_MAX,
     INT4_MAX,
     INT4_MIN,
     INT4_STEPS,
     check_divisible,
-    expect_shape,
     pack_int4,
     require_finite,
     scale_from_amax,
     unpack_int4,
+    with_bias,
 )
-from lit_qrl.types import QuantizedWeight
 
 _PER_INT32 = 8
 
@@ -43,6 +40,7 @@ class Int4Group(NumberFormat):
     activations: Literal["fp8", "int8"] | None = None
 
     name: ClassVar[str] = "int4_group"
+    suffixes: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale")
 
     def __post_init__(self) -> None:
         if self.group_size <= 0 or self.group_size % _PER_INT32:
@@ -80,7 +78,7 @@ class Int4Group(NumberFormat):
         ([[7, -8, 1, 0, 0, 0, 0, 0]], [[1.0]])
         """
         self.check("This weight", (weight.shape[0], weight.shape[1]))
-        made = fused.int4_groups(weight.detach(), self.group_size)
+        made = dispatch.int4_groups(weight.detach(), self.group_size)
         if made is not None:
             require_finite(made[1])
             return QuantizedWeight(made[0], made[1], None, self, (weight.shape[0], weight.shape[1]))
@@ -93,7 +91,7 @@ class Int4Group(NumberFormat):
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         assert q.scales is not None
-        made = fused.int4_values(q.codes, q.scales, self.group_size, dtype)
+        made = dispatch.int4_values(q.codes, q.scales, self.group_size, dtype)
         if made is not None:
             return made
         codes = unpack_int4(q.codes).float().unflatten(-1, (-1, self.group_size))
@@ -115,17 +113,16 @@ class Int4Group(NumberFormat):
             scale = activations.dynamic_scale(rows, -1, activations.INT8_ACTIVATION_STEPS)
             rounded = activations.int8_rounded(rows, scale)
         out = F.linear(rounded.to(prepared.operand.dtype), prepared.operand).float().mul_(scale)
-        out = (out if bias is None else out.add_(bias)).to(x.dtype)
+        out = with_bias(out, bias, x.dtype)
         return out.view(*x.shape[:-1], out.shape[-1])
 
     def export(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:
-        assert q.scales is not None
         if self.activations == "int8":  # the engines' INT8 path reads one code per byte
+            assert q.scales is not None
             yield f"{name}.weight", unpack_int4(q.codes)
             yield f"{name}.weight_scale", q.scales
             return
-        yield f"{name}.weight_packed", q.codes
-        yield f"{name}.weight_scale", q.scales
+        yield from super().export(q, name)
         yield f"{name}.weight_shape", torch.tensor(q.shape, dtype=torch.int64)
 
     def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:

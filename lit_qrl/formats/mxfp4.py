@@ -1,25 +1,22 @@
 """MXFP4, weight only: E2M1 in blocks of 32 with power-of-two scales (OCP microscaling)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lit_qrl.formats.base import NumberFormat
-from lit_qrl.formats.configs import compressed_tensors_config
-from lit_qrl.formats.kernels import dispatch as fused
+from lit_qrl.formats.base import NumberFormat, QuantizedWeight, compressed_tensors_config, expect_shape
+from lit_qrl.formats.kernels import dispatch
 from lit_qrl.formats.numerics import (
     check_divisible,
-    expect_shape,
     fp4_values,
     pack_nibbles,
     require_finite,
     to_fp4_codes,
     unpack_nibbles,
 )
-from lit_qrl.types import QuantizedWeight
 
 BLOCK = 32
 _BIAS = 127  # of the E8M0 exponent
@@ -37,6 +34,7 @@ class MXFP4(NumberFormat):
     """E2M1 weights; a block of 32 shares the scale 2^(floor(log2 amax) − 2), twice that from amax = 1.75 · 2^k on."""
 
     name: ClassVar[str] = "mxfp4"
+    suffixes: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale")
 
     @property
     def bits_per_weight(self) -> float:
@@ -66,17 +64,12 @@ class MXFP4(NumberFormat):
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         assert q.scales is not None
-        made = fused.fp4_values(q.codes, q.scales, BLOCK, dtype)
+        made = dispatch.fp4_values(q.codes, q.scales, BLOCK, dtype)
         if made is not None:
             return made
         scale = _power_of_two(q.scales.to(torch.int32) - _BIAS)
         values = fp4_values(unpack_nibbles(q.codes)).unflatten(-1, (-1, BLOCK))
         return values.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
-
-    def export(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:
-        assert q.scales is not None
-        yield f"{name}.weight_packed", q.codes
-        yield f"{name}.weight_scale", q.scales
 
     def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         scales = tensors["weight_scale"].reshape(shape[0], shape[1] // BLOCK)

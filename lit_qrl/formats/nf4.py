@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats.base import NumberFormat
-from lit_qrl.formats.kernels import dispatch as fused
-from lit_qrl.formats.numerics import expect_shape, require_finite
-from lit_qrl.types import QuantizedWeight
+from lit_qrl.formats.base import NumberFormat, QuantizedWeight, expect_shape
+from lit_qrl.formats.kernels import dispatch
+from lit_qrl.formats.numerics import require_finite
 
 BLOCK = 64
 # Quantiles of N(0, 1) scaled to [-1, 1], with an exact zero (QLoRA, arXiv:2305.14314, appendix E).
@@ -43,6 +42,7 @@ class NF4(NumberFormat):
     """Weights as the nearest of 16 normal quantiles times the fp32 amax of 64 consecutive weights."""
 
     name: ClassVar[str] = "nf4"
+    suffixes: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_absmax")
 
     @property
     def bits_per_weight(self) -> float:
@@ -79,18 +79,13 @@ class NF4(NumberFormat):
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         assert q.scales is not None
-        made = fused.nf4_values(q.codes, q.scales, BLOCK, q.shape, dtype, _table(q.codes.device))
+        made = dispatch.nf4_values(q.codes, q.scales, BLOCK, q.shape, dtype, _table(q.codes.device))
         if made is not None:
             return made
         flat = q.codes.flatten()
         codes = torch.stack((flat >> 4, flat & 0x0F), dim=-1)
         values = _table(q.codes.device)[codes.long()].view(-1, BLOCK)
         return values.mul_(q.scales.unsqueeze(-1)).view(q.shape).to(dtype)
-
-    def export(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:
-        assert q.scales is not None
-        yield f"{name}.weight_packed", q.codes
-        yield f"{name}.weight_absmax", q.scales
 
     def checkpoint(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that transformers reads into a bitsandbytes layer."""

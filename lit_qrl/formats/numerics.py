@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.types import QuantizedWeight
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -165,11 +164,6 @@ def check_divisible(format_name: str, layer: str, shape: tuple[int, int], size: 
         )
 
 
-def expect_shape(q: QuantizedWeight, shape: tuple[int, int]) -> QuantizedWeight:
-    """Return `q` when its codes belong to a weight of `shape`; raise `ValueError` otherwise."""
-    if tuple(q.codes.shape) != tuple(shape):
-        raise ValueError(
-            f"The checkpoint tensor does not belong to this layer. Expected: shape {tuple(shape)}. "
-            f"Given: {tuple(q.codes.shape)}. Load a checkpoint of the same model."
-        )
-    return q
+def with_bias(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the fp32 product `out` plus `bias`, added before the rounding to `dtype`."""
+    return (out if bias is None else out.add_(bias)).to(dtype)

@@ -1,21 +1,19 @@
 """NVFP4, weight only: E2M1 in blocks of 16 with E4M3 scales and one fp32 scale over all (QeRL's rollouts)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lit_qrl.formats.base import NumberFormat
-from lit_qrl.formats.configs import compressed_tensors_config
-from lit_qrl.formats.kernels import dispatch as fused
+from lit_qrl.formats.base import NumberFormat, QuantizedWeight, compressed_tensors_config, expect_shape
+from lit_qrl.formats.kernels import dispatch
 from lit_qrl.formats.numerics import (
     E4M3,
     E4M3_MAX,
     FP4_MAX,
     check_divisible,
-    expect_shape,
     fp4_values,
     magnitude,
     pack_nibbles,
@@ -23,7 +21,6 @@ from lit_qrl.formats.numerics import (
     to_fp4_codes,
     unpack_nibbles,
 )
-from lit_qrl.types import QuantizedWeight
 
 BLOCK = 16
 # A block of zeros gets this scale, E4M3's machine epsilon, so that nothing divides by zero.
@@ -38,6 +35,7 @@ class NVFP4(NumberFormat):
     """
 
     name: ClassVar[str] = "nvfp4"
+    suffixes: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale", "weight_global_scale")
     shares_amax: ClassVar[bool] = True
 
     @property
@@ -57,7 +55,7 @@ class NVFP4(NumberFormat):
         """
         self.check("This weight", (weight.shape[0], weight.shape[1]))
         weight, shape = weight.detach(), (weight.shape[0], weight.shape[1])
-        if fused.available_for_e4m3(weight) and weight.dtype != torch.float64:
+        if dispatch.available_for_e4m3(weight) and weight.dtype != torch.float64:
             from lit_qrl.formats.kernels import fp4_triton
 
             whole = magnitude(weight) if shared_amax is None else shared_amax.to(weight.device, weight.dtype)
@@ -79,19 +77,12 @@ class NVFP4(NumberFormat):
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         assert q.scales is not None
         assert q.global_scale is not None
-        made = fused.fp4_values(q.codes, q.scales, BLOCK, dtype, q.global_scale)
+        made = dispatch.fp4_values(q.codes, q.scales, BLOCK, dtype, q.global_scale)
         if made is not None:
             return made
         scale = q.scales.float() / q.global_scale
         values = fp4_values(unpack_nibbles(q.codes)).unflatten(-1, (-1, BLOCK))
         return values.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
-
-    def export(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:
-        assert q.scales is not None
-        assert q.global_scale is not None
-        yield f"{name}.weight_packed", q.codes
-        yield f"{name}.weight_scale", q.scales
-        yield f"{name}.weight_global_scale", q.global_scale
 
     def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         scales = tensors["weight_scale"].reshape(shape[0], shape[1] // BLOCK)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats.base import NumberFormat, PreparedWeight
-from lit_qrl.types import QuantizedWeight
+from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight
 
 # The last part of a layer's name: heads write logits, routers choose experts, adapters are trained in full precision;
 # an error of 4 or 8 bits there costs far more than the memory it saves.

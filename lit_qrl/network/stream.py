@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError, IncompleteError
-from lit_qrl.formats.base import NumberFormat
+from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.formats.dense import Dense
 from lit_qrl.formats.numerics import NONFINITE_REMEDY, magnitude, postponed_checks, require_finite, runs_ahead
 from lit_qrl.network.linears import fused_group, fused_groups
-from lit_qrl.types import QuantizedWeight
 
 _WEIGHT = ".weight"
 

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats.base import NumberFormat, PreparedWeight
+from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight
 from lit_qrl.network.linears import SwapReport, fused_groups, quantizable_linears, swap_linears
 from lit_qrl.network.stream import export_tensors, quantize_named
-from lit_qrl.types import QuantizedWeight
 
 log = logging.getLogger(__name__)
 

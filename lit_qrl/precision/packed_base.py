@@ -11,11 +11,10 @@ from torch import nn
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import MXFP4, NF4, NVFP4, Int4Group
-from lit_qrl.formats.base import NumberFormat
+from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.network.folder import Checkpoint
 from lit_qrl.network.linears import QuantizedLinear
 from lit_qrl.precision.deferred import DeferredWeights
-from lit_qrl.types import QuantizedWeight
 
 # What tells a packed layer from a plain one among the names of its tensors.
 _MARKS = (".weight_packed", ".weight.absmax")

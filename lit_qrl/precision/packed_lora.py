@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats.base import NumberFormat
+from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.network.linears import SwapReport, fused_groups, leave_to_each_rank, quantizable_linears
 from lit_qrl.network.stream import export_tensors, quantize_named, shared_amax
 from lit_qrl.precision.base import QuantizedPrecision, check_shapes, network_of
@@ -21,7 +21,6 @@ from lit_qrl.precision.deferred import DeferredWeights, deferred_weights
 from lit_qrl.precision.layers.packed_linear import PackedLinear
 from lit_qrl.precision.packed_base import PackedBase
 from lit_qrl.precision.vllm_kernels.borrowed import borrow
-from lit_qrl.types import QuantizedWeight
 
 log = logging.getLogger(__name__)
 

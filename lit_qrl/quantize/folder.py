@@ -62,14 +62,18 @@ def weight_only(format: NumberFormat | str, **options: Any) -> NumberFormat:
         ConfigError: for an unknown format, or one that quantizes activations or packs nothing.
     """
     found = formats.get(format, **options)
-    if found.quantizes_activations or isinstance(found, formats.Dense):
+    if not _weight_only(found):
         raise ConfigError(
             f"{found.name} is no weight-only format.",
-            expected="nvfp4, mxfp4, int4_group or nf4",
+            expected=" or ".join(name for name in formats.names() if _weight_only(formats.get(name))),
             given=found.name,
             remedy="Formats with quantized activations are made at each publish: set publisher.format.",
         )
     return found
+
+
+def _weight_only(format: NumberFormat) -> bool:
+    return not (format.quantizes_activations or isinstance(format, formats.Dense))
 
 
 def quantize_checkpoint(

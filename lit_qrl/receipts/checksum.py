@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lit_qrl.formats.kernels import dispatch as fused
+from lit_qrl.formats.kernels import dispatch
 
 if TYPE_CHECKING:
     from lit_qrl.receipts.checksum_triton import Sums
@@ -75,7 +75,7 @@ class Checksums:
         """Remember the sums of one tensor; nothing waits for the device."""
         bits = as_matrix(tensor)
         self._names.append(name)
-        if bits.dtype == torch.int64 and fused.available(bits):
+        if bits.dtype == torch.int64 and dispatch.available(bits):
             self._add_fused(name, bits, tensor.dtype)
             return
         self._sums.append((bits.sum(dim=1, dtype=torch.int64), bits.sum(dim=0, dtype=torch.int64)))

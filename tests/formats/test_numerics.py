@@ -57,3 +57,12 @@ def test_a_scale_is_never_zero():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         scale = numerics.scale_from_amax(torch.zeros(1, dtype=dtype), 7.5)
         assert scale.item() == torch.finfo(dtype).eps
+
+
+def test_a_bias_is_added_before_the_rounding():
+    out, bias = torch.tensor([[1.0, 3.0]]), torch.tensor([2.0**-9, 0.5])
+    below = torch.tensor([[2.0**-9, 0.0]])
+    assert numerics.with_bias(out.clone(), None, torch.float32).tolist() == [[1.0, 3.0]]
+    # 1 + 2⁻⁹ + 2⁻⁹ is halfway between two bf16 numbers' midpoint and the next; each alone rounds back to 1
+    assert numerics.with_bias(out + 2 * below, bias, torch.bfloat16).tolist() == [[1.0078125, 3.5]]
+    assert ((out + 2 * below).bfloat16() + bias.bfloat16()).tolist() == [[1.0, 3.5]]

@@ -7,7 +7,7 @@ import torch
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats import support as fp8_support
+from lit_qrl.formats import support
 from lit_qrl.formats.kernels import gemm
 from lit_qrl.precision.qat import QATAligned
 from lit_qrl.precision.unified_fp8 import UnifiedFP8
@@ -32,9 +32,9 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
-    fp8_support._warn.cache_clear()
+    support._warn.cache_clear()
     yield pretend
-    fp8_support._warn.cache_clear()
+    support._warn.cache_clear()
 
 
 def told(caplog):
@@ -62,7 +62,7 @@ def test_below_8_9_all_say_the_same(capability, name, gpu, caplog):
         assert refused.value.expected == "compute capability 8.9 or newer"
         assert refused.value.given == f"A GPU ({here})"
         assert remedy in refused.value.remedy
-    fp8_support.tell_emulated("TransformersEngine", formats.get(name), CUDA)
+    support.tell_emulated("TransformersEngine", formats.get(name), CUDA)
     (message,) = told(caplog)
     assert message.startswith(NONE_HERE.format("TransformersEngine", name))
     assert f"Given: A GPU ({here}" in message
@@ -72,7 +72,7 @@ def test_below_8_9_all_say_the_same(capability, name, gpu, caplog):
 @pytest.mark.parametrize("name", FP8)
 def test_from_8_9_on_nothing_is_refused(capability, name, gpu):
     gpu(capability)
-    fp8_support.require_fp8("Anybody", formats.get(name), CUDA, "")
+    support.require_fp8("Anybody", formats.get(name), CUDA, "")
     vllm_checks.check_format(formats.get(name))
 
 
@@ -80,8 +80,8 @@ def test_from_8_9_on_nothing_is_refused(capability, name, gpu):
 def test_other_formats_and_other_devices_are_not_asked(name, gpu, caplog):
     gpu((7, 0))
     for format, device in ((formats.get(name), CUDA), (formats.get("fp8_row"), CPU), (None, CUDA)):
-        fp8_support.require_fp8("Anybody", format, device, "")
-        fp8_support.tell_emulated("Anybody", format, device)
+        support.require_fp8("Anybody", format, device, "")
+        support.tell_emulated("Anybody", format, device)
     assert not told(caplog)
 
 
@@ -100,7 +100,7 @@ def test_other_formats_and_other_devices_are_not_asked(name, gpu, caplog):
 def test_emulation_is_told_where_our_own_gemm_has_nothing_else(capability, cuda, name, needed, gpu, caplog):
     gpu(capability, cuda)
     for _ in range(3):
-        fp8_support.tell_emulated("TransformersEngine", formats.get(name), CUDA)
+        support.tell_emulated("TransformersEngine", formats.get(name), CUDA)
     messages = told(caplog)
     assert len(messages) == (0 if needed is None else 1)
     assert all(f"Expected: {needed}." in message for message in messages)
@@ -128,3 +128,50 @@ def test_the_embedded_engine_tells_at_its_first_publish(gpu, caplog, monkeypatch
             engine.load_weights(iter([]), formats.get("fp8_row"), version)
     (message,) = told(caplog)
     assert message.startswith(NONE_HERE.format("TransformersEngine", "fp8_row"))
+
+
+def test_every_format_has_a_row_and_every_row_a_format():
+    assert list(support.TABLE) == formats.names()
+
+
+def test_a_row_is_that_of_the_options():
+    plain, fp8, int8 = (formats.get("int4_group", activations=kind) for kind in (None, "fp8", "int8"))
+    assert [support.row_of(format).vllm for format in (plain, fp8, int8)] == [("cpu", "cuda"), ("cuda",), ("cuda",)]
+    assert support.row_of(fp8).learner_kernels == ()
+    # activations that change nothing have no row of their own
+    token = formats.get("fp8_tensor", activations="token")
+    assert support.row_of(token) is support.TABLE["fp8_tensor"]
+
+
+def test_a_format_without_a_row_is_known_to_nobody_else(format_rows):
+    del support.TABLE["nvfp4"]
+    assert support.row_of(formats.get("nvfp4")) == formats.FormatSupport()
+    assert support.names_where(lambda row: "cuda" in row.vllm_lends) == []
+
+
+def test_names_come_in_the_order_of_the_table():
+    assert support.names_where(lambda row: "cpu" in row.vllm) == [
+        *("bf16", "fp16", "fp32", "fp8_tensor", "fp8_row", "int8_channel", "int4_group", "nf4")
+    ]
+    assert set(support.names_where(lambda row: "cuda" not in row.vllm)) == set()
+
+
+def test_the_device_of_this_host_is_the_one_that_torch_sees(monkeypatch):
+    for there, name in ((False, "cpu"), (True, "cuda")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert support.device_here() == name
+
+
+@pytest.mark.parametrize("name", support.TABLE)
+def test_rows_do_not_contradict_themselves(name):
+    row = support.TABLE[name]
+    for one in (row, *row.under.values()):
+        assert set(one.vllm) | set(one.vllm_lends) | set(one.vllm_copied_on) <= {"cpu", "cuda"}
+        assert set(one.vllm_lends) <= set(one.vllm)
+        assert not one.vllm_cpu_operators or "cpu" in one.vllm
+        assert not one.own_gemm or one.fp8
+    assert all(any(method.startswith(kind) for method in row.vllm_methods) for kind in row.vllm_copied) or name in (
+        *("bf16", "fp16", "fp32"),
+    )
+    spelled = [method for other in support.TABLE.values() for method in other.vllm_methods]
+    assert len(spelled) == len(set(spelled)), "a method computes in one format"

@@ -9,8 +9,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from lit_qrl.formats import FP8Block
-from lit_qrl.formats.kernels import dispatch as fused
-from lit_qrl.formats.kernels import tiles_triton
+from lit_qrl.formats.kernels import dispatch, tiles_triton
 from lit_qrl.precision import QATAligned, UnifiedFP8
 from lit_qrl.precision.layers.fused_blocks import FusedGatedMLP, FusedRMSNorm
 from tests.formats.oracle import bits
@@ -36,7 +35,7 @@ def test_tiles_are_those_of_the_plain_operations(rows, warps, registers):
     x = (torch.randn(rows, 640) * torch.rand(rows, 1) * 10).bfloat16()
     x[0] = 0
     _, along, across = tiles_triton.tiles(x.to(DEVICE), True, True, warps=warps, registers=registers)
-    for made, expected in zip((along, across), fused.e4m3_tiles(x, True, True), strict=True):
+    for made, expected in zip((along, across), dispatch.e4m3_tiles(x, True, True), strict=True):
         same([part.cpu() for part in made], expected)
 
 
@@ -50,7 +49,7 @@ def test_the_norm_is_the_module_s_bit_for_bit(dtype):
     ours = FusedRMSNorm(copy.deepcopy(norm), columns=True)
     y, expected = ours(inputs[0]), norm(inputs[1])
     assert torch.equal(bits(y), bits(expected))
-    plain = fused.e4m3_tiles(expected.detach().view(-1, 1536), True, True)
+    plain = dispatch.e4m3_tiles(expected.detach().view(-1, 1536), True, True)
     same(kept(y).along, plain[0])
     same(kept(y).across, plain[1])
     upstream = torch.randn_like(y)
@@ -75,7 +74,7 @@ def test_the_gated_activation_is_the_module_s_bit_for_bit():
     y = _Gated.apply(gate, up, True, made)
     expected = mlp.act_fn(gate) * up
     assert torch.equal(bits(y), bits(expected))
-    plain = fused.e4m3_tiles(expected.detach().view(-1, 1024), True, True)
+    plain = dispatch.e4m3_tiles(expected.detach().view(-1, 1024), True, True)
     same(made[0], plain[0])
     same(made[1], plain[1])
     upstream = torch.randn_like(y)

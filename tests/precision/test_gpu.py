@@ -8,14 +8,14 @@ from peft import LoraConfig
 from torch import nn
 
 from lit_qrl.formats import MXFP4, NF4, NVFP4, FP8Block, FP8Row, FP8Tensor, Int4Group, Int8Channel
-from lit_qrl.formats import activations as acts
-from lit_qrl.formats.kernels import dispatch as fused
+from lit_qrl.formats.base import QuantizedWeight
+from lit_qrl.formats.kernels import activations as acts
+from lit_qrl.formats.kernels import dispatch
 from lit_qrl.precision import NVFP4LoRA, QATAligned, UnifiedFP8
 from lit_qrl.precision.base import StepClock
 from lit_qrl.precision.layers import block_fp8
 from lit_qrl.precision.packed_lora import PackedLinear
 from lit_qrl.precision.unified_fp8 import UnifiedLinear
-from lit_qrl.types import QuantizedWeight
 from tests.formats.oracle import bits, weights
 from tests.precision.toy import LINEARS, Module, Policy
 
@@ -139,11 +139,11 @@ def test_int4_weights_under_8_bit_activations_equal_the_cpu_s(activations):
 @pytest.mark.parametrize("case", list(weights(torch.float32)))
 def test_fused_weight_quantizers_are_the_plain_operations(case, dtype, monkeypatch):
     weight = weights(dtype)[case].to(DEVICE)
-    assert fused.available(weight)
+    assert dispatch.available(weight)
     for format in (FP8Block(), Int4Group(32), Int4Group(128)):
         one_pass = format.quantize(weight)
         with monkeypatch.context() as patch:
-            patch.setattr(fused, "available", lambda x: False)
+            patch.setattr(dispatch, "available", lambda x: False)
             plain = format.quantize(weight)
             values = {kind: format.dequantize(plain, kind) for kind in (torch.float32, torch.bfloat16)}
         assert torch.equal(bits(one_pass.scales), bits(plain.scales))
@@ -160,7 +160,7 @@ def test_fused_dequantizers_are_the_plain_operations(case, dtype, monkeypatch):
         q = format.quantize(weight)
         for kind in (torch.float32, torch.bfloat16):
             with monkeypatch.context() as patch:
-                patch.setattr(fused, "available", lambda x: False)
+                patch.setattr(dispatch, "available", lambda x: False)
                 expected = format.dequantize(q, kind)
             made = format.dequantize(q, kind)
             assert torch.equal(bits(made), bits(expected)), (format.name, kind)
@@ -184,9 +184,9 @@ def test_fused_activation_quantizers_are_the_plain_operations(tokens, dtype):
     torch.manual_seed(0)
     x = (torch.randn(tokens, 768) * torch.rand(tokens, 1) * 10).to(dtype)
     x[0] = 0
-    along, across = fused.e4m3_tiles(x.to(DEVICE), rows=True, columns=True)
-    expected_along, expected_across = fused.e4m3_tiles(x, rows=True, columns=True)
-    token = fused.e4m3_tokens(x.to(DEVICE))
+    along, across = dispatch.e4m3_tiles(x.to(DEVICE), rows=True, columns=True)
+    expected_along, expected_across = dispatch.e4m3_tiles(x, rows=True, columns=True)
+    token = dispatch.e4m3_tokens(x.to(DEVICE))
     for made, expected in [
         (along, expected_along),
         (across, expected_across),

@@ -197,7 +197,7 @@ def test_a_module_that_never_configured_is_refused():
 def test_dequantization_compiles_into_one_graph(name):
     format = formats.get(name, **FORMATS[name])
     q = format.quantize(torch.randn(32, 64))
-    from lit_qrl.types import QuantizedWeight
+    from lit_qrl.formats.base import QuantizedWeight
 
     def dequantize(codes, scales, global_scale):
         return format.dequantize(QuantizedWeight(codes, scales, global_scale, format, (32, 64)), torch.bfloat16)

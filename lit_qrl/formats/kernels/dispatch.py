@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_qrl.formats import activations
-from lit_qrl.formats.kernels import gemm
+from lit_qrl.formats.kernels import activations, gemm
 from lit_qrl.formats.numerics import E4M3, E4M3_MAX
 
 BLOCK = 128
 TILES = "tiles"
-"""The source of what `shared_tiles` keeps."""
+"""The source of what `kept_tiles` keeps."""
 
 
 @lru_cache
@@ -25,12 +24,12 @@ def triton_installed() -> bool:
 
 
 def available(x: Tensor) -> bool:
-    """Return True when the fused kernels can run on `x`."""
+    """Return True when our Triton kernels can run on `x`."""
     return x.device.type == "cuda" and triton_installed()
 
 
 def available_for_e4m3(x: Tensor) -> bool:
-    """Return True when the fused kernels that read or write E4M3 can run on `x`."""
+    """Return True when our Triton kernels that read or write E4M3 can run on `x`."""
     return available(x) and gemm.has_fp8(x.device)
 
 
@@ -46,7 +45,7 @@ class _Kept(NamedTuple):
     across: Any
 
 
-def shared(x: Tensor, source: str, columns: bool, make: Callable[[bool], tuple[Any, Any]]) -> tuple[Any, Any]:
+def made_once(x: Tensor, source: str, columns: bool, make: Callable[[bool], tuple[Any, Any]]) -> tuple[Any, Any]:
     """Return what `make(columns)` makes of `x`, made once for all layers that read the same tensor.
 
     It is kept with the tensor, for as long as that lives and is not written to.
@@ -68,23 +67,21 @@ def shared(x: Tensor, source: str, columns: bool, make: Callable[[bool], tuple[A
 
 
 def keep(x: Tensor, source: str, along: Any, across: Any) -> None:
-    """Let `shared` find what the operator before made together with `x`."""
+    """Let `made_once` find what the operator before made together with `x`."""
     if not x.is_inference():
         setattr(x, _KEPT, _Kept(source, x._version, along, across))
 
 
-def shared_tiles(x: Tensor, columns: bool) -> tuple[Tile, Tile | None]:
-    """Return `e4m3_tiles` of `x` ("... k") along its rows and, if asked for, its columns, as `shared` keeps them."""
+def kept_tiles(x: Tensor, columns: bool) -> tuple[Tile, Tile | None]:
+    """Return `e4m3_tiles` of `x` ("... k") along its rows and, if asked for, its columns, as `made_once` keeps them."""
 
     def make(columns: bool) -> tuple[Tile | None, Tile | None]:
         return e4m3_tiles(x.detach().reshape(-1, x.shape[-1]), True, columns)
 
-    return shared(x, TILES, columns, make)
+    return made_once(x, TILES, columns, make)
 
 
-def e4m3_tiles(
-    x: Tensor, rows: bool, columns: bool
-) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
+def e4m3_tiles(x: Tensor, rows: bool, columns: bool) -> tuple[Tile | None, Tile | None]:
     """Return `x` ("m k") as E4M3 with a scale per 1×128 along k, and its transpose along m, as asked for.
 
     Args:
@@ -106,9 +103,9 @@ def e4m3_tiles(
 def e4m3_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes "m k" and scales "m 1" of `x` ("m k") as E4M3 with a scale per row."""
     if available_for_e4m3(x):
-        from lit_qrl.formats.kernels import fused_triton
+        from lit_qrl.formats.kernels import fp8_triton
 
-        return fused_triton.e4m3_tokens(x)
+        return fp8_triton.e4m3_tokens(x)
     scale = activations.dynamic_scale(x, -1, E4M3_MAX)
     return activations.e4m3_codes(x, scale), scale
 
@@ -123,9 +120,9 @@ def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return codes and scales of `FP8Block.quantize` from one kernel, or None where there is none."""
     if not available_for_e4m3(weight):
         return None
-    from lit_qrl.formats.kernels import fused_triton
+    from lit_qrl.formats.kernels import fp8_triton
 
-    return fused_triton.fp8_blocks(weight)
+    return fp8_triton.fp8_blocks(weight)
 
 
 def int4_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor] | None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import ceil
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +26,55 @@ def capability(index: int | None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
+class Requirement(NamedTuple):
+    """What a GPU must have for a kernel.
+
+    Args:
+        capability: compute capability.
+        newer: whether later ones will do too.
+        cuda: the oldest CUDA that torch may be built for, or None for any.
+
+    >>> print(Requirement((8, 9)))
+    compute capability 8.9 or newer
+    """
+
+    capability: tuple[int, int]
+    newer: bool = True
+    cuda: tuple[int, int] | None = None
+
+    def met(self, device: torch.device) -> bool:
+        """Return True for a CUDA device that has it."""
+        if device.type != "cuda" or (self.cuda is not None and _cuda() < self.cuda):
+            return False
+        there = capability(device.index)
+        return there >= self.capability if self.newer else there == self.capability
+
+    def given(self, device: torch.device) -> str:
+        """Return what a CUDA device has of it."""
+        version = f", CUDA {torch.version.cuda}" if self.cuda is not None else ""
+        return f"{torch.cuda.get_device_name(device)} ({_dotted(capability(device.index))}{version})"
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        text = f"compute capability {_dotted(self.capability)}{' or newer' * self.newer}"
+        return text if self.cuda is None else f"{text} and CUDA {_dotted(self.cuda)} or newer"
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _cuda() -> tuple[int, ...]:
+    return tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+
+
+# E4M3 (below, Triton has no such numbers either), cuBLASLt's 1×128 by 128×128 scaling, `torch._int_mm` on tensor cores.
+FP8, FP8_BLOCKS, INT8 = Requirement((8, 9)), Requirement((9, 0), newer=False, cuda=(12, 9)), Requirement((8, 0))
+
+
 def has_fp8(device: torch.device) -> bool:
-    """Return True for a GPU that knows E4M3 (compute capability 8.9+): below, Triton has no such numbers either."""
-    return device.type == "cuda" and capability(device.index) >= (8, 9)
+    """Return True for a GPU that knows E4M3."""
+    return FP8.met(device)
 
 
 def fp8_gemm(device: torch.device, shape: tuple[int, int]) -> bool:
@@ -36,16 +83,13 @@ def fp8_gemm(device: torch.device, shape: tuple[int, int]) -> bool:
 
 
 def fp8_block_gemm(device: torch.device, shape: tuple[int, int]) -> bool:
-    """Return True when cuBLASLt has the 1×128 by 128×128 scaling: compute capability 9.0, CUDA 12.9."""
-    if not fp8_gemm(device, shape) or any(size % BLOCK for size in shape):
-        return False
-    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
-    return capability(device.index) == (9, 0) and version >= (12, 9)
+    """Return True when cuBLASLt has the 1×128 by 128×128 scaling and the weight's shape fits."""
+    return FP8_BLOCKS.met(device) and fp8_gemm(device, shape) and all(size % BLOCK == 0 for size in shape)
 
 
 def int8_gemm(device: torch.device, shape: tuple[int, int]) -> bool:
     """Return True when `torch._int_mm` runs on the device's tensor cores and the weight's shape fits."""
-    return device.type == "cuda" and capability(device.index) >= (8, 0) and all(size % 8 == 0 for size in shape)
+    return INT8.met(device) and all(size % 8 == 0 for size in shape)
 
 
 def scaled_mm(
@@ -69,7 +113,7 @@ def scaled_mm(
         recipe = F.ScalingType.RowWise
         scale_a = scale_a.reshape(-1, 1).expand(a.shape[0], 1).contiguous()
         scale_b = scale_b.reshape(1, -1).expand(1, b.shape[0]).contiguous()
-    # A bias is added outside: the fused one exists for bf16 and fp16 results only and rounds in another place.
+    # A bias is added outside: the GEMM's own exists for bf16 and fp16 results only and rounds in another place.
     out = F.scaled_mm(a, b.t(), scale_a, recipe, scale_b, recipe, output_dtype=dtype)
     return out if bias is None else out + bias
 

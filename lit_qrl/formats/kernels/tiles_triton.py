@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from lit_qrl.formats.kernels.fused_triton import TILE, _clamp, _low, _quotient, _scale
+from lit_qrl.formats.kernels.fp8_triton import TILE, _clamp, _low, _quotient, _scale
 from lit_qrl.formats.numerics import E4M3, E4M3_MAX
 
 PLAIN, NORM, GATED = 0, 1, 2

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.formats.kernels.fused_triton import _low, _quotient, _weight_scale
+from lit_qrl.formats.kernels.fp8_triton import _low, _quotient, _weight_scale
 from lit_qrl.formats.numerics import INT4_STEPS
 
 INT4, FP4, NF4 = 0, 1, 2

@@ -12,11 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats import activations
+from lit_qrl.formats.base import QuantizedWeight
 from lit_qrl.formats.fp8_block import BLOCK
-from lit_qrl.formats.kernels import dispatch as fused
-from lit_qrl.formats.kernels import gemm
-from lit_qrl.types import QuantizedWeight
+from lit_qrl.formats.kernels import activations, dispatch, gemm
 
 TE_REQUIREMENT = "transformer_engine>=2.10"
 
@@ -47,7 +45,7 @@ class Backend(ABC):
 
     def inputs(self, x: Tensor, columns: bool) -> tuple[Operand, Operand | None]:
         """Return a layer's input "... k" quantized along k and, if asked for, its transpose, made once per tensor."""
-        return fused.shared(x, self.name, columns, lambda both: self.quantize(_flat(x), True, both))
+        return dispatch.made_once(x, self.name, columns, lambda both: self.quantize(_flat(x), True, both))
 
     @abstractmethod
     def weight(self, q: QuantizedWeight) -> tuple[Operand, Operand]:
@@ -93,7 +91,7 @@ def _dequantized(operand: Operand) -> Tensor:
     return operand.codes.float() * expanded
 
 
-def _operand(made: fused.Tile | None) -> Operand | None:
+def _operand(made: dispatch.Tile | None) -> Operand | None:
     return None if made is None else Operand(*made, False)
 
 
@@ -103,11 +101,11 @@ class Torch(Backend):
     name = "torch"
 
     def quantize(self, x: Tensor, rows: bool, columns: bool) -> tuple[Operand | None, Operand | None]:
-        along, across = fused.e4m3_tiles(x, rows, columns)
+        along, across = dispatch.e4m3_tiles(x, rows, columns)
         return _operand(along), _operand(across)
 
     def inputs(self, x: Tensor, columns: bool) -> tuple[Operand, Operand | None]:
-        along, across = fused.shared_tiles(x, columns)
+        along, across = dispatch.kept_tiles(x, columns)
         return Operand(*along, False), _operand(across)
 
     def weight(self, q: QuantizedWeight) -> tuple[Operand, Operand]:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats.kernels import dispatch as fused
-from lit_qrl.formats.kernels import gemm
+from lit_qrl.formats.kernels import dispatch, gemm
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +28,11 @@ _BEFORE = (("input_layernorm", "self_attn.q_proj"), ("post_attention_layernorm",
 
 
 def _fusible(codes: bool, x: Tensor, *others: Tensor) -> bool:
-    available = fused.available_for_e4m3 if codes else fused.available
+    available = dispatch.available_for_e4m3 if codes else dispatch.available
     if torch.compiler.is_compiling() or not available(x) or x.is_inference():
         return False
     same = all(other.dtype == x.dtype for other in others)
-    return same and x.dtype in _HALF and x.shape[-1] % fused.BLOCK == 0
+    return same and x.dtype in _HALF and x.shape[-1] % dispatch.BLOCK == 0
 
 
 class _Norm(torch.autograd.Function):
@@ -89,7 +88,7 @@ class FusedRMSNorm(nn.Module):
         columns = self.columns and torch.is_grad_enabled()
         y: Tensor = _Norm.apply(x, self.weight, self.variance_epsilon, columns, made)  # pyright: ignore
         if made is not None:
-            fused.keep(y, fused.TILES, *made)
+            dispatch.keep(y, dispatch.TILES, *made)
         return y
 
     def extra_repr(self) -> str:
@@ -142,7 +141,7 @@ class FusedGatedMLP(nn.Module):
         made: list[Any] | None = [] if self.codes else None
         hidden: Tensor = _Gated.apply(gate, up, self.columns and torch.is_grad_enabled(), made)  # pyright: ignore
         if made is not None:
-            fused.keep(hidden, fused.TILES, *made)
+            dispatch.keep(hidden, dispatch.TILES, *made)
         return self.down_proj(hidden)
 
 
@@ -197,7 +196,7 @@ def fuse_plain(network: nn.Module, choice: Fuse = "auto") -> list[str]:
         network: of decoder layers as in Llama, Mistral, Qwen2 and Qwen3; whatever is not known stays as it is.
         choice: `auto` does nothing on a host without CUDA and Triton.
     """
-    if not choice or (choice == "auto" and not (torch.cuda.is_available() and fused.triton_installed())):
+    if not choice or (choice == "auto" and not (torch.cuda.is_available() and dispatch.triton_installed())):
         return []
     names = []
     for name, part in list(network.named_modules()):
@@ -218,7 +217,7 @@ def kernels_here() -> bool:
     if not torch.cuda.is_available():
         return False
     device = torch.device("cuda", torch.cuda.current_device())
-    return fused.triton_installed() and gemm.fp8_block_gemm(device, (fused.BLOCK, fused.BLOCK))
+    return dispatch.triton_installed() and gemm.fp8_block_gemm(device, (dispatch.BLOCK, dispatch.BLOCK))
 
 
 def _at(module: nn.Module, path: str) -> Any:

@@ -8,15 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_qrl.formats import MXFP4, NF4, NVFP4, Int4Group
-from lit_qrl.formats.base import NumberFormat
-from lit_qrl.formats.kernels import dispatch as fused
+from lit_qrl.formats.base import NumberFormat, QuantizedWeight
+from lit_qrl.formats.kernels import dispatch
+from lit_qrl.formats.support import row_of
 from lit_qrl.network.linears import QuantizedLinear
 from lit_qrl.precision.base import autocast_input
 from lit_qrl.precision.vllm_kernels.borrowed import MarlinNVFP4
-from lit_qrl.types import QuantizedWeight
-
-_OWN_KERNEL = (NVFP4, MXFP4, NF4, Int4Group)
 
 
 class _Packed(torch.autograd.Function):
@@ -109,7 +106,7 @@ def _dequantizer(format: NumberFormat, device: str) -> Callable[..., Tensor]:
         return format.dequantize(QuantizedWeight(codes, scales, global_scale, format, shape), dtype)
 
     # a compiled call checks its guards, which takes longer than starting the one kernel of these formats
-    if device != "cuda" or (isinstance(format, _OWN_KERNEL) and fused.triton_installed()):
+    if device != "cuda" or (row_of(format).dequantizes_at_once and dispatch.triton_installed()):
         return dequantize
     # one graph per shape: a model has a handful of them
     return torch.compile(dequantize, dynamic=False)

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats.base import NumberFormat
+from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.precision.vllm_kernels.kernels import MarlinFP4
-from lit_qrl.types import QuantizedWeight
 
 TILE_IN, TILE_OUT = 16, 64
 WORDS = TILE_IN * TILE_OUT // 8

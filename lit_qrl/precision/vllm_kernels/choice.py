@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats import MXFP4, NVFP4, Int4Group, NumberFormat
+from lit_qrl.formats import NumberFormat
+from lit_qrl.formats.support import names_where, row_of
 from lit_qrl.precision.vllm_kernels.kernels import CutlassW4A8, Machete, MarlinFP4, MarlinInt4, SamplerKernel
 
 log = logging.getLogger(__name__)
@@ -56,17 +57,6 @@ def choose(
     return "; ".join(reasons)
 
 
-def formats_with(kernel: str, format: NumberFormat) -> bool:
-    """Return True when some kernel of that name exists for the format, on whatever device and shape.
-
-    >>> formats_with("machete", Int4Group()), formats_with("machete", NVFP4())
-    (True, False)
-    """
-    if isinstance(format, Int4Group):
-        return kernel in {None: ("machete", "marlin"), "fp8": (), "int8": ()}[format.activations]
-    return isinstance(format, NVFP4 | MXFP4) and kernel == "marlin"
-
-
 class KernelChoice:
     """Which kernel the layers of one plugin take, and what was said about it in the log.
 
@@ -78,10 +68,11 @@ class KernelChoice:
     def __init__(self, kernel: str, format: NumberFormat) -> None:
         if kernel not in KERNELS:
             raise ConfigError("There is no such kernel.", expected=", ".join(KERNELS), given=kernel)
-        if kernel in ("machete", "marlin") and not formats_with(kernel, format):
+        if kernel in ("machete", "marlin") and kernel not in row_of(format).learner_kernels:
+            takes = names_where(lambda row: kernel in row.learner_kernels)
             raise ConfigError(
                 f"The kernel {kernel} does not multiply {format.name}.",
-                expected="machete for int4_group; marlin for int4_group, nvfp4 and mxfp4, all with activations: null",
+                expected=f"{kernel} for {', '.join(takes)}, with activations: null",
                 given=f"{format}",
                 remedy="Set kernel to auto.",
             )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_qrl.formats import MXFP4, NVFP4, Int4Group, NumberFormat
-from lit_qrl.types import QuantizedWeight
+from lit_qrl.formats.base import QuantizedWeight
 
 _HALF = (torch.bfloat16, torch.float16)
 # Machete's prepacked blocks, and the sides that CUTLASS' W4A8 takes: (in, out).

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats.kernels import gemm
-from lit_qrl.formats.support import require_fp8
+from lit_qrl.formats import support
 from lit_qrl.network.linears import fused_groups, quantizable_linears
 from lit_qrl.rollout.vllm import cpu as vllm_cpu
 from lit_qrl.rollout.vllm.compat import LORA_RANKS
@@ -17,14 +16,6 @@ if TYPE_CHECKING:
     from lit_qrl.formats.base import NumberFormat
 
 GIB = 2**30
-
-# What the CPU build of vLLM has kernels for without AMX.
-cpu_formats: set[str] = {"bf16", "fp16", "fp32", "fp8_tensor", "fp8_row", "int8_channel", "int4_group", "nf4"}
-# Those of them whose GEMM has no fp32 activations.
-half_only = frozenset({"int4_group"})
-cuda_formats: set[str] = cpu_formats | {"fp8_block", "nvfp4", "mxfp4"}
-# Those whose scales vLLM's loader of an output head can place, which expects a row for every word or one number.
-head_formats = frozenset({"fp8_tensor", "fp8_row", "int8_channel", "int4_group", "nvfp4"})
 
 
 def automatic_dtype(format: "NumberFormat | None", learner: torch.dtype) -> torch.dtype:
@@ -36,7 +27,7 @@ def automatic_dtype(format: "NumberFormat | None", learner: torch.dtype) -> torc
     """
     if format is None or not format.quantization_config():
         return getattr(format, "dtype", learner)
-    takes_float32 = not torch.cuda.is_available() and format.name not in half_only
+    takes_float32 = support.device_here() not in support.row_of(format).vllm_half_only
     return learner if takes_float32 or learner != torch.float32 else torch.bfloat16
 
 
@@ -47,34 +38,40 @@ def check_format(format: "NumberFormat | None", head: bool = False) -> None:
         format: of the sampler's linear layers.
         head: True when the output head is in it too.
     """
-    if torch.cuda.is_available():
-        # Below 8.9 vLLM multiplies FP8 weights by activations that it leaves alone, which is another format.
-        require_fp8(
-            "VLLMEngine",
-            format,
-            torch.device("cuda"),
-            "Choose int8_channel or int4_group, or use TransformersEngine, which emulates it.",
-        )
-    device, known = ("CUDA", cuda_formats) if torch.cuda.is_available() else ("CPU", cpu_formats)
-    if format is not None and format.name not in known:
+    if format is None:
+        return
+    device, row = support.device_here(), support.row_of(format)
+    # Below 8.9 vLLM multiplies FP8 weights by activations that it leaves alone, which is another format.
+    remedy = "Choose int8_channel or int4_group, or use TransformersEngine, which emulates it."
+    support.require_fp8("VLLMEngine", format, torch.device(device), remedy)
+    known = sorted(support.names_where(lambda one: device in one.vllm))
+    if format.name not in known:
         raise ConfigError(
-            f"vLLM on {device} has no kernel for publisher.format {format.name}.",
-            expected=", ".join(sorted(known)),
+            f"vLLM on {device.upper()} has no kernel for publisher.format {format.name}.",
+            expected=", ".join(known),
             given=format.name,
             remedy="Choose one of these, or use TransformersEngine, which computes every format.",
         )
-    if format is not None and format.name == "int4_group" and format.quantizes_activations and device == "CPU":
+    bits = int(format.bits_per_weight)
+    if device not in row.vllm:  # as its activations are set
         raise ConfigError(
-            "vLLM on CPU has no kernel for 4-bit weights under 8-bit activations.",
-            expected="int4_group.activations: null",
+            f"vLLM on {device.upper()} has no kernel for {bits}-bit weights under 8-bit activations.",
+            expected=f"{format.name}.activations: null",
             remedy="Leave the activations alone, or use TransformersEngine.",
         )
-    if device == "CUDA" and format is not None and format.name == "int4_group":
-        check_int4_activations(getattr(format, "activations", None))
-    if head and format is not None and format.name not in head_formats:
+    if device == "cuda" and row.vllm_gpu is not None and not row.vllm_gpu.met(torch.device(device)):
+        activations = str(getattr(format, "activations", None)).upper()
+        raise ConfigError(
+            f"VLLMEngine multiplies {bits}-bit weights by {activations} activations, for which vLLM has no kernel on "
+            "this GPU.",
+            expected=str(row.vllm_gpu),
+            given=row.vllm_gpu.given(torch.device(device)),
+            remedy=f"Set {format.name}.activations to null, or use TransformersEngine, which emulates it.",
+        )
+    if head and not row.vllm_head:
         raise ConfigError(
             f"vLLM does not load an output head in {format.name}.",
-            expected=", ".join(sorted(head_formats & known)),
+            expected=", ".join(name for name in known if support.TABLE[name].vllm_head),
             given="publisher.quantize_head: true",
             remedy="Choose one of these, leave the head as it is, or use TransformersEngine.",
         )
@@ -84,7 +81,7 @@ def check_operators(format: "NumberFormat | None") -> None:
     """Raise `ConfigError` for a format whose operator the CPU build of vLLM lacks on this host, or computes wrongly."""
     if format is None or torch.cuda.is_available():
         return
-    missing = vllm_cpu.missing_operators(format.name)
+    missing = vllm_cpu.missing_operators(support.row_of(format).vllm_cpu_operators)
     if missing:
         raise ConfigError(
             f"The CPU build of vLLM that this host loads has no operator for publisher.format {format.name}.",
@@ -101,18 +98,6 @@ def check_operators(format: "NumberFormat | None") -> None:
                 given=f"{got:.0f}",
                 remedy="Choose another format, such as fp8_row, or use TransformersEngine, which computes it exactly.",
             )
-
-
-def check_int4_activations(activations: str | None) -> None:
-    """Raise `ConfigError` for 4-bit weights under FP8 activations on a GPU other than those vLLM's kernel is for."""
-    capability = gemm.capability(None)
-    if activations == "fp8" and capability != (9, 0):
-        raise ConfigError(
-            "VLLMEngine multiplies 4-bit weights by FP8 activations, for which vLLM has no kernel on this GPU.",
-            expected="compute capability 9.0",
-            given=f"{torch.cuda.get_device_name()} ({'.'.join(map(str, capability))})",
-            remedy="Set int4_group.activations to null, or use TransformersEngine, which emulates it.",
-        )
 
 
 def check_model(network: nn.Module) -> None:

@@ -3,6 +3,7 @@
 Nothing here imports vLLM before an engine is validated with a format that needs its operators, or built.
 """
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -12,16 +13,10 @@ from torch import Tensor
 # Tokens of one prefill batch on CPU, where larger ones gain nothing.
 CPU_PREFILL_TOKENS = 2048
 
-OPERATORS: dict[str, tuple[str, ...]] = {
-    "int4_group": ("cpu_gemm_wna16",),
-    "int8_channel": ("dynamic_scaled_int8_quant", "create_onednn_scaled_mm_handler", "onednn_scaled_mm"),
-}
-"""Operators of vLLM's CPU build (`torch.ops._C`) that the GEMM of a format calls; other formats multiply in torch."""
 
-
-def missing_operators(format: str) -> list[str]:
-    """Return the operators that a format needs and the build that vLLM loaded on this host does not have."""
-    needed = OPERATORS.get(format, ())
+def missing_operators(needed: Iterable[str]) -> list[str]:
+    """Return those of the operators that the build which vLLM loaded on this host does not have."""
+    needed = list(needed)
     if needed:
         import vllm._custom_ops  # noqa: F401  loads the library of vLLM's choice
     return [name for name in needed if not hasattr(torch.ops._C, name)]

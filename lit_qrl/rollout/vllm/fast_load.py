@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lit_qrl.formats import support
 from lit_qrl.receipts.checksum import Checksums
 from lit_qrl.receipts.ledger import Fault, ReceivedLedger, TensorReceipt
 from lit_qrl.rollout.vllm.locations import DESCRIPTIVE, Place, tensors_of
@@ -20,13 +21,6 @@ if TYPE_CHECKING:
     from lit_qrl.rollout.vllm.live_model import LiveModel
 
 Sent = Mapping[str, tuple[Place, tuple[int, ...], torch.dtype]]
-
-# Methods whose kernels read the module's own tensors and nothing else, so that writing those is all there is to do.
-_PLAIN_METHODS = frozenset(
-    {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "CompressedTensorsW8A8Fp8", "NF4LinearMethod"}
-)
-copied_on_cpu: set[str] = set()
-"""Those of them on CPU, where kernels keep packed copies out of sight: none but what tests put in."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +82,9 @@ def _reads_its_tensors(module: nn.Module) -> bool:
     if method is None:
         return True
     scheme = getattr(module, "scheme", None)
-    known = _PLAIN_METHODS if torch.cuda.is_available() else copied_on_cpu
-    return type(method if scheme is None else scheme).__name__ in known
+    kind = type(method if scheme is None else scheme).__name__.removeprefix("CompressedTensors")
+    device = support.device_here()
+    return bool(support.names_where(lambda row: kind in row.vllm_copied and device in row.vllm_copied_on))
 
 
 def _views(sent: Sent, module: nn.Module) -> dict[str, Tensor]:

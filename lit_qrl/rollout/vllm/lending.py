@@ -5,15 +5,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.formats import support
 from lit_qrl.precision.vllm_kernels.borrowed import TILE_IN, TILE_OUT, MarlinNVFP4
 
 if TYPE_CHECKING:
     from lit_qrl.formats.base import NumberFormat
     from lit_qrl.rollout.vllm.live_model import LiveModel
-
-cpu_formats: set[str] = set()
-"""Formats that can be shared on CPU: none but what tests put in."""
-cuda_formats: set[str] = {"nvfp4"}
 
 
 class LendsWeights:
@@ -26,12 +23,13 @@ class LendsWeights:
 
     def check_sharing(self, format: "NumberFormat | None") -> None:
         """Raise `ConfigError` where a learner could not read the engine's weights in place of its own."""
-        device, known = ("CUDA", cuda_formats) if torch.cuda.is_available() else ("CPU", cpu_formats)
-        name = "none" if format is None else format.name
-        if name not in known:
+        device = support.device_here()
+        if format is None or device not in support.row_of(format).vllm_lends:
+            name, device = "none" if format is None else format.name, device.upper()
+            known = ", ".join(support.names_where(lambda row: "cuda" in row.vllm_lends))
             raise ConfigError(
                 f"share_weights does not work with {name} on {device}: vLLM's layout of it is not known here.",
-                expected="nvfp4 on CUDA, which vLLM holds in Marlin's layout",
+                expected=f"{known} on CUDA, which vLLM holds in Marlin's layout",
                 given=f"{name} on {device}",
                 remedy="Set share_weights to false.",
             )

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lit_qrl.formats import support
+
 # vLLM writes the shape of an INT4 weight once per projection into one parameter that nothing reads.
 DESCRIPTIVE = frozenset({"weight_shape"})
 
@@ -47,29 +49,19 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def loaded_format(module: nn.Module, dtype: torch.dtype) -> str:
-    """Return the name of the number format that a live vLLM module computes in, read from its method."""
+    """Return the name of the number format that a live vLLM module computes in, read from its method.
+
+    A method that computes in none of ours is returned by its own name.
+    """
     plain = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     method = getattr(module, "quant_method", None)
     scheme = getattr(module, "scheme", None)
     kind = type(scheme if scheme is not None else method).__name__
-    strategy = getattr(getattr(scheme, "strategy", None), "value", getattr(scheme, "strategy", None))
-    by_strategy = {"tensor": "fp8_tensor", "channel": "fp8_row", "block": "fp8_block"}
     if method is None or kind.startswith("Unquantized"):
         return plain.get(dtype, str(dtype).removeprefix("torch."))
-    if kind in ("CompressedTensorsW8A8Fp8", "CompressedTensorsW8A16Fp8"):
-        return by_strategy.get(str(strategy), kind)
-    if kind == "Fp8LinearMethod":
-        return "fp8_block" if getattr(method, "block_quant", False) else "fp8_tensor"
-    names = {
-        "CompressedTensorsWNA16": "int4_group" if getattr(scheme, "num_bits", 4) == 4 else "int8_group",
-        "CompressedTensorsW4A8Fp8": "int4_group",
-        "CompressedTensorsWNA8Int": "int4_group",
-        "CompressedTensorsW4A8Int": "int4_group",
-        "CompressedTensorsW8A8Int8": "int8_channel",
-        "CompressedTensorsW4A4Fp4": "nvfp4",
-        "CompressedTensorsW4A16Fp4": "nvfp4",
-        "CompressedTensorsW4A4Mxfp4": "mxfp4",
-        "CompressedTensorsW4A16Mxfp4": "mxfp4",
-        "NF4LinearMethod": "nf4",
-    }
-    return names.get(kind, kind)
+    by_block = "block" if getattr(method, "block_quant", False) else "tensor"
+    strategy = getattr(scheme, "strategy", None) if scheme is not None else by_block
+    details = getattr(strategy, "value", strategy), getattr(scheme, "num_bits", 4)
+    short = kind.removeprefix("CompressedTensors")
+    spelled = {short, *(f"{short}[{detail}]" for detail in details)}
+    return next(iter(support.names_where(lambda row: not spelled.isdisjoint(row.vllm_methods))), kind)

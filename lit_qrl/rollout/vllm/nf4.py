@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats.kernels import dispatch as fused
+from lit_qrl.formats.base import QuantizedWeight
+from lit_qrl.formats.kernels import dispatch
 from lit_qrl.formats.nf4 import BLOCK, NF4, TABLE
 from lit_qrl.network.linears import quantizable_linears
-from lit_qrl.types import QuantizedWeight
 
 if TYPE_CHECKING:
     from lit_qrl.formats.base import NumberFormat
@@ -83,7 +83,7 @@ def linear(x: Tensor, codes: Tensor, amax: Tensor) -> Tensor:
 
         state = QuantState(scales, torch.Size(shape), _table(x.device), BLOCK, "nf4", x.dtype)
         return matmul_4bit(x.reshape(-1, shape[1]), flat.t(), state).view(*x.shape[:-1], shape[0])
-    weight = fused.nf4_values(flat, scales, BLOCK, shape, x.dtype, _table(codes.device))
+    weight = dispatch.nf4_values(flat, scales, BLOCK, shape, x.dtype, _table(codes.device))
     if weight is None:
         weight = NF4().dequantize(QuantizedWeight(flat, scales, None, NF4(), shape), x.dtype)
     return F.linear(x, weight)

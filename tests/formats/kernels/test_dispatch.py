@@ -3,16 +3,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_qrl.formats import activations
-from lit_qrl.formats.kernels import dispatch as fused
-from lit_qrl.formats.kernels import gemm
+from lit_qrl.formats.kernels import activations, dispatch, gemm
 
 
 @pytest.mark.parametrize("tokens", [1, 128, 150])
 def test_tiles_along_and_across(tokens):
     torch.manual_seed(0)
     x = torch.randn(tokens, 256) * torch.rand(1, 256)
-    (codes, scale), (codes_t, scale_t) = fused.e4m3_tiles(x, rows=True, columns=True)
+    (codes, scale), (codes_t, scale_t) = dispatch.e4m3_tiles(x, rows=True, columns=True)
     padded = -(-tokens // 128) * 128
     assert codes.shape == (tokens, 256)
     assert scale.shape == (tokens, 2)
@@ -31,36 +29,36 @@ def test_tiles_along_and_across(tokens):
 
 def test_only_what_was_asked_for_is_made():
     x = torch.randn(4, 128)
-    assert fused.e4m3_tiles(x, rows=True, columns=False)[1] is None
-    assert fused.e4m3_tiles(x, rows=False, columns=True)[0] is None
+    assert dispatch.e4m3_tiles(x, rows=True, columns=False)[1] is None
+    assert dispatch.e4m3_tiles(x, rows=False, columns=True)[0] is None
 
 
 def test_without_a_gpu_there_is_no_kernel():
     weight = torch.randn(8, 128)
     if not weight.is_cuda:
-        assert fused.fp8_blocks(weight) is None
-        assert fused.int4_groups(weight, 32) is None
-        assert not fused.available(weight)
+        assert dispatch.fp8_blocks(weight) is None
+        assert dispatch.int4_groups(weight, 32) is None
+        assert not dispatch.available(weight)
 
 
 @pytest.mark.parametrize(("capability", "known"), [((8, 0), False), ((8, 9), True)])
 def test_kernels_of_e4m3_need_a_gpu_that_knows_it(capability, known, monkeypatch):
     monkeypatch.setattr(gemm, "capability", lambda index: capability)
-    monkeypatch.setattr(fused, "triton_installed", lambda: True)
+    monkeypatch.setattr(dispatch, "triton_installed", lambda: True)
     weight = SimpleNamespace(device=torch.device("cuda", 0))
-    assert fused.available(weight)
-    assert fused.available_for_e4m3(weight) is known
+    assert dispatch.available(weight)
+    assert dispatch.available_for_e4m3(weight) is known
     if not known:  # Triton would not compile them
-        assert fused.fp8_blocks(weight) is None
+        assert dispatch.fp8_blocks(weight) is None
         scales = torch.ones(8, 2).to(torch.float8_e4m3fn)
-        assert fused.fp4_values(weight, scales, 16, torch.bfloat16) is None
+        assert dispatch.fp4_values(weight, scales, 16, torch.bfloat16) is None
 
 
 def test_tokens_and_whole():
     x = torch.randn(4, 128)
-    codes, scale = fused.e4m3_tokens(x)
+    codes, scale = dispatch.e4m3_tokens(x)
     assert torch.equal(scale, x.abs().amax(dim=1, keepdim=True) / 448)
     assert torch.equal(codes.float(), activations.e4m3_rounded(x, scale))
-    codes, scale = fused.e4m3_whole(x)
+    codes, scale = dispatch.e4m3_whole(x)
     assert scale == x.abs().max() / 448
     assert codes.float().abs().max() == 448

@@ -1,4 +1,4 @@
-"""The fused NVFP4 quantizer against the plain operations: interpreted on a CPU, compiled on a GPU."""
+"""The NVFP4 quantizer in one kernel against the plain operations: interpreted on a CPU, compiled on a GPU."""
 
 import pytest
 import torch
@@ -57,11 +57,11 @@ def test_kernel_on_the_device():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_the_format_makes_the_codes_of_the_plain_operations(dtype, monkeypatch):
-    from lit_qrl.formats.kernels import dispatch as fused
+    from lit_qrl.formats.kernels import dispatch
 
     weight = torch.randn(256, 512, device="cuda").to(dtype)
     made = formats.get("nvfp4").quantize(weight)
-    monkeypatch.setattr(fused, "available", lambda x: False)
+    monkeypatch.setattr(dispatch, "available", lambda x: False)
     expected = formats.get("nvfp4").quantize(weight)
     assert torch.equal(made.codes, expected.codes)
     assert torch.equal(bits(made.scales), bits(expected.scales))

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lit_qrl.formats.kernels import dispatch as fused
+from lit_qrl.formats.kernels import dispatch
 from tests.formats.oracle import bits
 from tests.triton_interpreter import run_interpreted
 
 INTERPRETED = """
 import importlib, sys, torch, triton, triton.language as tl
 from types import SimpleNamespace
-from lit_qrl.formats.kernels import dispatch as fused, tiles_triton
+from lit_qrl.formats.kernels import dispatch, tiles_triton
 from tests import triton_interpreter
 
 @triton.jit
@@ -44,7 +44,7 @@ def compare_tiles(device):
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for x in inputs(dtype):
             _, along, across = tiles_triton.tiles(x.to(device), True, True)
-            expected = fused.e4m3_tiles(x, True, True)
+            expected = dispatch.e4m3_tiles(x, True, True)
             for made, plain in zip((along, across), expected, strict=True):
                 assert torch.equal(bits(made[0].cpu()), bits(plain[0])), (dtype, tuple(x.shape))
                 assert torch.equal(made[1].cpu(), plain[1]), (dtype, tuple(x.shape))
@@ -87,7 +87,7 @@ def compare_operators(device):
         x.to(device), True, True, tiles_triton.NORM, rstd=rstd.to(device), weight=weight.to(device)
     )
     assert torch.equal(bits(y.cpu()), bits(weight * (x.float() * rstd[:, None]).bfloat16()))
-    for made, plain in zip((along, across), fused.e4m3_tiles(y.cpu(), True, True), strict=True):
+    for made, plain in zip((along, across), dispatch.e4m3_tiles(y.cpu(), True, True), strict=True):
         assert torch.equal(bits(made[0].cpu()), bits(plain[0]))
     y, _, _ = tiles_triton.tiles(x.to(device), True, False, tiles_triton.GATED, other=other.to(device))
     assert torch.allclose(y.cpu().float(), (F.silu(x.float()).bfloat16() * other).float(), rtol=2.0**-7)

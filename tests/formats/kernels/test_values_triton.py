@@ -1,4 +1,4 @@
-"""Codes to numbers and back, fused, against the formats' plain operations: interpreted, or compiled on a GPU."""
+"""Codes to numbers and back in one kernel, against the formats' plain operations: interpreted, or compiled on a GPU."""
 
 import pytest
 import torch

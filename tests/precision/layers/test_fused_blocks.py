@@ -11,8 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats.kernels import dispatch as fused
-from lit_qrl.formats.kernels import gemm
+from lit_qrl.formats.kernels import dispatch, gemm
 from lit_qrl.precision import QATAligned, UnifiedFP8
 from lit_qrl.precision.layers import fused_blocks
 from lit_qrl.precision.layers.fused_blocks import FusedGatedMLP, FusedRMSNorm, fuse_plain
@@ -41,7 +40,7 @@ def tiles(x, rows, columns, before=0, other=None, rstd=None, weight=None):
         made = weight * (x.float() * rstd[:, None]).to(x.dtype)
     if before == 2:
         made = F.silu(x) * other
-    along, across = fused.e4m3_tiles(made, rows, columns)
+    along, across = dispatch.e4m3_tiles(made, rows, columns)
     return made, along, across
 
 
@@ -115,8 +114,8 @@ def test_codes_of_the_kernel_are_those_that_the_layers_multiply(kind, kernels, m
         if isinstance(layer, UnifiedLinear):
             layer.backend = Backend()
     quantized = []
-    original = fused.e4m3_tiles
-    monkeypatch.setattr(fused, "e4m3_tiles", lambda *a: quantized.append(1) or original(*a))
+    original = dispatch.e4m3_tiles
+    monkeypatch.setattr(dispatch, "e4m3_tiles", lambda *a: quantized.append(1) or original(*a))
     tokens = torch.arange(12).view(2, 6)
     (logits, gradients), (expected, others) = run(model, tokens), run(plain, tokens)
     assert torch.equal(logits, expected)
@@ -149,17 +148,17 @@ def test_the_gradients_of_the_fused_operators_are_the_plain_ones(kernels):
 
 def test_a_tensor_that_is_written_to_is_quantized_anew():
     x = torch.randn(4, 128)
-    first, _ = fused.shared_tiles(x, columns=False)
-    assert fused.shared_tiles(x, columns=False)[0] is first
-    along, across = fused.shared_tiles(x, columns=True)  # the transpose was not there yet
+    first, _ = dispatch.kept_tiles(x, columns=False)
+    assert dispatch.kept_tiles(x, columns=False)[0] is first
+    along, across = dispatch.kept_tiles(x, columns=True)  # the transpose was not there yet
     assert across is not None
-    assert fused.shared_tiles(x, columns=False)[0] is along
+    assert dispatch.kept_tiles(x, columns=False)[0] is along
     x.mul_(2.0)
-    assert fused.shared_tiles(x, columns=False)[0] is not along
-    assert torch.equal(fused.shared_tiles(x, columns=False)[0][1], along[1] * 2)
+    assert dispatch.kept_tiles(x, columns=False)[0] is not along
+    assert torch.equal(dispatch.kept_tiles(x, columns=False)[0][1], along[1] * 2)
     with torch.inference_mode():
         y = torch.randn(4, 128)
-        assert fused.shared_tiles(y, columns=False)[0] is not fused.shared_tiles(y, columns=False)[0]
+        assert dispatch.kept_tiles(y, columns=False)[0] is not dispatch.kept_tiles(y, columns=False)[0]
 
 
 def test_layers_that_read_one_tensor_quantize_it_once(monkeypatch):
@@ -279,7 +278,7 @@ def test_plain_blocks_stand_under_an_adapter_and_over_weights_that_are_drawn_lat
 )
 def test_blocks_keep_codes_only_on_a_gpu_that_knows_fp8(capability, codes, fuses, monkeypatch):
     monkeypatch.setattr(gemm, "capability", lambda index: capability)
-    monkeypatch.setattr(fused, "triton_installed", lambda: True)
+    monkeypatch.setattr(dispatch, "triton_installed", lambda: True)
     device, shape = torch.device("cuda", 0), (4, 128)
     x = SimpleNamespace(device=device, dtype=torch.bfloat16, shape=shape, is_inference=lambda: False)
     assert fused_blocks._fusible(codes, x, x) is fuses

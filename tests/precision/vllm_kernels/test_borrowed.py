@@ -8,9 +8,9 @@ from peft import LoraConfig
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
+from lit_qrl.formats.base import QuantizedWeight
 from lit_qrl.precision import NVFP4LoRA
 from lit_qrl.precision.vllm_kernels.borrowed import MarlinNVFP4, borrow, marlin_codes, marlin_scales
-from lit_qrl.types import QuantizedWeight
 from tests.precision.toy import LINEARS, Policy
 
 NVFP4 = formats.get("nvfp4")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lit_qrl.formats import support
 from lit_qrl.rollout.vllm import cpu as vllm_cpu
 
 
@@ -35,11 +36,13 @@ def test_activations_are_quantized_as_a_loop_does(by_token):
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("name", ["fp8_row", "nf4", *vllm_cpu.OPERATORS])
+@pytest.mark.parametrize("name", ["fp8_row", "nf4", "int8_channel", "int4_group"])
 def test_operators_are_missing_where_torch_knows_none_of_that_name(name):
-    missing = vllm_cpu.missing_operators(name)
+    needed = support.TABLE[name].vllm_cpu_operators
+    assert bool(needed) == name.startswith("int")
     known = {operator.removeprefix("_C::") for operator in torch._C._dispatch_get_all_op_names()}
-    assert missing == [operator for operator in vllm_cpu.OPERATORS.get(name, ()) if operator not in known]
+    assert vllm_cpu.missing_operators(needed) == [operator for operator in needed if operator not in known]
+    assert vllm_cpu.missing_operators([*needed, "no_such_operator"])[-1] == "no_such_operator"
 
 
 @pytest.mark.vllm

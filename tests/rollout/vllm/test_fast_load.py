@@ -70,8 +70,8 @@ def test_the_modules_hold_what_a_reload_puts_there(name, monkeypatch):
         engine.close()
 
 
-def test_weights_that_lie_as_they_were_sent_are_copied(monkeypatch):
-    monkeypatch.setattr(vllm_direct, "copied_on_cpu", {"CompressedTensorsW8A8Fp8"})
+def test_weights_that_lie_as_they_were_sent_are_copied(format_rows):
+    format_rows("fp8_block", vllm_copied_on=("cpu", "cuda"))
     format, network = sampler_format("fp8_block"), tiny_network(dtype=torch.bfloat16)
     engine = build_engine(network, format)
     try:

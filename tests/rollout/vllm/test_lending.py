@@ -8,7 +8,6 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.precision import NVFP4LoRA
 from lit_qrl.precision.packed_lora import PackedLinear
 from lit_qrl.precision.vllm_kernels.borrowed import MarlinNVFP4
-from lit_qrl.rollout.vllm import lending as vllm_shared
 from lit_qrl.rollout.vllm.engine import VLLMEngine
 from tests.tiny_run import build, model_folder, parameters_of
 
@@ -36,8 +35,8 @@ def test_sharing_is_refused_where_it_cannot_work(tmp_path):
         setup(VLLMEngine(max_lora_rank=8), lora="merged", unaligned=True)
 
 
-def test_only_the_known_layout_is_shared_and_nothing_that_sleeps(monkeypatch):
-    monkeypatch.setattr(vllm_shared, "cpu_formats", {"nvfp4"})
+def test_only_the_known_layout_is_shared_and_nothing_that_sleeps(format_rows):
+    format_rows("nvfp4", vllm_lends=("cpu", "cuda"))
     VLLMEngine().check_sharing(formats.get("nvfp4"))
     for name in ("mxfp4", "int4_group", "nf4"):
         with pytest.raises(ConfigError, match=name):

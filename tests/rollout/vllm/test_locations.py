@@ -63,7 +63,7 @@ def made(name, **attributes):
         (made("CompressedTensorsLinearMethod"), made("CompressedTensorsW8A8Fp8", strategy="tensor"), "fp8_tensor"),
         (made("Fp8LinearMethod", block_quant=True), None, "fp8_block"),
         (made("CompressedTensorsLinearMethod"), made("CompressedTensorsWNA16", num_bits=4), "int4_group"),
-        (made("CompressedTensorsLinearMethod"), made("CompressedTensorsWNA16", num_bits=8), "int8_group"),
+        (made("CompressedTensorsLinearMethod"), made("CompressedTensorsWNA16", num_bits=8), "CompressedTensorsWNA16"),
         (made("CompressedTensorsLinearMethod"), made("CompressedTensorsW4A16Fp4"), "nvfp4"),
         (made("AWQMarlinMethod"), None, "AWQMarlinMethod"),  # unknown: by its own name, never as something it is not
     ],

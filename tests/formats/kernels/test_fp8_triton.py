@@ -1,21 +1,22 @@
-"""FP8 codes of blocks and of rows, fused, against the plain operations: interpreted, or compiled on a GPU."""
+"""FP8 codes of blocks and of rows in one kernel, against the plain operations: interpreted, or compiled on a GPU."""
 
 import pytest
 import torch
 
-from lit_qrl.formats import activations, fp8_block
+from lit_qrl.formats import fp8_block
+from lit_qrl.formats.kernels import activations
 from lit_qrl.formats.numerics import E4M3_MAX
 from tests.formats.oracle import bits, weights
 from tests.triton_interpreter import run_interpreted
 
 
 def compare_tokens(device):
-    from lit_qrl.formats.kernels import fused_triton
+    from lit_qrl.formats.kernels import fp8_triton
 
     for dtype in (torch.bfloat16, torch.float32):
         for case in ("random", "zero_rows", "wide", "constant"):
             x = weights(dtype, (9, 200))[case]
-            codes, scales = fused_triton.e4m3_tokens(x.to(device))
+            codes, scales = fp8_triton.e4m3_tokens(x.to(device))
             expected_scales = activations.dynamic_scale(x, 1, E4M3_MAX)
             expected_codes = activations.e4m3_codes(x, expected_scales)
             assert torch.equal(scales.cpu(), expected_scales), (case, dtype)
@@ -23,12 +24,12 @@ def compare_tokens(device):
 
 
 def compare_blocks(device):
-    from lit_qrl.formats.kernels import fused_triton
+    from lit_qrl.formats.kernels import fp8_triton
 
     for dtype in (torch.bfloat16, torch.float32):
         for case in ("random", "zero_rows", "wide"):
             weight = weights(dtype, (200, 300))[case]
-            codes, scales = fused_triton.fp8_blocks(weight.to(device))
+            codes, scales = fp8_triton.fp8_blocks(weight.to(device))
             expected = fp8_block.FP8Block().quantize(weight)
             # on CUDA the scales are made by a product, as torch divides there, which rounds some otherwise
             agree = scales.cpu().float() == expected.scales.float()

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lit_qrl.formats import activations
+from lit_qrl.formats.kernels import activations
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,4 +1,4 @@
-"""Triton kernels of the quantizers; import it only where Triton and a CUDA device are.
+"""Triton kernels of E4M3 codes by block and by row; import it only where Triton and a CUDA device are.
 
 Every division is the correctly rounded one and every intermediate has the dtype that torch gives it, so that codes
 and scales are those of the plain operations bit for bit.

@@ -1,0 +1,128 @@
+"""What the formats of one 8-bit code per weight share: scales, GEMM or emulation, and the tensors of a checkpoint."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight, compressed_tensors_config, expect_shape
+from lit_qrl.formats.kernels import activations, dispatch, gemm
+from lit_qrl.formats.numerics import E4M3_MAX, require_finite, scale_from_amax, to_e4m3, with_bias
+
+
+class Scaled(NumberFormat):
+    """A weight is its code times a scale; activations become codes of the same kind on the fly.
+
+    A subclass says which code and which GEMM, and what a scale covers where that is not an output row.
+    """
+
+    kind: ClassVar[Literal["float", "int"]]
+    steps: ClassVar[float]
+    """What the largest magnitude under a scale is divided by."""
+
+    @property
+    def quantizes_activations(self) -> bool:
+        return True
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8.0
+
+    def amax(self, weight: Tensor) -> Tensor:
+        """Return the largest magnitude under each scale."""
+        return weight.abs().amax(dim=1, keepdim=True)
+
+    def scale_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
+        """Return the shape of the scales of a weight of `shape`."""
+        return (shape[0], 1)
+
+    @abstractmethod
+    def encode(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """Return the codes "out in" of a weight under its scales."""
+
+    @torch.no_grad()
+    def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:
+        weight, shape = weight.detach(), (weight.shape[0], weight.shape[1])
+        amax = self.amax(weight)
+        require_finite(amax)
+        if shared_amax is not None and self.shares_amax:
+            amax = shared_amax.to(device=weight.device, dtype=weight.dtype)
+        scale = scale_from_amax(amax, self.steps).reshape(self.scale_shape(shape))
+        return QuantizedWeight(self.encode(weight, scale), scale, None, self, shape)
+
+    def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+        assert q.scales is not None
+        return (q.codes.float() * q.scales.float()).to(dtype)
+
+    @abstractmethod
+    def has_gemm(self, device: torch.device, shape: tuple[int, int]) -> bool:
+        """Return True when the device multiplies codes by codes and the weight's shape fits."""
+
+    def gemm_scales(self, scales: Tensor) -> Tensor:
+        """Return the scales as the GEMM reads them."""
+        return scales.float()
+
+    @abstractmethod
+    def multiply(self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the device's product of "... in" and the weight, plus `bias`: "m out", dtype of `x`."""
+
+    @abstractmethod
+    def emulate(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Return the same product of "m in" and the dequantized weight in fp32."""
+
+    def prepare(self, q: QuantizedWeight, dtype: torch.dtype) -> PreparedWeight:
+        assert q.scales is not None
+        if self.has_gemm(q.codes.device, q.shape):
+            return PreparedWeight(q.codes, self.gemm_scales(q.scales), native=True)
+        return PreparedWeight(self.dequantize(q))
+
+    def apply(self, x: Tensor, prepared: PreparedWeight, bias: Tensor | None = None) -> Tensor:
+        if prepared.native:
+            assert prepared.scale is not None
+            out = self.multiply(x, prepared.operand, prepared.scale, bias)
+        else:
+            out = with_bias(self.emulate(x.reshape(-1, x.shape[-1]), prepared.operand), bias, x.dtype)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
+        scales = tensors["weight_scale"].reshape(self.scale_shape(shape))
+        return expect_shape(QuantizedWeight(tensors["weight"], scales, None, self, shape), shape)
+
+    def granularity(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what a scale covers of weights and of activations, in the words of compressed-tensors."""
+        return {"strategy": "channel"}, {"strategy": "token"}
+
+    def quantization_config(self, ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
+        code = {"num_bits": 8, "type": self.kind}
+        weights, inputs = ({**code, **one} for one in self.granularity())
+        return compressed_tensors_config(f"{self.kind}-quantized", weights=weights, activations=inputs, ignore=ignore)
+
+
+class ScaledE4M3(Scaled):
+    """FP8 E4M3 codes; as it stands activations have a scale per token."""
+
+    kind = "float"
+    steps = E4M3_MAX
+
+    @property
+    def per_token(self) -> bool:
+        """True for one scale per token, False for one per call."""
+        return True
+
+    def encode(self, weight: Tensor, scale: Tensor) -> Tensor:
+        return to_e4m3(weight / scale)
+
+    def has_gemm(self, device: torch.device, shape: tuple[int, int]) -> bool:
+        return gemm.fp8_gemm(device, shape)
+
+    def multiply(self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        made = dispatch.e4m3_tokens(rows) if self.per_token else dispatch.e4m3_whole(rows)
+        return gemm.scaled_mm(*made, codes, scale, bias, x.dtype)
+
+    def emulate(self, rows: Tensor, weight: Tensor) -> Tensor:
+        scale = activations.dynamic_scale(rows, -1 if self.per_token else None, E4M3_MAX)
+        return F.linear(activations.e4m3_rounded(rows, scale), weight).mul_(scale)

@@ -1,0 +1,98 @@
+"""What the base of the scaled formats does with what a subclass says, on a format of powers of two."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+from lit_qrl import formats
+from lit_qrl.formats.scaled import Scaled
+
+SCALED = ("fp8_tensor", "fp8_row", "fp8_block", "int8_channel")
+
+
+@dataclass(frozen=True)
+class Halves(Scaled):
+    """Integers up to 2 in units of half a row's largest weight; a device multiplies from 4 rows on."""
+
+    native: bool = False
+    name: ClassVar[str] = "halves"
+    kind = "int"
+    steps = 2.0
+
+    def encode(self, weight, scale):
+        return (weight / scale).round().to(torch.int8)
+
+    def has_gemm(self, device, shape):
+        return self.native
+
+    def multiply(self, x, codes, scale, bias):
+        out = x.reshape(-1, x.shape[-1]) @ (codes.float() * scale).t()
+        return (out if bias is None else out + bias).to(x.dtype)
+
+    def emulate(self, rows, weight):
+        return rows.float() @ weight.t()
+
+
+WEIGHT = torch.tensor([[2.0, -1.0, 0.4], [0.0, -8.0, 4.5]])
+
+
+def test_codes_and_scales_by_row():
+    q = Halves().quantize(WEIGHT)
+    assert q.codes.tolist() == [[2, -1, 0], [0, -2, 1]]
+    assert q.scales.tolist() == [[1.0], [4.0]]
+    assert Halves().dequantize(q).tolist() == [[2, -1, 0], [0, -8, 4]]
+    with pytest.raises(ValueError, match="NaN or inf"):
+        Halves().quantize(WEIGHT / 0)
+
+
+def test_a_shared_amax_counts_where_the_format_shares_one():
+    whole = torch.tensor(16.0)
+    assert torch.equal(Halves().quantize(WEIGHT, whole).scales, Halves().quantize(WEIGHT).scales)
+
+    class Sharing(Halves):
+        shares_amax = True
+
+        def amax(self, weight):
+            return weight.abs().amax()
+
+        def scale_shape(self, shape):
+            return (1,)
+
+    assert Sharing().quantize(WEIGHT).scales.tolist() == [4.0]
+    q = Sharing().quantize(WEIGHT, whole)
+    assert (q.scales.tolist(), q.codes.tolist()) == ([8.0], [[0, 0, 0], [0, -1, 1]])
+    exported = dict(Sharing().export(q, "a"))
+    loaded = Sharing().load({"weight": exported["a.weight"], "weight_scale": torch.tensor(8.0)}, (2, 3))
+    assert torch.equal(Sharing().dequantize(loaded), Sharing().dequantize(q))
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_product_and_bias_whoever_multiplies(native, dtype):
+    x, bias = torch.tensor([[[1.0, 0.0, 2.0]], [[0.5, -1.0, 4.0]]], dtype=dtype), torch.tensor([1.0, -1.0])
+    format = Halves(native)
+    prepared = format.prepare(format.quantize(WEIGHT), dtype)
+    assert prepared.native is native
+    assert prepared.operand.dtype == (torch.int8 if native else torch.float32)
+    x = x.float() if native else x
+    out = format.apply(x, prepared, bias)
+    assert (out.shape, out.dtype) == ((2, 1, 2), x.dtype)
+    assert out.tolist() == [[[3.0, 7.0]], [[3.0, 23.0]]]
+
+
+def test_the_configuration_names_the_codes():
+    config = Halves().quantization_config(["a"])
+    assert (config["format"], config["ignore"]) == ("int-quantized", ["a"])
+    (group,) = config["config_groups"].values()
+    assert (group["weights"]["type"], group["weights"]["strategy"]) == ("int", "channel")
+    assert group["input_activations"]["strategy"] == "token"
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_format_adds_only_what_is_its_own(name):
+    cls = type(formats.get(name))
+    assert issubclass(cls, Scaled)
+    for inherited in ("prepare", "apply", "linear", "export", "load", "quantization_config"):
+        assert inherited not in vars(cls)
