@@ -1,4 +1,4 @@
-"""Fixtures of all rooms, and what every run says of its host: what was found at the start, what was skipped at the end."""
+"""Fixtures of all rooms, and what a run says of its host: what it found at the start, and skipped at the end."""
 
 from collections import Counter, defaultdict
 
