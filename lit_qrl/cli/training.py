@@ -1,6 +1,7 @@
 """LightningCLI with the parts that every run has: publisher, monitor, guard, report, checkpoint, progress."""
 
 import logging
+import signal
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
 # Imported so that `class_path: AIS` resolves without a module path.
@@ -41,8 +43,10 @@ from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.module import GRPOModule
 from lit_qrl.precision import QuantizedPrecision
 from lit_qrl.receipts.ledger import PublishError
-from lit_qrl.run.folder import let_go, place
+from lit_qrl.run.folder import keep_last, let_go, place
 from lit_qrl.run.identity import check_identity
+from lit_qrl.run.interrupt import Interrupted
+from lit_qrl.run.lock import RunLock
 from lit_qrl.run.loggers import RunCSVLogger
 
 FORCED = {
@@ -78,13 +82,14 @@ class QRLCLI(LightningCLI):
     """The Trainer's commands over `GRPOModule` and `RolloutDataModule`."""
 
     arguments: list[str]
+    lock: RunLock
 
     @classmethod
     def run(cls, args: list[str]) -> "QRLCLI":
         """Parse `args`, build everything, and run the command."""
         quiet()
         check_config_files(args)
-        cls.arguments = args
+        cls.arguments, cls.lock = args, RunLock()
         try:
             return cls(
                 GRPOModule,
@@ -99,6 +104,7 @@ class QRLCLI(LightningCLI):
                 load_from_checkpoint_support=False,
             )
         finally:
+            cls.lock.release()
             let_go()
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -122,6 +128,9 @@ class QRLCLI(LightningCLI):
         folder, run = place(command, config.trainer.default_root_dir, run_folder_name(self.arguments), last)
         config.trainer.default_root_dir = str(folder)
         config.ckpt_path = resolve_checkpoint(requested, run, if_possible)
+        if command == "fit" and rank_zero_only.rank == 0:
+            self.lock.take(folder)
+            keep_last(folder, config.ckpt_path)
         if last and config.ckpt_path is None:
             say(f"There is no checkpoint to resume from; starting {folder}.")
         elif last:
@@ -176,6 +185,12 @@ class QRLCLI(LightningCLI):
             if isinstance(error, ConfigError) and not made_by_training(error, self.trainer.global_step):
                 raise
             raise StoppedError(paragraph(error, self.trainer.default_root_dir)) from error
+        except SystemExit as error:  # Lightning's way out after a signal
+            if not isinstance(error.__context__, Interrupted):
+                raise
+            raise error.__context__ from None
+        except SIGTERMException as error:  # where there are several processes
+            raise Interrupted(signal.SIGTERM) from error
 
 
 @rank_zero_only
