@@ -1,6 +1,7 @@
 """LightningCLI with the parts that every run has: publisher, monitor, guard, report, checkpoint, progress."""
 
 import logging
+import shlex
 import signal
 import warnings
 from collections import Counter
@@ -43,7 +44,7 @@ from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.module import GRPOModule
 from lit_qrl.precision import QuantizedPrecision
 from lit_qrl.receipts.ledger import PublishError
-from lit_qrl.run.folder import keep_last, let_go, place
+from lit_qrl.run.folder import keep_last, last_checkpoint, let_go, place
 from lit_qrl.run.identity import check_identity
 from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.run.lock import RunLock
@@ -188,9 +189,27 @@ class QRLCLI(LightningCLI):
         except SystemExit as error:  # Lightning's way out after a signal
             if not isinstance(error.__context__, Interrupted):
                 raise
+            say(standing(error.__context__, self.trainer, self.arguments))
             raise error.__context__ from None
         except SIGTERMException as error:  # where there are several processes
-            raise Interrupted(signal.SIGTERM) from error
+            interrupted = Interrupted(signal.SIGTERM)
+            say(standing(interrupted, self.trainer, self.arguments))
+            raise interrupted from error
+
+
+def standing(interrupted: Interrupted, trainer: Trainer, arguments: Sequence[str]) -> str:
+    """Return where an interrupted run stands and how it goes on, as a paragraph."""
+    saved = last_checkpoint(trainer.default_root_dir)
+    name = signal.Signals(interrupted.number).name
+    where = f"Interrupted by {name} in iteration {trainer.current_epoch + 1} of {trainer.max_epochs}."
+    if saved is None:
+        return f"\n{where} No checkpoint had been written."
+    words = [word for word in arguments if not word.startswith("--ckpt_path=")]
+    if "--ckpt_path" in words:
+        at = words.index("--ckpt_path")
+        del words[at : at + 2]
+    again = shlex.join(["lit-qrl", *words, "--ckpt_path", "last"])
+    return f"\n{where} {saved} is its last checkpoint. Go on with:\n  {again}"
 
 
 @rank_zero_only
