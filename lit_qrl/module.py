@@ -20,7 +20,8 @@ from lit_qrl.loop.state import IterationState
 from lit_qrl.objective import GRPO, Objective
 from lit_qrl.optim import build_optimizer, check_optimizer, schedule_factor
 from lit_qrl.policy import CausalPolicy
-from lit_qrl.run.identity import check_identity, identity
+from lit_qrl.run.identity import check_frozen, check_identity, describe_frozen, identity
+from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.types import AllReduce, MicroBatch, RolloutBatch
 
 
@@ -169,12 +170,24 @@ class GRPOModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Say which model the weights are of."""
+        """Say which model the weights are of, and leave out what `policy.source` gives again."""
         checkpoint["policy"] = identity(self.policy)
+        frozen = self._frozen()
+        if frozen:
+            checkpoint["policy"]["frozen"] = describe_frozen(frozen)
+            checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k not in frozen}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the weights of another model."""
+        """Refuse the weights of another model, and an adapter over another base."""
         check_identity(checkpoint, self.policy)
+        frozen = self._frozen()
+        check_frozen(checkpoint, frozen)
+        checkpoint["state_dict"] = {**frozen, **checkpoint["state_dict"]}
+
+    def _frozen(self) -> dict[str, Tensor]:
+        """Return the weights that no run changes and that the policy's source holds, by their names here."""
+        names = {f"policy.{name}" for name in self.policy.frozen_names()}
+        return {name: tensor for name, tensor in self.state_dict().items() if name in names}
 
     def on_train_start(self) -> None:
         """Evaluate the policy as it came, so that every curve has its starting point."""
@@ -193,11 +206,13 @@ class GRPOModule(LightningModule):
         """Decide at the first micro-batch of an optimizer step whether it has anything to learn from."""
         if batch_idx % self.data.micro_batches == 0:
             self.iteration.skip_step = not bool(batch.has_signal)
+        self.iteration.update_begins()
 
     def on_train_batch_end(self, outputs: Any, batch: MicroBatch, batch_idx: int) -> None:
         """Close the iteration after its last update."""
         if self.trainer.is_last_batch:
             self.iteration.close(self.reduce)
+        self.iteration.update_ends()
 
     def on_train_epoch_end(self) -> None:
         """Log the iteration's row; the epoch end that a resumed run repeats has none and logs nothing."""
@@ -210,7 +225,12 @@ class GRPOModule(LightningModule):
 
     def _evaluate(self, problems: list, stage: str) -> None:
         with self.iteration.timed("evaluate"):
-            answers = answer(self, problems, stage)
+            try:
+                answers = answer(self, problems, stage)
+            except Interrupted:
+                if not self.trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+                    raise
+                return  # the updates before it are saved at the end of the iteration, which comes next
             names = {"greedy": "pass@1", "sampled": "accuracy", "best": f"pass@{self.data.evaluation_samples}"}
             for key, metric in self.accuracy.items():
                 found = answers.get("greedy" if key == "greedy" else "sampled")

@@ -290,6 +290,16 @@ class CausalPolicy(nn.Module):
 
         return get_peft_model_state_dict(self.model)
 
+    def frozen_names(self) -> list[str]:
+        """Return the names of the weights under an adapter that are not trained and can be loaded again.
+
+        None are where all weights are trained, or where the base was drawn at random.
+        """
+        if self.lora is None or self.random_weights or self.model is None:
+            return []
+        # tied weights have two names
+        return [name for name, one in self.named_parameters(remove_duplicate=False) if not one.requires_grad]
+
     # ------------------------------------------------------------------------------------------------------ reference
 
     def keep_reference(self) -> None:

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_qrl.loop.hooks import trainer_all_reduce
 from lit_qrl.run.diary import append_jsonl
-from lit_qrl.run.loggers import set_aside
+from lit_qrl.run.folder import set_aside
 
 PREDICTIONS_FILE = "predictions.jsonl"
 """Name of the file in the run folder."""

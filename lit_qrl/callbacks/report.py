@@ -12,7 +12,8 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.loop.hooks import RLCallback, overrides, rl_callbacks
 from lit_qrl.report import render
 from lit_qrl.run.diary import SAMPLES_FILE, append_jsonl, log_event, read_jsonl
-from lit_qrl.run.loggers import RunCSVLogger, set_aside
+from lit_qrl.run.folder import set_aside
+from lit_qrl.run.loggers import RunCSVLogger
 from lit_qrl.types import RolloutBatch
 
 if TYPE_CHECKING:

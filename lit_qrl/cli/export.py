@@ -10,6 +10,8 @@ from lit_qrl.cli.parser import CommandParser
 from lit_qrl.cli.runs import meant
 from lit_qrl.errors import ConfigError, nearest
 
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""Names of dtypes in a configuration."""
 _EXAMPLES = """
 examples:
   lit-qrl export runs/quickstart/1 --output exported/quickstart
@@ -117,7 +119,7 @@ def locate(run: Path, name: str) -> tuple[Path, Path]:
 
 
 def restore(config_path: Path, checkpoint_path: Path, adapter_only: bool = False) -> Any:
-    """Return the policy of a checkpoint on the CPU; its source gives config and tokenizer, no weights.
+    """Return the policy of a checkpoint on the CPU; its source gives config, tokenizer and a frozen base.
 
     Args:
         config_path: `config.yaml` of the run.
@@ -129,7 +131,7 @@ def restore(config_path: Path, checkpoint_path: Path, adapter_only: bool = False
     """
     import torch
 
-    from lit_qrl.run.identity import check_identity
+    from lit_qrl.run.identity import check_frozen, check_identity
 
     try:
         checkpoint = torch.load(checkpoint_path, map_location="cpu", weights_only=True, mmap=True)
@@ -145,6 +147,10 @@ def restore(config_path: Path, checkpoint_path: Path, adapter_only: bool = False
         policy.configure()
     held = {k.removeprefix("policy."): v for k, v in checkpoint["state_dict"].items() if k.startswith("policy.")}
     missing, _ = policy.load_state_dict(held, strict=False, assign=True)
+    frozen = checkpoint["policy"].get("frozen") or {"names": []}
+    elsewhere = {name.removeprefix("policy.") for name in frozen["names"]}
+    based = [name for name in missing if name in elsewhere]
+    missing = [name for name in missing if name not in elsewhere]
     if adapter_only:
         missing = [name for name in missing if "lora_" in name or "modules_to_save" in name]
     if missing:
@@ -156,11 +162,17 @@ def restore(config_path: Path, checkpoint_path: Path, adapter_only: bool = False
             if policy.lora is not None
             else "Take the checkpoint of a finished iteration.",
         )
+    if based and not adapter_only:
+        policy = _policy(config_path, dtype=frozen["dtype"])
+        policy.configure()
+        check_frozen(checkpoint, {f"policy.{name}": tensor for name, tensor in policy.state_dict().items()})
+        policy.load_state_dict(held, strict=False, assign=True)
     policy.network.tie_weights()
     return policy
 
 
-def _policy(config_path: Path) -> Any:
+def _policy(config_path: Path, dtype: str | None = None) -> Any:
+    """Return the policy that a run was configured with: without weights, or with its base's in `dtype`."""
     import yaml
     from jsonargparse import ArgumentParser
 
@@ -168,8 +180,9 @@ def _policy(config_path: Path) -> Any:
 
     try:
         entry = yaml.safe_load(config_path.read_text())["model"]["policy"]
-        # the weights come from the checkpoint, so that the source need not have any
-        entry["init_args"] = {**entry.get("init_args", {}), "random_weights": True, "dtype": "auto"}
+        # without a frozen base the weights come from the checkpoint, so that the source need not have any
+        changes = {"random_weights": True, "dtype": "auto"} if dtype is None else {"dtype": SHORT[dtype]}
+        entry["init_args"] = {**entry.get("init_args", {}), **changes}
     except (yaml.YAMLError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{config_path} is no configuration of a run.", expected="model.policy with a class_path", given=error

@@ -12,6 +12,8 @@ from lit_qrl.errors import ConfigError, StoppedError
 
 EXIT_CONFIG = 2
 """Exit status of a configuration that cannot work."""
+EXIT_INTERRUPTED = 130
+"""Exit status after Ctrl-C; after SIGTERM it is 143."""
 EXIT_STOPPED = 70
 """Exit status of a run that could not go on for another reason: EX_SOFTWARE of sysexits.h."""
 
@@ -56,6 +58,8 @@ def main(args: Sequence[str] | None = None) -> None:
         fail(str(error))
     except StoppedError as error:
         fail(str(error), EXIT_STOPPED)
+    except KeyboardInterrupt as error:  # a training has said where it stands
+        sys.exit(getattr(error, "status", EXIT_INTERRUPTED))
 
 
 def fail(message: str, status: int = EXIT_CONFIG) -> NoReturn:

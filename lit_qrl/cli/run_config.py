@@ -9,8 +9,7 @@ import yaml
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 
-from lit_qrl.run.folder import CONFIG_FILE
-from lit_qrl.run.loggers import set_aside
+from lit_qrl.run.folder import CONFIG_FILE, set_aside
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,8 @@
 """LightningCLI with the parts that every run has: publisher, monitor, guard, report, checkpoint, progress."""
 
 import logging
+import shlex
+import signal
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
 # Imported so that `class_path: AIS` resolves without a module path.
@@ -41,8 +44,10 @@ from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.module import GRPOModule
 from lit_qrl.precision import QuantizedPrecision
 from lit_qrl.receipts.ledger import PublishError
-from lit_qrl.run.folder import let_go, place
+from lit_qrl.run.folder import keep_last, last_checkpoint, let_go, place
 from lit_qrl.run.identity import check_identity
+from lit_qrl.run.interrupt import Interrupted
+from lit_qrl.run.lock import RunLock
 from lit_qrl.run.loggers import RunCSVLogger
 
 FORCED = {
@@ -78,13 +83,14 @@ class QRLCLI(LightningCLI):
     """The Trainer's commands over `GRPOModule` and `RolloutDataModule`."""
 
     arguments: list[str]
+    lock: RunLock
 
     @classmethod
     def run(cls, args: list[str]) -> "QRLCLI":
         """Parse `args`, build everything, and run the command."""
         quiet()
         check_config_files(args)
-        cls.arguments = args
+        cls.arguments, cls.lock = args, RunLock()
         try:
             return cls(
                 GRPOModule,
@@ -99,6 +105,7 @@ class QRLCLI(LightningCLI):
                 load_from_checkpoint_support=False,
             )
         finally:
+            cls.lock.release()
             let_go()
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -122,6 +129,9 @@ class QRLCLI(LightningCLI):
         folder, run = place(command, config.trainer.default_root_dir, run_folder_name(self.arguments), last)
         config.trainer.default_root_dir = str(folder)
         config.ckpt_path = resolve_checkpoint(requested, run, if_possible)
+        if command == "fit" and rank_zero_only.rank == 0:
+            self.lock.take(folder)
+            keep_last(folder, config.ckpt_path)
         if last and config.ckpt_path is None:
             say(f"There is no checkpoint to resume from; starting {folder}.")
         elif last:
@@ -176,6 +186,30 @@ class QRLCLI(LightningCLI):
             if isinstance(error, ConfigError) and not made_by_training(error, self.trainer.global_step):
                 raise
             raise StoppedError(paragraph(error, self.trainer.default_root_dir)) from error
+        except SystemExit as error:  # Lightning's way out after a signal
+            if not isinstance(error.__context__, Interrupted):
+                raise
+            say(standing(error.__context__, self.trainer, self.arguments))
+            raise error.__context__ from None
+        except SIGTERMException as error:  # where there are several processes
+            interrupted = Interrupted(signal.SIGTERM)
+            say(standing(interrupted, self.trainer, self.arguments))
+            raise interrupted from error
+
+
+def standing(interrupted: Interrupted, trainer: Trainer, arguments: Sequence[str]) -> str:
+    """Return where an interrupted run stands and how it goes on, as a paragraph."""
+    saved = last_checkpoint(trainer.default_root_dir)
+    name = signal.Signals(interrupted.number).name
+    where = f"Interrupted by {name} in iteration {trainer.current_epoch + 1} of {trainer.max_epochs}."
+    if saved is None:
+        return f"\n{where} No checkpoint had been written."
+    words = [word for word in arguments if not word.startswith("--ckpt_path=")]
+    if "--ckpt_path" in words:
+        at = words.index("--ckpt_path")
+        del words[at : at + 2]
+    again = shlex.join(["lit-qrl", *words, "--ckpt_path", "last"])
+    return f"\n{where} {saved} is its last checkpoint. Go on with:\n  {again}"
 
 
 @rank_zero_only

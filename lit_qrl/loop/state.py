@@ -15,6 +15,9 @@ from lit_qrl.types import AllReduce, MicroBatch, RolloutBatch
 class IterationState:
     """What is known of the iteration under way; `close` turns it into one row of metrics.
 
+    `time/iteration` is the wall time from the end of one iteration to the end of the next, what runs between them
+    (checkpoint, evaluation) included; the phases and `time/other` add up to it.
+
     Attributes:
         metrics: sums of scalars; callbacks add theirs by `metrics.value` and `metrics.update`.
         seconds: by phase, see `timed`.
@@ -31,20 +34,40 @@ class IterationState:
         self.logprobs: Tensor | None = None
         self.skip_step = False
         self.row: dict[str, float] = {}
-        self._started = 0.0
+        self._closed: float | None = None
+        self._update_began: float | None = None
+        self._open, self._accounted = 0, 0.0
 
     def start(self) -> None:
-        """Start the clock."""
-        self._started = time.perf_counter()
+        """Start the clock of the first iteration; each later one lasts from the end of the one before."""
+        if self._closed is None:
+            self._closed = time.perf_counter()
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the seconds of the enclosed work to `time/<phase>`."""
+        """Add the seconds of the enclosed work to `time/<phase>`; a phase inside another is a part of that one."""
         start = time.perf_counter()
+        self._open += 1
         try:
             yield
         finally:
-            self.seconds[phase] += time.perf_counter() - start
+            self._open -= 1
+            self._account(phase, time.perf_counter() - start)
+
+    def _account(self, phase: str, seconds: float) -> None:
+        self.seconds[phase] += seconds
+        if not self._open:
+            self._accounted += seconds
+
+    def update_begins(self) -> None:
+        """Start the clock of one micro-batch's forward and backward pass."""
+        self._update_began = time.perf_counter()
+
+    def update_ends(self) -> None:
+        """Add its seconds to `time/update`."""
+        if self._update_began is not None:
+            self._account("update", time.perf_counter() - self._update_began)
+            self._update_began = None
 
     def remember_old(self, part: MicroBatch, logprobs: Tensor) -> None:
         """Take the training forward's log-probs as learner_old's: with one update per rollout they are the same."""
@@ -60,7 +83,8 @@ class IterationState:
         rollout = self.rollout
         if rollout is None:
             return
-        tokens = float(rollout.mask.sum())
+        tokens = float(rollout.mask.sum())  # waits for the device, so that the update is over
+        self.update_ends()
         self.metrics.update({"reward/mean": rollout.rewards.mean(), "reward/std": rollout.rewards.std()})
         self.metrics.update({f"reward/{name}": values.mean() for name, values in rollout.reward_parts.items()})
         self.metrics.update(
@@ -70,9 +94,10 @@ class IterationState:
                 "rollout/tokens_per_second": tokens / max(self.seconds["generate"], 1e-9),
             }
         )
-        total = time.perf_counter() - self._started
-        self.seconds["update"] = max(total - self.seconds["rollout"] - self.seconds["score"], 0.0)
-        self.seconds["iteration"] = total + self.seconds["publish"]
+        now, began = time.perf_counter(), self._closed
+        self.seconds["iteration"] = now - (now if began is None else began)
+        self.seconds["other"] = self.seconds["iteration"] - self._accounted
+        self._closed, self._accounted = now, 0.0
         self.metrics.update({f"time/{phase}": seconds for phase, seconds in self.seconds.items()})
         self.seconds.clear()
         self.row = self.metrics.compute(all_reduce)

@@ -87,6 +87,39 @@ def place(command: str, given: str | None, name: str, resume: bool) -> tuple[Pat
     return new_folder((run or base) / command), run or base / "*"
 
 
+def keep_last(run: Path, checkpoint: str | Path | None) -> None:
+    """Keep the last checkpoint of a run from being overwritten by a training that does not go on from it.
+
+    One that goes on from another checkpoint sets it aside as `last.1.ckpt`.
+
+    Args:
+        run: the folder that the training writes into.
+        checkpoint: what it goes on from, or None.
+
+    Raises:
+        ConfigError: for a training that starts anew in a run's folder.
+    """
+    last = last_checkpoint(run)
+    if last is None or (checkpoint is not None and Path(checkpoint).resolve() == last.resolve()):
+        return
+    if checkpoint is None:
+        raise ConfigError(
+            f"{run} holds a run with a checkpoint, which a new training there would overwrite.",
+            expected="a folder of its own",
+            given=f"{last} and no --ckpt_path",
+            remedy="Add --ckpt_path last to go on with that run, or set trainer.default_root_dir to another folder.",
+        )
+    set_aside(last)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a file to the first free `<name>.<n><suffix>` and return that name."""
+    n = 1
+    while (target := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists():
+        n += 1
+    return path.rename(target)
+
+
 def new_folder(base: Path) -> Path:
     """Return the folder under `base` that this process is to write into, made unless other processes share it.
 

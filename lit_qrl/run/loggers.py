@@ -11,6 +11,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lit_qrl.run.diary import METRICS_FILE
+from lit_qrl.run.folder import set_aside
 
 
 class RunCSVLogger(Logger):
@@ -128,14 +129,6 @@ class RunCSVLogger(Logger):
     def _replace(self, columns: list[str], rows: list[dict[str, Any]]) -> None:
         text = _as_csv(columns, [dict(zip(columns, columns, strict=True)), *rows])
         _write_atomically(self.path, text.encode("utf-8"))
-
-
-def set_aside(path: Path) -> Path:
-    """Rename a file to the first free `<name>.<n><suffix>` and return that name."""
-    n = 1
-    while (target := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists():
-        n += 1
-    return path.rename(target)
 
 
 def _as_csv(columns: list[str], rows: list[dict[str, Any]]) -> str:

@@ -18,6 +18,8 @@ def test_a_closed_iteration_is_one_row_and_the_row_is_had_once():
     state.rollout = batch()
     with state.timed("rollout"), state.timed("generate"):
         pass
+    state.update_begins()
+    state.update_ends()
     state.metrics.value("noise/sigma", 0.5)
     state.close(no_all_reduce)
     row = state.take_row()
@@ -25,8 +27,9 @@ def test_a_closed_iteration_is_one_row_and_the_row_is_had_once():
     assert row["reward/digits"] == 1.0
     assert row["rollout/length"] == 1.5
     assert row["noise/sigma"] == 0.5
-    parts = row["time/rollout"] + row["time/score"] + row["time/update"]
+    parts = row["time/rollout"] + row["time/update"] + row["time/other"]
     assert abs(parts - row["time/iteration"]) < 1e-5
+    assert row["time/generate"] <= row["time/rollout"]  # a part of it, counted once
     assert state.rollout is None
     assert not state.seconds
     assert state.take_row() == {}
@@ -50,3 +53,25 @@ def test_the_training_forward_is_learner_old_where_nothing_else_scored_it():
     part.batch.learner_old_logprobs = torch.zeros(1, 1)
     state.remember_old(part, torch.tensor([[-9.0]]))
     assert state.rollout.learner_old_logprobs.tolist() == [[0.0, 0.0], [-0.5, 0.0]]
+
+
+def test_what_runs_between_two_iterations_belongs_to_the_second(monkeypatch):
+    now = iter(range(100))
+    monkeypatch.setattr("lit_qrl.loop.state.time.perf_counter", lambda: float(next(now)))
+    state = IterationState()
+    state.start()  # 0
+    for _ in range(2):
+        state.rollout = batch()
+        with state.timed("rollout"):  # one second
+            pass
+        state.close(no_all_reduce)
+        with state.timed("checkpoint"):  # one second, and one before and after each phase
+            pass
+        state.start()
+    row = state.take_row()
+    assert (row["time/checkpoint"], row["time/rollout"], row["time/iteration"], row["time/other"]) == (
+        1.0,
+        1.0,
+        5.0,
+        3.0,
+    )

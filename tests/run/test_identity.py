@@ -1,11 +1,12 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from peft import LoraConfig
 from transformers import Qwen3Config
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.run.identity import check_identity, identity
+from lit_qrl.run.identity import check_frozen, check_identity, describe_frozen, identity
 
 
 def policy(lora=None, **changes):
@@ -42,3 +43,19 @@ def test_what_differs_is_named(saved, own, message):
 def test_a_file_of_another_program_is_no_checkpoint_of_a_policy(checkpoint):
     with pytest.raises(ConfigError, match="holds no policy"):
         check_identity(checkpoint, policy())
+
+
+def frozen(value=1.0):
+    return {"policy.base": torch.full((70, 3), value), "policy.count": torch.arange(3)}
+
+
+def test_another_frozen_base_is_refused_and_another_dtype_of_the_same_numbers_is_not():
+    checkpoint = {"policy": {"frozen": describe_frozen(frozen())}}
+    check_frozen(checkpoint, {**frozen(), "policy.lora_A": torch.ones(1)})
+    check_frozen(checkpoint, {**frozen(), "policy.base": frozen()["policy.base"].bfloat16()})
+    other = frozen()
+    other["policy.base"][0, 0] = 1.5
+    for tensors in (other, frozen(2.0), {}):
+        with pytest.raises(ConfigError, match=r"another base.*model\.policy"):
+            check_frozen(checkpoint, tensors)
+    check_frozen({"policy": {}}, {})

@@ -1,0 +1,275 @@
+"""Whole runs of `lit-qrl fit`, timed from outside: wall clock between rows of metrics.csv, peak memory of the device.
+
+    python benchmarks/iteration.py --cases full-1.5b lora-7b qerl-32b --checkpoints none auto --out out.json
+
+Each run is the command that a user would type, in a process of its own; this one reads `metrics.csv` every 20 ms and
+asks the driver for the memory in use. Models have Qwen2.5's shapes and random weights, written to a folder first, so
+that loading, checkpoints and resuming are a user's too. Iterations before the third do not count; figures are medians.
+
+full-1.5b  full fine-tuning in bf16, gradient checkpointing, TIS
+lora-7b    LoRA of rank 32 on all linear layers in bf16, gradient checkpointing, TIS
+qerl-32b   NVFP4 base from a quantized folder under a LoRA of rank 32
+
+`--tiny` tries every line on a CPU.
+"""
+
+import argparse
+import csv
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from qerl import SHAPES, write_model  # noqa: E402  beside this script
+
+SHAPES["1.5b"] = {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+LORA = {"class_path": "peft.LoraConfig", "init_args": {"r": 32, "lora_alpha": 64, "target_modules": "all-linear"}}
+TIS = {"class_path": "TruncatedIS"}
+CASES: dict[str, dict[str, Any]] = {
+    "full-1.5b": {"shape": "1.5b", "prompts": 16, "completion": 512, "micro_batches": 8},
+    "lora-7b": {"shape": "7b", "prompts": 16, "completion": 512, "micro_batches": 16, "lora": LORA},
+    "qerl-32b": {"shape": "32b", "prompts": 4, "completion": 300, "micro_batches": 8, "lora": LORA, "format": "nvfp4"},
+}
+WARM_UP = 2
+PHASES = ("publish", "rollout", "score", "update", "evaluate", "checkpoint", "other")
+
+
+def parse() -> argparse.Namespace:
+    """Return the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--checkpoints", nargs="+", choices=("none", "auto", "every"), default=["none", "auto"])
+    parser.add_argument("--iterations", type=int, default=7, help="of each run, the first two of which do not count")
+    parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt")
+    parser.add_argument("--models", type=Path, help="where model folders are kept (default: nowhere)")
+    parser.add_argument("--timeout", type=float, default=400, help="seconds for each run")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="OPTION", help="further options of fit, such as --a.b c"
+    )
+    parser.add_argument("--tiny", action="store_true", help="toy shapes and lengths, on a CPU")
+    parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run every case and print one table."""
+    args = parse()
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        models = args.models or Path(temporary)
+        for name in args.cases:
+            case = dict(CASES[name])
+            if args.tiny:
+                case |= {"shape": "tiny", "prompts": 4, "completion": 8, "micro_batches": 2}
+            folder = model_folder(models, case["shape"], case.get("format"))
+            for checkpoints in args.checkpoints:
+                run = Path(temporary) / f"{name}-{checkpoints}"
+                result = {"case": name, "checkpoints": checkpoints, **measure(args, case, folder, run, checkpoints)}
+                print(json.dumps(result), flush=True)
+                results.append(result)
+                if args.out:
+                    args.out.write_text(json.dumps(results, indent=1))
+    table(results)
+
+
+# --------------------------------------------------------------------------------------------------------------- model
+
+
+def model_folder(models: Path, shape: str, format: str | None) -> Path:
+    """Return the folder of a model of that shape with random weights, plain or quantized, made where it is not."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    from lit_qrl import formats
+    from lit_qrl.network.folder import CheckpointWriter
+    from lit_qrl.network.linears import quantizable_linears
+    from lit_qrl.network.stream import export_tensors
+
+    folder = models / "-".join(filter(None, (shape, format)))
+    if (folder / "config.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    config = Qwen2Config(**SHAPES[shape], max_position_embeddings=4096, dtype="bfloat16")
+    write_model(config, folder)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in network.named_parameters():
+            made = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
+            if parameter.ndim == 2:
+                made.normal_(std=0.02, generator=generator)
+            else:
+                made.fill_(1.0 if "norm" in name else 0.0)
+            yield name, made
+
+    chosen = None if format is None else formats.get(format)
+    writer = CheckpointWriter(folder, 4 << 30)
+    with torch.no_grad():
+        for name, tensor in export_tensors(weights(), chosen, list(quantizable_linears(network)), torch.bfloat16):
+            writer.add(name, tensor)
+    writer.close()
+    if chosen is not None:
+        content = json.loads((folder / "config.json").read_text())
+        content["quantization_config"] = chosen.quantization_config(["lm_head"])
+        (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+# ----------------------------------------------------------------------------------------------------------------- run
+
+
+def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Path, checkpoints: str) -> dict[str, Any]:
+    """Return the figures of one run, or what went wrong."""
+    import yaml
+
+    run.parent.mkdir(parents=True, exist_ok=True)
+    config = run.with_suffix(".yaml")
+    config.write_text(yaml.safe_dump(configuration(args, case, model, run, checkpoints)))
+    log = run.with_suffix(".log").open("w")
+    command = [sys.executable, "-c", "from lit_qrl.cli.main import main; main()", "fit", "--config", str(config)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT), *sys.path[1:]])}
+    process = subprocess.Popen([*command, *args.set], stdout=log, stderr=log, env=environment, cwd=run.parent)
+    ends, peak, deadline = watch(process, run / "metrics.csv", time.monotonic() + args.timeout)
+    rows = read_rows(run / "metrics.csv")
+    if process.returncode or len(rows) <= WARM_UP + 1:
+        return {"error": f"status {process.returncode}", "log": run.with_suffix(".log").read_text()[-2000:]}
+    wall = [b - a for a, b in itertools.pairwise(ends)][WARM_UP - 1 :]
+    phases = {
+        phase: round(statistics.median(row.get(f"time/{phase}", 0.0) for row in rows[WARM_UP:]), 3) for phase in PHASES
+    }
+    without = [
+        row["time/iteration"] - row.get("time/checkpoint", 0.0) - row.get("time/other", 0.0) for row in rows[WARM_UP:]
+    ]
+    saved = run / "checkpoints" / "last.ckpt"
+    return {
+        "wall": round(statistics.median(wall), 3),
+        "mean_wall": round(statistics.mean(wall), 3),
+        "phases_sum": round(statistics.median(without), 3),
+        "row_iteration": round(statistics.median(row["time/iteration"] for row in rows[WARM_UP:]), 3),
+        "walls": [round(one, 2) for one in wall],
+        "checkpoint_seconds": [round(row.get("time/checkpoint", 0.0), 2) for row in rows],
+        "checkpoint_gib": round(saved.stat().st_size / 2**30, 2) if saved.exists() else None,
+        "peak_gib": peak,
+        "seconds_in_all": round(time.monotonic() - deadline + args.timeout, 1),
+        **phases,
+    }
+
+
+def configuration(
+    args: argparse.Namespace, case: dict[str, Any], model: Path, run: Path, checkpoints: str
+) -> dict[str, Any]:
+    """Return the YAML of a run."""
+    import random
+
+    prompt = 12 if args.tiny else args.prompt
+    draw = random.Random(0)
+    data = run.with_suffix(".jsonl")
+    vocabulary = SHAPES[case["shape"]]["vocab_size"]
+    rows = ({"question": " ".join(f"w{draw.randrange(3, vocabulary)}" for _ in range(prompt))} for _ in range(256))
+    data.write_text("".join(json.dumps({**row, "answer": "1"}) + "\n" for row in rows))
+    engine = {"class_path": "TransformersEngine"}
+    if not args.tiny:
+        share = 0.5 if case["shape"] == "32b" else 0.35
+        options = {"gpu_memory_utilization": share, "quick_start": True, "max_lora_rank": 32 if "lora" in case else 0}
+        engine = {"class_path": "VLLMEngine", "init_args": options}
+    plugin = [{"class_path": "NVFP4LoRA", "init_args": {"autocast": "bf16"}}] if case.get("format") else None
+    policy = {
+        "model": str(model),
+        "tokenizer": str(model / "tokenizer"),
+        "dtype": "bf16",
+        "gradient_checkpointing": True,
+        **({"lora": case["lora"]} if "lora" in case else {}),
+    }
+    task = {"path": str(data), "evaluation_size": 8, "chat": False, "rewards": [{"class_path": "even_words.EvenWords"}]}
+    trainer = {"default_root_dir": str(run), "max_epochs": args.iterations, "limit_val_batches": 0, "devices": 1}
+    if case.get("format"):
+        trainer["plugins"] = plugin
+    else:
+        trainer |= {"precision": "bf16-true", "callbacks": [TIS]}
+    return {
+        "seed_everything": 0,
+        "model": {
+            "policy": {"class_path": "CausalPolicy", "init_args": policy},
+            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-6}},
+        },
+        "data": {
+            "task": {"class_path": "DatasetTask", "init_args": task},
+            "engine": engine,
+            "prompts_per_iteration": case["prompts"],
+            "group_size": 8,
+            "micro_batches": case["micro_batches"],
+            "max_prompt_tokens": prompt + 8,
+            "max_completion_tokens": case["completion"],
+        },
+        "publisher": {"lora": "adapter" if "lora" in case and not args.tiny else "auto"},
+        "checkpoint": {"every_n_iterations": {"none": 0, "auto": "auto", "every": 1}[checkpoints]},
+        "trainer": trainer,
+    }
+
+
+def watch(process: subprocess.Popen, metrics: Path, deadline: float) -> tuple[list[float], float | None, float]:
+    """Return when each row of an iteration appeared, the device's peak in GiB, and the deadline."""
+    ends: list[float] = []
+    peak, asked = 0.0, 0.0
+    while process.poll() is None and time.monotonic() < deadline:
+        if metrics.exists():
+            seen = len(read_rows(metrics))
+            ends += [time.monotonic()] * (seen - len(ends))
+        if time.monotonic() - asked > 1.0:
+            peak, asked = max(peak, device_memory()), time.monotonic()
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    return ends, round(peak, 1) or None, deadline
+
+
+def read_rows(metrics: Path) -> list[dict[str, float]]:
+    """Return the rows of finished iterations."""
+    if not metrics.exists():
+        return []
+    with metrics.open() as file:
+        found = [row for row in csv.DictReader(file) if row.get("time/iteration")]
+    return [{key: float(value) for key, value in row.items() if key.startswith("time/") and value} for row in found]
+
+
+def device_memory() -> float:
+    """Return what the driver says is used on the first GPU, in GiB; 0 without one."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
+    try:
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]) / 1024
+    except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
+        return 0.0
+
+
+def table(results: list[dict[str, Any]]) -> None:
+    """Print one line a run."""
+    columns = ("wall", "mean_wall", "phases_sum", *PHASES, "checkpoint_gib", "peak_gib")
+    print(" | ".join(["case", "checkpoints", *columns]))
+    for result in results:
+        cells = [str(result.get(column, "")) for column in columns]
+        print(" | ".join([result["case"], result["checkpoints"], *cells, result.get("error", "")]))
+
+
+if __name__ == "__main__":
+    main()

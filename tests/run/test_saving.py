@@ -1,0 +1,101 @@
+import errno
+import os
+import threading
+
+import pytest
+import torch
+
+from lit_qrl.errors import StoppedError
+from lit_qrl.run import saving
+from lit_qrl.run.saving import Cadence, CheckpointFiles
+
+
+def checkpoint(value=1.0):
+    weight = torch.full((3, 2), value)
+    return {"epoch": 4, "state_dict": {"a": weight, "tied": weight, "b": torch.arange(5)}, "gates": [torch.zeros(0)]}
+
+
+def test_what_is_written_is_the_state_at_the_call(tmp_path, monkeypatch):
+    held, save = threading.Event(), torch.save
+    monkeypatch.setattr(saving.torch, "save", lambda *given: held.wait(30) and save(*given))
+    files, given = CheckpointFiles(), checkpoint()
+    files.save(given, [tmp_path / "last.ckpt", tmp_path / "copy.ckpt"])
+    assert files.writing
+    given["state_dict"]["a"].fill_(7.0)
+    given["epoch"] = 5
+    held.set()
+    files.wait()
+    assert not files.writing
+    for name in ("last", "copy"):
+        loaded = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
+        assert loaded["epoch"] == 4
+        assert torch.equal(loaded["state_dict"]["a"], torch.ones(3, 2))
+        assert loaded["state_dict"]["a"].data_ptr() == loaded["state_dict"]["tied"].data_ptr()
+        assert torch.equal(loaded["state_dict"]["b"], torch.arange(5))
+        assert loaded["gates"][0].shape == (0,)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy.ckpt", "last.ckpt"]
+
+
+def test_the_copy_on_the_host_is_used_again(tmp_path):
+    files = CheckpointFiles()
+    files.save(checkpoint(1.0), [tmp_path / "last.ckpt"])
+    files.wait()
+    first = sorted(one.data_ptr() for kind in files._buffers.values() for one in kind if one.numel())
+    files.save({**checkpoint(2.0), "more": torch.ones(7)}, [tmp_path / "last.ckpt"])
+    files.wait()
+    again = sorted(one.data_ptr() for kind in files._buffers.values() for one in kind if one.numel())
+    assert len(first) == 2  # tied weights are one
+    assert set(first) < set(again)
+    assert len(again) == 3
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]["a"][0, 0] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device.*Free some space"),
+        (PermissionError(errno.EACCES, "Permission denied"), "Permission denied.*can be written"),
+        (RuntimeError("PytorchStreamWriter failed writing file data/0"), "failed writing.*Free some space"),
+    ],
+)
+def test_a_write_that_fails_leaves_the_file_before_it_and_is_told_at_the_next(tmp_path, monkeypatch, error, message):
+    files, target = CheckpointFiles(), tmp_path / "last.ckpt"
+    files.save(checkpoint(), [target])
+    files.wait()
+    before = target.read_bytes()
+
+    def fails(content, file):
+        file.write(b"half of it")
+        raise error
+
+    monkeypatch.setattr(saving.torch, "save", fails)
+    files.save(checkpoint(2.0), [target])
+    with pytest.raises(StoppedError, match=f"(?s){message}.*--ckpt_path last") as raised:
+        files.save(checkpoint(3.0), [target])
+    assert f"The one before it is whole: {target}" in str(raised.value)
+    assert target.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+    files.wait()  # it is told once
+
+
+def test_the_file_and_its_name_are_forced_to_the_disk(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(
+        saving.os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")) or fsync(handle)
+    )
+    files = CheckpointFiles()
+    files.save(checkpoint(), [tmp_path / "last.ckpt"])
+    files.wait()
+    assert synced == [str(tmp_path / ".last.ckpt.partial"), str(tmp_path)]
+
+
+def test_saves_that_cost_nothing_are_always_due_and_dear_ones_seldom():
+    cadence, saved = Cadence(0.02), []
+    for second in range(1000):
+        if cadence.due(float(second)):
+            saved.append(second)
+            cadence.saved(float(second), second + 2.0)
+    assert saved[:3] == [0, 102, 204]
+    assert 2.0 * len(saved) / 1000 <= 0.021
+    cadence.saved(5.0, 5.0)
+    assert cadence.due(5.0)
