@@ -1,6 +1,6 @@
 """Draw docs/figures/architecture.png from the code: the loop with its functions, and the rooms with their imports.
 
-    python docs/draw_architecture.py
+python docs/draw_architecture.py
 """
 
 import ast
@@ -70,7 +70,9 @@ def draw_loop(axes: plt.Axes) -> None:
     bottom, top = 10 - 1.7 * (len(steps) - 1) + 0.55, 10.55
     arrow(axes, (5.8, bottom), (5.8, top), connectionstyle="bar,fraction=0.05", color=ACCENT)
     axes.text(6.5, (bottom + top) / 2, "next iteration", rotation=90, color=ACCENT, fontsize=9, va="center")
-    axes.text(0.4, 11.45, "sampler's side shaded; hooks of callbacks: on_rollout_start, on_publish,", fontsize=8, color=INK)
+    axes.text(
+        0.4, 11.45, "sampler's side shaded; hooks of callbacks: on_rollout_start, on_publish,", fontsize=8, color=INK
+    )
     axes.text(0.4, 11.2, "on_generation_end, on_rollout_end, correct", fontsize=8, color=INK)
     axes.set(xlim=(0, 7), ylim=(0.8, 11.8))
     axes.axis("off")
@@ -101,7 +103,9 @@ def draw_rooms(axes: plt.Axes) -> None:
             width = 0.45 + 0.1 * len(name) + 2.1 * (lines[name] / max(lines.values())) ** 0.5
             box(axes, x, y, width, height, SOFT if name == "loop" else PAPER)
             axes.text(x + 0.1, y + height / 2, name, fontsize=9, color=INK, va="center", fontweight="bold")
-            axes.text(x + width - 0.08, y + height / 2, f"{lines[name]}", fontsize=7, color=FAINT, va="center", ha="right")
+            axes.text(
+                x + width - 0.08, y + height / 2, f"{lines[name]}", fontsize=7, color=FAINT, va="center", ha="right"
+            )
             x += width + 0.12
         wanted = {one for name in rooms for one in uses[name]}
         order = [name for above in FLOORS[:floor] for name in above if name in wanted]

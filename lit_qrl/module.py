@@ -212,7 +212,6 @@ class GRPOModule(LightningModule):
         """Close the iteration after its last update."""
         if self.trainer.is_last_batch:
             self.iteration.close(self.reduce)
-        self.iteration.update_ends()
 
     def on_train_epoch_end(self) -> None:
         """Log the iteration's row; the epoch end that a resumed run repeats has none and logs nothing."""

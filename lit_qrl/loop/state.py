@@ -35,7 +35,7 @@ class IterationState:
         self.skip_step = False
         self.row: dict[str, float] = {}
         self._closed: float | None = None
-        self._update_began: float | None = None
+        self._update_began: tuple[float, float] | None = None
         self._open, self._accounted = 0, 0.0
 
     def start(self) -> None:
@@ -60,13 +60,15 @@ class IterationState:
             self._accounted += seconds
 
     def update_begins(self) -> None:
-        """Start the clock of one micro-batch's forward and backward pass."""
-        self._update_began = time.perf_counter()
+        """Start the clock of the updates at the first micro-batch; a second call changes nothing."""
+        if self._update_began is None:
+            self._update_began = time.perf_counter(), self._accounted
 
     def update_ends(self) -> None:
-        """Add its seconds to `time/update`."""
+        """Add what passed since to `time/update`, less the phases in between: a device works while the host deals."""
         if self._update_began is not None:
-            self._account("update", time.perf_counter() - self._update_began)
+            began, accounted = self._update_began
+            self._account("update", time.perf_counter() - began - (self._accounted - accounted))
             self._update_began = None
 
     def remember_old(self, part: MicroBatch, logprobs: Tensor) -> None:

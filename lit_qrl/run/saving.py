@@ -5,13 +5,14 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.serialization import get_crc32_options, set_crc32_options
 from torch.utils import _pytree as pytree
 
 from lit_qrl.errors import StoppedError
@@ -94,7 +95,7 @@ class CheckpointFiles:
             self._target = target
             partial = target.with_name(f".{target.name}.partial")
             try:
-                with partial.open("wb") as file:
+                with partial.open("wb") as file, _without_sums():
                     torch.save(staged, file)
                     file.flush()
                     os.fsync(file.fileno())
@@ -105,6 +106,17 @@ class CheckpointFiles:
                 with suppress(OSError):
                     partial.unlink(missing_ok=True)
                 return
+
+
+@contextmanager
+def _without_sums() -> Iterator[None]:
+    """Leave out the sums that `torch.load` does not look at: the run would stand still while they are made."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
 
 
 def _sync_folder(folder: Path) -> None:

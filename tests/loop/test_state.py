@@ -19,7 +19,8 @@ def test_a_closed_iteration_is_one_row_and_the_row_is_had_once():
     with state.timed("rollout"), state.timed("generate"):
         pass
     state.update_begins()
-    state.update_ends()
+    with state.timed("score"):
+        pass
     state.metrics.value("noise/sigma", 0.5)
     state.close(no_all_reduce)
     row = state.take_row()
@@ -27,7 +28,7 @@ def test_a_closed_iteration_is_one_row_and_the_row_is_had_once():
     assert row["reward/digits"] == 1.0
     assert row["rollout/length"] == 1.5
     assert row["noise/sigma"] == 0.5
-    parts = row["time/rollout"] + row["time/update"] + row["time/other"]
+    parts = row["time/rollout"] + row["time/score"] + row["time/update"] + row["time/other"]
     assert abs(parts - row["time/iteration"]) < 1e-5
     assert row["time/generate"] <= row["time/rollout"]  # a part of it, counted once
     assert state.rollout is None
