@@ -35,6 +35,7 @@ def choose(
         dtype: of the inputs.
         device: of the inputs.
 
+    >>> from lit_qrl.formats import Int4Group
     >>> choose("auto", Int4Group(), (128, 128), torch.bfloat16, torch.device("cpu"))
     'the learner is on cpu, and the kernels are CUDA ones'
     """

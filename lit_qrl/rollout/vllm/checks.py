@@ -21,7 +21,7 @@ GIB = 2**30
 def automatic_dtype(format: "NumberFormat | None", learner: torch.dtype) -> torch.dtype:
     """Return the engine's dtype: the format's or the learner's own, bf16 where kernels take nothing else.
 
-    >>> from lit_qrl.precision import formats
+    >>> from lit_qrl import formats
     >>> automatic_dtype(formats.get("bf16"), torch.float32), automatic_dtype(None, torch.float32)
     (torch.bfloat16, torch.float32)
     """
