@@ -77,3 +77,13 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     choices = list(choices)
     close = difflib.get_close_matches(name, choices, n=1)
     return f"Did you mean {close[0]!r}?" if close else f"Choose one of {', '.join(choices)}."
+
+
+def listed(names: Iterable[str], shown: int = 5) -> str:
+    """Return the first names, and how many there are more.
+
+    >>> listed("abc", 2)
+    'a, b and 1 more'
+    """
+    names = list(names)
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")

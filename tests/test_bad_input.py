@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lit_qrl.callbacks import AIS, RLCallback, TokenVeto
-from lit_qrl.cli import export
+from lit_qrl.cli.export import export
 from lit_qrl.cli.main import main
 from lit_qrl.functional import importance
 from lit_qrl.policy import CausalPolicy
@@ -516,7 +516,7 @@ def test_a_run_that_the_guard_stops_is_no_bad_input(run, tmp_path):
 
 def test_an_adapter_is_trained_without_a_warning_of_settings_that_nobody_gave(run, recwarn, tmp_path):
     assert run(*LORA)[0] == 0
-    export.main([str(tmp_path / "run"), "--output", str(tmp_path / "out")])
+    export(tmp_path / "run", output=tmp_path / "out")
     assert not [warning for warning in recwarn if "loftq_config" in str(warning.message)]
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, listed
 
 SHOWN = 6
 """Files that are listed as a choice."""
@@ -86,5 +86,4 @@ def _yaml_files(folder: Path) -> list[Path]:
 
 
 def _choose(files: Sequence[str]) -> str:
-    more = f" and {len(files) - SHOWN} more" if len(files) > SHOWN else ""
-    return f"Choose one of {', '.join(files[:SHOWN])}{more}."
+    return f"Choose one of {listed(files, SHOWN)}."

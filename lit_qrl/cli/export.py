@@ -1,89 +1,90 @@
 """`lit-qrl export`: the policy of a run becomes a Hugging Face folder: plain, quantized, or its adapter."""
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from lit_qrl.cli.parser import CommandParser
-from lit_qrl.cli.runs import meant
 from lit_qrl.errors import ConfigError, nearest
+from lit_qrl.run.folder import meant
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """Names of dtypes in a configuration."""
-_EXAMPLES = """
-examples:
-  lit-qrl export runs/quickstart/1 --output exported/quickstart
-  lit-qrl export runs/gsm8k/3 --output exported/gsm8k-fp8 --format fp8_row
-  lit-qrl export runs/qerl/1 --output exported/qerl-adapter --adapter
-
-A LoRA is merged into its base, except with --adapter, which writes a PEFT folder. Over a base in 4 bits (NVFP4LoRA)
-the adapter alone can be exported: it belongs to that base. vLLM and transformers load every output.
-"""
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the command's parser."""
-    made = CommandParser(
-        "export",
-        description="Write the policy of a run as a Hugging Face folder. It appears when it is whole.",
-        epilog=_EXAMPLES,
-    )
-    made.add_argument("run", type=Path, metavar="RUN", help="a run folder, such as runs/quickstart/1, or a .ckpt in it")
-    made.add_argument("--output", required=True, type=Path, help="folder to make; new or empty")
-    made.add_argument("--checkpoint", default="last", metavar="NAME", help="in RUN/checkpoints (default: last)")
-    made.add_argument("--adapter", action="store_true", help="write the LoRA alone, as a PEFT folder")
-    made.add_argument("--format", help="number format of the linear layers (default: as trained)")
-    made.add_argument("--group_size", type=int, metavar="N", help="inputs per scale of int4_group (default: 128)")
-    made.add_argument("--exclude", nargs="*", default=[], metavar="GLOB", help="linear layers that stay as they are")
-    made.add_argument("--dtype", choices=["auto", "bf16", "fp16", "fp32"], default="auto", help="of everything else")
-    made.add_argument("--shard_gib", type=float, metavar="GIB", default=4.0, help="largest file written (default: 4)")
-    return made
+def export(
+    run: Path,
+    *,
+    output: Path,
+    checkpoint: str = "last",
+    adapter: bool = False,
+    format: str | None = None,
+    group_size: int | None = None,
+    exclude: Sequence[str] = (),
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto",
+    shard_gib: float = 4.0,
+) -> Path:
+    """Write the policy of a run as a Hugging Face folder. It appears when it is whole.
 
+    Examples:
+      lit-qrl export runs/quickstart/1 --output exported/quickstart
+      lit-qrl export runs/gsm8k/3 --output exported/gsm8k-fp8 --format fp8_row
+      lit-qrl export runs/qerl/1 --output exported/qerl-adapter --adapter
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Export and print where the folder is.
+    A LoRA is merged into its base, except with --adapter, which writes a PEFT folder. Over a base in 4 bits (NVFP4LoRA)
+    the adapter alone can be exported: it belongs to that base. vLLM and transformers load every output.
+
+    Args:
+        run: a run folder, such as runs/quickstart/1, or a .ckpt in it.
+        output: folder to make; new or empty.
+        checkpoint: name in RUN/checkpoints.
+        adapter: write the LoRA alone, as a PEFT folder.
+        format: number format of the linear layers (default: as trained).
+        group_size: inputs per scale of int4_group (default: 128).
+        exclude: linear layers that stay as they are: names, in which * stands for any part.
+        dtype: of everything else.
+        shard_gib: largest file written, in GiB.
+
+    Returns:
+        the folder, which is also printed.
 
     Raises:
         ConfigError: for whatever keeps the folder from being made.
     """
-    arguments = parser().parse_args(argv)
-    if arguments.adapter and (arguments.format or arguments.dtype != "auto"):
+    if adapter and (format or dtype != "auto"):
         raise ConfigError(
             "An adapter is exported as it was trained.", remedy="Leave --format and --dtype out, or --adapter."
         )
-    if arguments.shard_gib <= 0:
-        raise ConfigError("--shard_gib is too small.", expected="a positive number", given=arguments.shard_gib)
-    config_path, checkpoint_path = locate(arguments.run, arguments.checkpoint)
+    if shard_gib <= 0:
+        raise ConfigError("--shard_gib is too small.", expected="a positive number", given=shard_gib)
+    config_path, checkpoint_path = locate(run, checkpoint)
 
     from lit_qrl import formats
     from lit_qrl.network.folder import appearing, refuse_existing
     from lit_qrl.policy import DTYPES
     from lit_qrl.quantize.folder import quantize_checkpoint
 
-    options = {} if arguments.group_size is None else {"group_size": arguments.group_size}
-    format = formats.get(arguments.format, **options) if arguments.format else None
-    dtype = DTYPES.get(arguments.dtype)
-    if isinstance(format, formats.Dense):
-        format, dtype = None, format.dtype
-    refuse_existing(arguments.output)
-    policy = restore(config_path, checkpoint_path, adapter_only=arguments.adapter)
-    shard_bytes = int(arguments.shard_gib * 2**30)
-    if arguments.adapter:
-        with appearing(arguments.output) as folder:
+    options = {} if group_size is None else {"group_size": group_size}
+    chosen = formats.get(format, **options) if format else None
+    plain = DTYPES.get(dtype)
+    if isinstance(chosen, formats.Dense):
+        chosen, plain = None, chosen.dtype
+    refuse_existing(output)
+    policy = restore(config_path, checkpoint_path, adapter_only=adapter)
+    shard_bytes = int(shard_gib * 2**30)
+    if adapter:
+        with appearing(output) as folder:
             write_adapter(policy, folder)
-    elif format is None:
-        with appearing(arguments.output) as folder:
-            write_plain(policy, folder, dtype, shard_bytes)
+    elif chosen is None:
+        with appearing(output) as folder:
+            write_plain(policy, folder, plain, shard_bytes)
     else:
-        arguments.output.absolute().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".export-", dir=arguments.output.absolute().parent) as place:
-            write_plain(policy, Path(place), dtype, shard_bytes)
-            quantize_checkpoint(
-                Path(place), arguments.output, format, exclude=arguments.exclude, dtype=dtype, shard_bytes=shard_bytes
-            )
-    print(arguments.output)
+        output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=output.absolute().parent) as place:
+            write_plain(policy, Path(place), plain, shard_bytes)
+            quantize_checkpoint(Path(place), output, chosen, exclude=exclude, dtype=plain, shard_bytes=shard_bytes)
+    print(output)
+    return output
 
 
 def locate(run: Path, name: str) -> tuple[Path, Path]:

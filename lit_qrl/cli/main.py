@@ -1,4 +1,4 @@
-"""The command `lit-qrl`: LightningCLI for training, and parsers of their own for the rest."""
+"""The command `lit-qrl`: LightningCLI for training, and functions for the rest."""
 
 import importlib
 import os
@@ -47,7 +47,9 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.path.insert(0, os.getcwd())  # so that `class_path: my_file.MyCallback` finds the user's own code
     try:
         if word in COMMANDS:
-            importlib.import_module(f"lit_qrl.cli.{word}").main(args[1:])
+            from lit_qrl.cli.parser import run
+
+            run(getattr(importlib.import_module(f"lit_qrl.cli.{word}"), word), args[1:])
         elif word in TRAINING:
             run_training(args)
         else:

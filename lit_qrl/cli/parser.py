@@ -1,40 +1,130 @@
-"""The parser of the commands that are not the Trainer's: what it refuses is one paragraph."""
+"""The parsers of `lit-qrl`: what they refuse is one paragraph, and a command's parser is made from its function."""
 
-import argparse
-from collections.abc import Sequence
-from typing import Any, NoReturn
+import inspect
+import re
+from argparse import SUPPRESS, Action, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
+
+from lit_qrl.cli.errors import readable
 from lit_qrl.errors import ConfigError, nearest
 
+TRUTHS = {"true": "true", "yes": "true", "1": "true", "false": "false", "no": "false", "0": "false"}
+"""Words for a parameter that is a bool, and the parser's own."""
 
-class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are a `ConfigError` and whose options are written out.
+
+class ReadableParser(ArgumentParser):
+    """A parser whose errors are a `ConfigError` of one paragraph, and whose options are written out."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # The parsers of subcommands take this from their parent: a misspelt option must not be taken for a longer one.
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def classes(self, key: str) -> Iterable[str]:
+        """Return the names that a `class_path` may have at a key."""
+        return ()
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise the paragraph; `main` prints it."""
+        raise ConfigError(readable(message, self.classes, self._option_string_actions)) from ex
+
+
+class CommandParser(ReadableParser):
+    """The parser of a command that is a function: its options are the parameters, their help is the docstring's.
+
+    Required parameters are positional, unless the function takes them by keyword only. A sequence is given as several
+    words, and a bool may stand without a value. The docstring's first paragraph is the description, and what stands
+    between it and `Args:` comes after the options.
 
     Args:
-        command: the word after `lit-qrl`.
-        description: what the command does.
-        epilog: examples.
+        function: the command; its name is the word after `lit-qrl`.
     """
 
-    def __init__(self, command: str, description: str, epilog: str) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        text = (inspect.getdoc(function) or "").partition("\nArgs:\n")[0]
+        description, _, epilog = text.partition("\n\n")
+        self._hints: dict[str, Any] = {}
         super().__init__(
-            prog=f"lit-qrl {command}",
-            description=description,
-            epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
+            prog=f"lit-qrl {function.__name__}", description=description, epilog=epilog.strip(), formatter_class=Help
         )
+        self._hints = {name: one.annotation for name, one in inspect.signature(function).parameters.items()}
+        self.add_function_arguments(function, as_group=False, as_positional=True)
+        self._shown = {one.dest: (one.option_strings or [str(one.metavar)])[0] for one in self._actions}
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def add_argument(self, *names: str, **kwargs: Any) -> Action | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Add an argument; one of the function's parameters takes as many words as its type says."""
+        name = names[0].lstrip("-")
+        hint = self._hints.get(name)
+        if hint is bool:
+            kwargs |= {"nargs": "?", "const": True}
+        elif hint in (int, int | None):
+            kwargs["metavar"] = "N"
+        elif hint and get_origin(hint) is not Literal:  # of which all choices are shown
+            kwargs["metavar"] = name.rpartition("_")[2].upper()
+        if get_origin(hint) is Sequence:
+            (kind,), default, names = get_args(hint), kwargs.get("default"), names[:1]
+            del kwargs["action"]
+            kwargs |= {"type": kind, "nargs": "*" if default == () else "+", "metavar": name.removesuffix("s").upper()}
+            if default is not None:
+                kwargs["default"] = list(default)
+        return super().add_argument(*names, **kwargs)
+
+    def parse_args(self, args: Sequence[str], **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the arguments; a misspelt option is named before one that is missing because of it."""
-        for word in args or ():
-            option = word.partition("=")[0]
-            if option.startswith("--") and option not in self._option_string_actions:
+        return super().parse_args(list(self._words(args)), **kwargs)
+
+    def _words(self, args: Sequence[str]) -> Iterator[str]:
+        """Yield the words, a bool and its value as one; a value that may be left out must not take a positional's."""
+        rest, positional = list(args), any(not one.option_strings for one in self._actions)
+        while rest:
+            word = rest.pop(0)
+            option, equals, value = word.partition("=")
+            action = self._option_string_actions.get(option)
+            if option.startswith("--") and action is None:
                 raise ConfigError(
                     f"{option} is not an option of {self.prog}.", remedy=nearest(option, self._option_string_actions)
                 )
-        return super().parse_args(args, namespace)
+            if action and self._hints.get(action.dest) is bool:
+                if not equals:
+                    taken = rest and not rest[0].startswith("--") and (rest[0].lower() in TRUTHS or not positional)
+                    value = rest.pop(0) if taken else "true"
+                word = f"{option}={TRUTHS.get(value.lower(), value)}"
+            yield word
 
-    def error(self, message: str) -> NoReturn:
-        """Raise the paragraph; `main` prints it."""
-        raise ConfigError(f"{message[:1].upper()}{message[1:]}.", remedy=f"See {self.prog} --help.")
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise the paragraph, in which parameters are called as on the command line."""
+        message = re.sub(r'(?<=Parser key ")\w+', lambda found: self._shown[found[0]], message)
+        if missing := re.search(r"arguments are required: (.*)", message):
+            text = f"The following arguments are required: {', '.join(self._shown[k] for k in missing[1].split(', '))}."
+        else:
+            text = readable(message, options=self._option_string_actions)
+        raise ConfigError(text[:1].upper() + text[1:], remedy=f"See {self.prog} --help.") from ex
+
+
+class Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
+    """Help in which examples keep their lines; defaults and what is required are told, types are not."""
+
+    def _get_help_string(self, action: Action) -> str:
+        text, default = (action.help or "").removesuffix("."), action.default
+        if action.required and action.option_strings:
+            return f"{text} (required)"
+        if default in (None, SUPPRESS, []) or "default:" in text:
+            return text
+        if isinstance(default, list):
+            default = " ".join(default)
+        elif isinstance(default, bool):
+            default = str(default).lower()
+        elif isinstance(default, float):
+            default = f"{default:g}"
+        return f"{text} (default: {default})"
+
+
+def run(function: Callable[..., Any], args: Sequence[str]) -> Any:
+    """Return what a command returns when it is called with the words of the command line.
+
+    Raises:
+        ConfigError: for words that it does not take.
+    """
+    return function(**vars(CommandParser(function).parse_args(args)))

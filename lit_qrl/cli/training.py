@@ -1,6 +1,7 @@
 """LightningCLI with the parts that every run has: publisher, monitor, guard, report, checkpoint, progress."""
 
 import logging
+import re
 import shlex
 import signal
 import warnings
@@ -17,11 +18,12 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch.optim import Optimizer
 
 # Imported so that `class_path: AIS` resolves without a module path.
 from lit_qrl import callbacks, formats, objective, optim, policy, precision, rewards, rollout, strategies
+from lit_qrl.aliases import current
 from lit_qrl.callbacks.checkpoint import RunCheckpoint, resolve_checkpoint
 from lit_qrl.callbacks.guard import Guard
 from lit_qrl.callbacks.mismatch import MismatchMonitor
@@ -30,11 +32,9 @@ from lit_qrl.callbacks.progress import RLProgress
 from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.callbacks.report import Report
 from lit_qrl.cli.config_files import check_config_files
+from lit_qrl.cli.errors import made_by_training, paragraph, refused
 from lit_qrl.cli.main import run_folder_name
-from lit_qrl.cli.parser_errors import readable
-from lit_qrl.cli.publish_errors import made_by_training, paragraph
-from lit_qrl.cli.run_config import RunConfig
-from lit_qrl.cli.trainer_errors import REFUSALS, refused
+from lit_qrl.cli.parser import ReadableParser
 from lit_qrl.data import tasks
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.data.task import Task
@@ -44,6 +44,7 @@ from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.module import GRPOModule
 from lit_qrl.precision import QuantizedPrecision
 from lit_qrl.receipts.ledger import PublishError
+from lit_qrl.run.config import RunConfig
 from lit_qrl.run.folder import keep_last, last_checkpoint, let_go, place
 from lit_qrl.run.identity import check_identity
 from lit_qrl.run.interrupt import Interrupted
@@ -58,6 +59,8 @@ FORCED = {
     "report": Report,
     "checkpoint": RunCheckpoint,
 }
+REFUSALS = (MisconfigurationException, ValueError, TypeError, ImportError)
+"""What the Trainer's constructor raises for settings that cannot work."""
 TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,  # the module evaluates once before the first iteration, and logs it
     "use_distributed_sampler": False,  # ranks take their share of prompts themselves
@@ -66,17 +69,17 @@ TRAINER_DEFAULTS = {
 }
 
 
-class QRLParser(LightningArgumentParser):
-    """A parser whose errors are one paragraph, and whose options are written out."""
+class QRLParser(ReadableParser, LightningArgumentParser):
+    """The parser of the Trainer's commands: it knows the names that classes may have."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # The commands' parsers take this from their parent: a misspelt option must not be taken for a longer one.
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+    def classes(self, key: str) -> list[str]:
+        """Return the names that a `class_path` may have at a key."""
+        return known_classes(key)
 
-    def error(self, message: str, ex: Exception | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Raise the paragraph; `main` prints it."""
-        options = [option for action in self._actions for option in action.option_strings]
-        raise ConfigError(readable(message, known_classes, options)) from ex
+    def dump(self, *args: Any, **kwargs: Any) -> str:
+        """Return a configuration as YAML, in which what has moved stands under its path of today."""
+        text = super().dump(*args, **kwargs)
+        return re.sub(r'(class_path"?: "?)(lit_qrl[\w.]+)', lambda found: found[1] + current(found[2]), text)
 
 
 class QRLCLI(LightningCLI):
@@ -107,6 +110,10 @@ class QRLCLI(LightningCLI):
         finally:
             cls.lock.release()
             let_go()
+
+    def subcommands(self) -> dict[str, set[str]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the command that is run alone; with the parsers of the other three, parsing takes twice as long."""
+        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name == self.arguments[0]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Give what must always be there a group of its own, and link what must agree."""

@@ -1,5 +1,6 @@
 """Where a run writes: `runs/<name>/<n>` for a training, and a folder of its command for what does not train."""
 
+import difflib
 import os
 import shutil
 import tempfile
@@ -7,7 +8,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, listed
 from lit_qrl.run.diary import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE
 
 CONFIG_FILE = "config.yaml"
@@ -200,3 +201,43 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
         given=f"{folder} ({error.strerror})",
         remedy="Set trainer.default_root_dir to another place.",
     )
+
+
+def meant(given: Path, runs: Path = Path("runs")) -> str:
+    """Return a sentence that names the run that was meant, or those to choose from.
+
+    Args:
+        given: a folder that is no run: one that holds runs, a misspelt one, or any other.
+        runs: where runs are when none is near `given`.
+    """
+    inside = _newest(given)
+    if inside:
+        return _choose(inside)
+    beside = {path.name: path for path in _folders(given.parent)}
+    others = [name for name in beside if name != given.name and not number(given)]
+    for name in difflib.get_close_matches(given.name, others):
+        found = [beside[name]] if is_run(beside[name]) else _newest(beside[name])
+        if found:
+            return _choose(found[-1:])
+    return _choose(_newest(given.parent) or _newest(runs)) or "lit-qrl fit makes one, under runs/."
+
+
+def _newest(folder: Path) -> list[Path]:
+    """Return the last run in a folder, or of each of its folders."""
+    inside = _folders(folder)
+    own = oldest_first(path for path in inside if is_run(path))
+    if own:
+        return own[-1:]
+    deeper = (oldest_first(path for path in _folders(one) if is_run(path)) for one in inside)
+    return [found[-1] for found in deeper if found]
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("[!.]*") if path.is_dir())
+
+
+def _choose(runs: Iterable[Path]) -> str:
+    names = [str(run) for run in runs]
+    if len(names) == 1:
+        return f"Did you mean {names[0]}?"
+    return f"Choose one of {listed(names)}." if names else ""

@@ -4,7 +4,9 @@ import pytest
 from transformers.utils.logging import enable_progress_bar
 
 from lit_qrl import formats
-from lit_qrl.cli.audit import main, parser
+from lit_qrl.cli.audit import audit
+from lit_qrl.cli.parser import CommandParser
+from lit_qrl.cli.parser import run as called
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.support import names_where
 from tests.tiny_run import model_folder
@@ -20,7 +22,9 @@ def arguments(tmp_path):
 
 def test_each_format_gets_a_row_and_coarser_ones_differ_more(arguments, tmp_path, capsys):
     out = tmp_path / "audit.json"
-    main([*arguments, "--formats", "bf16", "fp8_row", "nvfp4", "int4_group", "--samples", "4", "--out", str(out)])
+    called(
+        audit, [*arguments, "--formats", "bf16", "fp8_row", "nvfp4", "int4_group", "--samples", "4", "--out", str(out)]
+    )
     printed = capsys.readouterr().out.splitlines()
     assert printed.pop(0).startswith("int4_group is left out: 14 layers do not fit")  # 64 inputs, groups of 128
     assert printed[0] == "4 prompts x 4 completions of up to 8 tokens"
@@ -36,7 +40,7 @@ def test_each_format_gets_a_row_and_coarser_ones_differ_more(arguments, tmp_path
 
 def test_the_same_seed_measures_the_same(arguments, tmp_path):
     for name in ("a", "b"):
-        main([*arguments, "--formats", "fp8_row", "--out", str(tmp_path / name)])
+        called(audit, [*arguments, "--formats", "fp8_row", "--out", str(tmp_path / name)])
     assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text()
 
 
@@ -56,17 +60,21 @@ def test_the_same_seed_measures_the_same(arguments, tmp_path):
 )
 def test_what_cannot_be_measured(more, message, arguments):
     with pytest.raises(ConfigError, match=message):
-        main([*arguments, *more])
+        called(audit, [*arguments, *more])
 
 
 def test_the_help_says_which_formats_are_not_measured():
-    (formats_option,) = [action for action in parser()._actions if "--formats" in action.option_strings]
     *others, last = names_where(lambda row: not row.audited)
-    assert formats_option.help.endswith(f"(default: all but {', '.join(others)} and {last})")
+    text = " ".join(CommandParser(audit).format_help().split())
+    assert f"(default: all but {', '.join(others)} and {last})" in text
     assert set(names_where(lambda row: row.audited)) | {*others, last} == set(formats.names())
 
 
 def test_no_bar_of_another_library_stands_between_the_rows(arguments, capsys):
     enable_progress_bar()
-    main([*arguments, "--formats", "bf16", "--samples", "2"])
+    printed = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    metrics = audit(
+        model=printed["--model"], prompts=printed["--prompts"], chat=False, max_tokens=8, formats=["bf16"], samples=2
+    )
+    assert list(metrics) == ["learner", "bf16"]
     assert "Loading weights" not in capsys.readouterr().err

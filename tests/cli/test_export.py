@@ -8,8 +8,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_qrl import formats
-from lit_qrl.cli.export import main
+from lit_qrl.cli.export import export
 from lit_qrl.cli.main import main as lit_qrl
+from lit_qrl.cli.parser import run as called
 from lit_qrl.errors import ConfigError
 from tests.tiny_run import model_folder
 
@@ -69,7 +70,7 @@ def saved(run):
 
 
 def test_a_fully_trained_policy_is_written_bit_for_bit(full, tmp_path, capsys):
-    main([str(full), "--output", str(tmp_path / "out")])
+    assert export(full, output=tmp_path / "out") == tmp_path / "out"
     assert capsys.readouterr().out.strip() == str(tmp_path / "out")
     network = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     state = saved(full)
@@ -83,7 +84,7 @@ def test_a_fully_trained_policy_is_written_bit_for_bit(full, tmp_path, capsys):
 
 def test_dtype_and_shards(full, tmp_path):
     checkpoint = full / "checkpoints" / "last.ckpt"
-    main([str(checkpoint), "--output", str(tmp_path / "out"), "--dtype", "bf16", "--shard_gib", "1e-5"])
+    called(export, [str(checkpoint), "--output", str(tmp_path / "out"), "--dtype", "bf16", "--shard_gib", "1e-5"])
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
     network = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert network.dtype == torch.bfloat16
@@ -94,7 +95,7 @@ def test_dtype_and_shards(full, tmp_path):
 @pytest.mark.parametrize("name", ["fp8_row", "int4_group"])
 def test_a_quantized_export_holds_the_formats_own_codes(name, full, tmp_path):
     options = ["--group_size", "16"] if name == "int4_group" else []
-    main([str(full), "--output", str(tmp_path / "out"), "--format", name, *options])
+    called(export, [str(full), "--output", str(tmp_path / "out"), "--format", name, *options])
     format = formats.get(name, **({"group_size": 16} if options else {}))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"] == format.quantization_config(["lm_head"])
@@ -106,7 +107,7 @@ def test_a_quantized_export_holds_the_formats_own_codes(name, full, tmp_path):
 
 
 def test_an_adapter_is_merged(lora, tmp_path):
-    main([str(lora), "--output", str(tmp_path / "out")])
+    called(export, [str(lora), "--output", str(tmp_path / "out")])
     network = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     state, layer = saved(lora), "model.layers.0.mlp.down_proj"
     prefix = f"policy.model.base_model.model.{layer}"
@@ -121,7 +122,7 @@ def test_an_adapter_is_merged(lora, tmp_path):
 @pytest.mark.parametrize("which", ["lora", "packed"])
 def test_an_adapter_alone_is_a_peft_folder(which, request, tmp_path):
     run = request.getfixturevalue(which)
-    main([str(run), "--output", str(tmp_path / "out"), "--adapter"])
+    called(export, [str(run), "--output", str(tmp_path / "out"), "--adapter"])
     base = AutoModelForCausalLM.from_pretrained(run.parent / "model")
     loaded = PeftModel.from_pretrained(base, tmp_path / "out").state_dict()
     state = saved(run)
@@ -133,24 +134,24 @@ def test_an_adapter_alone_is_a_peft_folder(which, request, tmp_path):
 
 def test_a_packed_base_is_not_merged_into_a_plain_one(packed, tmp_path):
     with pytest.raises(ConfigError, match=r"lacks .* weights .*add --adapter"):
-        main([str(packed), "--output", str(tmp_path / "out")])
+        called(export, [str(packed), "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_exported(full, tmp_path):
     out = ["--output", str(tmp_path / "out")]
     with pytest.raises(ConfigError, match="has no adapter"):
-        main([str(full), *out, "--adapter"])
+        called(export, [str(full), *out, "--adapter"])
     with pytest.raises(ConfigError, match=r"not a run folder.*Did you mean .*run"):
-        main([str(full.parent), *out])
+        called(export, [str(full.parent), *out])
     with pytest.raises(ConfigError, match=r"no checkpoint 'lst'.*Did you mean 'last'"):
-        main([str(full), *out, "--checkpoint", "lst"])
+        called(export, [str(full), *out, "--checkpoint", "lst"])
     with pytest.raises(ConfigError, match=r"Did you mean 'fp8_row'"):
-        main([str(full), *out, "--format", "fp8_rows"])
+        called(export, [str(full), *out, "--format", "fp8_rows"])
     with pytest.raises(ConfigError, match="as it was trained"):
-        main([str(full), *out, "--adapter", "--format", "fp8_row"])
+        called(export, [str(full), *out, "--adapter", "--format", "fp8_row"])
     with pytest.raises(ConfigError, match="exists already"):
-        main([str(full), "--output", str(full)])
+        called(export, [str(full), "--output", str(full)])
     assert not (tmp_path / "out").exists()
 
 
@@ -159,4 +160,4 @@ def test_a_damaged_checkpoint_is_named(full, tmp_path):
     (tmp_path / "config.yaml").write_text((full / "config.yaml").read_text())
     (tmp_path / "checkpoints" / "last.ckpt").write_bytes((full / "checkpoints" / "last.ckpt").read_bytes()[:1000])
     with pytest.raises(ConfigError, match="not a readable checkpoint"):
-        main([str(tmp_path), "--output", str(tmp_path / "out")])
+        called(export, [str(tmp_path), "--output", str(tmp_path / "out")])

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from lit_qrl.cli.main import main as command_line
-from lit_qrl.cli.quantize import _size, main, parser
+from lit_qrl.cli.parser import CommandParser
+from lit_qrl.cli.parser import run as called
+from lit_qrl.cli.quantize import _size, quantize
 from lit_qrl.errors import ConfigError
 from tests.tiny_run import model_folder
 
@@ -30,7 +32,8 @@ def options(model, output, **changed):
 
 
 def test_a_folder_is_made_and_named(model, tmp_path, capsys):
-    main(options(model, tmp_path / "out", dtype="bf16"))
+    report = quantize(model=model, format="nvfp4", output=tmp_path / "out", device="cpu", dtype="bf16")
+    assert len(report.layers) == 14
     printed = capsys.readouterr().out
     assert f"{tmp_path / 'out'}: 14 linear layers in nvfp4, 0." in printed
     assert printed.count(" MiB") == 2
@@ -43,7 +46,7 @@ def test_a_folder_is_made_and_named(model, tmp_path, capsys):
 def test_awq_takes_text_or_conversations(column, model, texts, tmp_path, capsys):
     asked = {"awq": "true", "calibration": texts, "calibration_column": column}
     sizes = {"calibration_samples": 3, "calibration_tokens": 20}
-    main(options(model, tmp_path / "out", **asked, **sizes))
+    called(quantize, options(model, tmp_path / "out", **asked, **sizes))
     assert "AWQ: the layers' output error is" in capsys.readouterr().out
     awq = json.loads((tmp_path / "out" / "quantize.json").read_text())["awq"]
     assert (awq["samples"], awq["tokens"]) == (3, 20)
@@ -52,7 +55,7 @@ def test_awq_takes_text_or_conversations(column, model, texts, tmp_path, capsys)
 
 def test_group_size_and_exclude_reach_the_format(model, tmp_path):
     given = options(model, tmp_path / "out", format="int4_group", group_size=32)
-    main([*given, "--exclude", "*.o_proj", "*.down_proj"])
+    called(quantize, [*given, "--exclude", "*.o_proj", "*.down_proj"])
     quantization = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert quantization["config_groups"]["group_0"]["weights"]["group_size"] == 32
     assert len(quantization["ignore"]) == 5  # and lm_head
@@ -73,7 +76,7 @@ def test_group_size_and_exclude_reach_the_format(model, tmp_path):
 )
 def test_options_that_cannot_work(changed, match, model, tmp_path):
     with pytest.raises(ConfigError, match=match):
-        main(options(changed.pop("model_folder", model), tmp_path / "out", **changed))
+        called(quantize, options(changed.pop("model_folder", model), tmp_path / "out", **changed))
     assert not (tmp_path / "out").exists()
 
 
@@ -89,7 +92,7 @@ def test_options_that_cannot_work(changed, match, model, tmp_path):
 def test_calibration_that_cannot_work(changed, match, model, texts, tmp_path):
     asked = {"awq": "true", "calibration": texts, "calibration_tokens": 20}
     with pytest.raises(ConfigError, match=match):
-        main(options(model, tmp_path / "out", **{**asked, **changed}))
+        called(quantize, options(model, tmp_path / "out", **{**asked, **changed}))
 
 
 def test_an_error_is_one_paragraph_and_status_2(model, tmp_path, capsys):
@@ -109,9 +112,9 @@ def test_the_help_says_what_it_does(capsys):
         command_line(["quantize", "--help"])
     assert exit.value.code == 0
     text = capsys.readouterr().out
-    for word in ("--awq true|false", "--calibration_samples", "examples:", "vLLM and transformers load it"):
+    for word in ("--awq [{true,false}]", "--calibration_samples", "Examples:", "vLLM and transformers load it"):
         assert word in text
-    assert all(action.help for action in parser()._actions)
+    assert all(action.help for action in CommandParser(quantize)._actions if action.dest != "print_shtab")
 
 
 def test_the_command_line_knows_the_command(capsys):
@@ -121,7 +124,8 @@ def test_the_command_line_knows_the_command(capsys):
 
 def test_the_command_needs_no_training_parts():
     code = (
-        "import sys; from lit_qrl.cli.quantize import parser; parser();"
+        "import sys; from lit_qrl.cli.parser import CommandParser; from lit_qrl.cli.quantize import quantize;"
+        "CommandParser(quantize).format_help();"
         "sys.exit(any(m in sys.modules for m in ('torch', 'lightning')))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0

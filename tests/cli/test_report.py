@@ -1,6 +1,7 @@
 import pytest
 
-from lit_qrl.cli.report import main
+from lit_qrl.cli.parser import run as called
+from lit_qrl.cli.report import report
 from lit_qrl.errors import ConfigError
 
 
@@ -13,19 +14,19 @@ def run(tmp_path):
 
 
 def test_one_run(run, capsys):
-    main([str(run)])
+    assert report([run]) == run / "report" / "index.html"
     assert capsys.readouterr().out.strip() == str(run / "report" / "index.html")
     assert (run / "report" / "index.html").is_file()
 
 
 def test_several_runs(run, tmp_path, capsys):
-    main([str(run), str(run), "--out", str(tmp_path / "both")])
+    called(report, [str(run), str(run), "--out", str(tmp_path / "both")])
     assert capsys.readouterr().out.strip() == str(tmp_path / "both" / "index.html")
 
 
 def test_several_runs_without_a_place_go_beside_the_first(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    main(["quickstart/1", str(run)])
+    called(report, ["quickstart/1", str(run)])
     assert capsys.readouterr().out.strip() == "quickstart/comparison/index.html"
     assert (tmp_path / "quickstart" / "comparison" / "index.html").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["quickstart"]
@@ -36,33 +37,33 @@ def test_the_folder_above_runs_names_the_newest_by_number(run):
         (run.parent / number).mkdir()
         (run.parent / number / "metrics.csv").touch()
     with pytest.raises(ConfigError, match=r"Did you mean .*quickstart/10\?"):
-        main([str(run.parent)])
+        called(report, [str(run.parent)])
 
 
 def test_a_folder_that_holds_no_runs_is_not_offered_itself(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").mkdir()
     with pytest.raises(ConfigError, match=r"Given: configs\. Did you mean quickstart/1\?$"):
-        main(["configs"])
+        called(report, ["configs"])
 
 
 def test_a_typo_names_the_nearest_run(run):
     with pytest.raises(ConfigError, match=r"Did you mean .*quickstart/1\?"):
-        main([str(run.parent.parent / "quickstrat")])
+        called(report, [str(run.parent.parent / "quickstrat")])
 
 
 def test_help_says_where_a_comparison_goes(capsys):
     with pytest.raises(SystemExit):
-        main(["--help"])
+        called(report, ["--help"])
     assert "comparison beside the first RUN" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_place_that_cannot_be_written(run, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--out"):
-        main([str(run), "--out", str(tmp_path / "file" / "inside")])
+        called(report, [str(run), "--out", str(tmp_path / "file" / "inside")])
 
 
 def test_no_run_is_an_error_of_usage():
     with pytest.raises(ConfigError, match=r"required: RUN\. See lit-qrl report --help"):
-        main([])
+        called(report, [])

@@ -1,7 +1,7 @@
 import pytest
 import yaml
 
-from lit_qrl.cli.run_config import changed_settings, flat
+from lit_qrl.run.config import changed_settings, flat
 
 BASE = """
 seed_everything: 0
@@ -34,6 +34,18 @@ def test_a_configuration_is_flat_under_the_command_line_s_keys():
     assert settings["model.optimizer.betas"] == [0.9, 0.999]
     assert "trainer.plugins" not in settings
     assert flat({"rewards": [{"weight": 1}, {"weight": 2}]}) == {"rewards.0.weight": 1, "rewards.1.weight": 2}
+
+
+def test_a_class_that_has_moved_is_no_change():
+    former, now = (
+        {
+            "data": {
+                "engine": {"class_path": f"lit_qrl.rollout.{where}.TransformersEngine", "init_args": {"share": "auto"}}
+            }
+        }
+        for where in ("transformers", "embedded.engine")
+    )
+    assert changed_settings(flat(former), flat(now), everything=True) == []
 
 
 CHANGES = {

@@ -9,12 +9,12 @@ import yaml
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 
+from lit_qrl.aliases import current
+from lit_qrl.errors import listed
 from lit_qrl.run.folder import CONFIG_FILE, set_aside
 
 log = logging.getLogger(__name__)
 
-SHOWN = 5
-"""Changed settings that are named."""
 LIMITS = ("trainer.max_epochs", "trainer.max_steps")
 """How long a run is: a reason to resume it, but also the scale of a learning rate that decays."""
 NOT_LEARNING = (
@@ -60,11 +60,9 @@ class RunConfig(SaveConfigCallback):
             kept = set_aside(own)
             former = kept if former == own else former
         if changed:
-            more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
             log.warning(
-                "The run goes on with other settings than it was trained with: %s%s. The former are in %s.",
-                ", ".join(changed[:SHOWN]),
-                more,
+                "The run goes on with other settings than it was trained with: %s. The former are in %s.",
+                listed(changed),
                 former,
             )
 
@@ -95,14 +93,15 @@ def changed_settings(former: dict[str, Any], now: dict[str, Any], everything: bo
 def flat(value: Any, key: str = "") -> dict[str, Any]:
     """Return a configuration as one value per setting, under the keys that the command line has for them.
 
-    A class stands under the key of its place, a class in a list under its name; what is null is left out.
+    A class stands under the key of its place, a class in a list under its name; it is called as it is today, so that a
+    run may go on after its class has moved. What is null is left out.
 
     >>> flat({"trainer": {"callbacks": [{"class_path": "lit_qrl.callbacks.AIS", "init_args": {"clip": 5.0}}]}})
     {'trainer.callbacks.AIS': 'lit_qrl.callbacks.AIS', 'trainer.callbacks.AIS.clip': 5.0}
     """
     if isinstance(value, dict) and "class_path" in value:
         arguments = {**(value.get("init_args") or {}), **(value.get("dict_kwargs") or {})}
-        return {key: value["class_path"], **flat(arguments, key)}
+        return {key: current(value["class_path"]), **flat(arguments, key)}
     if isinstance(value, dict):
         found: dict[str, Any] = {}
         for name, part in value.items():

@@ -1,0 +1,137 @@
+"""Module paths of earlier versions: each is the module that it became, in Python, in YAML and on the command line."""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+MOVED = {
+    "callbacks._apart": "publish.adapter",
+    "callbacks._restarts": "publish.recovery",
+    "callbacks._scores": "publish.score_check",
+    "callbacks._sources": "publish.source",
+    "callbacks._updates": "loop.updates",
+    "callbacks._weighting": "loop.weighting",
+    "callbacks.base": "loop.hooks",
+    "commands": "cli",
+    "commands.runs": "run.folder",
+    "config_files": "cli.config_files",
+    "data.dealing": "loop.batching",
+    "events": "run.diary",
+    "identity": "run.identity",
+    "loggers": "run.loggers",
+    "metrics": "loop.metrics",
+    "parser_errors": "cli.errors",
+    "precision.awq": "quantize.awq",
+    "precision.block_fp8": "precision.layers.block_fp8",
+    "precision.calibration": "quantize.calibration",
+    "precision.checkpoint": "network.folder",
+    "precision.export": "network.stream",
+    "precision.formats": "formats",
+    "precision.formats.activations": "formats.kernels.activations",
+    "precision.formats.configs": "formats.base",
+    "precision.formats.fp4_triton": "formats.kernels.fp4_triton",
+    "precision.formats.fused": "formats.kernels.dispatch",
+    "precision.formats.fused_triton": "formats.kernels.fp8_triton",
+    "precision.formats.gemm": "formats.kernels.gemm",
+    "precision.formats.tiles_triton": "formats.kernels.tiles_triton",
+    "precision.formats.values_triton": "formats.kernels.values_triton",
+    "precision.fp8_support": "formats.support",
+    "precision.fused_blocks": "precision.layers.fused_blocks",
+    "precision.kernel_choice": "precision.vllm_kernels.choice",
+    "precision.lora4bit": "precision.packed_lora",
+    "precision.lora_linear": "precision.layers.lora_linear",
+    "precision.packed": "precision.packed_base",
+    "precision.packed_linear": "precision.layers.packed_linear",
+    "precision.quantize": "quantize.folder",
+    "precision.sampler_kernels": "precision.vllm_kernels.kernels",
+    "precision.shared": "precision.vllm_kernels.borrowed",
+    "precision.surgery": "network.linears",
+    "publish_errors": "cli.errors",
+    "rewards.answers": "rewards.math.answers",
+    "rewards.equivalence": "rewards.math.equivalence",
+    "rewards.normalize": "rewards.math.normalize",
+    "rewards.units": "rewards.math.units",
+    "rollout.adapter": "rollout.embedded.adapter",
+    "rollout.attention": "rollout.embedded.attention",
+    "rollout.cache": "rollout.embedded.cache",
+    "rollout.checksum": "receipts.checksum",
+    "rollout.checksum_triton": "receipts.checksum_triton",
+    "rollout.decode": "rollout.embedded.decode",
+    "rollout.loading": "rollout.embedded.loading",
+    "rollout.network": "network.head",
+    "rollout.packing": "network.packing",
+    "rollout.probe": "publish.probe",
+    "rollout.receipt": "receipts.ledger",
+    "rollout.sampling": "rollout.embedded.sampling",
+    "rollout.transformers": "rollout.embedded.engine",
+    "rollout.vllm_adapter": "rollout.vllm.adapter",
+    "rollout.vllm_blame": "rollout.vllm.errors",
+    "rollout.vllm_checks": "rollout.vllm.checks",
+    "rollout.vllm_compat": "rollout.vllm.compat",
+    "rollout.vllm_cpu": "rollout.vllm.cpu",
+    "rollout.vllm_direct": "rollout.vllm.fast_load",
+    "rollout.vllm_dummy": "rollout.vllm.dummy",
+    "rollout.vllm_folder": "rollout.vllm.folder",
+    "rollout.vllm_marlin": "rollout.vllm.marlin",
+    "rollout.vllm_nf4": "rollout.vllm.nf4",
+    "rollout.vllm_places": "rollout.vllm.locations",
+    "rollout.vllm_requests": "rollout.vllm.requests",
+    "rollout.vllm_shared": "rollout.vllm.lending",
+    "rollout.vllm_sleep": "rollout.vllm.sleep",
+    "rollout.vllm_watchdog": "rollout.vllm.watchdog",
+    "rollout.vllm_weights": "rollout.vllm.live_model",
+    "rollout.warm_up": "rollout.vllm.warm_up",
+    "run_config": "run.config",
+    "run_folder": "run.folder",
+    "trainer_errors": "cli.errors",
+    "training_cli": "cli.training",
+}
+"""From what a module or package was called to what it is called, both within `lit_qrl`; what lay in it is in there."""
+
+
+def current(path: str) -> str:
+    """Return the dotted path of a module, or of what a module holds, under its name of today.
+
+    >>> current("lit_qrl.callbacks.base.RLCallback")
+    'lit_qrl.loop.hooks.RLCallback'
+    >>> current("lit_qrl.callbacks.ais.AIS")
+    'lit_qrl.callbacks.ais.AIS'
+    """
+    parts = path.split(".")
+    for end in range(len(parts), 1, -1):
+        moved = MOVED.get(".".join(parts[1:end])) if parts[0] == "lit_qrl" else None
+        if moved:
+            return ".".join(["lit_qrl", moved, *parts[end:]])
+    return path
+
+
+class OldPaths:
+    """Finds modules under their former names, and says in one line what each is called now."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return how to load a module that has another name today, None for any other."""
+        return ModuleSpec(name, self) if name.startswith("lit_qrl.") and current(name) != name else None  # pyright: ignore[reportArgumentType]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module of today: under both names there is one."""
+        module = import_module(current(spec.name))
+        spec.loader_state = module.__spec__
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            logging.getLogger(__name__).warning("%s is now %s.", spec.name, module.__name__)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave a module as it is that has run already; what it says of its origin stays its own."""
+        module.__spec__ = module.__spec__.loader_state if module.__spec__ else None
+
+
+def install() -> None:
+    """Let Python find modules under their former names; before its own finders, which would load a second copy."""
+    if not any(isinstance(finder, OldPaths) for finder in sys.meta_path):
+        sys.meta_path.insert(0, OldPaths())

@@ -1,0 +1,219 @@
+"""Errors of others as one paragraph: the parser's, the Trainer's, and a publish that did not arrive as sent.
+
+`lit-qrl COMMAND --help` reads this file too, so what loads torch or Lightning is imported inside functions.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lit_qrl.errors import ConfigError, IncompleteError, nearest
+from lit_qrl.run.folder import last_checkpoint
+
+if TYPE_CHECKING:
+    from lit_qrl.receipts.ledger import PublishError
+
+EXTRAS = {"bitsandbytes": "bnb", "transformer_engine": "te", "vllm": "vllm"}
+"""Optional libraries and what installs them."""
+HARDWARE = ("accelerator", "devices", "strategy")
+"""Settings that are shown when Lightning names none."""
+SHOWN = 4
+"""Faults that are written out."""
+PROBE_REMEDY = (
+    "Where learner and sampler may differ that much, set publisher.probe_every to 0; else choose another "
+    "publisher.format or another engine."
+)
+ENGINE_REMEDY = (
+    "If it happens once in a while, let publisher.on_fault: retry publish again; if it comes back, the engine does not "
+    "hold what it is sent, and another one, or another version of it, has to be taken."
+)
+REFUSED_REMEDY = "What is sent are the policy's weights as the callbacks' on_publish leave them: check those."
+
+
+def readable(
+    message: str, classes: Callable[[str], Iterable[str]] = lambda key: (), options: Iterable[str] = ()
+) -> str:
+    r"""Return what is wrong, what was expected and given, and the nearest name that exists.
+
+    A value that may be of several types is reported once per type; the attempt that came furthest is the true one.
+
+    Args:
+        message: the parser's message.
+        classes: from a key to the names that a `class_path` may have there, for a suggestion.
+        options: option strings of the command, for a suggestion.
+
+    >>> message = 'Parser key "trainer.callbacks":\n  - Expected a dot import path string: AISS'
+    >>> readable(message, lambda key: ["AIS", "TokenVeto"])
+    "trainer.callbacks: there is no class 'AISS'. Did you mean 'AIS'?"
+    """
+    key = re.search(r'(?:Parser key|[Kk]ey) "([^"]+)"', message)
+    where = f"{key[1]}: " if key else ""
+    given = re.search(r"(?:Given|Got) value: (.*)", message)
+    value = f" Given: {given[1].strip()}." if given else ""
+
+    # An option of a class that may be chosen by name: `NestedArg` is the parser's word for it.
+    nested = re.search(r"NestedArg\(key='([\w.]+)'", message)
+    if key and nested and "is abstract" in message:
+        return f"{where}the option {nested[1]!r} is of a class that is not chosen. Set {key[1]}.class_path first."
+    if key and nested and re.search(r"there is no option .*See --help", message):
+        example = " (such as peft.LoraConfig)" if "PeftConfig" in message else ""
+        hint = f"If no class is chosen yet, set {key[1]}.class_path first{example}; else see --help for its options."
+        return f"{where}there is no option {nested[1]!r}. {hint}"
+
+    # A class's own parser has made its paragraph already; in a list or a union it stands among other attempts.
+    inner = re.search(r"^[\s-]*((?:[\w.]+: )?(?:the value|there is no|the file) .*)$", message, re.MULTILINE)
+    if key and inner:
+        deeper = re.match(r"[\w.]+: ", inner[1])
+        return f"{key[1]}{'.' if deeper else ': '}{inner[1]}"
+
+    if found := re.search(r"(?:Option '([^']+)' is not accepted|Key '([^']+)' is not expected)", message):
+        name = found[1] or found[2]
+        missing = re.findall(r"(?:Subclass|class) '([\w.]+)'", message)
+        close = nearest(name, [option.lstrip("-") for option in options])
+        hint = close if close.startswith("Did") else "See --help for the options."
+        return f"{where}there is no option {name!r}{f' of {missing[0]}' if missing else ''}. {hint}"
+    if found := re.search(r"unrecognized arguments?: (--?[\w.+-]+)", message):
+        return f"{found[1]} is not an option of this command. {nearest(found[1], options)}"
+    if found := re.search(r"Expected a dot import path string: (\S.*)", message):
+        name = re.sub(r".*class_path:\s*([\w.]+).*", r"\1", found[1].strip())
+        known = list(classes(key[1] if key else ""))
+        hint = nearest(name, known) if known else "Give it with its module, such as package.module.Class."
+        return f"{where}there is no class {name!r}. {hint}"
+    if found := re.search(r"(?:No module named|has no attribute|cannot import name) ?'?([\w.]+)'?", message):
+        extra = EXTRAS.get(found[1].split(".")[0])
+        remedy = f"Install it: pip install 'lit-qrl[{extra}]'." if extra else "Check the class path."
+        return f"{where}{found[0].strip()}.{value} {remedy}"
+    if found := re.search(r"File does not exist: '?([^'\n]+?)'?\.?$", message, re.MULTILINE):
+        return f"{where}the file {found[1]!r} does not exist. Check the path."
+    if found := re.search(r'(?:Key|Option) "?([\w.]+)"? is required[^.]*', message):
+        return f"{found[1]} is required but was not given. Add it to a --config file or the command line."
+    if found := re.search(r"arguments are required: (.*)", message):
+        command, _, _ = found[1].partition(".")
+        names = [name.removeprefix(f"{command}.") for name in found[1].split(", ")]
+        them = "it" if len(names) == 1 else "them"
+        return (
+            f"{', '.join(names)}: required, but not given. Add {them} to a --config file or the command line, or start "
+            f"from a whole one: lit-qrl {command} --config configs/quickstart.yaml."
+        )
+    if "is required" in message:
+        return f"{where}{_first(message)} Add it to a --config file or the command line."
+    if re.search(r"(?:not accessible|Problem parsing|Unable to (?:load|parse)|No such file)", message) and not given:
+        return f"{where}{_first(message)}"
+    if found := re.match(r"Unexpected config: (.*)", message):
+        return f"A --config file holds no keys. Expected: YAML such as `data: {{group_size: 8}}`. Given: {found[1]}."
+    expected = dict.fromkeys(re.findall(r"Expected (?:an? |value )?<class '(?:[\w.]*\.)?(\w+)'>", message))
+    # A union may hold several lists, and of one list of numbers only the Subtypes say what they are.
+    literals = [line for line in message.splitlines() if re.search(r"(?:Expected|Subtypes?).*?Literal\[", line)]
+    if literals:
+        listed = ",".join(re.findall(r"Literal\[([^\]]+)\]", literals[0]))
+        choices = list(dict.fromkeys(choice.strip(" '\"") for choice in listed.split(",")))
+        close = nearest(given[1].strip(), choices) if given else ""
+        hint = f" {close}" if close.startswith("Did") else ""
+        return f"{where}the value is not one of the choices. Expected: {', '.join(choices)}.{value}{hint}"
+    if expected:
+        words = {"NoneType": "null", "bool": "true or false"}
+        kinds = " or ".join(words.get(str(kind), str(kind)) for kind in expected)
+        return f"{where}the value has the wrong type. Expected: {kinds}.{value}"
+    return f"{where}{_first(message)}{value}"
+
+
+def _first(message: str) -> str:
+    lines = [line.strip(" -:") for line in message.splitlines()]
+    telling = [line for line in lines if line and not line.startswith(("Parser key", "Subtypes", "Errors"))]
+    return (telling[0] if telling else message.strip()).rstrip(".") + "."
+
+
+def refused(error: Exception, settings: Mapping[str, Any]) -> ConfigError:
+    """Return the paragraph for what the Trainer's constructor raised.
+
+    Args:
+        error: Lightning's own.
+        settings: the Trainer's arguments by name.
+
+    >>> print(refused(ValueError("You selected an invalid accelerator name: `accelerator='gpuu'`."),
+    ...     {"accelerator": "gpuu", "devices": "auto"}))
+    Lightning cannot build the Trainer: You selected an invalid accelerator name: `accelerator='gpuu'`. Given: \
+trainer.accelerator: gpuu. Did you mean 'gpu'?
+    """
+    text = " ".join(str(error).split()).rstrip(".!")
+    keys = [key for key, value in settings.items() if value is not None and re.search(rf"\b{key}\b", text)]
+    keys = keys or [key for key in HARDWARE if settings.get(key, "auto") != "auto"]
+    given = ", ".join(f"trainer.{key}: {_shown(settings[key])}" for key in keys)
+    correct = f"Correct {' or '.join(f'trainer.{key}' for key in keys)}." if keys else "See lit-qrl fit --help."
+    remedy = _remedy(text, settings) or correct
+    return ConfigError(f"Lightning cannot build the Trainer: {text}.", given=given or None, remedy=remedy)
+
+
+def _remedy(text: str, settings: Mapping[str, Any]) -> str:
+    from lightning.pytorch.accelerators import AcceleratorRegistry
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    here = [name for name in AcceleratorRegistry if AcceleratorRegistry[name]["accelerator"].is_available()]
+    if "invalid accelerator name" in text:
+        return nearest(str(settings["accelerator"]), ["auto", "gpu", *AcceleratorRegistry])
+    if "gpu backend" in text or "accelerator is not available" in text:
+        return f"Set trainer.accelerator to auto, or to what this machine has: {', '.join(here)}."
+    if "invalid strategy name" in text:
+        return nearest(str(settings["strategy"]), ["auto", *StrategyRegistry])
+    if "requires a GPU" in text:
+        return "Set trainer.strategy to auto, or run where there is a GPU."
+    if "precision" in text and "plugins" in text:
+        return "Leave trainer.precision out: the plugin says what is computed in which precision."
+    return ""
+
+
+def _shown(value: Any) -> str:
+    plain = isinstance(value, (str, int, float, list, tuple))
+    return str(value) if plain and not (isinstance(value, list) and any(map(_built, value))) else type(value).__name__
+
+
+def _built(value: Any) -> bool:
+    return not isinstance(value, (str, int, float))
+
+
+def made_by_training(error: ConfigError, steps: int) -> bool:
+    """Return True when weights were refused that `steps` optimizer steps, and not the checkpoint, made NaN or inf.
+
+    >>> from lit_qrl.formats.numerics import NONFINITE_REMEDY
+    >>> made_by_training(ConfigError("A weight holds NaN.", remedy=NONFINITE_REMEDY), steps=0)
+    False
+    """
+    from lit_qrl.formats.numerics import NONFINITE_REMEDY
+
+    return error.remedy == NONFINITE_REMEDY and steps > 0
+
+
+def paragraph(error: "PublishError | ConfigError | IncompleteError", run_folder: str | Path) -> str:
+    """Return what is wrong with a publish, where the run left its diary and its report, and what to do.
+
+    Args:
+        error: which ended the run; a `ConfigError` is of weights that are not finite.
+        run_folder: of the run.
+
+    >>> from lit_qrl.receipts.ledger import RefusedError
+    >>> print(paragraph(RefusedError("The publish is incomplete: 1 of 9 tensors are missing.", 3), "runs/a/1"))
+    ... # doctest: +ELLIPSIS
+    The run was stopped by a publish that was refused. The publish is incomplete: 1 of 9 tensors are missing. ...
+    """
+    from lit_qrl.formats.numerics import NONFINITE_REMEDY
+    from lit_qrl.receipts.ledger import RefusedError
+
+    if isinstance(error, ConfigError):
+        return f"The run was stopped. {error} {_where(run_folder, not_finite=True)}"
+    if isinstance(error, (RefusedError, IncompleteError)):
+        return f"The run was stopped by a publish that was refused. {error} {REFUSED_REMEDY} {_where(run_folder)}"
+    which = f"publish {error.version}" if error.version >= 0 else "the publish before the first iteration"
+    faults, kinds = [str(fault) for fault in error.faults], {fault.kind for fault in error.faults}
+    more = f" (and {len(faults) - SHOWN} more)" if len(faults) > SHOWN else ""
+    remedies = {"non_finite": NONFINITE_REMEDY, "probe": PROBE_REMEDY}  # of faults that are all of one kind
+    remedy = remedies.get(min(kinds), ENGINE_REMEDY) if len(kinds) == 1 else ENGINE_REMEDY
+    where = _where(run_folder, not_finite=kinds == {"non_finite"})
+    return f"The run was stopped: {which} did not arrive as sent. {' '.join(faults[:SHOWN])}{more} {remedy} {where}"
+
+
+def _where(run_folder: str | Path, not_finite: bool = False) -> str:
+    report, saved = Path(run_folder) / "report" / "index.html", last_checkpoint(run_folder)
+    diary = f"The report is {report}." if report.is_file() else f"The run folder is {run_folder}."
+    doubt = ", and may hold these weights already" if not_finite else ""
+    return f"{diary} The last checkpoint is {saved}{doubt}." if saved else f"{diary} No checkpoint had been written."
