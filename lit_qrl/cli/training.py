@@ -26,7 +26,7 @@ from lit_qrl.callbacks.predictions import Predictions
 from lit_qrl.callbacks.progress import RLProgress
 from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.callbacks.report import Report
-from lit_qrl.cli.config_files import check_config_files
+from lit_qrl.cli.config_files import expanded
 from lit_qrl.cli.main import run_folder_name
 from lit_qrl.cli.parser_errors import readable
 from lit_qrl.cli.publish_errors import made_by_training, paragraph
@@ -83,13 +83,12 @@ class QRLCLI(LightningCLI):
     def run(cls, args: list[str]) -> "QRLCLI":
         """Parse `args`, build everything, and run the command."""
         quiet()
-        check_config_files(args)
         cls.arguments = args
         try:
             return cls(
                 GRPOModule,
                 RolloutDataModule,
-                args=args,
+                args=expanded(args),
                 parser_class=QRLParser,
                 auto_configure_optimizers=False,
                 seed_everything_default=0,
