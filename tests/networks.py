@@ -30,16 +30,22 @@ def build_tokenizer(**special):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-def build_network(config_class=Qwen3Config, seed=0, **changes):
+def build_network(config_class=Qwen3Config, seed=0, dtype=torch.float32, *, gain=4, norm=0.2, bias=0.0, **changes):
+    """Return a random network: matrices times `gain`, norms away from 1 by `norm`, biases from 0 by `bias`.
+
+    Every test's network is made here: 4 makes the smallest one sure of its tokens; the other sizes are of
+    `tests.vllm_engines`, whose kernels want more columns, and of `tests.precision.toy`, which trains.
+    """
     torch.manual_seed(seed)
     config = config_class(**{**SIZES, **changes})
-    network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    network = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for name, parameter in network.named_parameters():
-            if "norm" in name:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-            else:
-                parameter.mul_(4)
+            width = norm if "norm" in name else bias if name.endswith(".bias") else 0
+            if width:
+                parameter.add_(width * torch.randn_like(parameter))
+            elif "norm" not in name:
+                parameter.mul_(gain)
     return network.eval()
 
 
