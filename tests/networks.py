@@ -58,15 +58,27 @@ def batch_of(prompts, completions):
         tokens[row, width - len(prompt) : width] = torch.tensor(prompt)
         tokens[row, width : width + len(completion)] = torch.tensor(completion)
         mask[row, : len(completion)] = True
-    zeros = torch.zeros(b)
-    return RolloutBatch(
+    return rollout_of(
+        mask,
         tokens=tokens,
         prompt_length=torch.tensor([len(prompt) for prompt in prompts]),
-        mask=mask,
-        sampler_logprobs=torch.zeros(b, t),
-        rewards=zeros,
-        advantages=zeros,
         group=torch.arange(b),
-        version=torch.zeros(b, dtype=torch.long),
         stopped=mask[:, -1],
     )
+
+
+def rollout_of(mask, **fields):
+    """A rollout of one group and version after prompts of one token, with zeros where no field is given."""
+    b, t = mask.shape
+    zeros, integers = torch.zeros(b), torch.zeros(b, dtype=torch.long)
+    absent = {
+        "tokens": torch.ones(b, 1 + t, dtype=torch.long),
+        "prompt_length": torch.ones(b, dtype=torch.long),
+        "sampler_logprobs": torch.zeros(b, t),
+        "rewards": zeros,
+        "advantages": zeros,
+        "group": integers,
+        "version": integers,
+        "stopped": torch.ones(b, dtype=torch.bool),
+    }
+    return RolloutBatch(**{**absent, "mask": mask, **fields})

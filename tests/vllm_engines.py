@@ -17,8 +17,6 @@ from tests.networks import build_network
 VOCABULARY = 512
 LEARNING_RATE = 4e-5  # the quickstart's
 PROMPT_LIMIT, COMPLETION_LIMIT = 160, 24
-
-
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
