@@ -30,16 +30,22 @@ def build_tokenizer(**special):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-def build_network(config_class=Qwen3Config, seed=0, **changes):
+def build_network(config_class=Qwen3Config, seed=0, dtype=torch.float32, *, gain=4, norm=0.2, bias=0.0, **changes):
+    """Return a random network: matrices times `gain`, norms away from 1 by `norm`, biases from 0 by `bias`.
+
+    Every test's network is made here: 4 makes the smallest one sure of its tokens; the other sizes are of
+    `tests.vllm_engines`, whose kernels want more columns, and of `tests.precision.toy`, which trains.
+    """
     torch.manual_seed(seed)
     config = config_class(**{**SIZES, **changes})
-    network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    network = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for name, parameter in network.named_parameters():
-            if "norm" in name:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-            else:
-                parameter.mul_(4)
+            width = norm if "norm" in name else bias if name.endswith(".bias") else 0
+            if width:
+                parameter.add_(width * torch.randn_like(parameter))
+            elif "norm" not in name:
+                parameter.mul_(gain)
     return network.eval()
 
 
@@ -52,15 +58,27 @@ def batch_of(prompts, completions):
         tokens[row, width - len(prompt) : width] = torch.tensor(prompt)
         tokens[row, width : width + len(completion)] = torch.tensor(completion)
         mask[row, : len(completion)] = True
-    zeros = torch.zeros(b)
-    return RolloutBatch(
+    return rollout_of(
+        mask,
         tokens=tokens,
         prompt_length=torch.tensor([len(prompt) for prompt in prompts]),
-        mask=mask,
-        sampler_logprobs=torch.zeros(b, t),
-        rewards=zeros,
-        advantages=zeros,
         group=torch.arange(b),
-        version=torch.zeros(b, dtype=torch.long),
         stopped=mask[:, -1],
     )
+
+
+def rollout_of(mask, **fields):
+    """A rollout of one group and version after prompts of one token, with zeros where no field is given."""
+    b, t = mask.shape
+    zeros, integers = torch.zeros(b), torch.zeros(b, dtype=torch.long)
+    absent = {
+        "tokens": torch.ones(b, 1 + t, dtype=torch.long),
+        "prompt_length": torch.ones(b, dtype=torch.long),
+        "sampler_logprobs": torch.zeros(b, t),
+        "rewards": zeros,
+        "advantages": zeros,
+        "group": integers,
+        "version": integers,
+        "stopped": torch.ones(b, dtype=torch.bool),
+    }
+    return RolloutBatch(**{**absent, "mask": mask, **fields})

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lit_qrl.cli.config_files import config_files, expanded
 from lit_qrl.cli.training import QRLCLI
 from lit_qrl.errors import ConfigError
 
@@ -12,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
 WHOLE = [*CONFIGS.glob("*.yaml"), *CONFIGS.glob("recipes/*.yaml")]
 FRAGMENTS = [path for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "recipes"]
+PARTS = list(CONFIGS.glob("recipes/*/*.yaml"))
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
 CORRECTIONS = sorted(CONFIGS.glob("correction/*.yaml"))
 OTHERS = sorted(path for path in FRAGMENTS if path.parent.name != "correction")
@@ -33,10 +35,13 @@ def parse():
     parser = caught.value.args[0]
 
     def parse(*paths):
-        arguments = [part for path in paths for part in ("--config", str(path))]
-        return parser.parse_args(["fit", *arguments], _skip_validation=False).fit
+        return parser.parse_args(arguments(*paths), _skip_validation=False).fit
 
     return parse
+
+
+def arguments(*paths):
+    return expanded(["fit", *(f"--config={path}" for path in paths)])
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +52,8 @@ def _in_the_checkout(monkeypatch):
 
 def accepted(parse, *paths):
     """Whether the files are parsed into a run; one that needs a library that is missing must say how to install it."""
-    if find_spec("bitsandbytes") is None and any("bitsandbytes." in path.read_text() for path in paths):
+    read = [Path(path).read_text() for path in config_files(arguments(*paths))]
+    if find_spec("bitsandbytes") is None and any("bitsandbytes." in text for text in read):
         with pytest.raises(ConfigError, match=r"pip install 'lit-qrl\[bnb\]'"):
             parse(*paths)
         return True
@@ -75,11 +81,16 @@ def test_examples_are_accepted(parse, path, monkeypatch):
     assert accepted(parse, CONFIGS / "quickstart.yaml", path)
 
 
-@pytest.mark.parametrize("path", [*WHOLE, *FRAGMENTS, *EXAMPLES], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*WHOLE, *FRAGMENTS, *PARTS, *EXAMPLES], ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_first_line_says_what_it_is(path):
     first = path.read_text().splitlines()[0]
     assert first.startswith("# ")
     assert len(first) > 12
+
+
+def test_every_part_is_in_a_recipe():
+    listed = {Path(path) for recipe in WHOLE for path in config_files(arguments(recipe))}
+    assert set(PARTS) <= listed
 
 
 # A fragment that does not name the callbacks cannot change them; parsing all pairs would take minutes.

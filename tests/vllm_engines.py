@@ -1,9 +1,9 @@
 """A tiny policy, engines on it, and publishes as the trainer makes them, for the tests that run vLLM."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lit_qrl import formats
 from lit_qrl.network.linears import quantizable_linears
@@ -12,37 +12,21 @@ from lit_qrl.publish.probe import computing_as
 from lit_qrl.receipts.ledger import SentLedger, choose, compare, compare_columns, compare_read_back, share_of_bound
 from lit_qrl.types import SamplingParams
 from tests.cpu_kernels import skip_without_kernel
+from tests.networks import build_network
 
 VOCABULARY = 512
 LEARNING_RATE = 4e-5  # the quickstart's
 PROMPT_LIMIT, COMPLETION_LIMIT = 160, 24
-
-
-def tiny_network(config_class=Qwen3Config, seed=0, dtype=torch.float32, **changes):
-    torch.manual_seed(seed)
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.05,
-        "tie_word_embeddings": False,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": None,
-    }
-    network = AutoModelForCausalLM.from_config(config_class(**{**sizes, **changes}), dtype=dtype)
-    with torch.no_grad():
-        for name, parameter in network.named_parameters():
-            if "norm" in name:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-            elif name.endswith(".bias"):
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return network.eval()
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.05,
+    "tie_word_embeddings": False,
+}
+tiny_network = partial(build_network, gain=1, bias=0.1, **SIZES)
 
 
 def sampler_format(name):

@@ -1,12 +1,18 @@
 """The files after `--config`, looked at before the parser, which does not say which of them it could not read."""
 
 import difflib
+import os
 import re
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from lit_qrl.errors import ConfigError, listed
 
+_OPTION = re.compile(r"(?:--config|-c)(?:=(.*))?", re.DOTALL)
+_NO_FILE = re.compile(r"^-?$|[{}\n]|://|: ")
+"""What may stand after `--config` in place of a file: a URL, YAML, and `-`."""
 SHOWN = 6
 """Files that are listed as a choice."""
 
@@ -18,16 +24,53 @@ def config_files(args: Sequence[str]) -> Iterator[str]:
     ['configs/quickstart.yaml', 'configs/correction/tis.yaml']
     """
     for index, arg in enumerate(args):
-        match = re.fullmatch(r"(?:--config|-c)(?:=(.*))?", arg, re.DOTALL)
+        match = _OPTION.fullmatch(arg)
         if match:
             yield match[1] or (args[index + 1] if index + 1 < len(args) else "")
+
+
+def expanded(args: Sequence[str]) -> list[str]:
+    """Return the arguments with every file that only lists others, under `config`, replaced by those it lists.
+
+    Paths are relative to the file that lists them, and each file overrides those before it, as on the command line.
+
+    Raises:
+        ConfigError: a file is missing or no YAML, lists itself, or holds other keys beside its list.
+    """
+    check_config_files(args)
+    given, replaced = iter(args), []
+    for arg in given:
+        match = _OPTION.fullmatch(arg)
+        parts = [arg] if match is None or match[1] else [arg, *islice(given, 1)]
+        files = _listed(match[1] or "".join(parts[1:]), ()) if match else None
+        replaced += parts if files is None else [part for file in files for part in ("--config", file)]
+    return replaced
+
+
+def _listed(given: str, trail: tuple[str, ...]) -> list[str] | None:
+    """Return the files that a file lists, through all levels, or None when it lists none."""
+    path = Path(given).expanduser()
+    content = None if _NO_FILE.search(given) else _content(path)
+    if content is None or not isinstance(content.get("config"), list):
+        return None
+    if len(content) > 1 or given in trail:
+        raise ConfigError(
+            f"--config: {given} {'lists itself' if given in trail else 'lists files and holds other keys too'}.",
+            expected="files under `config`, and nothing else",
+            given=", ".join(trail if given in trail else content),
+            remedy="Move the other keys to a file of their own, and list it last.",
+        )
+    files = [os.path.normpath(path.parent / str(one)) for one in content["config"]]
+    check_config_files([part for file in files for part in ("--config", file)])
+    inner = [_listed(file, (*trail, given)) for file in files]
+    return [one for file, ones in zip(files, inner, strict=True) for one in ([file] if ones is None else ones)]
 
 
 def check_config_files(args: Sequence[str]) -> None:
     """Raise `ConfigError` for a `--config` that is no YAML file with keys; a URL, YAML in place and `-` may be."""
     for given in config_files(args):
         path = Path(given).expanduser()
-        if given in ("", "-") or re.search(r"[{}\n]|://|: ", given):
+        if _NO_FILE.search(given):
             continue
         if path.is_dir():
             inside = [str(one) for one in _yaml_files(path)]
@@ -39,10 +82,10 @@ def check_config_files(args: Sequence[str]) -> None:
             )
         if not path.exists():
             raise ConfigError(f"--config: the file {given!r} does not exist.", remedy=_instead(path))
-        _check_content(path)
+        _content(path)
 
 
-def _check_content(path: Path) -> None:
+def _content(path: Path) -> dict[str, Any] | None:
     import yaml
 
     try:
@@ -66,6 +109,7 @@ def _check_content(path: Path) -> None:
             expected="YAML such as `data: {group_size: 8}`",
             given=" ".join(str(content).split())[:60],
         )
+    return content
 
 
 def _instead(path: Path) -> str:

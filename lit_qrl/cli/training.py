@@ -31,7 +31,7 @@ from lit_qrl.callbacks.predictions import Predictions
 from lit_qrl.callbacks.progress import RLProgress
 from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.callbacks.report import Report
-from lit_qrl.cli.config_files import check_config_files
+from lit_qrl.cli.config_files import expanded
 from lit_qrl.cli.errors import made_by_training, paragraph, refused
 from lit_qrl.cli.main import run_folder_name
 from lit_qrl.cli.parser import ReadableParser
@@ -92,13 +92,12 @@ class QRLCLI(LightningCLI):
     def run(cls, args: list[str]) -> "QRLCLI":
         """Parse `args`, build everything, and run the command."""
         quiet()
-        check_config_files(args)
         cls.arguments, cls.lock = args, RunLock()
         try:
             return cls(
                 GRPOModule,
                 RolloutDataModule,
-                args=args,
+                args=expanded(args),
                 parser_class=QRLParser,
                 auto_configure_optimizers=False,
                 seed_everything_default=0,

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import torch
 
 from lit_qrl.functional.importance import log_ratio
-from lit_qrl.types import LossContext, RolloutBatch, no_all_reduce
+from lit_qrl.types import LossContext, no_all_reduce
 from tests.functional.helpers import rows
+from tests.networks import rollout_of
 
 
 def context(dtype=torch.float64, all_reduce=no_all_reduce, part=slice(None), equal=False, **options):
@@ -26,18 +27,13 @@ def context(dtype=torch.float64, all_reduce=no_all_reduce, part=slice(None), equ
 
 def rollout(given):
     """Return the rollout batch that a context was cut from."""
-    b, t = given.mask.shape
-    return RolloutBatch(
-        tokens=torch.ones(b, 1 + t, dtype=torch.long),
-        prompt_length=torch.ones(b, dtype=torch.long),
-        mask=given.mask,
+    return rollout_of(
+        given.mask,
         sampler_logprobs=given.sampler,
         learner_old_logprobs=given.learner_old,
         rewards=given.advantages,
         advantages=given.advantages,
-        group=torch.zeros(b, dtype=torch.long),
         version=given.version,
-        stopped=torch.ones(b, dtype=torch.bool),
     )
 
 

@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lit_qrl.loop.hooks import rl_callbacks
 from lit_qrl.run.loggers import RunCSVLogger
-from lit_qrl.types import RolloutBatch
+from tests.networks import rollout_of
 
 GROUPS, GROUP_SIZE, PROMPT, COMPLETION = 3, 4, 3, 4
 
@@ -29,16 +29,13 @@ def rollout(version):
     tokens[:, 1 + PROMPT :] = 100 * rows + 51 + torch.arange(COMPLETION)
     mask = torch.arange(COMPLETION) < (1 + rows % COMPLETION)
     rewards = torch.arange(b).float()
-    return RolloutBatch(
+    return rollout_of(
+        mask,
         tokens=tokens,
         prompt_length=torch.full((b,), PROMPT),
-        mask=mask,
-        sampler_logprobs=torch.zeros(b, COMPLETION),
         rewards=rewards,
-        advantages=torch.zeros(b),
         group=torch.arange(b) // GROUP_SIZE,
         version=torch.full((b,), version),
-        stopped=torch.ones(b, dtype=torch.bool),
         reward_parts={"half": rewards / 2, "correct": (rewards > 5).float()},
     )
 

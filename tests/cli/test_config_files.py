@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from lit_qrl.cli.config_files import check_config_files, config_files
+from lit_qrl.cli.config_files import check_config_files, config_files, expanded
 from lit_qrl.errors import ConfigError
 
 
@@ -81,3 +81,54 @@ def test_a_long_choice_is_cut(tmp_path):
         (tmp_path / "empty" / f"{i}.yaml").touch()
     with pytest.raises(ConfigError, match=r"empty/5\.yaml and 3 more\."):
         check_config_files(["fit", "-c", "empty"])
+
+
+@pytest.fixture
+def lists(tmp_path):
+    (tmp_path / "one.yaml").write_text("# Two files.\nconfig: [configs/quickstart.yaml, configs/correction/tis.yaml]\n")
+    (tmp_path / "configs" / "two.yaml").write_text("config: [../one.yaml, correction/tis.yaml]\n")
+    (tmp_path / "none.yaml").write_text("config: []\n")
+    return ["configs/quickstart.yaml", "configs/correction/tis.yaml"]
+
+
+def test_a_list_of_files_stands_for_them(lists):
+    quickstart, tis = lists
+    assert list(config_files(expanded(["fit", "--config", "one.yaml"]))) == lists
+    args = ["fit", "-c=configs/two.yaml", "--trainer.max_epochs", "3", "--config", quickstart, "-c", "none.yaml"]
+    assert expanded(args) == [
+        *("fit", "--config", quickstart, "--config", tis, "--config", tis),
+        *("--trainer.max_epochs", "3", "--config", quickstart),
+    ]
+
+
+def test_paths_of_a_list_are_relative_to_it(lists, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert list(config_files(expanded(["-c", "~/one.yaml"]))) == [str(tmp_path / path) for path in lists]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["fit", "--config", "configs/quickstart.yaml", "-c=configs/correction/tis.yaml", "--a.b", "config"],
+        ["fit", "--config", "{data: {seed: 1}}", "--config"],
+        ["fit", "--config", "config: [one.yaml]"],
+    ],
+)
+def test_arguments_without_a_list_stay_as_they_are(lists, args):
+    assert expanded(args) == args
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("config: [missing.yaml]", "'missing.yaml' does not exist"),
+        ("config: [one.yaml]\ndata: {seed: 1}", "holds other keys too.*Given: config, data.*file of their own"),
+        ("config: [one.yaml, list.yaml]", "list.yaml lists itself"),
+        ("config: [text.yaml]", "text.yaml holds no keys"),
+    ],
+)
+def test_a_list_that_cannot_be_read_is_named(lists, tmp_path, content, words):
+    (tmp_path / "list.yaml").write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        expanded(["fit", "--config", "list.yaml"])
+    assert re.search(words, str(caught.value)), caught.value

@@ -1,11 +1,13 @@
 """The QeRL recipes hold the paper's values: Table 4, §4.1 and Appendix E, written out here once more."""
 
 import csv
+from functools import reduce
 from pathlib import Path
 
 import pytest
 import yaml
 
+from lit_qrl.cli.config_files import config_files, expanded
 from lit_qrl.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -25,9 +27,26 @@ def test_there_is_one_for_every_size_and_task():
     )
 
 
+def merged(old, new):
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    return old | {key: merged(old.get(key), value) for key, value in new.items()}
+
+
+def content(path):
+    """Return what the files of a recipe hold together, the later over the earlier."""
+    files = config_files(expanded(["--config", str(path)]))
+    return reduce(merged, (yaml.safe_load(Path(file).read_text()) for file in files))
+
+
+@pytest.mark.parametrize(("baseline", "fragment"), [("nf4_qlora", "nf4_lora"), ("mxfp4_lora", "mxfp4_lora")])
+def test_a_baseline_of_the_paper_is_a_fragment_by_another_name(baseline, fragment):
+    assert content(CONFIGS / f"baseline/{baseline}.yaml") == content(CONFIGS / f"precision/{fragment}.yaml")
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_values_are_the_papers(path):
-    config = yaml.safe_load(path.read_text())
+    config = content(path)
     _, size, task = path.stem.split("_")
     gsm8k = task == "gsm8k"
     policy, objective = config["model"]["policy"]["init_args"], config["model"]["objective"]
@@ -56,6 +75,7 @@ def test_the_values_are_the_papers(path):
     assert noise["init_args"] == expected
     assert config["trainer"]["max_epochs"] >= 10
     assert config["data"]["engine"]["init_args"]["max_lora_rank"] >= 32
+    assert data["micro_batches"] == {"3b": 16, "7b": 32, "14b": 64, "32b": 128}[size]
 
 
 # What a recipe for one GPU needs to run on one core with the policy that ships: a model, a task, an engine and a device

@@ -4,18 +4,18 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.networks import build_network
 
 VOCABULARY, HIDDEN, LENGTH = 32, 64, 6
 
 
 def network(seed=0, dtype=torch.float32):
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=64, attn_implementation="sdpa",
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config).to(dtype)
+    """Return the network as it is before training: rounded after it is drawn, in training mode."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 128, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    own = {"tie_word_embeddings": False, "pad_token_id": None, "eos_token_id": None}
+    return build_network(seed=seed, gain=1, norm=0, **sizes, **heads, **own).to(dtype).train()
 
 
 PARTS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
