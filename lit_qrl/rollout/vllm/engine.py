@@ -13,9 +13,7 @@ from torch import Tensor
 from lit_qrl.errors import ConfigError
 from lit_qrl.receipts.ledger import PublishError, ReceivedLedger
 from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, Progress, RolloutEngine
-from lit_qrl.rollout.vllm import cpu as vllm_cpu
-from lit_qrl.rollout.vllm import folder as vllm_folder
-from lit_qrl.rollout.vllm import requests as requests
+from lit_qrl.rollout.vllm import cpu, folder, requests
 from lit_qrl.rollout.vllm.adapter import LiveAdapter, adapted_layers, check_adapter
 from lit_qrl.rollout.vllm.checks import (
     automatic_dtype,
@@ -31,8 +29,7 @@ from lit_qrl.rollout.vllm.errors import Sender, blamed
 from lit_qrl.rollout.vllm.installation import check_installation
 from lit_qrl.rollout.vllm.lending import LendsWeights
 from lit_qrl.rollout.vllm.live_model import LiveModel
-from lit_qrl.rollout.vllm.patches import marlin_workspaces
-from lit_qrl.rollout.vllm.patches.table import apply_all
+from lit_qrl.rollout.vllm.patches import marlin_workspaces, table
 from lit_qrl.rollout.vllm.process import kept_process_state, prepare_environment
 from lit_qrl.rollout.vllm.shutdown import collect_memory, shutdown
 from lit_qrl.rollout.vllm.start import undone_on_failure
@@ -169,7 +166,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
     def _build(self, format: "NumberFormat | None", policy: EnginePolicy, dtype: torch.dtype) -> None:
         prepare_environment(self.deep_gemm, self.kv_cache_gib)
         longest, layers = self._longest(), (self.exclude, self.quantize_head)
-        self._folder = vllm_folder.model_folder(policy.network, format, *layers, dtype, longest)
+        self._folder = folder.model_folder(policy.network, format, *layers, dtype, longest)
         arguments: dict[str, Any] = {
             "model": str(self._folder),
             "load_format": "dummy",
@@ -182,7 +179,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
             **self._arguments,
         }
         if not torch.cuda.is_available():
-            arguments = vllm_cpu.whole_prefills(arguments)
+            arguments = cpu.whole_prefills(arguments)
         if self.kv_cache_gib is not None and torch.cuda.is_available():
             arguments.setdefault("kv_cache_memory_bytes", int(self.kv_cache_gib * 2**30))
         if self.max_lora_rank:
@@ -191,7 +188,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
         if self.sleep_level and torch.cuda.is_available():
             arguments["enable_sleep_mode"] = True
         with kept_process_state():
-            apply_all()
+            table.apply_all()
             from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
 
             try:
@@ -391,7 +388,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
 
     def _remove_folder(self) -> None:
         if self._folder is not None:
-            vllm_folder.remove(self._folder)
+            folder.remove(self._folder)
             self._folder = None
 
 
