@@ -24,9 +24,9 @@ def install() -> None:
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
     from vllm.platforms import PlatformEnum
 
-    from lit_qrl.rollout.vllm import compat as vllm_compat
+    from lit_qrl.rollout.vllm.patches.table import apply_all
 
-    vllm_compat.apply_workarounds()
+    apply_all()
 
     class TorchBlockFP8(Fp8BlockScaledMMLinearKernel):
         @classmethod

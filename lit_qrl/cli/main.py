@@ -43,6 +43,11 @@ def main(args: Sequence[str] | None = None) -> None:
 
         print(f"lit-qrl {__version__}")
         return
+    if word == "--versions":
+        from lit_qrl.cli.versions import versions
+
+        print(versions())
+        return
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # so that `class_path: my_file.MyCallback` finds the user's own code
     try:
@@ -85,6 +90,7 @@ def overview() -> str:
             "lit-qrl fit --config configs/quickstart.yaml --config configs/correction/tis.yaml --trainer.max_epochs 20",
             "lit-qrl fit --config … --print_config   shows the effective configuration",
             "lit-qrl COMMAND --help                  lists every option of a command",
+            "lit-qrl --versions                      lists libraries, accepted versions of vLLM, patches of its code",
         ]
     )
 

@@ -25,7 +25,7 @@ def test_vllm_reads_the_folder(name, awq, source, tmp_path):
     from transformers import AutoModelForCausalLM
     from vllm import LLM, SamplingParams
 
-    from lit_qrl.rollout.vllm.compat import kept_process_state, prepare_environment
+    from lit_qrl.rollout.vllm.process import kept_process_state, prepare_environment
     from lit_qrl.rollout.vllm.start import undone_on_failure
     from tests import vllm_cpu_shim
 

@@ -12,8 +12,8 @@ from lit_qrl.network.stream import export_tensors
 from lit_qrl.publish.probe import Probe, learner_scores
 from lit_qrl.receipts.ledger import PublishError, SentLedger, compare, compare_columns
 from lit_qrl.rollout.engine import EngineDiedError
-from lit_qrl.rollout.vllm import compat as vllm_compat
-from lit_qrl.rollout.vllm import sleep as vllm_sleep
+from lit_qrl.rollout.vllm.installation import installed_version
+from lit_qrl.rollout.vllm.patches import stale_experts, tied_head
 from tests.vllm_engines import (
     VOCABULARY,
     build_engine,
@@ -186,9 +186,9 @@ def test_experts_are_stale_without_the_workaround(monkeypatch):
         publish(network, engine, None, 0)
         optimizer_step(network, learning_rate=0.03)
         with monkeypatch.context() as patch:
-            patch.setattr(vllm_compat, "before_reload", lambda model: None)
+            patch.setattr(stale_experts, "forget_kernels", lambda model: None)
             publish(network, engine, None, 1)
-        stale = vllm_compat.installed_version()[0] >= PACKS_ON_CPU
+        stale = installed_version()[0] >= PACKS_ON_CPU
         assert (disagreement(network, engine) > 0.05) == stale
         publish(network, engine, None, 2)
         assert disagreement(network, engine) < 1e-4
@@ -201,8 +201,8 @@ def test_tied_head_is_stale_without_the_workaround_and_noticed(monkeypatch):
     engine = build_engine(network)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(vllm_compat, "refresh_tied", lambda llm, module: None)
-            stale = vllm_compat.installed_version()[0] >= PACKS_ON_CPU
+            patch.setattr(tied_head, "pack_again", lambda llm, module: None)
+            stale = installed_version()[0] >= PACKS_ON_CPU
             expected = {("gemm", "lm_head.weight")} if stale else set()
             assert named(publish(network, engine, None, 0)[0]) == expected
         assert publish(network, engine, None, 1)[0] == []
@@ -235,20 +235,6 @@ def test_separate_global_scales_of_a_fused_layer_are_noticed():
         engine.close()
 
 
-def test_marlin_layers_share_lock_memory_over_reloads(monkeypatch):
-    vllm_compat.apply_workarounds()
-    import vllm.model_executor.layers.quantization.utils.marlin_utils as marlin
-
-    monkeypatch.setattr(marlin, "num_compute_units", lambda index: 4)
-    device = torch.device("cpu")
-    first = marlin.marlin_make_workspace_new(device, 2)
-    assert marlin.marlin_make_workspace_new(device, 2) is first
-    assert marlin.marlin_make_workspace_new(device, 1) is not first
-    first.fill_(7)
-    vllm_compat.clear_workspaces()
-    assert not first.any()
-
-
 def test_engine_that_dies_says_so_and_can_be_built_again(monkeypatch):
     network = tiny_network()
     engine = build_engine(network)
@@ -268,14 +254,3 @@ def test_engine_that_dies_says_so_and_can_be_built_again(monkeypatch):
             engine.generate(prompts(1), 1, 0)
     finally:
         engine.close()
-
-
-def test_the_next_engine_captures_into_a_pool_of_its_own(monkeypatch):
-    from vllm.platforms import current_platform
-
-    platform = type(current_platform)
-    monkeypatch.setattr(platform, "_global_graph_pool", (0, 7), raising=False)
-    assert current_platform.get_global_graph_pool() == (0, 7)
-    vllm_sleep.forget_graph_pool()
-    monkeypatch.setattr(platform, "graph_pool_handle", lambda self: (0, 8), raising=False)
-    assert current_platform.get_global_graph_pool() == (0, 8)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError
-from lit_qrl.rollout.vllm import compat as compat
+from lit_qrl.rollout.vllm.checks import LORA_RANKS
 from lit_qrl.rollout.vllm.live_model import LiveModel
+from lit_qrl.rollout.vllm.patches.adapter_in_memory import register_adapter
 
 ADAPTER_ID = 1
 _PREFIX = "base_model.model."
@@ -30,8 +31,7 @@ def check_adapter(config: Any, max_rank: int) -> None:
             "The policy's LoRA rank is above the engine's limit.",
             expected=f"data.engine.max_lora_rank of at least {rank}",
             given=max_rank,
-            remedy=f"Set it to {next((r for r in compat.LORA_RANKS if r >= rank), rank)}, "
-            "or set publisher.lora to merged.",
+            remedy=f"Set it to {next((r for r in LORA_RANKS if r >= rank), rank)}, or set publisher.lora to merged.",
         )
     unsupported = [
         what
@@ -109,7 +109,7 @@ class LiveAdapter:
         if lacking:
             raise PublishError([Fault("missing", name) for name in lacking], ledger.version)
         if not self._registered:
-            compat.register_adapter(self.live.llm, given, self.config, ADAPTER_ID)
+            register_adapter(self.live.llm, given, self.config, ADAPTER_ID)
             self._registered = True
         for name in layers:
             self._replace(name, given[name + _A], given[name + _B], ledger)

@@ -10,12 +10,13 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats import support
 from lit_qrl.network.linears import fused_groups, quantizable_linears
 from lit_qrl.rollout.vllm import cpu as vllm_cpu
-from lit_qrl.rollout.vllm.compat import LORA_RANKS
 
 if TYPE_CHECKING:
     from lit_qrl.formats.base import NumberFormat
 
 GIB = 2**30
+# LoRA kernels are compiled for these ranks.
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def automatic_dtype(format: "NumberFormat | None", learner: torch.dtype) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The CPU build of vLLM: which of its operators are there, and workarounds for it alone.
+"""The CPU build of vLLM: which of its operators are there, and what an engine on it is started with.
 
 Nothing here imports vLLM before an engine is validated with a format that needs its operators, or built.
 """
@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 # Tokens of one prefill batch on CPU, where larger ones gain nothing.
 CPU_PREFILL_TOKENS = 2048
@@ -38,73 +37,6 @@ def int8_product() -> tuple[float, float]:
     ops.onednn_scaled_mm(handle, rows, out, scale, None, None, None)
     exact = float(inputs * largest**2)
     return float(out[0, (out - exact).abs().argmax()]), exact
-
-
-def apply_workarounds() -> None:
-    """Patch the CPU build, once per process, where a sampler needs more than it has."""
-    _quantize_activations()
-    _score_under_adapters()
-
-
-def _quantize_activations() -> None:
-    """Provide the FP8 quantization of activations that the CPU build lacks, in plain torch."""
-    import vllm._custom_ops as ops
-
-    if hasattr(ops.scaled_fp8_quant, "in_torch"):
-        return
-
-    def scaled_fp8_quant(
-        input: Tensor,
-        scale: Tensor | None = None,
-        num_token_padding: int | None = None,
-        scale_ub: Tensor | None = None,
-        use_per_token_if_dynamic: bool = False,
-        output: Tensor | None = None,
-        group_shape: Any = None,
-    ) -> tuple[Tensor, Tensor]:
-        limit = torch.finfo(torch.float8_e4m3fn).max
-        x = input.float()
-        if scale is None:
-            amax = x.abs().amax(dim=-1, keepdim=True) if use_per_token_if_dynamic else x.abs().amax().reshape(1)
-            scale = (amax / limit).clamp_min(torch.finfo(torch.float32).tiny)
-        assert scale is not None
-        factor = scale.float()
-        if factor.ndim == 2 and factor.numel() > 1:
-            factor = factor.repeat_interleave(x.shape[0] // factor.shape[0], dim=0)
-            factor = factor.repeat_interleave(x.shape[1] // factor.shape[1], dim=1)
-        codes = (x / factor).clamp(-limit, limit).to(torch.float8_e4m3fn)
-        return (codes if output is None else output.copy_(codes)), scale
-
-    scaled_fp8_quant.in_torch = True  # pyright: ignore[reportFunctionMemberAccess]
-    ops.scaled_fp8_quant = scaled_fp8_quant
-
-
-def _score_under_adapters() -> None:
-    """Let several sequences be scored under an adapter.
-
-    The wrapper of the output head looks adapters up by sequence, but log-probs of a prompt ask for one row per token.
-    """
-    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
-
-    original = PunicaWrapperCPU.add_lora_logits
-    if hasattr(original, "by_token"):
-        return
-
-    def add_lora_logits(wrapper: Any, y: Tensor, x: Tensor, *args: Any, **options: Any) -> None:
-        rows, by_sequence = x.reshape(-1, x.shape[-1]).shape[0], wrapper.sampler_indices
-        if rows == by_sequence.numel():
-            original(wrapper, y, x, *args, **options)
-            return
-        # An engine of ours has one adapter, so all sequences of a batch have the same.
-        kept, count = by_sequence.clone(), wrapper.indices_len[1]
-        wrapper._sampler_indices[:rows], wrapper.indices_len[1] = kept[0], rows
-        try:
-            original(wrapper, y, x, *args, **options)
-        finally:
-            wrapper._sampler_indices[: kept.numel()], wrapper.indices_len[1] = kept, count
-
-    add_lora_logits.by_token = True  # pyright: ignore[reportFunctionMemberAccess]
-    PunicaWrapperCPU.add_lora_logits = add_lora_logits  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def whole_prefills(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -13,11 +13,7 @@ from torch import Tensor
 from lit_qrl.errors import ConfigError
 from lit_qrl.receipts.ledger import PublishError, ReceivedLedger
 from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, Progress, RolloutEngine
-from lit_qrl.rollout.vllm import compat as compat
-from lit_qrl.rollout.vllm import cpu as vllm_cpu
-from lit_qrl.rollout.vllm import folder as vllm_folder
-from lit_qrl.rollout.vllm import requests as requests
-from lit_qrl.rollout.vllm import start as vllm_start
+from lit_qrl.rollout.vllm import cpu, folder, requests
 from lit_qrl.rollout.vllm.adapter import LiveAdapter, adapted_layers, check_adapter
 from lit_qrl.rollout.vllm.checks import (
     automatic_dtype,
@@ -30,8 +26,13 @@ from lit_qrl.rollout.vllm.checks import (
     check_processes,
 )
 from lit_qrl.rollout.vllm.errors import Sender, blamed
+from lit_qrl.rollout.vllm.installation import check_installation
 from lit_qrl.rollout.vllm.lending import LendsWeights
 from lit_qrl.rollout.vllm.live_model import LiveModel
+from lit_qrl.rollout.vllm.patches import marlin_workspaces, table
+from lit_qrl.rollout.vllm.process import kept_process_state, prepare_environment
+from lit_qrl.rollout.vllm.shutdown import collect_memory, shutdown
+from lit_qrl.rollout.vllm.start import undone_on_failure
 from lit_qrl.rollout.vllm.warm_up import warm_up
 from lit_qrl.rollout.vllm.watchdog import Watchdog
 from lit_qrl.types import Completion, PublishReport, SamplingParams
@@ -124,7 +125,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
 
     def validate(self, format: "NumberFormat | None", sampling: SamplingParams) -> None:
         """Raise `ConfigError` for what cannot work on this host; called before any weight is loaded."""
-        compat.check_installation()
+        check_installation()
         check_format(format, self.quantize_head)
         self.format = format
         check_length(self.max_model_len, self.prompt_limit or 1, sampling.max_tokens)
@@ -151,7 +152,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
             raise RuntimeError("The engine has no policy yet: call setup() before load_weights().")
         self.format = format
         owns_process_group = not torch.distributed.is_initialized()
-        with vllm_start.undone_on_failure(self._remove_folder):
+        with undone_on_failure(self._remove_folder):
             self._build(format, self.policy, self.plain_dtype)
         self._owns_process_group = owns_process_group
         if owns_process_group:
@@ -163,9 +164,9 @@ class VLLMEngine(LendsWeights, RolloutEngine):
         warm_up(format, next(self.policy.network.parameters()).dtype, self.plain_dtype, device)
 
     def _build(self, format: "NumberFormat | None", policy: EnginePolicy, dtype: torch.dtype) -> None:
-        compat.prepare_environment(self.deep_gemm, self.kv_cache_gib)
+        prepare_environment(self.deep_gemm, self.kv_cache_gib)
         longest, layers = self._longest(), (self.exclude, self.quantize_head)
-        self._folder = vllm_folder.model_folder(policy.network, format, *layers, dtype, longest)
+        self._folder = folder.model_folder(policy.network, format, *layers, dtype, longest)
         arguments: dict[str, Any] = {
             "model": str(self._folder),
             "load_format": "dummy",
@@ -178,7 +179,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
             **self._arguments,
         }
         if not torch.cuda.is_available():
-            arguments = vllm_cpu.whole_prefills(arguments)
+            arguments = cpu.whole_prefills(arguments)
         if self.kv_cache_gib is not None and torch.cuda.is_available():
             arguments.setdefault("kv_cache_memory_bytes", int(self.kv_cache_gib * 2**30))
         if self.max_lora_rank:
@@ -186,8 +187,8 @@ class VLLMEngine(LendsWeights, RolloutEngine):
             arguments.setdefault("lora_target_modules", adapted_layers(policy))
         if self.sleep_level and torch.cuda.is_available():
             arguments["enable_sleep_mode"] = True
-        with compat.kept_process_state():
-            compat.apply_workarounds()
+        with kept_process_state():
+            table.apply_all()
             from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
 
             try:
@@ -318,7 +319,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
             requests.drawing(drawn_with, requests.request_seed(seed, i // n, i % n) if self.request_seeds else None)
             for i in order
         ]
-        with compat.kept_generators(None if self.request_seeds else seed):
+        with kept_process_state(None if self.request_seeds else seed):
             outputs = self._run([prompts[i // n] for i in order], params, progress)
         drawn = {i: requests.completion(output, self.version) for i, output in zip(order, outputs, strict=True)}
         self._poisoned |= not all(math.isfinite(value) for one in drawn.values() for value in one.logprobs)
@@ -327,7 +328,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
         self._awake(complete=True)
-        with compat.kept_generators():
+        with kept_process_state():
             outputs = self._run(sequences, [requests.scoring() for _ in sequences], None)
         scores = [requests.scores(output, tokens) for output, tokens in zip(outputs, sequences, strict=True)]
         self._poisoned |= not all(bool(values.isfinite().all()) for values in scores)
@@ -369,7 +370,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
         except (RuntimeError, MemoryError) as error:
             raise EngineDiedError(f"vLLM did not wake: {type(error).__name__}: {error}") from error
         # Memory comes back with arbitrary contents, at the addresses that it had.
-        compat.clear_workspaces()
+        marlin_workspaces.unlock()
         self._poisoned = True
         if not self._usable and self._adapter is not None:
             self._adapter.clear()
@@ -380,14 +381,14 @@ class VLLMEngine(LendsWeights, RolloutEngine):
         llm, self.llm, self.live, self._adapter = self.llm, None, None, None
         self._usable = self._asleep = self._adapter_active = False
         if llm is not None:
-            compat.shutdown(llm, self._owns_process_group, keep_weights=self.lent)
+            shutdown(llm, self._owns_process_group, keep_weights=self.lent)
             del llm
-            compat.collect_memory()
+            collect_memory()
         self._remove_folder()
 
     def _remove_folder(self) -> None:
         if self._folder is not None:
-            vllm_folder.remove(self._folder)
+            folder.remove(self._folder)
             self._folder = None
 
 

@@ -7,7 +7,7 @@ repacking as in a reload, layer by layer, without the loaders that count what ar
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,19 @@ from lit_qrl.receipts.checksum import Checksums
 from lit_qrl.receipts.ledger import Fault, ReceivedLedger, TensorReceipt
 from lit_qrl.rollout.vllm.locations import DESCRIPTIVE, Place, tensors_of
 
-if TYPE_CHECKING:
-    from lit_qrl.rollout.vllm.live_model import LiveModel
-
 Sent = Mapping[str, tuple[Place, tuple[int, ...], torch.dtype]]
+
+
+class Receiver(Protocol):
+    """The engine's model as a stream meets it: what came, what waits for its receipt, and the receipts."""
+
+    llm: Any
+    sent: dict[str, tuple[Place, tuple[int, ...], torch.dtype]]
+    pending: dict[str, list[str]]
+
+    def note(self, name: str, held: Tensor) -> None: ...
+
+    def parts_of(self, module_name: str) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -155,7 +164,7 @@ class DirectLoad:
         ledger: for the receipts.
     """
 
-    def __init__(self, live: "LiveModel", routes: Routes, ledger: ReceivedLedger) -> None:
+    def __init__(self, live: Receiver, routes: Routes, ledger: ReceivedLedger) -> None:
         self.live, self.routes, self.ledger = live, routes, ledger
         self._waiting: dict[str, dict[str, Tensor]] = {}
         self._copied: list[str] = []

@@ -14,9 +14,17 @@ from torch import Tensor, nn
 
 from lit_qrl.receipts.checksum import Checksums
 from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError, share_of_bound
-from lit_qrl.rollout.vllm import compat as compat
 from lit_qrl.rollout.vllm import fast_load as direct
-from lit_qrl.rollout.vllm.locations import DESCRIPTIVE, Place, loaded_format, tensors_of
+from lit_qrl.rollout.vllm.locations import (
+    DESCRIPTIVE,
+    Place,
+    checkpoint_names,
+    loaded_format,
+    model_runner,
+    tensors_of,
+)
+from lit_qrl.rollout.vllm.patches import tied_head
+from lit_qrl.rollout.vllm.reload import reloading
 
 # A wider parameter holds these exactly, so that casting back loses nothing.
 _WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
@@ -31,7 +39,7 @@ class LiveModel:
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
-        self.runner = compat.model_runner(llm)
+        self.runner = model_runner(llm)
         self.model: nn.Module = self.runner.get_model()
         self._modules = {
             name.replace(".base_layer", ""): module
@@ -61,7 +69,7 @@ class LiveModel:
         """Return where the checkpoint tensor `name` goes, or None where only vLLM's loader knows (experts)."""
         layer, _, attribute = name.rpartition(".")
         place = self.locate_layer(layer, attribute)
-        return place if place is not None and attribute in compat.checkpoint_names(place.module) else None
+        return place if place is not None and attribute in checkpoint_names(place.module) else None
 
     def locate_layer(self, layer: str, attribute: str = "weight") -> Place | None:
         """Return the module that holds a layer of the checkpoint, and which part of it."""
@@ -101,7 +109,7 @@ class LiveModel:
             if routes is not None:
                 incomplete = direct.DirectLoad(self, routes, ledger).load(tensors)
             else:
-                with compat.reloading(self.llm, self.model):
+                with reloading(self.llm, self.model):
                     self.model.load_weights(self._gate(tensors))  # pyright: ignore[reportCallIssue]
                     incomplete = self._revert_incomplete()
                 self._record_unprocessed()
@@ -253,7 +261,7 @@ class LiveModel:
         """
         assert self._ledger is not None
         for name, module in self._tied():
-            compat.refresh_tied(self.llm, module)
+            tied_head.pack_again(self.llm, module)
             weight = getattr(module, "weight", None)
             if weight is None or weight.ndim != 2 or not hasattr(module, "embedding_dim"):
                 continue

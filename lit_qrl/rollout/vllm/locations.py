@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,19 @@ class Place:
         for size in shape:
             count *= size
         return tensor.reshape(tuple(shape)) if tensor.numel() == count else None
+
+
+def model_runner(llm: Any) -> Any:
+    """Return the object that holds model and KV cache of an in-process engine."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def checkpoint_names(module: nn.Module) -> set[str]:
+    """Return the names of the tensors that vLLM's loader fills in this module; repacking may rename them."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    parameters, buffers = get_layerwise_info(module).restore_metadata
+    return {*parameters, *buffers, *module._parameters, *module._buffers}
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from lit_qrl.rollout.vllm import compat
-from lit_qrl.rollout.vllm import sleep as vllm_sleep
+from lit_qrl.rollout.vllm.patches.graph_pool import forget_graph_pool
+from lit_qrl.rollout.vllm.shutdown import collect_memory
 
 
 @contextmanager
 def undone_on_failure(remove_folder: Callable[[], None]) -> Iterator[None]:
     """Take back on an exception what vLLM's start has changed: environment, process groups, memory, and its folder.
 
-    Generators and `torch.set_num_threads` are restored in any case, by `compat.kept_process_state`.
+    Generators and `torch.set_num_threads` are restored in any case, by `process.kept_process_state`.
     """
     environment, owns_process_group = dict(os.environ), not torch.distributed.is_initialized()
     alone = not _groups()  # else another engine runs in them
@@ -32,7 +32,7 @@ def undone_on_failure(remove_folder: Callable[[], None]) -> Iterator[None]:
             del os.environ[name]
         os.environ.update(environment)
         remove_folder()
-        compat.collect_memory()
+        collect_memory()
         raise
 
 
@@ -67,7 +67,7 @@ def _leave_groups(owns_process_group: bool) -> None:
         return
     if owns_process_group:
         state.cleanup_dist_env_and_memory()
-        vllm_sleep.forget_graph_pool()
+        forget_graph_pool()
         return
     state.destroy_model_parallel()
     if state._WORLD is not None:  # vLLM's own destructor would end torch's process group, which was there before

@@ -8,7 +8,7 @@ from peft import LoraConfig
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.receipts.ledger import PublishError, ReceivedLedger, SentLedger, compare
-from lit_qrl.rollout.vllm import compat as vllm_compat
+from lit_qrl.rollout.vllm import adapter as module
 from lit_qrl.rollout.vllm.adapter import ADAPTER_ID, LiveAdapter, check_adapter
 from lit_qrl.rollout.vllm.locations import Place
 
@@ -38,7 +38,7 @@ def live(monkeypatch):
     manager = SimpleNamespace(modules={"fused": wrapper}, lora_index_to_id=[None, ADAPTER_ID, None])
     runner = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
     registered = []
-    monkeypatch.setattr(vllm_compat, "register_adapter", lambda *args: registered.append(args))
+    monkeypatch.setattr(module, "register_adapter", lambda *args: registered.append(args))
     places = {name: Place("fused", None, "weight", part) for part, name in enumerate(NAMES)}
     return SimpleNamespace(llm=None, runner=runner, locate_layer=places.get, wrapper=wrapper, registered=registered)
 

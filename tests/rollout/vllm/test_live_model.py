@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lit_qrl.receipts.ledger import ReceivedLedger, SentLedger, compare
-from lit_qrl.rollout.vllm import compat as vllm_compat
+from lit_qrl.rollout.vllm import live_model as module
 from lit_qrl.rollout.vllm.live_model import LiveModel, _narrowed
 
 
@@ -32,8 +32,8 @@ class Model(nn.Module):
 @pytest.fixture
 def live(monkeypatch):
     model = Model()
-    monkeypatch.setattr(vllm_compat, "model_runner", lambda llm: SimpleNamespace(get_model=lambda: model, kv_caches=[]))
-    monkeypatch.setattr(vllm_compat, "checkpoint_names", lambda module: {*module._parameters, *module._buffers})
+    monkeypatch.setattr(module, "model_runner", lambda llm: SimpleNamespace(get_model=lambda: model, kv_caches=[]))
+    monkeypatch.setattr(module, "checkpoint_names", lambda module: {*module._parameters, *module._buffers})
     return LiveModel(SimpleNamespace())
 
 
@@ -57,7 +57,7 @@ def test_adapters_wrap_layers_without_changing_their_names(monkeypatch):
     wrapper = nn.Module()
     wrapper.base_layer = model.attn["o_proj"]
     model.attn["o_proj"] = wrapper
-    monkeypatch.setattr(vllm_compat, "model_runner", lambda llm: SimpleNamespace(get_model=lambda: model))
+    monkeypatch.setattr(module, "model_runner", lambda llm: SimpleNamespace(get_model=lambda: model))
     assert LiveModel(SimpleNamespace()).locate_layer("attn.o_proj").module is wrapper.base_layer
 
 

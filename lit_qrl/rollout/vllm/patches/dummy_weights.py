@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_qrl.rollout.vllm.patches.patch import Patch, Versions
+
 NUMBER = 2.0**-6
 """Of every weight and scale, exact in all dtypes; a scale's inverse is 64."""
 
@@ -26,9 +28,13 @@ def fill(param: Tensor, *args: Any, **named: Any) -> None:
         param.data.fill_(NUMBER if param.is_floating_point() else 0)
 
 
-def apply_workarounds() -> None:
-    """Make vLLM's loader of dummy weights fill them so."""
-    from vllm.model_executor.model_loader import dummy_loader, weight_utils
-
-    for module in (dummy_loader, weight_utils):
-        module.initialize_single_dummy_weight = fill  # pyright: ignore[reportAttributeAccessIssue]
+_LOADER = "vllm.model_executor.model_loader"
+PATCH = Patch(
+    __name__,
+    Versions("0.26"),
+    "dummy weights of every format give finite logits",
+    {
+        f"{_LOADER}.{name}:initialize_single_dummy_weight": lambda original: fill
+        for name in ("dummy_loader", "weight_utils")
+    },
+)

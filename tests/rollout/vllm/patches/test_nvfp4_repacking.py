@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_qrl.rollout.vllm import marlin as vllm_marlin
+from lit_qrl.rollout.vllm.patches import nvfp4_repacking
 
 pytestmark = pytest.mark.vllm
 
@@ -42,7 +42,7 @@ def theirs(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["full", "largest", "small", "zero"])
 def test_scales_become_the_same_bytes(kind, dtype):
-    made, factor = vllm_marlin.processed_scales(scales(kind), dtype)
+    made, factor = nvfp4_repacking.processed_scales(scales(kind), dtype)
     expected, number = theirs("nvfp4_marlin_process_scales")(scales(kind), a_dtype=dtype)
     assert torch.equal(bits(made), bits(expected))
     assert made.shape == expected.shape
@@ -54,14 +54,14 @@ def test_scales_become_the_same_bytes(kind, dtype):
 def test_permutations_are_the_same(group_size):
     numbers, bias = torch.randn(2, 192), torch.randn(192)
     expected = theirs("marlin_permute_scales")(numbers, 32, 192, group_size)
-    assert torch.equal(vllm_marlin.permuted_scales(numbers, 32, 192, group_size), expected)
-    assert torch.equal(vllm_marlin.permuted_bias(bias), theirs("marlin_permute_bias")(bias))
+    assert torch.equal(nvfp4_repacking.permuted_scales(numbers, 32, 192, group_size), expected)
+    assert torch.equal(nvfp4_repacking.permuted_bias(bias), theirs("marlin_permute_bias")(bias))
 
 
 def test_a_layer_is_handed_to_its_kernel_as_vllm_hands_it():
-    vllm_marlin.apply_workarounds()
-    vllm_marlin.apply_workarounds()  # a second engine in the process
-    scheme_class = importlib.import_module(vllm_marlin._SCHEME).CompressedTensorsW4A4Fp4
+    for _ in range(2):  # a second engine in the process
+        nvfp4_repacking.PATCH.apply((0, 32, 0))
+    scheme_class = importlib.import_module(nvfp4_repacking._SCHEME).CompressedTensorsW4A4Fp4
     layer, given = nn.Module(), []
     layer.weight_packed = nn.Parameter(torch.arange(8, dtype=torch.uint8).view(2, 4), requires_grad=False)
     layer.weight_global_scale = nn.Parameter(torch.tensor([4.0, 4.0]), requires_grad=False)
@@ -72,7 +72,7 @@ def test_a_layer_is_handed_to_its_kernel_as_vllm_hands_it():
     assert layer.weight is packed
     assert dict(layer.named_parameters()).keys() == {"weight", "weight_global_scale"}
     assert layer.weight_global_scale.item() == 0.25
-    utils = importlib.import_module(vllm_marlin._UTILS)
+    utils = importlib.import_module(nvfp4_repacking._UTILS)
     made, factor = utils.nvfp4_marlin_process_scales(scales("small"), a_dtype=torch.bfloat16)
     assert factor.item() > 1
     shared, number = utils.nvfp4_marlin_process_scales(scales("small"), factor.item(), torch.bfloat16)

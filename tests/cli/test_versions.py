@@ -1,0 +1,42 @@
+import subprocess
+import sys
+
+import torch
+
+from lit_qrl.cli import versions as module
+from lit_qrl.cli.main import main
+from lit_qrl.rollout.vllm.patches.table import PATCHES
+
+
+def lines(capsys):
+    main(["--versions"])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_libraries_accepted_versions_and_every_patch_are_listed(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(module, "installed_version", lambda: ((0, 32, 0), True))
+    printed = lines(capsys)
+    assert f"torch               {torch.__version__}" in printed
+    assert "vllm                0.32.0 (CPU build)" in printed
+    assert "accepted            vLLM 0.26 (run on CPU and CUDA) or 0.32 (run on CPU)" in printed
+    for patch in PATCHES:
+        (row,) = (i for i, line in enumerate(printed) if line[2:].startswith(f"{patch.name} "))
+        assert str(patch.versions) in printed[row]
+        assert printed[row].startswith("* ") == (
+            patch.name not in ("marlin_workspaces", "sleeping_memory", "sleeping_pools")
+        )
+        assert patch.obsolete in printed[row + 1]
+
+
+def test_without_vllm_the_patches_are_still_listed(monkeypatch, capsys):
+    monkeypatch.setattr(module, "installed_version", lambda: None)
+    printed = lines(capsys)
+    assert "vllm                not installed" in printed
+    assert not any(line.startswith("*") for line in printed)
+    assert sum("    until " in line for line in printed) == len(PATCHES)
+
+
+def test_vllm_is_not_imported_for_it():
+    code = "import sys; from lit_qrl.cli.main import main; main(['--versions']); sys.exit('vllm' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

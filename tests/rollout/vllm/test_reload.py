@@ -1,0 +1,36 @@
+"""The bracket, on a stand-in for vLLM's reload; whole engines: test_fast_load.py."""
+
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lit_qrl.rollout.vllm.reload import reloading
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_reload_is_closed_whatever_happens_inside(fails, monkeypatch):
+    story, model = [], torch.nn.Linear(2, 2)
+    reload = SimpleNamespace(
+        initialize_layerwise_reload=lambda model: story.append("open"),
+        finalize_layerwise_reload=lambda model, config: story.append(config),
+    )
+    loader = SimpleNamespace(reload=reload)
+    config = SimpleNamespace(set_current_vllm_config=lambda config: nullcontext())
+    for name, module in {
+        "vllm": SimpleNamespace(),
+        "vllm.config": config,
+        "vllm.model_executor": SimpleNamespace(),
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader", loader)
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(model_config="closed")))
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        with reloading(llm, model):
+            assert not torch.is_grad_enabled()
+            story.append("inside")
+            if fails:
+                raise RuntimeError
+    assert story == ["open", "inside", "closed"]
