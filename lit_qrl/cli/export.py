@@ -129,6 +129,7 @@ def restore(config_path: Path, checkpoint_path: Path, adapter_only: bool = False
     """
     import torch
 
+    from lit_qrl.network.names import is_saved_with_adapter
     from lit_qrl.run.identity import check_identity
 
     try:
@@ -146,7 +147,7 @@ def restore(config_path: Path, checkpoint_path: Path, adapter_only: bool = False
     held = {k.removeprefix("policy."): v for k, v in checkpoint["state_dict"].items() if k.startswith("policy.")}
     missing, _ = policy.load_state_dict(held, strict=False, assign=True)
     if adapter_only:
-        missing = [name for name in missing if "lora_" in name or "modules_to_save" in name]
+        missing = [name for name in missing if is_saved_with_adapter(name)]
     if missing:
         raise ConfigError(
             f"The checkpoint lacks {len(missing)} weights of the policy.",
@@ -192,9 +193,9 @@ def write_plain(policy: Any, folder: Path, dtype: Any, shard_bytes: int) -> None
     """
     import torch
 
-    from lit_qrl.network.folder import CheckpointWriter
+    from lit_qrl.network.folder import FolderWriter
 
-    writer = CheckpointWriter(folder, shard_bytes)
+    writer = FolderWriter(folder, shard_bytes)
     with torch.no_grad():
         for name, tensor in policy.named_weights():
             if tensor.is_floating_point() and not torch.stack(torch.aminmax(tensor)).isfinite().all():

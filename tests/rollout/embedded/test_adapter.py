@@ -4,9 +4,9 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import get
-from lit_qrl.network.head import base_weights, merged_weights
+from lit_qrl.network.adapters import base_weights, merged_weights
 from lit_qrl.network.linears import quantizable_linears
-from lit_qrl.network.stream import export_tensors
+from lit_qrl.network.stream import weight_stream
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.embedded.adapter import check_separable
 from lit_qrl.rollout.embedded.engine import TransformersEngine
@@ -40,7 +40,7 @@ def started(policy, format=None):
     engine = TransformersEngine()
     engine.setup(policy, build_tokenizer(), SamplingParams(max_tokens=4))
     layers = [name.removesuffix(".base_layer") for name in quantizable_linears(policy.network)]
-    engine.load_weights(export_tensors(base_weights(policy.network), format, layers), format, 0)
+    engine.load_weights(weight_stream(base_weights(policy.network), format, layers), format, 0)
     return engine
 
 
