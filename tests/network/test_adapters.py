@@ -47,8 +47,9 @@ def test_persistent_buffers_are_weights_and_others_are_not():
 def test_base_weights_are_the_plain_models():
     plain, network = dict(build_network().named_parameters()), build_network()
     with_adapter(network, lora(), "it")
-    base = dict(base_weights(network))
-    assert list(base) == list(plain)
+    base, merged = dict(base_weights(network)), dict(merged_weights(network))
+    assert list(base) == list(merged) == list(plain)
+    assert not torch.equal(merged[f"{UP}.weight"], base[f"{UP}.weight"])
     assert all(torch.equal(base[name], plain[name]) for name in plain)
 
 
