@@ -96,7 +96,7 @@ def _operand(made: dispatch.Tile | None) -> Operand | None:
 
 
 class Torch(Backend):
-    """`scaled_mm` of torch over quantizers fused into one pass."""
+    """`scaled_mm` of torch over quantizers that take one pass."""
 
     name = "torch"
 
