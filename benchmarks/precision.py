@@ -26,7 +26,8 @@ from lit_qrl.formats import FP8Block, Int4Group
 from lit_qrl.formats import get as get_format
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.functional.logprobs import token_logprobs
-from lit_qrl.network.linears import QuantizedLinear, quantizable_linears, swap_linears
+from lit_qrl.network.linears import quantizable_linears, swap_linears
+from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.precision import NVFP4LoRA, QATAligned, QuantizedPrecision, UnifiedFP8
 from lit_qrl.precision.packed_lora import PackedLinear
 

@@ -667,7 +667,7 @@ class Alone:
 
     def start(self, settings: list[dict[str, Any]], rank: int, figures: dict[str, Any]) -> Any:
         """Return an engine with base and adapter."""
-        from lit_qrl.network.stream import export_tensors
+        from lit_qrl.network.stream import weight_stream
         from lit_qrl.types import SamplingParams
 
         args = self.args
@@ -678,7 +678,7 @@ class Alone:
         start = time.perf_counter()
         engine.validate(self.format, sampling)
         engine.setup(SimpleNamespace(network=self.network, lora=lora_of(rank)), None, sampling)
-        engine.load_weights(export_tensors(self.weights(), self.format, list(self.shapes)), self.format, 0)
+        engine.load_weights(weight_stream(self.weights(), self.format, list(self.shapes)), self.format, 0)
         engine.load_adapter(self.adapter(rank), 0)
         figures["start_seconds"] = round(time.perf_counter() - start, 1)
         figures["engine_weights_gib"] = round(engine.weight_bytes() / GIB, 3)

@@ -29,7 +29,7 @@ def make(folder: Path, shape: str, shard_gib: float, device: str) -> float:
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from lit_qrl.network.folder import CheckpointWriter
+    from lit_qrl.network.folder import FolderWriter
 
     layers, hidden, intermediate, heads, key_value_heads, vocabulary = SHAPES[shape]
     config = Qwen2Config(
@@ -44,7 +44,7 @@ def make(folder: Path, shape: str, shard_gib: float, device: str) -> float:
     )
     with init_empty_weights():
         network = AutoModelForCausalLM.from_config(config)
-    writer = CheckpointWriter(folder, int(shard_gib * 2**30))
+    writer = FolderWriter(folder, int(shard_gib * 2**30))
     generator = torch.Generator(device).manual_seed(0)
     for name, empty in network.state_dict().items():
         noise = torch.randn(empty.shape, generator=generator, dtype=torch.float32, device=device)

@@ -233,7 +233,7 @@ class Bench:
 
     def publish(self) -> dict[str, float]:
         """Publish as the trainer does, and return seconds in all and of the verification."""
-        from lit_qrl.network.stream import export_tensors
+        from lit_qrl.network.stream import weight_stream
         from lit_qrl.receipts import ledger as receipt
 
         self.version += 1
@@ -241,7 +241,7 @@ class Bench:
         clock = Clock()
         sampled = {name: self.shapes[name] for name in receipt.choose(list(self.shapes), self.version)}
         sent = receipt.SentLedger(self.version, self.format, sampled)
-        stream = sent.watch(export_tensors(self.weights(), self.format, list(self.shapes)))
+        stream = sent.watch(weight_stream(self.weights(), self.format, list(self.shapes)))
         report = self.engine.load_weights(stream, self.format, self.version)
         clock.lap("load")
         faults = receipt.compare(sent, report.received, self.previous)
@@ -425,7 +425,7 @@ class Bench:
         """Return the seconds of a publish in which nobody records or compares anything."""
         from unittest import mock
 
-        from lit_qrl.network.stream import export_tensors
+        from lit_qrl.network.stream import weight_stream
         from lit_qrl.receipts.checksum import Checksums
         from lit_qrl.receipts.ledger import Ledger
 
@@ -440,7 +440,7 @@ class Bench:
         self.sync()
         start = time.perf_counter()
         with mock.patch.object(Ledger, "record", passed), mock.patch.object(Checksums, "add", ignored):
-            stream = export_tensors(self.weights(), self.format, list(self.shapes))
+            stream = weight_stream(self.weights(), self.format, list(self.shapes))
             self.engine.load_weights(stream, self.format, self.version)
         self.sync()
         return time.perf_counter() - start
@@ -480,23 +480,23 @@ class Bench:
 
     def parts(self) -> dict[str, float]:
         """Return seconds of quantization alone, with the sender's receipts, and of vLLM's bare reload of the result."""
-        from lit_qrl.network.stream import export_tensors
+        from lit_qrl.network.stream import weight_stream
         from lit_qrl.receipts.ledger import SentLedger
 
         laps: dict[str, list[float]] = {}
         for version in range(3):
             self.sync()
             clock = Clock()
-            for _ in export_tensors(self.weights(), self.format, list(self.shapes)):
+            for _ in weight_stream(self.weights(), self.format, list(self.shapes)):
                 pass
             self.sync()
             clock.lap("quantize")
             sent = SentLedger(version, self.format)
-            for _ in sent.watch(export_tensors(self.weights(), self.format, list(self.shapes))):
+            for _ in sent.watch(weight_stream(self.weights(), self.format, list(self.shapes))):
                 pass
             sent.receipts()
             clock.lap("quantize_and_receipts")
-            ready = list(export_tensors(self.weights(), self.format, list(self.shapes)))
+            ready = list(weight_stream(self.weights(), self.format, list(self.shapes)))
             self.sync()
             clock.lap("ready")
             self.engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": ready})

@@ -16,12 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.functional.logprobs import token_logprobs
+from lit_qrl.network.adapters import merged_weights, with_adapter
 from lit_qrl.network.folder import FOLDER_REMEDY, HUB_REMEDY, local_folder, resolve_model
-from lit_qrl.network.head import merged_module, merged_weights, output_head, with_adapter
-from lit_qrl.network.packing import enable_packing, pack, packed_hidden, packs
-from lit_qrl.precision.deferred import DeferredWeights, deferred_checkpoint, weights_are_deferred
-from lit_qrl.precision.layers.fused_blocks import Fuse, fuse_plain
-from lit_qrl.precision.layers.lora_linear import fuse_lora
+from lit_qrl.network.head import output_head
+from lit_qrl.network.names import copy_in_use
+from lit_qrl.network.padding_free import enable_padding_free, flat_hidden, flatten, is_padding_free
+from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, weights_are_deferred
+from lit_qrl.precision.layers.lora_linear import swap_lora_linears
+from lit_qrl.precision.layers.one_pass import Fuse, take_one_pass
 from lit_qrl.precision.packed_base import PackedBase, take_packed_format
 from lit_qrl.types import RolloutBatch
 
@@ -205,11 +207,11 @@ class CausalPolicy(nn.Module):
         if self.gradient_checkpointing:
             network.gradient_checkpointing_enable({"use_reentrant": False})
         if self.packing == "auto" and self.attn_implementation is None:
-            enable_packing(network)
+            enable_padding_free(network)
         if self.lora is not None:
             network = with_adapter(network, self.lora, self.source)
-            fuse_lora(network)
-            fuse_plain(network, self.fuse)
+            swap_lora_linears(network)
+            take_one_pass(network, self.fuse)
         self.model = network
         self._check_head()
         self.train()
@@ -241,7 +243,7 @@ class CausalPolicy(nn.Module):
 
     def _check_head(self) -> None:
         network = self.network
-        head, embedding = output_head(network)["weight"], merged_module(network.get_input_embeddings())
+        head, embedding = output_head(network)["weight"], copy_in_use(network.get_input_embeddings())
         if network.config.get_text_config().tie_word_embeddings and head is not embedding.weight:
             raise ConfigError(
                 "The adapter unties the output embedding from the input embedding, which this model shares.",
@@ -252,7 +254,7 @@ class CausalPolicy(nn.Module):
         plain = getattr(self.config, "dtype", None) if dtype == "auto" else dtype
         if plain is not None and getattr(self.config, "quantization_config", None) is None and self._may_defer():
             build = partial(AutoModelForCausalLM.from_config, self.config, dtype=plain, **options)
-            self.deferred = deferred_checkpoint(local_folder(self.source, self._hub["revision"]), build)
+            self.deferred = deferred_folder(local_folder(self.source, self._hub["revision"]), build)
             if self.deferred is not None:
                 return self.deferred.network
         try:
@@ -346,9 +348,9 @@ class CausalPolicy(nn.Module):
         network: Any = self._reference[0] if self._scoring_with_reference else self.network
         device, t = batch.tokens.device, batch.mask.shape[1]
         scored: tuple[Tensor, Tensor] | None
-        if packs(network):
-            packed = pack(batch.to("cpu")).to(device)
-            hidden, scored = packed_hidden(network, packed), packed.scored
+        if is_padding_free(network):
+            flat = flatten(batch.to("cpu")).to(device)
+            hidden, scored = flat_hidden(network, flat), flat.scored
         else:
             hidden, scored = self._padded_hidden(network, batch)
         completions = batch.tokens[:, -t:]

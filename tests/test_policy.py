@@ -14,7 +14,7 @@ from transformers import (
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.head import output_head
-from lit_qrl.network.packing import packs
+from lit_qrl.network.padding_free import is_padding_free
 from lit_qrl.policy import CausalPolicy
 from tests.networks import WORDS, batch_of, build_network, build_tokenizer
 
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 def policy(folder, request):
     policy = CausalPolicy(str(folder), packing=request.param)
     policy.configure()
-    assert packs(policy.network) == (request.param == "auto")
+    assert is_padding_free(policy.network) == (request.param == "auto")
     return policy
 
 

@@ -7,7 +7,7 @@ import torch
 
 from lit_qrl import formats
 from lit_qrl.network.linears import quantizable_linears
-from lit_qrl.network.stream import export_tensors
+from lit_qrl.network.stream import weight_stream
 from lit_qrl.publish.probe import computing_as
 from lit_qrl.receipts.ledger import SentLedger, choose, compare, compare_columns, compare_read_back, share_of_bound
 from lit_qrl.types import SamplingParams
@@ -69,7 +69,7 @@ def checkpoint(network, engine, format):
     """The stream that the publisher makes of a network."""
     dtype = engine.plain_dtype
     named = ((name, parameter.detach().to(dtype)) for name, parameter in network.named_parameters())
-    return export_tensors(named, format, list(quantizable_linears(network, engine.exclude, engine.quantize_head)))
+    return weight_stream(named, format, list(quantizable_linears(network, engine.exclude, engine.quantize_head)))
 
 
 def publish(network, engine, format, version, previous=None, wire=lambda stream: stream, everywhere=False):

@@ -12,13 +12,14 @@ from torch import Tensor
 from lit_qrl.errors import ConfigError, nearest
 from lit_qrl.functional.noise import aqn_sigma
 from lit_qrl.loop.hooks import RLCallback
+from lit_qrl.network.structure import NORM_READERS
 from lit_qrl.seeding import derive_seed
 
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
 
 Schedule = Literal["exponential", "linear", "cosine", "logarithmic"]
-NORMS_BEFORE_PROJECTIONS = ("*.input_layernorm.weight", "*.post_attention_layernorm.weight")
+NORMS_BEFORE_PROJECTIONS = tuple(f"*.{norm}.weight" for norm in NORM_READERS)
 
 
 class AQNNoise(RLCallback):

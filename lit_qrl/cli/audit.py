@@ -94,7 +94,7 @@ def audit(
 
     from lit_qrl.formats import get
     from lit_qrl.formats.support import names_where
-    from lit_qrl.network.head import check_positions
+    from lit_qrl.network.structure import check_positions
     from lit_qrl.policy import CausalPolicy
     from lit_qrl.types import SamplingParams
 
@@ -171,7 +171,7 @@ def measured(
     from lit_qrl.functional.mismatch import mismatch_metrics
     from lit_qrl.loop.batching import assemble, deal_by_length
     from lit_qrl.network.linears import quantizable_linears
-    from lit_qrl.network.stream import export_tensors
+    from lit_qrl.network.stream import weight_stream
     from lit_qrl.rollout.embedded.engine import TransformersEngine
 
     engine, layers = TransformersEngine(), quantizable_linears(policy.network)
@@ -179,7 +179,7 @@ def measured(
     device = next(policy.parameters()).device
     own = 8.0 * next(iter(layers.values())).weight.element_size()
     for version, format in enumerate((None, *formats)):
-        tensors = export_tensors(policy.named_weights(), format, list(layers), dtype=engine.plain_dtype)
+        tensors = weight_stream(policy.named_weights(), format, list(layers), dtype=engine.plain_dtype)
         engine.load_weights(tensors, format, version)
         completions = engine.generate(prompts, n, seed)
         batch = assemble(prompts, completions, n, policy.pad_token_id).to(device)

@@ -132,6 +132,7 @@ def restore(config_path: Path, checkpoint_path: Path, adapter_only: bool = False
     """
     import torch
 
+    from lit_qrl.network.names import is_saved_with_adapter
     from lit_qrl.run.identity import check_frozen, check_identity
 
     try:
@@ -153,7 +154,7 @@ def restore(config_path: Path, checkpoint_path: Path, adapter_only: bool = False
     based = [name for name in missing if name in elsewhere]
     missing = [name for name in missing if name not in elsewhere]
     if adapter_only:
-        missing = [name for name in missing if "lora_" in name or "modules_to_save" in name]
+        missing = [name for name in missing if is_saved_with_adapter(name)]
     if missing:
         raise ConfigError(
             f"The checkpoint lacks {len(missing)} weights of the policy.",
@@ -206,9 +207,9 @@ def write_plain(policy: Any, folder: Path, dtype: Any, shard_bytes: int) -> None
     """
     import torch
 
-    from lit_qrl.network.folder import CheckpointWriter
+    from lit_qrl.network.folder import FolderWriter
 
-    writer = CheckpointWriter(folder, shard_bytes)
+    writer = FolderWriter(folder, shard_bytes)
     with torch.no_grad():
         for name, tensor in policy.named_weights():
             if tensor.is_floating_point() and not torch.stack(torch.aminmax(tensor)).isfinite().all():

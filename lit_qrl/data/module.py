@@ -15,7 +15,7 @@ from lit_qrl.data.dataset import RolloutDataset
 from lit_qrl.data.task import Row, Task
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.hooks import Learner
-from lit_qrl.network.head import check_positions
+from lit_qrl.network.structure import check_positions
 from lit_qrl.rewards.base import Sample, score_all
 from lit_qrl.rollout.engine import RolloutEngine
 from lit_qrl.seeding import derive_seed

@@ -1,1 +1,1 @@
-"""What learner and sampler ask of a Hugging Face model: head, linear layers, names, packing, folders."""
+"""What learner and sampler ask of a Hugging Face model: structure, names, layers, head, adapters, streams, folders."""

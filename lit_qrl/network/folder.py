@@ -113,7 +113,7 @@ def resolve_model(name: str, weights: bool, what: str = "model") -> str:
     return str(folder)
 
 
-class Checkpoint:
+class FolderReader:
     """Names, shapes and dtypes of a folder's tensors, read from the headers; tensors are read when asked for.
 
     Args:
@@ -196,7 +196,7 @@ class Checkpoint:
         return found
 
 
-class CheckpointWriter:
+class FolderWriter:
     """Writes tensors into shards as they come; `close` numbers them and writes the index.
 
     Args:

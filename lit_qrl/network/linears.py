@@ -1,30 +1,15 @@
-"""Which linear layers are quantized, which of them the engines fuse, and how a layer is swapped in place."""
+"""Which linear layers are quantized, which of them engines hold as one, and how a layer is swapped in place."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight
-
-# The last part of a layer's name: heads write logits, routers choose experts, adapters are trained in full precision;
-# an error of 4 or 8 bits there costs far more than the memory it saves.
-_KEPT = frozenset({"lm_head", "embed_out", "output_embedding", "score", "router", "gate", "shared_expert_gate"})
-_ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
-# Projections that engines multiply as one matrix.
-_FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-    "w1": "w13",
-    "w3": "w13",
-}
+from lit_qrl.network.names import base_of, checkpoint_modules, copy_in_use
+from lit_qrl.network.structure import FUSED_LAYERS, STAY_PLAIN
 
 
 def fused_group(name: str) -> str:
@@ -33,8 +18,8 @@ def fused_group(name: str) -> str:
     >>> fused_group("model.layers.0.self_attn.k_proj"), fused_group("model.layers.0.mlp.down_proj")
     ('model.layers.0.self_attn.qkv_proj', 'model.layers.0.mlp.down_proj')
     """
-    parent, _, leaf = name.removesuffix(".base_layer").rpartition(".")
-    fused = _FUSED.get(leaf)
+    parent, _, leaf = name.rpartition(".")
+    fused = FUSED_LAYERS.get(leaf)
     return name if fused is None else f"{parent}.{fused}" if parent else fused
 
 
@@ -47,9 +32,10 @@ def fused_groups(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def quantizable_linears(root: nn.Module, exclude: Collection[str] = (), head: bool = False) -> dict[str, nn.Linear]:
-    """Return the linear layers that a format applies to, by name.
+    """Return the linear layers that a format applies to, by their names in the checkpoint.
 
-    Every `nn.Linear` but the output embedding, routers and gates of experts, adapters, and what `exclude` names.
+    Every `nn.Linear` of the model but the output embedding, routers and gates of experts, and what `exclude` names; of
+    an adapted layer the one inside the adapter.
 
     Args:
         root: the model.
@@ -60,31 +46,17 @@ def quantizable_linears(root: nn.Module, exclude: Collection[str] = (), head: bo
     >>> list(quantizable_linears(model))
     ['up_proj']
     """
-    output = _output_embedding(root)
+    get: Any = getattr(root, "get_output_embeddings", None)
+    output = None if get is None else base_of(copy_in_use(get()))
+    linears = ((name, base_of(module)) for name, module in checkpoint_modules(root))
     return {
         name: module
-        for name, module in root.named_modules()
+        for name, module in linears
         if isinstance(module, nn.Linear)
         and name
-        and (head and not _excluded(name, exclude) if module is output else not _kept(name, exclude))
+        and (head if module is output else name.rpartition(".")[2] not in STAY_PLAIN)
+        and not any(fnmatchcase(name, pattern) for pattern in exclude)
     }
-
-
-def _kept(name: str, exclude: Collection[str]) -> bool:
-    name = name.removesuffix(".base_layer")  # an adapter stands around it; globs mean the checkpoint's names
-    parts = name.split(".")
-    if parts[-1] in _KEPT or any(part in _ADAPTERS for part in parts):
-        return True
-    return _excluded(name, exclude)
-
-
-def _excluded(name: str, exclude: Collection[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in exclude)
-
-
-def _output_embedding(root: nn.Module) -> nn.Module | None:
-    get: Any = getattr(root, "get_output_embeddings", None)
-    return None if get is None else get()
 
 
 @dataclass(frozen=True)
@@ -152,98 +124,3 @@ def swap_linears(
             if id(child) in replaced:
                 setattr(parent, child_name, replaced[id(child)])
     return SwapReport(tuple(swapped), tuple(present), tuple(skipped))
-
-
-def leave_to_each_rank(module: nn.Module) -> None:
-    """Keep DDP from sending the weights of quantized layers around: before every forward pass, and FP8 not at all.
-
-    Each rank makes them of the same weights.
-
-    Args:
-        module: what DDP will wrap.
-    """
-    root: Any = module
-    ignored = set(getattr(root, "_ddp_params_and_buffers_to_ignore", ()))
-    for name, part in module.named_modules():
-        if isinstance(part, QuantizedLinear):
-            ignored |= {f"{name}.{buffer}" for buffer in part._buffers}
-    root._ddp_params_and_buffers_to_ignore = sorted(ignored)
-
-
-class QuantizedLinear(nn.Module):
-    """A linear layer of a sampler: it holds codes and scales, and has no parameter but its bias.
-
-    Args:
-        format: the number format.
-        shape: (out, in) of the weight.
-        bias: the bias " out", or None.
-        cache: keep what `format.prepare` makes of the codes between calls; it costs its memory and saves its time.
-    """
-
-    is_swapped = True
-    codes: Tensor | None
-    scales: Tensor | None
-    global_scale: Tensor | None
-
-    def __init__(
-        self, format: NumberFormat, shape: tuple[int, int], bias: Tensor | None = None, cache: bool = True
-    ) -> None:
-        super().__init__()
-        self.format, self.shape, self.cache = format, (int(shape[0]), int(shape[1])), cache
-        self.out_features, self.in_features = self.shape
-        for name in ("codes", "scales", "global_scale"):
-            self.register_buffer(name, None, persistent=False)
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self._prepared: dict[torch.dtype, PreparedWeight] = {}
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, format: NumberFormat, cache: bool = True) -> "QuantizedLinear":
-        """Return a layer of the same shape and bias whose weight is still to come by `load`."""
-        return cls(format, (linear.out_features, linear.in_features), linear.bias, cache)
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the weight from its checkpoint tensors, keyed by suffix (`weight`, `weight_scale`, …)."""
-        device = None if self.codes is None else self.codes.device
-        if device is None and self.bias is not None:
-            device = self.bias.device
-        self.set_weight(self.format.load({k: v.to(device) if device else v for k, v in tensors.items()}, self.shape))
-
-    def set_weight(self, q: QuantizedWeight) -> None:
-        """Take a weight that is already quantized; its tensors are shared, not copied."""
-        self.codes, self.scales, self.global_scale = q.codes, q.scales, q.global_scale
-        self._prepared.clear()
-
-    @property
-    def weight(self) -> QuantizedWeight:
-        """The weight as it is held."""
-        if self.codes is None:
-            raise RuntimeError("This layer has no weight yet: publish to the engine before it generates.")
-        return QuantizedWeight(self.codes, self.scales, self.global_scale, self.format, self.shape)
-
-    def prepared(self, dtype: torch.dtype) -> PreparedWeight:
-        """Return the operand for inputs of `dtype`, made once per weight."""
-        operand = self._prepared.get(dtype)
-        if operand is None:
-            operand = self.format.prepare(self.weight, dtype)
-            if self.cache:
-                self._prepared[dtype] = operand
-        return operand
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `x @ W.T + bias` in the format's arithmetic."""
-        return self.format.apply(x, self.prepared(x.dtype), self.bias)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
-        # A module's `.to(dtype)` casts every floating buffer: codes and scales may move, but their dtype is the format.
-        held = {name: getattr(self, name) for name in ("codes", "scales", "global_scale")}
-        super()._apply(fn, recurse)
-        for name, before in held.items():
-            after = getattr(self, name)
-            if before is not None and after.dtype != before.dtype:
-                setattr(self, name, before.to(after.device))
-        self._prepared.clear()
-        return self
-
-    def extra_repr(self) -> str:
-        """Return the format and the shape, for `print`."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format.name}"

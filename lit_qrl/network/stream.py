@@ -16,7 +16,7 @@ _WEIGHT = ".weight"
 
 
 @torch.no_grad()
-def export_tensors(
+def weight_stream(
     named: Iterable[tuple[str, Tensor]],
     format: NumberFormat | None,
     quantizable: Collection[str],
@@ -123,7 +123,7 @@ def _not_finite(name: str) -> ConfigError:
 def _named(layer: str, error: ValueError) -> ValueError:
     """Return the error with the parameter's name before it."""
     if isinstance(error, ConfigError):
-        what = f"{layer.removesuffix('.base_layer')}{_WEIGHT}: {error.what}"
+        what = f"{layer}{_WEIGHT}: {error.what}"
         return ConfigError(what, expected=error.expected, given=error.given, remedy=error.remedy)
     return ValueError(f"{layer}{_WEIGHT}: {error}")
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight
 from lit_qrl.network.linears import SwapReport, fused_groups, quantizable_linears, swap_linears
-from lit_qrl.network.stream import export_tensors, quantize_named
+from lit_qrl.network.stream import quantize_named, weight_stream
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class QuantizedPrecision(Precision):
             return layer.quantized() if tensor.data_ptr() == layer.weight.data_ptr() else None
 
         stream = self.weights(policy) if named is None else named
-        return export_tensors(stream, self.format, list(layers), dtype, existing)
+        return weight_stream(stream, self.format, list(layers), dtype, existing)
 
 
 def network_of(module: nn.Module) -> nn.Module:
@@ -247,7 +247,6 @@ def check_shapes(
     faults, expected = [], None
     for name, layer in layers.items():
         shape = (layer.out_features, layer.in_features) if isinstance(layer, nn.Linear) else layer
-        name = name.removesuffix(".base_layer")
         try:
             format.check(name, shape)
         except ConfigError as error:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.folder import Checkpoint
+from lit_qrl.network.folder import FolderReader
 
 _wanted: ContextVar[bool] = ContextVar("lit_qrl_deferred_weights", default=False)
 
@@ -119,7 +119,7 @@ class DeferredWeights:
         self._filled.clear()
 
 
-def deferred_checkpoint(folder: Path, build: Callable[[], Any]) -> DeferredWeights | None:
+def deferred_folder(folder: Path, build: Callable[[], Any]) -> DeferredWeights | None:
     """Return the weights of a plain folder, to be read layer by layer, or None where only transformers can read it.
 
     That is a folder without safetensors, one whose tensors are not the model's own by name and shape (transformers
@@ -130,10 +130,10 @@ def deferred_checkpoint(folder: Path, build: Callable[[], Any]) -> DeferredWeigh
         build: makes the model, in the dtype that it shall have, on the current default device.
     """
     try:
-        checkpoint = Checkpoint(folder)
+        reader = FolderReader(folder)
     except ConfigError:
         return None
-    weights = DeferredWeights(build, lambda name: checkpoint.read([name])[name])
+    weights = DeferredWeights(build, lambda name: reader.read([name])[name])
     network = weights.network
     kept = (getattr(network, f"_keep_in_fp32_modules{end}", None) for end in ("", "_strict"))
     parameters = dict(network.named_parameters(remove_duplicate=False))
@@ -141,5 +141,5 @@ def deferred_checkpoint(folder: Path, build: Callable[[], Any]) -> DeferredWeigh
         return None
     own = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
     # a tied weight may be stored under both names
-    known = all(checkpoint.shapes.get(name) == shape for name, shape in own.items())
-    return weights if known and set(checkpoint.names) <= set(parameters) else None
+    known = all(reader.shapes.get(name) == shape for name, shape in own.items())
+    return weights if known and set(reader.names) <= set(parameters) else None

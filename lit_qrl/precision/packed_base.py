@@ -12,8 +12,9 @@ from torch import nn
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import MXFP4, NF4, NVFP4, Int4Group
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
-from lit_qrl.network.folder import Checkpoint
-from lit_qrl.network.linears import QuantizedLinear
+from lit_qrl.network.folder import FolderReader
+from lit_qrl.network.names import base_of, checkpoint_modules
+from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.precision.deferred import DeferredWeights
 
 # What tells a packed layer from a plain one among the names of its tensors.
@@ -106,13 +107,13 @@ class PackedBase:
 
     def __init__(self, folder: Path, format: NumberFormat) -> None:
         self.folder, self.format = folder, format
-        self.checkpoint = Checkpoint(folder)
+        self.reader = FolderReader(folder)
         self._parts: dict[str, list[str]] = {}
-        for name in self.checkpoint.names:
+        for name in self.reader.names:
             for mark in _MARKS:
                 if name.endswith(mark):
                     self._parts[name.removesuffix(mark)] = []
-        for name in self.checkpoint.names:
+        for name in self.reader.names:
             layer, found, _ = name.partition(".weight")
             if found and layer in self._parts:
                 self._parts[layer].append(name)
@@ -136,10 +137,10 @@ class PackedBase:
         self._check(network)
         shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
         device = torch.get_default_device()
-        for name in self.checkpoint.names:
+        for name in self.reader.names:
             if name not in shapes or name.removesuffix(".weight") in self._parts:
                 continue
-            tensor = self.checkpoint.read([name])[name]
+            tensor = self.reader.read([name])[name]
             wanted = dtype if tensor.is_floating_point() else None
             own = tensor.to(device=device, dtype=wanted, copy=True)
             set_module_tensor_to_device(network, name, device, value=own, dtype=own.dtype)
@@ -160,13 +161,13 @@ class PackedBase:
         tied = network.config.get_text_config().tie_word_embeddings
         skipped = set(getattr(network, "_tied_weights_keys", None) or ()) if tied else set()
         codes = {name for parts in self._parts.values() for name in parts}
-        for name in self.checkpoint.names:  # old folders hold the rotary frequencies, which are computed today
+        for name in self.reader.names:  # old folders hold the rotary frequencies, which are computed today
             layer = name.rpartition(".")[0]
             if name in codes or name in network.state_dict() or layer in self._parts or name.endswith("inv_freq"):
                 continue
             raise self._foreign(network, f"it holds {name}, which that architecture does not have")
         for name, tensor in network.state_dict().items():
-            held = self.checkpoint.shapes.get(name)
+            held = self.reader.shapes.get(name)
             if name.removesuffix(".weight") in self._parts or (held is None and name in skipped):
                 continue
             if held != tuple(tensor.shape):
@@ -183,7 +184,7 @@ class PackedBase:
 
     def weight(self, layer: str, shape: tuple[int, int], device: Any) -> QuantizedWeight:
         """Return the codes and scales of a layer as the folder holds them."""
-        tensors = self.checkpoint.read(self._parts[layer])
+        tensors = self.reader.read(self._parts[layer])
         suffixes = {name.removeprefix(f"{layer}."): tensor.to(device, copy=True) for name, tensor in tensors.items()}
         return self.format.load(suffixes, shape)
 
@@ -217,11 +218,7 @@ class PackedBase:
 
     def require_packed(self, network: nn.Module) -> None:
         """Raise `ConfigError` when a layer's codes found no module that computes with them."""
-        taken = {
-            name.removesuffix(".base_layer")
-            for name, part in network.named_modules()
-            if isinstance(part, QuantizedLinear)
-        }
+        taken = {name for name, module in checkpoint_modules(network) if isinstance(base_of(module), QuantizedLinear)}
         if set(self._parts) - taken:
             raise ConfigError(
                 f"The model folder {self.folder} holds {self.format.name} codes, which only an adapter can be "

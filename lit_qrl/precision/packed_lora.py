@@ -14,8 +14,11 @@ from typing_extensions import override
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
-from lit_qrl.network.linears import SwapReport, fused_groups, leave_to_each_rank, quantizable_linears
-from lit_qrl.network.stream import export_tensors, quantize_named, shared_amax
+from lit_qrl.network.adapters import base_weights, merged_weights
+from lit_qrl.network.linears import SwapReport, fused_groups, quantizable_linears
+from lit_qrl.network.names import base_of, checkpoint_modules, checkpoint_name, is_adapter, put_layer
+from lit_qrl.network.quantized_linear import leave_to_each_rank
+from lit_qrl.network.stream import quantize_named, shared_amax, weight_stream
 from lit_qrl.precision.base import QuantizedPrecision, check_shapes, network_of
 from lit_qrl.precision.deferred import DeferredWeights, deferred_weights
 from lit_qrl.precision.layers.packed_linear import PackedLinear
@@ -24,20 +27,16 @@ from lit_qrl.precision.vllm_kernels.borrowed import borrow
 
 log = logging.getLogger(__name__)
 
-# Parts of a name that PEFT adds between a layer and its checkpoint name.
-_BASE = ".base_layer"
-_ADAPTED = ("lora_", "modules_to_save", "original_module")
 
-
-class NVFP4LoRA(QuantizedPrecision):
-    """A frozen base in a weight-only format under a trained adapter (QeRL, §3).
+class PackedLoRA(QuantizedPrecision):
+    """A frozen base in a weight-only format under a trained adapter, as in QeRL (§3).
 
     The base is packed once, layer by layer, when the policy is configured; it gets no gradient, no optimizer state
     and no place in the checkpoint, which keeps a fingerprint of it instead. Its weights are multiplied out for each
     layer in the forward pass and again in the backward pass, never kept.
 
     Args:
-        format: `nvfp4`, `mxfp4`, `nf4`, `int4_group`, or any weight-only number format.
+        format: any weight-only number format, such as `nvfp4`, `mxfp4`, `nf4` or `int4_group`.
         exclude: globs over names of linear layers that stay as they are, beside embeddings, output and routers.
         autocast: run the other operations in bf16 over fp32 adapters; `none` leaves each in its own dtype.
         share_weights: hold the base once: after its publish the learner reads the engine's own tensors. Needs
@@ -51,7 +50,7 @@ class NVFP4LoRA(QuantizedPrecision):
 
     def __init__(
         self,
-        format: NumberFormat | str = "nvfp4",
+        format: NumberFormat | str,
         exclude: Sequence[str] = (),
         autocast: Literal["none", "bf16"] = "none",
         share_weights: bool = False,
@@ -60,7 +59,7 @@ class NVFP4LoRA(QuantizedPrecision):
         found = formats.get(format)
         if found.quantizes_activations or isinstance(found, formats.Dense):
             raise ConfigError(
-                f"NVFP4LoRA holds a packed base, which {found.name} is not made for.",
+                f"{type(self).__name__} holds a packed base, which {found.name} is not made for.",
                 expected="a weight-only format: nvfp4, mxfp4, nf4 or int4_group",
                 given=found.name,
                 remedy="Use QATAligned for formats that quantize activations.",
@@ -68,7 +67,7 @@ class NVFP4LoRA(QuantizedPrecision):
         super().__init__(found, exclude, autocast)
         if kernel not in ("dequantize", "marlin") or (kernel == "marlin" and not share_weights):
             raise ConfigError(
-                "NVFP4LoRA's kernel cannot be had.",
+                f"{type(self).__name__}'s kernel cannot be had.",
                 expected="dequantize, or marlin with share_weights: true, whose tensors it reads",
                 given=f"{kernel} with share_weights: {str(share_weights).lower()}",
             )
@@ -85,7 +84,7 @@ class NVFP4LoRA(QuantizedPrecision):
         """
         if getattr(policy, "lora", None) is None:
             raise ConfigError(
-                "NVFP4LoRA freezes the base, and the policy has nothing else to train.",
+                f"{type(self).__name__} freezes the base, and the policy has nothing else to train.",
                 expected="model.policy.lora, such as {class_path: peft.LoraConfig, init_args: {r: 32, lora_alpha: 64}}",
                 given="none",
                 remedy="Give the policy an adapter, or use QATAligned to train all weights.",
@@ -96,7 +95,7 @@ class NVFP4LoRA(QuantizedPrecision):
         linears = {
             name: layer
             for name, layer in quantizable_linears(network, self.exclude).items()
-            if not any(part.startswith(_ADAPTED) for part in name.split("."))
+            if not layer.weight.requires_grad  # a copy that is trained beside the adapter stays as it is
         }
         if not linears:
             raise ConfigError(
@@ -107,8 +106,8 @@ class NVFP4LoRA(QuantizedPrecision):
             )
         base: PackedBase | None = getattr(policy, "packed_base", None)
         if base is not None:
-            held = base.select(self.format, self.exclude, [name.removesuffix(_BASE) for name in linears])
-            linears = {name: layer for name, layer in linears.items() if name.removesuffix(_BASE) in held}
+            held = base.select(self.format, self.exclude, linears)
+            linears = {name: linears[name] for name in linears if name in held}
         check_shapes(self.format, linears)
         deferred: DeferredWeights | None = getattr(policy, "deferred", None)
         for names in fused_groups(linears).values():
@@ -116,7 +115,7 @@ class NVFP4LoRA(QuantizedPrecision):
                 for name in names:
                     linear = linears.pop(name)
                     shape = (linear.out_features, linear.in_features)
-                    q = base.weight(name.removesuffix(_BASE), shape, linear.weight.device)
+                    q = base.weight(name, shape, linear.weight.device)
                     self._place(network, name, linear, q)
                 continue
             for name in names:
@@ -133,7 +132,7 @@ class NVFP4LoRA(QuantizedPrecision):
         packed = tuple(self.packed(network))
         skipped = tuple(quantizable_linears(network))
         self.report = SwapReport(packed, (), skipped)
-        log.info("NVFP4LoRA: %s, as %s", self.report, self.format.name)
+        log.info("%s: %s, as %s", type(self).__name__, self.report, self.format.name)
 
     @override
     @contextmanager
@@ -155,15 +154,14 @@ class NVFP4LoRA(QuantizedPrecision):
         packed.set_weight(q)
         if self.share_weights:
             packed.wait_on_host()
-        parent, _, child = name.rpartition(".")
-        setattr(network.get_submodule(parent), child, packed)
+        put_layer(network, name, packed)
 
     def packed(self, policy: Any) -> dict[str, PackedLinear]:
         """Return the packed layers of a policy or network by checkpoint name."""
         return {
-            name.removesuffix(_BASE): part
-            for name, part in network_of(policy).named_modules()
-            if isinstance(part, PackedLinear)
+            name: layer
+            for name, module in checkpoint_modules(network_of(policy))
+            if isinstance(layer := base_of(module), PackedLinear)
         }
 
     @override
@@ -171,7 +169,7 @@ class NVFP4LoRA(QuantizedPrecision):
         layers = self.packed(module)
         if not layers:
             raise ConfigError(
-                "NVFP4LoRA found no packed base.",
+                f"{type(self).__name__} found no packed base.",
                 expected="a module that calls the plugin's configure_policy(policy) in configure_model",
                 given=type(module).__name__,
             )
@@ -202,7 +200,8 @@ class NVFP4LoRA(QuantizedPrecision):
         return {name: layer.shape for name, layer in self.packed(policy).items()}
 
     def plain_weights(self, policy: Any) -> Iterator[tuple[str, Tensor]]:
-        return self.merged_weights(policy)
+        network = network_of(policy)
+        return merged_weights(network, next(iter(network.parameters())).dtype)
 
     def export(
         self, policy: Any, named: Iterable[tuple[str, Tensor]] | None = None, dtype: torch.dtype | None = None
@@ -218,7 +217,7 @@ class NVFP4LoRA(QuantizedPrecision):
         stream = self.weights(policy) if named is None else named
         device = next(network_of(policy).parameters()).device
         held = self._held(layers)
-        return export_tensors(
+        return weight_stream(
             stream, self.format, list(layers), dtype, lambda name, tensor: held(name).weight_on(device)
         )
 
@@ -242,68 +241,33 @@ class NVFP4LoRA(QuantizedPrecision):
             return
         network = network_of(policy)
         plain = {
-            _checkpoint_name(name): parameter
+            checkpoint_name(name): parameter
             for name, parameter in network.named_parameters()
             # vectors stay apart: a callback may perturb the engine's norms
-            if parameter.ndim == 2 and not parameter.requires_grad and "lora_" not in name
+            if parameter.ndim == 2 and not parameter.requires_grad and not is_adapter(name)
         }
         layers = self.packed(network)
         taken = borrow(layers, plain, engine)
         for layer in layers.values():
             if layer.stored is not None and layer.stored.aligned:
                 layer.kernel = self.kernel
-        log.info("NVFP4LoRA: %d weights are the engine's own", len(taken))
+        log.info("%s: %d weights are the engine's own", type(self).__name__, len(taken))
 
     def weights(self, policy: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the base's tensors under their checkpoint names; of a packed layer, an empty tensor in its place."""
-        seen: set[int] = set()
-        for name, module in network_of(policy).named_modules():
-            if any(part.startswith(("lora_", "original_module")) for part in name.split(".")):
-                continue
-            clean = _checkpoint_name(name)
-            if isinstance(module, PackedLinear):
-                yield f"{clean}.weight", torch.empty(0)
-            own = {**module._parameters, **module._buffers}
-            for key, tensor in own.items():
-                if tensor is None or key in module._non_persistent_buffers_set or id(tensor) in seen:
-                    continue
-                seen.add(id(tensor))
-                yield f"{clean}.{key}" if clean else key, tensor.detach()
-
-    def merged_weights(self, policy: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the plain weights that the learner computes with: the base multiplied out, the adapter added.
-
-        Args:
-            policy: the policy, or its network.
-            dtype: of the merged weights; None takes the adapter's.
-        """
-        layers = self.packed(policy)
-        tuned: dict[str, Any] = {
-            _checkpoint_name(name): module
-            for name, module in network_of(policy).named_modules()
-            if hasattr(module, "get_delta_weight") and isinstance(getattr(module, "base_layer", None), PackedLinear)
-        }
-        fallback = next(iter(network_of(policy).parameters())).dtype
-        with torch.no_grad():
-            for name, tensor in self.weights(policy):
-                layer = name.removesuffix(".weight")
-                if layer not in layers or not name.endswith(".weight"):
-                    yield name, tensor
-                    continue
-                weight = layers[layer].dequantized(torch.float32)
-                for adapter in getattr(tuned.get(layer), "active_adapters", ()):
-                    if adapter in tuned[layer].lora_A:
-                        weight += tuned[layer].get_delta_weight(adapter).float()
-                yield name, weight.to(dtype or fallback)
+        return base_weights(network_of(policy), multiply_out=False)
 
 
-def _checkpoint_name(name: str) -> str:
-    """Return a module's name without what PEFT inserted into it."""
-    parts = name.split(".")
-    if "modules_to_save" in parts:  # `norm.modules_to_save.default`
-        cut = parts.index("modules_to_save")
-        parts = parts[:cut] + parts[cut + 2 :]
-    return ".".join(part for part in parts if part != "base_layer")
+class NVFP4LoRA(PackedLoRA):
+    """`PackedLoRA` whose base is NVFP4 unless told otherwise (QeRL, §3).
+
+    Args:
+        format: any weight-only number format, such as `nvfp4`, `mxfp4`, `nf4` or `int4_group`.
+        **options: those of `PackedLoRA`.
+    """
+
+    def __init__(self, format: NumberFormat | str = "nvfp4", **options: Any) -> None:
+        super().__init__(format, **options)
 
 
 def _fingerprint(layers: dict[str, PackedLinear]) -> str:

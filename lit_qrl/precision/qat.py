@@ -14,8 +14,7 @@ from lit_qrl.formats import FP8Block
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.support import require_fp8, tell_emulated
 from lit_qrl.precision.base import LowBitLinear, QuantizedPrecision, autocast_input, device_of, network_of
-from lit_qrl.precision.layers.fused_blocks import Fuse
-from lit_qrl.precision.layers.fused_blocks import fuse as fuse_blocks
+from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
 from lit_qrl.precision.vllm_kernels.choice import Kernel, KernelChoice
 
 
@@ -140,5 +139,5 @@ class QATAligned(QuantizedPrecision):
             assert isinstance(layer, AlignedLinear)
             layer.choice = self.choice
         if isinstance(self.format, FP8Block):
-            fuse_blocks(network_of(module), AlignedLinear, columns=False, choice=self.fuse)
+            quantize_in_passing(network_of(module), AlignedLinear, columns=False, choice=self.fuse)
         return module

@@ -15,8 +15,7 @@ from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.precision.base import LowBitLinear, QuantizedPrecision, autocast_input, device_of, network_of
 from lit_qrl.precision.layers import block_fp8
 from lit_qrl.precision.layers.block_fp8 import Backend, Operand
-from lit_qrl.precision.layers.fused_blocks import Fuse
-from lit_qrl.precision.layers.fused_blocks import fuse as fuse_blocks
+from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ class UnifiedFP8(QuantizedPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         device = device_of(module)
         if self._asked == "auto":
-            chosen, before = block_fp8.backend("auto", fused=bool(self.fuse), device=device), self.backend
+            chosen, before = block_fp8.backend("auto", one_pass=bool(self.fuse), device=device), self.backend
             if before is None or before.name != chosen.name:
                 log.info("UnifiedFP8 takes the backend %s.", chosen.name)
             self.backend = chosen
@@ -136,7 +135,7 @@ class UnifiedFP8(QuantizedPrecision):
             assert isinstance(layer, UnifiedLinear)
             layer.backend = self.backend
         if self.fuse is True or self.backend.name == "torch":
-            fuse_blocks(network_of(module), UnifiedLinear, columns=True, choice=self.fuse)
+            quantize_in_passing(network_of(module), UnifiedLinear, columns=True, choice=self.fuse)
         return module
 
     def _check_shapes(self, layers: dict[str, nn.Linear]) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.precision.packed_lora import NVFP4LoRA
+from lit_qrl.precision.packed_lora import PackedLoRA
 from lit_qrl.rollout.embedded.adapter import check_separable
 from lit_qrl.rollout.engine import RolloutEngine
 from lit_qrl.rollout.vllm.adapter import check_adapter
@@ -23,7 +23,7 @@ def published_apart(lora: str, config: Any, engine: RolloutEngine, plugin: Any, 
     Raises:
         ConfigError: for an adapter that policy, engine or plugin cannot hold that way.
     """
-    packed = isinstance(plugin, NVFP4LoRA) and aligned
+    packed = isinstance(plugin, PackedLoRA) and aligned
     apart = lora == "adapter" or (lora == "auto" and packed)
     if packed and not apart and not unaligned:
         raise ConfigError(
@@ -32,7 +32,7 @@ def published_apart(lora: str, config: Any, engine: RolloutEngine, plugin: Any, 
             given="merged",
             remedy="Set publisher.unaligned to true to study the mismatch.",
         )
-    if isinstance(plugin, NVFP4LoRA) and plugin.share_weights:
+    if isinstance(plugin, PackedLoRA) and plugin.share_weights:
         if not (packed and apart):
             raise ConfigError(
                 "share_weights needs the plugin's own base in the engine, and the adapter beside it.",

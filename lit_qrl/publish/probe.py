@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_qrl.formats.base import NumberFormat
+from lit_qrl.network.adapters import merged_tensors
 from lit_qrl.network.linears import fused_groups, quantizable_linears
+from lit_qrl.network.names import base_of, checkpoint_modules, is_adapted
 from lit_qrl.network.stream import shared_amax
 
 # Mean |Δ log p| that a healthy engine stays below at the very first probe, where nothing is known of this model yet:
@@ -183,11 +184,9 @@ def computing_as(
     if format is None:
         yield
         return
-    modules = dict(network.named_modules())
-    layers: dict[str, nn.Module] = {}
-    for name in quantizable_linears(network, exclude, head):
-        owner = modules.get(name.removesuffix(".base_layer"))
-        layers[name] = owner if merged and isinstance(owner, BaseTunerLayer) else modules[name]
+    layers: dict[str, nn.Module] = dict(quantizable_linears(network, exclude, head))
+    if merged:
+        layers = {name: module for name, module in checkpoint_modules(network) if name in layers}
     try:
         for members in fused_groups(layers).values():
             group = {name: layers[name] for name in members}
@@ -205,16 +204,10 @@ def _forward(name: str, group: Mapping[str, nn.Module], format: NumberFormat, dt
         if format.shares_amax and len(group) > 1:
             shared = shared_amax({key: _weight(module, dtype) for key, module in group.items()})
         module = group[name]
-        base: Any = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
-        return format.linear(x, format.quantize(_weight(module, dtype), shared), base.bias)
+        return format.linear(x, format.quantize(_weight(module, dtype), shared), base_of(module).bias)
 
     return forward
 
 
 def _weight(module: Any, dtype: torch.dtype | None) -> Tensor:
-    if not isinstance(module, BaseTunerLayer):
-        return module.weight.detach().to(dtype)
-    weight = module.get_base_layer().weight.detach()  # pyright: ignore
-    for adapter in module.active_adapters:
-        weight = weight + module.get_delta_weight(adapter).to(weight.dtype)  # pyright: ignore
-    return weight.to(dtype)
+    return (merged_tensors(module)["weight"] if is_adapted(module) else module.weight.detach()).to(dtype)

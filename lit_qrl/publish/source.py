@@ -9,11 +9,12 @@ from torch import Tensor
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
-from lit_qrl.network.head import base_weights, check_head
+from lit_qrl.network.adapters import base_weights
+from lit_qrl.network.head import check_head
 from lit_qrl.network.linears import quantizable_linears
-from lit_qrl.network.stream import export_tensors
+from lit_qrl.network.stream import weight_stream
 from lit_qrl.precision.base import QuantizedPrecision, check_shapes
-from lit_qrl.precision.packed_lora import NVFP4LoRA
+from lit_qrl.precision.packed_lora import PackedLoRA
 
 Named = Iterable[tuple[str, Tensor]]
 Change = Callable[[str, Tensor], Tensor]
@@ -37,17 +38,14 @@ class WeightSource:
         ours = plugin if isinstance(plugin, QuantizedPrecision) else None
         self.plugin = ours
         self.aligned = ours if ours is not None and ours.format == format else None
-        self.packed = isinstance(ours, NVFP4LoRA)
+        self.packed = isinstance(ours, PackedLoRA)
 
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Return (out, in) of every layer that goes out in the format, by checkpoint name."""
         if self.aligned is not None:
             return self.aligned.shapes(self.policy)
         linears = quantizable_linears(self.policy.network, self.exclude, self.head)
-        shapes = {
-            name.removesuffix(".base_layer"): (linear.out_features, linear.in_features)
-            for name, linear in linears.items()
-        }
+        shapes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
         return {**(self.plugin.shapes(self.policy) if self.packed and self.plugin else {}), **shapes}
 
     def check(self) -> None:
@@ -74,24 +72,24 @@ class WeightSource:
         if self.aligned is not None and not self.packed:
             return self.aligned.export(self.policy, _changed(self.aligned.weights(self.policy), change), dtype)
         named = _changed(self.policy.named_weights(), change)
-        return export_tensors(named, self.format, list(self.shapes()), dtype)
+        return weight_stream(named, self.format, list(self.shapes()), dtype)
 
     def base(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Yield the base's tensors in the format, without the adapter."""
         if self.aligned is not None:
             return self.aligned.export(self.policy, self.aligned.weights(self.policy), dtype)
-        return export_tensors(base_weights(self.policy.network), self.format, list(self.shapes()), dtype)
+        return weight_stream(base_weights(self.policy.network), self.format, list(self.shapes()), dtype)
 
     def settle(self, engine: Any) -> tuple[Any, ...]:
         """Let a plugin share the base with the engine that just received it; return the state of the base after it."""
-        if isinstance(self.plugin, NVFP4LoRA) and self.aligned is not None:
+        if isinstance(self.plugin, PackedLoRA) and self.aligned is not None:
             self.plugin.settle(self.policy, engine)
         return self.base_state()
 
     def plain(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Yield the learner's weights in its own dtype, an adapter merged in."""
         named = self.policy.named_weights() if self.plugin is None else self.plugin.plain_weights(self.policy)
-        return export_tensors(named, None, (), dtype)
+        return weight_stream(named, None, (), dtype)
 
     def adapter(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapter's factors under PEFT's names."""

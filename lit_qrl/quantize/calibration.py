@@ -8,12 +8,11 @@ from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
+from lit_qrl.network.structure import ROW_PAIRS, decoder_layers
 from lit_qrl.quantize.awq import Found, InputStatistics, fold, search
 
 # A fold that a model does not allow changes a layer's update by its own size; rounding to bf16 changes it by 1 %.
 _TOLERANCE = 0.05
-# Layers whose output channels are another's input channels, with what lies between being linear in them.
-_ROWS = (("v_proj", "o_proj", "q_proj"), ("up_proj", "down_proj", "gate_proj"))
 
 
 class _Stop(Exception):  # noqa: N818 - no error: it ends a forward pass early
@@ -48,23 +47,6 @@ def calibration_sequences(
         expected=f"{count} sequences of {length} tokens",
         given=f"{len(ids)} tokens, enough for {len(ids) // length} sequences",
         remedy="Lower --calibration_samples or --calibration_tokens, or give more text.",
-    )
-
-
-def decoder_layers(network: Any) -> tuple[str, nn.ModuleList]:
-    """Return name and list of the model's decoder layers.
-
-    Raises:
-        ConfigError: when there is no such list.
-    """
-    count = network.config.get_text_config().num_hidden_layers
-    for name, module in network.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return name, module
-    raise ConfigError(
-        f"{type(network).__name__} has no list of {count} decoder layers.",
-        expected="a decoder such as Llama's or Qwen's",
-        remedy="Quantize it elsewhere, or on load.",
     )
 
 
@@ -217,7 +199,7 @@ class LayerRunner:
 def _row_pairs(linears: dict[str, nn.Linear]) -> list[tuple[str, str]]:
     """Return (producer, consumer) for v → o and up → down where the shapes allow: no value head is shared."""
     pairs = []
-    for producer, consumer, sibling in _ROWS:
+    for producer, consumer, sibling in ROW_PAIRS:
         for child, linear in linears.items():
             parent, _, leaf = child.rpartition(".")
             other, third = (f"{parent}.{part}" if parent else part for part in (consumer, sibling))

@@ -17,12 +17,13 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.numerics import NONFINITE_REMEDY
-from lit_qrl.network.folder import Checkpoint, CheckpointWriter, appearing, copy_side_files, read_config
+from lit_qrl.network.folder import FolderReader, FolderWriter, appearing, copy_side_files, read_config
 from lit_qrl.network.linears import fused_group, fused_groups, quantizable_linears
 from lit_qrl.network.stream import quantize_named, shared_amax
+from lit_qrl.network.structure import decoder_layers
 from lit_qrl.precision.base import check_shapes
 from lit_qrl.quantize.awq import Found
-from lit_qrl.quantize.calibration import LayerRunner, decoder_layers
+from lit_qrl.quantize.calibration import LayerRunner
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ def quantize_checkpoint(
             given=f"quant_method {method}",
             remedy="Start from the plain checkpoint: rounding twice adds the errors.",
         )
-    checkpoint = Checkpoint(source)
+    checkpoint = FolderReader(source)
     network = _skeleton(source)
     layers = _chosen(network, format, exclude)
     _check_names(network, checkpoint)
@@ -125,7 +126,7 @@ def quantize_checkpoint(
     plain = [name for name, part in network.named_modules() if isinstance(part, nn.Linear) and name not in layers]
     worker = _Worker(network, checkpoint, format, layers, dtype, torch.device(device), sequences)
     with appearing(output, expected_bytes) as folder:
-        writer = CheckpointWriter(folder, shard_bytes)
+        writer = FolderWriter(folder, shard_bytes)
         try:
             for name, tensor in worker.tensors(progress):
                 writer.add(name, tensor)
@@ -180,12 +181,12 @@ def _chosen(network: Any, format: NumberFormat, exclude: Sequence[str]) -> dict[
     return layers
 
 
-def _item(checkpoint: Checkpoint, name: str) -> int:
+def _item(checkpoint: FolderReader, name: str) -> int:
     dtype = checkpoint.dtype(name)
     return 0 if dtype is None else dtype.itemsize
 
 
-def _check_names(network: Any, checkpoint: Checkpoint) -> None:
+def _check_names(network: Any, checkpoint: FolderReader) -> None:
     """Raise where the folder's tensors are not those of the architecture that its config names."""
     expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     tied = set(getattr(network, "_tied_weights_keys", None) or ())
@@ -218,7 +219,7 @@ class _Worker:
     def __init__(
         self,
         network: Any,
-        checkpoint: Checkpoint,
+        checkpoint: FolderReader,
         format: NumberFormat,
         layers: dict[str, nn.Linear],
         dtype: torch.dtype | None,

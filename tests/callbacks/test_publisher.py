@@ -8,7 +8,7 @@ from lit_qrl.callbacks import AQNNoise, RLCallback
 from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import get as get_format
-from lit_qrl.network.head import merged_weights
+from lit_qrl.network.adapters import merged_weights
 from lit_qrl.precision import NVFP4LoRA, QATAligned
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.embedded.engine import TransformersEngine

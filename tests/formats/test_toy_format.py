@@ -13,7 +13,8 @@ from lit_qrl.callbacks import RLCallback, WeightPublisher
 from lit_qrl.cli import audit, export, quantize
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import support
-from lit_qrl.network.linears import QuantizedLinear, quantizable_linears
+from lit_qrl.network.linears import quantizable_linears
+from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.precision import QATAligned
 from lit_qrl.rollout.vllm.checks import check_format
 from tests.formats.int6_channel import ROW, Int6Channel

@@ -10,8 +10,8 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.network import folder as checkpoint
 from lit_qrl.network.folder import (
     INDEX,
-    Checkpoint,
-    CheckpointWriter,
+    FolderReader,
+    FolderWriter,
     appearing,
     copy_side_files,
     local_folder,
@@ -25,7 +25,7 @@ TENSORS = {f"layer.{i}": torch.arange(8.0 * (i + 1)).view(-1, 8) for i in range(
 
 def write(folder, shard_bytes):
     folder.mkdir(exist_ok=True)
-    writer = CheckpointWriter(folder, shard_bytes)
+    writer = FolderWriter(folder, shard_bytes)
     for name, tensor in TENSORS.items():
         writer.add(name, tensor)
     writer.close()
@@ -38,7 +38,7 @@ def test_what_is_written_is_read_by_the_library_and_here(shard_bytes, files, tmp
     shards = sorted(folder.glob("*.safetensors"))
     assert len(shards) == files
     merged = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
-    read = Checkpoint(folder)
+    read = FolderReader(folder)
     assert set(read.names) == set(merged) == set(TENSORS)
     for name, tensor in TENSORS.items():
         assert torch.equal(merged[name], tensor)
@@ -53,7 +53,7 @@ def test_what_is_written_is_read_by_the_library_and_here(shard_bytes, files, tmp
 
 
 def test_a_tensor_may_change_after_it_was_taken(tmp_path):
-    writer, tensor = CheckpointWriter(tmp_path, 10**6), torch.ones(4)
+    writer, tensor = FolderWriter(tmp_path, 10**6), torch.ones(4)
     writer.add("a", tensor)
     tensor.zero_()
     writer.close()
@@ -64,7 +64,7 @@ def test_codes_have_no_floating_dtype(tmp_path):
     save_file(
         {"codes": torch.ones(2, dtype=torch.uint8), "w": torch.ones(2).bfloat16()}, tmp_path / "model.safetensors"
     )
-    read = Checkpoint(tmp_path)
+    read = FolderReader(tmp_path)
     assert (read.dtype("codes"), read.dtype("w")) == (None, torch.bfloat16)
 
 
@@ -111,7 +111,7 @@ def test_folders_and_configs_that_are_not_there(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         local_folder("./nothing")
     with pytest.raises(ConfigError, match="no weights"):
-        Checkpoint(tmp_path)
+        FolderReader(tmp_path)
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("[1]")

@@ -5,8 +5,8 @@ from transformers import CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.head import SamplerHead, check_head, merged_weights, output_head
-from lit_qrl.network.linears import QuantizedLinear
+from lit_qrl.network.head import SamplerHead, check_head, output_head
+from lit_qrl.network.quantized_linear import QuantizedLinear
 from tests.networks import WORDS, build_network
 
 
@@ -64,20 +64,3 @@ def test_a_replaced_head_is_refused():
     network.lm_head = torch.nn.Sequential(network.lm_head)
     with pytest.raises(ConfigError, match="plain linear"):
         output_head(network)
-
-
-def test_weights_come_in_the_models_order_without_gradient():
-    network = build_network()
-    named = list(merged_weights(network))
-    assert [name for name, _ in named] == [name for name, _ in network.named_parameters()]
-    assert not any(tensor.requires_grad for _, tensor in named)
-    assert all(tensor.data_ptr() == network.get_parameter(name).data_ptr() for name, tensor in named)
-
-
-def test_persistent_buffers_are_weights_and_others_are_not():
-    network = build_network()
-    network.model.register_buffer("kept", torch.ones(2))
-    network.model.register_buffer("derived", torch.ones(2), persistent=False)
-    names = {name for name, _ in merged_weights(network)}
-    assert "model.kept" in names
-    assert "model.derived" not in names

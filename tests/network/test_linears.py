@@ -1,10 +1,9 @@
 import pytest
-import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from lit_qrl import formats
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.linears import QuantizedLinear, fused_group, fused_groups, quantizable_linears, swap_linears
+from lit_qrl.network.linears import fused_group, fused_groups, quantizable_linears, swap_linears
 
 
 class Attention(nn.Module):
@@ -59,9 +58,17 @@ def test_globs_exclude_layers():
     assert sorted(left) == sorted(f"layers.1.{p}" for p in PROJECTIONS if "down" not in p)
 
 
-def test_adapters_are_not_quantized():
-    model = nn.ModuleDict({"q_proj": nn.ModuleDict({"base_layer": nn.Linear(4, 4), "lora_A": nn.Linear(4, 2)})})
-    assert list(quantizable_linears(model)) == ["q_proj.base_layer"]
+def test_an_adapter_changes_no_name_and_is_not_quantized():
+    plain = list(quantizable_linears(Model()))
+    model = Model()
+    own = quantizable_linears(model)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "up_proj"], modules_to_save=["down_proj"]))
+    found = quantizable_linears(model)
+    assert list(found) == plain
+    copies = {name for name, layer in found.items() if layer is not own[name]}
+    assert copies == {name for name in plain if "down_proj" in name}
+    assert all(layer.weight.requires_grad == (name in copies) for name, layer in found.items())
+    assert list(quantizable_linears(model, ["*.q_proj"])) == [name for name in plain if "q_proj" not in name]
 
 
 def test_fused_groups_are_those_of_the_engines():
@@ -69,7 +76,7 @@ def test_fused_groups_are_those_of_the_engines():
     assert groups["layers.1.self_attn.qkv_proj"] == [f"layers.1.self_attn.{x}_proj" for x in "qkv"]
     assert groups["layers.0.mlp.gate_up_proj"] == ["layers.0.mlp.gate_proj", "layers.0.mlp.up_proj"]
     assert groups["layers.0.mlp.down_proj"] == ["layers.0.mlp.down_proj"]
-    assert fused_group("a.q_proj.base_layer") == fused_group("a.k_proj.base_layer") == "a.qkv_proj"
+    assert fused_group("a.q_proj") == fused_group("a.k_proj") == "a.qkv_proj"
     assert fused_group("q_proj") == "qkv_proj"
 
 
@@ -112,72 +119,3 @@ def test_a_swap_that_matches_nothing_is_an_error():
         swap_linears(Model(), marked, lambda name, module: False)
     with pytest.raises(ConfigError, match=r"a model without nn.Linear"):
         swap_linears(nn.Sequential(nn.ReLU()), marked)
-
-
-@pytest.mark.parametrize("name", formats.names())
-def test_a_quantized_linear_multiplies_as_its_format_does(name):
-    torch.manual_seed(0)
-    format = formats.get(name)
-    linear = nn.Linear(256, 96)
-    layer = QuantizedLinear.from_linear(linear, format)
-    q = format.quantize(linear.weight)
-    layer.load({key.removeprefix("x."): tensor for key, tensor in format.export(q, "x")})
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(5, 256).to(dtype)
-        assert torch.equal(layer.to(dtype)(x), format.linear(x, q, linear.bias.to(dtype)))
-    assert layer.weight.shape == (96, 256)
-    assert list(layer.state_dict()) == ["bias"]
-
-
-def test_a_quantized_linear_follows_its_newest_weight():
-    format = formats.get("fp8_row")
-    layer = QuantizedLinear(format, (32, 64))
-    with pytest.raises(RuntimeError, match="no weight yet"):
-        layer(torch.ones(1, 64))
-    x = torch.randn(2, 64)
-    outputs = []
-    for seed in range(2):
-        weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))
-        q = format.quantize(weight)
-        layer.load({"weight": q.codes, "weight_scale": q.scales})
-        outputs.append(layer(x))
-        assert torch.equal(outputs[-1], format.linear(x, q))
-    assert not torch.equal(*outputs)
-
-
-def test_the_operand_is_made_once_unless_told_otherwise():
-    format = formats.get("int4_group", group_size=32)
-    q = format.quantize(torch.randn(32, 64))
-    cached, plain = QuantizedLinear(format, (32, 64)), QuantizedLinear(format, (32, 64), cache=False)
-    for layer in (cached, plain):
-        layer.set_weight(q)
-    assert cached.prepared(torch.float32) is cached.prepared(torch.float32)
-    assert plain.prepared(torch.float32) is not plain.prepared(torch.float32)
-
-
-def test_casting_a_module_leaves_codes_and_scales_alone():
-    format = formats.get("fp8_tensor")
-    layer = QuantizedLinear(format, (32, 64), bias=torch.zeros(32))
-    layer.set_weight(format.quantize(torch.randn(32, 64)))
-    layer.to(torch.bfloat16)
-    assert layer.codes.dtype == torch.float8_e4m3fn
-    assert layer.scales.dtype == torch.float32
-    assert layer.bias.dtype == torch.bfloat16
-
-
-def test_a_network_of_quantized_linears_is_close_to_the_plain_one():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128))
-    x = torch.randn(64, 128)
-    plain = model(x)
-    format = formats.get("fp8_row")
-
-    def build(name, linear):
-        layer = QuantizedLinear.from_linear(linear, format)
-        layer.set_weight(format.quantize(linear.weight))
-        return layer
-
-    report = swap_linears(model, build)
-    assert report.swapped == ("0", "2")
-    assert (model(x) - plain).norm() / plain.norm() < 0.06
-    assert not swap_linears(model, build).swapped

@@ -3,7 +3,7 @@ import torch
 
 from lit_qrl import formats
 from lit_qrl.errors import IncompleteError
-from lit_qrl.network.stream import export_tensors, shared_amax
+from lit_qrl.network.stream import shared_amax, weight_stream
 
 LAYERS = [f"model.layers.{i}.self_attn.{p}_proj" for i in range(2) for p in "qkvo"]
 
@@ -22,10 +22,10 @@ def stream():
 
 
 def test_without_a_format_everything_passes():
-    out = list(export_tensors(stream(), None, LAYERS))
+    out = list(weight_stream(stream(), None, LAYERS))
     assert [name for name, _ in out] == [name for name, _ in stream()]
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(out, stream(), strict=True))
-    cast = dict(export_tensors(stream(), None, LAYERS, dtype=torch.bfloat16))
+    cast = dict(weight_stream(stream(), None, LAYERS, dtype=torch.bfloat16))
     assert all(tensor.dtype == torch.bfloat16 for tensor in cast.values())
 
 
@@ -34,7 +34,7 @@ def test_every_layer_is_exported_once_in_its_format(name):
     format = formats.get(name)
     plain = dict(stream())
     amaxes = {i: max(plain[f"model.layers.{i}.self_attn.{p}_proj.weight"].abs().amax() for p in "qkv") for i in (0, 1)}
-    out = list(export_tensors(stream(), format, LAYERS))
+    out = list(weight_stream(stream(), format, LAYERS))
     exported = dict(out)
     assert len(exported) == len(out)
     for layer in LAYERS:
@@ -47,7 +47,7 @@ def test_every_layer_is_exported_once_in_its_format(name):
 
 
 def test_parts_of_a_fused_layer_come_out_together():
-    names = [name for name, _ in export_tensors(stream(), formats.get("fp8_tensor"), LAYERS)]
+    names = [name for name, _ in weight_stream(stream(), formats.get("fp8_tensor"), LAYERS)]
     weights = [name for name in names if name.startswith("model.layers.0") and ".weight" in name and "norm" not in name]
     start = names.index(weights[0])
     assert names[start : start + 6] == weights[:6]
@@ -64,7 +64,7 @@ def test_no_more_than_one_fused_layer_is_held():
             yield name, tensor
 
     most = 0
-    for name, _ in export_tensors(counted(), formats.get("fp8_tensor"), LAYERS):
+    for name, _ in weight_stream(counted(), formats.get("fp8_tensor"), LAYERS):
         most = max(most, len(pulled - sent))
         sent.add(name)
     assert sent >= pulled
@@ -79,7 +79,7 @@ def test_a_tensor_that_is_not_finite_is_named():
     for target in ("model.layers.1.norm.weight", "model.layers.0.self_attn.k_proj.weight", LAYERS[3] + ".weight"):
         for name in ("fp8_tensor", "int4_group"):
             with pytest.raises(ValueError, match=rf"{target}.*NaN or inf"):
-                list(export_tensors(broken(target), formats.get(name), LAYERS))
+                list(weight_stream(broken(target), formats.get(name), LAYERS))
 
 
 def test_a_device_that_runs_ahead_is_asked_once_at_the_end(monkeypatch):
@@ -97,11 +97,11 @@ def test_a_device_that_runs_ahead_is_asked_once_at_the_end(monkeypatch):
             yield name, torch.full_like(tensor, float("nan")) if name in targets else tensor
 
     for format in (None, *map(formats.get, ("fp8_tensor", "fp8_row", "int4_group", "nvfp4"))):
-        assert len(list(export_tensors(stream(), format, LAYERS))) >= len(list(stream()))
+        assert len(list(weight_stream(stream(), format, LAYERS))) >= len(list(stream()))
         for target in ("model.embed_tokens.weight", "model.layers.0.self_attn.k_proj.weight", "lm_head.weight"):
             out = []
             with pytest.raises(ValueError, match=rf"^{target} holds NaN or inf"):
-                out.extend(export_tensors(broken({target, "lm_head.weight"}), format, LAYERS))
+                out.extend(weight_stream(broken({target, "lm_head.weight"}), format, LAYERS))
     assert len(asked) == 5 * 4
     # outside of a stream the formats go on refusing at once
     with pytest.raises(ValueError, match="NaN or inf"):
@@ -111,13 +111,13 @@ def test_a_device_that_runs_ahead_is_asked_once_at_the_end(monkeypatch):
 def test_a_missing_part_is_named():
     without = ((name, tensor) for name, tensor in stream() if "layers.1.self_attn.v_proj.weight" not in name)
     with pytest.raises(IncompleteError, match=r"a weight for model\.layers\.1\.self_attn\.v_proj.*qkv_proj waited"):
-        list(export_tensors(without, formats.get("fp8_row"), LAYERS))
+        list(weight_stream(without, formats.get("fp8_row"), LAYERS))
 
 
 def test_a_layer_that_does_not_fit_is_named():
     odd = [("a.up_proj.weight", torch.ones(8, 96))]
     with pytest.raises(ValueError, match=r"a\.up_proj does not fit int4_group.*\(8, 96\)"):
-        list(export_tensors(odd, formats.get("int4_group"), ["a.up_proj"]))
+        list(weight_stream(odd, formats.get("int4_group"), ["a.up_proj"]))
 
 
 def test_shared_amax_is_the_largest_of_all():
@@ -130,5 +130,5 @@ def test_shared_amax_is_the_largest_of_all():
 
 def test_parameters_come_out_detached():
     parameter = torch.nn.Parameter(torch.randn(128, 128))
-    out = dict(export_tensors([("a.weight", parameter), ("n", parameter)], formats.get("fp8_row"), ["a"]))
+    out = dict(weight_stream([("a.weight", parameter), ("n", parameter)], formats.get("fp8_row"), ["a"]))
     assert not any(tensor.requires_grad for tensor in out.values())

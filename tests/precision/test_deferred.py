@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from lit_qrl.precision import NVFP4LoRA
-from lit_qrl.precision.deferred import DeferredWeights, deferred_checkpoint, deferred_weights, weights_are_deferred
+from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, deferred_weights, weights_are_deferred
 from lit_qrl.precision.packed_lora import PackedLinear
 from tests.tiny_run import fit, model_folder
 
@@ -147,7 +147,7 @@ def plain_folder(tmp_path, **changes):
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_folder_is_read_layer_by_layer(tmp_path, tied):
     folder, model, build = plain_folder(tmp_path, tie_word_embeddings=tied)
-    weights = deferred_checkpoint(folder, build)
+    weights = deferred_folder(folder, build)
     assert memory(weights.network) == 4 * len(list(model.parameters()))
     layer = weights.network.model.layers[0].mlp.up_proj
     weights.fill(layer)
@@ -161,21 +161,21 @@ def test_a_folder_is_read_layer_by_layer(tmp_path, tied):
 def test_what_transformers_must_read_is_left_to_it(tmp_path):
     folder, _, build = plain_folder(tmp_path, num_hidden_layers=1)
     config = Qwen2Config(**{**SIZES, "num_hidden_layers": 2})
-    assert deferred_checkpoint(folder, lambda: AutoModelForCausalLM.from_config(config)) is None  # weights are missing
-    assert deferred_checkpoint(tmp_path, build) is None  # no safetensors
+    assert deferred_folder(folder, lambda: AutoModelForCausalLM.from_config(config)) is None  # weights are missing
+    assert deferred_folder(tmp_path, build) is None  # no safetensors
 
     def with_buffer():
         network = build()
         network.register_buffer("stored", torch.zeros(2))
         return network
 
-    assert deferred_checkpoint(folder, with_buffer) is None
+    assert deferred_folder(folder, with_buffer) is None
     shard = next(iter(sorted(folder.glob("*.safetensors"))))
     save_file(load_file(shard) | {"another": torch.zeros(2)}, shard, metadata={"format": "pt"})
     index = folder / "model.safetensors.index.json"
     text = index.read_text().replace('"weight_map": {', f'"weight_map": {{"another": "{shard.name}",')
     index.write_text(text)
-    assert deferred_checkpoint(folder, build) is None
+    assert deferred_folder(folder, build) is None
 
 
 def full_precision_bytes(network):

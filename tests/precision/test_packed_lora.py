@@ -5,8 +5,9 @@ from torch import nn
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.linears import QuantizedLinear, swap_linears
-from lit_qrl.precision.packed_lora import NVFP4LoRA
+from lit_qrl.network.linears import swap_linears
+from lit_qrl.network.quantized_linear import QuantizedLinear
+from lit_qrl.precision.packed_lora import NVFP4LoRA, PackedLoRA
 from tests.precision.toy import LINEARS, Module, Policy, batches, fit, network, resumed_equals_uninterrupted, trainer
 
 FORMATS = {"nvfp4": {}, "mxfp4": {}, "nf4": {}, "int4_group": {"group_size": 32}}
@@ -177,6 +178,26 @@ def test_formats_with_quantized_activations_are_refused():
         NVFP4LoRA("bf16")
     with pytest.raises(ConfigError, match="weight-only"):
         NVFP4LoRA(formats.Int4Group(activations="fp8"))
+
+
+def test_the_name_that_says_a_format_has_it_as_default():
+    assert NVFP4LoRA().format == formats.get("nvfp4")
+    assert NVFP4LoRA("nf4", exclude=["*.q_proj"]).exclude == ("*.q_proj",)
+    assert PackedLoRA("mxfp4", autocast="bf16").format == formats.get("mxfp4")
+    with pytest.raises(TypeError, match="format"):
+        PackedLoRA()
+    with pytest.raises(ConfigError, match="PackedLoRA holds a packed base"):
+        PackedLoRA("fp8_row")
+
+
+def test_a_trained_copy_of_a_linear_layer_stays_plain_and_is_exported():
+    policy, packer = configured(targets=["q_proj", "up_proj"], modules_to_save=["down_proj"])
+    left = [name for name in LINEARS if not name.endswith("down_proj")]
+    assert sorted(packer.packed(policy)) == sorted(left)
+    name = "model.layers.1.mlp.down_proj"
+    trained = policy.network.get_submodule(name).modules_to_save["default"].weight
+    assert torch.equal(dict(packer.export(policy))[f"{name}.weight"], trained)
+    assert torch.equal(dict(packer.plain_weights(policy))[f"{name}.weight"], trained)
 
 
 def test_layers_that_do_not_fit_are_named():

@@ -6,7 +6,7 @@ from torch import nn
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.stream import export_tensors
+from lit_qrl.network.stream import weight_stream
 from lit_qrl.precision.base import StepClock
 from lit_qrl.precision.qat import AlignedLinear, QATAligned
 from tests.precision.toy import (
@@ -101,7 +101,7 @@ def test_what_is_published_is_what_the_forward_used(name, tmp_path):
     qat = plugin(name)
     module, _ = fit(tmp_path, qat)
     published = dict(qat.export(module.policy))
-    again = dict(export_tensors(module.policy.named_weights(), qat.format, LINEARS))
+    again = dict(weight_stream(module.policy.named_weights(), qat.format, LINEARS))
     assert list(published) == list(again)
     layers = qat.layers(module)
     for layer_name, layer in layers.items():
@@ -126,7 +126,7 @@ def test_a_perturbed_weight_is_quantized_anew_and_a_perturbed_norm_passes():
         for name, tensor in module.policy.named_weights():
             yield name, tensor * 8 if name in (target, norm) else tensor
 
-    expected = dict(export_tensors(perturbed(), qat.format, LINEARS))
+    expected = dict(weight_stream(perturbed(), qat.format, LINEARS))
     published = dict(qat.export(module.policy, perturbed()))
     assert list(published) == list(expected)
     assert all(torch.equal(published[k].view(torch.uint8), expected[k].view(torch.uint8)) for k in expected)
@@ -135,7 +135,8 @@ def test_a_perturbed_weight_is_quantized_anew_and_a_perturbed_norm_passes():
 @pytest.mark.parametrize("name", ["fp8_row", "int4_group"])
 def test_learner_and_sampler_agree(name):
     """The published tensors, multiplied by QuantizedLinear layers, give the learner's logits bit for bit."""
-    from lit_qrl.network.linears import QuantizedLinear, swap_linears
+    from lit_qrl.network.linears import swap_linears
+    from lit_qrl.network.quantized_linear import QuantizedLinear
 
     module = Module(Policy())
     module.policy.configure()

@@ -7,7 +7,7 @@ from torch import nn
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import FP8Block
 from lit_qrl.formats.kernels import gemm
-from lit_qrl.network.stream import export_tensors
+from lit_qrl.network.stream import weight_stream
 from lit_qrl.precision.base import StepClock, device_of
 from lit_qrl.precision.layers import block_fp8
 from lit_qrl.precision.unified_fp8 import UnifiedFP8, UnifiedLinear
@@ -112,7 +112,7 @@ def test_what_is_published_is_what_the_forward_used(tmp_path):
     unify = plugin()
     module, _ = fit(tmp_path, unify)
     published = dict(unify.export(module.policy))
-    again = dict(export_tensors(module.policy.named_weights(), FP8Block(), LINEARS))
+    again = dict(weight_stream(module.policy.named_weights(), FP8Block(), LINEARS))
     assert list(published) == list(again)
     for name, layer in unify.layers(module).items():
         q = layer.quantized()

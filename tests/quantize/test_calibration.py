@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.quantize.calibration import LayerRunner, _row_pairs, calibration_sequences, decoder_layers
+from lit_qrl.quantize.calibration import LayerRunner, _row_pairs, calibration_sequences
 from tests.precision.toy import network
 
 
@@ -41,15 +41,6 @@ def test_sequences_are_the_texts_one_after_another():
 def test_too_little_text_says_how_much_there_is():
     with pytest.raises(ConfigError, match=r"4 sequences of 3 tokens\. Given: 7 tokens, enough for 2 sequences"):
         calibration_sequences(lambda text: list(range(len(text))), ["abcd", "efg"], 4, 3, None)
-
-
-def test_decoder_layers_are_found_by_their_count():
-    model = network()
-    name, layers = decoder_layers(model)
-    assert (name, layers) == ("model.layers", model.model.layers)
-    model.config.num_hidden_layers = 5
-    with pytest.raises(ConfigError, match="no list of 5 decoder layers"):
-        decoder_layers(model)
 
 
 def test_rows_are_folded_only_where_no_value_head_is_shared():

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.folder import INDEX, Checkpoint, appearing
+from lit_qrl.network.folder import INDEX, FolderReader, appearing
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.quantize.calibration import LayerRunner
 from lit_qrl.quantize.folder import RECORD, quantize_checkpoint, weight_only
@@ -76,7 +76,7 @@ def test_transformers_reads_the_output_as_the_format_computes_it(name, source, t
 
 def test_layers_that_are_left_out_stay_bit_for_bit(source, tmp_path):
     quantize_checkpoint(source, tmp_path / "out", formats.get("nvfp4"), exclude=["*.down_proj"])
-    before, after = Checkpoint(source), Checkpoint(tmp_path / "out")
+    before, after = FolderReader(source), FolderReader(tmp_path / "out")
     kept = [name for name in before.names if name in after.shapes]
     assert sum("down_proj" in name for name in kept) == 2
     for name in kept:

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import Qwen3MoeConfig
 
 from lit_qrl.network.linears import quantizable_linears
-from lit_qrl.network.stream import export_tensors
+from lit_qrl.network.stream import weight_stream
 from lit_qrl.publish.probe import Probe, learner_scores
 from lit_qrl.receipts.ledger import PublishError, SentLedger, compare, compare_columns
 from lit_qrl.rollout.engine import EngineDiedError
@@ -223,7 +223,7 @@ def test_separate_global_scales_of_a_fused_layer_are_noticed():
             own = {}
             for layer in layers:
                 pair = (f"{layer}.weight", network.get_parameter(f"{layer}.weight").detach())
-                own |= dict(export_tensors([pair], format, [layer]))
+                own |= dict(weight_stream([pair], format, [layer]))
             return ((name, own.get(name, tensor)) for name, tensor in stream)
 
         sent = SentLedger(1, format, {layer: tuple(network.get_submodule(layer).weight.shape) for layer in layers})

@@ -96,7 +96,7 @@ def _operand(made: dispatch.Tile | None) -> Operand | None:
 
 
 class Torch(Backend):
-    """`scaled_mm` of torch over quantizers fused into one pass."""
+    """`scaled_mm` of torch over quantizers that take one pass."""
 
     name = "torch"
 
@@ -188,12 +188,12 @@ def _padded(scale: Tensor) -> Tensor:
     return F.pad(scale.float(), (0, -scale.shape[1] % 4), value=1.0).contiguous()
 
 
-def backend(name: str, fused: bool = False, device: torch.device | None = None) -> Backend:
+def backend(name: str, one_pass: bool = False, device: torch.device | None = None) -> Backend:
     """Return the backend of that name; `auto` takes the fastest that the device can run.
 
     Args:
         name: `te`, `torch`, `emulate`, or `auto`.
-        fused: whether quantizers are to be fused with what comes before, which makes torch the fastest.
+        one_pass: whether inputs are to be quantized in the kernel of what comes before, which makes torch the fastest.
         device: where the learner is; None is this host's GPU.
 
     Raises:
@@ -202,7 +202,7 @@ def backend(name: str, fused: bool = False, device: torch.device | None = None) 
     known = {"emulate": Emulated, "torch": Torch, "te": TransformerEngine}
     if name == "auto":
         usable = _block_gemm_missing(device) is None
-        name = ("te" if not fused and _te_missing() is None else "torch") if usable else "emulate"
+        name = ("te" if not one_pass and _te_missing() is None else "torch") if usable else "emulate"
     if name not in known:
         raise ConfigError("There is no such FP8 backend.", expected="auto, te, torch or emulate", given=name)
     require(name, device)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lit_qrl.network.names import base_of
 from lit_qrl.precision.base import autocast_input
 from lit_qrl.precision.layers.packed_linear import PackedLinear
 
@@ -107,20 +108,21 @@ class LoRALinear(PEFTLinear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the layer's output: "... in" -> "... out"."""
-        name = None if args or kwargs else self._plain()
+        base = base_of(self)
+        name = None if args or kwargs else self._plain(base)
         if name is None:
             return super().forward(x, *args, **kwargs)
         x_low = autocast_input(x)
         factors: Any = self.lora_A[name], self.lora_B[name]
         a, b = (part.weight for part in factors)
-        if not (self._takes(a, x_low) and self._takes(b, x_low) and self._takes(self.base_layer, x_low)):
+        if not (self._takes(a, x_low) and self._takes(b, x_low) and self._takes(base, x_low)):
             return super().forward(x)
         low = self._lowered(a, b, x_low.dtype)
         down: Tensor = _Down.apply(x_low, a, b, low)  # pyright: ignore[reportAssignmentType]
-        held = (down.grad_fn, x_low.detach(), low[1], self.base_layer, self.scaling[name])
+        held = (down.grad_fn, x_low.detach(), low[1], base, self.scaling[name])
         return _Up.apply(down, held)  # pyright: ignore[reportReturnType]
 
-    def _plain(self) -> str | None:
+    def _plain(self, base: Any) -> str | None:
         """Return the name of the adapter if it is the only one, trained or not, and nothing but two factors."""
         names = self.active_adapters
         if len(names) != 1 or self.disable_adapters or self.merged or torch.compiler.is_compiling():
@@ -131,7 +133,6 @@ class LoRALinear(PEFTLinear):
         dropout = self.lora_dropout[name]
         if not isinstance(dropout, nn.Identity) and self.training:
             return None
-        base: Any = self.base_layer
         bias = base.bias
         if bias is not None and bias.requires_grad:
             return None
@@ -160,7 +161,7 @@ class LoRALinear(PEFTLinear):
         return {**self.__dict__, "_low": None}
 
 
-def fuse_lora(network: nn.Module) -> int:
+def swap_lora_linears(network: nn.Module) -> int:
     """Let PEFT's LoRA layers compute as `LoRALinear` does, in place, and return how many do.
 
     Args:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.linears import QuantizedLinear
+from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError
 from lit_qrl.rollout.embedded.loading import Modules
 

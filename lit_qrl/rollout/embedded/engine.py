@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.support import tell_emulated
-from lit_qrl.network.head import SamplerHead, check_positions
+from lit_qrl.network.head import SamplerHead
+from lit_qrl.network.structure import check_positions
 from lit_qrl.receipts.ledger import ReceivedLedger, RefusedError
 from lit_qrl.rollout.embedded.adapter import EmbeddedAdapter
 from lit_qrl.rollout.embedded.cache import SlotCache

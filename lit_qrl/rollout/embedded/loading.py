@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lit_qrl.errors import nearest
 from lit_qrl.formats.base import NumberFormat
-from lit_qrl.network.linears import QuantizedLinear
-from lit_qrl.network.packing import unpacked
+from lit_qrl.network.padding_free import padded_attention
+from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.receipts.ledger import ReceivedLedger, RefusedError
 from lit_qrl.rollout.embedded.attention import FOLDED
 
@@ -34,7 +34,7 @@ def skeleton(network: Any, device: torch.device) -> Any:
     kind = next(c for c in type(network).__mro__ if not c.__name__.startswith("FSDP"))
     config = copy.deepcopy(network.config)
     with init_empty_weights(include_buffers=False):
-        attention = unpacked(config._attn_implementation)
+        attention = padded_attention(config._attn_implementation)
         built = kind._from_config(config, attn_implementation=FOLDED if attention == "sdpa" else attention)
     built.tie_weights()  # each parameter was replaced by an empty one of its own
     for module in built.modules():

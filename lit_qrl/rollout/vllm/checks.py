@@ -9,6 +9,7 @@ from torch import nn
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import support
 from lit_qrl.network.linears import fused_groups, quantizable_linears
+from lit_qrl.network.names import base_of, checkpoint_modules
 from lit_qrl.rollout.vllm import cpu as vllm_cpu
 
 if TYPE_CHECKING:
@@ -259,7 +260,7 @@ def plain_layers(network: nn.Module, exclude: Collection[str], head: bool = Fals
         ConfigError: when only a part of the layers that vLLM fuses is excluded.
     """
     quantized = set(quantizable_linears(network, exclude, head))
-    linears = [name for name, module in network.named_modules() if _is_linear(module) and ".lora_" not in name]
+    linears = [name for name, module in checkpoint_modules(network) if isinstance(base_of(module), nn.Linear)]
     for fused, members in fused_groups(linears).items():
         inside = [name for name in members if name in quantized]
         if inside and len(inside) < len(members):
@@ -269,9 +270,5 @@ def plain_layers(network: nn.Module, exclude: Collection[str], head: bool = Fals
                 given=f"{', '.join(inside)} quantized",
                 remedy="Exclude the whole group.",
             )
-    plain = [name.removesuffix(".base_layer") for name in linears if name not in quantized]
+    plain = [name for name in linears if name not in quantized]
     return plain if "lm_head" in plain or "lm_head" in quantized else [*plain, "lm_head"]
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_qrl.network.names import checkpoint_name
 from lit_qrl.receipts.checksum import Checksums
 from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError, share_of_bound
 from lit_qrl.rollout.vllm import fast_load as direct
@@ -42,7 +43,7 @@ class LiveModel:
         self.runner = model_runner(llm)
         self.model: nn.Module = self.runner.get_model()
         self._modules = {
-            name.replace(".base_layer", ""): module
+            checkpoint_name(name): module
             for name, module in self.model.named_modules()
             if not isinstance(getattr(module, "base_layer", None), nn.Module)
         }

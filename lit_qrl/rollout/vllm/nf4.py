@@ -49,7 +49,7 @@ def check_shapes(network: nn.Module, exclude: Collection[str]) -> None:
     for name, layer in quantizable_linears(network, exclude).items():
         if layer.in_features % BLOCK:
             raise ConfigError(
-                f"{name.removesuffix('.base_layer')} does not fit nf4 in vLLM.",
+                f"{name} does not fit nf4 in vLLM.",
                 expected=f"in_features that are a multiple of {BLOCK}",
                 given=layer.in_features,
                 remedy="Exclude the layer, or use TransformersEngine.",

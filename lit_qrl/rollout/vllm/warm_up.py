@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lit_qrl.network.stream import export_tensors
+from lit_qrl.network.stream import weight_stream
 from lit_qrl.receipts import checksum
 from lit_qrl.receipts.ledger import SentLedger
 
@@ -40,6 +40,6 @@ def warm_up(format: "NumberFormat | None", learner: torch.dtype, sent: torch.dty
     layer = torch.ones(SIDE, SIDE, dtype=learner, device=device)
     weights = iter([("layer.weight", layer), ("norm.weight", layer[0].clone())])
     ledger = SentLedger(0, format, {"layer": (SIDE, SIDE)})
-    for _ in ledger.watch(export_tensors(weights, format, ["layer"], sent)):
+    for _ in ledger.watch(weight_stream(weights, format, ["layer"], sent)):
         pass
     return list(ledger.receipts())

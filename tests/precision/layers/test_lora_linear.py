@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lit_qrl import formats
-from lit_qrl.precision.layers.lora_linear import LoRALinear, fuse_lora
+from lit_qrl.precision.layers.lora_linear import LoRALinear, swap_lora_linears
 from lit_qrl.precision.layers.packed_linear import PackedLinear
 
 
@@ -43,9 +43,9 @@ def blocks(packed=False, dtype=torch.float32, **options):
             held = PackedLinear.from_linear(layer.base_layer, formats.get("nvfp4"), cache=False)
             held.set_weight(formats.get("nvfp4").quantize(layer.base_layer.weight))
             layer.base_layer = held
-    fused = copy.deepcopy(plain)
-    assert fuse_lora(fused) == 2
-    return plain, fused
+    swapped = copy.deepcopy(plain)
+    assert swap_lora_linears(swapped) == 2
+    return plain, swapped
 
 
 def run(model, x, autocast=False):
@@ -78,9 +78,9 @@ def reference(model, x):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_outputs_and_gradients_are_those_of_the_formula(packed):
-    _, fused = blocks(packed)
+    _, swapped = blocks(packed)
     x = torch.randn(2, 5, 32)
-    found, expected = run(fused, x), reference(fused, x)
+    found, expected = run(swapped, x), reference(swapped, x)
     assert found.keys() == expected.keys()
     assert len(found) == 6
     for name, value in expected.items():
@@ -89,9 +89,9 @@ def test_outputs_and_gradients_are_those_of_the_formula(packed):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_under_autocast_the_errors_are_no_larger_than_pefts(packed):
-    plain, fused = blocks(packed, torch.bfloat16)
+    plain, swapped = blocks(packed, torch.bfloat16)
     x = torch.randn(3, 64, 32).bfloat16()
-    ours, pefts, exact = run(fused, x, True), run(plain, x, True), reference(fused, x)
+    ours, pefts, exact = run(swapped, x, True), run(plain, x, True), reference(swapped, x)
     for name, value in exact.items():
         assert ours[name].dtype == pefts[name].dtype
         error, other = (float((found[name].double() - value).square().mean()) for found in (ours, pefts))
@@ -99,27 +99,27 @@ def test_under_autocast_the_errors_are_no_larger_than_pefts(packed):
 
 
 def test_a_checkpointed_block_gives_the_same_bits_and_leaves_its_last_product_out(monkeypatch):
-    _, fused = blocks(packed=True)
+    _, swapped = blocks(packed=True)
     calls = []
     own = PackedLinear.product
     monkeypatch.setattr(PackedLinear, "product", lambda layer, x: calls.append(layer.shape) or own(layer, x))
     x = torch.randn(2, 5, 32)
-    expected = run(fused, x)
-    fused.zero_grad()
+    expected = run(swapped, x)
+    swapped.zero_grad()
     calls.clear()
-    found = run(Checkpointed(fused), x)
+    found = run(Checkpointed(swapped), x)
     for name, value in expected.items():
         assert torch.equal(found[name if name in ("out", "x") else f"inner.{name}"], value), name
     assert calls == [(48, 32), (32, 48), (48, 32)]
 
 
 def test_factors_are_lowered_once_per_update():
-    _, fused = blocks(dtype=torch.bfloat16)
-    layer = fused.base_model.model.up_proj
+    _, swapped = blocks(dtype=torch.bfloat16)
+    layer = swapped.base_model.model.up_proj
     x = torch.randn(4, 32).bfloat16()
-    run(fused, x, True)
+    run(swapped, x, True)
     first = layer._low[1]
-    run(fused, x, True)
+    run(swapped, x, True)
     assert layer._low[1][0] is first[0]
 
     class Unseen(torch.optim.Optimizer):
@@ -128,21 +128,21 @@ def test_factors_are_lowered_once_per_update():
                 for p in group["params"]:
                     p.data.add_(1)  # no version counter sees it
 
-    factors = [p for p in fused.parameters() if p.requires_grad]
+    factors = [p for p in swapped.parameters() if p.requires_grad]
     version = layer.lora_A["default"].weight._version
     Unseen(factors, {}).step()
     assert layer.lora_A["default"].weight._version == version
-    run(fused, x, True)
+    run(swapped, x, True)
     assert torch.equal(layer._low[1][0], layer.lora_A["default"].weight.bfloat16())
     assert not torch.equal(layer._low[1][0], first[0])
 
 
 @pytest.mark.parametrize("options", [{"lora_dropout": 0.5}, {"use_dora": True}, {"lora_bias": True}])
 def test_other_adapters_go_pefts_way(options):
-    plain, fused = blocks(**options)
+    plain, swapped = blocks(**options)
     x = torch.randn(2, 5, 32)
     found = []
-    for model in (plain, fused):
+    for model in (plain, swapped):
         torch.manual_seed(1)
         found.append(run(model, x))
     assert found[0].keys() == found[1].keys()
@@ -150,35 +150,35 @@ def test_other_adapters_go_pefts_way(options):
 
 
 def test_disabled_merged_and_doubled_adapters_go_pefts_way():
-    plain, fused = blocks()
+    plain, swapped = blocks()
     x = torch.randn(2, 5, 32)
-    for model in (plain, fused):
+    for model in (plain, swapped):
         model.add_adapter("second", LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False))
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
-            fused.get_parameter(name).copy_(parameter)
-    with plain.disable_adapter(), fused.disable_adapter():
-        assert torch.equal(plain(x), fused(x))
-    for model in (plain, fused):
+            swapped.get_parameter(name).copy_(parameter)
+    with plain.disable_adapter(), swapped.disable_adapter():
+        assert torch.equal(plain(x), swapped(x))
+    for model in (plain, swapped):
         model.base_model.set_adapter(["default", "second"])
-    assert torch.equal(plain(x), fused(x))
-    for model in (plain, fused):
+    assert torch.equal(plain(x), swapped(x))
+    for model in (plain, swapped):
         model.base_model.set_adapter("default")
         model.merge_adapter()
-    assert torch.equal(plain(x), fused(x))
+    assert torch.equal(plain(x), swapped(x))
 
 
 def test_without_autocast_an_input_of_another_dtype_goes_pefts_way():
-    plain, fused = blocks(packed=True, dtype=torch.bfloat16)
+    plain, swapped = blocks(packed=True, dtype=torch.bfloat16)
     x = torch.randn(2, 5, 32).bfloat16()
-    assert torch.equal(plain(x), fused(x))
+    assert torch.equal(plain(x), swapped(x))
 
 
 def test_names_and_copies():
-    plain, fused = blocks()
-    assert list(plain.state_dict()) == list(fused.state_dict())
-    run(fused, torch.randn(2, 32), True)
-    copied = copy.deepcopy(fused)
+    plain, swapped = blocks()
+    assert list(plain.state_dict()) == list(swapped.state_dict())
+    run(swapped, torch.randn(2, 32), True)
+    copied = copy.deepcopy(swapped)
     layer = copied.base_model.model.up_proj
     assert isinstance(layer, LoRALinear)
     assert layer._low is None
@@ -186,10 +186,10 @@ def test_names_and_copies():
 
 def test_operations_of_one_layer():
     """What a host starts for forward and backward of one layer under autocast, fewer than half of PEFT's."""
-    plain, fused = blocks(dtype=torch.bfloat16)
+    plain, swapped = blocks(dtype=torch.bfloat16)
     x = torch.randn(4, 32).bfloat16()
     counts = []
-    for model in (plain, fused):
+    for model in (plain, swapped):
         run(model, x, True)
         layer, value = model.base_model.model.up_proj, x.clone().requires_grad_()
         model.zero_grad()

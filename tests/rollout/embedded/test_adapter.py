@@ -4,9 +4,9 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import get
-from lit_qrl.network.head import base_weights, merged_weights
+from lit_qrl.network.adapters import base_weights
 from lit_qrl.network.linears import quantizable_linears
-from lit_qrl.network.stream import export_tensors
+from lit_qrl.network.stream import weight_stream
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.embedded.adapter import check_separable
 from lit_qrl.rollout.embedded.engine import TransformersEngine
@@ -39,8 +39,8 @@ class Policy:
 def started(policy, format=None):
     engine = TransformersEngine()
     engine.setup(policy, build_tokenizer(), SamplingParams(max_tokens=4))
-    layers = [name.removesuffix(".base_layer") for name in quantizable_linears(policy.network)]
-    engine.load_weights(export_tensors(base_weights(policy.network), format, layers), format, 0)
+    layers = quantizable_linears(policy.network)
+    engine.load_weights(weight_stream(base_weights(policy.network), format, layers), format, 0)
     return engine
 
 
@@ -90,8 +90,7 @@ def test_an_adapter_over_a_quantized_base():
     engine = started(policy, format)
     engine.load_adapter(policy.tensors(), 1)
     got = engine.score(TOKENS)[0]
-    for name, linear in quantizable_linears(policy.network).items():
-        assert name.endswith(".base_layer")
+    for linear in quantizable_linears(policy.network).values():
         linear.weight.data = format.dequantize(format.quantize(linear.weight))
     torch.testing.assert_close(got, policy.scores(TOKENS[0]), rtol=0, atol=2e-5)
 
@@ -122,12 +121,3 @@ def test_what_does_not_fit_is_refused_and_the_old_adapter_stays():
 def test_more_than_a_low_rank_term_is_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         check_separable(LoraConfig(**options))
-
-
-def test_base_weights_are_the_merged_ones_without_the_adapter():
-    policy = Policy()
-    plain = dict(build_network().named_parameters())
-    base, merged = dict(base_weights(policy.network)), dict(merged_weights(policy.network))
-    assert list(base) == list(merged) == list(plain)
-    assert all(torch.equal(base[name], plain[name]) for name in plain)
-    assert not torch.equal(merged[f"{Q}.weight"], base[f"{Q}.weight"])

@@ -7,9 +7,9 @@ from transformers import Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.head import merged_weights
+from lit_qrl.network.adapters import merged_weights
 from lit_qrl.network.linears import quantizable_linears
-from lit_qrl.network.stream import export_tensors
+from lit_qrl.network.stream import weight_stream
 from lit_qrl.receipts.ledger import Ledger, compare
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.types import SamplingParams
@@ -25,7 +25,7 @@ def policy_of(network):
 
 def publish(engine, network, format=None, version=0, change=lambda stream: stream):
     layers = quantizable_linears(network) if format is not None else ()
-    return engine.load_weights(change(export_tensors(merged_weights(network), format, layers)), format, version)
+    return engine.load_weights(change(weight_stream(merged_weights(network), format, layers)), format, version)
 
 
 def engine_of(network, format=None, sampling=None, **options):
@@ -289,7 +289,7 @@ def test_what_is_sent_is_what_is_held(network, format):
     report = publish(engine, network, format, 3, sent.watch)
     assert report.received is not None
     assert compare(sent, report.received) == []
-    for name, tensor in export_tensors(merged_weights(network), format, quantizable_linears(network) if format else ()):
+    for name, tensor in weight_stream(merged_weights(network), format, quantizable_linears(network) if format else ()):
         held = engine.read_back(name)
         assert held.dtype == tensor.dtype
         assert torch.equal(held.view(torch.uint8), tensor.view(torch.uint8)) if held.ndim else held == tensor

@@ -3,7 +3,7 @@ import torch
 from transformers import CohereConfig, LlamaConfig
 
 from lit_qrl import formats
-from lit_qrl.network.linears import QuantizedLinear
+from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.rollout.embedded.loading import Modules, skeleton
 from tests.networks import build_network
 

@@ -1,4 +1,4 @@
-"""The modules around the fused kernels, on a CPU: stand-ins of the kernels made of plain operations."""
+"""The modules around the one-pass kernels, on a CPU: stand-ins of the kernels made of plain operations."""
 
 import copy
 from types import SimpleNamespace
@@ -13,8 +13,8 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.kernels import dispatch, gemm
 from lit_qrl.precision import QATAligned, UnifiedFP8
-from lit_qrl.precision.layers import fused_blocks
-from lit_qrl.precision.layers.fused_blocks import FusedGatedMLP, FusedRMSNorm, fuse_plain
+from lit_qrl.precision.layers import one_pass
+from lit_qrl.precision.layers.one_pass import OnePassGatedMLP, OnePassRMSNorm, take_one_pass
 from lit_qrl.precision.unified_fp8 import UnifiedLinear
 from tests.precision.toy import LINEARS, network
 
@@ -61,7 +61,7 @@ def gated_backward(grad, gate, up):
 def kernels(monkeypatch):
     """Kernels that run here, and the number of their calls."""
     from lit_qrl.formats import kernels
-    from lit_qrl.precision.layers import fused_blocks
+    from lit_qrl.precision.layers import one_pass
 
     calls = []
     module = SimpleNamespace(
@@ -70,7 +70,7 @@ def kernels(monkeypatch):
     )  # fmt: skip
     monkeypatch.setitem(__import__("sys").modules, "lit_qrl.formats.kernels.tiles_triton", module)
     monkeypatch.setattr(kernels, "tiles_triton", module, raising=False)
-    monkeypatch.setattr(fused_blocks, "_fusible", lambda codes, x, *others: not x.is_inference())
+    monkeypatch.setattr(one_pass, "_in_one_pass", lambda codes, x, *others: not x.is_inference())
     return calls
 
 
@@ -88,8 +88,8 @@ def test_the_modules_keep_names_and_numbers_without_the_kernels():
         plugin.convert_module(model)
         UnifiedFP8("emulate").convert_module(plain)
         assert list(model.state_dict()) == keys
-        assert len([m for m in model.modules() if isinstance(m, FusedRMSNorm)]) == 4
-        assert len([m for m in model.modules() if isinstance(m, FusedGatedMLP)]) == 2
+        assert len([m for m in model.modules() if isinstance(m, OnePassRMSNorm)]) == 4
+        assert len([m for m in model.modules() if isinstance(m, OnePassGatedMLP)]) == 2
     assert sorted(plugin.layers(model)) == sorted(LINEARS)
     tokens = torch.arange(12).view(2, 6)
     (logits, gradients), (expected, others) = run(model, tokens), run(plain, tokens)
@@ -127,12 +127,12 @@ def test_codes_of_the_kernel_are_those_that_the_layers_multiply(kind, kernels, m
         assert (gradients[name] - gradient).norm() <= 0.05 * gradient.norm() + 1e-7, name
 
 
-def test_the_gradients_of_the_fused_operators_are_the_plain_ones(kernels):
+def test_the_gradients_in_one_pass_are_the_plain_ones(kernels):
     torch.manual_seed(0)
-    from lit_qrl.precision.layers.fused_blocks import _Gated
+    from lit_qrl.precision.layers.one_pass import _Gated
 
     norm = wide().model.layers[0].input_layernorm
-    ours = FusedRMSNorm(copy.deepcopy(norm), columns=True)
+    ours = OnePassRMSNorm(copy.deepcopy(norm), columns=True)
     inputs = [torch.randn(2, 3, 128, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
     upstream = torch.randn(2, 3, 128)
     for module, x in ((ours, inputs[0]), (norm, inputs[1])):
@@ -177,37 +177,37 @@ def test_layers_that_read_one_tensor_quantize_it_once(monkeypatch):
     assert set(calls) == {(True, False)}  # nothing is kept for a backward pass that will not come
 
 
-def test_what_cannot_be_fused_is_refused():
+def test_what_cannot_be_done_in_one_pass_is_refused():
     with pytest.raises(ConfigError, match=r"not quantized per 1×128.*fp8_block"):
         QATAligned("int4_group", fuse=True)
     with pytest.raises(ConfigError, match="No norm or MLP before a quantized layer"):
         UnifiedFP8("emulate", fuse=True).convert_module(nn.Sequential(nn.Linear(128, 128)))
     model = wide(hidden_act="gelu")
     QATAligned(formats.FP8Block(), fuse=True).convert_module(model)
-    assert not any(isinstance(part, FusedGatedMLP) for part in model.modules())  # GELU is not SiLU
+    assert not any(isinstance(part, OnePassGatedMLP) for part in model.modules())  # GELU is not SiLU
 
 
-def test_blocks_are_fused_by_themselves_where_the_kernels_run(monkeypatch):
-    from lit_qrl.precision.layers import block_fp8, fused_blocks
+def test_blocks_take_one_pass_by_themselves_where_the_kernels_run(monkeypatch):
+    from lit_qrl.precision.layers import block_fp8, one_pass
 
-    def fused_parts(plugin, model):
+    def replaced_parts(plugin, model):
         plugin.convert_module(model)
-        return sum(isinstance(part, FusedRMSNorm | FusedGatedMLP) for part in model.modules())
+        return sum(isinstance(part, OnePassRMSNorm | OnePassGatedMLP) for part in model.modules())
 
-    assert fused_parts(QATAligned("fp8_block"), wide()) == 0  # no such device here
-    monkeypatch.setattr(fused_blocks, "kernels_here", lambda: True)
-    assert fused_parts(QATAligned("fp8_block"), wide()) == 6
-    assert fused_parts(QATAligned("fp8_block", fuse=False), wide()) == 0
-    assert fused_parts(QATAligned("fp8_row"), wide()) == 0
+    assert replaced_parts(QATAligned("fp8_block"), wide()) == 0  # no such device here
+    monkeypatch.setattr(one_pass, "kernels_here", lambda: True)
+    assert replaced_parts(QATAligned("fp8_block"), wide()) == 6
+    assert replaced_parts(QATAligned("fp8_block", fuse=False), wide()) == 0
+    assert replaced_parts(QATAligned("fp8_row"), wide()) == 0
     # blocks that are not known stay as they are, and nothing is refused
-    assert fused_parts(QATAligned("fp8_block"), nn.Sequential(nn.Linear(128, 128))) == 0
-    assert fused_parts(UnifiedFP8("emulate"), wide()) == 0
+    assert replaced_parts(QATAligned("fp8_block"), nn.Sequential(nn.Linear(128, 128))) == 0
+    assert replaced_parts(UnifiedFP8("emulate"), wide()) == 0
     monkeypatch.setattr(block_fp8, "_block_gemm_missing", lambda device: None)
     monkeypatch.setattr(block_fp8, "_te_missing", lambda: None)
     plugin = UnifiedFP8()
-    assert fused_parts(plugin, wide(head_dim=128)) == 6
+    assert replaced_parts(plugin, wide(head_dim=128)) == 6
     assert plugin.backend.name == "torch"
-    assert fused_parts(UnifiedFP8("torch", fuse=False), wide(head_dim=128)) == 0
+    assert replaced_parts(UnifiedFP8("torch", fuse=False), wide(head_dim=128)) == 0
     monkeypatch.setattr(block_fp8, "TransformerEngine", block_fp8.Emulated)
     plugin = UnifiedFP8(fuse=False)
     plugin.convert_module(wide(head_dim=128))
@@ -221,9 +221,9 @@ def counted(kernels):
 def test_plain_blocks_take_one_kernel_each_and_keep_their_numbers(kernels):
     plain, model = wide(), wide()
     keys = list(model.state_dict())
-    names = fuse_plain(model, True)
+    names = take_one_pass(model, True)
     assert len(names) == 7  # two norms and an MLP in each of two layers, and the last norm
-    assert fuse_plain(model, True) == []
+    assert take_one_pass(model, True) == []
     assert list(model.state_dict()) == keys
     for one in (plain, model):
         one.model.layers[0].input_layernorm.weight.requires_grad_(False)
@@ -245,9 +245,9 @@ def test_plain_blocks_take_one_kernel_each_and_keep_their_numbers(kernels):
 
 def test_plain_blocks_without_the_kernels_are_the_plain_modules():
     plain, model = wide(), wide()
-    assert fuse_plain(model, "auto") == []
-    assert fuse_plain(model, False) == []
-    fuse_plain(model, True)
+    assert take_one_pass(model, "auto") == []
+    assert take_one_pass(model, False) == []
+    take_one_pass(model, True)
     tokens = torch.arange(12).view(2, 6)
     (logits, gradients), (expected, others) = run(model, tokens), run(plain, tokens)
     assert torch.equal(logits, expected)
@@ -267,10 +267,10 @@ def test_plain_blocks_stand_under_an_adapter_and_over_weights_that_are_drawn_lat
     with plugin.module_init_context():
         policy.configure()
     plugin.configure_policy(policy)
-    norms = [part for part in policy.network.modules() if isinstance(part, FusedRMSNorm)]
+    norms = [part for part in policy.network.modules() if isinstance(part, OnePassRMSNorm)]
     assert len(norms) == 5
     assert all(torch.equal(norm.weight, torch.ones_like(norm.weight)) for norm in norms)
-    assert sum(isinstance(part, FusedGatedMLP) for part in policy.network.modules()) == 2
+    assert sum(isinstance(part, OnePassGatedMLP) for part in policy.network.modules()) == 2
 
 
 @pytest.mark.parametrize(
@@ -281,4 +281,4 @@ def test_blocks_keep_codes_only_on_a_gpu_that_knows_fp8(capability, codes, fuses
     monkeypatch.setattr(dispatch, "triton_installed", lambda: True)
     device, shape = torch.device("cuda", 0), (4, 128)
     x = SimpleNamespace(device=device, dtype=torch.bfloat16, shape=shape, is_inference=lambda: False)
-    assert fused_blocks._fusible(codes, x, x) is fuses
+    assert one_pass._in_one_pass(codes, x, x) is fuses

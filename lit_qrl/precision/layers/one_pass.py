@@ -14,20 +14,17 @@ from torch.nn import functional as F
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.kernels import dispatch, gemm
+from lit_qrl.network.structure import FINAL_NORM, GATED_MLP, NORM_READERS, RMS_NORMS
 
 log = logging.getLogger(__name__)
 
 Fuse = bool | Literal["auto"]
-"""Whether blocks are fused; `auto` where the device has the kernels and the block is known."""
+"""What the option `fuse` takes; `auto` is where the device has the kernels and the block is known."""
 
 _HALF = (torch.bfloat16, torch.float16)
-# Classes whose forward pass is weight · (x · rsqrt(mean x² + ε)), rounded before the product.
-_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
-# A norm and the linear layer behind it, inside a decoder layer.
-_BEFORE = (("input_layernorm", "self_attn.q_proj"), ("post_attention_layernorm", "mlp.gate_proj"))
 
 
-def _fusible(codes: bool, x: Tensor, *others: Tensor) -> bool:
+def _in_one_pass(codes: bool, x: Tensor, *others: Tensor) -> bool:
     available = dispatch.available_for_e4m3 if codes else dispatch.available
     if torch.compiler.is_compiling() or not available(x) or x.is_inference():
         return False
@@ -62,7 +59,7 @@ class _Norm(torch.autograd.Function):
         return grad_x.view(x.shape), wanted, None, None, None
 
 
-class FusedRMSNorm(nn.Module):
+class OnePassRMSNorm(nn.Module):
     """An RMS norm in one kernel that may keep the FP8 codes of its output for the layers that read it.
 
     Args:
@@ -79,7 +76,7 @@ class FusedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `weight · x / sqrt(mean x² + ε)`: "... k" -> "... k"."""
-        if not _fusible(self.codes, x, self.weight):
+        if not _in_one_pass(self.codes, x, self.weight):
             wide = x.float()
             return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(
                 x.dtype
@@ -118,7 +115,7 @@ class _Gated(torch.autograd.Function):
         return *tiles_triton.gated_backward(grads[0], gate, up), None, None
 
 
-class FusedGatedMLP(nn.Module):
+class OnePassGatedMLP(nn.Module):
     """`down(SiLU(gate(x)) · up(x))`, product and SiLU in one kernel, that may keep the FP8 codes of what `down` reads.
 
     Args:
@@ -136,7 +133,7 @@ class FusedGatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP's output: "... k" -> "... k"."""
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if not _fusible(self.codes, gate, up):
+        if not _in_one_pass(self.codes, gate, up):
             return self.down_proj(self.act_fn(gate) * up)
         made: list[Any] | None = [] if self.codes else None
         hidden: Tensor = _Gated.apply(gate, up, self.columns and torch.is_grad_enabled(), made)  # pyright: ignore
@@ -145,14 +142,14 @@ class FusedGatedMLP(nn.Module):
         return self.down_proj(hidden)
 
 
-def fuse(network: nn.Module, quantized: type[nn.Module], columns: bool, choice: Fuse = True) -> list[str]:
-    """Replace norms and gated MLPs before quantized layers in place, and return the names of those that are fused.
+def quantize_in_passing(network: nn.Module, readers: type[nn.Module], columns: bool, choice: Fuse = True) -> list[str]:
+    """Replace norms and gated MLPs before quantized layers in place, and return the names of those.
 
     A second call changes nothing. Parameters keep their names.
 
     Args:
         network: of decoder layers as in Llama, Mistral, Qwen2 and Qwen3.
-        quantized: the class of the linear layers that read the codes.
+        readers: the class of the linear layers that read the codes.
         columns: whether those need the transpose too.
         choice: True insists; `auto` does nothing on a host without the kernels, or to blocks that are not known.
 
@@ -163,18 +160,18 @@ def fuse(network: nn.Module, quantized: type[nn.Module], columns: bool, choice: 
         return []
     names = []
     for name, layer in network.named_modules():
-        for child, reader in _BEFORE:
+        for child, reader in NORM_READERS.items():
             norm = getattr(layer, child, None)
-            if norm is None or not isinstance(_at(layer, reader), quantized):
+            if norm is None or not isinstance(_at(layer, reader), readers):
                 continue
-            if type(norm).__name__ in _NORMS:
-                setattr(layer, child, FusedRMSNorm(norm, columns))
-            if isinstance(getattr(layer, child), FusedRMSNorm):
+            if type(norm).__name__ in RMS_NORMS:
+                setattr(layer, child, OnePassRMSNorm(norm, columns))
+            if isinstance(getattr(layer, child), OnePassRMSNorm):
                 names.append(f"{name}.{child}")
         mlp = getattr(layer, "mlp", None)
-        if mlp is not None and _gated(mlp, quantized):
-            if not isinstance(mlp, FusedGatedMLP):
-                layer.mlp = FusedGatedMLP(mlp, columns)
+        if mlp is not None and _gated(mlp, readers):
+            if not isinstance(mlp, OnePassGatedMLP):
+                layer.mlp = OnePassGatedMLP(mlp, columns)
             names.append(f"{name}.mlp")
     log.info("%d norms and MLPs quantize what they hand on: %s.", len(names), ", ".join(names[:3]) or "none is known")
     if not names and choice is True:
@@ -187,7 +184,7 @@ def fuse(network: nn.Module, quantized: type[nn.Module], columns: bool, choice: 
     return names
 
 
-def fuse_plain(network: nn.Module, choice: Fuse = "auto") -> list[str]:
+def take_one_pass(network: nn.Module, choice: Fuse = "auto") -> list[str]:
     """Replace norms and gated MLPs in place by ones that take one kernel, and return the names of those.
 
     For linear layers that compute in bf16 or fp16. A second call changes nothing; parameters keep their names.
@@ -201,10 +198,10 @@ def fuse_plain(network: nn.Module, choice: Fuse = "auto") -> list[str]:
     names = []
     for name, part in list(network.named_modules()):
         for child, inner in list(part.named_children()):
-            if type(inner).__name__ in _NORMS and child in ("input_layernorm", "post_attention_layernorm", "norm"):
-                setattr(part, child, FusedRMSNorm(inner, columns=False, codes=False))
-            elif child == "mlp" and not isinstance(inner, FusedGatedMLP) and _gated(inner, nn.Module):
-                setattr(part, child, FusedGatedMLP(inner, columns=False, codes=False))
+            if type(inner).__name__ in RMS_NORMS and child in (*NORM_READERS, FINAL_NORM):
+                setattr(part, child, OnePassRMSNorm(inner, columns=False, codes=False))
+            elif child == "mlp" and not isinstance(inner, OnePassGatedMLP) and _gated(inner, nn.Module):
+                setattr(part, child, OnePassGatedMLP(inner, columns=False, codes=False))
             else:
                 continue
             names.append(f"{name}.{child}" if name else child)
@@ -226,11 +223,11 @@ def _at(module: nn.Module, path: str) -> Any:
     return module
 
 
-def _gated(mlp: nn.Module, quantized: type[nn.Module]) -> bool:
-    if isinstance(mlp, FusedGatedMLP):
+def _gated(mlp: nn.Module, reader: type[nn.Module]) -> bool:
+    if isinstance(mlp, OnePassGatedMLP):
         return True
-    known = {name for name, _ in mlp.named_children()} == {"gate_proj", "up_proj", "down_proj", "act_fn"}
-    if not known or not isinstance(_at(mlp, "down_proj"), quantized):
+    known = {name for name, _ in mlp.named_children()} == GATED_MLP
+    if not known or not isinstance(_at(mlp, "down_proj"), reader):
         return False
     activation: Any = mlp.act_fn
     probe = torch.linspace(-4, 4, 9)

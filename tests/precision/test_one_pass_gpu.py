@@ -11,7 +11,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from lit_qrl.formats import FP8Block
 from lit_qrl.formats.kernels import dispatch, tiles_triton
 from lit_qrl.precision import QATAligned, UnifiedFP8
-from lit_qrl.precision.layers.fused_blocks import FusedGatedMLP, FusedRMSNorm
+from lit_qrl.precision.layers.one_pass import OnePassGatedMLP, OnePassRMSNorm
 from tests.formats.oracle import bits
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +46,7 @@ def test_the_norm_is_the_module_s_bit_for_bit(dtype):
     nn.init.uniform_(norm.weight, 0.5, 1.5)
     x = torch.randn(3, 77, 1536, device=DEVICE, dtype=dtype) * 3
     inputs = [x.clone().requires_grad_() for _ in range(2)]
-    ours = FusedRMSNorm(copy.deepcopy(norm), columns=True)
+    ours = OnePassRMSNorm(copy.deepcopy(norm), columns=True)
     y, expected = ours(inputs[0]), norm(inputs[1])
     assert torch.equal(bits(y), bits(expected))
     plain = dispatch.e4m3_tiles(expected.detach().view(-1, 1536), True, True)
@@ -64,12 +64,12 @@ def test_the_gated_activation_is_the_module_s_bit_for_bit():
     parts = nn.Module()
     parts.gate_proj, parts.up_proj, parts.down_proj = (nn.Identity() for _ in range(3))
     parts.act_fn = nn.SiLU()
-    mlp = FusedGatedMLP(parts, columns=True)
+    mlp = OnePassGatedMLP(parts, columns=True)
     gate, up = (torch.randn(3, 77, 1024, device=DEVICE, dtype=torch.bfloat16) * 4 for _ in range(2))
     for x in (gate, up):
         x.requires_grad_()
     made = []
-    from lit_qrl.precision.layers.fused_blocks import _Gated
+    from lit_qrl.precision.layers.one_pass import _Gated
 
     y = _Gated.apply(gate, up, True, made)
     expected = mlp.act_fn(gate) * up
@@ -102,14 +102,14 @@ def gradients(model, tokens):
 @pytest.mark.parametrize(
     "plugin", [lambda fuse: UnifiedFP8("torch", fuse=fuse), lambda fuse: QATAligned(FP8Block(), fuse=fuse)]
 )
-def test_a_fused_network_computes_and_learns_what_the_plain_one_does(plugin):
+def test_a_network_in_one_pass_computes_and_learns_what_the_plain_one_does(plugin):
     tokens = torch.randint(0, 256, (2, 100), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
     _, exact = gradients(network().float(), tokens)
     results = []
     for fuse in (False, True):
         model = network()
         plugin(fuse).convert_module(model)
-        assert fuse == any(isinstance(part, FusedRMSNorm) for part in model.modules())
+        assert fuse == any(isinstance(part, OnePassRMSNorm) for part in model.modules())
         results.append(gradients(model, tokens))
     (logits, plain), (made, ours) = results
     assert torch.equal(bits(logits), bits(made))

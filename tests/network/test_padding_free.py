@@ -12,8 +12,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from lit_qrl.network import packing
-from lit_qrl.network.packing import enable_packing, pack, packed_hidden, packs
+from lit_qrl.network import padding_free
+from lit_qrl.network.padding_free import enable_padding_free, flat_hidden, flatten, is_padding_free
 from lit_qrl.policy import CausalPolicy
 from tests.networks import WORDS, batch_of, build_network, build_tokenizer
 
@@ -38,21 +38,21 @@ def both(network, batch):
     torch.nn.Module.__init__(policy)
     policy.lora, policy._scoring_with_reference = None, False
     results = []
-    for prepare in (lambda model: False, enable_packing):
+    for prepare in (lambda model: False, enable_padding_free):
         policy.model = copy.deepcopy(network).train()
-        assert prepare(policy.model) == packs(policy.model)
+        assert prepare(policy.model) == is_padding_free(policy.model)
         scores = policy(batch, 0.9, entropy=True)
         weights = torch.linspace(-1, 1, scores.logprobs.numel(), device=scores.logprobs.device).view_as(scores.logprobs)
         (scores.logprobs * weights).sum().backward()
         results.append((scores, [parameter.grad for parameter in policy.parameters()]))
-    assert packs(policy.model)
+    assert is_padding_free(policy.model)
     return results
 
 
 @pytest.mark.parametrize("growth", [1.0, 1.2, 100.0])
 def test_packed_equals_padded(growth, monkeypatch):
-    monkeypatch.setattr(packing, "BUCKET_GROWTH", growth)
-    monkeypatch.setattr(packing, "BUCKET_TOKENS", 0)
+    monkeypatch.setattr(padding_free, "BUCKET_GROWTH", growth)
+    monkeypatch.setattr(padding_free, "BUCKET_TOKENS", 0)
     (padded, padded_grads), (packed, packed_grads) = both(build_network(), groups())
     for left, right in zip(padded, packed, strict=True):
         torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
@@ -73,7 +73,7 @@ def test_packed_equals_padded(growth, monkeypatch):
 )
 def test_every_listed_architecture(config_class, changes):
     network = build_network(config_class, **changes)
-    assert network.config.model_type in packing.PLAIN_ATTENTION
+    assert network.config.model_type in padding_free.PLAIN_ATTENTION
     (padded, padded_grads), (packed, packed_grads) = both(network, groups())
     torch.testing.assert_close(padded.logprobs, packed.logprobs, atol=1e-5, rtol=1e-5)
     for left, right in zip(padded_grads, packed_grads, strict=True):
@@ -84,7 +84,7 @@ def test_the_flat_row_holds_every_prompt_once_and_no_padding():
     batch = groups()
     prompts = batch.prompt_length[::4].sum()
     inputs = (batch.completion_length - 1).sum()
-    packed = pack(batch)
+    packed = flatten(batch)
     assert len(packed.tokens) == prompts + inputs
     assert (packed.tokens >= 2).all()
     assert torch.equal(packed.positions[: int(batch.prompt_length[0])], torch.arange(int(batch.prompt_length[0])))
@@ -94,7 +94,7 @@ def test_rows_of_one_group_with_other_prompts_share_nothing():
     batch = groups()
     batch.group = torch.zeros_like(batch.group)
     own = batch.prompt_length[0] + batch.prompt_length[4:].sum()
-    assert len(pack(batch).tokens) == own + (batch.completion_length - 1).sum()
+    assert len(flatten(batch).tokens) == own + (batch.completion_length - 1).sum()
     (padded, _), (packed, _) = both(build_network(), batch)
     torch.testing.assert_close(padded.logprobs, packed.logprobs, atol=1e-5, rtol=1e-5)
 
@@ -120,8 +120,8 @@ def test_gradient_checkpointing_recomputes_the_packed_attention():
         network = build_network().train()
         if checkpointing:
             network.gradient_checkpointing_enable({"use_reentrant": False})
-        assert enable_packing(network)
-        packed_hidden(network, pack(batch)).square().sum().backward()
+        assert enable_padding_free(network)
+        flat_hidden(network, flatten(batch)).square().sum().backward()
         grads.append([parameter.grad for parameter in network.base_model.parameters()])
     for left, right in zip(*grads, strict=True):
         torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
@@ -133,7 +133,7 @@ def test_without_a_layout_the_model_computes_as_before():
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     with torch.no_grad():
         before = network(tokens, attention_mask=mask).logits
-        assert enable_packing(network)
+        assert enable_padding_free(network)
         after = network(tokens, attention_mask=mask).logits
     assert torch.equal(before[mask.bool()], after[mask.bool()])
 
@@ -150,15 +150,15 @@ def test_without_a_layout_the_model_computes_as_before():
 def test_other_attention_stays_padded(config_class, changes):
     network = build_network(config_class, **changes)
     before = network.config._attn_implementation
-    assert not enable_packing(network)
+    assert not enable_padding_free(network)
     assert network.config._attn_implementation == before
-    assert not packs(network)
+    assert not is_padding_free(network)
 
 
 def test_buckets_hold_all_rows_and_similar_lengths(monkeypatch):
-    monkeypatch.setattr(packing, "BUCKET_TOKENS", 0)
+    monkeypatch.setattr(padding_free, "BUCKET_TOKENS", 0)
     length = torch.tensor([3, 100, 95, 4, 50, 100, 49, 3])
-    buckets = packing._bucket_rows(length)
+    buckets = padding_free._bucket_rows(length)
     assert sorted(torch.cat(buckets).tolist()) == list(range(8))
     assert [sorted(length[rows].tolist()) for rows in buckets] == [[95, 100, 100], [49, 50], [4], [3, 3]]
 
@@ -166,10 +166,14 @@ def test_buckets_hold_all_rows_and_similar_lengths(monkeypatch):
 def test_a_policy_packs_on_its_own(tmp_path):
     build_network().save_pretrained(tmp_path)
     build_tokenizer(pad_token="<pad>", eos_token="<eos>").save_pretrained(tmp_path)
-    for options, expected in (({}, True), ({"packing": "never"}, False), ({"attn_implementation": "eager"}, False)):
+    for options, expected in (
+        ({}, True),
+        ({"packing": "never"}, False),
+        ({"attn_implementation": "eager"}, False),
+    ):
         policy = CausalPolicy(str(tmp_path), **options)
         policy.configure()
-        assert packs(policy.network) is expected
+        assert is_padding_free(policy.network) is expected
 
 
 @pytest.mark.gpu

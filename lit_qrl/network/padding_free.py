@@ -14,11 +14,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from lit_qrl.network.structure import PLAIN_ATTENTION
 from lit_qrl.types import RolloutBatch
 
-ATTENTION = "lit_qrl_packed"
-PLAIN_ATTENTION = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "granite", "olmo2"})
-"""Model types whose attention is softmax(q·kᵀ·scaling)·v over the whole past, by way of the library's registry."""
+ATTENTION = "lit_qrl_padding_free"
 BUCKET_GROWTH = 1.2
 """Longest over shortest sequence of a bucket: attention then pads at most a fifth of a row."""
 BUCKET_TOKENS = 1024
@@ -26,7 +25,7 @@ BUCKET_TOKENS = 1024
 
 
 @dataclass(slots=True)
-class Packed:
+class FlatBatch:
     """A batch as one flat row of real tokens.
 
     Args:
@@ -45,12 +44,12 @@ class Packed:
     predictors: Tensor
     scored: tuple[Tensor, Tensor]
 
-    def to(self, device: torch.device) -> "Packed":
+    def to(self, device: torch.device) -> "FlatBatch":
         """Return the layout on a device."""
         if device.type == "cpu":
             return self
         rows, steps = (index.to(device) for index in self.scored)
-        return Packed(
+        return FlatBatch(
             self.tokens.to(device),
             self.positions.to(device),
             [bucket.to(device) for bucket in self.buckets],
@@ -60,7 +59,7 @@ class Packed:
         )
 
 
-def enable_packing(network: Any) -> bool:
+def enable_padding_free(network: Any) -> bool:
     """Give a Hugging Face model `attend` as its attention where it computes the same, and return whether it did.
 
     Without a layout the model computes as before.
@@ -78,21 +77,21 @@ def enable_packing(network: Any) -> bool:
     return True
 
 
-def packs(network: Any) -> bool:
-    """Return whether `packed_hidden` may be called with a model."""
+def is_padding_free(network: Any) -> bool:
+    """Return whether `flat_hidden` may be called with a model."""
     return network.config.get_text_config()._attn_implementation == ATTENTION
 
 
-def unpacked(implementation: str) -> str:
-    """Return the attention implementation that a model had before `enable_packing`.
+def padded_attention(implementation: str) -> str:
+    """Return the attention implementation that a model had before `enable_padding_free`.
 
-    >>> unpacked("eager")
+    >>> padded_attention("eager")
     'eager'
     """
     return "sdpa" if implementation == ATTENTION else implementation
 
 
-def pack(batch: RolloutBatch) -> Packed:
+def flatten(batch: RolloutBatch) -> FlatBatch:
     """Return the layout of a batch on the CPU; completions count up to their last unmasked token.
 
     Args:
@@ -135,7 +134,7 @@ def pack(batch: RolloutBatch) -> Packed:
         buckets.append(bucket)
     rows, scored_steps = batch.mask.nonzero(as_tuple=True)
     predictors = flat[rows, prompt[rows] - 1 + scored_steps]
-    return Packed(tokens, positions, buckets, restored, predictors, (rows, scored_steps))
+    return FlatBatch(tokens, positions, buckets, restored, predictors, (rows, scored_steps))
 
 
 def _owners(batch: RolloutBatch, width: int) -> tuple[Tensor, Tensor]:
@@ -169,7 +168,7 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    packed: Packed | None = None,
+    flat_batch: FlatBatch | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention output "1 n heads dim" of a flat row; without a layout, the library's own attention.
@@ -181,44 +180,44 @@ def attend(
         value: "1 key_heads n dim".
         attention_mask: not used: the layout says what is attended to.
         scaling: factor of the scores.
-        dropout: for the library's attention; packed models have none.
-        packed: the layout, or None.
+        dropout: for the library's attention; such models have none.
+        flat_batch: the layout, or None.
         **kwargs: what else the library hands to an attention.
     """
-    if packed is None:
+    if flat_batch is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     grouped = query.shape[1] != key.shape[1]
     outputs = []
-    for bucket in packed.buckets:
+    for bucket in flat_batch.buckets:
         rows, length = bucket.shape
         index = bucket.flatten()
         q, k, v = (x.index_select(0, index).unflatten(0, (rows, length)).transpose(1, 2) for x in flat)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, packed.restored)[None], None
+    return torch.cat(outputs).index_select(0, flat_batch.restored)[None], None
 
 
 AttentionInterface.register(ATTENTION, attend)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-def packed_hidden(network: Any, packed: Packed) -> Tensor:
+def flat_hidden(network: Any, flat_batch: FlatBatch) -> Tensor:
     """Return the last hidden states "m h" that predict the scored tokens.
 
     Args:
-        network: a causal language model for which `packs` holds.
-        packed: the layout.
+        network: a causal language model for which `is_padding_free` holds.
+        flat_batch: the layout.
     """
     # Four dimensions keep the library from making a mask of n × n; `attend` looks at the layout alone.
-    no_mask = packed.tokens.new_zeros(1, 1, 1, 1, dtype=torch.bool)
+    no_mask = flat_batch.tokens.new_zeros(1, 1, 1, 1, dtype=torch.bool)
     hidden = network.base_model(
-        input_ids=packed.tokens[None],
+        input_ids=flat_batch.tokens[None],
         attention_mask=no_mask,
-        position_ids=packed.positions[None],
+        position_ids=flat_batch.positions[None],
         use_cache=False,
-        packed=packed,
+        flat_batch=flat_batch,
     ).last_hidden_state
-    return hidden[0].index_select(0, packed.predictors)
+    return hidden[0].index_select(0, flat_batch.predictors)

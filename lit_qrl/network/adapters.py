@@ -1,0 +1,123 @@
+"""Adapters around a network: how one is put there, and the model's weights with it merged in or beside it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from torch import Tensor, nn
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.network.linears import quantizable_linears
+from lit_qrl.network.names import base_of, checkpoint_modules, is_adapted
+from lit_qrl.network.quantized_linear import QuantizedLinear
+
+
+def with_adapter(network: Any, config: Any, source: object) -> Any:
+    """Return the PEFT model around `network`; its layers are changed in place.
+
+    Args:
+        network: a Hugging Face model.
+        config: the adapter's.
+        source: where the model comes from, for errors.
+
+    Raises:
+        ConfigError: for an adapter that does not fit the model.
+    """
+    config.task_type = config.task_type or "CAUSAL_LM"
+    try:
+        return get_peft_model(network, config)
+    except ValueError as error:
+        linears = sorted({name.rpartition(".")[2] for name in quantizable_linears(network)})
+        raise ConfigError(
+            f"model.policy.lora does not fit {source}: {str(error).rstrip('.')}.",
+            expected=f"target_modules among its linear layers, {', '.join(linears)}" if linears else None,
+            remedy="Correct model.policy.lora; target_modules: all-linear takes all of them.",
+        ) from error
+
+
+def merged_weights(network: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the network's weights and persistent buffers under their checkpoint names, PEFT adapters merged in.
+
+    A layer is merged into a copy of its weight, which is yielded and dropped before the next; the learner's own weight
+    comes back bit for bit. A weight that two modules share is yielded once, under its first name.
+
+    Args:
+        network: the learner's, adapter layers inside.
+        dtype: of weights that are held packed; None takes the adapter's, and torch's default where there is none.
+    """
+
+    def read(module: nn.Module) -> dict[str, Tensor]:
+        return merged_tensors(module, dtype) if is_adapted(module) else _multiplied_out(module, dtype)
+
+    yield from _weights(network, read)
+
+
+def base_weights(network: nn.Module, multiply_out: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yield the same names as `merged_weights` with the weights that the adapters stand beside.
+
+    Args:
+        network: the learner's, adapter layers inside.
+        multiply_out: False yields an empty tensor for a weight that is held packed.
+    """
+
+    def read(module: nn.Module) -> dict[str, Tensor]:
+        base = base_of(module)
+        if not multiply_out and isinstance(base, QuantizedLinear):
+            return {"weight": torch.empty(0)}
+        return _multiplied_out(base)
+
+    yield from _weights(network, read)
+
+
+def _weights(network: nn.Module, read: Callable[[nn.Module], dict[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights and persistent buffers; `read` says what is yielded in place of a module's own, or beside them."""
+    seen: set[int] = set()
+    replaced: dict[int, Tensor] = {}
+    for prefix, module in checkpoint_modules(network):
+        prefix, base = f"{prefix}." if prefix else "", base_of(module)
+        for name, tensor in read(module).items():
+            if (parameter := _parameter(base, name)) is None:
+                yield prefix + name, tensor
+            else:
+                replaced[id(parameter)] = tensor
+        for name, tensor in {**base._parameters, **base._buffers}.items():
+            if tensor is not None and name not in base._non_persistent_buffers_set and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield prefix + name, replaced.pop(id(tensor), tensor).detach()
+
+
+def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    return dict(module.named_parameters()).get(name)
+
+
+def _multiplied_out(module: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    if not isinstance(module, QuantizedLinear):
+        return {}
+    return {"weight": module.dequantized(dtype or torch.get_default_dtype())}
+
+
+@torch.no_grad()
+def merged_tensors(layer: Any, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Return what the parameters of an adapted layer are with the adapter merged in, by name; its own stay as they are.
+
+    Args:
+        layer: PEFT's.
+        dtype: of a weight that is held packed, which is multiplied out and summed in fp32; None takes the adapter's.
+    """
+    base = base_of(layer)
+    if isinstance(base, QuantizedLinear):
+        weight = base.dequantized(torch.float32)
+        adapters = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
+        for adapter in adapters:
+            weight += layer.get_delta_weight(adapter).float()
+        factors = [layer.lora_A[adapter].weight.dtype for adapter in adapters]
+        return {"weight": weight.to(dtype or next(iter(factors), torch.float32))}
+    parameters = dict(base.named_parameters())
+    own = {name: parameter.data for name, parameter in parameters.items()}
+    layer.merge(safe_merge=True)
+    merged = {name: parameter.data for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        parameter.data = own[name]
+    layer.merged_adapters.clear()
+    return merged

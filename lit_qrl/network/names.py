@@ -1,0 +1,97 @@
+"""A network as its checkpoint names it, whatever PEFT put into it; nothing else knows PEFT's names for that."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
+from torch import nn
+
+_BASE, _TRAINED_COPIES = "base_layer", "modules_to_save"
+_PREFIXES = tuple(set(PEFT_TYPE_TO_PREFIX_MAPPING.values()))
+
+
+def checkpoint_name(name: str) -> str:
+    """Return the name that a module or parameter has in the checkpoint of the model without an adapter.
+
+    >>> checkpoint_name("layers.0.q_proj.base_layer.weight"), checkpoint_name("norm.modules_to_save.default.weight")
+    ('layers.0.q_proj.weight', 'norm.weight')
+    """
+    parts = name.split(".")
+    if _TRAINED_COPIES in parts:  # the adapter's name follows
+        cut = parts.index(_TRAINED_COPIES)
+        parts = parts[:cut] + parts[cut + 2 :]
+    return ".".join(part for part in parts if part != _BASE)
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a module or parameter of that name is a part of an adapter beside the model's own layers.
+
+    >>> is_adapter("layers.0.q_proj.lora_A.default.weight"), is_adapter("layers.0.q_proj.base_layer.weight")
+    (True, False)
+    """
+    return any(part.startswith(_PREFIXES) for part in name.split("."))
+
+
+def is_saved_with_adapter(name: str) -> bool:
+    """Return whether an adapter's checkpoint holds that parameter: its own ones, and copies that it trains.
+
+    >>> [is_saved_with_adapter(f"norm.{part}.weight") for part in ("modules_to_save.default", "original_module")]
+    [True, False]
+    """
+    return is_adapter(name) or _TRAINED_COPIES in name.split(".")
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Return whether a module is PEFT's layer around one of the model's."""
+    return isinstance(module, BaseTunerLayer) and hasattr(module, _BASE)
+
+
+def base_of(module: Any) -> Any:
+    """Return the model's own layer inside PEFT's, or the module itself."""
+    return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+
+
+def copy_in_use(module: Any) -> Any:
+    """Return the trained copy of a module that PEFT keeps beside the original one, or the module itself."""
+    if not isinstance(module, ModulesToSaveWrapper):
+        return module
+    return module.original_module if module.disable_adapters else module.modules_to_save[module.active_adapters[0]]
+
+
+def checkpoint_modules(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the model's modules by their names in the checkpoint, each once; an adapted one as PEFT's layer around it.
+
+    Args:
+        network: a model, with or without an adapter inside.
+    """
+    seen: set[nn.Module] = set()
+
+    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        module = copy_in_use(module)
+        if module in seen:
+            return
+        seen.add(module)
+        yield name, module
+        for child, part in base_of(module).named_children():
+            yield from walk(f"{name}.{child}" if name else child, part)
+
+    yield from walk("", network)
+
+
+def put_layer(network: nn.Module, name: str, layer: nn.Module) -> None:
+    """Put a layer in the place of the model's own one, inside the adapter where there is one.
+
+    Args:
+        network: whose module is exchanged.
+        name: its name in the checkpoint.
+        layer: the new one.
+    """
+    parent, _, child = name.rpartition(".")
+    owner = network.get_submodule(parent)
+    inside = getattr(owner, child)
+    if is_adapted(inside):
+        setattr(inside, _BASE, layer)
+    else:
+        setattr(owner, child, layer)

@@ -1,0 +1,72 @@
+"""What is known of model families: how they name their layers, which of them belong together, and their limits.
+
+Another family, or experts, whose layers are named or built otherwise, is a matter of these tables.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from lit_qrl.errors import ConfigError
+
+STAY_PLAIN = frozenset({"lm_head", "embed_out", "output_embedding", "score", "router", "gate", "shared_expert_gate"})
+"""Last parts of the names of linear layers that no format applies to: heads write logits, routers choose experts; an
+error of 4 or 8 bits there costs far more than the memory it saves."""
+FUSED_LAYERS = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "w1": "w13",
+    "w3": "w13",
+}
+"""Linear layers, by the last part of their names, and the one layer that engines hold and multiply them as."""
+ROW_PAIRS = (("v_proj", "o_proj", "q_proj"), ("up_proj", "down_proj", "gate_proj"))
+"""A layer whose output channels are another's input channels, that other, and a third beside them; what lies between is
+linear in the first."""
+RMS_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
+"""Classes whose forward pass is weight · (x · rsqrt(mean x² + ε)), rounded before the product."""
+NORM_READERS = {"input_layernorm": "self_attn.q_proj", "post_attention_layernorm": "mlp.gate_proj"}
+"""Norms of a decoder layer, and a linear layer that reads the output."""
+FINAL_NORM = "norm"
+GATED_MLP = frozenset({"gate_proj", "up_proj", "down_proj", "act_fn"})
+"""The parts of an MLP that is down(act(gate(x)) · up(x))."""
+PLAIN_ATTENTION = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "granite", "olmo2"})
+"""Model types whose attention is softmax(q·kᵀ·scaling)·v over the whole past, by way of the library's registry."""
+
+
+def decoder_layers(network: Any) -> tuple[str, nn.ModuleList]:
+    """Return name and list of the model's decoder layers.
+
+    Raises:
+        ConfigError: when there is no such list.
+    """
+    count = network.config.get_text_config().num_hidden_layers
+    for name, module in network.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name, module
+    raise ConfigError(
+        f"{type(network).__name__} has no list of {count} decoder layers.",
+        expected="a decoder such as Llama's or Qwen's",
+        remedy="Quantize it elsewhere, or on load.",
+    )
+
+
+def check_positions(config: Any, prompt: int, drawn: int, remedy: str) -> None:
+    """Raise `ConfigError` when a model has not as many positions as a prompt and its completion take.
+
+    Args:
+        config: the model's.
+        prompt: tokens of the longest prompt.
+        drawn: tokens of the longest completion.
+        remedy: which settings to lower.
+    """
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and prompt + drawn > positions:
+        raise ConfigError(
+            "The model cannot hold the longest sequence.",
+            expected=f"at most {positions} positions",
+            given=f"a prompt of {prompt} tokens and up to {drawn} drawn ones",
+            remedy=remedy,
+        )

@@ -1,0 +1,108 @@
+import pytest
+import torch
+from peft import LoHaConfig, LoraConfig, get_peft_model
+
+from lit_qrl import formats
+from lit_qrl.errors import ConfigError
+from lit_qrl.network.adapters import base_weights, merged_tensors, merged_weights, with_adapter
+from lit_qrl.network.names import base_of, put_layer
+from lit_qrl.network.quantized_linear import QuantizedLinear
+from tests.networks import build_network
+
+UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"
+
+
+def lora(**options):
+    options = {"target_modules": ["up_proj", "q_proj"], **options}
+    return LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, **options)
+
+
+def packed(network, name):
+    """Give a layer int8 codes in place of its weight, and return the weight that they stand for."""
+    format, layer = formats.get("int8_channel"), base_of(network.get_submodule(name))
+    q = format.quantize(layer.weight.detach())
+    quantized = QuantizedLinear.from_linear(layer, format)
+    quantized.set_weight(q)
+    put_layer(network, name, quantized)
+    return format.dequantize(q)
+
+
+def test_weights_come_in_the_models_order_without_gradient():
+    network = build_network()
+    named = list(merged_weights(network))
+    assert [name for name, _ in named] == [name for name, _ in network.named_parameters()]
+    assert not any(tensor.requires_grad for _, tensor in named)
+    assert all(tensor.data_ptr() == network.get_parameter(name).data_ptr() for name, tensor in named)
+
+
+def test_persistent_buffers_are_weights_and_others_are_not():
+    network = build_network()
+    network.model.register_buffer("kept", torch.ones(2))
+    network.model.register_buffer("derived", torch.ones(2), persistent=False)
+    names = {name for name, _ in merged_weights(network)}
+    assert "model.kept" in names
+    assert "model.derived" not in names
+
+
+def test_base_weights_are_the_plain_models():
+    plain, network = dict(build_network().named_parameters()), build_network()
+    with_adapter(network, lora(), "it")
+    base, merged = dict(base_weights(network)), dict(merged_weights(network))
+    assert list(base) == list(merged) == list(plain)
+    assert not torch.equal(merged[f"{UP}.weight"], base[f"{UP}.weight"])
+    assert all(torch.equal(base[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("config", [lora(), LoHaConfig(r=2, target_modules=["up_proj", "q_proj"], init_weights=False)])
+def test_merged_weights_are_those_of_a_model_that_peft_merged(config):
+    network = build_network()
+    adapted = get_peft_model(network, config)
+    before = {name: tensor.clone() for name, tensor in adapted.state_dict().items()}
+    merged = {name: tensor.clone() for name, tensor in merged_weights(network)}
+    assert all(torch.equal(before[name], tensor) for name, tensor in adapted.state_dict().items())
+    expected = dict(adapted.merge_and_unload().named_parameters())
+    assert list(merged) == list(expected)
+    assert all(torch.equal(merged[name], expected[name]) for name in expected)
+
+
+def test_the_trained_copy_of_a_linear_layer_takes_its_name():
+    network = build_network()
+    with_adapter(network, lora(modules_to_save=["down_proj"]), "it")
+    copy = network.get_submodule(DOWN).modules_to_save["default"]
+    with torch.no_grad():
+        copy.weight.add_(1)
+    for weights in (dict(merged_weights(network)), dict(base_weights(network))):
+        assert list(weights) == list(dict(build_network().named_parameters()))
+        assert torch.equal(weights[f"{DOWN}.weight"], copy.weight)
+
+
+def test_an_adapter_is_merged_into_what_the_codes_of_a_packed_base_stand_for():
+    network = build_network()
+    with_adapter(network, lora(), "it")
+    held = packed(network, UP)
+    layer = network.get_submodule(UP)
+    a, b = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
+    expected = (held.double() + 2 * b @ a).float()
+    torch.testing.assert_close(merged_tensors(layer)["weight"], expected)
+    weights = dict(merged_weights(network, torch.bfloat16))
+    assert weights[f"{UP}.weight"].dtype == torch.bfloat16
+    assert weights["model.layers.1.mlp.up_proj.weight"].dtype == torch.float32  # plain: merged in its own dtype
+    torch.testing.assert_close(weights[f"{UP}.weight"].float(), expected, atol=1e-1, rtol=1e-2)
+    assert torch.equal(dict(base_weights(network))[f"{UP}.weight"], held)
+
+
+def test_a_packed_layer_without_an_adapter_is_multiplied_out_or_left_empty():
+    network = build_network()
+    plain = dict(network.named_parameters())
+    held = packed(network, DOWN)
+    name = f"{DOWN}.weight"
+    assert torch.equal(dict(merged_weights(network))[name], held)
+    assert dict(merged_weights(network, torch.bfloat16))[name].dtype == torch.bfloat16
+    empty = dict(base_weights(network, multiply_out=False))
+    assert empty[name].numel() == 0
+    assert list(empty) == list(plain)
+
+
+def test_an_adapter_that_does_not_fit_names_the_layers():
+    with pytest.raises(ConfigError, match=r"does not fit it.*down_proj.*all-linear"):
+        with_adapter(build_network(), lora(target_modules=["nowhere"]), "it")

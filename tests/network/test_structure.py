@@ -1,0 +1,53 @@
+import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.network.structure import (
+    FUSED_LAYERS,
+    GATED_MLP,
+    NORM_READERS,
+    PLAIN_ATTENTION,
+    RMS_NORMS,
+    ROW_PAIRS,
+    STAY_PLAIN,
+    check_positions,
+    decoder_layers,
+)
+from tests.networks import SIZES, build_network
+from tests.precision.toy import network
+
+
+def test_decoder_layers_are_found_by_their_count():
+    model = network()
+    name, layers = decoder_layers(model)
+    assert (name, layers) == ("model.layers", model.model.layers)
+    model.config.num_hidden_layers = 5
+    with pytest.raises(ConfigError, match="no list of 5 decoder layers"):
+        decoder_layers(model)
+
+
+@pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
+def test_the_tables_name_what_is_in_the_families(config_class):
+    _, (layer, *_) = decoder_layers(build_network(config_class))
+    for norm, reader in NORM_READERS.items():
+        assert type(getattr(layer, norm)).__name__ in RMS_NORMS
+        assert layer.get_submodule(reader).in_features == SIZES["hidden_size"]
+    assert {name for name, _ in layer.mlp.named_children()} == GATED_MLP
+    leaves = {name.rpartition(".")[2] for name, _ in layer.named_modules()}
+    assert leaves >= set(FUSED_LAYERS) - {"w1", "w3"}
+    assert leaves >= {leaf for pair in ROW_PAIRS for leaf in pair}
+    assert config_class.model_type in PLAIN_ATTENTION
+
+
+def test_a_router_is_among_what_stays_plain():
+    config = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    names = [name for name, _ in AutoModelForCausalLM.from_config(config).named_modules()]
+    assert "model.layers.0.mlp.gate" in names
+    assert "gate" in STAY_PLAIN
+
+
+def test_a_sequence_must_have_positions():
+    config = network().config
+    check_positions(config, config.max_position_embeddings - 1, 1, "")
+    with pytest.raises(ConfigError, match=r"longest sequence.*at most \d+ positions.*Lower it"):
+        check_positions(config, config.max_position_embeddings, 1, "Lower it.")
