@@ -8,11 +8,13 @@ from torch import Tensor
 from lit_qrl.functional._statistics import as_float
 from lit_qrl.types import AllReduce, no_all_reduce
 
+Scale = Literal["group", "batch", "none"]
+
 
 def group_advantages(
     rewards: Float[Tensor, " b"],
     group_size: int,
-    scale: Literal["group", "batch", "none"] = "group",
+    scale: Scale = "group",
     eps: float = 1e-6,
     *,
     all_reduce: AllReduce = no_all_reduce,

@@ -1,0 +1,120 @@
+import pytest
+import torch
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.functional import objective as F
+from lit_qrl.objective import DAPO, GRPO, DrGRPO, Objective
+from tests.objective.batches import batch, value
+
+
+def test_advantages_follow_the_scale():
+    rewards = torch.tensor([1.0, 0.0, 3.0, 1.0])
+    assert DrGRPO().advantages(rewards, 2).tolist() == [0.5, -0.5, 1.0, -1.0]
+    assert GRPO().advantages(rewards, 2).tolist() == pytest.approx([2**-0.5, -(2**-0.5)] * 2, rel=1e-5)
+
+
+def test_ways_to_use_the_old_logprobs():
+    learner, data = batch()
+    gradients = {}
+    for mode, old in (
+        ("decoupled", data.learner_old_logprobs),
+        ("bypass", data.sampler_logprobs),
+        ("policy_gradient", learner.detach()),
+    ):
+        loss = GRPO(old_logprobs=mode).terms(learner, data).loss
+        assert torch.equal(loss, F.clipped_surrogate(learner, old, data.advantages, data.mask).loss), mode
+        (gradients[mode],) = torch.autograd.grad(loss.sum(), learner)
+    # Without clipping the gradient is −A for every token.
+    plain = torch.where(data.mask, -data.advantages[:, None].expand(8, 6), 0.0)
+    torch.testing.assert_close(gradients["policy_gradient"], plain, rtol=1e-12, atol=0)
+    assert not torch.equal(gradients["decoupled"], gradients["bypass"])
+
+
+def test_rejected_tokens_leave_loss_and_denominator():
+    learner, data = batch()
+    data.keep = torch.ones_like(data.mask)
+    data.keep[1] = data.keep[5, 2] = False
+    kept = data.mask & data.keep
+    objective = DAPO()
+    terms = objective.terms(learner, data)
+    assert torch.equal(terms.loss[~kept], torch.zeros_like(terms.loss[~kept]))
+    assert float(objective.total(objective.effective_mask(data), 6)) == int(kept.sum())
+    assert terms.metrics["update/kl"][1] == int(kept.sum())
+
+
+def test_denominators():
+    mask = torch.tensor([[True, True, False], [False, False, False]])
+    assert float(GRPO().total(mask, 7)) == 2
+    assert float(DAPO().total(mask, 7)) == 2
+    assert float(DAPO().total(torch.tensor([[True, True, True], [True, False, False]]), 7)) == 4
+    assert float(DrGRPO().total(mask, 7)) == 14
+
+
+def test_kl_in_the_loss_is_added_after_the_weights_and_has_a_gradient():
+    learner, data = batch(weights=torch.zeros(8, 6, dtype=torch.float64))
+    data.reference_logprobs = torch.where(data.mask, data.learner_old_logprobs, torch.nan) - 0.3
+    for estimator, formula in (("k1", F.k1_penalty), ("k2", F.k2_penalty), ("k3", F.k3_penalty)):
+        terms = GRPO(kl_coefficient=0.04, kl_estimator=estimator).terms(learner, data)
+        wanted = torch.where(data.mask, 0.04 * formula(learner, data.reference_logprobs), 0.0)
+        torch.testing.assert_close(terms.loss, wanted, rtol=1e-12, atol=1e-15)
+        (gradient,) = torch.autograd.grad(terms.loss.sum(), learner)
+        assert gradient.isfinite().all()
+        assert (gradient[data.mask] != 0).all()
+        total, count = terms.metrics["update/reference_kl"].tolist()
+        assert (total, count) == pytest.approx((float(wanted.detach().sum()) / 0.04, int(data.mask.sum())))
+
+
+def test_shaped_rewards():
+    _, data = batch()
+    assert GRPO().shaped_rewards(data, 6) is data.rewards
+    data.reference_logprobs = data.learner_old_logprobs - 0.5
+    lengths = data.mask.sum(1)
+    kl = GRPO(kl_coefficient=0.1, kl_estimator="k1", kl_in="reward")
+    torch.testing.assert_close(kl.shaped_rewards(data, 6), data.rewards - 0.1 * 0.5 * lengths)
+    assert torch.equal(kl.terms(*batch()).loss, GRPO().terms(*batch()).loss)
+    long = DAPO(overlong_penalty=(0.5, 2.0)).shaped_rewards(data, 6) - data.rewards
+    wanted = [0.0 if n <= 3 else -2.0 * (n - 3) / 3 for n in lengths.tolist()]
+    torch.testing.assert_close(long, torch.tensor(wanted, dtype=torch.float64))
+
+
+def test_entropy_bonus():
+    learner, data = batch()
+    entropy = torch.rand_like(learner).detach().requires_grad_()
+    plain = GRPO().terms(learner, data).loss
+    bonus = GRPO(entropy_coefficient=0.01).terms(learner, data, entropy).loss
+    torch.testing.assert_close(bonus, plain - 0.01 * torch.where(data.mask, entropy, 0.0))
+    with pytest.raises(ValueError, match="entropy"):
+        GRPO(entropy_coefficient=0.01).terms(learner, data)
+
+
+def test_a_kl_without_a_reference_says_what_to_do():
+    learner, data = batch()
+    with pytest.raises(ValueError, match="reference"):
+        GRPO(kl_coefficient=0.1).terms(learner, data)
+
+
+@pytest.mark.parametrize(
+    "make, word",
+    [
+        (lambda: GRPO(scale="groups"), "Did you mean 'group'"),
+        (lambda: GRPO(reduction="mean"), "reduction"),
+        (lambda: GRPO(old_logprobs="recompute"), "old_logprobs"),
+        (lambda: GRPO(kl_estimator="k4"), "kl_estimator"),
+        (lambda: GRPO(kl_in="advantage"), "kl_in"),
+        (lambda: GRPO(kl_coefficient=-0.1), "kl_coefficient"),
+        (lambda: GRPO(entropy_coefficient=-0.1), "entropy_coefficient"),
+        (lambda: GRPO(normalize_weights="batch"), "normalize_weights"),
+    ],
+)
+def test_bad_input_is_refused_at_construction(make, word):
+    with pytest.raises(ConfigError, match=word):
+        make()
+
+
+def test_a_new_objective_is_one_method():
+    class Reinforce(Objective):
+        def surrogate(self, logprobs, old_logprobs, mask, batch):
+            return F.clipped_surrogate(logprobs, logprobs, batch.advantages, mask, batch.weights)
+
+    learner, data = batch()
+    assert value(Reinforce(reduction="token"), learner, data).requires_grad
