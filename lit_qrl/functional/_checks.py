@@ -133,6 +133,18 @@ def check_temperatures(*temperatures: float) -> None:
             )
 
 
+def check_clamps(**clamps: float | None) -> None:
+    """Raise `ConfigError` for a clamp of the KL that is not positive."""
+    for name, value in clamps.items():
+        if value is not None and not value > 0:
+            raise ConfigError(
+                f"{name} bounds the KL's estimate from both sides.",
+                expected=f"{name} > 0, in nats",
+                given=value,
+                remedy="Give a positive number, such as 20 for the input and 10 for the output, or null for none.",
+            )
+
+
 def check_reduction(reduction: str) -> None:
     """Raise `ConfigError` for an unknown reduction."""
     if reduction not in ("sequence", "token", "constant"):

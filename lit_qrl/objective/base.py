@@ -10,7 +10,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.functional import _checks as checks
 from lit_qrl.functional import advantage, objective
 from lit_qrl.functional.advantage import Scale
-from lit_qrl.functional.penalty import Estimator
+from lit_qrl.functional.penalty import Estimator, kl_penalty
 from lit_qrl.functional.reduction import Reduction
 from lit_qrl.types import AllReduce, ObjectiveTerms, RolloutBatch, no_all_reduce
 
@@ -30,8 +30,11 @@ class Objective(ABC):
             itself, no second forward. `policy_gradient`: the current learner, so that the ratio is 1 and nothing is
             clipped; only the corrections' weights act.
         kl_coefficient: factor of the KL to the reference policy; 0 means that no reference is kept.
-        kl_estimator: how the KL is estimated from drawn tokens.
+        kl_estimator: how the KL is estimated from drawn tokens: `k1`, `k2`, `k3`, or `k3+`, which corrects the gradient
+            of k3; null is `k3+` in the loss and `k1` in the reward, the two whose gradient is that of the KL.
         kl_in: whether it is added to the `loss` of each token or taken off the `reward` of the completion.
+        kl_input_clamp: largest |log p − log p_reference| of a token in it, in nats; null does not clamp.
+        kl_output_clamp: largest estimate of a token, in nats; null does not clamp.
         entropy_coefficient: factor of the entropy, subtracted from the loss.
         normalize_weights: divide the product of all corrections' weights by its mean over `token`s or `sequence`s.
         filter_zero_variance: draw again groups whose completions all got the same reward.
@@ -49,8 +52,10 @@ class Objective(ABC):
         reduction: Reduction = "sequence",
         old_logprobs: OldLogprobs = "decoupled",
         kl_coefficient: float = 0.0,
-        kl_estimator: Estimator = "k3",
+        kl_estimator: Estimator | None = None,
         kl_in: Literal["loss", "reward"] = "loss",
+        kl_input_clamp: float | None = None,
+        kl_output_clamp: float | None = None,
         entropy_coefficient: float = 0.0,
         normalize_weights: Literal["token", "sequence"] | None = None,
         filter_zero_variance: bool = False,
@@ -59,8 +64,18 @@ class Objective(ABC):
     ) -> None:
         checks.check_choice("objective.scale", scale, "group", "batch", "none")
         checks.check_choice("objective.old_logprobs", old_logprobs, "decoupled", "bypass", "policy_gradient")
-        checks.check_choice("objective.kl_estimator", kl_estimator, "k1", "k2", "k3")
+        checks.check_choice("objective.kl_estimator", kl_estimator, None, "k1", "k2", "k3", "k3+")
         checks.check_choice("objective.kl_in", kl_in, "loss", "reward")
+        if (kl_in, kl_estimator) == ("reward", "k3+"):
+            raise ConfigError(
+                "k3+ corrects a gradient, and the KL in the reward has none.",
+                expected="kl_in: loss with k3+, or kl_estimator k1, k2 or k3",
+                given="kl_in: reward, kl_estimator: k3+",
+                remedy="Set kl_estimator to k1, whose expected gradient in the reward is the KL's.",
+            )
+        checks.check_clamps(
+            **{"objective.kl_input_clamp": kl_input_clamp, "objective.kl_output_clamp": kl_output_clamp}
+        )
         checks.check_choice("objective.normalize_weights", normalize_weights, None, "token", "sequence")
         checks.check_reduction(reduction)
         for name, value in (
@@ -83,8 +98,9 @@ class Objective(ABC):
         self.reduction: Reduction = reduction
         self.old_logprobs: OldLogprobs = old_logprobs
         self.kl_coefficient = kl_coefficient
-        self.kl_estimator: Estimator = kl_estimator
+        self.kl_estimator: Estimator = kl_estimator or ("k3+" if kl_in == "loss" else "k1")
         self.kl_in: Literal["loss", "reward"] = kl_in
+        self.kl_input_clamp, self.kl_output_clamp = kl_input_clamp, kl_output_clamp
         self.entropy_coefficient = entropy_coefficient
         self.normalize_weights: Literal["token", "sequence"] | None = normalize_weights
         self.filter_zero_variance = filter_zero_variance
@@ -180,5 +196,7 @@ class Objective(ABC):
                 f"The KL to the reference policy (kl_coefficient {self.kl_coefficient}) has no reference. Expected: "
                 "reference_logprobs in the batch. Given: None. Score the batch with the reference policy first."
             )
-        learner, reference = (torch.where(mask, values, 0.0) for values in (logprobs, batch.reference_logprobs))
-        return objective.kl_penalty(learner, reference, self.kl_estimator)
+        given = (logprobs, batch.reference_logprobs, self._old(logprobs, batch))
+        learner, reference, old = (torch.where(mask, values, 0.0) for values in given)
+        clamps = (self.kl_input_clamp, self.kl_output_clamp)
+        return kl_penalty(learner, reference, self.kl_estimator, old, *clamps)

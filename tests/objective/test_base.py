@@ -64,12 +64,27 @@ def test_kl_in_the_loss_is_added_after_the_weights_and_has_a_gradient():
         assert (total, count) == pytest.approx((float(wanted.detach().sum()) / 0.04, int(data.mask.sum())))
 
 
+def test_the_kl_in_the_loss_is_corrected_by_default_for_the_policy_that_drew_the_tokens():
+    learner, data = batch(weights=torch.zeros(8, 6, dtype=torch.float64))
+    data.reference_logprobs = torch.where(data.mask, data.learner_old_logprobs, torch.nan) - 0.3
+    for mode, old in (("decoupled", data.learner_old_logprobs), ("bypass", data.sampler_logprobs)):
+        objective = GRPO(kl_coefficient=0.04, old_logprobs=mode)
+        assert objective.kl_estimator == "k3+"
+        loss = objective.terms(learner, data).loss
+        (gradient,) = torch.autograd.grad(loss.sum(), learner)
+        wanted = 0.04 * (learner.detach() - old).exp() * (learner.detach() - data.reference_logprobs)
+        torch.testing.assert_close(gradient, torch.where(data.mask, wanted, 0.0), rtol=1e-12, atol=1e-15)
+    clamped = GRPO(kl_coefficient=1.0, kl_estimator="k2", kl_output_clamp=1e-4).terms(learner, data).loss
+    assert float(clamped.detach().max()) == 1e-4
+
+
 def test_shaped_rewards():
     _, data = batch()
     assert GRPO().shaped_rewards(data, 6) is data.rewards
     data.reference_logprobs = data.learner_old_logprobs - 0.5
     lengths = data.mask.sum(1)
-    kl = GRPO(kl_coefficient=0.1, kl_estimator="k1", kl_in="reward")
+    kl = GRPO(kl_coefficient=0.1, kl_in="reward")
+    assert kl.kl_estimator == "k1"
     torch.testing.assert_close(kl.shaped_rewards(data, 6), data.rewards - 0.1 * 0.5 * lengths)
     assert torch.equal(kl.terms(*batch()).loss, GRPO().terms(*batch()).loss)
     long = DAPO(overlong_penalty=(0.5, 2.0)).shaped_rewards(data, 6) - data.rewards
@@ -101,6 +116,9 @@ def test_a_kl_without_a_reference_says_what_to_do():
         (lambda: GRPO(old_logprobs="recompute"), "old_logprobs"),
         (lambda: GRPO(kl_estimator="k4"), "kl_estimator"),
         (lambda: GRPO(kl_in="advantage"), "kl_in"),
+        (lambda: GRPO(kl_in="reward", kl_estimator="k3+"), "k3\\+ corrects a gradient"),
+        (lambda: GRPO(kl_input_clamp=0.0), "objective.kl_input_clamp"),
+        (lambda: GRPO(kl_output_clamp=-10.0), "objective.kl_output_clamp"),
         (lambda: GRPO(kl_coefficient=-0.1), "kl_coefficient"),
         (lambda: GRPO(entropy_coefficient=-0.1), "entropy_coefficient"),
         (lambda: GRPO(normalize_weights="batch"), "normalize_weights"),
