@@ -45,6 +45,17 @@ def check_band(lower: float | None, upper: Bound, what: str = "The band of impor
     return lower
 
 
+def check_divergence(lower: float | None, upper: Bound) -> None:
+    """Raise `ConfigError` unless a divergence has a positive upper bound alone."""
+    if lower is not None or not (isinstance(upper, Tensor) or upper > 0):
+        raise ConfigError(
+            "k2 and k3 are never negative: their rejection has an upper bound alone.",
+            expected="upper > 0, in nats, and lower: null",
+            given=f"lower {lower}, upper {upper}",
+            remedy="Remove lower, or take divergence k1, whose bounds are on the ratio.",
+        )
+
+
 def check_veto(threshold: float) -> None:
     """Raise `ConfigError` unless the veto's threshold is a ratio in (0, 1)."""
     if not 0.0 < threshold < 1.0:
