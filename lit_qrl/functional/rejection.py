@@ -35,8 +35,8 @@ def ratio_keep(
     - `k2`: d² / 2, nats, with the upper bound alone;
     - `k3`: e^d − 1 − d, nats, with the upper bound alone.
 
-    These are verl's `rollout_rs` options (`token_k1`, `seq_mean_k3`, …) and AReaL's `rejection_sampling`. The band of k1
-    is on ρ = learner_old / sampler; verl's is on −d, so that its "lo_hi" is lower = 1/hi, upper = 1/lo here.
+    These are verl's `rollout_rs` options (`token_k1`, `seq_mean_k3`, …) and AReaL's `rejection_sampling`. k1's band is
+    on ρ = learner_old / sampler; verl's is on −d, so that its "lo_hi" is lower = 1/hi, upper = 1/lo here.
 
     Args:
         d: "b t", nats.

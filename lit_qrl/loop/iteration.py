@@ -45,33 +45,45 @@ def iterate(learner: Learner) -> Iterator[MicroBatch]:
 
 def roll_out(learner: Learner) -> RolloutBatch:
     """Return the completions of the iteration's prompts, with rewards; groups without variance are drawn again where
-    the objective asks for it (DAPO's dynamic sampling).
+    the objective asks for it (DAPO's dynamic sampling), in rounds that all ranks take together.
     """
     data, objective = learner.data, learner.objective
     wanted, g = data.prompts_per_rank, data.group_size
     parts: list[RolloutBatch] = []
     kept = 0
+    rounds = 1 + (objective.max_resample if objective.filter_zero_variance else 0)
     with data.rolling_out():
-        for attempt in range(1 + (objective.max_resample if objective.filter_zero_variance else 0)):
-            drawn_now = _draw_groups(learner, wanted - kept, attempt)
-            rewards = drawn_now.rewards.view(-1, g)
-            varied = (rewards != rewards[:, :1]).any(dim=1)
-            last = not objective.filter_zero_variance or attempt == objective.max_resample or bool(varied.all())
-            groups = torch.arange(len(varied)) if last else varied.nonzero().flatten()
-            whole = len(groups) == len(varied)
-            parts.append(drawn_now if whole else drawn_now.select(rows_of(groups.tolist(), g), trim=False))
-            kept += len(groups)
-            if objective.filter_zero_variance:
-                learner.iteration.metrics.value("rollout/zero_variance_groups", (~varied).float().mean())
-            if last:
+        for attempt in range(rounds):
+            missing = [wanted] * learner.trainer.world_size if attempt == 0 else _missing(learner, wanted - kept)
+            if not any(missing):
                 break
+            drawn_now = _draw_groups(learner, missing, attempt)
+            if drawn_now is None:  # the others' groups alone are missing
+                continue
+            if objective.filter_zero_variance:
+                rewards = drawn_now.rewards.view(-1, g)
+                varied = (rewards != rewards[:, :1]).any(dim=1)
+                learner.iteration.metrics.value("rollout/zero_variance_groups", (~varied).float().mean())
+                if attempt < rounds - 1 and not bool(varied.all()):
+                    drawn_now = drawn_now.select(rows_of(varied.nonzero().flatten().tolist(), g), trim=False)
+            parts.append(drawn_now)
+            kept += len(drawn_now) // g
     return concatenate(parts, learner.policy.pad_token_id, g)
 
 
-def _draw_groups(learner: Learner, prompts: int, attempt: int) -> RolloutBatch:
-    """Return G completions of each of the next prompts, with their rewards."""
+def _missing(learner: Learner, groups: int) -> list[int]:
+    """Return how many groups every rank still lacks."""
+    counts = torch.zeros(learner.trainer.world_size, dtype=torch.long, device=learner.device)
+    counts[learner.global_rank] = groups
+    return learner.reduce(counts).tolist()
+
+
+def _draw_groups(learner: Learner, counts: list[int], attempt: int) -> RolloutBatch | None:
+    """Return G completions of each of this rank's next prompts, with their rewards; None where it draws none."""
     data, state = learner.data, learner.iteration
-    problems = data.next_problems(prompts)
+    problems = data.next_problems(counts)
+    if not problems:
+        return None
     ids = [problem.prompt_ids for problem in problems]
     seed = derive_seed(data.base_seed, "rollout", learner.trainer.current_epoch, attempt, learner.global_rank)
     with state.timed("generate"):
