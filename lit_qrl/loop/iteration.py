@@ -11,22 +11,20 @@ deal      each mini-batch is one optimizer step, cut into micro-batches that pad
 ========= =================================================================================== ==================
 
 The weights were published to the sampler before the first of these; what the objective makes of w, keep and A is the
-module's `training_step`.
+module's `training_step`. With one update per rollout the forward pass of that step is learner_old's: it is scored
+before only for what has to be known of the whole batch (`needs_learner_old`), and else corrected there (`weigh_here`).
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from lit_qrl.functional.importance import batch_normalized, log_ratio
 from lit_qrl.loop.batching import assemble, concatenate, deal_by_length, rows_of
-from lit_qrl.loop.combine import combine
+from lit_qrl.loop.correction import correct, needs_learner_old
 from lit_qrl.loop.generation import draw, drawn
-from lit_qrl.loop.hooks import Learner, corrected, rl_callbacks
+from lit_qrl.loop.hooks import Learner, rl_callbacks
 from lit_qrl.seeding import derive_seed
-from lit_qrl.types import LossContext, MicroBatch, RolloutBatch
+from lit_qrl.types import MicroBatch, RolloutBatch
 
 
 def iterate(learner: Learner) -> Iterator[MicroBatch]:
@@ -110,18 +108,6 @@ def score(learner: Learner, rollout: RolloutBatch) -> RolloutBatch:
     return rollout
 
 
-def needs_learner_old(learner: Learner) -> bool:
-    """Return whether learner_old must be scored on its own.
-
-    With one update per rollout and nothing that looks at it before the update, it is the training forward's own
-    log-probs.
-    """
-    objective: Any = learner.objective
-    decoupled = objective.old_logprobs == "decoupled"
-    several = learner.data.passes * learner.data.mini_batches > 1
-    return (several and decoupled) or corrected(learner.trainer) or objective.carries_ratio
-
-
 def deal(learner: Learner, rollout: RolloutBatch) -> Iterator[MicroBatch]:
     """Yield the micro-batches of every pass; groups stay whole within a mini-batch."""
     data = learner.data
@@ -139,35 +125,3 @@ def deal(learner: Learner, rollout: RolloutBatch) -> Iterator[MicroBatch]:
             for part in deal_by_length(lengths, data.micro_batches):
                 chosen = torch.tensor(part, device=rows.device)
                 yield MicroBatch(mini_batch.select(chosen), total, rows[chosen], has_signal)
-
-
-@torch.no_grad()
-def correct(learner: Learner, mini_batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-    """Set weights and kept tokens of a whole mini-batch, as the callbacks say.
-
-    Returns:
-        The denominator of its loss, and whether it has anything to learn from, both over all ranks.
-    """
-    trainer, objective, mask = learner.trainer, learner.objective, mini_batch.mask
-    corrections = []
-    if mini_batch.learner_old_logprobs is not None:
-        context = LossContext(
-            learner_old=mini_batch.learner_old_logprobs,
-            sampler=mini_batch.sampler_logprobs,
-            log_ratio=log_ratio(mini_batch.learner_old_logprobs, mini_batch.sampler_logprobs, mask),
-            mask=mask,
-            advantages=mini_batch.advantages,
-            version=mini_batch.version,
-            all_reduce=learner.reduce,
-        )
-        given = (callback.correct(trainer, learner, context) for callback in rl_callbacks(trainer))
-        corrections = [correction for correction in given if correction is not None]
-    mini_batch.weights, mini_batch.keep, metrics = combine(corrections, mask, all_reduce=learner.reduce)
-    if objective.normalize_weights is not None and mini_batch.weights is not None:
-        mini_batch.weights = batch_normalized(
-            mini_batch.weights, mask, objective.normalize_weights, all_reduce=learner.reduce
-        )
-    learner.iteration.metrics.update(metrics)
-    counted = mask if mini_batch.keep is None else mask & mini_batch.keep
-    has_signal = learner.reduce((counted.any(dim=1) & (mini_batch.advantages != 0)).sum()) > 0
-    return learner.reduce(objective.total(counted, learner.data.max_completion_tokens)), has_signal

@@ -107,6 +107,11 @@ class Objective(ABC):
         self.max_resample = max_resample
         self.overlong_penalty = overlong_penalty
 
+    @property
+    def penalized(self) -> bool:
+        """True when the loss has a gradient of its own, of KL or entropy, where every advantage is zero."""
+        return self.entropy_coefficient > 0 or (self.kl_coefficient > 0 and self.kl_in == "loss")
+
     @abstractmethod
     def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> ObjectiveTerms:
         """Return the loss of every token, times `batch.weights`.

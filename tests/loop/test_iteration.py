@@ -3,10 +3,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_qrl.callbacks import RLCallback, TokenVeto
+from lit_qrl.callbacks import RLCallback
 from lit_qrl.data.dataset import RolloutDataset
 from lit_qrl.data.module import Problem, RolloutDataModule
-from lit_qrl.loop.iteration import needs_learner_old, roll_out
+from lit_qrl.loop.iteration import roll_out
 from lit_qrl.loop.state import IterationState
 from lit_qrl.objective import DAPO, GRPO
 from lit_qrl.types import Completion, no_all_reduce
@@ -147,21 +147,3 @@ def test_ranks_that_resample_different_numbers_of_groups_draw_no_prompt_twice_an
         varied = batch.rewards.view(-1, 2).sum(1) > 0
         assert bool(varied.all()) or rounds < 10
         assert set(metrics) == {"rollout/zero_variance_groups", "guard/reward_errors"}
-
-
-@pytest.mark.parametrize(
-    ("updates", "old_logprobs", "corrected", "carries", "needed"),
-    [
-        ((1, 1), "decoupled", False, False, False),
-        ((2, 1), "decoupled", False, False, True),
-        ((1, 4), "decoupled", False, False, True),
-        ((1, 4), "bypass", False, False, False),
-        ((1, 1), "decoupled", True, False, True),
-        ((1, 1), "decoupled", False, True, True),
-    ],
-)
-def test_learner_old_is_scored_only_where_something_looks_at_it(updates, old_logprobs, corrected, carries, needed):
-    data = SimpleNamespace(passes=updates[0], mini_batches=updates[1])
-    objective = SimpleNamespace(old_logprobs=old_logprobs, carries_ratio=carries)
-    trainer = SimpleNamespace(callbacks=[TokenVeto()] if corrected else [])
-    assert needs_learner_old(SimpleNamespace(objective=objective, data=data, trainer=trainer)) is needed
