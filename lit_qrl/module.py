@@ -124,12 +124,13 @@ class GRPOModule(LightningModule):
         if stage == "fit":
             check_optimizer(self.optimizer, self.trainer.strategy.root_device, vectors=self.policy.lora is None)
             # An objective of the user's own may have a baseline of another kind.
-            if data.group_size == 1 and type(objective).advantages is Objective.advantages:
+            looks_at_groups = objective.baseline != "none" or objective.scale == "group"
+            if data.group_size == 1 and looks_at_groups and type(objective).advantages is Objective.advantages:
                 raise ConfigError(
                     "A group of one completion has no baseline: its advantage is always 0.",
                     expected="data.group_size of at least 2",
                     given=1,
-                    remedy="Raise data.group_size.",
+                    remedy="Raise data.group_size, or set objective.baseline to none and its scale to whiten.",
                 )
             if data.sampling.truncated and (corrected(self.trainer) or objective.carries_ratio):
                 raise ConfigError(

@@ -158,10 +158,10 @@ def check_clamps(**clamps: float | None) -> None:
 
 def check_reduction(reduction: str) -> None:
     """Raise `ConfigError` for an unknown reduction."""
-    if reduction not in ("sequence", "token", "constant"):
+    if reduction not in ("sequence", "token", "constant", "sequence_sum", "token_sum"):
         raise ConfigError(
             "Unknown reduction of the loss.",
-            expected="sequence, token or constant",
+            expected="sequence, token, constant, sequence_sum or token_sum",
             given=reduction,
             remedy="Correct reduction.",
         )

@@ -103,8 +103,9 @@ def score(learner: Learner, rollout: RolloutBatch) -> RolloutBatch:
     if objective.kl_coefficient > 0:
         with learner.policy.reference():
             rollout.reference_logprobs = learner.score(rollout, chunks)
-    rewards = objective.shaped_rewards(rollout, data.max_completion_tokens)
-    rollout.advantages = objective.advantages(rewards, data.group_size, learner.reduce)
+    rollout.advantages = objective.rollout_advantages(
+        rollout, data.group_size, data.max_completion_tokens, learner.reduce
+    )
     return rollout
 
 

@@ -9,12 +9,13 @@ from torch import Tensor
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional import _checks as checks
 from lit_qrl.functional import advantage, objective
-from lit_qrl.functional.advantage import Scale
+from lit_qrl.functional.advantage import Baseline, Scale
 from lit_qrl.functional.penalty import Estimator, kl_penalty
 from lit_qrl.functional.reduction import Reduction
 from lit_qrl.types import AllReduce, ObjectiveTerms, RolloutBatch, no_all_reduce
 
 OldLogprobs = Literal["decoupled", "bypass", "policy_gradient"]
+Normalization = Literal[Scale, "whiten"]
 
 
 class Objective(ABC):
@@ -24,8 +25,12 @@ class Objective(ABC):
 
     Args:
         scale: what divides the centred rewards: the standard deviation of the `group`, of the `batch`, or `none`.
+            `whiten` gives them mean 0 and variance 1 over the tokens of the rollout (REINFORCE++).
         reduction: `sequence` is the mean over sequences of their token means, `token` the mean over all tokens,
-            `constant` divides by the completion limit.
+            `constant` divides by the completion limit; `sequence_sum` is the mean over sequences of their sums,
+            `token_sum` the sum over all tokens of the mini-batch.
+        baseline: what centres the rewards: the mean of the `group`, that of its other completions (`leave_one_out`:
+            RLOO), or `none`.
         old_logprobs: against what the ratio is taken. `decoupled`: learner_old, scored again. `bypass`: the sampler
             itself, no second forward. `policy_gradient`: the current learner, so that the ratio is 1 and nothing is
             clipped; only the corrections' weights act.
@@ -41,6 +46,8 @@ class Objective(ABC):
         max_resample: how many more rounds of generation that may take, at most.
         overlong_penalty: (share of the completion limit, largest penalty): completions that end in that last share
             of the limit lose a linearly growing part of the largest penalty; none if null.
+        mask_truncated: leave completions that reached the limit out of the loss, as if rejected; their rewards still
+            count in the baseline.
     """
 
     carries_ratio: ClassVar[bool] = False
@@ -48,8 +55,9 @@ class Objective(ABC):
 
     def __init__(
         self,
-        scale: Scale = "group",
+        scale: Normalization = "group",
         reduction: Reduction = "sequence",
+        baseline: Baseline = "group",
         old_logprobs: OldLogprobs = "decoupled",
         kl_coefficient: float = 0.0,
         kl_estimator: Estimator | None = None,
@@ -61,8 +69,10 @@ class Objective(ABC):
         filter_zero_variance: bool = False,
         max_resample: int = 0,
         overlong_penalty: tuple[float, float] | None = None,
+        mask_truncated: bool = False,
     ) -> None:
-        checks.check_choice("objective.scale", scale, "group", "batch", "none")
+        checks.check_choice("objective.scale", scale, "group", "batch", "none", "whiten")
+        checks.check_choice("objective.baseline", baseline, "group", "leave_one_out", "none")
         checks.check_choice("objective.old_logprobs", old_logprobs, "decoupled", "bypass", "policy_gradient")
         checks.check_choice("objective.kl_estimator", kl_estimator, None, "k1", "k2", "k3", "k3+")
         checks.check_choice("objective.kl_in", kl_in, "loss", "reward")
@@ -94,7 +104,8 @@ class Objective(ABC):
                 given=list(overlong_penalty),
                 remedy="DAPO uses [0.2, 1.0].",
             )
-        self.scale: Scale = scale
+        self.scale: Normalization = scale
+        self.baseline: Baseline = baseline
         self.reduction: Reduction = reduction
         self.old_logprobs: OldLogprobs = old_logprobs
         self.kl_coefficient = kl_coefficient
@@ -105,7 +116,7 @@ class Objective(ABC):
         self.normalize_weights: Literal["token", "sequence"] | None = normalize_weights
         self.filter_zero_variance = filter_zero_variance
         self.max_resample = max_resample
-        self.overlong_penalty = overlong_penalty
+        self.overlong_penalty, self.mask_truncated = overlong_penalty, mask_truncated
 
     @property
     def penalized(self) -> bool:
@@ -137,8 +148,18 @@ class Objective(ABC):
         return rewards
 
     def advantages(self, rewards: Tensor, group_size: int, all_reduce: AllReduce = no_all_reduce) -> Tensor:
-        """Return the advantages, " b", of whole groups of rewards."""
-        return advantage.group_advantages(rewards, group_size, self.scale, all_reduce=all_reduce)
+        """Return the advantages, " b", of whole groups of rewards, before they are whitened."""
+        scale: Scale = "none" if self.scale == "whiten" else self.scale
+        return advantage.group_advantages(rewards, group_size, scale, baseline=self.baseline, all_reduce=all_reduce)
+
+    def rollout_advantages(
+        self, batch: RolloutBatch, group_size: int, completion_limit: int, all_reduce: AllReduce = no_all_reduce
+    ) -> Tensor:
+        """Return the advantages, " b", of a whole rollout: of its shaped rewards, whitened where the scale says so."""
+        advantages = self.advantages(self.shaped_rewards(batch, completion_limit), group_size, all_reduce)
+        if self.scale == "whiten":
+            return advantage.whitened(advantages, batch.completion_length, all_reduce=all_reduce)
+        return advantages
 
     def terms(self, logprobs: Tensor, batch: RolloutBatch, entropy: Tensor | None = None) -> ObjectiveTerms:
         """Return the loss of every token of a micro-batch, "b t", and metrics as vectors (sum, count).
@@ -183,10 +204,10 @@ class Objective(ABC):
         total = objective.count(mask, self.reduction)
         return total * completion_limit if self.reduction == "constant" else total
 
-    @staticmethod
-    def effective_mask(batch: RolloutBatch) -> Tensor:
+    def effective_mask(self, batch: RolloutBatch) -> Tensor:
         """Return the tokens that count after rejection, "b t"."""
-        return batch.mask if batch.keep is None else batch.mask & batch.keep
+        mask = batch.mask if batch.keep is None else batch.mask & batch.keep
+        return mask & batch.stopped[:, None] if self.mask_truncated else mask
 
     def _old(self, logprobs: Tensor, batch: RolloutBatch) -> Tensor:
         if self.old_logprobs == "bypass":

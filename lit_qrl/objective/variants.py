@@ -8,10 +8,9 @@ from torch import Tensor
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional import _checks as checks
 from lit_qrl.functional import objective
-from lit_qrl.functional.advantage import Scale
 from lit_qrl.functional.importance import log_ratio
 from lit_qrl.functional.reduction import Reduction
-from lit_qrl.objective.base import Objective
+from lit_qrl.objective.base import Normalization, Objective
 from lit_qrl.types import ObjectiveTerms, RolloutBatch
 
 # DAPO's released recipe gives up after ten rounds of generation.
@@ -62,7 +61,7 @@ class DrGRPO(GRPO):
         **kwargs: see `GRPO`.
     """
 
-    def __init__(self, scale: Scale = "none", reduction: Reduction = "constant", **kwargs) -> None:
+    def __init__(self, scale: Normalization = "none", reduction: Reduction = "constant", **kwargs) -> None:
         super().__init__(scale=scale, reduction=reduction, **kwargs)
 
 

@@ -3,6 +3,7 @@ import torch
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional import objective as F
+from lit_qrl.functional.advantage import group_advantages, whitened
 from lit_qrl.objective import DAPO, GRPO, DrGRPO, Objective
 from tests.objective.batches import batch, value
 
@@ -11,6 +12,30 @@ def test_advantages_follow_the_scale():
     rewards = torch.tensor([1.0, 0.0, 3.0, 1.0])
     assert DrGRPO().advantages(rewards, 2).tolist() == [0.5, -0.5, 1.0, -1.0]
     assert GRPO().advantages(rewards, 2).tolist() == pytest.approx([2**-0.5, -(2**-0.5)] * 2, rel=1e-5)
+
+
+def test_advantages_of_a_rollout_are_whitened_over_its_tokens():
+    _, data = batch()
+    shaped = GRPO(scale="whiten", baseline="leave_one_out").rollout_advantages(data, 2, 6)
+    centred = group_advantages(data.rewards, 2, "none", baseline="leave_one_out")
+    assert torch.equal(shaped, whitened(centred, data.mask.sum(1)))
+    plain = GRPO(baseline="none", scale="none").rollout_advantages(data, 2, 6)
+    assert torch.equal(plain, data.rewards)
+
+
+@pytest.mark.parametrize("reduction", ["sequence", "token", "constant", "sequence_sum", "token_sum"])
+def test_truncated_completions_leave_the_loss_as_if_rejected(reduction):
+    learner, data = batch()
+    data.stopped = torch.arange(8) % 3 != 1
+    masked = value(GRPO(mask_truncated=True, reduction=reduction), learner, data)
+    (gradient,) = torch.autograd.grad(masked, learner)
+    assert not gradient[~data.stopped].any()
+    assert gradient[data.stopped].any()
+    data.keep = data.stopped[:, None].expand(8, 6)
+    rejected = value(GRPO(reduction=reduction), learner, data)
+    assert torch.equal(masked, rejected)
+    data.keep = None
+    assert not torch.equal(value(GRPO(reduction=reduction), learner, data), rejected)
 
 
 def test_ways_to_use_the_old_logprobs():
@@ -113,6 +138,7 @@ def test_a_kl_without_a_reference_says_what_to_do():
     [
         (lambda: GRPO(scale="groups"), "Did you mean 'group'"),
         (lambda: GRPO(reduction="mean"), "reduction"),
+        (lambda: GRPO(baseline="leave_one"), "Did you mean 'leave_one_out'"),
         (lambda: GRPO(old_logprobs="recompute"), "old_logprobs"),
         (lambda: GRPO(kl_estimator="k4"), "kl_estimator"),
         (lambda: GRPO(kl_in="advantage"), "kl_in"),
