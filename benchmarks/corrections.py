@@ -25,9 +25,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lit_qrl.callbacks.ais import AIS
-from lit_qrl.callbacks.geometric import GeometricRejection
 from lit_qrl.callbacks.masked import MaskedIS
 from lit_qrl.callbacks.opsm import OffPolicySequenceMask
+from lit_qrl.callbacks.rejection import GeometricRejection
 from lit_qrl.callbacks.truncated import TruncatedIS
 from lit_qrl.callbacks.veto import TokenVeto
 from lit_qrl.functional import diagnostics, objective
@@ -135,12 +135,12 @@ def in_one_graph(
             band = {"lower": correction.lower, "upper": correction.upper}
             results.append(_weights(d, mask, kind=kind, level=correction.level, all_reduce=no_all_reduce, **band))
     geometric, veto, drift = (CORRECTIONS[name] for name in REJECTIONS)
-    for name, bounds in (
-        ("geometric_rejected", {"lower": geometric.lower, "upper": geometric.upper}),  # pyright: ignore
-        ("vetoed", {"threshold": veto.threshold}),  # pyright: ignore
+    for rule, bounds in (
+        ("ratio", {"lower": geometric.lower, "upper": geometric.upper}),  # pyright: ignore
+        ("veto", {"threshold": veto.threshold}),  # pyright: ignore
         ("off_policy", {"delta": drift.delta}),  # pyright: ignore
     ):
-        keep = _keeps(d, mask, advantages, name=name, count_rejected=False, all_reduce=no_all_reduce, **bounds)
+        keep = _keeps(d, mask, advantages, rule=rule, count_rejected=False, all_reduce=no_all_reduce, **bounds)
         results.append(keep)
     return [*results, mismatch_metrics(learner, sampler, mask)]
 

@@ -13,6 +13,7 @@ from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.batching import deal_by_length
 from lit_qrl.loop.combine import check_combination
+from lit_qrl.loop.correction import close, weigh_here
 from lit_qrl.loop.evaluation import answer
 from lit_qrl.loop.hooks import corrected, rl_callbacks, trainer_all_reduce
 from lit_qrl.loop.metrics import AverageAtK, PassAtK
@@ -81,24 +82,23 @@ class GRPOModule(LightningModule):
         bonus = self.objective.entropy_coefficient != 0
         forward = self.policy(batch, self.temperature, entropy=True, entropy_gradient=bonus)
         self.iteration.logprobs = forward.logprobs.detach()
+        if batch_idx < self.data.micro_batches:
+            self.iteration.remember_old(micro_batch, forward.logprobs)
+        weigh_here(self, batch, forward.logprobs)
         terms = self.objective.terms(forward.logprobs, batch, forward.entropy)
         loss = self.objective.loss(terms.loss, batch, micro_batch.total)
-        self._record(micro_batch, forward.logprobs, forward.entropy, terms.metrics, loss)
+        self._record(micro_batch, forward.entropy, terms.metrics, loss)
         # Lightning divides by the number of micro-batches and averages over ranks; the loss is a sum over both.
         return loss * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
 
     # ---------------------------------------------------------------------------------------------------- book-keeping
 
-    def _record(
-        self, part: MicroBatch, logprobs: Tensor, entropy: Tensor, metrics: dict[str, Tensor], loss: Tensor
-    ) -> None:
+    def _record(self, part: MicroBatch, entropy: Tensor, metrics: dict[str, Tensor], loss: Tensor) -> None:
         record, mask = self.iteration.metrics, part.batch.mask
         for name, pair in metrics.items():
             record.add(name, pair)
         record.add("update/entropy", torch.stack([(entropy.detach() * mask).sum(), mask.sum().float()]))
         record.add("update/loss", torch.stack([loss.detach(), loss.new_tensor(1 / self.data.micro_batches)]))
-        if self.data.updates == 1:
-            self.iteration.remember_old(part, logprobs)
 
     @property
     def data(self) -> RolloutDataModule:
@@ -124,12 +124,13 @@ class GRPOModule(LightningModule):
         if stage == "fit":
             check_optimizer(self.optimizer, self.trainer.strategy.root_device, vectors=self.policy.lora is None)
             # An objective of the user's own may have a baseline of another kind.
-            if data.group_size == 1 and type(objective).advantages is Objective.advantages:
+            looks_at_groups = objective.baseline != "none" or objective.scale == "group"
+            if data.group_size == 1 and looks_at_groups and type(objective).advantages is Objective.advantages:
                 raise ConfigError(
                     "A group of one completion has no baseline: its advantage is always 0.",
                     expected="data.group_size of at least 2",
                     given=1,
-                    remedy="Raise data.group_size.",
+                    remedy="Raise data.group_size, or set objective.baseline to none and its scale to whiten.",
                 )
             if data.sampling.truncated and (corrected(self.trainer) or objective.carries_ratio):
                 raise ConfigError(
@@ -211,7 +212,7 @@ class GRPOModule(LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: MicroBatch, batch_idx: int) -> None:
         """Close the iteration after its last update."""
         if self.trainer.is_last_batch:
-            self.iteration.close(self.reduce)
+            close(self)
 
     def on_train_epoch_end(self) -> None:
         """Log the iteration's row; the epoch end that a resumed run repeats has none and logs nothing."""

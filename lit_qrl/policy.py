@@ -17,6 +17,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.functional.logprobs import token_logprobs
 from lit_qrl.network.adapters import merged_weights, with_adapter
+from lit_qrl.network.chat import chat_ids
 from lit_qrl.network.folder import FOLDER_REMEDY, HUB_REMEDY, local_folder, resolve_model
 from lit_qrl.network.head import output_head
 from lit_qrl.network.names import copy_in_use
@@ -52,7 +53,8 @@ class CausalPolicy(nn.Module):
         random_weights: build the model from its config alone, for benchmarks.
         pad_token: padding token for a tokenizer without one.
         eos_token: end token for a tokenizer without one.
-        chat_template_args: further arguments of the tokenizer's chat template, such as `enable_thinking: false`.
+        chat_template_args: further arguments of the tokenizer's chat template, such as `enable_thinking: false`; one
+            that the template would ignore is refused.
         revision: branch, tag or commit on the hub.
         packing: `auto` runs the layers on real tokens only, a group's prompt once, wherever the architecture and the
             attention implementation allow it; `never` keeps padded batches.
@@ -150,14 +152,7 @@ class CausalPolicy(nn.Module):
             prompt: a text, or messages with `role` and `content`.
         """
         if not isinstance(prompt, str):
-            if not self.tokenizer.chat_template:
-                raise ConfigError(
-                    f"The task poses chat messages, but the tokenizer of {self.source} has no chat template.",
-                    remedy="Use an instruction-tuned model, or set data.task.chat: false (in audit --chat false).",
-                )
-            return self.tokenizer.apply_chat_template(
-                list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False, **self.chat_template_args
-            )
+            return chat_ids(self.tokenizer, prompt, self.chat_template_args, self.source)
         ids = self.tokenizer(prompt)["input_ids"]
         # Some tokenizers end every text; a completion cannot follow an end token.
         if ids and ids[-1] == self.tokenizer.eos_token_id and not prompt.endswith(self.tokenizer.eos_token):

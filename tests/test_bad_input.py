@@ -62,6 +62,10 @@ def plugin(name, **arguments):
     return ["--trainer.plugins", json.dumps([{"class_path": name, "init_args": arguments}])]
 
 
+def rejection(**arguments):
+    return ["--trainer.callbacks", json.dumps([{"class_path": "RatioRejection", "init_args": arguments}])]
+
+
 def reward(cls):
     return ["--data.task.rewards", json.dumps([{"class_path": f"tests.test_bad_input.{cls.__name__}"}])]
 
@@ -142,6 +146,27 @@ KNOWN_BEFORE_A_MODEL = {
     ),
     "plain Muon": (["--model.optimizer", "torch.optim.Muon"], ["Use MuonAdamW"]),
     "unknown format": (["--publisher.format", "fp8_rows"], ["fp8_rows", "Did you mean 'fp8_row'?"]),
+    "clamp of the KL that is no bound": (
+        ["--model.objective", "GRPO", "--model.objective.kl_input_clamp", -1],
+        ["objective.kl_input_clamp", "> 0, in nats", "Given: -1"],
+    ),
+    "corrected KL in the reward": (
+        ["--model.objective", "GRPO", "--model.objective.kl_in", "reward", "--model.objective.kl_estimator", "k3+"],
+        ["k3+ corrects a gradient", "Set kl_estimator to k1"],
+    ),
+    "rejection with a band of k3": (
+        rejection(upper=0.01, lower=0.001, divergence="k3"),
+        ["upper bound alone", "lower: null", "Remove lower"],
+    ),
+    "rejection without a bound": (rejection(divergence="k3"), ["upper"]),
+    "rejection twice": (
+        [*rejection(upper=2.0), "--trainer.callbacks+=RatioRejection", "--trainer.callbacks.upper", 3],
+        ["holds RatioRejection twice"],
+    ),
+    "unknown baseline": (
+        ["--model.objective", "GRPO", "--model.objective.baseline", "leave_one"],
+        ["model.objective.baseline", "leave_one_out"],
+    ),
     "wrong type": (["--data.group_size", "eight"], ["data.group_size", "Expected: int", "Given: eight"]),
     "wrong choice": (["--data.long_prompt", "cut"], ["data.long_prompt", "Expected: drop, error", "Given: cut"]),
     "wrong choice of a class": (["--model.policy.dtype", "int3"], ["model.policy.dtype", "Given: int3"]),

@@ -18,6 +18,11 @@ CORRECTIONS = [
     callbacks.TruncatedIS(upper=float("inf")),
     callbacks.MaskedIS(),
     callbacks.MaskedIS("sequence"),
+    *(
+        callbacks.RatioRejection(2.0, None, k, over)
+        for k in ("k1", "k2", "k3")
+        for over in ("token", "mean", "sum", "max")
+    ),
     callbacks.GeometricRejection(),
     callbacks.TokenVeto(),
     callbacks.OffPolicySequenceMask(0.1),

@@ -217,6 +217,20 @@ def test_bad_sizes_are_refused_before_a_model_is_loaded(tmp_path):
         assert module.policy.model is None
 
 
+@pytest.mark.parametrize("reduction", ["sequence_sum", "token_sum"])
+def test_sums_do_not_depend_on_the_split_either(tmp_path, reduction):
+    objective = GRPO(reduction=reduction, mask_truncated=True)
+    whole, split = (first_gradient(tmp_path / str(k), objective=objective, data={"micro_batches": k}) for k in (1, 4))
+    torch.testing.assert_close(split, whole, rtol=0, atol=1e-5 * float(whole.abs().max()))
+
+
+def test_without_a_baseline_groups_of_one_are_trained_on(tmp_path):
+    options = {"group_size": 1, "prompts_per_iteration": 8}
+    objective = GRPO(scale="whiten", baseline="none")
+    _, module, _ = fit(tmp_path, objective=objective, data=options, trainer={"max_epochs": 1})
+    assert torch.isfinite(parameters_of(module)).all()
+
+
 class OwnBaseline(GRPO):
     def advantages(self, rewards, group_size, all_reduce=no_all_reduce):
         return rewards - 0.5

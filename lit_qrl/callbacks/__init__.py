@@ -3,13 +3,13 @@
 from lit_qrl.callbacks.ais import AIS
 from lit_qrl.callbacks.aqn import AQNNoise
 from lit_qrl.callbacks.checkpoint import RunCheckpoint
-from lit_qrl.callbacks.geometric import GeometricRejection
 from lit_qrl.callbacks.guard import Guard
 from lit_qrl.callbacks.masked import MaskedIS
 from lit_qrl.callbacks.mismatch import MismatchMonitor
 from lit_qrl.callbacks.opsm import OffPolicySequenceMask
 from lit_qrl.callbacks.progress import RLProgress
 from lit_qrl.callbacks.publisher import WeightPublisher
+from lit_qrl.callbacks.rejection import GeometricRejection, RatioRejection
 from lit_qrl.callbacks.report import Report
 from lit_qrl.callbacks.truncated import TruncatedIS
 from lit_qrl.callbacks.veto import TokenVeto
@@ -25,6 +25,7 @@ __all__ = [
     "OffPolicySequenceMask",
     "RLCallback",
     "RLProgress",
+    "RatioRejection",
     "Report",
     "RunCheckpoint",
     "TokenVeto",

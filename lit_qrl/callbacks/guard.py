@@ -50,6 +50,12 @@ def stop_run(
     raise StoppedError(f"The run was stopped by the guard: {message} {where}") from error
 
 
+def _overflowed(trainer: Trainer) -> bool:
+    """Return whether a gradient that is not finite is a loss scaler's: it tries large scales and halves them."""
+    scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler is not None and scaler.is_enabled() and scaler.get_scale() > 1
+
+
 class Guard(RLCallback):
     """Keeps a broken number from reaching the weights.
 
@@ -60,7 +66,10 @@ class Guard(RLCallback):
                                                `max_nonfinite_fraction` of all tokens the run stops
     non-finite gradient                        the optimizer step is vetoed on all ranks; after `patience` in a row
                                                the run stops
-    every token rejected, all advantages zero  the step is skipped and counted
+    overflow of a scaled loss (`16-mixed`)     the scaler skips the step and halves its scale; counted, no veto
+                                               unless the scale is down to 1
+    every token rejected; all advantages zero  the step is skipped and counted
+    and neither KL nor entropy in the loss
     importance weights above e^20 (no bound)   the tokens leave the loss and its denominator
     ESS ratio under `ess_floor`                `action`: warn, skip the iteration's updates, or stop
     mismatch KL over `kl_ceiling`              the same
@@ -72,7 +81,8 @@ class Guard(RLCallback):
     Args:
         max_nonfinite_fraction: share of tokens, in [0, 1].
         patience: vetoed optimizer steps in a row.
-        ess_floor: lowest effective-sample-size ratio of the uncorrected weights; None does not look.
+        ess_floor: lowest effective-sample-size ratio of the uncorrected weights; None does not look. A limit that is
+            set is measured before the update, which takes one more forward pass where nothing else needs it.
         kl_ceiling: highest KL(sampler ‖ learner_old), in nats per token; None does not look.
         action: what follows when `ess_floor` or `kl_ceiling` trips.
     """
@@ -97,6 +107,7 @@ class Guard(RLCallback):
             raise ConfigError("guard.kl_ceiling must be positive.", given=kl_ceiling)
         self.max_nonfinite_fraction, self.patience = max_nonfinite_fraction, patience
         self.ess_floor, self.kl_ceiling, self.action = ess_floor, kl_ceiling, action
+        self.needs_learner_old = ess_floor is not None or kl_ceiling is not None
         self.vetoed_in_a_row = 0
         self.vetoed = 0
         self.skipped = 0
@@ -121,7 +132,7 @@ class Guard(RLCallback):
             if share > self.max_nonfinite_fraction:
                 stop_run(trainer, "nonfinite_logprobs", message)
         module.iteration.metrics.value("guard/nonfinite_tokens", float(broken))
-        if (self.ess_floor is not None or self.kl_ceiling is not None) and batch.learner_old_logprobs is not None:
+        if self.needs_learner_old:
             self._look(trainer, module, batch)
 
     def _look(self, trainer: Trainer, module: "GRPOModule", batch: RolloutBatch) -> None:
@@ -164,6 +175,9 @@ class Guard(RLCallback):
             return
         if int(bad):
             self._clear(optimizer)
+            if _overflowed(trainer):
+                pl_module.iteration.metrics.value("guard/overflowed_steps", 1.0)
+                return
             self.vetoed += 1
             self.vetoed_in_a_row += 1
             message = f"The gradient was not finite: optimizer step vetoed ({self.vetoed_in_a_row} in a row)."

@@ -6,7 +6,7 @@ from lightning.pytorch import Trainer
 
 from lit_qrl.functional._checks import check_band, check_choice
 from lit_qrl.loop.hooks import RLCallback
-from lit_qrl.loop.weighting import DEFAULT_UPPER, Level, weighted
+from lit_qrl.loop.weighting import DEFAULT_UPPER, EXTREME, Level, weighted
 from lit_qrl.types import Correction, LossContext
 
 
@@ -29,6 +29,7 @@ class MaskedIS(RLCallback):
         self.level: Level = level
         check_band(lower, upper, what="The band of MaskedIS")
         self.lower, self.upper = lower, upper
+        self.needs = "sequence" if upper <= EXTREME else "batch"
 
     def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
         return weighted("masked", self.level, self.lower, self.upper, context)

@@ -25,13 +25,14 @@ LOG_WEIGHT_LIMIT = 0.5
 
 
 class MismatchMonitor(RLCallback):
-    """Logs `mismatch/*`: learner_old against sampler, over the whole rollout, and draws where it sits.
+    """Logs `mismatch/*`: learner_old against sampler, over the rollout, and draws where it sits.
 
-    It reads the rollout at the end of the iteration, so that learner_old may be the training forward's own log-probs
-    when nothing else needs them earlier. Quantiles of the update ratio, learner over learner_old, it collects from the
-    updates themselves. `histograms.json` in the run folder holds the last iteration's pictures: by sign of the
-    advantage, log mismatch weight against sampler probability (QaRL Fig. 4) and log update ratio against the
-    probability before (Fig. 5); mean |d| and KL by position; and what a rejection accepts by length.
+    It reads the rollout at the end of the iteration. Where learner_old was not scored on its own, its log-probs are the
+    training forward's: of the whole rollout with one update, else of the sequences before the first. Quantiles of the
+    update ratio, learner over learner_old, it collects from the updates themselves. `histograms.json` in the run folder
+    holds the last iteration's pictures: by sign of the advantage, log mismatch weight against sampler probability (QaRL
+    Fig. 4) and log update ratio against the probability before (Fig. 5); mean |d| and KL by position; and what a
+    rejection accepts by length.
 
     Args:
         every_n_iterations: iterations between measurements.
@@ -62,19 +63,16 @@ class MismatchMonitor(RLCallback):
             return
         updates, self._updates = self._updates, UpdateCounts()
         pl_module.iteration.metrics.update(updates.quantiles(pl_module.reduce))
-        if rollout.learner_old_logprobs is None:
+        completions = rollout.tokens[:, rollout.tokens.shape[1] - rollout.mask.shape[1] :]
+        pl_module.iteration.metrics.value("rollout/repeated_4grams", repeated_ngrams(completions, rollout.mask).mean())
+        measured = pl_module.iteration.measured()
+        if measured is None or measured.learner_old_logprobs is None:
             return
-        learner, sampler, mask = rollout.learner_old_logprobs, rollout.sampler_logprobs, rollout.mask
+        learner, sampler, mask = measured.learner_old_logprobs, measured.sampler_logprobs, measured.mask
         metrics = mismatch_metrics(learner, sampler, mask, all_reduce=pl_module.reduce)
         pl_module.iteration.metrics.update({f"mismatch/{name}": value for name, value in metrics.items()})
-        completions = rollout.tokens[:, rollout.tokens.shape[1] - mask.shape[1] :]
         rare = low_probability_share(learner, mask, rollout.advantages, all_reduce=pl_module.reduce)
-        pl_module.iteration.metrics.update(
-            {
-                "rollout/repeated_4grams": repeated_ngrams(completions, mask).mean(),
-                "rollout/low_probability_negative": rare,
-            }
-        )
+        pl_module.iteration.metrics.value("rollout/low_probability_negative", rare)
         if draw:
             d = log_ratio(learner, sampler, mask)
             drawn = self._histograms(pl_module, d, sampler, mask, rollout.advantages)

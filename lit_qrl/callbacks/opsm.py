@@ -24,4 +24,4 @@ class OffPolicySequenceMask(RLCallback):
         self.delta, self.count_rejected = delta, count_rejected
 
     def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
-        return rejected("off_policy", self.count_rejected, context, delta=self.delta)
+        return rejected("off_policy", "off_policy_sequences", self.count_rejected, context, delta=self.delta)

@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional._checks import check_band, check_choice
 from lit_qrl.loop.hooks import RLCallback
-from lit_qrl.loop.weighting import DEFAULT_UPPER, Level, weighted
+from lit_qrl.loop.weighting import DEFAULT_UPPER, EXTREME, Level, weighted
 from lit_qrl.types import Correction, LossContext
 
 
@@ -51,6 +51,7 @@ class TruncatedIS(RLCallback):
         self.level: Level = level
         self.upper: float | Literal["auto"] = upper
         self.lower = lower
+        self.needs = "sequence" if upper != "auto" and upper <= EXTREME else "batch"
 
     def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
         return weighted("truncated", self.level, self.lower, self.upper, context)

@@ -23,4 +23,4 @@ class TokenVeto(RLCallback):
         self.threshold, self.count_rejected = threshold, count_rejected
 
     def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
-        return rejected("vetoed", self.count_rejected, context, threshold=self.threshold)
+        return rejected("veto", "vetoed_sequences", self.count_rejected, context, threshold=self.threshold)

@@ -215,12 +215,16 @@ class RolloutDataModule(LightningDataModule):
 
     # ------------------------------------------------------------------------------------------------------ prompts
 
-    def next_problems(self, count: int) -> list[Problem]:
-        """Return this rank's share of the next prompts; every pass over the data has an order of its own."""
+    def next_problems(self, counts: Sequence[int]) -> list[Problem]:
+        """Return this rank's share of the next prompts; every pass over the data has an order of its own.
+
+        Args:
+            counts: how many each rank draws now, the same list on all: so their shares join without gap or overlap.
+        """
         problems, rank = self._problems["train"], self.module.global_rank
-        start = self.position
-        self.position += count * self.module.trainer.world_size
-        return [problems[self._index(start + rank * count + i, len(problems))] for i in range(count)]
+        start = self.position + sum(counts[:rank])
+        self.position += sum(counts)
+        return [problems[self._index(start + i, len(problems))] for i in range(counts[rank])]
 
     def _index(self, position: int, size: int) -> int:
         lap, offset = divmod(position, size)

@@ -45,6 +45,17 @@ def check_band(lower: float | None, upper: Bound, what: str = "The band of impor
     return lower
 
 
+def check_divergence(lower: float | None, upper: Bound) -> None:
+    """Raise `ConfigError` unless a divergence has a positive upper bound alone."""
+    if lower is not None or not (isinstance(upper, Tensor) or upper > 0):
+        raise ConfigError(
+            "k2 and k3 are never negative: their rejection has an upper bound alone.",
+            expected="upper > 0, in nats, and lower: null",
+            given=f"lower {lower}, upper {upper}",
+            remedy="Remove lower, or take divergence k1, whose bounds are on the ratio.",
+        )
+
+
 def check_veto(threshold: float) -> None:
     """Raise `ConfigError` unless the veto's threshold is a ratio in (0, 1)."""
     if not 0.0 < threshold < 1.0:
@@ -133,12 +144,24 @@ def check_temperatures(*temperatures: float) -> None:
             )
 
 
+def check_clamps(**clamps: float | None) -> None:
+    """Raise `ConfigError` for a clamp of the KL that is not positive."""
+    for name, value in clamps.items():
+        if value is not None and not value > 0:
+            raise ConfigError(
+                f"{name} bounds the KL's estimate from both sides.",
+                expected=f"{name} > 0, in nats",
+                given=value,
+                remedy="Give a positive number, such as 20 for the input and 10 for the output, or null for none.",
+            )
+
+
 def check_reduction(reduction: str) -> None:
     """Raise `ConfigError` for an unknown reduction."""
-    if reduction not in ("sequence", "token", "constant"):
+    if reduction not in ("sequence", "token", "constant", "sequence_sum", "token_sum"):
         raise ConfigError(
             "Unknown reduction of the loss.",
-            expected="sequence, token or constant",
+            expected="sequence, token, constant, sequence_sum or token_sum",
             given=reduction,
             remedy="Correct reduction.",
         )

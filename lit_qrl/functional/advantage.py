@@ -2,41 +2,49 @@
 
 from typing import Literal
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lit_qrl.functional._statistics import as_float
 from lit_qrl.types import AllReduce, no_all_reduce
 
+Baseline = Literal["group", "leave_one_out", "none"]
+Scale = Literal["group", "batch", "none"]
+
 
 def group_advantages(
     rewards: Float[Tensor, " b"],
     group_size: int,
-    scale: Literal["group", "batch", "none"] = "group",
+    scale: Scale = "group",
     eps: float = 1e-6,
+    baseline: Baseline = "group",
     *,
     all_reduce: AllReduce = no_all_reduce,
 ) -> Float[Tensor, " b"]:
-    """Return each completion's reward minus its group's mean, scaled.
+    """Return each completion's reward minus a baseline of its group, scaled.
 
-    A_i = (r_i − mean(r)) / (std(r) + eps); `scale="group"` is GRPO (QaRL §2.1), "none" is Dr.GRPO (AIS eq. 3). A
-    group of equal rewards gives exactly 0: rounding of its mean is not blown up by eps.
+    A_i = (r_i − mean(r)) / (std(r) + eps); `scale="group"` is GRPO (QaRL §2.1), "none" is Dr.GRPO (AIS eq. 3). With the
+    baseline `leave_one_out` the mean is that of the others, r_i − Σ_{j≠i} r_j / (G − 1) (RLOO, Ahmadian et al. 2024),
+    which is G / (G − 1) times as much. A group of equal rewards gives exactly 0: rounding of its mean is not blown up
+    by eps.
 
     Args:
         rewards: " b", the rewards of whole groups one after another.
-        group_size: completions per prompt, at least 2.
+        group_size: completions per prompt, at least 2 where the group is looked at.
         scale: the sample standard deviation (ddof = 1) that divides: of the group, of the batch, or none.
         eps: added to the standard deviation.
+        baseline: what is subtracted: the mean of the `group`, that of its others (`leave_one_out`), or `none`.
         all_reduce: makes the batch's standard deviation global over ranks.
 
     Raises:
-        ValueError: `group_size` below 2, or not a divisor of `b`; an unknown `scale`.
+        ValueError: `group_size` below 2, or not a divisor of `b`; an unknown `scale` or `baseline`.
 
     >>> import torch
     >>> group_advantages(torch.tensor([1.0, 0.0, 3.0, 3.0]), 2, scale="none")
     tensor([ 0.5000, -0.5000,  0.0000,  0.0000])
     """
-    if group_size < 2:
+    if group_size < 2 and (baseline != "none" or scale == "group"):
         raise ValueError(
             f"A group of one has no baseline: its advantage is always 0. Expected: group_size >= 2. "
             f"Given: {group_size}. Draw several completions per prompt."
@@ -48,10 +56,19 @@ def group_advantages(
         )
     if scale not in ("group", "batch", "none"):
         raise ValueError(f"Unknown scale of advantages. Expected: group, batch or none. Given: {scale}. Correct it.")
+    if baseline not in ("group", "leave_one_out", "none"):
+        raise ValueError(
+            f"Unknown baseline of advantages. Expected: group, leave_one_out or none. Given: {baseline}. Correct it."
+        )
     rewards = as_float(rewards)
     groups = rewards.view(-1, group_size)
-    varied = groups.amax(dim=1, keepdim=True) > groups.amin(dim=1, keepdim=True)
-    centred = (groups - groups.mean(dim=1, keepdim=True)) * varied
+    if baseline == "none":
+        centred = groups
+    else:
+        varied = groups.amax(dim=1, keepdim=True) > groups.amin(dim=1, keepdim=True)
+        centred = (groups - groups.mean(dim=1, keepdim=True)) * varied
+    if baseline == "leave_one_out":
+        centred = centred * (group_size / (group_size - 1))
     if scale == "group":
         centred = centred / (groups.std(dim=1, keepdim=True) + eps)
     elif scale == "batch":
@@ -60,6 +77,37 @@ def group_advantages(
         variance = all_reduce((rewards - mean).square().sum()) / (count - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + eps)
     return centred.flatten()
+
+
+def whitened(
+    advantages: Float[Tensor, " b"],
+    lengths: Int[Tensor, " b"],
+    eps: float = 1e-8,
+    *,
+    all_reduce: AllReduce = no_all_reduce,
+) -> Float[Tensor, " b"]:
+    """Return advantages with mean 0 and variance 1 over the tokens of the batch: the normalisation of REINFORCE++.
+
+    (A − mean(A)) / sqrt(var(A) + eps), each sequence counted once for each of its tokens, sample variance (Hu 2025;
+    verl's `masked_whiten`). Advantages that are all equal give exactly 0.
+
+    Args:
+        advantages: " b".
+        lengths: " b", tokens of each completion that count.
+        eps: added to the variance.
+        all_reduce: makes mean and variance global over ranks.
+
+    >>> import torch
+    >>> whitened(torch.tensor([1.0, 0.0]), torch.tensor([1, 3]))
+    tensor([ 1.5000, -0.5000])
+    """
+    advantages = as_float(advantages)
+    weights = lengths.to(advantages.dtype)
+    count, total = all_reduce(torch.stack([weights.sum(), (weights * advantages).sum()])).unbind()
+    centred = advantages - total / count.clamp(min=1)
+    variance = all_reduce((weights * centred.square()).sum()) / (count - 1).clamp(min=1)
+    differ = all_reduce(advantages.amax(), op="max") > all_reduce(advantages.amin(), op="min")
+    return centred * (variance + eps).rsqrt() * differ
 
 
 def overlong_penalty(lengths: Int[Tensor, " b"], limit: int, cache: int, factor: float = 1.0) -> Float[Tensor, " b"]:

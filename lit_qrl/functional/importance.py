@@ -1,4 +1,4 @@
-"""Importance weights and rejections for the mismatch between learner and sampler.
+"""Importance weights for the mismatch between learner and sampler; its rejections are in `functional.rejection`.
 
 `d` is the log-ratio learner_old − sampler, "b t", in nats, exactly 0 where `mask` is False. Weights are 1 and keeps
 True where `mask` is False. Every band holds 1, so that equal policies give weights of exactly 1.0. A sequence
@@ -11,10 +11,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_qrl.functional._checks import Bound, check_band, check_delta, check_veto
+from lit_qrl.functional._checks import Bound, check_band
 from lit_qrl.functional._compile import compiled
 from lit_qrl.functional._statistics import as_float, largest, masked, masked_sums, require_tokens, row_means
 from lit_qrl.functional.adaptive import AISGate, ais_correction, ais_gate, ais_weights
+from lit_qrl.functional.rejection import geometric_keep, opsm_keep, ratio_keep, token_veto
 from lit_qrl.types import AllReduce, no_all_reduce
 
 Weights = Float[Tensor, "b t"]
@@ -31,6 +32,7 @@ __all__ = [
     "geometric_truncated",
     "log_ratio",
     "opsm_keep",
+    "ratio_keep",
     "sequence_masked",
     "sequence_truncated",
     "token_masked",
@@ -85,15 +87,10 @@ def _truncate(log_weights: Tensor, mask: Tensor, upper: Bound, lower: float | No
     return _spread(weights, mask)
 
 
-def _inside(log_weights: Tensor, lower: float | None, upper: Bound) -> tuple[Tensor, Tensor]:
+def _zero_outside(log_weights: Tensor, mask: Tensor, lower: float | None, upper: Bound) -> Tensor:
     bottom = check_band(lower, upper)
     weights = log_weights.exp()
-    return weights, (weights >= bottom) & (weights <= upper)
-
-
-def _zero_outside(log_weights: Tensor, mask: Tensor, lower: float | None, upper: Bound) -> Tensor:
-    weights, inside = _inside(log_weights, lower, upper)
-    return _spread(masked(inside, weights), mask)
+    return _spread(masked((weights >= bottom) & (weights <= upper), weights), mask)
 
 
 def token_truncated(d: Weights, mask: Bool[Tensor, "b t"], upper: Bound = 2.0, lower: float | None = 0.0) -> Weights:
@@ -188,67 +185,6 @@ def geometric_masked(d: Weights, mask: Bool[Tensor, "b t"], lower: float | None,
     tensor([[0., 0.]])
     """
     return _zero_outside(_geometric(d, mask), mask, lower, upper)
-
-
-def geometric_keep(d: Weights, mask: Bool[Tensor, "b t"], lower: float | None, upper: Bound) -> Bool[Tensor, "b t"]:
-    """Return True on all tokens of a sequence whose e^(mean d) lies inside [lower, upper]: Geo-RS.
-
-    I(C_low <= ρ^(1/T) <= C_high), survey "Geo-RS". The bounds are on the ratio itself.
-
-    Arguments and errors as in `token_masked`.
-
-    >>> geometric_keep(torch.tensor([[0.1, 0.1]]), torch.ones(1, 2, dtype=torch.bool), None, 1.01)
-    tensor([[False, False]])
-    """
-    return _inside(_geometric(d, mask), lower, upper)[1] | ~mask
-
-
-def token_veto(d: Weights, mask: Bool[Tensor, "b t"], threshold: float = 1e-4) -> Bool[Tensor, "b t"]:
-    """Return False on all tokens of a sequence in which any token's ratio e^d is below the threshold.
-
-    The "catastrophic token" veto of the survey's implementations.
-
-    Args:
-        d: "b t", nats.
-        mask: completion tokens that count.
-        threshold: on the ratio, in (0, 1).
-
-    Raises:
-        ConfigError: a threshold outside (0, 1).
-
-    >>> token_veto(torch.tensor([[0.0, -10.0]]), torch.ones(1, 2, dtype=torch.bool))
-    tensor([[False, False]])
-    """
-    check_veto(threshold)
-    require_tokens(mask)
-    vetoed = ((as_float(d) < math.log(threshold)) & mask).any(dim=1, keepdim=True)
-    return ~vetoed | ~mask
-
-
-def opsm_keep(
-    d: Weights, mask: Bool[Tensor, "b t"], advantages: Float[Tensor, " b"], delta: float
-) -> Bool[Tensor, "b t"]:
-    """Return False on all tokens of a sequence with a negative advantage that drifted off policy.
-
-    Keep if A >= 0 or mean_t(sampler − learner_old) <= delta: the off-policy sequence mask of recent peers, on the
-    learner at the moment of the rollout (theirs compares with the learner of the current step).
-
-    Args:
-        d: "b t", nats.
-        mask: completion tokens that count.
-        advantages: " b".
-        delta: mean drift, nats per token, positive.
-
-    Raises:
-        ConfigError: `delta` not positive.
-
-    >>> opsm_keep(torch.tensor([[-0.2], [-0.2]]), torch.ones(2, 1, dtype=torch.bool), torch.tensor([1.0, -1.0]), 0.1)
-    tensor([[ True],
-            [False]])
-    """
-    check_delta(delta)
-    drift = -_geometric(d, mask)
-    return (advantages[:, None] >= 0) | (drift <= delta) | ~mask
 
 
 def adaptive_upper(d: Weights, mask: Bool[Tensor, "b t"], all_reduce: AllReduce = no_all_reduce) -> Float[Tensor, ""]:

@@ -45,6 +45,16 @@ def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     return masked(mask, as_float(logprobs) - as_float(old_logprobs.detach()))
 
 
+def _sequence_ratio(logprobs: Tensor, log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """Return s = exp(mean_t log r_t) on every token, with the gradient s ∇log p_t of that token alone: "b t".
+
+    s_t = sg(s)·p_t / sg(p_t), GSPO-token (Zheng et al. 2025). Where all tokens of a sequence have the same
+    factor it has the gradient of s itself; where they have their own, each acts on its token.
+    """
+    here = masked(mask, as_float(logprobs))
+    return (row_means(mask, log_ratio.detach())[:, None] + (here - here.detach())).exp()
+
+
 def _terms(
     loss: Tensor,
     mask: Tensor,
@@ -152,7 +162,9 @@ def gspo(
 ) -> ObjectiveTerms:
     """Return the clipped loss on the ratio of the whole sequence, −w·min(s·A, clip(s)·A), s = exp(mean_t log r_t).
 
-    Zheng et al. 2025, as used in QaRL §3.2 (r_seq-prox) with the bounds of its Table 2; reduction "sequence".
+    Zheng et al. 2025, as used in QaRL §3.2 (r_seq-prox) with the bounds of its Table 2; reduction "sequence". Each
+    token has the gradient s·∇log p of its own log-prob (their GSPO-token), so that its weight acts on it and a token of
+    weight 0 gets none; with one weight for the whole sequence this is GSPO.
 
     Arguments and errors as in `clipped_surrogate`; the mean is over the tokens of `mask`.
 
@@ -162,7 +174,7 @@ def gspo(
     """
     check_clip(clip_low=clip_low, clip_high=clip_high)
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
-    ratio = row_means(mask, log_ratio)[:, None].exp()
+    ratio = _sequence_ratio(logprobs, log_ratio, mask)
     gain = _clipped_gain(ratio, as_float(advantages)[:, None], clip_low, clip_high)
     return _terms(-gain, mask, weights, log_ratio, ratio, advantages, (1 - clip_low, 1 + clip_high))
 
@@ -178,7 +190,7 @@ def tbpo(
     neg_high: float = 7e-4,
     mismatch_cap: float = 2.0,
 ) -> ObjectiveTerms:
-    """Return the loss of trust-band policy optimization, −w̃·r̃·A on every token of a sequence.
+    """Return the loss of trust-band policy optimization, −w̃·r̃·A on every token of a sequence, token by token as `gspo`.
 
     QaRL §3.2. r = exp(mean_t log r_t), clipped to [0, 1 + clip_high] where A >= 0 and to [1 − neg_low, 1 + neg_high]
     where A < 0. There is no min(): beyond an edge the sequence has exactly no gradient, whatever its sign.
@@ -207,7 +219,7 @@ def tbpo(
     check_mismatch_cap(mismatch_cap)
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
     a = as_float(advantages)[:, None]
-    ratio = row_means(mask, log_ratio)[:, None].exp()
+    ratio = _sequence_ratio(logprobs, log_ratio, mask)
     low = torch.where(a < 0, 1 - neg_low, torch.zeros_like(a))
     high = torch.where(a < 0, 1 + neg_high, torch.full_like(a, 1 + clip_high))
     cap = math.log(mismatch_cap)

@@ -9,7 +9,7 @@ from torch import Tensor
 from lit_qrl.functional._checks import check_reduction
 from lit_qrl.functional._statistics import masked, row_means
 
-Reduction = Literal["sequence", "token", "constant"]
+Reduction = Literal["sequence", "token", "constant", "sequence_sum", "token_sum"]
 
 
 def reduce(
@@ -25,6 +25,8 @@ def reduce(
       stays in the count and adds 0.
     - `token`: sum over tokens / number of tokens (DAPO).
     - `constant`: sum over tokens / (sequences · length) (Dr.GRPO).
+    - `sequence_sum`: mean over sequences of the sum over tokens (peers' "seq-mean-token-sum").
+    - `token_sum`: sum over all tokens of the mini-batch, divided by nothing.
 
     With the `total` of a whole mini-batch, the results of its micro-batches add up to its loss.
 
@@ -41,14 +43,16 @@ def reduce(
         ValueError: `constant` without a length.
 
     >>> loss, mask = torch.tensor([[1.0, 3.0], [5.0, 0.0]]), torch.tensor([[True, True], [True, False]])
-    >>> [float(reduce(loss, mask, how, 2)) for how in ("sequence", "token", "constant")]
-    [3.5, 3.0, 2.25]
+    >>> [float(reduce(loss, mask, how, 2)) for how in ("sequence", "token", "constant", "sequence_sum", "token_sum")]
+    [3.5, 3.0, 2.25, 4.5, 9.0]
     """
     check_reduction(reduction)
     if reduction == "sequence":
         value = row_means(mask, loss).sum()
     else:
         value = masked(mask, loss).sum()
+    if reduction == "token_sum":
+        return value
     if total is None:
         total = count(mask, reduction, loss.dtype)
     total = total.clamp(min=1)

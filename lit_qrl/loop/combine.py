@@ -87,7 +87,7 @@ def check_combination(callbacks: Iterable[Callback], objective: Objective | None
     """
     ours = [callback for callback in callbacks if isinstance(callback, RLCallback)]
     for first, second in combinations(ours, 2):
-        if type(first) is type(second):
+        if first.state_key == second.state_key:
             raise ConfigError(
                 f"trainer.callbacks holds {type(first).__name__} twice.",
                 expected="each callback once",
@@ -104,7 +104,8 @@ def check_combination(callbacks: Iterable[Callback], objective: Objective | None
             f"the power {len(carriers)}.",
             expected="at most one of AIS, TruncatedIS, MaskedIS and TBPO",
             given=", ".join(carriers),
-            remedy="Keep one; rejections (GeometricRejection, TokenVeto, OffPolicySequenceMask) combine with any.",
+            remedy="Keep one; rejections (RatioRejection, GeometricRejection, TokenVeto, OffPolicySequenceMask) "
+            "combine with any.",
         )
     if carriers and objective is not None and objective.old_logprobs == "bypass":
         raise ConfigError(

@@ -64,6 +64,11 @@ class RLCallback(Callback):
 
     carries_ratio: bool = False
     """True when the weights hold the ratio learner_old / sampler; two such callbacks would square it."""
+    needs: Literal["sequence", "batch"] = "batch"
+    """What `correct` looks at: `sequence` where the weights of a sequence depend on that sequence alone and nothing is
+    rejected. With one update per rollout they are then taken from the training forward's own log-probs."""
+    needs_learner_old: bool = False
+    """True when `on_rollout_end` reads learner_old's log-probs."""
 
     def on_rollout_start(self, trainer: Trainer, module: "Learner", version: int) -> None:
         """Called before the weights of `version` are published."""
@@ -83,7 +88,11 @@ class RLCallback(Callback):
         return False
 
     def correct(self, trainer: Trainer, module: "Learner", context: LossContext) -> Correction | None:
-        """Return weights and rejections for one whole mini-batch; called once per mini-batch."""
+        """Return weights and rejections, called once for every whole mini-batch.
+
+        With `needs` = "sequence" and one update per rollout it is called for every micro-batch, on one rank alone, and
+        once more on all sequences for its metrics.
+        """
         return None
 
 

@@ -11,22 +11,20 @@ deal      each mini-batch is one optimizer step, cut into micro-batches that pad
 ========= =================================================================================== ==================
 
 The weights were published to the sampler before the first of these; what the objective makes of w, keep and A is the
-module's `training_step`.
+module's `training_step`. With one update per rollout the forward pass of that step is learner_old's: it is scored
+before only for what has to be known of the whole batch (`needs_learner_old`), and else corrected there (`weigh_here`).
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from lit_qrl.functional.importance import batch_normalized, log_ratio
 from lit_qrl.loop.batching import assemble, concatenate, deal_by_length, rows_of
-from lit_qrl.loop.combine import combine
+from lit_qrl.loop.correction import correct, needs_learner_old
 from lit_qrl.loop.generation import draw, drawn
-from lit_qrl.loop.hooks import Learner, corrected, rl_callbacks
+from lit_qrl.loop.hooks import Learner, rl_callbacks
 from lit_qrl.seeding import derive_seed
-from lit_qrl.types import LossContext, MicroBatch, RolloutBatch
+from lit_qrl.types import MicroBatch, RolloutBatch
 
 
 def iterate(learner: Learner) -> Iterator[MicroBatch]:
@@ -45,33 +43,45 @@ def iterate(learner: Learner) -> Iterator[MicroBatch]:
 
 def roll_out(learner: Learner) -> RolloutBatch:
     """Return the completions of the iteration's prompts, with rewards; groups without variance are drawn again where
-    the objective asks for it (DAPO's dynamic sampling).
+    the objective asks for it (DAPO's dynamic sampling), in rounds that all ranks take together.
     """
     data, objective = learner.data, learner.objective
     wanted, g = data.prompts_per_rank, data.group_size
     parts: list[RolloutBatch] = []
     kept = 0
+    rounds = 1 + (objective.max_resample if objective.filter_zero_variance else 0)
     with data.rolling_out():
-        for attempt in range(1 + (objective.max_resample if objective.filter_zero_variance else 0)):
-            drawn_now = _draw_groups(learner, wanted - kept, attempt)
-            rewards = drawn_now.rewards.view(-1, g)
-            varied = (rewards != rewards[:, :1]).any(dim=1)
-            last = not objective.filter_zero_variance or attempt == objective.max_resample or bool(varied.all())
-            groups = torch.arange(len(varied)) if last else varied.nonzero().flatten()
-            whole = len(groups) == len(varied)
-            parts.append(drawn_now if whole else drawn_now.select(rows_of(groups.tolist(), g), trim=False))
-            kept += len(groups)
-            if objective.filter_zero_variance:
-                learner.iteration.metrics.value("rollout/zero_variance_groups", (~varied).float().mean())
-            if last:
+        for attempt in range(rounds):
+            missing = [wanted] * learner.trainer.world_size if attempt == 0 else _missing(learner, wanted - kept)
+            if not any(missing):
                 break
+            drawn_now = _draw_groups(learner, missing, attempt)
+            if drawn_now is None:  # the others' groups alone are missing
+                continue
+            if objective.filter_zero_variance:
+                rewards = drawn_now.rewards.view(-1, g)
+                varied = (rewards != rewards[:, :1]).any(dim=1)
+                learner.iteration.metrics.value("rollout/zero_variance_groups", (~varied).float().mean())
+                if attempt < rounds - 1 and not bool(varied.all()):
+                    drawn_now = drawn_now.select(rows_of(varied.nonzero().flatten().tolist(), g), trim=False)
+            parts.append(drawn_now)
+            kept += len(drawn_now) // g
     return concatenate(parts, learner.policy.pad_token_id, g)
 
 
-def _draw_groups(learner: Learner, prompts: int, attempt: int) -> RolloutBatch:
-    """Return G completions of each of the next prompts, with their rewards."""
+def _missing(learner: Learner, groups: int) -> list[int]:
+    """Return how many groups every rank still lacks."""
+    counts = torch.zeros(learner.trainer.world_size, dtype=torch.long, device=learner.device)
+    counts[learner.global_rank] = groups
+    return learner.reduce(counts).tolist()
+
+
+def _draw_groups(learner: Learner, counts: list[int], attempt: int) -> RolloutBatch | None:
+    """Return G completions of each of this rank's next prompts, with their rewards; None where it draws none."""
     data, state = learner.data, learner.iteration
-    problems = data.next_problems(prompts)
+    problems = data.next_problems(counts)
+    if not problems:
+        return None
     ids = [problem.prompt_ids for problem in problems]
     seed = derive_seed(data.base_seed, "rollout", learner.trainer.current_epoch, attempt, learner.global_rank)
     with state.timed("generate"):
@@ -93,21 +103,10 @@ def score(learner: Learner, rollout: RolloutBatch) -> RolloutBatch:
     if objective.kl_coefficient > 0:
         with learner.policy.reference():
             rollout.reference_logprobs = learner.score(rollout, chunks)
-    rewards = objective.shaped_rewards(rollout, data.max_completion_tokens)
-    rollout.advantages = objective.advantages(rewards, data.group_size, learner.reduce)
+    rollout.advantages = objective.rollout_advantages(
+        rollout, data.group_size, data.max_completion_tokens, learner.reduce
+    )
     return rollout
-
-
-def needs_learner_old(learner: Learner) -> bool:
-    """Return whether learner_old must be scored on its own.
-
-    With one update per rollout and nothing that looks at it before the update, it is the training forward's own
-    log-probs.
-    """
-    objective: Any = learner.objective
-    decoupled = objective.old_logprobs == "decoupled"
-    several = learner.data.passes * learner.data.mini_batches > 1
-    return (several and decoupled) or corrected(learner.trainer) or objective.carries_ratio
 
 
 def deal(learner: Learner, rollout: RolloutBatch) -> Iterator[MicroBatch]:
@@ -127,35 +126,3 @@ def deal(learner: Learner, rollout: RolloutBatch) -> Iterator[MicroBatch]:
             for part in deal_by_length(lengths, data.micro_batches):
                 chosen = torch.tensor(part, device=rows.device)
                 yield MicroBatch(mini_batch.select(chosen), total, rows[chosen], has_signal)
-
-
-@torch.no_grad()
-def correct(learner: Learner, mini_batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-    """Set weights and kept tokens of a whole mini-batch, as the callbacks say.
-
-    Returns:
-        The denominator of its loss, and whether it has anything to learn from, both over all ranks.
-    """
-    trainer, objective, mask = learner.trainer, learner.objective, mini_batch.mask
-    corrections = []
-    if mini_batch.learner_old_logprobs is not None:
-        context = LossContext(
-            learner_old=mini_batch.learner_old_logprobs,
-            sampler=mini_batch.sampler_logprobs,
-            log_ratio=log_ratio(mini_batch.learner_old_logprobs, mini_batch.sampler_logprobs, mask),
-            mask=mask,
-            advantages=mini_batch.advantages,
-            version=mini_batch.version,
-            all_reduce=learner.reduce,
-        )
-        given = (callback.correct(trainer, learner, context) for callback in rl_callbacks(trainer))
-        corrections = [correction for correction in given if correction is not None]
-    mini_batch.weights, mini_batch.keep, metrics = combine(corrections, mask, all_reduce=learner.reduce)
-    if objective.normalize_weights is not None and mini_batch.weights is not None:
-        mini_batch.weights = batch_normalized(
-            mini_batch.weights, mask, objective.normalize_weights, all_reduce=learner.reduce
-        )
-    learner.iteration.metrics.update(metrics)
-    counted = mask if mini_batch.keep is None else mask & mini_batch.keep
-    has_signal = learner.reduce((counted.any(dim=1) & (mini_batch.advantages != 0)).sum()) > 0
-    return learner.reduce(objective.total(counted, learner.data.max_completion_tokens)), has_signal

@@ -4,6 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class IterationState:
         self._closed: float | None = None
         self._update_began: tuple[float, float] | None = None
         self._open, self._accounted = 0, 0.0
+        self._old: tuple[Tensor, Tensor] | None = None
 
     def start(self) -> None:
         """Start the clock of the first iteration; each later one lasts from the end of the one before."""
@@ -72,13 +74,22 @@ class IterationState:
             self._update_began = None
 
     def remember_old(self, part: MicroBatch, logprobs: Tensor) -> None:
-        """Take the training forward's log-probs as learner_old's: with one update per rollout they are the same."""
+        """Take the training forward's log-probs as learner_old's, which they are until the first update."""
         rollout, mask = self.rollout, part.batch.mask
-        if rollout is None or part.batch.learner_old_logprobs is not None:
+        if rollout is None or rollout.learner_old_logprobs is not None:
             return
-        if rollout.learner_old_logprobs is None:
-            rollout.learner_old_logprobs = torch.zeros_like(rollout.sampler_logprobs)
-        rollout.learner_old_logprobs[part.rows, : mask.shape[1]] = torch.where(mask, logprobs.detach().float(), 0.0)
+        if self._old is None:
+            self._old = (torch.zeros_like(rollout.sampler_logprobs), torch.zeros_like(rollout.mask))
+        old, known = self._old
+        old[part.rows, : mask.shape[1]] = torch.where(mask, logprobs.detach().float(), 0.0)
+        known.index_fill_(0, part.rows, True)
+
+    def measured(self) -> RolloutBatch | None:
+        """Return the rollout with learner_old's log-probs, scored or remembered; what is not known of it is masked."""
+        if self.rollout is None or self._old is None:
+            return self.rollout
+        old, known = self._old
+        return replace(self.rollout, learner_old_logprobs=old, mask=self.rollout.mask & known)
 
     def close(self, all_reduce: AllReduce) -> None:
         """Make the row of the iteration after its last update: means over all ranks, and seconds."""
@@ -103,7 +114,7 @@ class IterationState:
         self.metrics.update({f"time/{phase}": seconds for phase, seconds in self.seconds.items()})
         self.seconds.clear()
         self.row = self.metrics.compute(all_reduce)
-        self.rollout = None
+        self.rollout = self._old = None
 
     def take_row(self) -> dict[str, float]:
         """Return the closed iteration's metrics, once: the epoch end that a resumed run repeats has none."""

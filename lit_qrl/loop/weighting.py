@@ -10,16 +10,14 @@ from lit_qrl.functional._compile import compiled
 from lit_qrl.functional._statistics import share
 from lit_qrl.functional.importance import (
     adaptive_upper,
-    geometric_keep,
     geometric_masked,
     geometric_truncated,
-    opsm_keep,
     sequence_masked,
     sequence_truncated,
     token_masked,
     token_truncated,
-    token_veto,
 )
+from lit_qrl.functional.rejection import opsm_keep, ratio_keep, token_veto
 from lit_qrl.types import AllReduce, Correction, LossContext
 
 Level = Literal["token", "sequence", "geometric"]
@@ -39,7 +37,7 @@ WEIGHTS = {
     ("masked", "sequence"): sequence_masked,
     ("masked", "geometric"): geometric_masked,
 }
-KEEPS = {"geometric_rejected": geometric_keep, "vetoed": token_veto, "off_policy": opsm_keep}
+KEEPS = {"ratio": ratio_keep, "veto": token_veto, "off_policy": opsm_keep}
 
 
 def weighted(
@@ -98,29 +96,31 @@ def _weights(
 
 
 def rejected(
-    name: Literal["geometric_rejected", "vetoed", "off_policy"],
+    rule: Literal["ratio", "veto", "off_policy"],
+    metric: str,
     count_rejected: bool,
     context: LossContext,
-    **bounds: float | None,
+    **options: Any,
 ) -> Correction:
-    """Return the rejection of whole sequences, with their share under `correction/<name>_sequences`.
+    """Return a rejection, with the share of rejected tokens (or sequences) under `correction/<metric>`.
 
     Args:
-        name: of the rule and of the metric.
+        rule: what rejects.
+        metric: its name.
         count_rejected: leave the rejected in the loss's denominator: weights of 0 instead of keep = False.
         context: of the mini-batch.
-        bounds: of the rule.
+        options: of the rule.
     """
     keep, weights, rejected_share = _keeps(
         context.log_ratio,
         context.mask,
         context.advantages,
-        name=name,
+        rule=rule,
         count_rejected=count_rejected,
         all_reduce=context.all_reduce,
-        **bounds,
+        **options,
     )
-    return Correction(weights=weights, keep=keep, metrics={f"correction/{name}_sequences": rejected_share})
+    return Correction(weights=weights, keep=keep, metrics={f"correction/{metric}": rejected_share})
 
 
 @compiled
@@ -129,14 +129,17 @@ def _keeps(
     mask: Tensor,
     advantages: Tensor,
     *,
-    name: str,
+    rule: str,
     count_rejected: bool,
     all_reduce: AllReduce,
-    **bounds: Any,
+    **options: Any,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    signs = (advantages,) if name == "off_policy" else ()
-    keep = KEEPS[name](d, mask, *signs, **bounds)
-    rejected_share = share(mask.any(dim=1), ~keep.all(dim=1), all_reduce)
+    signs = (advantages,) if rule == "off_policy" else ()
+    keep = KEEPS[rule](d, mask, *signs, **options)
+    if options.get("over") == "token":
+        rejected_share = share(mask, ~keep, all_reduce)
+    else:
+        rejected_share = share(mask.any(dim=1), ~keep.all(dim=1), all_reduce)
     if count_rejected:
         return None, keep.to(d.dtype), rejected_share
     return keep, None, rejected_share

@@ -1,14 +1,17 @@
+import csv
 import json
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.plugins import MixedPrecision
 
 from lit_qrl.callbacks import Guard, RLCallback, TruncatedIS
 from lit_qrl.errors import ConfigError, StoppedError
+from lit_qrl.objective import GRPO
 from lit_qrl.rewards.constant import ConstantReward
 from lit_qrl.types import Correction
-from tests.tiny_run import DigitTask, build, fit, parameters_of
+from tests.tiny_run import DigitReward, DigitTask, build, fit, parameters_of
 
 
 def events(folder):
@@ -24,6 +27,16 @@ class Poison(RLCallback):
 
     def on_rollout_end(self, trainer, module, batch):
         batch.sampler_logprobs[0, : self.tokens] = float("nan")
+
+
+class Unlikely(RLCallback):
+    """Makes one token of the rollout all but impossible for the sampler."""
+
+    def __init__(self, logprob=-200.0):
+        self.logprob = logprob
+
+    def on_rollout_end(self, trainer, module, batch):
+        batch.sampler_logprobs[0, 0] = self.logprob
 
 
 class PoisonGradient(Callback):
@@ -75,6 +88,35 @@ def test_equal_rewards_skip_the_step_and_move_nothing(tmp_path):
     assert events(tmp_path) == ["no_signal"] * 3
 
 
+class VariedOnce(DigitReward):
+    """Scores of its own in the first iteration, the same for all afterwards."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, samples):
+        self.calls += 1
+        return super().__call__(samples) if self.calls == 1 else [1.0] * len(samples)
+
+
+@pytest.mark.parametrize("penalty", [{}, {"kl_coefficient": 1.0}, {"entropy_coefficient": 1.0}])
+def test_equal_rewards_leave_the_gradients_of_kl_and_entropy(tmp_path, penalty):
+    ends = []
+    for iterations in (1, 2):
+        folder = tmp_path / str(iterations)
+        options = {"task": DigitTask(reward=VariedOnce()), "objective": GRPO(**penalty)}
+        options |= {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
+        _, module, _ = fit(folder, trainer={"max_epochs": iterations}, **options)
+        ends.append(parameters_of(module))
+    assert torch.equal(*ends) == (not penalty)
+    assert events(tmp_path / "2") == ([] if penalty else ["no_signal"])
+
+
+def test_a_kl_in_the_reward_has_no_gradient_of_its_own():
+    assert GRPO(kl_coefficient=0.1).penalized
+    assert not GRPO(kl_coefficient=0.1, kl_in="reward").penalized
+
+
 def test_a_wholly_rejected_batch_skips_the_step(tmp_path):
     class RejectAll(RLCallback):
         def correct(self, trainer, module, context):
@@ -104,17 +146,53 @@ def test_kl_ceiling_takes_the_configured_action(tmp_path, action):
     assert torch.equal(parameters_of(module), start(tmp_path)) == (action == "skip")
 
 
+class Shifted(RLCallback):
+    """Makes the sampler seem a nat away from where it is, without correcting anything."""
+
+    def on_rollout_end(self, trainer, module, batch):
+        batch.sampler_logprobs += 1.0
+
+
+@pytest.mark.parametrize("objective", ["decoupled", "bypass", "policy_gradient"])
+@pytest.mark.parametrize("limit", [{"kl_ceiling": 0.5}, {"ess_floor": 0.99}])
+def test_a_limit_is_measured_without_any_correction(tmp_path, objective, limit):
+    shift = Shifted() if "kl_ceiling" in limit else Unlikely(-5.0)
+    options = {"callbacks": [shift], "objective": GRPO(scale="none", old_logprobs=objective)}
+    _, module, _ = fit(tmp_path, guard={**limit, "action": "skip"}, trainer={"max_epochs": 1}, **options)
+    assert events(tmp_path) == ["mismatch"]
+    assert torch.equal(parameters_of(module), start(tmp_path))
+
+
+def scaled(scale, factor=0.5):
+    """Return the Trainer's options for `16-mixed` with a loss scaler, which Lightning gives to CUDA alone."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, backoff_factor=factor)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}, scaler
+
+
+def test_overflows_of_a_loss_scaler_are_its_own_business(tmp_path):
+    options, scaler = scaled(2.0**124, 2.0**-16)
+    _, module, _ = fit(tmp_path, trainer={"max_epochs": 9, **options}, guard={"patience": 2})
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        overflows = [bool(row["guard/overflowed_steps"]) for row in csv.DictReader(file)]
+    assert sum(overflows) > 2
+    assert not overflows[-1]
+    assert scaler.get_scale() > 1
+    assert events(tmp_path) == []
+    moved = parameters_of(module)
+    assert torch.isfinite(moved).all()
+    assert not torch.equal(moved, start(tmp_path))
+
+
+def test_a_gradient_that_is_not_finite_at_scale_one_is_vetoed(tmp_path):
+    options, _ = scaled(1.0)
+    with pytest.raises(StoppedError, match="gradient was not finite"):
+        fit(tmp_path, callbacks=[PoisonGradient(9)], trainer={"max_epochs": 5, **options}, guard={"patience": 2})
+
+
 def test_arguments_are_checked():
     for bad in ({"patience": 0}, {"ess_floor": 1.5}, {"kl_ceiling": -1.0}, {"max_nonfinite_fraction": 2.0}):
         with pytest.raises(ConfigError):
             Guard(**bad)
-
-
-class Unlikely(RLCallback):
-    """Makes one token of the rollout all but impossible for the sampler."""
-
-    def on_rollout_end(self, trainer, module, batch):
-        batch.sampler_logprobs[0, 0] = -200.0
 
 
 @pytest.mark.parametrize("upper", [float("inf"), 2.0])

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from lit_qrl.callbacks import GeometricRejection, MaskedIS, MismatchMonitor
+from lit_qrl.module import GRPOModule
+from lit_qrl.objective import GRPO
 from tests.tiny_run import build, fit
 
 
@@ -79,6 +81,20 @@ def test_update_ratios_of_all_micro_batches_in_table_and_pictures(tmp_path):
         inner = [sum(a * sign > 0 and low <= d < high for d, _, a in watch.seen) for low, high in pairs]
         assert (counts.sum(1)[1:-1] - torch.tensor(inner)).abs().max() <= 1
         assert one["lines"] == pytest.approx([math.log(0.8), math.log(1.2)])
+
+
+@pytest.mark.parametrize("mode", ["bypass", "policy_gradient"])
+def test_without_a_scoring_pass_it_measures_the_sequences_of_the_first_update(tmp_path, monkeypatch, mode):
+    monkeypatch.setattr(GRPOModule, "score", None)  # would fail
+    data = {"mini_batches": 4, "micro_batches": 2}
+    objective = GRPO(scale="none", old_logprobs=mode)
+    fit(tmp_path, data=data, objective=objective, trainer={"max_epochs": 1}, lr=1.0)
+    monkeypatch.undo()
+    fit(tmp_path / "whole", data=data, trainer={"max_epochs": 1}, lr=1.0)
+    for name in ("abs_log_ratio", "ess_ratio"):
+        (part,), (whole,) = (column(folder, f"mismatch/{name}") for folder in (tmp_path, tmp_path / "whole"))
+        assert part == pytest.approx(whole, rel=0.5), name  # before the first update; after it they are far apart
+        assert part != whole
 
 
 def test_one_update_per_rollout_has_no_ratio(tmp_path):

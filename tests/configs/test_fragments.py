@@ -51,7 +51,7 @@ def test_the_last_objective_wins_and_inherits_nothing():
         kind, values = settings(first, second)
         expected_kind, expected = alone[second]
         assert kind is expected_kind
-        shared = {"scale", "reduction", "old_logprobs", "clip_low", "clip_high"} & expected.keys()
+        shared = {"scale", "baseline", "reduction", "old_logprobs", "clip_low", "clip_high"} & expected.keys()
         wrong = {name: values[name] for name in shared if values[name] != expected[name]}
         # A policy gradient has no clip: its ratio is 1.
         assert not wrong or expected["old_logprobs"] == "policy_gradient", (first.name, second.name, wrong)

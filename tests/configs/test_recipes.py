@@ -9,6 +9,9 @@ import yaml
 
 from lit_qrl.cli.config_files import config_files, expanded
 from lit_qrl.cli.main import main
+from lit_qrl.rewards.base import Sample, score_all
+from lit_qrl.rewards.format import FormatReward
+from lit_qrl.rewards.math import MathReward
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -76,6 +79,27 @@ def test_the_values_are_the_papers(path):
     assert config["trainer"]["max_epochs"] >= 10
     assert config["data"]["engine"]["init_args"]["max_lora_rank"] >= 32
     assert data["micro_batches"] == {"3b": 16, "7b": 32, "14b": 64, "32b": 128}[size]
+
+
+def test_the_ais_recipe_has_the_composed_reward_and_says_that_the_model_does_not_think():
+    config = yaml.safe_load((CONFIGS / "recipes" / "gsm8k_fp8_ais.yaml").read_text())
+    policy, objective = (config["model"][part]["init_args"] for part in ("policy", "objective"))
+    assert policy["chat_template_args"] == {"enable_thinking": False}
+    assert objective["kl_estimator"] == "k3+"
+    options = config["data"]["task"]["init_args"]
+    kinds = {"MathReward": MathReward, "FormatReward": FormatReward}
+    rewards = [kinds[one["class_path"]](**one["init_args"]) for one in options["rewards"]]
+    assert [type(reward) for reward in rewards] == [MathReward, FormatReward]
+    answers = {
+        "<reasoning>6 and 1</reasoning>\n<answer>7</answer>": 2.5,
+        "<reasoning>6 and 1</reasoning> <answer>8</answer>": 0.5,
+        "It is <answer>7</answer>": 2.0,
+        "7": 0.0,
+    }
+    samples = [Sample("", completion, "7") for completion in answers]
+    assert score_all(rewards, samples).total == list(answers.values())
+    for tag in ("<reasoning>", "</reasoning>", "<answer>", "</answer>"):
+        assert tag in options["system_prompt"]
 
 
 # What a recipe for one GPU needs to run on one core with the policy that ships: a model, a task, an engine and a device

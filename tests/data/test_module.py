@@ -25,7 +25,8 @@ def module(rank=0, world_size=1, problems=10, **options):
 
 
 def drawn(data, count, times=1):
-    return [problem.row["question"] for _ in range(times) for problem in data.next_problems(count)]
+    counts = [count] * data.trainer.world_size
+    return [problem.row["question"] for _ in range(times) for problem in data.next_problems(counts)]
 
 
 def test_every_pass_over_the_problems_has_each_once_in_an_order_of_its_own():
@@ -43,6 +44,20 @@ def test_ranks_share_what_one_process_would_draw():
     ranks = [module(rank=rank, world_size=2) for rank in range(2)]
     assert [drawn(ranks[0], 2) + drawn(ranks[1], 2) for _ in range(5)] == whole
     assert [rank.prompts_per_rank for rank in ranks] == [2, 2]
+
+
+def test_ranks_that_draw_different_numbers_share_the_stream_too():
+    alone = module()
+    whole = drawn(alone, 6) + drawn(alone, 4)
+    ranks = [module(rank=rank, world_size=3) for rank in range(3)]
+    shares = [
+        [problem.row["question"] for problem in rank.next_problems(counts)]
+        for counts in ([3, 0, 3], [0, 4, 0])
+        for rank in ranks
+    ]
+    assert [len(share) for share in shares] == [3, 0, 3, 0, 4, 0]
+    assert [question for share in shares for question in share] == whole
+    assert [rank.position for rank in ranks] == [10, 10, 10]
 
 
 def test_a_restored_stream_goes_on_where_it_was():

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_qrl.functional.advantage import group_advantages, overlong_penalty
+from lit_qrl.functional.advantage import group_advantages, overlong_penalty, whitened
 from tests.functional.helpers import DTYPES, RTOL, Ranks, no_host_sync
 
 REWARDS = [0.1, 0.1, 0.1, 1.0, 0.0, 2.5, -1.0, -1.0, 0.3]
@@ -42,6 +42,58 @@ def test_equal_rewards_give_exactly_zero_where_rounding_would_not():
     assert (rewards - rewards.mean()).abs().max() > 0
     for scale in ("group", "batch", "none"):
         assert torch.equal(group_advantages(rewards, 7, scale), torch.zeros(7))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_leave_one_out_equals_the_loop(dtype, scale):
+    rewards = torch.tensor(REWARDS, dtype=dtype)
+    got = group_advantages(rewards, 3, scale, baseline="leave_one_out")
+    values, wanted = rewards.tolist(), []
+    for start in range(0, len(values), 3):
+        group = values[start : start + 3]
+        divisor = {"group": statistics.stdev(group) + 1e-6, "batch": statistics.stdev(values) + 1e-6, "none": 1.0}[
+            scale
+        ]
+        for i, r in enumerate(group):
+            others = [x for j, x in enumerate(group) if j != i]
+            wanted.append(0.0 if len(set(group)) == 1 else (r - sum(others) / len(others)) / divisor)
+    torch.testing.assert_close(got.double(), torch.tensor(wanted, dtype=torch.float64), rtol=RTOL[dtype], atol=1e-6)
+
+
+def test_without_a_baseline_rewards_are_themselves_and_groups_of_one_are_allowed():
+    rewards = torch.tensor([1.0, 0.5])
+    assert torch.equal(group_advantages(rewards, 1, "none", baseline="none"), rewards)
+    with pytest.raises(ValueError, match="group of one"):
+        group_advantages(rewards, 1, "group", baseline="none")
+
+
+LENGTHS = [3, 1, 0, 5, 2, 7, 1, 4, 6]
+
+
+def whitened_reference(values, lengths):
+    """Mean and sample variance over a list that holds each advantage once for every token."""
+    tokens = [a for a, n in zip(values, lengths, strict=True) for _ in range(n)]
+    mean, variance = statistics.fmean(tokens), statistics.variance(tokens)
+    return torch.tensor([(a - mean) / math.sqrt(variance + 1e-8) for a in values], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_whitened_equals_the_loop_over_tokens(dtype):
+    advantages, lengths = torch.tensor(REWARDS, dtype=dtype), torch.tensor(LENGTHS)
+    with no_host_sync():
+        got = whitened(advantages, lengths)
+    wanted = whitened_reference(advantages.tolist(), LENGTHS)
+    torch.testing.assert_close(got.double(), wanted, rtol=RTOL[dtype], atol=1e-6)
+
+
+def test_whitened_is_global_over_ranks_and_zero_where_nothing_differs():
+    advantages, lengths = torch.tensor([*REWARDS, 0.4], dtype=torch.float64), torch.tensor([*LENGTHS, 2])
+    parts = Ranks(2).run(lambda r, f: whitened(advantages[5 * r : 5 * r + 5], lengths[5 * r : 5 * r + 5], all_reduce=f))
+    wanted = whitened_reference(advantages.tolist(), lengths.tolist())
+    torch.testing.assert_close(torch.cat(parts), wanted, rtol=1e-9, atol=1e-12)
+    equal = torch.full((7,), 0.1)
+    assert torch.equal(whitened(equal, torch.arange(7)), torch.zeros(7))
 
 
 def test_half_rewards_are_raised():

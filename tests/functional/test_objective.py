@@ -31,7 +31,7 @@ def token_level(rule):
 
 
 def sequence_level(rule):
-    """The same with the geometric mean as the ratio, on every token; the rule also gets the mean of d."""
+    """The same with the geometric mean as the ratio, each token's derivative its own; the rule also gets mean d."""
 
     def sequence(log_r, a, w, c, d):
         n = len(log_r)
@@ -40,8 +40,7 @@ def sequence_level(rule):
         s = math.exp(sum(log_r) / n)
         gain, slope = rule(a, s, sum(d) / n)
         loss = [-weight * gain for weight in w]
-        shared = sum(-factor * weight * slope * s / n for factor, weight in zip(c, w, strict=True))
-        return loss, [shared] * n
+        return loss, [-factor * weight * slope * s for factor, weight in zip(c, w, strict=True)]
 
     return sequence
 
@@ -219,6 +218,47 @@ def test_gspo_is_grpo_for_one_token_completions():
         F.reduce(loss, mask, "sequence").backward()
         both.append((loss.detach(), x.grad))
     torch.testing.assert_close(both[0], both[1], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["sequence", "token", "constant"])
+@pytest.mark.parametrize("name", ["gspo", "tbpo"])
+def test_with_one_weight_for_a_sequence_the_gradient_is_that_of_its_ratio(name, reduction):
+    """Of the ratio s itself, differentiated as a mean over the tokens: the loss of the papers."""
+    learner, old, mask, advantages, weights, *_ = problem(torch.float64)
+    weights = weights[:, :1].expand(mask.shape).contiguous()
+    if name == "gspo":
+        token = F.gspo(learner, old, advantages, mask, weights, 0.3, 0.4)
+    else:
+        token = F.tbpo(learner, old, advantages, mask, torch.zeros_like(weights), 0.4, 0.3, 0.7)
+        token.loss = token.loss * weights
+    (gradient,) = torch.autograd.grad(F.reduce(token.loss, mask, reduction, 6), learner)
+    direct = learner.detach().clone().requires_grad_()
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)
+    s = (torch.where(mask, direct - old, 0.0).sum(1, keepdim=True) / lengths).exp()
+    a = advantages[:, None]
+    if name == "gspo":
+        gain = torch.minimum(s * a, s.clamp(0.7, 1.4) * a)
+    else:
+        gain = torch.where(a < 0, s.clamp(0.7, 1.7), s.clamp(0.0, 1.4)) * a
+    loss = torch.where(mask, -weights * gain, 0.0)
+    torch.testing.assert_close(token.loss.detach(), loss.detach(), rtol=1e-12, atol=0)
+    F.reduce(loss, mask, reduction, 6).backward()
+    assert (gradient != 0).any()
+    torch.testing.assert_close(gradient, direct.grad, rtol=1e-11, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", ["gspo", "tbpo"])
+def test_a_token_of_weight_zero_gets_no_gradient_and_the_others_keep_theirs(name):
+    old = torch.full((1, 3), -1.0, dtype=torch.float64)
+    mask, advantages = torch.ones(1, 3, dtype=torch.bool), torch.tensor([-1.0], dtype=torch.float64)
+    weights = torch.tensor([[0.5, 0.0, 2.0]], dtype=torch.float64)
+    learner = (old + torch.tensor([[3e-4, -1e-4, 1e-4]])).requires_grad_()
+    if name == "gspo":
+        loss = F.gspo(learner, old, advantages, mask, weights).loss
+    else:
+        loss = F.tbpo(learner, old, advantages, mask, torch.zeros_like(old)).loss * weights
+    loss.sum().backward()
+    torch.testing.assert_close(learner.grad, weights * math.exp(1e-4), rtol=1e-9, atol=0)
 
 
 def test_dapo_is_grpo_at_equal_lengths_and_clips():

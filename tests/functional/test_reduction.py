@@ -1,7 +1,9 @@
+from typing import get_args
+
 import pytest
 import torch
 
-from lit_qrl.functional.reduction import count, reduce
+from lit_qrl.functional.reduction import Reduction, count, reduce
 from tests.functional.helpers import DTYPES, RTOL, listed, no_host_sync, rows
 
 
@@ -9,11 +11,13 @@ def reference(loss, b, reduction, length):
     if reduction == "sequence":
         return sum(sum(row) / len(row) for row in loss if row) / b
     flat = [x for row in loss for x in row]
+    if reduction.endswith("sum"):
+        return sum(flat) / (b if reduction == "sequence_sum" else 1)
     return sum(flat) / (len(flat) if reduction == "token" else b * length)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduction", ["sequence", "token", "constant"])
+@pytest.mark.parametrize("reduction", list(get_args(Reduction)))
 def test_equals_the_loop_with_its_gradient(dtype, reduction):
     loss, _, mask, _ = rows(dtype, huge=0.0)
     loss.requires_grad_()
@@ -27,12 +31,14 @@ def test_equals_the_loop_with_its_gradient(dtype, reduction):
             "sequence": 1 / max(len(row), 1) / len(mask),
             "token": 1 / sum(map(len, per_row)),
             "constant": 1 / (9 * len(mask)),
+            "sequence_sum": 1 / len(mask),
+            "token_sum": 1.0,
         }[reduction]
         for j in range(mask.shape[1]):
             assert float(loss.grad[i, j]) == pytest.approx(wanted if j < len(row) else 0.0, rel=RTOL[dtype])
 
 
-@pytest.mark.parametrize("reduction", ["sequence", "token", "constant"])
+@pytest.mark.parametrize("reduction", list(get_args(Reduction)))
 def test_micro_batches_add_up_to_the_mini_batch(reduction):
     loss, _, mask, _ = rows(huge=0.0)
     whole = reduce(loss, mask, reduction, length=6)
@@ -50,7 +56,7 @@ def test_rejected_sequences_stay_in_the_count_of_sequences():
 
 def test_nothing_left_is_zero_not_a_division_by_zero():
     loss, mask = torch.full((2, 2), float("nan")), torch.zeros(2, 2, dtype=torch.bool)
-    for reduction in ("sequence", "token", "constant"):
+    for reduction in get_args(Reduction):
         assert float(reduce(loss, mask, reduction, 4)) == 0.0
         assert float(reduce(loss, mask, reduction, 4, total=torch.tensor(0.0))) == 0.0
 

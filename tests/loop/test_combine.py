@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lit_qrl.callbacks.ais import AIS
-from lit_qrl.callbacks.geometric import GeometricRejection
 from lit_qrl.callbacks.masked import MaskedIS
 from lit_qrl.callbacks.opsm import OffPolicySequenceMask
+from lit_qrl.callbacks.rejection import GeometricRejection
 from lit_qrl.callbacks.truncated import TruncatedIS
 from lit_qrl.callbacks.veto import TokenVeto
 from lit_qrl.errors import ConfigError

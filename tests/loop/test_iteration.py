@@ -3,10 +3,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_qrl.callbacks import RLCallback, TokenVeto
+from lit_qrl.callbacks import RLCallback
 from lit_qrl.data.dataset import RolloutDataset
-from lit_qrl.loop.iteration import needs_learner_old
+from lit_qrl.data.module import Problem, RolloutDataModule
+from lit_qrl.loop.iteration import roll_out
+from lit_qrl.loop.state import IterationState
 from lit_qrl.objective import DAPO, GRPO
+from lit_qrl.types import Completion, no_all_reduce
+from tests.functional.helpers import Ranks
 from tests.tiny_run import DigitReward, DigitTask, fit
 
 
@@ -86,19 +90,60 @@ def test_groups_without_variance_are_drawn_again_and_the_last_draw_fills_up(tmp_
     assert plain.position == 2 * data.prompts_per_iteration
 
 
-@pytest.mark.parametrize(
-    ("updates", "old_logprobs", "corrected", "carries", "needed"),
-    [
-        ((1, 1), "decoupled", False, False, False),
-        ((2, 1), "decoupled", False, False, True),
-        ((1, 4), "decoupled", False, False, True),
-        ((1, 4), "bypass", False, False, False),
-        ((1, 1), "decoupled", True, False, True),
-        ((1, 1), "decoupled", False, True, True),
-    ],
-)
-def test_learner_old_is_scored_only_where_something_looks_at_it(updates, old_logprobs, corrected, carries, needed):
-    data = SimpleNamespace(passes=updates[0], mini_batches=updates[1])
-    objective = SimpleNamespace(old_logprobs=old_logprobs, carries_ratio=carries)
-    trainer = SimpleNamespace(callbacks=[TokenVeto()] if corrected else [])
-    assert needs_learner_old(SimpleNamespace(objective=objective, data=data, trainer=trainer)) is needed
+class Echo:
+    """An engine whose completions repeat the prompt; it notes which prompts it was given."""
+
+    def __init__(self):
+        self.seen = []
+
+    def generate(self, prompts, n, seed, progress, sampling):
+        self.seen += [ids[0] for ids in prompts]
+        return [
+            Completion(token_ids=list(ids), logprobs=[0.0], finish_reason="stop", version=0)
+            for ids in prompts
+            for _ in range(n)
+        ]
+
+
+def rank_of(world_size, rank, all_reduce, rounds):
+    """A learner with all that `roll_out` asks of it; of its prompts, those whose number is a multiple of 3 vary."""
+    data = RolloutDataModule(DigitTask(), Echo(), prompts_per_iteration=4 * world_size, group_size=2, seed=2)
+    trainer = SimpleNamespace(world_size=world_size, callbacks=[], progress_bar_callback=None, current_epoch=0)
+    learner = SimpleNamespace(
+        data=data,
+        trainer=trainer,
+        global_rank=rank,
+        device="cpu",
+        reduce=all_reduce,
+        iteration=IterationState(),
+        policy=SimpleNamespace(pad_token_id=0),
+        objective=DAPO(max_resample=rounds),
+    )
+    trainer.lightning_module, data.trainer = learner, trainer
+    data._problems["train"] = [Problem({}, [i], str(i)) for i in range(60)]
+    data.reward = lambda problems, completions: (
+        torch.tensor([float(c.token_ids[0] % 3 == 0 and i % 2) for i, c in enumerate(completions)]),
+        {},
+        0.0,
+    )
+    return learner
+
+
+@pytest.mark.parametrize("rounds", [1, 3, 10])
+def test_ranks_that_resample_different_numbers_of_groups_draw_no_prompt_twice_and_leave_none_out(rounds):
+    def one(rank, all_reduce):
+        learner = rank_of(2, rank, all_reduce, rounds)
+        batch = roll_out(learner)
+        return learner.data.engine.seen, learner.data.position, batch, learner.iteration.metrics.compute(no_all_reduce)
+
+    (first, second) = Ranks(2).run(one)
+    whole = rank_of(1, 0, no_all_reduce, 0).data
+    stream = [problem.prompt_ids[0] for problem in whole.next_problems([first[1]])]
+    assert first[1] == second[1] > 8
+    assert sorted(first[0] + second[0]) == sorted(stream)
+    assert len(first[0]) != len(second[0])
+    for _, _, batch, metrics in (first, second):
+        assert len(batch) == 8
+        varied = batch.rewards.view(-1, 2).sum(1) > 0
+        assert bool(varied.all()) or rounds < 10
+        assert set(metrics) == {"rollout/zero_variance_groups", "guard/reward_errors"}

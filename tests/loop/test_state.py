@@ -49,11 +49,29 @@ def test_the_training_forward_is_learner_old_where_nothing_else_scored_it():
     state.rollout = batch()
     row = torch.tensor([1])
     part = MicroBatch(state.rollout.select(row), torch.tensor(1.0), row, torch.tensor(True))
+    assert state.measured() is state.rollout
     state.remember_old(part, torch.tensor([[-0.5]]))
-    assert state.rollout.learner_old_logprobs.tolist() == [[0.0, 0.0], [-0.5, 0.0]]
-    part.batch.learner_old_logprobs = torch.zeros(1, 1)
-    state.remember_old(part, torch.tensor([[-9.0]]))
-    assert state.rollout.learner_old_logprobs.tolist() == [[0.0, 0.0], [-0.5, 0.0]]
+    measured = state.measured()
+    assert measured.learner_old_logprobs.tolist() == [[0.0, 0.0], [-0.5, 0.0]]
+    assert measured.mask.tolist() == [[False, False], [True, False]]  # of the other nothing is known
+    assert state.rollout.mask.tolist() == [[True, True], [True, False]]
+    first = torch.tensor([0])
+    other = MicroBatch(state.rollout.select(first), torch.tensor(1.0), first, torch.tensor(True))
+    state.remember_old(other, torch.tensor([[-1.0, -2.0]]))
+    assert state.measured().learner_old_logprobs.tolist() == [[-1.0, -2.0], [-0.5, 0.0]]
+    assert torch.equal(state.measured().mask, state.rollout.mask)
+
+
+def test_what_was_scored_is_not_taken_from_the_training_forward():
+    state = IterationState()
+    state.rollout = batch()
+    state.rollout.learner_old_logprobs = torch.zeros(2, 2)
+    row = torch.tensor([1])
+    state.remember_old(
+        MicroBatch(state.rollout.select(row), torch.tensor(1.0), row, torch.tensor(True)), -torch.ones(1, 1)
+    )
+    assert state.measured() is state.rollout
+    assert torch.equal(state.rollout.learner_old_logprobs, torch.zeros(2, 2))
 
 
 def test_what_runs_between_two_iterations_belongs_to_the_second(monkeypatch):

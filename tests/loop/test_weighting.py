@@ -56,30 +56,32 @@ def test_only_weights_without_any_bound_may_be_extreme():
 
 
 @pytest.mark.parametrize(
-    ("name", "bounds", "dropped"),
+    ("rule", "options", "dropped"),
     [
-        (
-            "geometric_rejected",
-            {"lower": 0.8, "upper": 1.25},
-            lambda row, a: not math.log(0.8) <= mean(row) <= math.log(1.25),
-        ),
-        ("vetoed", {"threshold": 0.6}, lambda row, a: min(row) < math.log(0.6)),
+        ("ratio", {"lower": 0.8, "upper": 1.25}, lambda row, a: not math.log(0.8) <= mean(row) <= math.log(1.25)),
+        ("veto", {"threshold": 0.6}, lambda row, a: min(row) < math.log(0.6)),
         ("off_policy", {"delta": 0.05}, lambda row, a: a < 0 and -mean(row) > 0.05),
     ],
 )
-def test_rejections_by_sequence(name, bounds, dropped):
+def test_rejections_by_sequence(rule, options, dropped):
     given = context(spread=1.0, huge=2.0)
     sequences = listed(given.log_ratio, given.mask)
     gone = [bool(row) and dropped(row, float(a)) for row, a in zip(sequences, given.advantages, strict=True)]
     assert 0 < sum(gone) < sum(map(bool, sequences))
-    got = rejected(name, False, given, **bounds)
+    got = rejected(rule, "gone", False, given, **options)
     assert got.weights is None
     assert (~got.keep & given.mask).any(dim=1).tolist() == gone
-    share = got.metrics[f"correction/{name}_sequences"]
-    assert float(share) == pytest.approx(sum(gone) / sum(map(bool, sequences)))
-    counted = rejected(name, True, given, **bounds)  # in the denominator: weights of 0
+    assert float(got.metrics["correction/gone"]) == pytest.approx(sum(gone) / sum(map(bool, sequences)))
+    counted = rejected(rule, "gone", True, given, **options)  # in the denominator: weights of 0
     assert counted.keep is None
     assert torch.equal(counted.weights, got.keep.to(given.log_ratio.dtype))
+
+
+def test_rejections_by_token_count_tokens():
+    given = context(spread=1.0, huge=2.0)
+    got = rejected("ratio", "gone", False, given, lower=None, upper=0.1, divergence="k2", over="token")
+    tokens = [d for row in listed(given.log_ratio, given.mask) for d in row]
+    assert float(got.metrics["correction/gone"]) == pytest.approx(sum(d * d > 0.2 for d in tokens) / len(tokens))
 
 
 def mean(row):

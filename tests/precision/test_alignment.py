@@ -16,7 +16,7 @@ class LogRatios(Callback):
         self.means = []
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        rollout = module.rollout
+        rollout = module.iteration.rollout
         d = log_ratio(rollout.learner_old_logprobs, rollout.sampler_logprobs, rollout.mask)
         self.means.append(float(d.abs().sum() / rollout.mask.sum()))
 

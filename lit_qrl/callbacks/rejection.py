@@ -1,0 +1,71 @@
+"""Rejection by the ratio of learner and sampler as callbacks."""
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lit_qrl.functional._checks import check_band, check_choice, check_divergence
+from lit_qrl.functional.rejection import Divergence, Over
+from lit_qrl.loop.hooks import RLCallback
+from lit_qrl.loop.weighting import rejected
+from lit_qrl.types import Correction, LossContext
+
+
+class RatioRejection(RLCallback):
+    """Rejects tokens or sequences whose ratio learner_old / sampler is far from 1 (verl's `rollout_rs`).
+
+    It weighs nothing, so it stands beside any weight: token-level importance sampling with sequence-level rejection is
+    `TruncatedIS` beside it. It may be listed several times with different `divergence` or `over`; what any of them
+    rejects is rejected.
+
+    Args:
+        upper: for `k1` the upper bound of the ratio ρ, at least 1; for `k2` and `k3` the largest divergence, in nats.
+        lower: for `k1` the lower bound of ρ; null takes 1/upper. verl's bounds are on −log ρ: its "lo_hi" is
+            lower = 1/hi, upper = 1/lo.
+        divergence: `k1`: ρ itself; `k2`: (log ρ)² / 2; `k3`: ρ − 1 − log ρ.
+        over: `token` rejects single tokens; the `mean`, `sum` or `max` over a sequence rejects it as a whole.
+        count_rejected: leave what is rejected in the loss's denominator, as the survey's estimator does.
+    """
+
+    def __init__(
+        self,
+        upper: float,
+        lower: float | None = None,
+        divergence: Divergence = "k1",
+        over: Over = "mean",
+        count_rejected: bool = False,
+    ) -> None:
+        name = type(self).__name__
+        check_choice(f"divergence of {name}", divergence, "k1", "k2", "k3")
+        check_choice(f"over of {name}", over, "token", "mean", "sum", "max")
+        if divergence == "k1":
+            check_band(lower, upper, what=f"The band of {name}")
+        else:
+            check_divergence(lower, upper)
+        self.upper, self.lower, self.count_rejected = upper, lower, count_rejected
+        self.divergence: Divergence = divergence
+        self.over: Over = over
+        self.metric = f"rejected_{over}_{divergence}"
+
+    @property
+    def state_key(self) -> str:
+        """What tells one of several in `trainer.callbacks` from the others."""
+        return self._generate_state_key(divergence=self.divergence, over=self.over)
+
+    def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
+        options = {"lower": self.lower, "upper": self.upper, "divergence": self.divergence, "over": self.over}
+        return rejected("ratio", self.metric, self.count_rejected, context, **options)
+
+
+class GeometricRejection(RatioRejection):
+    """Rejects sequences whose ratio per token, e^(mean d), leaves a band (survey, "Geo-RS"): no bias of length.
+
+    Args:
+        lower: of the band, on the ratio itself; null takes 1/upper.
+        upper: of the band.
+        count_rejected: leave rejected sequences in the loss's denominator, as the survey's estimator does.
+    """
+
+    def __init__(self, lower: float | None = 0.99, upper: float = 1.01, count_rejected: bool = False) -> None:
+        super().__init__(upper, lower, count_rejected=count_rejected)
+        self.metric = "geometric_rejected_sequences"

@@ -1,0 +1,109 @@
+"""When learner_old is scored, and what callbacks and objective make of its mismatch with the sampler."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_qrl.functional.importance import batch_normalized, log_ratio
+from lit_qrl.loop.combine import combine
+from lit_qrl.loop.hooks import Learner, corrected, overrides, rl_callbacks
+from lit_qrl.types import AllReduce, LossContext, RolloutBatch, no_all_reduce
+
+
+def needs_learner_old(learner: Learner) -> bool:
+    """Return whether learner_old must be scored on its own, before the update.
+
+    With one update per rollout it is the training forward's own log-probs, and `weigh` takes them there; what has to be
+    known of the whole batch before, or after the learner has moved, is not to be had from that.
+    """
+    objective: Any = learner.objective
+    callbacks = list(rl_callbacks(learner.trainer))
+    corrections = [callback for callback in callbacks if overrides(callback, "correct")]
+    if any(callback.needs_learner_old for callback in callbacks):
+        return True
+    if any(callback.needs == "batch" for callback in corrections):
+        return True
+    if corrections and objective.normalize_weights is not None:
+        return True
+    if objective.kl_coefficient and objective.kl_in == "reward" and objective.old_logprobs != "bypass":
+        return True
+    several = learner.data.passes * learner.data.mini_batches > 1
+    return several and (objective.old_logprobs == "decoupled" or bool(corrections) or objective.carries_ratio)
+
+
+@torch.no_grad()
+def correct(learner: Learner, mini_batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    """Set weights and kept tokens of a whole mini-batch, as callbacks and objective say.
+
+    Returns:
+        The denominator of its loss, and whether it has anything to learn from, both over all ranks.
+    """
+    objective = learner.objective
+    if mini_batch.learner_old_logprobs is not None:
+        metrics = weigh(learner, mini_batch, mini_batch.learner_old_logprobs, learner.reduce)
+        learner.iteration.metrics.update(metrics)
+        if objective.normalize_weights is not None and mini_batch.weights is not None:
+            mini_batch.weights = batch_normalized(
+                mini_batch.weights, mini_batch.mask, objective.normalize_weights, all_reduce=learner.reduce
+            )
+    counted = objective.effective_mask(mini_batch)
+    taught = counted.any(dim=1)
+    if not objective.penalized:
+        taught &= mini_batch.advantages != 0
+    has_signal = learner.reduce(taught.sum()) > 0
+    return learner.reduce(objective.total(counted, learner.data.max_completion_tokens)), has_signal
+
+
+@torch.no_grad()
+def weigh(
+    learner: Learner, batch: RolloutBatch, learner_old: Tensor, all_reduce: AllReduce = no_all_reduce
+) -> dict[str, Tensor]:
+    """Set the weights and kept tokens of a batch, as the callbacks say, and return their metrics.
+
+    Args:
+        learner: whose callbacks correct.
+        batch: a whole mini-batch, or any sequences where all corrections need no more than that.
+        learner_old: "b t", nats, detached.
+        all_reduce: makes what a correction measures global over ranks.
+    """
+    trainer = learner.trainer
+    context = LossContext(
+        learner_old=learner_old,
+        sampler=batch.sampler_logprobs,
+        log_ratio=log_ratio(learner_old, batch.sampler_logprobs, batch.mask),
+        mask=batch.mask,
+        advantages=batch.advantages,
+        version=batch.version,
+        all_reduce=all_reduce,
+    )
+    given = (callback.correct(trainer, learner, context) for callback in rl_callbacks(trainer))
+    corrections = [correction for correction in given if correction is not None]
+    batch.weights, batch.keep, metrics = combine(corrections, batch.mask, all_reduce=all_reduce)
+    return metrics
+
+
+def weigh_here(learner: Learner, batch: RolloutBatch, logprobs: Tensor) -> None:
+    """Set the weights of a micro-batch from the training forward's log-probs, where learner_old was not scored.
+
+    Raises:
+        ValueError: a correction that needs only sequences rejected tokens, which changes the whole batch's denominator.
+    """
+    if batch.learner_old_logprobs is not None or not corrected(learner.trainer):
+        return
+    weigh(learner, batch, logprobs.detach())
+    if batch.keep is not None:
+        raise ValueError(
+            "A correction rejected tokens when the loss's denominator was known already. Expected: weights alone from "
+            "a callback whose needs is 'sequence'. Given: keep. Set its needs to 'batch', or return weights of 0."
+        )
+
+
+@torch.no_grad()
+def close(learner: Learner) -> None:
+    """Close the iteration after its last update; what the training forward weighed is measured as a whole."""
+    state = learner.iteration
+    rollout = state.measured()
+    if rollout is not state.rollout and rollout is not None and corrected(learner.trainer):
+        state.metrics.update(weigh(learner, rollout, rollout.learner_old_logprobs, learner.reduce))
+    state.close(learner.reduce)

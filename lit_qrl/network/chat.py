@@ -1,0 +1,49 @@
+"""Chat messages as token ids, by the tokenizer's own template."""
+
+import difflib
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lit_qrl.errors import ConfigError
+
+# Said here, since a completion follows and token ids are wanted.
+OURS = {"conversation", "add_generation_prompt", "tokenize", "return_dict"}
+
+
+def chat_ids(
+    tokenizer: Any, messages: Sequence[dict[str, str]], arguments: Mapping[str, Any], source: str
+) -> list[int]:
+    """Return the token ids of chat messages, up to where the completion begins.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: with `role` and `content`.
+        arguments: further ones of the template, such as `enable_thinking`.
+        source: of the tokenizer, for errors.
+
+    Raises:
+        ConfigError: there is no template; it does not know an argument, which it would ignore without a word.
+    """
+    template = tokenizer.chat_template
+    if not template:
+        raise ConfigError(
+            f"The task poses chat messages, but the tokenizer of {source} has no chat template.",
+            remedy="Use an instruction-tuned model, or set data.task.chat: false (in audit --chat false).",
+        )
+    text = "\n".join(template.values()) if isinstance(template, dict) else template
+    own = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+    known = (own | set(re.findall(r"[A-Za-z_]\w*", text))) - OURS
+    for name in arguments:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"The chat template of {source} does not know the argument {name!r} of chat_template_args.",
+                expected="a name that stands in the template",
+                given=name,
+                remedy=f"Did you mean {close[0]!r}?" if close else "Remove it from model.policy.chat_template_args.",
+            )
+    return tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
+    )

@@ -1,0 +1,155 @@
+"""Which corrections wait for a forward pass of their own, and that the training forward's gives the same numbers."""
+
+import csv
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lit_qrl.callbacks import AIS, GeometricRejection, Guard, MaskedIS, RLCallback, TokenVeto, TruncatedIS
+from lit_qrl.loop.correction import needs_learner_old, weigh, weigh_here
+from lit_qrl.module import GRPOModule
+from lit_qrl.objective import GRPO, TBPO
+from lit_qrl.types import Correction
+from tests.callbacks.corrections import context, rollout
+from tests.functional.helpers import no_host_sync
+from tests.tiny_run import fit
+
+LOCAL = [TruncatedIS(), TruncatedIS("sequence"), TruncatedIS("geometric"), MaskedIS(), MaskedIS("sequence")]
+WHOLE = [
+    AIS(),
+    TruncatedIS("sequence", upper="auto"),
+    TruncatedIS(upper=float("inf")),
+    TokenVeto(),
+    GeometricRejection(),
+]
+
+
+def learner(objective, callbacks=(), passes=1, mini_batches=1):
+    data = SimpleNamespace(passes=passes, mini_batches=mini_batches)
+    return SimpleNamespace(objective=objective, data=data, trainer=SimpleNamespace(callbacks=list(callbacks)))
+
+
+@pytest.mark.parametrize("callback", LOCAL, ids=lambda c: f"{type(c).__name__}-{c.level}")
+def test_a_correction_by_sequences_waits_only_with_several_updates(callback):
+    assert not needs_learner_old(learner(GRPO(), [callback]))
+    assert needs_learner_old(learner(GRPO(), [callback], mini_batches=2))
+    assert needs_learner_old(learner(GRPO(old_logprobs="policy_gradient"), [callback], passes=2))
+    assert needs_learner_old(learner(GRPO(normalize_weights="token"), [callback]))
+    assert needs_learner_old(learner(GRPO(), [callback, TokenVeto()]))
+
+
+@pytest.mark.parametrize("callback", WHOLE, ids=lambda c: type(c).__name__)
+def test_what_looks_at_the_whole_batch_waits(callback):
+    assert needs_learner_old(learner(GRPO(), [callback]))
+
+
+def test_without_corrections():
+    for mode, several in (("decoupled", True), ("bypass", False), ("policy_gradient", False)):
+        assert not needs_learner_old(learner(GRPO(old_logprobs=mode)))
+        assert needs_learner_old(learner(GRPO(old_logprobs=mode), passes=3)) is several
+    assert not needs_learner_old(learner(TBPO()))
+    assert needs_learner_old(learner(TBPO(old_logprobs="policy_gradient"), mini_batches=2))
+    assert needs_learner_old(learner(GRPO(kl_coefficient=0.1, kl_in="reward")))
+
+
+@pytest.mark.parametrize("limit", [{"kl_ceiling": 1.0}, {"ess_floor": 0.5}])
+@pytest.mark.parametrize("mode", ["decoupled", "bypass", "policy_gradient"])
+def test_a_limit_of_the_guard_is_measured_before_the_update(mode, limit):
+    assert needs_learner_old(learner(GRPO(old_logprobs=mode), [Guard(**limit)]))
+    assert not needs_learner_old(learner(GRPO(old_logprobs=mode), [Guard()]))
+
+
+class Early(RLCallback):
+    """Wants learner_old's log-probs before the update, and does nothing."""
+
+    needs_learner_old = True
+
+
+class FirstGradient(Callback):
+    gradient = None
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if self.gradient is None:
+            self.gradient = torch.cat([p.grad.flatten() for p in pl_module.policy.parameters()])
+
+
+def row_of(folder):
+    with (folder / "run" / "metrics.csv").open() as file:
+        return {name: float(value) for name, value in next(csv.DictReader(file)).items() if value}
+
+
+def one_update(folder, monkeypatch, callbacks, objective, **data):
+    """Return gradient, metrics and number of scoring passes of an iteration with one update."""
+    calls, seen = [], FirstGradient()
+    with monkeypatch.context() as patch:
+        score = GRPOModule.score
+        patch.setattr(GRPOModule, "score", lambda self, *a, **k: calls.append(1) or score(self, *a, **k))
+        options = {"data": {"micro_batches": 2, **data}, "trainer": {"max_epochs": 1}}
+        fit(folder, callbacks=[*callbacks, seen], objective=objective, **options)
+    return seen.gradient, row_of(folder), len(calls)
+
+
+@pytest.mark.parametrize(
+    ("callback", "objective"),
+    [
+        (lambda: TruncatedIS(upper=1.001), GRPO(scale="none")),
+        (lambda: MaskedIS(upper=1.002), GRPO(scale="none", reduction="token")),
+        (lambda: TruncatedIS("sequence", upper=1.01), GRPO(old_logprobs="policy_gradient")),
+        (lambda: MaskedIS("geometric", upper=1.001), GRPO(scale="none")),
+        (None, TBPO(mismatch_cap=1.001)),
+    ],
+    ids=["tis", "mis", "sequence-tis", "geometric-mis", "tbpo"],
+)
+def test_the_training_forward_gives_what_a_scoring_pass_gives(tmp_path, monkeypatch, callback, objective):
+    own = [callback()] if callback else []
+    other = [callback()] if callback else []
+    one = one_update(tmp_path / "one", monkeypatch, own, objective)
+    two = one_update(tmp_path / "two", monkeypatch, [*other, Early()], objective)
+    plain = one_update(tmp_path / "plain", monkeypatch, [], GRPO(scale=objective.scale, reduction=objective.reduction))
+    assert (one[2], two[2]) == (0, 1)
+    torch.testing.assert_close(one[0], two[0], rtol=0, atol=1e-6 * float(two[0].abs().max()))
+    assert float((one[0] - plain[0]).norm()) > 1e-4 * float(plain[0].norm())  # it corrects something
+    measured = {name for name in two[1] if name.startswith(("mismatch/", "correction/"))}
+    assert measured
+    assert measured <= set(one[1])
+    for name in measured:
+        assert one[1][name] == pytest.approx(two[1][name], rel=1e-3, abs=1e-5), name
+
+
+def test_a_correction_that_needs_the_whole_batch_still_gets_its_pass(tmp_path, monkeypatch):
+    assert one_update(tmp_path, monkeypatch, [AIS()], GRPO())[2] == 1
+
+
+def test_weighing_a_micro_batch_waits_for_nothing():
+    given = context(torch.float32)
+    batch = rollout(given)
+    batch.learner_old_logprobs = None
+    trainer = SimpleNamespace(callbacks=[MaskedIS()])
+    with no_host_sync():
+        weigh_here(SimpleNamespace(trainer=trainer), batch, given.learner_old)
+    whole = rollout(given)
+    weigh(SimpleNamespace(trainer=trainer), whole, given.learner_old)
+    assert torch.equal(batch.weights, whole.weights)
+    assert batch.keep is None
+
+
+def test_what_was_scored_is_not_weighed_again():
+    batch = rollout(context())
+    trainer = SimpleNamespace(callbacks=[TruncatedIS()])
+    weigh_here(SimpleNamespace(trainer=trainer), batch, batch.learner_old_logprobs + 1)
+    assert batch.weights is None
+
+
+def test_a_correction_that_rejects_must_see_the_whole_batch():
+    class Rejects(RLCallback):
+        needs = "sequence"
+
+        def correct(self, trainer, module, context):
+            return Correction(keep=context.mask)
+
+    batch = rollout(context())
+    batch.learner_old_logprobs = None
+    with pytest.raises(ValueError, match="Set its needs to 'batch'"):
+        weigh_here(SimpleNamespace(trainer=SimpleNamespace(callbacks=[Rejects()])), batch, batch.sampler_logprobs)

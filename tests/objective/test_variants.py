@@ -1,0 +1,108 @@
+import pytest
+import torch
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.functional import objective as F
+from lit_qrl.objective import CISPO, DAPO, GRPO, GSPO, SAPO, TBPO, DrGRPO, DualClipGRPO, PositiveGRPO
+from tests.objective.batches import batch, value
+
+ALL = [GRPO, DrGRPO, DAPO, GSPO, TBPO, DualClipGRPO, SAPO, CISPO, PositiveGRPO]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_micro_batches_add_up_in_value_and_gradient(kind):
+    learner, data = batch(keep=torch.arange(8)[:, None].expand(8, 6) != 1)
+    objective = kind()
+    whole = value(objective, learner, data)
+    (gradient,) = torch.autograd.grad(whole, learner)
+    for cuts in ([[0, 1, 2, 3], [4, 5, 6, 7]], [[7, 0], [3], [1, 2, 4], [5, 6]]):
+        total = sum(
+            objective.total(objective.effective_mask(data.select(torch.tensor(cut), trim=False)), 6) for cut in cuts
+        )
+        loss, summed = 0.0, torch.zeros_like(learner)
+        for cut in cuts:
+            part = data.select(torch.tensor(cut), trim=False)
+            piece = learner.detach()[cut].requires_grad_()
+            micro = objective.loss(objective.terms(piece, part).loss, part, total)
+            micro.backward()
+            loss += float(micro.detach())
+            summed[cut] += piece.grad
+        assert loss == pytest.approx(float(whole.detach()), rel=1e-12)
+        torch.testing.assert_close(summed, gradient, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_at_equal_policies_weights_of_one_leave_loss_and_gradient_bit_for_bit(kind):
+    _, data = batch(torch.float32)
+    data.learner_old_logprobs = data.sampler_logprobs = torch.where(data.mask, data.learner_old_logprobs, 0.0)
+    results = []
+    for weights in (None, torch.ones(data.mask.shape)):
+        data.weights = weights
+        x = data.sampler_logprobs.clone().requires_grad_()
+        loss = value(kind(), x, data)
+        loss.backward()
+        results.append((loss.detach(), x.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_classes_call_their_formula_with_their_parameters():
+    learner, data = batch(weights=torch.full((8, 6), 0.5, dtype=torch.float64))
+    old, mask, a, w = data.learner_old_logprobs, data.mask, data.advantages, data.weights
+    d = torch.where(mask, old - data.sampler_logprobs, 0.0)
+    for objective, wanted in (
+        (GRPO(clip_low=0.05, clip_high=0.1), F.clipped_surrogate(learner, old, a, mask, w, 0.05, 0.1)),
+        (DrGRPO(), F.clipped_surrogate(learner, old, a, mask, w, 0.2, 0.2)),
+        (DAPO(), F.clipped_surrogate(learner, old, a, mask, w, 0.2, 0.28)),
+        (DualClipGRPO(dual_clip=1.05), F.clipped_surrogate(learner, old, a, mask, w, 0.2, 0.2, 1.05)),
+        (PositiveGRPO(), F.positive_surrogate(learner, old, a, mask, w)),
+        (GSPO(clip_low=0.01), F.gspo(learner, old, a, mask, w, 0.01, 4e-4)),
+        (SAPO(temperature_pos=2.0), F.sapo(learner, old, a, mask, w, 2.0, 1.05)),
+        (CISPO(clip_high=0.1), F.cispo(learner, old, a, mask, w, 1.0, 0.1)),
+    ):
+        assert torch.equal(objective.terms(learner, data).loss, wanted.loss), type(objective).__name__
+    tbpo = TBPO(clip_high=0.01, neg_low=0.02, neg_high=0.03, mismatch_cap=1.1)
+    wanted = F.tbpo(learner, old, a, mask, d, 0.01, 0.02, 0.03, 1.1).loss * 0.5
+    assert torch.equal(tbpo.terms(learner, data).loss, wanted)
+
+
+def test_defaults_of_the_papers():
+    assert (GRPO().scale, GRPO().reduction) == ("group", "sequence")
+    assert (DrGRPO().scale, DrGRPO().reduction) == ("none", "constant")
+    dapo = DAPO()
+    assert (dapo.clip_low, dapo.clip_high, dapo.reduction, dapo.kl_coefficient) == (0.2, 0.28, "token", 0.0)
+    assert dapo.filter_zero_variance
+    assert dapo.max_resample > 0
+    assert dapo.overlong_penalty == (0.2, 1.0)
+    assert (GSPO().clip_low, GSPO().clip_high) == (3e-4, 4e-4)
+    assert vars(TBPO()).items() >= {"clip_high": 4e-4, "neg_low": 3e-4, "neg_high": 7e-4, "mismatch_cap": 2.0}.items()
+    assert [kind.__name__ for kind in ALL if kind.carries_ratio] == ["TBPO"]
+
+
+def test_the_only_update_of_a_rollout_needs_no_second_forward():
+    learner, data = batch()
+    data.learner_old_logprobs = None
+    for kind in ALL:
+        loss = kind().terms(learner, data).loss
+        assert loss.isfinite().all()
+    d = torch.where(data.mask, learner.detach() - data.sampler_logprobs, 0.0)
+    wanted = F.tbpo(learner, learner.detach(), data.advantages, data.mask, d).loss
+    assert torch.equal(TBPO().terms(learner, data).loss, wanted)
+
+
+@pytest.mark.parametrize(
+    "make, word",
+    [
+        (lambda: GRPO(clip_low=1.5), "clip_low"),
+        (lambda: DAPO(max_resample=-1), "max_resample"),
+        (lambda: DAPO(overlong_penalty=(1.5, 1.0)), "overlong_penalty"),
+        (lambda: DualClipGRPO(dual_clip=0.5), "dual_clip"),
+        (lambda: GSPO(clip_high=-1.0), "clip_high"),
+        (lambda: TBPO(mismatch_cap=0.5), "mismatch_cap"),
+        (lambda: TBPO(old_logprobs="bypass"), "twice"),
+        (lambda: SAPO(temperature_pos=0.0), "SAPO"),
+    ],
+)
+def test_bad_input_is_refused_at_construction(make, word):
+    with pytest.raises(ConfigError, match=word):
+        make()
