@@ -41,7 +41,8 @@ def failing(held):
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("where", WHERE)
-def test_a_failed_start_leaves_the_process_as_it_was(where, monkeypatch):
+def test_a_failed_start_leaves_the_process_as_it_was(where, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other processes have folders in the usual one
     module, name = WHERE[where]
     network, held = tiny_network(), []
     engine = build_engine(network)
