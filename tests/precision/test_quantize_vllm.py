@@ -26,6 +26,7 @@ def test_vllm_reads_the_folder(name, awq, source, tmp_path):
     from vllm import LLM, SamplingParams
 
     from lit_qrl.rollout.vllm.process import kept_process_state, prepare_environment
+    from lit_qrl.rollout.vllm.shutdown import shutdown
     from lit_qrl.rollout.vllm.start import undone_on_failure
     from tests import vllm_cpu_shim
 
@@ -53,7 +54,7 @@ def test_vllm_reads_the_folder(name, awq, source, tmp_path):
     (answer,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
     tokens = list(answer.outputs[0].token_ids)
     got = torch.tensor([step[token].logprob for step, token in zip(answer.outputs[0].logprobs, tokens, strict=True)])
-    del llm
+    shutdown(llm, owns_process_group=True)
     network = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     expected = reference_logprobs(network, prompt, tokens, dtype=torch.bfloat16)
     plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)

@@ -20,14 +20,13 @@ def undone_on_failure(remove_folder: Callable[[], None]) -> Iterator[None]:
     Generators and `torch.set_num_threads` are restored in any case, by `process.kept_process_state`.
     """
     environment, owns_process_group = dict(os.environ), not torch.distributed.is_initialized()
-    alone = not _groups()  # else another engine runs in them
+    groups = _groups()  # those of an engine that runs already
     handled = sys.exception()
     try:
         yield
     except BaseException as error:
         _clear_frames(error, handled)
-        if alone:
-            _leave_groups(owns_process_group)
+        _leave_groups(groups, owns_process_group)
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
@@ -53,15 +52,16 @@ def _clear_frames(error: BaseException, handled: BaseException | None) -> None:
             pending += [one.__cause__, one.__context__]
 
 
-def _groups() -> list[str]:
-    """Return the names of the process groups that vLLM keeps in this process."""
+def _groups() -> dict[str, Any]:
+    """Return the process groups that vLLM keeps in this process, by the names of its variables."""
     state = sys.modules.get("vllm.distributed.parallel_state")
     if state is None:
-        return []
-    return [name for name, value in vars(state).items() if isinstance(value, state.GroupCoordinator)]
+        return {}
+    return {name: value for name, value in vars(state).items() if isinstance(value, state.GroupCoordinator)}
 
 
-def _leave_groups(owns_process_group: bool) -> None:
+def _leave_groups(before: dict[str, Any], owns_process_group: bool) -> None:
+    """End the groups that are not among those of before, and torch's own process group if the start made it."""
     state: Any = sys.modules.get("vllm.distributed.parallel_state")
     if state is None:
         return
@@ -69,7 +69,8 @@ def _leave_groups(owns_process_group: bool) -> None:
         state.cleanup_dist_env_and_memory()
         forget_graph_pool()
         return
-    state.destroy_model_parallel()
-    if state._WORLD is not None:  # vLLM's own destructor would end torch's process group, which was there before
-        state._WORLD.destroy()
-        state._WORLD = None
+    made = {name: group for name, group in _groups().items() if name not in before}
+    for group in {id(group): group for group in made.values()}.values():  # one may have several names
+        group.destroy()
+    for name in made:
+        setattr(state, name, None)

@@ -23,7 +23,7 @@ WHERE = {
 def state():
     folders = {str(path) for path in Path(tempfile.gettempdir()).glob("lit-qrl-vllm-*")}
     process = torch.get_num_threads(), torch.get_default_dtype(), torch.set_num_threads, torch.is_grad_enabled()
-    return dict(os.environ), folders, torch.distributed.is_initialized(), vllm_start._groups(), process
+    return dict(os.environ), folders, torch.distributed.is_initialized(), sorted(vllm_start._groups()), process
 
 
 class Held:
@@ -41,7 +41,8 @@ def failing(held):
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("where", WHERE)
-def test_a_failed_start_leaves_the_process_as_it_was(where, monkeypatch):
+def test_a_failed_start_leaves_the_process_as_it_was(where, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other processes have folders in the usual one
     module, name = WHERE[where]
     network, held = tiny_network(), []
     engine = build_engine(network)
@@ -81,12 +82,12 @@ def test_a_group_that_was_there_before_stays(monkeypatch, tmp_path):
             with pytest.raises(RuntimeError, match="it cannot start"):
                 publish(network, engine, None, 0)
         assert torch.distributed.is_initialized()
-        assert vllm_start._groups() == []
+        assert vllm_start._groups() == {}
         torch.distributed.barrier()
         assert publish(network, engine, None, 1)[0] == []
         engine.close()
     finally:
-        vllm_start._leave_groups(owns_process_group=True)
+        vllm_start._leave_groups({}, owns_process_group=True)
     assert not torch.distributed.is_initialized()
 
 
@@ -96,10 +97,12 @@ def test_an_engine_that_runs_is_left_alone(monkeypatch):
     first, second = build_engine(network), build_engine(network)
     try:
         publish(network, first, None, 0)
+        groups = sorted(vllm_start._groups())
         with monkeypatch.context() as patch:
             patch.setattr("vllm.v1.worker.gpu_model_runner.GPUModelRunner.initialize_kv_cache", failing([]))
             with pytest.raises(RuntimeError, match="it cannot start"):
                 publish(network, second, None, 0)
+        assert sorted(vllm_start._groups()) == groups
         assert disagreement(network, first) < 1e-4
     finally:
         second.close()
