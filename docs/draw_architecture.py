@@ -15,7 +15,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from tests.test_imports import FILES, FLOORS, name_of, ours, room
+from tests.test_imports import FILES, FLOORS, name_of, ours, room  # noqa: E402
 
 INK, FAINT, PAPER, ACCENT, SOFT = "#1f2933", "#9aa5b1", "#ffffff", "#b4532a", "#f4ede4"
 STEPS = (

@@ -131,3 +131,13 @@ def _yaml_files(folder: Path) -> list[Path]:
 
 def _choose(files: Sequence[str]) -> str:
     return f"Choose one of {listed(files, SHOWN)}."
+
+
+def run_folder_name(args: Sequence[str]) -> str:
+    """Return the name under `runs/`: the first configuration file's.
+
+    >>> run_folder_name(["fit", "--config", "configs/quickstart.yaml", "-c=configs/correction/tis.yaml"])
+    'quickstart'
+    """
+    first = next(config_files(args), "")
+    return Path(first).stem or "run"

@@ -4,10 +4,8 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
-from lit_qrl.cli.config_files import config_files
 from lit_qrl.errors import ConfigError, StoppedError
 
 EXIT_CONFIG = 2
@@ -105,16 +103,6 @@ def run_training(args: Sequence[str]) -> Any:
         return QRLCLI.run(list(args))
     except MisconfigurationException as error:  # Lightning's own word for a configuration that cannot work
         raise ConfigError(" ".join(str(error).split())) from error
-
-
-def run_folder_name(args: Sequence[str]) -> str:
-    """Return the name under `runs/`: the first configuration file's.
-
-    >>> run_folder_name(["fit", "--config", "configs/quickstart.yaml", "-c=configs/correction/tis.yaml"])
-    'quickstart'
-    """
-    first = next(config_files(args), "")
-    return Path(first).stem or "run"
 
 
 if __name__ == "__main__":

@@ -31,9 +31,8 @@ from lit_qrl.callbacks.predictions import Predictions
 from lit_qrl.callbacks.progress import RLProgress
 from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.callbacks.report import Report
-from lit_qrl.cli.config_files import expanded
+from lit_qrl.cli.config_files import expanded, run_folder_name
 from lit_qrl.cli.errors import made_by_training, paragraph, refused
-from lit_qrl.cli.main import run_folder_name
 from lit_qrl.cli.parser import ReadableParser
 from lit_qrl.data import tasks
 from lit_qrl.data.module import RolloutDataModule

@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from lit_qrl import __version__
-from lit_qrl.cli.main import COMMANDS, TRAINING, fail, main, overview, run_folder_name
+from lit_qrl.cli.config_files import run_folder_name
+from lit_qrl.cli.main import COMMANDS, TRAINING, fail, main, overview
 from lit_qrl.errors import ConfigError, StoppedError
 
 
