@@ -238,6 +238,8 @@ def sampler(args: argparse.Namespace) -> Rows:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from lit_qrl.functional.logprobs import token_logprobs
+    from lit_qrl.precision.source import unchanged
+    from lit_qrl.rollout.engine import SamplerSpec
     from lit_qrl.rollout.vllm.engine import VLLMEngine
     from lit_qrl.types import SamplingParams
 
@@ -263,16 +265,17 @@ def sampler(args: argparse.Namespace) -> Rows:
             format = low[name] if name in low else formats.get(name)
             options: dict[str, Any] = {"gpu_memory_utilization": 0.3, "enforce_eager": True} if DEVICE == "cuda" else {}
             engine = VLLMEngine(max_num_seqs=32, **options)
-            engine.prompt_limit = length
             sampling = SamplingParams(max_tokens=length, ignore_stop=True)
-            engine.validate(format, sampling)
-            engine.setup(SimpleNamespace(network=network, lora=None), None, sampling)
+            spec = SamplerSpec(sampling=sampling, format=format, prompt_limit=length)
+            engine.validate(spec)
+            engine.setup(spec, SimpleNamespace(network=network))
             plugin = QATAligned(format) if format is not None else None
             stream = [(key, tensor.detach()) for key, tensor in network.named_parameters()]
             if plugin is not None:
                 learner = deepcopy(network)
                 plugin.convert_module(learner)
-                stream = list(plugin.export(learner, dtype=torch.bfloat16))
+                policy = SimpleNamespace(network=learner, named_weights=learner.named_parameters)
+                stream = list(plugin.source(policy, format).whole(unchanged, torch.bfloat16))
             engine.load_weights(iter(stream), format, 0)
             drawn = engine.generate(prompts, 1, seed=0)
             tokens = torch.tensor([p + list(c.token_ids) for p, c in zip(prompts, drawn, strict=True)], device=DEVICE)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from lit_qrl.network.linears import quantizable_linears, swap_linears
 from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.precision import NVFP4LoRA, QATAligned, QuantizedPrecision, UnifiedFP8
 from lit_qrl.precision.packed_lora import PackedLinear
+from lit_qrl.precision.source import unchanged
 
 SHAPES: dict[str, dict[str, int]] = {
     "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
@@ -337,9 +339,11 @@ def alignment_table(args: argparse.Namespace) -> list[dict[str, Any]]:
 def published(plugin: QATAligned, learner: Any, sampler: Any) -> Any:
     """Give `sampler` the layers that `plugin` publishes."""
     swap_linears(sampler, lambda _, linear: QuantizedLinear.from_linear(linear, plugin.format))
-    layers = list(plugin.shapes(learner))
+    policy = SimpleNamespace(network=learner, named_weights=learner.named_parameters)
+    source = plugin.source(policy, plugin.format)
+    layers = list(source.shapes())
     tensors: dict[str, dict[str, Tensor]] = {layer: {} for layer in layers}
-    for name, tensor in plugin.export(learner):
+    for name, tensor in source.whole(unchanged, None):
         layer, _, suffix = name.rpartition(".")
         if layer in tensors and suffix != "bias":
             tensors[layer][suffix] = tensor

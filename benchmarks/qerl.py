@@ -668,16 +668,22 @@ class Alone:
     def start(self, settings: list[dict[str, Any]], rank: int, figures: dict[str, Any]) -> Any:
         """Return an engine with base and adapter."""
         from lit_qrl.network.stream import weight_stream
+        from lit_qrl.rollout.engine import SamplerSpec
         from lit_qrl.types import SamplingParams
 
         args = self.args
         largest = {key: max(setting[key] for setting in settings) for key in ("batch", "completion")}
         engine = engine_of(args, self.config, rank, largest["batch"], largest["completion"], 0.9)
-        engine.prompt_limit = args.prompt
-        sampling = SamplingParams(max_tokens=largest["completion"], ignore_stop=True)
+        lora = lora_of(rank)
+        spec = SamplerSpec(
+            sampling=SamplingParams(max_tokens=largest["completion"], ignore_stop=True),
+            format=self.format,
+            adapter=lora,
+            prompt_limit=args.prompt,
+        )
         start = time.perf_counter()
-        engine.validate(self.format, sampling)
-        engine.setup(SimpleNamespace(network=self.network, lora=lora_of(rank)), None, sampling)
+        engine.validate(spec)
+        engine.setup(spec, SimpleNamespace(network=self.network, lora=lora))
         engine.load_weights(weight_stream(self.weights(), self.format, list(self.shapes)), self.format, 0)
         engine.load_adapter(self.adapter(rank), 0)
         figures["start_seconds"] = round(time.perf_counter() - start, 1)

@@ -261,7 +261,8 @@ class Bench:
 
     def start(self, **changes: Any) -> float:
         """Build an engine and fill it; return the seconds until then."""
-        from lit_qrl.publish.score_check import LENGTH
+        from lit_qrl.publish.probe import LENGTH
+        from lit_qrl.rollout.engine import SamplerSpec
         from lit_qrl.rollout.vllm.engine import VLLMEngine
         from lit_qrl.types import SamplingParams
 
@@ -277,11 +278,16 @@ class Bench:
         } | changes
         start = time.perf_counter()
         self.engine = VLLMEngine(**options)
-        self.engine.prompt_limit, self.engine.quantize_head = max(args.prompt, LENGTH), self.head
-        sampling = SamplingParams(max_tokens=self.limit, ignore_stop=True)
-        self.engine.validate(self.format, sampling)
         lora = self.lora_config() if options.get("max_lora_rank") else None
-        self.engine.setup(SimpleNamespace(network=self.network, lora=lora), None, sampling)
+        spec = SamplerSpec(
+            sampling=SamplingParams(max_tokens=self.limit, ignore_stop=True),
+            format=self.format,
+            quantize_head=self.head,
+            adapter=lora,
+            prompt_limit=max(args.prompt, LENGTH),
+        )
+        self.engine.validate(spec)
+        self.engine.setup(spec, SimpleNamespace(network=self.network, lora=lora))
         self.engine._start(self.format)
         self.sync()
         seconds = time.perf_counter() - start
@@ -325,7 +331,8 @@ class Bench:
     # ------------------------------------------------------------------------------------------------------- sections
 
     def run_verify(self) -> dict[str, Any]:
-        from lit_qrl.publish.probe import Probe, learner_scores
+        from lit_qrl.publish.learner_scores import learner_scores
+        from lit_qrl.publish.probe import Probe
 
         figures = self.ready()
         activations = self.format is not None and self.format.quantizes_activations
@@ -448,7 +455,8 @@ class Bench:
     def run_probe(self) -> dict[str, Any]:
         from transformers import AutoModelForCausalLM
 
-        from lit_qrl.publish.probe import Probe, learner_scores
+        from lit_qrl.publish.learner_scores import learner_scores
+        from lit_qrl.publish.probe import Probe
 
         figures = self.ready()
         network = self.network

@@ -11,7 +11,7 @@ from types import ModuleType
 MOVED = {
     "callbacks._apart": "publish.adapter",
     "callbacks._restarts": "publish.recovery",
-    "callbacks._scores": "publish.score_check",
+    "callbacks._scores": "publish.probe",
     "callbacks._sources": "publish.source",
     "callbacks._updates": "loop.updates",
     "callbacks._weighting": "loop.weighting",

@@ -20,14 +20,11 @@ completion token of every row and `tokens[:, s − t:]` are the completions.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from lit_qrl.receipts.ledger import ReceivedLedger
 
 FinishReason = Literal["stop", "length"]
 
@@ -213,22 +210,3 @@ class ObjectiveTerms:
 
     loss: Float[Tensor, "b t"]
     metrics: dict[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(slots=True, kw_only=True)
-class PublishReport:
-    """What one publish did.
-
-    Args:
-        version: the version now loaded.
-        seconds: wall time of the whole publish.
-        bytes: bytes of all tensors that were sent.
-        layers: for every tensor name of the model, the name of the format actually loaded.
-        received: what the engine's modules hold, to be compared with what was sent; None where it keeps no record.
-    """
-
-    version: int
-    seconds: float
-    bytes: int
-    layers: dict[str, str]
-    received: "ReceivedLedger | None" = None

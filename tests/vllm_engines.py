@@ -8,7 +8,7 @@ import torch
 from lit_qrl import formats
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.stream import weight_stream
-from lit_qrl.publish.probe import computing_as
+from lit_qrl.publish.learner_scores import computing_as
 from lit_qrl.receipts.ledger import SentLedger, choose, compare, compare_columns, compare_read_back, share_of_bound
 from lit_qrl.types import SamplingParams
 from tests.cpu_kernels import skip_without_kernel
@@ -37,8 +37,9 @@ def sampler_format(name):
     return formats.get(name, **options.get(name, {}))
 
 
-def build_engine(network, format=None, lora=None, quantize_head=False, refusable=True, **options):
+def build_engine(network, format=None, lora=None, refusable=True, spec=None, **options):
     """An engine whose weights are still to come; skips the test where vLLM has no kernel, if that is `refusable`."""
+    from lit_qrl.rollout.engine import SamplerSpec
     from lit_qrl.rollout.vllm.engine import VLLMEngine
     from tests import vllm_cpu_shim
 
@@ -46,13 +47,16 @@ def build_engine(network, format=None, lora=None, quantize_head=False, refusable
         skip_without_kernel(format)
     vllm_cpu_shim.install()
     engine = VLLMEngine(**{"max_num_seqs": 32, **options})
-    engine.prompt_limit, engine.quantize_head = PROMPT_LIMIT, quantize_head
-    sampling = SamplingParams(max_tokens=COMPLETION_LIMIT, ignore_stop=True)
+    spec = SamplerSpec(
+        sampling=SamplingParams(max_tokens=COMPLETION_LIMIT, ignore_stop=True),
+        format=format,
+        adapter=lora,
+        prompt_limit=PROMPT_LIMIT,
+        **(spec or {}),
+    )
     if refusable:
-        engine.validate(format, sampling)
-    else:
-        engine.format = format
-    engine.setup(SimpleNamespace(network=network, lora=lora), None, sampling)
+        engine.validate(spec)
+    engine.setup(spec, SimpleNamespace(network=network))
     return engine
 
 
@@ -69,12 +73,14 @@ def checkpoint(network, engine, format):
     """The stream that the publisher makes of a network."""
     dtype = engine.plain_dtype
     named = ((name, parameter.detach().to(dtype)) for name, parameter in network.named_parameters())
-    return weight_stream(named, format, list(quantizable_linears(network, engine.exclude, engine.quantize_head)))
+    return weight_stream(
+        named, format, list(quantizable_linears(network, engine.spec.exclude, engine.spec.quantize_head))
+    )
 
 
 def publish(network, engine, format, version, previous=None, wire=lambda stream: stream, everywhere=False):
     """Publish and verify; return the faults, the sender's ledger and the report. `wire` may corrupt the stream."""
-    layers = quantizable_linears(network, engine.exclude, engine.quantize_head)
+    layers = quantizable_linears(network, engine.spec.exclude, engine.spec.quantize_head)
     shapes = {name: tuple(linear.weight.shape) for name, linear in layers.items()}
     names = list(shapes) if everywhere else choose(list(shapes), version)
     sent = SentLedger(version, format, {name: shapes[name] for name in names})
@@ -113,7 +119,13 @@ def disagreement(network, engine, format=None, temperature=1.0, n=1, **generatio
     differences = []
     for i, completion in enumerate(engine.generate(asked, n, seed=7, **generation)):
         expected = reference_logprobs(
-            network, asked[i // n], completion.token_ids, format, engine.plain_dtype, temperature, engine.quantize_head
+            network,
+            asked[i // n],
+            completion.token_ids,
+            format,
+            engine.plain_dtype,
+            temperature,
+            engine.spec.quantize_head,
         )
         differences.append((torch.tensor(completion.logprobs) - expected).abs())
     return float(torch.cat(differences).mean())

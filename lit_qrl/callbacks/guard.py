@@ -1,53 +1,23 @@
 """One declared action and one logged event for everything that can go wrong in an update."""
 
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
-from lit_qrl.errors import ConfigError, StoppedError
+from lit_qrl.errors import ConfigError
 from lit_qrl.functional.importance import log_ratio
 from lit_qrl.functional.mismatch import mismatch_metrics
 from lit_qrl.loop.hooks import RLCallback
-from lit_qrl.run.diary import log_event
-from lit_qrl.run.folder import last_checkpoint
+from lit_qrl.run.diary import event
+from lit_qrl.run.stop import stop_run
 from lit_qrl.types import RolloutBatch
 
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
 
 Action = Literal["warn", "skip", "stop"]
-
-
-def event(trainer: Trainer, kind: str, message: str, **fields: Any) -> None:
-    """Append one line to the run's diary, on the first rank."""
-    if trainer.is_global_zero:
-        log_event(trainer.default_root_dir, kind, message, iteration=trainer.current_epoch + 1, **fields)
-
-
-def stop_run(
-    trainer: Trainer, kind: str, message: str, *, save: bool = False, error: BaseException | None = None
-) -> NoReturn:
-    """End the run by a `StoppedError` that names its last checkpoint; the report is made on the way out.
-
-    Args:
-        trainer: the run's.
-        kind: of the condition, for the diary.
-        message: one sentence for a person.
-        save: write a checkpoint first, of before this iteration, where the learner's state is good.
-        error: the cause.
-    """
-    from lit_qrl.callbacks.checkpoint import RunCheckpoint
-
-    if save:
-        for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-            if isinstance(callback, RunCheckpoint):
-                callback.save_before_update(trainer)
-    saved = last_checkpoint(trainer.default_root_dir)
-    where = f"The last good checkpoint is {saved}." if saved else "No checkpoint had been written."
-    event(trainer, "stopped", f"{message} {where}", cause=kind)
-    raise StoppedError(f"The run was stopped by the guard: {message} {where}") from error
 
 
 def _overflowed(trainer: Trainer) -> bool:

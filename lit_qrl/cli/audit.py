@@ -173,9 +173,10 @@ def measured(
     from lit_qrl.network.linears import quantizable_linears
     from lit_qrl.network.stream import weight_stream
     from lit_qrl.rollout.embedded.engine import TransformersEngine
+    from lit_qrl.rollout.engine import SamplerSpec
 
     engine, layers = TransformersEngine(), quantizable_linears(policy.network)
-    engine.setup(policy, policy.tokenizer, sampling)
+    engine.setup(SamplerSpec(sampling=sampling), policy)
     device = next(policy.parameters()).device
     own = 8.0 * next(iter(layers.values())).weight.element_size()
     for version, format in enumerate((None, *formats)):

@@ -180,7 +180,6 @@ class RolloutDataModule(LightningDataModule):
                 given=f"{rows // self.micro_batches} sequences × {longest} tokens",
                 remedy=f"Set data.micro_batches to {fits[0]}." if fits else "One sequence alone exceeds the limit.",
             )
-        self.engine.prompt_limit = self.max_prompt_tokens
         self.task.setup()
         if stage == "fit":
             self._problems["train"] = self._admit(self.task.train_rows(), "training")

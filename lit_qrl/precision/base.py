@@ -1,13 +1,12 @@
 """What the precision plugins share: a linear layer with cached low-bit weights, and the Lightning plugin around it."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.plugins.precision import Precision
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from typing_extensions import override
@@ -15,7 +14,8 @@ from typing_extensions import override
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight
 from lit_qrl.network.linears import SwapReport, fused_groups, quantizable_linears, swap_linears
-from lit_qrl.network.stream import quantize_named, weight_stream
+from lit_qrl.network.stream import quantize_named
+from lit_qrl.precision.source import Held, PublishingPrecision, WeightSource
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def autocast_input(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
-class QuantizedPrecision(Precision):
+class QuantizedPrecision(PublishingPrecision):
     """Base of the plugins whose learner computes in the sampler's arithmetic.
 
     Batches, default dtype and log-probs stay as they are: Lightning's half-precision plugins cast a batch to bf16,
@@ -183,39 +183,44 @@ class QuantizedPrecision(Precision):
         """Return the low-bit layers of a module or a policy, by checkpoint name."""
         return {name: part for name, part in network_of(module).named_modules() if isinstance(part, LowBitLinear)}
 
-    # --------------------------------------------------------------------------------------------- for the publisher
+    @override
+    def source(
+        self, policy: Any, format: NumberFormat | None, exclude: Sequence[str] = (), head: bool = False
+    ) -> WeightSource:
+        return LowBitSource(self, policy) if format == self.format else WeightSource(policy, format, exclude, head)
 
-    def shapes(self, policy: Any) -> dict[str, tuple[int, int]]:
-        """Return (out, in) of every layer that is published in `format`, by checkpoint name."""
-        return {name: (layer.out_features, layer.in_features) for name, layer in self.layers(policy).items()}
 
-    def weights(self, policy: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the learner's weights under their checkpoint names, as `export` takes them."""
-        return policy.named_weights() if hasattr(policy, "named_weights") else iter(policy.named_parameters())
+class LowBitSource(WeightSource):
+    """Yields, for each low-bit layer, the very codes that its forward pass uses.
 
-    def plain_weights(self, policy: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield full-precision weights for an evaluation that does not depend on the format."""
-        return self.weights(policy)
+    A layer whose tensor a callback changed is quantized anew.
 
-    def export(
-        self, policy: Any, named: Iterable[tuple[str, Tensor]] | None = None, dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the checkpoint tensors of the policy, for each low-bit layer the very codes that its forward uses.
+    Args:
+        plugin: whose layers the policy has.
+        policy: as `WeightSource` takes it.
+    """
 
-        Args:
-            policy: the policy, or its network.
-            named: what `weights` yields as it is to be published, such as with perturbed norms; a layer whose tensor
-                is not the learner's own is quantized anew.
-            dtype: of the floating tensors outside these layers; None leaves them.
-        """
-        layers = self.layers(policy)
+    aligned = True
 
-        def existing(name: str, tensor: Tensor) -> QuantizedWeight | None:
+    def __init__(self, plugin: QuantizedPrecision, policy: Any) -> None:
+        super().__init__(policy, plugin.format, plugin.exclude)
+        self.plugin = plugin
+
+    @override
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        return {
+            name: (layer.out_features, layer.in_features) for name, layer in self.plugin.layers(self.policy).items()
+        }
+
+    @override
+    def held(self) -> Held:
+        layers = self.plugin.layers(self.policy)
+
+        def codes(name: str, tensor: Tensor) -> QuantizedWeight | None:
             layer = layers[name]
             return layer.quantized() if tensor.data_ptr() == layer.weight.data_ptr() else None
 
-        stream = self.weights(policy) if named is None else named
-        return weight_stream(stream, self.format, list(layers), dtype, existing)
+        return codes
 
 
 def network_of(module: nn.Module) -> nn.Module:

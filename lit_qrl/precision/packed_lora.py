@@ -1,7 +1,7 @@
 """QeRL's learner: a frozen base packed in 4 bits under a LoRA adapter."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any, Literal
@@ -23,7 +23,8 @@ from lit_qrl.precision.base import QuantizedPrecision, check_shapes, network_of
 from lit_qrl.precision.deferred import DeferredWeights, deferred_weights
 from lit_qrl.precision.layers.packed_linear import PackedLinear
 from lit_qrl.precision.packed_base import PackedBase
-from lit_qrl.precision.vllm_kernels.borrowed import borrow
+from lit_qrl.precision.source import Named, WeightSource
+from lit_qrl.precision.vllm_kernels.borrowed import WeightStore, borrow
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class PackedLoRA(QuantizedPrecision):
     Raises:
         ConfigError: for a format that quantizes activations or packs nothing.
     """
+
+    packs_base = True
 
     def __init__(
         self,
@@ -72,8 +75,9 @@ class PackedLoRA(QuantizedPrecision):
                 given=f"{kernel} with share_weights: {str(share_weights).lower()}",
             )
         self.share_weights, self.kernel = share_weights, kernel
-        self._fingerprint: str | None = None
+        self.fingerprint: str | None = None
 
+    @override
     def configure_policy(self, policy: Any) -> None:
         """Pack the base of a configured policy in place; a second call changes nothing.
 
@@ -173,22 +177,22 @@ class PackedLoRA(QuantizedPrecision):
                 expected="a module that calls the plugin's configure_policy(policy) in configure_model",
                 given=type(module).__name__,
             )
-        self._fingerprint = _fingerprint(layers)
+        self.fingerprint = fingerprint_of(layers)
         leave_to_each_rank(module)
         return module
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"base": self._fingerprint}
+        return {"base": self.fingerprint}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # called after convert_module, so both fingerprints are known
-        if state_dict.get("base") != self._fingerprint:
+        if state_dict.get("base") != self.fingerprint:
             raise ConfigError(
                 "The checkpoint's adapter was trained over another base.",
                 expected=f"a base with fingerprint {state_dict.get('base')}",
-                given=self._fingerprint,
+                given=self.fingerprint,
                 remedy="Use the same model and the same format as that run.",
             )
 
@@ -196,66 +200,11 @@ class PackedLoRA(QuantizedPrecision):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         return Precision.optimizer_step(self, *args, **kwargs)
 
-    def shapes(self, policy: Any) -> dict[str, tuple[int, int]]:
-        return {name: layer.shape for name, layer in self.packed(policy).items()}
-
-    def plain_weights(self, policy: Any) -> Iterator[tuple[str, Tensor]]:
-        network = network_of(policy)
-        return merged_weights(network, next(iter(network.parameters())).dtype)
-
-    def export(
-        self, policy: Any, named: Iterable[tuple[str, Tensor]] | None = None, dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the checkpoint tensors of the base, the packed layers as they are held; the adapter is not in it.
-
-        Args:
-            policy: the policy, or its network.
-            named: what `weights` yields, such as with perturbed norms; a packed layer is exported as it is held.
-            dtype: of the floating tensors outside these layers; None leaves them.
-        """
-        layers = self.packed(policy)
-        stream = self.weights(policy) if named is None else named
-        device = next(network_of(policy).parameters()).device
-        held = self._held(layers)
-        return weight_stream(
-            stream, self.format, list(layers), dtype, lambda name, tensor: held(name).weight_on(device)
-        )
-
-    def _held(self, layers: dict[str, PackedLinear]) -> Callable[[str], PackedLinear]:
-        """Return how a layer is had for an export; one whose engine has damaged it is refused."""
-        if any(layer.stored is not None for layer in layers.values()) and _fingerprint(layers) != self._fingerprint:
-            raise ConfigError(
-                "The base that learner and engine share is damaged, and there is no other copy to publish.",
-                expected=f"fingerprint {self._fingerprint}",
-                remedy="Start again from the last checkpoint.",
-            )
-        return layers.__getitem__
-
-    def settle(self, policy: Any, engine: Any) -> None:
-        """Share the base with the engine that just received it, where `share_weights` asks for that.
-
-        Raises:
-            ConfigError: when the engine holds a layer in a layout that is not known.
-        """
-        if not self.share_weights:
-            return
-        network = network_of(policy)
-        plain = {
-            checkpoint_name(name): parameter
-            for name, parameter in network.named_parameters()
-            # vectors stay apart: a callback may perturb the engine's norms
-            if parameter.ndim == 2 and not parameter.requires_grad and not is_adapter(name)
-        }
-        layers = self.packed(network)
-        taken = borrow(layers, plain, engine)
-        for layer in layers.values():
-            if layer.stored is not None and layer.stored.aligned:
-                layer.kernel = self.kernel
-        log.info("%s: %d weights are the engine's own", type(self).__name__, len(taken))
-
-    def weights(self, policy: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the base's tensors under their checkpoint names; of a packed layer, an empty tensor in its place."""
-        return base_weights(network_of(policy), multiply_out=False)
+    @override
+    def source(
+        self, policy: Any, format: NumberFormat | None, exclude: Sequence[str] = (), head: bool = False
+    ) -> WeightSource:
+        return PackedSource(self, policy, format, exclude, head)
 
 
 class NVFP4LoRA(PackedLoRA):
@@ -270,7 +219,79 @@ class NVFP4LoRA(PackedLoRA):
         super().__init__(format, **options)
 
 
-def _fingerprint(layers: dict[str, PackedLinear]) -> str:
+class PackedSource(WeightSource):
+    """Yields a packed base as it is held, its adapter beside it; in another format, the sum of the two.
+
+    Args:
+        plugin: that packed the policy.
+        policy: as `WeightSource` takes it.
+        format: of the sampler's linear layers.
+        exclude: name patterns of layers that stay plain, in another format than the plugin's.
+        head: publish the output head in the format too, in another format than the plugin's.
+    """
+
+    packed = True
+
+    def __init__(
+        self, plugin: PackedLoRA, policy: Any, format: NumberFormat | None, exclude: Sequence[str], head: bool
+    ) -> None:
+        super().__init__(policy, format, exclude, head)
+        self.plugin, self.aligned = plugin, format == plugin.format
+
+    @override
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        packed = {name: layer.shape for name, layer in self.plugin.packed(self.policy).items()}
+        return packed if self.aligned else {**packed, **super().shapes()}
+
+    @override
+    def base(self, dtype: torch.dtype | None) -> Named:
+        """Yield the base's tensors, the packed layers as they are held.
+
+        Raises:
+            ConfigError: for a shared base that the engine has damaged.
+        """
+        if not self.aligned:
+            return super().base(dtype)
+        layers, expected = self.plugin.packed(self.policy), self.plugin.fingerprint
+        if any(layer.stored is not None for layer in layers.values()) and fingerprint_of(layers) != expected:
+            raise ConfigError(
+                "The base that learner and engine share is damaged, and there is no other copy to publish.",
+                expected=f"fingerprint {expected}",
+                remedy="Start again from the last checkpoint.",
+            )
+        device = next(network_of(self.policy).parameters()).device
+        named = base_weights(network_of(self.policy), multiply_out=False)
+        return weight_stream(named, self.format, list(layers), dtype, lambda name, _: layers[name].weight_on(device))
+
+    @override
+    def plain(self, dtype: torch.dtype | None) -> Named:
+        network = network_of(self.policy)
+        return weight_stream(merged_weights(network, next(network.parameters()).dtype), None, (), dtype)
+
+    @override
+    def settle(self, engine: WeightStore) -> None:
+        """Share the base with the engine that just received it, where the plugin's `share_weights` asks for that.
+
+        Raises:
+            ConfigError: when the engine holds a layer in a layout that is not known.
+        """
+        if not (self.plugin.share_weights and self.aligned):
+            return
+        plain = {
+            checkpoint_name(name): parameter
+            for name, parameter in network_of(self.policy).named_parameters()
+            # vectors stay apart: a callback may perturb the engine's norms
+            if parameter.ndim == 2 and not parameter.requires_grad and not is_adapter(name)
+        }
+        layers = self.plugin.packed(self.policy)
+        taken = borrow(layers, plain, engine)
+        for layer in layers.values():
+            if layer.stored is not None and layer.stored.aligned:
+                layer.kernel = self.plugin.kernel
+        log.info("%s: %d weights are the engine's own", type(self.plugin).__name__, len(taken))
+
+
+def fingerprint_of(layers: dict[str, PackedLinear]) -> str:
     """Return a short digest of names, shapes and sampled codes of a packed base: equal for equal bases."""
     digest = blake2b(digest_size=8)
     for name, layer in layers.items():

@@ -134,7 +134,8 @@ class QATAligned(QuantizedPrecision):
         tell_emulated("QATAligned", self.format, device)
         if layers:
             dtype = torch.bfloat16 if self.autocast == "bf16" else next(iter(layers.values())).weight.dtype
-            self.choice.require(self.shapes(module), dtype)
+            shapes = {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
+            self.choice.require(shapes, dtype)
         for layer in layers.values():
             assert isinstance(layer, AlignedLinear)
             layer.choice = self.choice

@@ -4,20 +4,21 @@ It sees what no receipt can: a kernel that computes something else with the righ
 whose effect is smaller than rounding; that is what receipts are for.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
+from torch import Tensor
 
-from lit_qrl.formats.base import NumberFormat
-from lit_qrl.network.adapters import merged_tensors
-from lit_qrl.network.linears import fused_groups, quantizable_linears
-from lit_qrl.network.names import base_of, checkpoint_modules, is_adapted
-from lit_qrl.network.stream import shared_amax
+from lit_qrl.loop.hooks import Learner
+from lit_qrl.precision.source import WeightSource
+from lit_qrl.publish.learner_scores import learner_scores
+from lit_qrl.receipts.ledger import Fault, PublishError
+from lit_qrl.rollout.engine import RolloutEngine, Scores
+
+LENGTH = 64
+"""Tokens of a probe's sequence, fewer where the engine's longest sequence is shorter."""
 
 # Mean |Δ log p| that a healthy engine stays below at the very first probe, where nothing is known of this model yet:
 # bf16 engines were measured at 0.005 to 0.05 and engines with 8-bit activations at up to 0.3, a wrong layer at 0.5 up.
@@ -92,122 +93,86 @@ class Probe:
             self.baseline = mean
         return result
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the baseline."""
-        return {"baseline": self.baseline}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the baseline of the first run."""
-        self.baseline = state["baseline"]
-
 
 def _difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
     return (torch.cat([s.cpu() for s in one]) - torch.cat([s.cpu() for s in other])).double().abs()
 
 
-@torch.no_grad()
-def learner_scores(
-    network: Any,
-    tokens: Sequence[Sequence[int]],
-    format: NumberFormat | None = None,
-    exclude: Collection[str] = (),
-    merged: bool = True,
-    dtype: torch.dtype | None = None,
-    overrides: Mapping[str, Tensor] | None = None,
-    jitter: float = 0.0,
-    head: bool = False,
-) -> list[Tensor]:
-    """Return the log-probs (fp32, T = 1, "length − 1") of the learner computing with the sampler's weights.
+class ScoreCheck:
+    """Compares the engine's log-probs with the learner's at every n-th publish, and at the first to a new engine.
 
     Args:
-        network: the learner's Hugging Face model, adapters inside.
-        tokens: sequences of one length.
-        format: the sampler's number format; its GEMM is emulated, activations included.
-        exclude: name patterns of layers that stay plain.
-        merged: an adapter was merged before quantization; otherwise it stands beside the quantized base.
-        dtype: what the weights were cast to before they were quantized (the engine's `plain_dtype`).
-        overrides: published tensors that differ from the learner's own (perturbed norms), by parameter name.
-        head: True when the output embedding is quantized too.
-        jitter: relative error, of random sign, of what each decoder layer reads. Half the spacing of a dtype
-            (2⁻⁸ for bf16) is what rounding there does, and so the least by which two implementations differ.
+        every: publishes between two comparisons; 0 never compares.
     """
-    parameters = dict(network.named_parameters())
-    kept = {name: parameters[name].data for name in overrides or {}}
-    ids = torch.tensor([list(sequence) for sequence in tokens], device=next(network.parameters()).device)
-    was_training = network.training
-    network.eval()
-    try:
-        for name, tensor in (overrides or {}).items():
-            parameters[name].data = tensor.to(kept[name])
-        with computing_as(network, format, exclude, merged, dtype, head), _jittered(network, jitter):
-            logits = network(input_ids=ids, use_cache=False).logits[:, :-1].float()
-    finally:
-        for name, data in kept.items():
-            parameters[name].data = data
-        network.train(was_training)
-    scores = logits.log_softmax(dim=-1).gather(2, ids[:, 1:, None]).squeeze(2)
-    return list(scores.cpu())
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.probe: Probe | None = None
+        self.baseline: float | None = None
+
+    def due(self, published: int, rebuilt: bool) -> bool:
+        """Return True when the publish after `published` others is compared."""
+        return self.every > 0 and (published % self.every == 0 or rebuilt)
+
+    def check(
+        self,
+        learner: Learner,
+        engine: RolloutEngine,
+        source: WeightSource,
+        merged: bool,
+        altered: Mapping[str, Tensor],
+        version: int,
+    ) -> None:
+        """Score the probe on both sides; an engine that cannot score is not compared.
+
+        Args:
+            learner: with the policy, and the Trainer under whose precision plugin it computes.
+            engine: that was published to.
+            source: of what was published.
+            merged: False when an adapter stands beside the base.
+            altered: tensors that callbacks changed, by parameter name; an empty one stands for a whole matrix.
+            version: of the publish.
+
+        Raises:
+            PublishError: when the mean difference is beyond the bound, or a score is not finite.
+        """
+        if (source.packed and not source.aligned) or any(tensor.numel() == 0 for tensor in altered.values()):
+            return  # the learner cannot compute as this sampler does
+        if not isinstance(engine, Scores):
+            return
+        network, probe = learner.policy.network, self._probe_of(learner, source)
+        settings: dict[str, Any] = {
+            "format": None if source.aligned else source.format,
+            "exclude": source.exclude,
+            "head": source.head,
+            "merged": merged,
+            "overrides": dict(altered) or None,
+        }
+        with learner.iteration.timed("verify"), learner.trainer.precision_plugin.forward_context():
+            expected = learner_scores(network, probe.tokens, **settings)
+            scores = engine.score(probe.tokens)
+            result = probe.compare(scores, expected)
+            if not result.passed and probe.baseline is None:
+                dtype = source.plain_dtype(engine.plain_dtype) or next(network.parameters()).dtype
+                jittered = learner_scores(network, probe.tokens, **settings, jitter=torch.finfo(dtype).eps / 2)
+                result = probe.compare(scores, expected, jittered)
+        self.baseline = probe.baseline
+        learner.iteration.metrics.update(
+            {"publish/probe_mean": result.mean, "publish/probe_max": result.max, "publish/probe_bound": result.bound}
+        )
+        if not result.passed:
+            raise PublishError([Fault("probe", "the sampler", _measured(result))], version)
+
+    def _probe_of(self, learner: Learner, source: WeightSource) -> Probe:
+        if self.probe is None:
+            length = min(LENGTH, learner.data.max_prompt_tokens + learner.data.max_completion_tokens)
+            noisy = source.format is not None and source.format.quantizes_activations
+            vocabulary = learner.policy.network.config.get_text_config().vocab_size
+            self.probe = Probe(vocabulary, noisy, length=length)
+            self.probe.baseline = self.baseline
+        return self.probe
 
 
-@contextmanager
-def _jittered(network: Any, size: float) -> Iterator[None]:
-    """Multiply the inputs of all decoder layers by 1 ± `size`."""
-    if size == 0:
-        yield
-        return
-    generator = torch.Generator().manual_seed(0)
-
-    def disturb(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden = arguments[0]
-        signs = 2.0 * torch.randint(2, hidden.shape, generator=generator).to(hidden.device) - 1.0
-        return (hidden.float() * (1 + size * signs)).to(hidden), *arguments[1:]
-
-    layers = [module for module in network.modules() if isinstance(module, GradientCheckpointingLayer)]
-    handles = [layer.register_forward_pre_hook(disturb) for layer in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def computing_as(
-    network: nn.Module,
-    format: NumberFormat | None,
-    exclude: Collection[str] = (),
-    merged: bool = True,
-    dtype: torch.dtype | None = None,
-    head: bool = False,
-) -> Iterator[None]:
-    """Make the quantizable layers compute in `format`, each quantizing its weight in passing: no copy is kept."""
-    if format is None:
-        yield
-        return
-    layers: dict[str, nn.Module] = dict(quantizable_linears(network, exclude, head))
-    if merged:
-        layers = {name: module for name, module in checkpoint_modules(network) if name in layers}
-    try:
-        for members in fused_groups(layers).values():
-            group = {name: layers[name] for name in members}
-            for name, module in group.items():
-                module.forward = _forward(name, group, format, dtype)
-        yield
-    finally:
-        for module in layers.values():
-            del module.forward
-
-
-def _forward(name: str, group: Mapping[str, nn.Module], format: NumberFormat, dtype: torch.dtype | None) -> Any:
-    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        shared = None
-        if format.shares_amax and len(group) > 1:
-            shared = shared_amax({key: _weight(module, dtype) for key, module in group.items()})
-        module = group[name]
-        return format.linear(x, format.quantize(_weight(module, dtype), shared), base_of(module).bias)
-
-    return forward
-
-
-def _weight(module: Any, dtype: torch.dtype | None) -> Tensor:
-    return (merged_tensors(module)["weight"] if is_adapted(module) else module.weight.detach()).to(dtype)
+def _measured(result: ProbeResult) -> str:
+    scores = f"mean |Δ log p| {result.mean:.3g}, at most {result.bound:.3g} expected"
+    return f"{result.nonfinite} scores are not finite" if result.nonfinite else scores

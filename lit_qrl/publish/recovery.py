@@ -1,11 +1,19 @@
-"""What follows when the engine dies: one event, a count, and the end of the run when it keeps dying."""
+"""What follows a publish or an engine that failed: once more, a new engine, or the end of the run."""
 
 import traceback
+from collections.abc import Callable
+from typing import TypeVar
 
 from lightning.pytorch import Trainer
 
-from lit_qrl.callbacks.guard import event, stop_run
+from lit_qrl.errors import ConfigError
+from lit_qrl.precision.source import PublishingPrecision
+from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.engine import EngineDiedError
+from lit_qrl.run.diary import event
+from lit_qrl.run.stop import stop_run
+
+T = TypeVar("T")
 
 
 class Restarts:
@@ -24,7 +32,8 @@ class Restarts:
         self.in_a_row += 1
         again = self.in_a_row <= self.limit
         what = f"restart {self.in_a_row} of {self.limit}" if again else f"{self.limit} restarts did not help"
-        if getattr(trainer.precision_plugin, "share_weights", False):
+        plugin = trainer.precision_plugin
+        if isinstance(plugin, PublishingPrecision) and plugin.share_weights:
             again, what = False, "the learner read the engine's own weights, so nothing is left to build it from"
         event(trainer, "engine_died", f"{error} ({what})", restart=self.in_a_row, max_restarts=self.limit)
         if not again:
@@ -37,3 +46,39 @@ class Restarts:
     def reset(self) -> None:
         """Forget the deaths: all was drawn."""
         self.in_a_row = 0
+
+
+def repeated(
+    publish: Callable[[], T],
+    trainer: Trainer,
+    retries: int,
+    forget: Callable[[], None],
+    bury: Callable[[EngineDiedError], None],
+) -> T:
+    """Return what `publish` returns, after as many attempts as it takes.
+
+    Args:
+        publish: one attempt.
+        trainer: whose diary gets an event for every fault.
+        retries: attempts more after one that did not arrive as sent.
+        forget: called after such an attempt, since nobody knows what arrived.
+        bury: called when the engine died of it; the next attempt is to a new one, unless this raises.
+
+    Raises:
+        PublishError: of the last attempt.
+        ConfigError: of the first that raises one.
+    """
+    while True:
+        try:
+            return publish()
+        except EngineDiedError as error:
+            bury(error)
+        except (PublishError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            forget()
+            faults = [fault.kind for fault in getattr(error, "faults", ())]
+            event(trainer, "publish_fault", str(error), faults=faults)
+            if not retries:
+                raise
+            retries -= 1

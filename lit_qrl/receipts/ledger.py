@@ -227,6 +227,25 @@ class ReceivedLedger(Ledger):
         super().__init__(self.version)
 
 
+@dataclass(slots=True, kw_only=True)
+class PublishReport:
+    """What one publish did.
+
+    Args:
+        version: the version now loaded.
+        seconds: wall time of the whole publish.
+        bytes: bytes of all tensors that were sent.
+        layers: for every tensor name of the model, the name of the format actually loaded.
+        received: what the engine's modules hold, to be compared with what was sent; None where it keeps no record.
+    """
+
+    version: int
+    seconds: float
+    bytes: int
+    layers: dict[str, str]
+    received: ReceivedLedger | None = None
+
+
 def compare(sent: Ledger, received: ReceivedLedger, previous: Mapping[str, TensorReceipt] | None = None) -> list[Fault]:
     """Return every difference between the two ledgers; an empty list is a verified publish.
 

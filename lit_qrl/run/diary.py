@@ -6,7 +6,10 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 EVENTS_FILE, SAMPLES_FILE, METRICS_FILE = "events.jsonl", "samples.jsonl", "metrics.csv"
 """Names of the files in a run folder."""
@@ -36,6 +39,12 @@ def log_event(
     """
     record = {"time": time.time(), "iteration": iteration, "kind": kind, "message": message, **fields}
     append_jsonl(Path(run_folder) / EVENTS_FILE, [record])
+
+
+def event(trainer: "Trainer", kind: str, message: str, **fields: Any) -> None:
+    """Append one event of a Trainer's run to its diary, on the first rank; see `log_event`."""
+    if trainer.is_global_zero:
+        log_event(trainer.default_root_dir, kind, message, iteration=trainer.current_epoch + 1, **fields)
 
 
 def append_jsonl(path: str | os.PathLike, records: Iterable[dict[str, Any]]) -> None:

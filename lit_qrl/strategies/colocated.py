@@ -7,7 +7,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.rollout.engine import RolloutEngine
+from lit_qrl.rollout.engine import RolloutEngine, Sleeps
 from lit_qrl.strategies.offload import OffloadedState
 
 
@@ -54,11 +54,12 @@ class ColocatedStrategy(SingleDeviceStrategy):
 
     def check(self, engine: RolloutEngine) -> None:
         """Raise `ConfigError` when the strategy would change nothing."""
-        if not engine.sleep_level and not self.offload_optimizer:
+        level = sleep_level(engine)
+        if not level and not self.offload_optimizer:
             raise ConfigError(
                 "ColocatedStrategy has nothing to do.",
                 expected="data.engine.sleep_level of 1 or 2, or offload_optimizer: true",
-                given=f"sleep_level {engine.sleep_level} of {type(engine).__name__}, offload_optimizer: false",
+                given=f"sleep_level {level} of {type(engine).__name__}, offload_optimizer: false",
                 remedy="Set one of them, or drop the strategy.",
             )
 
@@ -72,28 +73,40 @@ class ColocatedStrategy(SingleDeviceStrategy):
             self.offloaded.to_host(self.optimizers)
         if self.root_device.type == "cuda":
             torch.cuda.empty_cache()  # the engine cannot use what torch keeps for itself
-        engine.wake()
+        wake(engine)
 
     def begin_update(self, engine: RolloutEngine) -> None:
         """Send the engine to sleep, and take the memory back."""
-        engine.sleep()
+        if isinstance(engine, Sleeps):
+            engine.sleep()
         if self.offloaded.away:
             self.offloaded.to_device(self.optimizers)
 
 
+def sleep_level(engine: RolloutEngine) -> int:
+    """Return what the engine's `sleep` does, 0 where it never sleeps."""
+    return engine.sleep_level if isinstance(engine, Sleeps) else 0
+
+
+def wake(engine: RolloutEngine) -> None:
+    """Wake an engine that can sleep."""
+    if isinstance(engine, Sleeps):
+        engine.wake()
+
+
 def check_phases(trainer: Trainer, engine: RolloutEngine, every_n_iterations: int) -> None:
     """Raise `ConfigError` when engine, strategy and publisher do not agree on who sleeps when."""
-    strategy = trainer.strategy
+    strategy, level = trainer.strategy, sleep_level(engine)
     if isinstance(strategy, ColocatedStrategy):
         strategy.check(engine)
-    elif engine.sleep_level:
+    elif level:
         raise ConfigError(
             "The engine would never sleep.",
             expected="trainer.strategy: ColocatedStrategy",
-            given=f"{type(strategy).__name__} with data.engine.sleep_level {engine.sleep_level}",
+            given=f"{type(strategy).__name__} with data.engine.sleep_level {level}",
             remedy="Add --config configs/engine/vllm_colocated.yaml, or set sleep_level to 0.",
         )
-    if engine.sleep_level == 2 and every_n_iterations > 1:
+    if level == 2 and every_n_iterations > 1:
         raise ConfigError(
             "A sleep of level 2 drops the weights, and the next iteration would need them.",
             expected="publisher.every_n_iterations: 1",
@@ -108,7 +121,7 @@ def begin_rollout(trainer: Trainer, engine: RolloutEngine) -> None:
     if isinstance(strategy, ColocatedStrategy):
         strategy.begin_rollout(engine)
     else:
-        engine.wake()
+        wake(engine)
 
 
 def begin_update(trainer: Trainer, module: Any) -> None:

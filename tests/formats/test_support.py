@@ -12,8 +12,8 @@ from lit_qrl.formats.kernels import gemm
 from lit_qrl.precision.qat import QATAligned
 from lit_qrl.precision.unified_fp8 import UnifiedFP8
 from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.vllm import checks as vllm_checks
-from lit_qrl.types import SamplingParams
 from tests.networks import build_network
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -121,7 +121,7 @@ def test_the_embedded_engine_tells_at_its_first_publish(gpu, caplog, monkeypatch
     gpu((8, 0))
     network = build_network()
     engine = TransformersEngine()
-    engine.setup(SimpleNamespace(network=network), None, SamplingParams())
+    engine.setup(SamplerSpec(), SimpleNamespace(network=network))
     monkeypatch.setattr(engine._modules, "device", CUDA)  # asked before anything is put there
     for version in range(2):
         with pytest.raises(ValueError, match="incomplete"):

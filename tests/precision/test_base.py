@@ -10,6 +10,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.precision import QATAligned
 from lit_qrl.precision.base import StepClock, autocast_input, check_shapes, network_of
 from lit_qrl.precision.qat import AlignedLinear
+from lit_qrl.precision.source import unchanged
 from tests.precision.toy import LINEARS, Module, Policy, network
 
 
@@ -110,11 +111,10 @@ def test_what_a_plugin_exports_without_a_change_is_the_codes_of_the_forward_pass
     module.policy.configure()
     plugin = QATAligned("fp8_row")
     plugin.convert_module(module)
-    layer = module.policy.network.get_submodule(LINEARS[0])
-    codes = dict(plugin.export(module.policy))[f"{LINEARS[0]}.weight"]
+    layer, source = module.policy.network.get_submodule(LINEARS[0]), plugin.source(module.policy, plugin.format)
+    codes = dict(source.whole(unchanged, None))[f"{LINEARS[0]}.weight"]
     assert codes.data_ptr() == layer.quantized().codes.data_ptr()
-    doubled = ((name, 2 * tensor) for name, tensor in plugin.weights(module.policy))
-    scales = dict(plugin.export(module.policy, doubled))[f"{LINEARS[0]}.weight_scale"]
+    scales = dict(source.whole(lambda name, tensor: 2 * tensor, None))[f"{LINEARS[0]}.weight_scale"]
     torch.testing.assert_close(scales, 2 * layer.quantized().scales)
 
 

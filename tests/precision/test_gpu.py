@@ -1,6 +1,7 @@
 """What needs a CUDA device: low-bit GEMMs against their emulation, fused quantizers against plain operations."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lit_qrl.precision import NVFP4LoRA, QATAligned, UnifiedFP8
 from lit_qrl.precision.base import StepClock
 from lit_qrl.precision.layers import block_fp8
 from lit_qrl.precision.packed_lora import PackedLinear
+from lit_qrl.precision.source import unchanged
 from lit_qrl.precision.unified_fp8 import UnifiedLinear
 from tests.formats.oracle import bits, weights
 from tests.precision.toy import LINEARS, Module, Policy
@@ -257,7 +259,8 @@ def test_an_aligned_layer_learns_on_the_device(format):
     loss.backward()
     (layer,) = plugin.layers(model).values()
     assert layer.weight.grad.isfinite().all()
-    exported = dict(plugin.export(model))
+    policy = SimpleNamespace(network=model, named_weights=model.named_parameters)
+    exported = dict(plugin.source(policy, format).whole(unchanged, None))
     assert all(tensor.is_cuda for name, tensor in exported.items() if not name.endswith("shape"))
 
 

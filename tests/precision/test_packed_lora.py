@@ -7,7 +7,7 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.linears import swap_linears
 from lit_qrl.network.quantized_linear import QuantizedLinear
-from lit_qrl.precision.packed_lora import NVFP4LoRA, PackedLoRA
+from lit_qrl.precision.packed_lora import NVFP4LoRA, PackedLoRA, fingerprint_of
 from tests.precision.toy import LINEARS, Module, Policy, batches, fit, network, resumed_equals_uninterrupted, trainer
 
 FORMATS = {"nvfp4": {}, "mxfp4": {}, "nf4": {}, "int4_group": {"group_size": 32}}
@@ -59,7 +59,6 @@ def test_packing_is_idempotent():
     packer.configure_policy(policy)
     assert packer.packed(policy) == before
     assert sorted(packer.report.swapped) == sorted(LINEARS)
-    assert packer.shapes(policy)["model.layers.0.self_attn.k_proj"] == (32, 64)
 
 
 def test_layers_without_an_adapter_are_packed_too():
@@ -79,11 +78,25 @@ def test_fused_layers_share_their_global_scale():
     assert scales["o"] != scales["q"]
 
 
+def source_of(name="nvfp4", format=None, **options):
+    policy, packer = configured(name, **options)
+    return policy, packer.source(policy, format or packer.format)
+
+
+def test_the_shapes_are_of_the_packed_layers_and_in_another_format_of_all():
+    _, source = source_of()
+    assert list(source.shapes()) == LINEARS
+    assert source.shapes()["model.layers.0.self_attn.k_proj"] == (32, 64)
+    assert (source.aligned, source.packed) == (True, True)
+    _, other = source_of(format=formats.get("fp8_row"))
+    assert set(other.shapes()) == set(LINEARS)
+    assert (other.aligned, other.packed) == (False, True)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_exported_base_is_the_one_that_the_forward_uses(name):
-    policy, packer = configured(name)
-    exported = dict(packer.export(policy))
-    layers = packer.packed(policy)
+    policy, source = source_of(name)
+    exported, layers = dict(source.base(None)), source.plugin.packed(policy)
     for layer, part in layers.items():
         for key, tensor in part.format.export(part.weight, layer):
             assert torch.equal(exported.pop(key).view(torch.uint8), tensor.view(torch.uint8))
@@ -93,17 +106,17 @@ def test_the_exported_base_is_the_one_that_the_forward_uses(name):
     assert all(torch.equal(exported[key], rest[key]) for key in rest)
 
 
-def test_a_perturbed_norm_passes_into_the_export():
-    policy, packer = configured()
-    stream = ((n, t * 3 if n == "model.norm.weight" else t) for n, t in packer.weights(policy))
-    assert dict(packer.export(policy, stream))["model.norm.weight"].tolist() == [3.0] * 64
+def test_a_perturbed_norm_is_told_from_the_rest():
+    _, source = source_of()
+    changed = source.changed_norms(lambda name, tensor: 3 * tensor if name == "model.norm.weight" else tensor)
+    assert {name: tensor.tolist() for name, tensor in changed.items()} == {"model.norm.weight": [3.0] * 64}
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_base_and_adapter_agree_with_the_merged_weights(name):
-    policy, packer = configured(name)
+    policy, source = source_of(name)
     plain = network(seed=9)
-    merged = dict(packer.plain_weights(policy))
+    merged = dict(source.plain(None))
     assert sorted(merged) == sorted(dict(plain.named_parameters()))
     plain.load_state_dict(merged, strict=False)
     tokens = torch.arange(12).view(2, 6)
@@ -114,11 +127,18 @@ def test_base_and_adapter_agree_with_the_merged_weights(name):
         assert not torch.allclose(policy(tokens), theirs, atol=1e-2)
 
 
+def test_fingerprints_tell_bases_apart():
+    packed = [packer.packed(policy) for policy, packer in (configured() for _ in range(3))]
+    packed[2][LINEARS[3]].codes[0, 0] ^= 1
+    same, again, other = map(fingerprint_of, packed)
+    assert same == again != other
+
+
 def test_an_embedded_sampler_over_the_exported_base_gives_the_same_logits_as_the_learner_without_adapter():
     policy, packer = configured("nvfp4")
     sampler = network(seed=9)
     swap_linears(sampler, lambda _, linear: QuantizedLinear.from_linear(linear, packer.format))
-    exported = dict(packer.export(policy))
+    exported = dict(packer.source(policy, packer.format).base(None))
     plain = {key: t for key, t in exported.items() if key.rsplit(".", 1)[0] not in LINEARS}
     assert sampler.load_state_dict(plain, strict=False).unexpected_keys == []
     for layer in LINEARS:
@@ -153,7 +173,7 @@ def test_gradient_checkpointing_changes_nothing(tmp_path):
 
 def test_trained_norms_stay_trainable_and_are_exported(tmp_path):
     module, run = fit(tmp_path, plugin(), Module(Policy(lora=lora(modules_to_save=["norm"]))))
-    exported = dict(run.precision_plugin.export(module.policy))
+    exported = dict(run.precision_plugin.source(module.policy, run.precision_plugin.format).base(None))
     trained = module.policy.network.model.norm.modules_to_save.default.weight
     assert torch.equal(exported["model.norm.weight"], trained)
     assert sorted(k for k in exported if "norm" in k) == sorted(
@@ -192,12 +212,13 @@ def test_the_name_that_says_a_format_has_it_as_default():
 
 def test_a_trained_copy_of_a_linear_layer_stays_plain_and_is_exported():
     policy, packer = configured(targets=["q_proj", "up_proj"], modules_to_save=["down_proj"])
+    source = packer.source(policy, packer.format)
     left = [name for name in LINEARS if not name.endswith("down_proj")]
     assert sorted(packer.packed(policy)) == sorted(left)
     name = "model.layers.1.mlp.down_proj"
     trained = policy.network.get_submodule(name).modules_to_save["default"].weight
-    assert torch.equal(dict(packer.export(policy))[f"{name}.weight"], trained)
-    assert torch.equal(dict(packer.plain_weights(policy))[f"{name}.weight"], trained)
+    assert torch.equal(dict(source.base(None))[f"{name}.weight"], trained)
+    assert torch.equal(dict(source.plain(None))[f"{name}.weight"], trained)
 
 
 def test_layers_that_do_not_fit_are_named():

@@ -9,6 +9,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.precision.base import StepClock
 from lit_qrl.precision.qat import AlignedLinear, QATAligned
+from lit_qrl.precision.source import unchanged
 from tests.precision.toy import (
     HIDDEN,
     LINEARS,
@@ -85,8 +86,9 @@ def test_convert_module_leaves_the_state_dict_alone_and_is_idempotent():
     layers = qat.layers(module)
     assert sorted(layers) == sorted(LINEARS)
     assert sorted(qat.report.swapped) == sorted(LINEARS)
-    assert qat.shapes(module.policy)["model.layers.0.self_attn.k_proj"] == (32, 64)
-    assert [name for name, _ in qat.plain_weights(module.policy)] == [n for n, _ in module.policy.named_weights()]
+    source = qat.source(module.policy, qat.format)
+    assert source.shapes()["model.layers.0.self_attn.k_proj"] == (32, 64)
+    assert [name for name, _ in source.plain(None)] == [name for name, _ in module.policy.named_weights()]
     qat.convert_module(module)
     assert qat.layers(module) == layers
     after = {name: (tensor.shape, tensor.dtype, tensor.data_ptr()) for name, tensor in module.state_dict().items()}
@@ -100,7 +102,7 @@ def test_convert_module_leaves_the_state_dict_alone_and_is_idempotent():
 def test_what_is_published_is_what_the_forward_used(name, tmp_path):
     qat = plugin(name)
     module, _ = fit(tmp_path, qat)
-    published = dict(qat.export(module.policy))
+    published = dict(qat.source(module.policy, qat.format).whole(unchanged, None))
     again = dict(weight_stream(module.policy.named_weights(), qat.format, LINEARS))
     assert list(published) == list(again)
     layers = qat.layers(module)
@@ -122,12 +124,12 @@ def test_a_perturbed_weight_is_quantized_anew_and_a_perturbed_norm_passes():
     qat.convert_module(module)
     target, norm = "model.layers.0.self_attn.k_proj.weight", "model.norm.weight"
 
-    def perturbed():
-        for name, tensor in module.policy.named_weights():
-            yield name, tensor * 8 if name in (target, norm) else tensor
+    def perturbed(name, tensor):
+        return tensor * 8 if name in (target, norm) else tensor
 
-    expected = dict(weight_stream(perturbed(), qat.format, LINEARS))
-    published = dict(qat.export(module.policy, perturbed()))
+    changed = ((name, perturbed(name, tensor)) for name, tensor in module.policy.named_weights())
+    expected = dict(weight_stream(changed, qat.format, LINEARS))
+    published = dict(qat.source(module.policy, qat.format).whole(perturbed, None))
     assert list(published) == list(expected)
     assert all(torch.equal(published[k].view(torch.uint8), expected[k].view(torch.uint8)) for k in expected)
 
@@ -144,7 +146,7 @@ def test_learner_and_sampler_agree(name):
     sampler = copy.deepcopy(module.policy.network)
     qat.convert_module(module)
     swap_linears(sampler, lambda _, linear: QuantizedLinear.from_linear(linear, qat.format))
-    published = dict(qat.export(module.policy))
+    published = dict(qat.source(module.policy, qat.format).whole(unchanged, None))
     for layer in LINEARS:
         tensors = {k.removeprefix(layer + "."): t for k, t in published.items() if k.startswith(layer + ".")}
         sampler.get_submodule(layer).load(tensors)

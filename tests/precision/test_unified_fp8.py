@@ -10,6 +10,7 @@ from lit_qrl.formats.kernels import gemm
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.precision.base import StepClock, device_of
 from lit_qrl.precision.layers import block_fp8
+from lit_qrl.precision.source import unchanged
 from lit_qrl.precision.unified_fp8 import UnifiedFP8, UnifiedLinear
 from tests.formats.oracle import rounded_blocks, rounded_groups
 from tests.precision.toy import LINEARS, Module, Policy, batches, fit, resumed_equals_uninterrupted, trainer
@@ -111,7 +112,7 @@ def test_convert_module_leaves_the_state_dict_alone_and_is_idempotent():
 def test_what_is_published_is_what_the_forward_used(tmp_path):
     unify = plugin()
     module, _ = fit(tmp_path, unify)
-    published = dict(unify.export(module.policy))
+    published = dict(unify.source(module.policy, unify.format).whole(unchanged, None))
     again = dict(weight_stream(module.policy.named_weights(), FP8Block(), LINEARS))
     assert list(published) == list(again)
     for name, layer in unify.layers(module).items():

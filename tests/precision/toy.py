@@ -5,6 +5,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lit_qrl.precision.source import PublishingPrecision
 from tests.networks import build_network
 
 VOCABULARY, HIDDEN, LENGTH = 32, 64, 6
@@ -59,9 +60,9 @@ class Module(LightningModule):
 
     def configure_model(self):
         self.policy.configure()
-        configure = getattr(self.trainer.precision_plugin, "configure_policy", None)
-        if configure is not None:
-            configure(self.policy)
+        plugin = self.trainer.precision_plugin
+        if isinstance(plugin, PublishingPrecision):
+            plugin.configure_policy(self.policy)
 
     def training_step(self, batch, _):
         (tokens,) = batch

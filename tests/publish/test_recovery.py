@@ -1,13 +1,17 @@
 """Engines that die: one event, a new engine with verified weights, the same drawn again, and an end to it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from lit_qrl.callbacks import RLCallback
 from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.errors import ConfigError, StoppedError
+from lit_qrl.publish.recovery import repeated
+from lit_qrl.receipts.ledger import Fault, PublishError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
-from lit_qrl.rollout.engine import EngineDiedError
+from lit_qrl.rollout.engine import EngineDiedError, Sleeps
 from lit_qrl.run.diary import read_jsonl
 from tests.tiny_run import build, fit, parameters_of
 
@@ -196,7 +200,7 @@ def test_a_hang_leaves_a_diary_and_a_report(tmp_path):
 
     class Hangs(RLCallback):
         def on_rollout_end(self, trainer, module, batch):
-            module.data.engine.on_hang("The engine hangs.")
+            module.data.engine.spec.on_hang("The engine hangs.")
 
     trainer.callbacks.insert(0, Hangs())
     trainer.fit(module, datamodule=data)
@@ -206,5 +210,38 @@ def test_a_hang_leaves_a_diary_and_a_report(tmp_path):
 
 def test_embedded_engine_is_untouched_by_all_this(tmp_path):
     _, _, data = fit(tmp_path, trainer={"max_epochs": 1})
-    assert data.engine.holds_weights
+    assert not isinstance(data.engine, Sleeps)
     assert events(tmp_path, "engine_died") == []
+
+
+def failing(*errors):
+    """A publish that raises these one after the other, then returns its number of calls."""
+    left, calls = list(errors), []
+
+    def publish():
+        calls.append(1)
+        if left:
+            raise left.pop(0)
+        return len(calls)
+
+    return publish
+
+
+def repeat(folder, publish, retries=0):
+    story, trainer = [], SimpleNamespace(default_root_dir=str(folder), is_global_zero=True, current_epoch=0)
+    forget, bury = (lambda: story.append("forgot")), (lambda error: story.append("buried"))
+    return repeated(publish, trainer, retries, forget, bury), story
+
+
+def test_a_publish_is_repeated_to_a_new_engine_and_after_a_fault_where_asked(tmp_path):
+    died, fault = EngineDiedError("boom"), PublishError([Fault("missing", "a")], 0)
+    assert repeat(tmp_path, failing(died, died)) == (3, ["buried", "buried"])
+    assert repeat(tmp_path, failing(died, fault), retries=1) == (3, ["buried", "forgot"])
+    for error in (fault, ValueError("of an engine")):
+        with pytest.raises(type(error)) as caught:
+            repeat(tmp_path, failing(error, error), retries=1)
+        assert caught.value is error
+    with pytest.raises(ConfigError):  # a mistake of the user's is none of the wire
+        repeat(tmp_path, failing(ConfigError("no")), retries=1)
+    logged = [event["faults"] for event in read_jsonl(tmp_path / "events.jsonl")]
+    assert logged == [["missing"], ["missing"], ["missing"], [], []]

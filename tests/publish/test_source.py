@@ -1,124 +1,42 @@
-from types import SimpleNamespace
-
 import pytest
-import torch
-from peft import LoraConfig
+from lightning.pytorch.plugins import Precision
+from torch import nn
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.policy import CausalPolicy
-from lit_qrl.precision import NVFP4LoRA, QATAligned
-from lit_qrl.publish.source import WeightSource
+from lit_qrl.precision import QATAligned
+from lit_qrl.precision.source import WeightSource
+from lit_qrl.publish.source import source_of
 from tests.tiny_run import model_folder
-
-LAYER = "model.layers.0.self_attn.q_proj"
-NORM = "model.layers.0.input_layernorm.weight"
-
-
-def same(name, tensor):
-    return tensor
 
 
 @pytest.fixture
 def policy(tmp_path):
-    made = CausalPolicy(model_folder(tmp_path), lora=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    made = CausalPolicy(model_folder(tmp_path))
     made.configure()
-    with torch.no_grad():
-        for name, parameter in made.network.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
     return made
 
 
-def merged(policy, name):
-    """W + (α / r) B A, in a line of its own."""
-    layer = policy.network.get_submodule(name)
-    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    return (layer.base_layer.weight + 8 / 4 * b @ a).detach()
+def test_a_plugin_that_publishes_is_asked_and_no_other(policy):
+    fp8 = formats.get("fp8_row")
+    assert type(source_of(policy, Precision(), fp8)) is WeightSource
+    assert source_of(policy, QATAligned("fp8_row"), fp8).aligned
 
 
-def test_whole_is_merged_changed_and_quantized(policy):
-    format = formats.get("int4_group", group_size=32)
-    source = WeightSource(policy, None, format)
-    got = dict(source.whole(same, None))
-    q = format.quantize(merged(policy, LAYER))
-    assert torch.equal(got[f"{LAYER}.weight_packed"], q.codes)
-    doubled = dict(source.whole(lambda name, tensor: 2 * tensor if name == NORM else tensor, None))
-    assert torch.equal(doubled[NORM], 2 * got[NORM])
-    assert torch.equal(doubled[f"{LAYER}.weight_packed"], q.codes)
+def test_a_format_that_fits_no_layer_is_refused_with_the_remedy(policy):
+    for excluded, given in ((["*"], r"publisher\.exclude: \*"), ((), "a model without nn.Linear")):
+        if not excluded:
+            for name, module in list(policy.network.named_modules()):
+                if isinstance(module, nn.Linear):
+                    policy.network.set_submodule(name, nn.Identity())
+        with pytest.raises(ConfigError, match=rf"No linear layer.*in fp8_row.*Given: {given}"):
+            source_of(policy, None, formats.get("fp8_row"), excluded)
+        assert source_of(policy, None, formats.get("bf16"), excluded).exclude == tuple(excluded)
 
 
-def test_the_head_goes_out_in_the_format_where_it_is_asked_for(tmp_path):
-    format = formats.get("fp8_row")
-    made = CausalPolicy(model_folder(tmp_path, tie_word_embeddings=False))
-    made.configure()
-    source = WeightSource(made, None, format, head=True)
-    source.check()
-    assert source.shapes()["lm_head"] == tuple(made.network.lm_head.weight.shape)
-    got = dict(source.whole(same, None))
-    assert got["lm_head.weight"].dtype == torch.float8_e4m3fn
-    assert got["model.embed_tokens.weight"].dtype == torch.float32
-    q = format.quantize(made.network.lm_head.weight.detach())
-    assert torch.equal(got["lm_head.weight"].view(torch.uint8), q.codes.view(torch.uint8))
-    assert dict(WeightSource(made, None, format).whole(same, None))["lm_head.weight"].dtype == torch.float32
-
-
-def test_base_and_plain_and_adapter(policy):
-    source = WeightSource(policy, None, formats.get("bf16"))
-    base = dict(source.base(None))
-    assert torch.equal(base[f"{LAYER}.weight"], policy.network.get_submodule(LAYER).base_layer.weight.bfloat16())
-    plain = dict(source.plain(None))
-    torch.testing.assert_close(plain[f"{LAYER}.weight"], merged(policy, LAYER))
-    assert plain[f"{LAYER}.weight"].dtype == torch.float32
-    factors = dict(source.adapter(torch.bfloat16))
-    assert {tensor.dtype for tensor in factors.values()} == {torch.bfloat16}
-    assert len(factors) == 2 * len(source.shapes())
-
-
-def test_shapes_leave_out_what_is_excluded(policy):
-    shapes = WeightSource(policy, None, formats.get("fp8_row")).shapes()
-    layer = policy.network.get_submodule(LAYER)
-    assert shapes[LAYER] == (layer.out_features, layer.in_features)
-    assert not any("base_layer" in name or "lm_head" in name for name in shapes)
-    fewer = WeightSource(policy, None, formats.get("fp8_row"), ["*.down_proj"]).shapes()
-    assert set(shapes) - set(fewer) == {name for name in shapes if name.endswith("down_proj")}
-
-
-def test_only_norms_may_change_over_an_unchanged_base(policy):
-    source = WeightSource(policy, None, None)
-    assert source.changed_norms(same) == {}
-    changed = source.changed_norms(lambda name, tensor: tensor + 1 if name == NORM else tensor)
-    assert list(changed) == [NORM]
-    assert torch.equal(changed[NORM], source.norms([NORM])[NORM] + 1)
-    with pytest.raises(ConfigError, match=rf"changes {LAYER}\.weight.*merged"):
-        source.changed_norms(lambda name, tensor: 2 * tensor if name == f"{LAYER}.weight" else tensor)
-
-
-def test_the_base_s_state_changes_with_any_frozen_tensor_and_no_other(policy):
-    source = WeightSource(policy, None, None)
-    before = source.base_state()
-    layer = policy.network.get_submodule(LAYER)
-    with torch.no_grad():
-        layer.lora_A["default"].weight.add_(1)
-    assert source.base_state() == before
-    with torch.no_grad():
-        layer.base_layer.weight.add_(1)
-    assert source.base_state() != before
-
-
-def test_a_plugin_counts_only_where_it_has_the_sampler_s_format():
-    fp8 = QATAligned("fp8_row")
-    assert WeightSource(None, fp8, formats.get("fp8_row")).aligned is fp8
-    assert WeightSource(None, fp8, formats.get("bf16")).aligned is None
-    assert WeightSource(None, object(), formats.get("bf16")).plugin is None
-    assert WeightSource(None, NVFP4LoRA(), formats.get("nvfp4")).packed
-
-
-def test_plain_tensors_go_in_the_engine_s_dtype_then_the_format_s():
-    for engine, format, expected in [
-        (torch.float16, "bf16", torch.float16),
-        (None, "bf16", torch.bfloat16),
-        (None, "fp8_row", None),
-    ]:
-        source = WeightSource(None, None, formats.get(format))
-        assert source.plain_dtype(SimpleNamespace(plain_dtype=engine)) == expected
+def test_layers_that_do_not_fit_and_a_tied_head_are_refused(policy):
+    with pytest.raises(ConfigError, match=r"do not fit int4_group.*publisher\.exclude"):
+        source_of(policy, None, formats.get("int4_group"))
+    with pytest.raises(ConfigError, match="would quantize the input embedding"):
+        source_of(policy, None, formats.get("fp8_row"), head=True)

@@ -165,8 +165,7 @@ def test_wrong_version(published):
     load = state.engine.load_weights
     engine = SimpleNamespace(
         plain_dtype=state.engine.plain_dtype,
-        exclude=state.engine.exclude,
-        quantize_head=state.engine.quantize_head,
+        spec=state.engine.spec,
         load_weights=lambda stream, format, version: load(stream, format, version - 1),
         read_back=state.engine.read_back,
         read_columns=state.engine.read_columns,

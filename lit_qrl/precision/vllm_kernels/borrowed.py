@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -169,8 +169,18 @@ def _multiplier(format: NumberFormat, device: str) -> Any:
     return torch.compile(multiply, dynamic=False) if device == "cuda" else multiply
 
 
+class WeightStore(Protocol):
+    """What is asked of an engine whose weights a learner reads."""
+
+    def stored_weight(self, layer: str) -> MarlinNVFP4 | None:
+        """Return a linear layer's weight as it lies in the engine's memory, or None where its layout is not known."""
+
+    def read_back(self, name: str) -> Tensor | None:
+        """Return the loaded tensor of that checkpoint name, or None where the engine repacks its layout."""
+
+
 @torch.no_grad()
-def borrow(layers: Mapping[str, Any], plain: Mapping[str, nn.Parameter], engine: Any) -> list[str]:
+def borrow(layers: Mapping[str, Any], plain: Mapping[str, nn.Parameter], engine: WeightStore) -> list[str]:
     """Let packed layers and frozen plain weights read the engine's tensors in place of their own; return which did.
 
     Everything is compared first: a layer goes on only if the engine holds what it held, so that nothing changes but
@@ -180,7 +190,7 @@ def borrow(layers: Mapping[str, Any], plain: Mapping[str, nn.Parameter], engine:
         layers: packed layers by checkpoint name, with `weight`, `format` and `borrow`.
         plain: frozen parameters by checkpoint name, such as the embedding; one that the engine holds in another
             layout or dtype stays.
-        engine: with `stored_weight` and `read_back`.
+        engine: whose tensors are read.
 
     Raises:
         ConfigError: for a packed layer that the engine holds in a layout that is not known here.

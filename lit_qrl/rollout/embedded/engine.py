@@ -2,28 +2,24 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.support import tell_emulated
 from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.structure import check_positions
-from lit_qrl.receipts.ledger import ReceivedLedger, RefusedError
+from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger, RefusedError
 from lit_qrl.rollout.embedded.adapter import EmbeddedAdapter
 from lit_qrl.rollout.embedded.cache import SlotCache
 from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Piece, plan
 from lit_qrl.rollout.embedded.loading import Loader, Modules, skeleton
 from lit_qrl.rollout.embedded.sampling import check_sampling
-from lit_qrl.rollout.engine import EnginePolicy, Progress, RolloutEngine
-from lit_qrl.types import Completion, PublishReport, SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from lit_qrl.formats.base import NumberFormat
+from lit_qrl.rollout.engine import EnginePolicy, Progress, RolloutEngine, SamplerSpec
+from lit_qrl.types import Completion, SamplingParams
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU_CACHE_BYTES = 2**29
@@ -71,17 +67,18 @@ class TransformersEngine(RolloutEngine):
         self.max_batch, self.cache_gigabytes = max_batch, cache_gigabytes
         self.dtype, self.share, self.keep_operands = DTYPES[dtype], share, keep_operands
         self.plain_dtype = self.dtype
+        self.spec = SamplerSpec()
         self._modules: Modules | None = None
         self._adapter: EmbeddedAdapter | None = None
         self._borrowed: list[tuple[Tensor, int]] = []
         self._whole = False
 
-    def validate(self, format: "NumberFormat | None", sampling: SamplingParams) -> None:
-        check_sampling(sampling)
+    def validate(self, spec: SamplerSpec) -> None:
+        check_sampling(spec.sampling)
 
-    def setup(self, policy: EnginePolicy, tokenizer: "PreTrainedTokenizerBase", sampling: SamplingParams) -> None:
-        check_sampling(sampling)
-        self.policy, self.sampling = policy, sampling
+    def setup(self, spec: SamplerSpec, policy: EnginePolicy) -> None:
+        check_sampling(spec.sampling)
+        self.spec, self.policy = spec, policy
         learner: Any = policy.network
         kinds = set(getattr(learner.config.get_text_config(), "layer_types", None) or ())
         odd = sorted(kinds - {"full_attention", "sliding_attention"})
@@ -106,17 +103,17 @@ class TransformersEngine(RolloutEngine):
 
     @torch.no_grad()
     def load_weights(
-        self, tensors: Iterator[tuple[str, Tensor]], format: "NumberFormat | None", version: int
+        self, tensors: Iterator[tuple[str, Tensor]], format: NumberFormat | None, version: int
     ) -> PublishReport:
         if self._modules is None:
-            raise RuntimeError("The engine is not set up: call setup(policy, tokenizer, sampling) first.")
+            raise RuntimeError("The engine is not set up: call setup(spec, policy) first.")
         start = time.perf_counter()
         tell_emulated(type(self).__name__, format, self._modules.device)
         self._whole = False
         if self._adapter is not None:
             self._adapter.remove()
         owned = {parameter.untyped_storage().data_ptr() for parameter in self.policy.network.parameters()}
-        share = self.share == "auto"
+        share = self.share == "auto" and not self.spec.outlives_update
         loader = Loader(self._modules, format, version, self.dtype, owned, share, self.keep_operands)
         loader.load(tensors)
         self._borrowed, self._whole, self.version = loader.borrowed, True, version
@@ -129,6 +126,7 @@ class TransformersEngine(RolloutEngine):
         )
 
     def read_back(self, name: str) -> Tensor | None:
+        """Return the tensor that the sampler's modules hold under a checkpoint name, or None."""
         return None if self._modules is None else self._modules.held(name)
 
     @torch.no_grad()
@@ -137,7 +135,7 @@ class TransformersEngine(RolloutEngine):
         start, _ = time.perf_counter(), self.network
         assert self._modules is not None
         if self._adapter is None:
-            self._adapter = EmbeddedAdapter(self._modules, self.policy.lora)
+            self._adapter = EmbeddedAdapter(self._modules, self.spec.adapter)
         received = ReceivedLedger(version)
         self._adapter.load(tensors, received)
         return self._partial(received, start)
@@ -186,7 +184,7 @@ class TransformersEngine(RolloutEngine):
         progress: Progress | None = None,
         sampling: SamplingParams | None = None,
     ) -> list[Completion]:
-        sampling = sampling or self.sampling
+        sampling = sampling or self.spec.sampling
         check_sampling(sampling)
         self._check_prompts(prompts, sampling)
         self._check_current()
@@ -239,6 +237,7 @@ class TransformersEngine(RolloutEngine):
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
         self._check_current()
         network = self.network
         head = SamplerHead.of(network)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError
@@ -23,8 +23,15 @@ def check_adapter(config: Any, max_rank: int) -> None:
 
     Args:
         config: the policy's PEFT config.
-        max_rank: the engine's limit.
+        max_rank: the engine's limit, 0 without room for any.
     """
+    if max_rank == 0:
+        raise ConfigError(
+            "The engine would be built without room for an adapter.",
+            expected=f"data.engine.max_lora_rank of at least {config.r}",
+            given=0,
+            remedy="Set it, or set publisher.lora to merged.",
+        )
     rank = max([config.r, *getattr(config, "rank_pattern", {}).values()])
     if rank > max_rank:
         raise ConfigError(
@@ -51,18 +58,19 @@ def check_adapter(config: Any, max_rank: int) -> None:
         )
 
 
-def adapted_layers(policy: Any) -> list[str] | None:
+def adapted_layers(network: nn.Module, config: Any) -> list[str] | None:
     """Return the last parts of the names of the layers that an adapter changes; None where they are not known.
 
     vLLM gives no other layer room for an adapter. Else the embedding and the output head would have some too, which
     costs a pass over the vocabulary at every token, and fails for a tied head of fewer tokens than the hidden size.
 
     Args:
-        policy: its `network`, with or without the adapter, and its PEFT config in `lora`.
+        network: the learner's, with or without the adapter.
+        config: its PEFT config, where it stands beside its base.
     """
-    named = [(name.rpartition(".")[2], module) for name, module in policy.network.named_modules()]
+    named = [(name.rpartition(".")[2], module) for name, module in network.named_modules()]
     layers = {leaf for leaf, module in named if hasattr(module, "lora_A")}
-    chosen = getattr(getattr(policy, "lora", None), "target_modules", None)
+    chosen = getattr(config, "target_modules", None)
     if not layers and isinstance(chosen, list | set | tuple):
         layers = {name.rpartition(".")[2] for name in chosen}
     return sorted(layers) or None

@@ -5,14 +5,15 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.receipts.ledger import PublishError, ReceivedLedger
-from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, Progress, RolloutEngine
+from lit_qrl.formats.base import NumberFormat
+from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
+from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, Progress, RolloutEngine, SamplerSpec
 from lit_qrl.rollout.vllm import cpu, folder, requests
 from lit_qrl.rollout.vllm.adapter import LiveAdapter, adapted_layers, check_adapter
 from lit_qrl.rollout.vllm.checks import (
@@ -27,7 +28,7 @@ from lit_qrl.rollout.vllm.checks import (
 )
 from lit_qrl.rollout.vllm.errors import Sender, blamed
 from lit_qrl.rollout.vllm.installation import check_installation
-from lit_qrl.rollout.vllm.lending import LendsWeights
+from lit_qrl.rollout.vllm.lending import MarlinLender
 from lit_qrl.rollout.vllm.live_model import LiveModel
 from lit_qrl.rollout.vllm.patches import marlin_workspaces, table
 from lit_qrl.rollout.vllm.process import kept_process_state, prepare_environment
@@ -35,19 +36,14 @@ from lit_qrl.rollout.vllm.shutdown import collect_memory, shutdown
 from lit_qrl.rollout.vllm.start import undone_on_failure
 from lit_qrl.rollout.vllm.warm_up import warm_up
 from lit_qrl.rollout.vllm.watchdog import Watchdog
-from lit_qrl.types import Completion, PublishReport, SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from lit_qrl.formats.base import NumberFormat
+from lit_qrl.types import Completion, SamplingParams
 
 Tensors = Iterator[tuple[str, Tensor]]
 Load = Callable[[Tensors, ReceivedLedger], None]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-class VLLMEngine(LendsWeights, RolloutEngine):
+class VLLMEngine(MarlinLender, RolloutEngine):
     """Draws completions with vLLM, in process, on CPU or one GPU.
 
     The engine starts with random weights in a folder of its own that holds a config alone; the first publish fills it.
@@ -111,6 +107,8 @@ class VLLMEngine(LendsWeights, RolloutEngine):
             **({"compilation_config": compilation} if compilation and torch.cuda.is_available() else {}),
             **(engine_args or {}),
         }
+        self.spec = SamplerSpec()
+        self.policy: Any = None
         self.format: NumberFormat | None = None
         self.llm: Any = None
         self.live: LiveModel | None = None
@@ -123,31 +121,29 @@ class VLLMEngine(LendsWeights, RolloutEngine):
 
     # -------------------------------------------------------------------------------------------------------- set-up
 
-    def validate(self, format: "NumberFormat | None", sampling: SamplingParams) -> None:
+    def validate(self, spec: SamplerSpec) -> None:
         """Raise `ConfigError` for what cannot work on this host; called before any weight is loaded."""
+        if spec.adapter is not None:
+            check_adapter(spec.adapter, self.max_lora_rank)
         check_installation()
-        check_format(format, self.quantize_head)
-        self.format = format
-        check_length(self.max_model_len, self.prompt_limit or 1, sampling.max_tokens)
+        check_format(spec.format, spec.quantize_head)
+        check_length(self.max_model_len, spec.prompt_limit or 1, spec.sampling.max_tokens)
         check_processes(self._arguments.get("distributed_executor_backend"))
-        check_operators(format)
+        check_operators(spec.format)
 
-    def setup(self, policy: EnginePolicy, tokenizer: "PreTrainedTokenizerBase", sampling: SamplingParams) -> None:
+    def setup(self, spec: SamplerSpec, policy: EnginePolicy) -> None:
         """Check the model against vLLM and the GPU's memory; the engine itself starts with the first weights."""
-        self.policy, self.sampling = policy, sampling
+        self.spec, self.policy, self.format = spec, policy, spec.format
         network = policy.network
         learner = next(network.parameters()).dtype
         dtype = DTYPES.get(self.dtype) or automatic_dtype(self.format, learner)
         self.plain_dtype = dtype
-        lora = getattr(policy, "lora", None)
-        if self.max_lora_rank and lora is not None:
-            check_adapter(lora, self.max_lora_rank)
         check_model(network)
         if torch.cuda.is_available():
             bits = self.format.bits_per_weight if self.format is not None else 8.0 * dtype.itemsize
             check_device_memory(network, bits, self.gpu_memory_utilization, sleeps=self.sleep_level > 0)
 
-    def _start(self, format: "NumberFormat | None") -> None:
+    def _start(self, format: NumberFormat | None) -> None:
         if self.policy is None or self.plain_dtype is None:
             raise RuntimeError("The engine has no policy yet: call setup() before load_weights().")
         self.format = format
@@ -163,9 +159,9 @@ class VLLMEngine(LendsWeights, RolloutEngine):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         warm_up(format, next(self.policy.network.parameters()).dtype, self.plain_dtype, device)
 
-    def _build(self, format: "NumberFormat | None", policy: EnginePolicy, dtype: torch.dtype) -> None:
+    def _build(self, format: NumberFormat | None, policy: EnginePolicy, dtype: torch.dtype) -> None:
         prepare_environment(self.deep_gemm, self.kv_cache_gib)
-        longest, layers = self._longest(), (self.exclude, self.quantize_head)
+        longest, layers = self._longest(), (self.spec.exclude, self.spec.quantize_head)
         self._folder = folder.model_folder(policy.network, format, *layers, dtype, longest)
         arguments: dict[str, Any] = {
             "model": str(self._folder),
@@ -184,7 +180,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
             arguments.setdefault("kv_cache_memory_bytes", int(self.kv_cache_gib * 2**30))
         if self.max_lora_rank:
             arguments.update(enable_lora=True, max_loras=1, max_lora_rank=self.max_lora_rank)
-            arguments.setdefault("lora_target_modules", adapted_layers(policy))
+            arguments.setdefault("lora_target_modules", adapted_layers(policy.network, self.spec.adapter))
         if self.sleep_level and torch.cuda.is_available():
             arguments["enable_sleep_mode"] = True
         with kept_process_state():
@@ -204,14 +200,14 @@ class VLLMEngine(LendsWeights, RolloutEngine):
         limit = getattr(self.policy.network.config, "max_position_embeddings", None)
         if self.max_model_len is not None:
             return self.max_model_len + 1
-        if self.prompt_limit is not None:
-            longest = self.prompt_limit + self.sampling.max_tokens + 1
+        if self.spec.prompt_limit is not None:
+            longest = self.spec.prompt_limit + self.spec.sampling.max_tokens + 1
             return longest if limit is None else min(longest, limit)
         return limit or 4096
 
     # ----------------------------------------------------------------------------------------------------- publishing
 
-    def load_weights(self, tensors: Tensors, format: "NumberFormat | None", version: int) -> PublishReport:
+    def load_weights(self, tensors: Tensors, format: NumberFormat | None, version: int) -> PublishReport:
         """Replace all weights; the report's `received` says what the engine's modules hold.
 
         Raises:
@@ -245,7 +241,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
             )
         live = self._awake(complete=True)
         if self._adapter is None:
-            self._adapter = LiveAdapter(live, self.policy.lora)
+            self._adapter = LiveAdapter(live, self.spec.adapter)
         report = self._publish(tensors, self._adapter.load, version, start)
         self._adapter_active = True
         return report
@@ -292,9 +288,11 @@ class VLLMEngine(LendsWeights, RolloutEngine):
         return self.live
 
     def read_back(self, name: str) -> Tensor | None:
+        """Return the live tensor under its checkpoint name, or None where vLLM repacked the layer."""
         return None if self.live is None else self.live.read_back(name)
 
     def read_columns(self, layer: str, columns: Sequence[int]) -> Tensor | None:
+        """Return columns ("out columns") of a layer's weight as its GEMM multiplies with them, or None if unknown."""
         return None if self.live is None else self.live.read_columns(layer, columns)
 
     # ------------------------------------------------------------------------------------------------------ generating
@@ -313,7 +311,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
             EngineDiedError: when vLLM fails or a step takes longer than `step_timeout`.
         """
         self._awake(complete=True)
-        drawn_with = sampling or self.sampling
+        drawn_with = sampling or self.spec.sampling
         order = requests.by_length(prompts, n)
         params = [
             requests.drawing(drawn_with, requests.request_seed(seed, i // n, i % n) if self.request_seeds else None)
@@ -337,7 +335,7 @@ class VLLMEngine(LendsWeights, RolloutEngine):
     def _run(self, prompts: Sequence[Sequence[int]], params: list[Any], progress: Progress | None) -> list[Any]:
         requests.check_lengths(prompts, params, self._longest())
         try:
-            watch = Watchdog(self.step_timeout, self.on_hang)
+            watch = Watchdog(self.step_timeout, self.spec.on_hang)
             return requests.run(self.llm, prompts, params, self._adapter_active, progress, watch)
         except EngineDiedError:
             self._usable = False
@@ -392,9 +390,9 @@ class VLLMEngine(LendsWeights, RolloutEngine):
             self._folder = None
 
 
-def _config_of(format: "NumberFormat | None") -> dict[str, Any]:
+def _config_of(format: NumberFormat | None) -> dict[str, Any]:
     return {} if format is None else format.quantization_config()
 
 
-def _name(format: "NumberFormat | None") -> str:
+def _name(format: NumberFormat | None) -> str:
     return "plain weights" if format is None else format.name

@@ -1,27 +1,25 @@
 """What a vLLM engine's kernels read, handed to a learner that holds no base of its own."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import support
+from lit_qrl.formats.base import NumberFormat
 from lit_qrl.precision.vllm_kernels.borrowed import TILE_IN, TILE_OUT, MarlinNVFP4
-
-if TYPE_CHECKING:
-    from lit_qrl.formats.base import NumberFormat
-    from lit_qrl.rollout.vllm.live_model import LiveModel
+from lit_qrl.rollout.vllm.live_model import LiveModel
 
 
-class LendsWeights:
-    """What lets a learner compute with an engine's own weights."""
+class MarlinLender:
+    """The part of `VLLMEngine` that lets a learner compute with its NVFP4 weights: see `LendsWeights`."""
 
     sleep_level: int
-    live: "LiveModel | None"
+    live: LiveModel | None
     lent: bool
     """True once a learner got a weight; closing then leaves the weights' memory alone."""
 
-    def check_sharing(self, format: "NumberFormat | None") -> None:
+    def check_sharing(self, format: NumberFormat | None) -> None:
         """Raise `ConfigError` where a learner could not read the engine's weights in place of its own."""
         device = support.device_here()
         if format is None or device not in support.row_of(format).vllm_lends:

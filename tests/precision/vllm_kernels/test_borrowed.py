@@ -155,6 +155,10 @@ def packed():
     return configured, own, Engine(own[1], own[0])
 
 
+def settle(plugin, policy, engine):
+    plugin.source(policy, plugin.format).settle(engine)
+
+
 def gradients(policy):
     policy.zero_grad()
     tokens = torch.arange(12).view(2, 6)
@@ -167,7 +171,7 @@ def test_a_learner_that_borrows_computes_the_same_bits_and_holds_nothing(packed)
     configured, (reference, _), engine = packed
     policy, plugin = configured(True)
     expected, before = gradients(reference), gradients(policy)  # until then the codes wait on the host, and serve
-    plugin.settle(policy, engine)
+    settle(plugin, policy, engine)
     after = gradients(policy)
     for logits, grads in (before, after):
         assert torch.equal(logits, expected[0])
@@ -182,9 +186,9 @@ def test_a_learner_that_borrows_computes_the_same_bits_and_holds_nothing(packed)
 def test_a_shared_base_is_published_as_it_was(packed):
     configured, (reference, plain_plugin), engine = packed
     policy, plugin = configured(True)
-    plugin.settle(policy, engine)
-    expected = dict(plain_plugin.export(reference))
-    sent = dict(plugin.export(policy))
+    settle(plugin, policy, engine)
+    expected = dict(plain_plugin.source(reference, plain_plugin.format).base(None))
+    sent = dict(plugin.source(policy, plugin.format).base(None))
     assert sent.keys() == expected.keys()
     for name, tensor in expected.items():
         assert sent[name].dtype == tensor.dtype
@@ -195,9 +199,9 @@ def test_a_shared_base_is_published_as_it_was(packed):
 def test_settling_again_goes_over_to_a_new_engine(packed):
     configured, _, engine = packed
     policy, plugin = configured(True)
-    plugin.settle(policy, engine)
+    settle(plugin, policy, engine)
     other = copy.deepcopy(engine)
-    plugin.settle(policy, other)
+    settle(plugin, policy, other)
     for name, layer in plugin.packed(policy).items():
         assert layer.stored.words.data_ptr() == other.layers[name].words.data_ptr()
 
@@ -206,10 +210,10 @@ def test_a_damaged_shared_base_is_not_published_again(packed):
     configured, _, engine = packed
     policy, plugin = configured(True)
     damaged = copy.deepcopy(engine)
-    plugin.settle(policy, damaged)
+    settle(plugin, policy, damaged)
     damaged.layers["model.layers.1.mlp.down_proj"].words.zero_()
     with pytest.raises(ConfigError, match="damaged"):
-        dict(plugin.export(policy))
+        dict(plugin.source(policy, plugin.format).base(None))
 
 
 def test_an_engine_with_other_weights_is_refused_by_name(packed):
@@ -218,10 +222,10 @@ def test_an_engine_with_other_weights_is_refused_by_name(packed):
     other = copy.deepcopy(engine)
     other.layers["model.layers.0.mlp.up_proj"].words[0, 0] ^= 1
     with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.up_proj with other codes"):
-        plugin.settle(policy, other)
+        settle(plugin, policy, other)
     del other.layers["model.layers.0.self_attn.q_proj"]
     with pytest.raises(ConfigError, match=r"q_proj in a layout that is not known"):
-        plugin.settle(policy, other)
+        settle(plugin, policy, other)
 
 
 def test_the_engines_kernel_gets_whole_tiles_of_the_layer_and_its_scale(packed, monkeypatch):
@@ -243,7 +247,7 @@ def test_the_engines_kernel_gets_whole_tiles_of_the_layer_and_its_scale(packed, 
     scales = {name: layer.global_scale for name, layer in plugin.packed(policy).items()}
     other = copy.copy(engine)
     other.layers = {name: replace(held, kernel_scale=scales[name]) for name, held in engine.layers.items()}
-    plugin.settle(policy, other)
+    settle(plugin, policy, other)
     whole = [layer for layer in plugin.packed(policy).values() if layer.stored.aligned]
     assert 0 < len(whole) < len(LINEARS)  # k and v of the toy are half a tile
     logits, grads = gradients(policy)

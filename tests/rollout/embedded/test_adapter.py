@@ -10,8 +10,9 @@ from lit_qrl.network.stream import weight_stream
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.embedded.adapter import check_separable
 from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.types import SamplingParams
-from tests.networks import build_network, build_tokenizer
+from tests.networks import build_network
 
 TOKENS = [[2, 5, 9, 3, 4], [7, 8]]
 Q = "model.layers.0.self_attn.q_proj"
@@ -38,7 +39,7 @@ class Policy:
 
 def started(policy, format=None):
     engine = TransformersEngine()
-    engine.setup(policy, build_tokenizer(), SamplingParams(max_tokens=4))
+    engine.setup(SamplerSpec(sampling=SamplingParams(max_tokens=4), adapter=policy.lora), policy)
     layers = quantizable_linears(policy.network)
     engine.load_weights(weight_stream(base_weights(policy.network), format, layers), format, 0)
     return engine

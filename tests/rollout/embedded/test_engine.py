@@ -12,6 +12,7 @@ from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.receipts.ledger import Ledger, compare
 from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
 
@@ -30,7 +31,8 @@ def publish(engine, network, format=None, version=0, change=lambda stream: strea
 
 def engine_of(network, format=None, sampling=None, **options):
     engine = TransformersEngine(**options)
-    engine.setup(policy_of(network), None, sampling or SamplingParams(max_tokens=12, stop_token_ids=(EOS,)))
+    sampling = sampling or SamplingParams(max_tokens=12, stop_token_ids=(EOS,))
+    engine.setup(SamplerSpec(sampling=sampling), policy_of(network))
     publish(engine, network, format)
     return engine
 
@@ -269,7 +271,7 @@ def test_fp8_samplers_are_near_the_learner_but_not_it(network, name):
 
 def test_the_report_names_the_format_of_every_tensor(network):
     engine = TransformersEngine()
-    engine.setup(policy_of(network), None, SamplingParams())
+    engine.setup(SamplerSpec(), policy_of(network))
     format = formats.get("int4_group", group_size=16)
     report = publish(engine, network, format, 5)
     linears = {f"{name}.weight" for name in quantizable_linears(network)}
@@ -284,7 +286,7 @@ def test_the_report_names_the_format_of_every_tensor(network):
 @pytest.mark.parametrize("format", [None, formats.get("fp8_tensor"), formats.get("int4_group", group_size=16)])
 def test_what_is_sent_is_what_is_held(network, format):
     engine = TransformersEngine()
-    engine.setup(policy_of(network), None, SamplingParams())
+    engine.setup(SamplerSpec(), policy_of(network))
     sent = Ledger(3)
     report = publish(engine, network, format, 3, sent.watch)
     assert report.received is not None
@@ -405,7 +407,7 @@ def test_calls_out_of_order(network):
     engine = TransformersEngine()
     with pytest.raises(RuntimeError, match="setup"):
         publish(engine, network)
-    engine.setup(policy_of(network), None, SamplingParams())
+    engine.setup(SamplerSpec(), policy_of(network))
     with pytest.raises(RuntimeError, match="publish"):
         engine.generate(PROMPTS, 1, seed=0)
 
@@ -428,7 +430,7 @@ def test_bad_options(options):
 
 def test_sampling_is_checked_before_any_weight():
     with pytest.raises(ConfigError, match="top_p"):
-        TransformersEngine().validate(None, SamplingParams(top_p=2.0))
+        TransformersEngine().validate(SamplerSpec(sampling=SamplingParams(top_p=2.0)))
 
 
 # ----------------------------------------------------------------------------------------------------------------- GPU

@@ -5,11 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import LlamaConfig
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.kernels import gemm
+from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.vllm import checks as vllm_checks
 from lit_qrl.rollout.vllm import cpu as vllm_cpu
 from lit_qrl.rollout.vllm.engine import VLLMEngine
@@ -21,7 +23,7 @@ from tests.vllm_engines import build_engine, publish, sampler_format, tiny_netwo
 def test_missing_installation_names_the_remedy(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"not installed.*0\.26.*pip install 'lit-qrl\[vllm\]'"):
-        VLLMEngine().validate(None, SamplingParams())
+        VLLMEngine().validate(SamplerSpec())
 
 
 @pytest.mark.parametrize(
@@ -40,10 +42,19 @@ def test_arguments_are_checked_at_construction(arguments, message):
 def test_model_length_must_hold_prompt_and_completion(install):
     install("0.32.0", cpu=True)
     engine = VLLMEngine(max_model_len=100)
-    engine.prompt_limit = 60
-    engine.validate(None, SamplingParams(max_tokens=40))
+    engine.validate(SamplerSpec(prompt_limit=60, sampling=SamplingParams(max_tokens=40)))
     with pytest.raises(ConfigError, match=r"at least 124 \(60 \+ 64 tokens\)\. Given: 100"):
-        engine.validate(None, SamplingParams(max_tokens=64))
+        engine.validate(SamplerSpec(prompt_limit=60, sampling=SamplingParams(max_tokens=64)))
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [(0, "without room.*max_lora_rank of at least 24"), (8, r"above the engine's limit.*at least 24\. Given: 8")],
+)
+def test_an_adapter_beside_its_base_needs_room(limit, message):
+    lora = LoraConfig(r=24, target_modules=["q_proj"])
+    with pytest.raises(ConfigError, match=message):
+        VLLMEngine(max_lora_rank=limit).validate(SamplerSpec(adapter=lora))
 
 
 def test_several_processes_are_refused(install, monkeypatch):
@@ -51,7 +62,7 @@ def test_several_processes_are_refused(install, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     with pytest.raises(ConfigError, match=r"devices: 1.*Given: 4 processes"):
-        VLLMEngine().validate(None, SamplingParams())
+        VLLMEngine().validate(SamplerSpec())
 
 
 @pytest.mark.parametrize("name", ["mxfp4"])
@@ -91,10 +102,10 @@ def test_a_format_whose_operator_the_build_lacks_is_refused(install, monkeypatch
     )
     engine = VLLMEngine()
     with pytest.raises(ConfigError, match=message):
-        engine.validate(formats.get("int4_group"), SamplingParams())
+        engine.validate(SamplerSpec(format=formats.get("int4_group")))
     for name in ("fp8_row", "int8_channel", "nf4"):
-        engine.validate(formats.get(name), SamplingParams())
-    engine.validate(None, SamplingParams())
+        engine.validate(SamplerSpec(format=formats.get(name)))
+    engine.validate(SamplerSpec(format=None))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     vllm_checks.check_operators(formats.get("int4_group"))  # its kernels are others
 
@@ -105,8 +116,8 @@ def test_int8_sums_that_overflow_are_refused(install, monkeypatch):
     monkeypatch.setattr(vllm_cpu, "int8_product", lambda: (8160.0, 1032256.0))
     message = r"without VNNI.*Expected: 1032256 .*Given: 8160\..*fp8_row.*TransformersEngine"
     with pytest.raises(ConfigError, match=message):
-        VLLMEngine().validate(formats.get("int8_channel"), SamplingParams())
-    VLLMEngine().validate(formats.get("fp8_row"), SamplingParams())
+        VLLMEngine().validate(SamplerSpec(format=formats.get("int8_channel")))
+    VLLMEngine().validate(SamplerSpec(format=formats.get("fp8_row")))
 
 
 @pytest.mark.vllm
@@ -247,7 +258,7 @@ def test_latent_attention_has_no_such_sizes():
 def test_head_size_is_checked_before_the_engine_starts():
     engine = VLLMEngine()
     with pytest.raises(ConfigError, match="Given: 16"):
-        engine.setup(SimpleNamespace(network=build_network(head_dim=16)), None, SamplingParams())
+        engine.setup(SamplerSpec(), SimpleNamespace(network=build_network(head_dim=16)))
     assert engine.llm is None
 
 

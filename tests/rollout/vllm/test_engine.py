@@ -9,7 +9,8 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import Qwen2Config, Qwen3MoeConfig
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.publish.probe import Probe, learner_scores
+from lit_qrl.publish.learner_scores import learner_scores
+from lit_qrl.publish.probe import Probe
 from lit_qrl.receipts.ledger import SentLedger, compare
 from lit_qrl.types import SamplingParams
 from tests.vllm_engines import (
@@ -64,7 +65,7 @@ def test_publishes_arrive_and_generation_follows(name):
 @pytest.mark.parametrize("name", ["fp8_row", "fp8_tensor", "int8_channel", "int4_group", "nvfp4"])
 def test_a_quantized_head_arrives_too(name, vocabulary):
     format, network = sampler_format(name), tiny_network(vocab_size=vocabulary)
-    engine = build_engine(network, format, quantize_head=True)
+    engine = build_engine(network, format, spec={"quantize_head": True})
     probe, previous = Probe(vocabulary, format.quantizes_activations), None
     try:
         for version in range(3):

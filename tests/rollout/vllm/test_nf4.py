@@ -54,8 +54,7 @@ def test_rows_that_share_a_block_are_refused():
 @pytest.mark.vllm
 def test_layers_that_are_excluded_stay_plain():
     network, format = tiny_network(), NF4()
-    engine = build_engine(network, format)
-    engine.exclude = ("*.down_proj", "model.layers.1.self_attn.[qkv]_proj")
+    engine = build_engine(network, format, spec={"exclude": ("*.down_proj", "model.layers.1.self_attn.[qkv]_proj")})
     plain = lambda name: "down_proj" in name or "layers.1.self_attn.q" in name  # noqa: E731
     try:
         faults, _, report = publish(network, engine, format, 0)

@@ -1,0 +1,133 @@
+"""What a publish is made of: the learner's weights as streams, and the plugin that says which streams those are."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.formats.base import NumberFormat, QuantizedWeight
+from lit_qrl.formats.dense import Dense
+from lit_qrl.network.adapters import base_weights
+from lit_qrl.network.linears import quantizable_linears
+from lit_qrl.network.stream import weight_stream
+from lit_qrl.precision.vllm_kernels.borrowed import WeightStore
+
+Named = Iterator[tuple[str, Tensor]]
+Change = Callable[[str, Tensor], Tensor]
+"""What callbacks make of a tensor before it is quantized; one that they leave alone comes back itself."""
+Held = Callable[[str, Tensor], QuantizedWeight | None]
+"""From a layer's name and its tensor to the codes that the learner holds of it, or None where they must be made."""
+
+
+def unchanged(name: str, tensor: Tensor) -> Tensor:
+    """Return the tensor: the `Change` of a publish that callbacks have no say in."""
+    return tensor
+
+
+class WeightSource:
+    """Yields the tensors of one policy's publishes; this one is of a learner that computes in its own dtype.
+
+    Args:
+        policy: the learner's, with its Hugging Face model in `network`, `named_weights()` and `adapter_tensors()`.
+        format: of the sampler's linear layers, or None.
+        exclude: name patterns of layers that stay plain.
+        head: publish the output head in the format too.
+    """
+
+    aligned: bool = False
+    """True when the learner computes in the format itself, so that its own codes go out."""
+    packed: bool = False
+    """True when the learner's base exists in a format only, so that its sum with an adapter is another model."""
+
+    def __init__(
+        self, policy: Any, format: NumberFormat | None, exclude: Sequence[str] = (), head: bool = False
+    ) -> None:
+        self.policy, self.format, self.exclude, self.head = policy, format, tuple(exclude), head
+
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Return (out, in) of every layer that goes out in the format, by checkpoint name."""
+        linears = quantizable_linears(self.policy.network, self.exclude, self.head)
+        return {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+
+    def held(self) -> Held | None:
+        """Return how codes that the learner holds are had, or None where all are made for the publish."""
+        return None
+
+    def whole(self, change: Change, dtype: torch.dtype | None) -> Named:
+        """Yield the sampler's tensors, an adapter merged in, each passed through `change` before quantization."""
+        named = ((name, change(name, tensor)) for name, tensor in self.policy.named_weights())
+        return weight_stream(named, self.format, list(self.shapes()), dtype, self.held())
+
+    def base(self, dtype: torch.dtype | None) -> Named:
+        """Yield the base's tensors in the format, without the adapter."""
+        return weight_stream(base_weights(self.policy.network), self.format, list(self.shapes()), dtype)
+
+    def plain(self, dtype: torch.dtype | None) -> Named:
+        """Yield the learner's weights in its own dtype, an adapter merged in."""
+        return weight_stream(self.policy.named_weights(), None, (), dtype)
+
+    def adapter(self, dtype: torch.dtype | None) -> Named:
+        """Yield the adapter's factors under PEFT's names."""
+        for name, tensor in self.policy.adapter_tensors().items():
+            yield name, tensor.detach().to(dtype)
+
+    def changed_norms(self, change: Change) -> dict[str, Tensor]:
+        """Return the base's tensors that `change` alters.
+
+        Raises:
+            ConfigError: for one that is no vector, since an unchanged base cannot take it.
+        """
+        found = {}
+        for name, tensor in base_weights(self.policy.network, multiply_out=False):
+            after = change(name, tensor)
+            if after is not tensor:
+                if tensor.ndim != 1:
+                    raise ConfigError(
+                        f"A callback changes {name}, but the base is published once.",
+                        expected="changes of norms alone",
+                        remedy="Set publisher.lora to merged.",
+                    )
+                found[name] = after
+        return found
+
+    def norms(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the learner's own tensors of these names."""
+        return {name: self.policy.network.get_parameter(name).detach() for name in names}
+
+    def base_state(self) -> tuple[Any, ...]:
+        """Return a key that changes whenever a frozen tensor of the learner is written or replaced."""
+        network = self.policy.network
+        frozen = [p for p in network.parameters() if not p.requires_grad]
+        return tuple((tensor.data_ptr(), tensor._version) for tensor in (*frozen, *network.buffers()))
+
+    def plain_dtype(self, engine: torch.dtype | None) -> torch.dtype | None:
+        """Return the dtype of tensors outside the format's layers, or None for their own; `engine` is what it wants."""
+        return engine or (self.format.dtype if isinstance(self.format, Dense) else None)
+
+    def settle(self, engine: WeightStore) -> None:
+        """Let the learner read the base of an engine that just received it, where its plugin does so."""
+
+
+class PublishingPrecision(Precision, ABC):
+    """Base of the plugins whose learner computes in a number format, and which therefore say what is published."""
+
+    format: NumberFormat
+    exclude: tuple[str, ...] = ()
+    """Globs over names of linear layers that the format leaves alone."""
+    packs_base: bool = False
+    """True when the base is frozen in the format, under an adapter that goes out beside it."""
+    share_weights: bool = False
+    """True when the learner gives its base up for the engine's."""
+
+    def configure_policy(self, policy: Any) -> None:
+        """Add or rename parameters of a policy that was just configured, before a checkpoint is restored."""
+
+    @abstractmethod
+    def source(
+        self, policy: Any, format: NumberFormat | None, exclude: Sequence[str] = (), head: bool = False
+    ) -> WeightSource:
+        """Return what a policy's publishes in any `format` are made of; the arguments are those of `WeightSource`."""

@@ -1,0 +1,82 @@
+"""One stream to the engine, and the comparison of what was sent with what it holds."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+from torch import Tensor
+
+from lit_qrl.formats.base import NumberFormat
+from lit_qrl.receipts.ledger import (
+    PublishError,
+    PublishReport,
+    SentLedger,
+    TensorReceipt,
+    choose,
+    compare,
+    compare_columns,
+    compare_read_back,
+)
+from lit_qrl.rollout.engine import ReadsBack, ReadsColumns, RolloutEngine, TakesAdapter
+
+Stream = Iterator[tuple[str, Tensor]]
+
+
+class Delivery:
+    """Hands streams of tensors to one engine, from its start to its death, and raises where they did not arrive.
+
+    It keeps the receipts of the previous publish, which tell a tensor that stayed from one that was garbled.
+
+    Args:
+        engine: that receives.
+        timed: a context manager that adds the seconds of a phase to the iteration's.
+    """
+
+    def __init__(self, engine: RolloutEngine, timed: Callable[[str], AbstractContextManager[None]]) -> None:
+        self.engine, self._timed = engine, timed
+        self._receipts: dict[Any, dict[str, TensorReceipt]] = {}
+
+    def weights(
+        self, stream: Stream, format: NumberFormat | None, shapes: Mapping[str, tuple[int, int]], version: int
+    ) -> PublishReport:
+        """Replace all weights, and look into a few layers that the receipts cannot see into.
+
+        Args:
+            stream: checkpoint names and tensors.
+            format: of the quantized layers.
+            shapes: (out, in) of the layers whose GEMM may be asked for columns.
+            version: of the publish.
+
+        Raises:
+            PublishError: for every difference between what was sent and what the engine holds.
+        """
+        sampled = {name: shapes[name] for name in choose(list(shapes), max(version, 0))}
+        sent = SentLedger(version, format, sampled)
+        report = self.engine.load_weights(sent.watch(stream), format, version)
+        self._compare(sent, report, format, whole=True)
+        return report
+
+    def part(self, kind: Literal["adapter", "norms"], stream: Stream, version: int) -> PublishReport:
+        """Replace the adapter beside the base, or the given norms over it; raises as `weights` does."""
+        engine = self.engine
+        assert isinstance(engine, TakesAdapter)
+        sent = SentLedger(version)
+        report = (engine.load_adapter if kind == "adapter" else engine.perturb)(sent.watch(stream), version)
+        self._compare(sent, report, kind, whole=False)
+        return report
+
+    def _compare(self, sent: SentLedger, report: PublishReport, kind: Any, whole: bool) -> None:
+        if report.received is None:
+            return
+        with self._timed("verify"):
+            faults = compare(sent, report.received, self._receipts.get(kind))
+            if whole:
+                self._receipts.clear()
+                if isinstance(self.engine, ReadsColumns):
+                    faults += compare_columns(sent, self.engine.read_columns, exact=sent.format is None)
+                if isinstance(self.engine, ReadsBack):
+                    names = list(sent.receipts())
+                    faults += compare_read_back(sent, self.engine.read_back, names[:: max(len(names) // 4, 1)])
+            if faults:
+                raise PublishError(faults, sent.version)
+            self._receipts[kind] = sent.receipts()

@@ -1,0 +1,196 @@
+"""A run's publishes, one after the other: before each rollout and evaluation, and again when the engine died of one."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+
+from lit_qrl.loop.hooks import Learner, overrides, rl_callbacks
+from lit_qrl.precision.source import Change, WeightSource, unchanged
+from lit_qrl.publish.adapter import AdapterBeside
+from lit_qrl.publish.delivery import Delivery
+from lit_qrl.publish.probe import ScoreCheck
+from lit_qrl.publish.recovery import Restarts, repeated
+from lit_qrl.publish.source import source_of
+from lit_qrl.publish.spec import PublishSettings, sampler_spec
+from lit_qrl.receipts.ledger import PublishReport
+from lit_qrl.rollout.engine import EngineDiedError, Sleeps
+from lit_qrl.strategies.colocated import begin_rollout, begin_update
+
+
+class Connection(NamedTuple):
+    """What lasts as long as one engine, from its start to its death."""
+
+    source: WeightSource
+    delivery: Delivery
+    beside: AdapterBeside
+
+
+class Publisher:
+    """Keeps the engine's weights what the settings say they are, and counts their versions.
+
+    Args:
+        settings: of the user.
+    """
+
+    def __init__(self, settings: PublishSettings) -> None:
+        self.settings = settings
+        self.version = -1
+        self.scores = ScoreCheck(settings.probe_every)
+        self._restarts = Restarts(settings.max_restarts)
+        self._connection: Connection | None = None
+        self._rebuilt = False
+        self._holds_rollout = False
+        """True while the engine holds the weights of the last rollout."""
+        self._published, self._published_at = 0, -1
+        self._again: Callable[[], None] | None = None
+
+    def prepare(self, learner: Learner, on_hang: Callable[[str], None]) -> None:
+        """Check everything that can be known before a weight is loaded; see `sampler_spec`."""
+        self.learner, self.engine = learner, learner.data.engine
+        self.spec = sampler_spec(self.settings, learner, on_hang)
+
+    # ------------------------------------------------------------------------------------------------- what is due when
+
+    def begin_iteration(self) -> None:
+        """Publish this iteration's sampler where one is due; else wake the engine that holds it."""
+        trainer = self.learner.trainer
+        if trainer.current_epoch % self.settings.every_n_iterations == 0 or not self._holds_rollout:
+            with self.learner.iteration.timed("publish"):
+                self.version += 1
+                self._publish_rollout()
+        else:
+            begin_rollout(trainer, self.engine)
+
+    def begin_evaluation(self) -> None:
+        """Give the engine the current clean weights, which count as no version."""
+        self._again = self.begin_evaluation
+        one_format = self.settings.evaluation_format == "rollout" or self.engine.single_format
+
+        def publish(connection: Connection) -> PublishReport:
+            source, delivery, beside = connection
+            # Base and adapter side by side are the packed learner's own arithmetic.
+            if one_format or (self.spec.adapter is not None and source.packed):
+                return self._sampler(connection, unchanged)
+            beside.forget()
+            return delivery.weights(source.plain(self.engine.plain_dtype), None, source.shapes(), self.version)
+
+        self._repeated(publish)
+        self._holds_rollout = False
+
+    def end_generation(self) -> None:
+        """Give the device back to the learner: all that was asked for is drawn."""
+        self._restarts.reset()
+        begin_update(self.learner.trainer, self.learner)
+
+    def revive(self, error: EngineDiedError) -> None:
+        """Build the engine again and publish what it held; stop the run when it keeps dying."""
+        self._bury(error)
+        assert self._again is not None
+        with self.learner.iteration.timed("publish"):
+            self._again()
+
+    # ------------------------------------------------------------------------------------------------------ publishing
+
+    def _publish_rollout(self) -> None:
+        learner, trainer = self.learner, self.learner.trainer
+        self._holds_rollout = False
+        self._again = self._publish_rollout_again
+        perturbing = [callback for callback in rl_callbacks(trainer) if overrides(callback, "on_publish")]
+
+        def publish(connection: Connection) -> PublishReport:
+            compared = self.scores.due(self._published, self._rebuilt)
+            # Each attempt starts the callbacks anew: what a repeated one draws is what the first drew.
+            for callback in rl_callbacks(trainer):
+                callback.on_rollout_start(trainer, learner, self.version)
+            altered: dict[str, Tensor] = {}
+
+            def change(name: str, tensor: Tensor) -> Tensor:
+                before = tensor
+                for callback in perturbing:
+                    tensor = callback.on_publish(trainer, learner, name, tensor)
+                if tensor is not before:
+                    altered[name] = tensor if tensor.ndim == 1 else tensor.new_empty(0)
+                return tensor
+
+            report = self._sampler(connection, change)
+            if compared:
+                merged = self.spec.adapter is None
+                self.scores.check(learner, self.engine, connection.source, merged, altered, self.version)
+            return report
+
+        report = self._repeated(publish)
+        self._holds_rollout, self._rebuilt = True, False
+        self._published_at = trainer.global_step
+        learner.iteration.metrics.update(
+            {
+                "publish/version": float(report.version),
+                "publish/bytes": float(report.bytes),
+                "publish/gigabytes_per_second": report.bytes / 1e9 / max(report.seconds, 1e-9),
+            }
+        )
+        if self._published == 0:
+            write_layers(Path(trainer.default_root_dir), report)
+        self._published += 1
+
+    def _publish_rollout_again(self) -> None:
+        """Publish to a new engine; a sampler that was kept over updates cannot be had back and gets a new version."""
+        self.version += self._published_at != self.learner.trainer.global_step
+        self._publish_rollout()
+
+    def _sampler(self, connection: Connection, change: Change) -> PublishReport:
+        """Publish in the rollout format, the adapter beside its base or merged into it."""
+        source, delivery, beside = connection
+        if self.spec.adapter is not None:
+            return beside.publish(change, self.version)
+        stream = source.whole(change, source.plain_dtype(self.engine.plain_dtype))
+        return delivery.weights(stream, source.format, source.shapes(), self.version)
+
+    def _repeated(self, publish: Callable[[Connection], PublishReport]) -> PublishReport:
+        """Publish, once more where `on_fault` says so, and to a new engine where this one dies of it."""
+
+        def attempt() -> PublishReport:
+            start = time.perf_counter()
+            connection = self._connected()
+            begin_rollout(self.learner.trainer, self.engine)
+            if isinstance(self.engine, Sleeps) and not self.engine.holds_weights:
+                connection.beside.forget()
+            report = publish(connection)
+            report.seconds = time.perf_counter() - start
+            return report
+
+        def forget() -> None:  # whatever arrived, the next publish sends everything
+            if self._connection is not None:
+                self._connection.beside.forget()
+
+        retries = 1 if self.settings.on_fault == "retry" else 0
+        return repeated(attempt, self.learner.trainer, retries, forget, self._bury)
+
+    def _connected(self) -> Connection:
+        """Return the connection to the engine; the first call sets it up."""
+        if self._connection is None:
+            spec, policy = self.spec, self.learner.policy
+            plugin, exclude = self.learner.trainer.precision_plugin, self.settings.exclude
+            source = source_of(policy, plugin, spec.format, exclude, spec.quantize_head)
+            self.engine.setup(spec, policy)
+            delivery = Delivery(self.engine, self.learner.iteration.timed)
+            self._connection = Connection(source, delivery, AdapterBeside(source, delivery))
+        return self._connection
+
+    def _bury(self, error: EngineDiedError) -> None:
+        """Count a death, and forget everything about the engine that died."""
+        self._connection, self._holds_rollout, self._rebuilt = None, False, True
+        self._restarts.died(self.learner.trainer, error)
+        self.engine.close()
+
+
+@rank_zero_only
+def write_layers(folder: Path, report: PublishReport) -> None:
+    """Write `publish.json`: the format that every tensor of the first publish was loaded in."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"version": report.version, "bytes": report.bytes, "layers": report.layers}
+    (folder / "publish.json").write_text(json.dumps(content, indent=1))

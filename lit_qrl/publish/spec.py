@@ -1,0 +1,109 @@
+"""From the publisher's arguments to what the engine is told before it starts."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.formats.base import NumberFormat
+from lit_qrl.formats.dense import Dense
+from lit_qrl.loop.hooks import Learner
+from lit_qrl.network.head import tied_head
+from lit_qrl.precision.source import PublishingPrecision
+from lit_qrl.publish.adapter import published_apart
+from lit_qrl.rollout.engine import RolloutEngine, SamplerSpec, Scores
+from lit_qrl.strategies.colocated import check_phases
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishSettings:
+    """The arguments of `WeightPublisher`, which explains them; a `format` of None is `auto`.
+
+    Raises:
+        ConfigError: for a number that is out of range.
+    """
+
+    format: NumberFormat | None = None
+    every_n_iterations: int = 1
+    evaluation_format: Literal["learner", "rollout"] = "learner"
+    exclude: tuple[str, ...] = ()
+    quantize_head: bool = False
+    unaligned: bool = False
+    on_fault: Literal["stop", "retry"] = "stop"
+    lora: Literal["auto", "merged", "adapter"] = "auto"
+    probe_every: int = 50
+    max_restarts: int = 2
+
+    def __post_init__(self) -> None:
+        if self.every_n_iterations < 1:
+            raise ConfigError("publisher.every_n_iterations is too small.", expected="at least 1")
+        for name in ("probe_every", "max_restarts"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"publisher.{name} is negative.", expected="0 or more", given=getattr(self, name))
+
+
+def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[[str], None]) -> SamplerSpec:
+    """Return the spec of a run's sampler, checked against precision plugin, policy, strategy and engine.
+
+    Args:
+        settings: the publisher's.
+        learner: with policy, data module and Trainer; no weight need be loaded.
+        on_hang: of the spec.
+
+    Raises:
+        ConfigError: for what cannot be published, or the engine cannot hold.
+    """
+    plugin, policy, data = learner.trainer.precision_plugin, learner.policy, learner.data
+    engine: RolloutEngine = data.engine
+    publishes = isinstance(plugin, PublishingPrecision)
+    aligned = plugin.format if publishes else None
+    if settings.format is not None and aligned is not None and settings.format != aligned and not settings.unaligned:
+        raise ConfigError(
+            "The sampler's format differs from the one that the learner computes in.",
+            expected=f"publisher.format: auto (the plugin's {aligned.name})",
+            given=settings.format.name,
+            remedy="Set publisher.unaligned to true to study the mismatch.",
+        )
+    format = settings.format if settings.format is not None else aligned
+    same = aligned is not None and format == aligned
+    if same and settings.exclude:
+        raise ConfigError(
+            "The precision plugin says which layers are quantized, and the publisher too.",
+            given=f"publisher.exclude: {', '.join(settings.exclude)}",
+            remedy="Move the patterns to the plugin's exclude.",
+        )
+    if settings.quantize_head and same:
+        raise ConfigError(
+            "publisher.quantize_head would quantize a layer that the precision plugin computes in full precision.",
+            expected="a learner without low-bit layers, or quantize_head: false",
+            given=type(plugin).__name__,
+            remedy="Leave out one of the two.",
+        )
+    if settings.quantize_head and (format is None or isinstance(format, Dense)):
+        raise ConfigError(
+            "publisher.quantize_head has no format to quantize to.",
+            expected="publisher.format of 8 or 4 bits",
+            given="auto" if format is None else format.name,
+            remedy="Choose one, such as fp8_row, or set quantize_head to false.",
+        )
+    if settings.quantize_head and policy.config.get_text_config().tie_word_embeddings:
+        raise tied_head(policy.config)  # before the weights are loaded
+    apart = published_apart(settings.lora, policy.lora, engine, plugin, same, settings.unaligned)
+    check_phases(learner.trainer, engine, settings.every_n_iterations)
+    if settings.probe_every and not isinstance(engine, Scores):
+        log.info("%s cannot score given tokens, so no probe compares it with the learner.", type(engine).__name__)
+    spec = SamplerSpec(
+        sampling=data.sampling,
+        format=format,
+        exclude=plugin.exclude if publishes and same else settings.exclude,
+        quantize_head=settings.quantize_head,
+        adapter=policy.lora if apart else None,
+        prompt_limit=data.max_prompt_tokens,
+        outlives_update=settings.every_n_iterations > 1,
+        on_hang=on_hang,
+    )
+    engine.validate(spec)
+    return spec

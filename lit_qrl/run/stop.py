@@ -1,0 +1,39 @@
+"""The end of a run that cannot go on: a checkpoint where that is safe, one event, and an error that names it."""
+
+from typing import NoReturn, Protocol, runtime_checkable
+
+from lightning.pytorch import Trainer
+
+from lit_qrl.errors import StoppedError
+from lit_qrl.run.diary import event
+from lit_qrl.run.folder import last_checkpoint
+
+
+@runtime_checkable
+class SavesBeforeUpdate(Protocol):
+    """A callback that can write a checkpoint from which the iteration under way begins again."""
+
+    def save_before_update(self, trainer: Trainer) -> None:
+        """Save a run that stops in an iteration before its first update."""
+
+
+def stop_run(
+    trainer: Trainer, kind: str, message: str, *, save: bool = False, error: BaseException | None = None
+) -> NoReturn:
+    """End the run by a `StoppedError` that names its last checkpoint; the report is made on the way out.
+
+    Args:
+        trainer: the run's.
+        kind: of the condition, for the diary.
+        message: one sentence for a person.
+        save: write a checkpoint first, of before this iteration, where the learner's state is good.
+        error: the cause.
+    """
+    if save:
+        for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(callback, SavesBeforeUpdate):
+                callback.save_before_update(trainer)
+    saved = last_checkpoint(trainer.default_root_dir)
+    where = f"The last good checkpoint is {saved}." if saved else "No checkpoint had been written."
+    event(trainer, "stopped", f"{message} {where}", cause=kind)
+    raise StoppedError(f"The run was stopped by the guard: {message} {where}") from error

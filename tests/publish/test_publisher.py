@@ -1,0 +1,431 @@
+import json
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from lit_qrl.callbacks import AQNNoise, RLCallback
+from lit_qrl.callbacks.publisher import WeightPublisher
+from lit_qrl.errors import ConfigError
+from lit_qrl.formats import get as get_format
+from lit_qrl.network.adapters import merged_weights
+from lit_qrl.precision import NVFP4LoRA, QATAligned
+from lit_qrl.receipts.ledger import PublishError
+from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.rollout.embedded.loading import Modules
+from lit_qrl.run.diary import read_jsonl
+from tests.tiny_run import build, fit, model_folder
+
+LAYER = "model.layers.0.self_attn.o_proj"
+NORM = "model.layers.0.input_layernorm.weight"
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+
+
+class Watch(RLCallback):
+    """Keeps per iteration: the version, the mismatch, and what `look` says of (module, engine)."""
+
+    def __init__(self, look=None):
+        self.look = look
+        self.versions, self.mismatch, self.seen = [], [], []
+
+    def on_rollout_end(self, trainer, module, batch):
+        self.versions.append(sorted(set(batch.version.tolist())))
+        learner = module.score(batch)
+        self.mismatch.append(float((learner - batch.sampler_logprobs)[batch.mask].abs().max()))
+        if self.look is not None:
+            self.seen.append(self.look(module, module.data.engine))
+
+
+class Calls:
+    """Counts what an engine is asked to load."""
+
+    def __init__(self, monkeypatch):
+        self.made = []
+        for name in ("load_weights", "load_adapter", "perturb"):
+            monkeypatch.setattr(TransformersEngine, name, self.counted(name, getattr(TransformersEngine, name)))
+
+    def counted(self, name, original):
+        def method(engine, tensors, *args):
+            names = []
+
+            def noted():
+                for tensor_name, tensor in tensors:
+                    names.append(tensor_name)
+                    yield tensor_name, tensor
+
+            report = original(engine, noted(), *args)
+            self.made.append((name, names))
+            return report
+
+        return method
+
+    @property
+    def kinds(self):
+        return [kind for kind, _ in self.made]
+
+
+def read_events(folder):
+    return read_jsonl(folder / "events.jsonl")
+
+
+def lora_options(**publisher):
+    return {
+        "policy": {"lora": LoraConfig(**LORA)},
+        "format": "auto",
+        "publisher": publisher,
+        "trainer": {"plugins": [NVFP4LoRA()], "max_epochs": 3},
+        "lr": 1e-2,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- versions
+
+
+def test_every_iteration_gets_its_version(tmp_path):
+    watch = Watch()
+    fit(tmp_path, callbacks=[watch], trainer={"max_epochs": 3})
+    assert watch.versions == [[0], [1], [2]]
+    content = json.loads((tmp_path / "run" / "publish.json").read_text())
+    assert content["version"] == 0
+    assert content["layers"][f"{LAYER}.weight"] == "fp8_row"
+    assert content["layers"][NORM] == "fp32"
+
+
+def test_a_sampler_may_stay_for_several_iterations(tmp_path):
+    watch = Watch()
+    fit(tmp_path, callbacks=[watch], publisher={"every_n_iterations": 2}, trainer={"max_epochs": 4})
+    assert watch.versions == [[0], [0], [1], [1]]
+
+
+def test_an_evaluation_publishes_the_clean_weights_without_a_version(tmp_path):
+    held = []
+
+    class Evaluated(RLCallback):
+        def on_validation_end(self, trainer, pl_module):
+            engine, network = pl_module.data.engine, pl_module.policy.network
+            same = all(torch.equal(engine.read_back(name), tensor) for name, tensor in merged_weights(network))
+            held.append((same, engine.version))
+
+    watch = Watch()
+    options = {"max_epochs": 3, "limit_val_batches": 1}
+    fit(tmp_path, callbacks=[watch, Evaluated(), AQNNoise(start=0.5, end=0.5, num_stages=2)], trainer=options)
+    assert held == [(True, -1), (True, 0), (True, 1), (True, 2)]
+    # What an evaluation left in the engine is never drawn from: the next rollout has the sampler's own format.
+    assert watch.versions == [[0], [1], [2]]
+
+
+def test_an_evaluation_in_the_rollout_format(tmp_path):
+    formats = []
+
+    class Evaluated(RLCallback):
+        def on_validation_end(self, trainer, pl_module):
+            formats.append(pl_module.data.engine.read_back(f"{LAYER}.weight").dtype)
+
+    for choice in ("rollout", "learner"):
+        options = {"max_epochs": 1, "limit_val_batches": 1}
+        fit(tmp_path, callbacks=[Evaluated()], publisher={"evaluation_format": choice}, trainer=options)
+    assert formats == [torch.float8_e4m3fn] * 2 + [torch.float32] * 2
+
+
+# ------------------------------------------------------------------------------------------------ precision plugins
+
+
+def test_under_a_plugin_the_codes_of_the_forward_pass_go_out(tmp_path):
+    def look(module, engine):
+        plugin = module.trainer.precision_plugin
+        codes = plugin.layers(module)[LAYER].quantized().codes
+        return torch.equal(engine.read_back(f"{LAYER}.weight").view(torch.uint8), codes.view(torch.uint8))
+
+    watch = Watch(look)
+    plugin = QATAligned("fp8_row")
+    fit(tmp_path, callbacks=[watch], format="auto", trainer={"max_epochs": 2, "plugins": [plugin]})
+    assert watch.seen == [True, True]
+    assert max(watch.mismatch) < 1e-4
+
+
+def test_another_format_than_the_plugins_is_refused_unless_asked_for(tmp_path):
+    options = {"format": "int4_group", "trainer": {"max_epochs": 1, "plugins": [QATAligned("fp8_row")]}}
+    trainer, module, data = build(tmp_path, **options)
+    with pytest.raises(ConfigError, match=r"differs from the one.*fp8_row.*int4_group.*unaligned"):
+        trainer.fit(module, datamodule=data)
+    watch = Watch()
+    options["trainer"]["plugins"] = [QATAligned("fp8_row")]
+    options["format"] = "nvfp4"
+    fit(tmp_path, callbacks=[watch], publisher={"unaligned": True}, **options)
+    assert watch.mismatch[0] > 1e-3
+
+
+def test_which_layers_are_quantized_is_said_in_one_place(tmp_path):
+    options = {"format": "auto", "trainer": {"plugins": [QATAligned("fp8_row", exclude=["*.o_proj"])]}}
+    trainer, module, data = build(tmp_path, publisher={"exclude": ["*.down_proj"]}, **options)
+    with pytest.raises(ConfigError, match=r"plugin's exclude"):
+        trainer.fit(module, datamodule=data)
+    watch = Watch(lambda module, engine: engine.read_back(f"{LAYER}.weight").dtype)
+    options["trainer"]["plugins"] = [QATAligned("fp8_row", exclude=["*.o_proj"])]
+    _, _, data = fit(tmp_path, callbacks=[watch], **options)
+    assert watch.seen == [torch.float32] * 2
+    assert data.engine.spec.exclude == ("*.o_proj",)
+
+
+# ------------------------------------------------------------------------------------------------------------ LoRA
+
+
+def test_a_packed_base_goes_out_once_and_then_its_adapter(tmp_path, monkeypatch):
+    calls, watch = Calls(monkeypatch), Watch()
+    options = lora_options()
+    options["trainer"]["limit_val_batches"] = 1
+    _, module, _ = fit(tmp_path, callbacks=[watch], **options)
+    # one evaluation before the run and one per iteration, all in the learner's own packed arithmetic
+    assert calls.kinds == ["load_weights"] + ["load_adapter"] * 7
+    base, adapter = calls.made[0][1], calls.made[-1][1]
+    assert f"{LAYER}.weight_packed" in base
+    assert not any("lora" in name for name in base)
+    assert f"base_model.model.{LAYER}.lora_A.weight" in adapter
+    assert max(watch.mismatch) < 1e-4
+    moved = module.policy.adapter_tensors()[f"base_model.model.{LAYER}.lora_B.weight"]
+    assert moved.abs().max() > 0
+
+
+def test_norms_are_perturbed_over_an_unchanged_base_and_come_back_clean(tmp_path, monkeypatch):
+    calls = Calls(monkeypatch)
+    options = lora_options()
+    options["trainer"].update(max_epochs=4, limit_val_batches=1)
+    clean = Watch(lambda m, e: torch.equal(e.read_back(NORM), m.policy.network.get_parameter(NORM)))
+    evaluated = []
+
+    class Evaluated(RLCallback):
+        def on_validation_end(self, trainer, pl_module):
+            norm = pl_module.policy.network.get_parameter(NORM)
+            evaluated.append(torch.equal(pl_module.data.engine.read_back(NORM), norm))
+
+    fit(tmp_path, callbacks=[AQNNoise(start=0.3, end=0.3, num_stages=2), clean, Evaluated()], **options)
+    assert calls.kinds.count("load_weights") == 1
+    # two noisy rollouts, and an evaluation after each that takes the noise away
+    assert calls.kinds.count("perturb") == 4
+    assert clean.seen == [True, True, False, False]
+    assert evaluated == [True] * 5
+    assert max(clean.mismatch[:2]) < 1e-4
+    assert min(clean.mismatch[2:]) > 1e-2
+
+
+@pytest.mark.parametrize("lora", ["merged", "adapter"])
+def test_an_adapter_over_a_plain_base(tmp_path, monkeypatch, lora):
+    calls, watch = Calls(monkeypatch), Watch()
+    options = {"policy": {"lora": LoraConfig(**LORA)}, "publisher": {"lora": lora}, "lr": 1e-2}
+    fit(tmp_path, callbacks=[watch], format="auto", trainer={"max_epochs": 3}, **options)
+    expected = ["load_weights"] * 3 if lora == "merged" else ["load_weights"] + ["load_adapter"] * 3
+    assert calls.kinds == expected
+    assert max(watch.mismatch) < 1e-4
+
+
+def test_the_base_goes_out_again_when_it_changed_or_an_evaluation_displaced_it(tmp_path, monkeypatch):
+    class Changed(RLCallback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            if trainer.current_epoch == 0:
+                with torch.no_grad():
+                    pl_module.policy.network.get_parameter(NORM).mul_(1.5)
+
+    calls, watch = Calls(monkeypatch), Watch()
+    options = {"policy": {"lora": LoraConfig(**LORA)}, "publisher": {"lora": "adapter"}, "format": "auto"}
+    fit(tmp_path / "a", callbacks=[Changed(), watch], trainer={"max_epochs": 3}, **options)
+    assert calls.kinds == ["load_weights", "load_adapter", "load_weights", "load_adapter", "load_adapter"]
+    assert max(watch.mismatch) < 1e-4
+    calls.made.clear()
+    fit(tmp_path / "b", trainer={"max_epochs": 1, "limit_val_batches": 1}, **options)
+    assert calls.kinds == ["load_weights", "load_weights", "load_adapter", "load_weights"]
+
+
+def test_adapters_that_cannot_go_out_are_refused(tmp_path):
+    cases = [
+        ({"publisher": {"lora": "adapter"}}, "no adapter to publish"),
+        (lora_options(lora="merged"), r"packed base.*lora: adapter"),
+        (
+            {"publisher": {"lora": "adapter"}, "policy": {"lora": LoraConfig(**LORA, use_dora=True)}},
+            r"use_dora cannot be published apart.*merged",
+        ),
+    ]
+    for number, (options, message) in enumerate(cases):
+        trainer, module, data = build(tmp_path / str(number), **options)
+        with pytest.raises(ConfigError, match=message):
+            trainer.fit(module, datamodule=data)
+
+
+# ---------------------------------------------------------------------------------------------------------- faults
+
+
+def skip(modules, name, tensor, original):
+    if name != NORM or modules.held(name).is_meta:
+        original(modules, name, tensor)
+
+
+def swap(modules, name, tensor, original):
+    other = NORM.replace("layers.0", "layers.1")
+    original(modules, {NORM: other, other: NORM}.get(name, name), tensor)
+
+
+def garble(modules, name, tensor, original):
+    original(modules, name, tensor * 1.001 if name == NORM else tensor)
+
+
+FAULTS = {"stale": (skip, 1), "swapped": (swap, 0), "different": (garble, 0)}
+
+
+def inject(monkeypatch, kind, times=None):
+    fault, _ = FAULTS[kind]
+    original, count = Modules.set_plain, [0]
+
+    def broken(modules, name, tensor):
+        count[0] += name == NORM
+        healthy = times is not None and count[0] > times
+        if healthy:
+            original(modules, name, tensor)
+        else:
+            fault(modules, name, tensor, original)
+
+    monkeypatch.setattr(Modules, "set_plain", broken)
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_publish_that_did_not_arrive_stops_the_run_and_is_named(tmp_path, monkeypatch, kind):
+    class Moved(RLCallback):
+        """All norms change between publishes, so that an old one shows."""
+
+        def on_publish(self, trainer, module, name, tensor):
+            return tensor + 0.01 * trainer.current_epoch if tensor.ndim == 1 else tensor
+
+    inject(monkeypatch, kind)
+    trainer, module, data = build(tmp_path, callbacks=[Moved()], trainer={"max_epochs": 3})
+    with pytest.raises(PublishError, match=f"{kind}: {NORM}") as caught:
+        trainer.fit(module, datamodule=data)
+    assert caught.value.version == FAULTS[kind][1]
+    (event,) = [event for event in read_events(tmp_path / "run") if event["kind"] == "publish_fault"]
+    assert kind in event["faults"]
+    assert event["iteration"] == caught.value.version + 1
+
+
+def test_a_dropped_tensor_is_named_before_anything_is_drawn(tmp_path, monkeypatch):
+    original = TransformersEngine.load_weights
+
+    def lossy(engine, tensors, format, version):
+        return original(engine, (pair for pair in tensors if pair[0] != NORM), format, version)
+
+    monkeypatch.setattr(TransformersEngine, "load_weights", lossy)
+    trainer, module, data = build(tmp_path)
+    with pytest.raises(ValueError, match=NORM):
+        trainer.fit(module, datamodule=data)
+    assert [event["kind"] for event in read_events(tmp_path / "run")] == ["publish_fault"]
+
+
+def test_one_retry_where_asked_for(tmp_path, monkeypatch):
+    inject(monkeypatch, "different", times=1)
+    watch = Watch()
+    fit(tmp_path, callbacks=[watch], publisher={"on_fault": "retry"})
+    assert watch.versions == [[0], [1]]
+    kinds = [event["kind"] for event in read_events(tmp_path / "run")]
+    assert kinds.count("publish_fault") == 1
+
+
+def test_a_garbled_adapter_is_named(tmp_path, monkeypatch):
+    original = TransformersEngine.load_adapter
+    name = f"base_model.model.{LAYER}.lora_A.weight"
+
+    def garbled(engine, tensors, version):
+        return original(engine, ((n, t * 2 if n == name else t) for n, t in tensors), version)
+
+    monkeypatch.setattr(TransformersEngine, "load_adapter", garbled)
+    trainer, module, data = build(tmp_path, **lora_options())
+    with pytest.raises(PublishError, match=f"different: {name}"):
+        trainer.fit(module, datamodule=data)
+
+
+def test_a_garbled_norm_over_an_unchanged_base_is_named(tmp_path, monkeypatch):
+    original = TransformersEngine.perturb
+
+    def garbled(engine, tensors, version):
+        return original(engine, ((n, t + 1 if n == NORM else t) for n, t in tensors), version)
+
+    monkeypatch.setattr(TransformersEngine, "perturb", garbled)
+    trainer, module, data = build(tmp_path, callbacks=[AQNNoise(num_stages=2)], **lora_options())
+    with pytest.raises(PublishError, match=f"different: {NORM}"):
+        trainer.fit(module, datamodule=data)
+
+
+# ----------------------------------------------------------------------------------------------------------- probe
+
+
+def test_the_probe_compares_at_the_first_publish_and_every_n(tmp_path):
+    original, calls = TransformersEngine.score, []
+
+    def score(engine, sequences):
+        calls.append(engine.version)
+        return original(engine, sequences)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TransformersEngine, "score", score)
+        fit(tmp_path, publisher={"probe_every": 2}, trainer={"max_epochs": 5})
+    assert calls == [0, 2, 4]
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("setting", ["unaligned", "aligned", "adapter"])
+def test_the_probe_of_a_healthy_engine_passes_within_rounding(tmp_path, setting, noisy):
+    options = {
+        "unaligned": {"format": "nvfp4"},
+        "aligned": {"format": "auto", "trainer": {"plugins": [QATAligned(get_format("int4_group", group_size=32))]}},
+        "adapter": lora_options(),
+    }[setting]
+    callbacks = [AQNNoise(start=0.5, end=0.5, num_stages=2)] if noisy else []
+    options["publisher"] = {"probe_every": 1}
+    options["trainer"] = {**options.get("trainer", {}), "max_epochs": 2}
+    trainer, _, _ = fit(tmp_path, callbacks=callbacks, **options)
+    (publisher,) = [callback for callback in trainer.callbacks if isinstance(callback, WeightPublisher)]
+    assert publisher.publisher.scores.baseline < 1e-4
+
+
+def test_a_kernel_that_computes_something_else_fails_the_probe(tmp_path, monkeypatch):
+    original = TransformersEngine.score
+    monkeypatch.setattr(TransformersEngine, "score", lambda self, tokens: [s - 1.0 for s in original(self, tokens)])
+    trainer, module, data = build(tmp_path)
+    with pytest.raises(PublishError, match=r"probe: the sampler.*mean \|Δ log p\| 1"):
+        trainer.fit(module, datamodule=data)
+
+
+# ------------------------------------------------------------------------------------------------------------ head
+
+
+def test_a_quantized_head_is_sampled_from_probed_and_put_back_for_evaluations(tmp_path):
+    model_folder(tmp_path / "model", tie_word_embeddings=False)
+    held, probes = [], []
+
+    class Look(RLCallback):
+        def on_rollout_end(self, trainer, module, batch):
+            held.append(module.data.engine.read_back("lm_head.weight").dtype)
+
+        def on_validation_end(self, trainer, pl_module):
+            held.append(pl_module.data.engine.read_back("lm_head.weight").dtype)
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            probes.append(float(pl_module.iteration.row["publish/probe_mean"]))
+
+    settings = {"publisher": {"quantize_head": True, "probe_every": 1}}
+    fit(tmp_path, callbacks=[Look()], trainer={"max_epochs": 2, "limit_val_batches": 1}, **settings)
+    assert held == [torch.float32, torch.float8_e4m3fn, torch.float32, torch.float8_e4m3fn, torch.float32]
+    assert max(probes) < 1e-4
+    layers = json.loads((tmp_path / "run" / "publish.json").read_text())["layers"]
+    assert layers["lm_head.weight"] == "fp8_row"
+    assert layers["model.embed_tokens.weight"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"format": "auto", "trainer": {"plugins": [QATAligned("fp8_row")]}}, "computes in full precision.*QATAligned"),
+        ({"format": "bf16"}, "no format to quantize to.*bf16"),
+        ({"format": "auto"}, "no format to quantize to.*auto"),
+        ({"format": "fp8_row"}, "would quantize the input embedding"),
+    ],
+)
+def test_a_head_that_cannot_be_quantized_is_refused(tmp_path, options, match):
+    trainer, module, data = build(tmp_path, publisher={"quantize_head": True}, **options)
+    with pytest.raises(ConfigError, match=match):
+        trainer.fit(module, datamodule=data)

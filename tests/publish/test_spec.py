@@ -1,0 +1,67 @@
+"""From arguments to the engine's spec; whole runs that are refused are in test_publisher.py."""
+
+from types import SimpleNamespace
+
+import pytest
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from peft import LoraConfig
+
+from lit_qrl import formats
+from lit_qrl.errors import ConfigError
+from lit_qrl.precision import NVFP4LoRA, QATAligned
+from lit_qrl.publish.spec import PublishSettings, sampler_spec
+from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.rollout.engine import RolloutEngine, SamplerSpec
+from lit_qrl.types import SamplingParams
+
+LORA, SAMPLING = LoraConfig(r=8, target_modules=["q_proj"]), SamplingParams(max_tokens=7)
+
+
+def spec(plugin=None, adapter=None, tied=False, engine=None, **settings):
+    config = SimpleNamespace(model_type="toy", tie_word_embeddings=tied)
+    config.get_text_config = lambda: config
+    learner = SimpleNamespace(
+        trainer=SimpleNamespace(precision_plugin=plugin or Precision(), strategy=SingleDeviceStrategy()),
+        policy=SimpleNamespace(config=config, lora=adapter),
+        data=SimpleNamespace(engine=engine or TransformersEngine(), sampling=SAMPLING, max_prompt_tokens=11),
+    )
+    return sampler_spec(PublishSettings(**settings), learner, print)
+
+
+def test_what_the_engine_is_told():
+    fp8 = formats.get("fp8_row")
+    assert spec() == SamplerSpec(sampling=SAMPLING, prompt_limit=11, on_hang=print)
+    told = spec(format=fp8, exclude=("*.o_proj",), every_n_iterations=2, quantize_head=True)
+    assert (told.format, told.exclude, told.outlives_update, told.quantize_head) == (fp8, ("*.o_proj",), True, True)
+    aligned = spec(QATAligned("fp8_row", exclude=["*.down_proj"]))
+    assert (aligned.format, aligned.exclude) == (fp8, ("*.down_proj",))
+    other = spec(QATAligned("fp8_row", exclude=["*.down_proj"]), format=formats.get("nvfp4"), unaligned=True)
+    assert (other.format.name, other.exclude) == ("nvfp4", ())
+
+
+def test_an_adapter_is_told_only_where_it_stands_beside_its_base():
+    assert spec(NVFP4LoRA(), LORA).adapter is LORA
+    assert spec(adapter=LORA, lora="adapter").adapter is LORA
+    assert spec(adapter=LORA).adapter is None
+
+
+def test_a_tied_head_is_refused_before_any_weight_is_loaded():
+    with pytest.raises(ConfigError, match="would quantize the input embedding"):
+        spec(format=formats.get("fp8_row"), quantize_head=True, tied=True)
+
+
+def test_the_engine_checks_the_spec_last_and_is_told_where_it_is_not_probed(caplog):
+    class Refuses(RolloutEngine):
+        setup = generate = load_weights = None
+
+        def validate(self, spec):
+            raise ConfigError(f"not {spec.prompt_limit}")
+
+    with caplog.at_level("INFO", logger="lit_qrl"), pytest.raises(ConfigError, match="not 11"):
+        spec(engine=Refuses())
+    assert "Refuses cannot score given tokens" in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO", logger="lit_qrl"), pytest.raises(ConfigError, match="not 11"):
+        spec(engine=Refuses(), probe_every=0)
+    assert caplog.text == ""
