@@ -290,11 +290,11 @@ class CausalPolicy(nn.Module):
     def frozen_names(self) -> list[str]:
         """Return the names of the weights under an adapter that are not trained and can be loaded again.
 
-        None are where all weights are trained, or where the base was drawn at random."""
+        None are where all weights are trained, or where the base was drawn at random.
+        """
         if self.lora is None or self.random_weights or self.model is None:
             return []
-        named = self.named_parameters(remove_duplicate=False)  # tied weights have two names
-        return [name for name, one in named if not one.requires_grad]
+        return [name for name, one in self.named_parameters(remove_duplicate=False) if not one.requires_grad]
 
     # ------------------------------------------------------------------------------------------------------ reference
 
