@@ -99,9 +99,9 @@ def model_folder(models: Path, shape: str, format: str | None) -> Path:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     from lit_qrl import formats
-    from lit_qrl.network.folder import CheckpointWriter
+    from lit_qrl.network.folder import FolderWriter
     from lit_qrl.network.linears import quantizable_linears
-    from lit_qrl.network.stream import export_tensors
+    from lit_qrl.network.stream import weight_stream
 
     folder = models / "-".join(filter(None, (shape, format)))
     if (folder / "config.json").exists():
@@ -124,9 +124,9 @@ def model_folder(models: Path, shape: str, format: str | None) -> Path:
             yield name, made
 
     chosen = None if format is None else formats.get(format)
-    writer = CheckpointWriter(folder, 4 << 30)
+    writer = FolderWriter(folder, 4 << 30)
     with torch.no_grad():
-        for name, tensor in export_tensors(weights(), chosen, list(quantizable_linears(network)), torch.bfloat16):
+        for name, tensor in weight_stream(weights(), chosen, list(quantizable_linears(network)), torch.bfloat16):
             writer.add(name, tensor)
     writer.close()
     if chosen is not None:
