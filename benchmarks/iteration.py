@@ -99,7 +99,7 @@ def model_folder(models: Path, shape: str, format: str | None) -> Path:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     from lit_qrl import formats
-    from lit_qrl.network.folder import CheckpointWriter
+    from lit_qrl.network.folder import FolderWriter
     from lit_qrl.network.linears import quantizable_linears
     from lit_qrl.network.stream import weight_stream
 
@@ -124,7 +124,7 @@ def model_folder(models: Path, shape: str, format: str | None) -> Path:
             yield name, made
 
     chosen = None if format is None else formats.get(format)
-    writer = CheckpointWriter(folder, 4 << 30)
+    writer = FolderWriter(folder, 4 << 30)
     with torch.no_grad():
         for name, tensor in weight_stream(weights(), chosen, list(quantizable_linears(network)), torch.bfloat16):
             writer.add(name, tensor)
