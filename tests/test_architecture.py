@@ -1,0 +1,51 @@
+"""docs/architecture.md names what is there: every room, every file, every function of its two walks."""
+
+import ast
+import re
+from pathlib import Path
+
+from tests.test_imports import FILES, FLOORS
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+PACKAGES = {f"{path.parent.relative_to(ROOT / 'lit_qrl')}/" for path in FILES if path.name == "__init__.py"} - {"./"}
+
+
+def section(title):
+    return PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def test_the_table_of_rooms_is_the_order_of_imports():
+    rows = re.findall(r"^\| (`.*?) \|", section("Rooms"), re.MULTILINE)
+    found = [tuple(name.removesuffix(".py").rstrip("/") for name in re.findall(r"`(.*?)`", row)) for row in rows]
+    outer = [tuple(name for name in row if "/" not in name) for row in found]
+    assert outer == list(FLOORS)
+
+
+def test_every_folder_is_named_and_every_folder_that_is_named_exists():
+    rooms = set(re.findall(r"`([\w/]+/)`", section("Rooms"))) - {"tests/"}
+    assert {room for room in rooms if not (ROOT / "lit_qrl" / room).is_dir()} == set()
+    missing = PACKAGES - rooms
+    assert missing == {"data/tasks/"} - rooms, missing
+
+
+def test_files_that_are_named_exist():
+    named = set(re.findall(r"`((?:[\w]+/)*\w+\.py)`", PAGE))
+    roots = [
+        ROOT,
+        ROOT / "lit_qrl",
+        ROOT / "lit_qrl" / "rollout" / "vllm",
+        ROOT / "lit_qrl" / "rollout" / "vllm" / "patches",
+    ]
+    assert {name for name in named if not any((root / name).is_file() for root in roots)} == set()
+
+
+def test_functions_and_classes_of_the_walks_exist():
+    defined = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                defined.add(node.name)
+    walks = section("A prompt's way") + section("A weight's way")
+    words = {name for word in re.findall(r"`([\w.]+)`", walks) if not word.endswith(".py") for name in word.split(".")}
+    assert words - defined - {"loop", "iteration", "weight", "weight_scale", "", "terms", "loss"} == set()
