@@ -19,10 +19,10 @@ from tests.test_imports import FILES, FLOORS, name_of, ours, room  # noqa: E402
 
 INK, FAINT, PAPER, ACCENT, SOFT = "#1f2933", "#9aa5b1", "#ffffff", "#b4532a", "#f4ede4"
 STEPS = (
-    ("begin_iteration", "publish/publisher.py", "publish the learner's weights, in the sampler's format"),
+    ("begin_iteration", "publish/publisher.py", "the learner's weights, in the sampler's format"),
     ("roll_out", "loop/iteration.py", "x ~ D, y ~ π_sampler(· | x), rewards R"),
     ("score", "loop/iteration.py", "log π_learner_old(y | x), advantages A"),
-    ("correct", "loop/iteration.py", "weights w and keep, once per mini-batch"),
+    ("correct", "loop/correction.py", "weights w and keep, once per mini-batch"),
     ("deal", "loop/iteration.py", "micro-batches that pad little"),
     ("training_step", "module.py", "the objective's gradient, the optimizer's step"),
 )
@@ -109,9 +109,9 @@ def draw_rooms(axes: plt.Axes) -> None:
             x += width + 0.12
         wanted = {one for name in rooms for one in uses[name]}
         order = [name for above in FLOORS[:floor] for name in above if name in wanted]
-        axes.text(4.4, y + height / 2 + 0.1, purpose(rooms[0]), fontsize=7.6, color=INK, va="center")
-        axes.text(4.4, y + height / 2 - 0.12, ", ".join(order), fontsize=6.2, color=FAINT, va="center")
-    axes.text(4.4, 11.45, "what it is for, and what it imports from", fontsize=8, color=FAINT)
+        axes.text(4.95, y + height / 2 + 0.1, purpose(rooms[0]), fontsize=7.6, color=INK, va="center")
+        axes.text(4.95, y + height / 2 - 0.12, ", ".join(order), fontsize=6.2, color=FAINT, va="center")
+    axes.text(4.95, 11.45, "what it is for, and what it imports from", fontsize=8, color=FAINT)
     axes.text(0.2, 11.45, "room, with its lines", fontsize=8, color=FAINT)
     axes.set(xlim=(0, 10), ylim=(0.1, 11.8))
     axes.axis("off")
