@@ -103,7 +103,8 @@ def weigh_here(learner: Learner, batch: RolloutBatch, logprobs: Tensor) -> None:
 def close(learner: Learner) -> None:
     """Close the iteration after its last update; what the training forward weighed is measured as a whole."""
     state = learner.iteration
-    rollout = state.measured()
-    if rollout is not state.rollout and rollout is not None and corrected(learner.trainer):
-        state.metrics.update(weigh(learner, rollout, rollout.learner_old_logprobs, learner.reduce))
+    measured = state.measured()
+    old = None if measured is None or measured is state.rollout else measured.learner_old_logprobs
+    if measured is not None and old is not None and corrected(learner.trainer):
+        state.metrics.update(weigh(learner, measured, old, learner.reduce))
     state.close(learner.reduce)

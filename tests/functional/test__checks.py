@@ -11,6 +11,8 @@ from lit_qrl.functional import _checks as checks
 PASS = [
     (checks.check_band, (0.0, 1.0), {}),
     (checks.check_band, (1.0, math.inf), {}),
+    (checks.check_divergence, (None, 1e-300), {}),
+    (checks.check_clamps, (), {"input_clamp": None, "output_clamp": 1e-9}),
     (checks.check_veto, (1e-300,), {}),
     (checks.check_veto, (0.999,), {}),
     (checks.check_delta, (1e-9,), {}),
@@ -29,6 +31,11 @@ FAIL = [
     (checks.check_band, (1.001, 2.0), {}, "lower 1.001, upper 2.0"),
     (checks.check_band, (-0.001, 2.0), {}, "lower -0.001"),
     (checks.check_band, (math.nan, 2.0), {}, "lower nan"),
+    (checks.check_divergence, (None, 0.0), {}, "upper > 0"),
+    (checks.check_divergence, (None, math.nan), {}, "upper nan"),
+    (checks.check_divergence, (0.0, 1.0), {}, "lower: null"),
+    (checks.check_clamps, (), {"input_clamp": 0.0}, "input_clamp > 0"),
+    (checks.check_clamps, (), {"output_clamp": math.nan}, "Given: nan"),
     (checks.check_veto, (0.0,), {}, "0 < threshold < 1"),
     (checks.check_veto, (1.0,), {}, "0 < threshold < 1"),
     (checks.check_veto, (math.nan,), {}, "Given: nan"),
@@ -46,7 +53,7 @@ FAIL = [
     (checks.check_dual_clip, (1.0,), {}, "dual_clip > 1"),
     (checks.check_mismatch_cap, (1.0,), {}, "mismatch_cap > 1"),
     (checks.check_temperatures, (1.0, 0.0), {}, "positive number.*Given: 0.0"),
-    (checks.check_reduction, ("mean",), {}, "sequence, token or constant.*Given: mean"),
+    (checks.check_reduction, ("mean",), {}, "sequence, token, constant, sequence_sum or token_sum.*Given: mean"),
     (checks.check_choice, ("scale", "batches", "group", "batch"), {}, "scale is unknown.*group or batch.*'batch'"),
 ]
 
