@@ -53,8 +53,7 @@ class CausalPolicy(nn.Module):
         random_weights: build the model from its config alone, for benchmarks.
         pad_token: padding token for a tokenizer without one.
         eos_token: end token for a tokenizer without one.
-        chat_template_args: further arguments of the tokenizer's chat template, such as `enable_thinking: false`; one
-            that the template would ignore is refused.
+        chat_template_args: further arguments of the tokenizer's chat template, such as `enable_thinking: false`.
         revision: branch, tag or commit on the hub.
         packing: `auto` runs the layers on real tokens only, a group's prompt once, wherever the architecture and the
             attention implementation allow it; `never` keeps padded batches.

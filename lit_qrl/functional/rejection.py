@@ -58,7 +58,7 @@ def ratio_keep(
     check_choice("over", over, "token", "mean", "sum", "max")
     require_tokens(mask)
     d = as_float(d)
-    values = {"k1": lambda: d, "k2": lambda: d.square() / 2, "k3": lambda: k3_divergence(d)}[divergence]()
+    values = d.square() / 2 if divergence == "k2" else k3_divergence(d) if divergence == "k3" else d
     if over == "mean":
         values = row_means(mask, values)[:, None]
     elif over == "sum":

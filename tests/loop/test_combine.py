@@ -6,7 +6,7 @@ import torch
 from lit_qrl.callbacks.ais import AIS
 from lit_qrl.callbacks.masked import MaskedIS
 from lit_qrl.callbacks.opsm import OffPolicySequenceMask
-from lit_qrl.callbacks.rejection import GeometricRejection
+from lit_qrl.callbacks.rejection import GeometricRejection, RatioRejection
 from lit_qrl.callbacks.truncated import TruncatedIS
 from lit_qrl.callbacks.veto import TokenVeto
 from lit_qrl.errors import ConfigError
@@ -145,6 +145,9 @@ def test_on_a_device_nothing_waits_for_it():
         MaskedIS(),
         MaskedIS("sequence"),
         GeometricRejection(),
+        RatioRejection(0.01, divergence="k3"),
+        RatioRejection(2.0, over="max"),
+        RatioRejection(0.1, divergence="k2", over="token"),
         TokenVeto(),
         OffPolicySequenceMask(0.1),
     ]
