@@ -16,11 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.functional.logprobs import token_logprobs
-from lit_qrl.network.adapters import merged_weights, with_adapter
+from lit_qrl.network.adapters import merged_weights, starts_from_base, with_adapter
 from lit_qrl.network.chat import chat_ids
 from lit_qrl.network.folder import FOLDER_REMEDY, HUB_REMEDY, local_folder, resolve_model
-from lit_qrl.network.head import output_head
-from lit_qrl.network.names import copy_in_use
+from lit_qrl.network.head import check_tied, output_head
 from lit_qrl.network.padding_free import enable_padding_free, flat_hidden, flatten, is_padding_free
 from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, weights_are_deferred
 from lit_qrl.precision.layers.lora_linear import swap_lora_linears
@@ -207,7 +206,7 @@ class CausalPolicy(nn.Module):
             swap_lora_linears(network)
             take_one_pass(network, self.fuse)
         self.model = network
-        self._check_head()
+        check_tied(self.network)
         self.train()
 
     def _random(self, dtype: Any, options: dict[str, Any]) -> Any:
@@ -222,11 +221,9 @@ class CausalPolicy(nn.Module):
         return self.deferred.network
 
     def _may_defer(self) -> bool:
-        """Return whether a precision plugin asks for it, and no adapter starts from the base's weights."""
+        """Return whether a precision plugin asks for it, and no part of an adapter starts from the base's weights."""
         lora = self.lora if isinstance(self.lora, LoraConfig) else None
-        if lora is None or lora.use_dora or lora.modules_to_save or not weights_are_deferred():
-            return False
-        return lora.init_lora_weights in (True, False, "gaussian")
+        return lora is not None and not (lora.modules_to_save or starts_from_base(lora)) and weights_are_deferred()
 
     def _packed(self, format: NumberFormat, dtype: Any, options: dict[str, Any]) -> Any:
         """Return the model of a quantized folder; its packed layers take their codes in `NVFP4LoRA`."""
@@ -234,15 +231,6 @@ class CausalPolicy(nn.Module):
         self.packed_base = PackedBase(local_folder(self.source, self._hub["revision"]), format)
         build = partial(AutoModelForCausalLM.from_config, self.config, dtype=plain, **options)
         return self.packed_base.build(build, None if dtype == "auto" else dtype)
-
-    def _check_head(self) -> None:
-        network = self.network
-        head, embedding = output_head(network)["weight"], copy_in_use(network.get_input_embeddings())
-        if network.config.get_text_config().tie_word_embeddings and head is not embedding.weight:
-            raise ConfigError(
-                "The adapter unties the output embedding from the input embedding, which this model shares.",
-                remedy="Set model.policy.lora.ensure_weight_tying to true, or leave both out of modules_to_save.",
-            )
 
     def _pretrained(self, dtype: Any, options: dict[str, Any]) -> Any:
         plain = getattr(self.config, "dtype", None) if dtype == "auto" else dtype

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
@@ -34,6 +34,20 @@ def with_adapter(network: Any, config: Any, source: object) -> Any:
             expected=f"target_modules among its linear layers, {', '.join(linears)}" if linears else None,
             remedy="Correct model.policy.lora; target_modules: all-linear takes all of them.",
         ) from error
+
+
+def starts_from_base(config: object) -> bool:
+    """Return whether an adapter is made from the weights of the base, which must be there then.
+
+    Args:
+        config: PEFT's.
+
+    >>> starts_from_base(LoraConfig()), starts_from_base(LoraConfig(init_lora_weights="pissa"))
+    (False, True)
+    """
+    if not isinstance(config, LoraConfig):
+        return False
+    return config.use_dora or config.init_lora_weights not in (True, False, "gaussian")
 
 
 def merged_weights(network: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -27,6 +27,20 @@ def output_head(network: Any) -> dict[str, Any]:
     return {"weight": head.weight, "bias": head.bias, **_shape_of_logits(network.config)}
 
 
+def check_tied(network: Any) -> None:
+    """Raise `ConfigError` when an adapter trains two copies of the weight that the model's two embeddings share.
+
+    Args:
+        network: the learner's Hugging Face model.
+    """
+    head, embedding = output_head(network)["weight"], copy_in_use(network.get_input_embeddings())
+    if network.config.get_text_config().tie_word_embeddings and head is not embedding.weight:
+        raise ConfigError(
+            "The adapter unties the output embedding from the input embedding, which this model shares.",
+            remedy="Set model.policy.lora.ensure_weight_tying to true, or leave both out of modules_to_save.",
+        )
+
+
 def check_head(network: Any) -> None:
     """Raise `ConfigError` when the output embedding cannot be published in a number format.
 

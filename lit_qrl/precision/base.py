@@ -7,13 +7,13 @@ from copy import deepcopy
 from typing import Any, Literal
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight
 from lit_qrl.network.linears import SwapReport, fused_groups, quantizable_linears, swap_linears
+from lit_qrl.network.names import is_adapted
 from lit_qrl.network.stream import quantize_named
 from lit_qrl.precision.source import Held, PublishingPrecision, WeightSource
 
@@ -148,7 +148,7 @@ class QuantizedPrecision(PublishingPrecision):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         network = network_of(module)
-        if any(isinstance(part, BaseTunerLayer) for part in network.modules()):
+        if any(is_adapted(part) for part in network.modules()):
             raise ConfigError(
                 f"{type(self).__name__} trains the weights themselves, but the policy has an adapter: what the sampler "
                 "gets is the merged weight, which this forward pass never sees.",

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import set_module_tensor_to_device
-from peft import LoraConfig, PeftConfig
+from peft import PeftConfig
 from torch import nn
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import MXFP4, NF4, NVFP4, Int4Group
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
+from lit_qrl.network.adapters import starts_from_base
 from lit_qrl.network.folder import FolderReader
 from lit_qrl.network.names import base_of, checkpoint_modules
 from lit_qrl.network.quantized_linear import QuantizedLinear
@@ -83,7 +84,7 @@ def take_packed_format(config: Any, source: str, lora: PeftConfig | None, random
             given=f"compressed-tensors {quantization.get('format')}",
             remedy="Make one with lit-qrl quantize.",
         )
-    if isinstance(lora, LoraConfig) and (lora.use_dora or lora.init_lora_weights not in (True, False, "gaussian")):
+    if starts_from_base(lora):
         raise ConfigError(
             "This adapter starts from the base's weights, of which a quantized folder holds only codes.",
             expected="peft.LoraConfig with init_lora_weights true, false or gaussian, and without DoRA",

@@ -4,7 +4,7 @@ from peft import LoHaConfig, LoraConfig, get_peft_model
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.adapters import base_weights, merged_tensors, merged_weights, with_adapter
+from lit_qrl.network.adapters import base_weights, merged_tensors, merged_weights, starts_from_base, with_adapter
 from lit_qrl.network.names import base_of, put_layer
 from lit_qrl.network.quantized_linear import QuantizedLinear
 from tests.networks import build_network
@@ -42,6 +42,28 @@ def test_persistent_buffers_are_weights_and_others_are_not():
     names = {name for name, _ in merged_weights(network)}
     assert "model.kept" in names
     assert "model.derived" not in names
+
+
+@pytest.mark.parametrize(
+    ("options", "reads"),
+    [
+        ({}, False),
+        ({"init_lora_weights": False}, False),
+        ({"init_lora_weights": "gaussian"}, False),
+        ({"init_lora_weights": "olora"}, True),
+        ({"use_dora": True}, True),
+    ],
+)
+def test_an_adapter_that_starts_from_the_base_is_known(options, reads):
+    assert starts_from_base(LoraConfig(**options)) == reads
+    networks = [build_network(seed=seed) for seed in (0, 1)]
+    made = []
+    for network in networks:
+        torch.manual_seed(0)
+        get_peft_model(network, LoraConfig(r=2, target_modules=["up_proj"], **options))
+        made.append([p.clone() for name, p in network.named_parameters() if "lora_" in name])
+    assert made[0]
+    assert any(not torch.equal(one, other) for one, other in zip(*made, strict=True)) == reads
 
 
 def test_base_weights_are_the_plain_models():

@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -5,7 +7,7 @@ from transformers import CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.head import SamplerHead, check_head, output_head
+from lit_qrl.network.head import SamplerHead, check_head, check_tied, output_head
 from lit_qrl.network.quantized_linear import QuantizedLinear
 from tests.networks import WORDS, build_network
 
@@ -57,6 +59,15 @@ def test_only_a_head_of_its_own_can_be_quantized():
     adapted = get_peft_model(build_network(tie_word_embeddings=False), lora)
     with pytest.raises(ConfigError, match=r"plain linear layer.*Leave lm_head out of the adapter"):
         check_head(adapted.base_model.model)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("options", [{"ensure_weight_tying": True}, {}])
+def test_two_trained_copies_of_one_weight_are_refused(options):
+    network = build_network()
+    get_peft_model(network, LoraConfig(r=2, modules_to_save=["embed_tokens", "lm_head"], **options))
+    with nullcontext() if options else pytest.raises(ConfigError, match=r"unties.*ensure_weight_tying to true"):
+        check_tied(network)
 
 
 def test_a_replaced_head_is_refused():
