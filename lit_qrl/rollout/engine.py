@@ -56,6 +56,7 @@ class EnginePolicy(Protocol):
     @property
     def network(self) -> nn.Module:
         """The causal language model without adapters merged; `network.config` describes it."""
+        ...
 
 
 class EngineDiedError(RuntimeError):
@@ -129,9 +130,11 @@ class TakesAdapter(Protocol):
 
     def load_adapter(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> PublishReport:
         """Replace the LoRA adapter over an unchanged base."""
+        ...
 
     def perturb(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> PublishReport:
         """Replace the given norms in place, nothing else."""
+        ...
 
 
 @runtime_checkable
@@ -140,6 +143,7 @@ class ReadsBack(Protocol):
 
     def read_back(self, name: str) -> Tensor | None:
         """Return the loaded tensor of that checkpoint name, or None where the engine repacks its layout."""
+        ...
 
 
 @runtime_checkable
@@ -148,6 +152,7 @@ class ReadsColumns(Protocol):
 
     def read_columns(self, layer: str, columns: Sequence[int]) -> Tensor | None:
         """Return columns ("out columns") of a layer's weight as its GEMM multiplies with them, or None if unknown."""
+        ...
 
 
 @runtime_checkable
@@ -156,6 +161,7 @@ class Scores(Protocol):
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
+        ...
 
 
 @runtime_checkable
@@ -168,6 +174,7 @@ class Sleeps(Protocol):
     @property
     def holds_weights(self) -> bool:
         """False when a whole publish must come before anything is drawn, as after a sleep that dropped the weights."""
+        ...
 
     def sleep(self) -> None:
         """Free the device memory that the learner needs during the update."""
