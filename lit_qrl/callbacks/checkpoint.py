@@ -35,7 +35,8 @@ class RunCheckpoint(Checkpoint):
     """
 
     def __init__(self, every_n_iterations: int | Literal["auto"] = "auto", keep_every: int = 0) -> None:
-        if (every_n_iterations != "auto" and every_n_iterations < 0) or keep_every < 0:
+        negative = not isinstance(every_n_iterations, str) and every_n_iterations < 0
+        if negative or keep_every < 0:
             raise ConfigError(
                 "checkpoint.every_n_iterations and checkpoint.keep_every count iterations.", expected=">= 0"
             )
@@ -88,10 +89,11 @@ class RunCheckpoint(Checkpoint):
         self._interruption.resume()
 
     def _due(self, trainer: Trainer, iteration: int) -> bool:
-        if self.every_n_iterations == "auto":
+        every = self.every_n_iterations
+        if isinstance(every, str):
             # The clocks of ranks differ: the first one decides.
             return bool(trainer.strategy.broadcast(self._cadence.due()))
-        return self.every_n_iterations > 0 and iteration % self.every_n_iterations == 0
+        return every > 0 and iteration % every == 0
 
     def on_train_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Save the last iteration, if that has not been done, and wait for the file."""

@@ -149,7 +149,7 @@ def restore(config_path: Path, checkpoint_path: Path, adapter_only: bool = False
         policy.configure()
     held = {k.removeprefix("policy."): v for k, v in checkpoint["state_dict"].items() if k.startswith("policy.")}
     missing, _ = policy.load_state_dict(held, strict=False, assign=True)
-    frozen = checkpoint["policy"].get("frozen") or {"names": []}
+    frozen: dict[str, Any] = checkpoint["policy"].get("frozen") or {"names": []}
     elsewhere = {name.removeprefix("policy.") for name in frozen["names"]}
     based = [name for name in missing if name in elsewhere]
     missing = [name for name in missing if name not in elsewhere]

@@ -134,7 +134,7 @@ class QRLCLI(LightningCLI):
         folder, run = place(command, config.trainer.default_root_dir, run_folder_name(self.arguments), last)
         config.trainer.default_root_dir = str(folder)
         config.ckpt_path = resolve_checkpoint(requested, run, if_possible)
-        if command == "fit" and rank_zero_only.rank == 0:
+        if command == "fit" and getattr(rank_zero_only, "rank", 0) == 0:
             self.lock.take(folder)
             keep_last(folder, config.ckpt_path)
         if last and config.ckpt_path is None:
@@ -191,15 +191,15 @@ class QRLCLI(LightningCLI):
             if isinstance(error, ConfigError) and not made_by_training(error, self.trainer.global_step):
                 raise
             raise StoppedError(paragraph(error, self.trainer.default_root_dir)) from error
+        except SIGTERMException as error:  # where there are several processes
+            interrupted = Interrupted(signal.SIGTERM)
+            say(standing(interrupted, self.trainer, self.arguments))
+            raise interrupted from error
         except SystemExit as error:  # Lightning's way out after a signal
             if not isinstance(error.__context__, Interrupted):
                 raise
             say(standing(error.__context__, self.trainer, self.arguments))
             raise error.__context__ from None
-        except SIGTERMException as error:  # where there are several processes
-            interrupted = Interrupted(signal.SIGTERM)
-            say(standing(interrupted, self.trainer, self.arguments))
-            raise interrupted from error
 
 
 def standing(interrupted: Interrupted, trainer: Trainer, arguments: Sequence[str]) -> str:

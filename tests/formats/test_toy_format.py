@@ -9,8 +9,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lit_qrl import formats
-from lit_qrl.callbacks import RLCallback, WeightPublisher
-from lit_qrl.cli import audit, export, quantize
+from lit_qrl.callbacks import RLCallback
+from lit_qrl.cli.audit import audit
+from lit_qrl.cli.export import export
+from lit_qrl.cli.parser import run
+from lit_qrl.cli.quantize import quantize
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import support
 from lit_qrl.network.linears import quantizable_linears
@@ -69,9 +72,8 @@ def test_a_run_publishes_loads_and_generates_in_it(tmp_path):
     trainer, _, _ = fit(tmp_path, callbacks=[sampler], format="int6_channel", trainer={"max_epochs": 2})
     assert len(sampler.layers) == LAYERS
     assert all(layer.format == Int6Channel() for layer in sampler.layers)
-    (publisher,) = [callback for callback in trainer.callbacks if isinstance(callback, WeightPublisher)]
-    assert publisher.last_report.version == 1  # the second publish
-    assert list(publisher.last_report.layers.values()).count("int6_channel") == LAYERS
+    published = json.loads((tmp_path / "run" / "publish.json").read_text())["layers"]
+    assert list(published.values()).count("int6_channel") == LAYERS
     assert 0 < float(trainer.logged_metrics["mismatch/abs_log_ratio"]) < 0.5
 
 
@@ -86,7 +88,7 @@ def test_audit_measures_it_unless_told_otherwise(tmp_path, capsys, format_rows):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"question": f"{i}+1="}) + "\n" for i in range(4)))
     model, prompts = model_folder(tmp_path / "model"), str(tmp_path / "rows.jsonl")
     arguments = ["--model", model, "--prompts", prompts, "--chat", "false", "--max_tokens", "8", "--device", "cpu"]
-    audit.main([*arguments, "--formats", "int6_channel", "nvfp4", "--out", str(tmp_path / "a.json")])
+    run(audit, [*arguments, "--formats", "int6_channel", "nvfp4", "--out", str(tmp_path / "a.json")])
     figures = json.loads((tmp_path / "a.json").read_text())["formats"]
     assert figures["int6_channel"]["bits"] == 6
     distances = [figures[name]["abs_log_ratio"] for name in ("learner", "int6_channel", "nvfp4")]
@@ -95,13 +97,13 @@ def test_audit_measures_it_unless_told_otherwise(tmp_path, capsys, format_rows):
     for name in formats.names():  # all but itself, so that the default is quickly measured
         format_rows(name, audited=name == "int6_channel")
     capsys.readouterr()
-    audit.main(arguments)
+    run(audit, arguments)
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[3:]] == ["learner", "int6_channel"]
 
 
 def test_quantize_writes_it(tmp_path):
     model = model_folder(tmp_path / "model")
-    quantize.main(["--model", model, "--format", "int6_channel", "--output", str(tmp_path / "out"), "--device", "cpu"])
+    run(quantize, ["--model", model, "--format", "int6_channel", "--output", str(tmp_path / "out"), "--device", "cpu"])
     check_folder(tmp_path / "out", AutoModelForCausalLM.from_pretrained(model))
 
 
@@ -109,7 +111,7 @@ def test_export_writes_it(tmp_path):
     _, module, _ = fit(tmp_path, trainer={"max_epochs": 1})
     policy = {"class_path": "lit_qrl.policy.CausalPolicy", "init_args": {"model": str(tmp_path / "model")}}
     (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump({"model": {"policy": policy}}))
-    export.main([str(tmp_path / "run"), "--output", str(tmp_path / "out"), "--format", "int6_channel"])
+    run(export, [str(tmp_path / "run"), "--output", str(tmp_path / "out"), "--format", "int6_channel"])
     check_folder(tmp_path / "out", module.policy.network)
 
 
