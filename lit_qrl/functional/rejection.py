@@ -49,6 +49,7 @@ def ratio_keep(
     Raises:
         ConfigError: bounds out of range; an unknown divergence or `over`.
 
+    >>> import torch
     >>> d = torch.tensor([[0.1, -0.3], [0.0, 0.1]])
     >>> ratio_keep(d, torch.ones(2, 2, dtype=torch.bool), None, 0.01, "k3", "mean")
     tensor([[False, False],
@@ -80,6 +81,7 @@ def geometric_keep(d: LogRatio, mask: Bool[Tensor, "b t"], lower: float | None, 
 
     Arguments and errors as in `ratio_keep`.
 
+    >>> import torch
     >>> geometric_keep(torch.tensor([[0.1, 0.1]]), torch.ones(1, 2, dtype=torch.bool), None, 1.01)
     tensor([[False, False]])
     """
@@ -99,6 +101,7 @@ def token_veto(d: LogRatio, mask: Bool[Tensor, "b t"], threshold: float = 1e-4) 
     Raises:
         ConfigError: a threshold outside (0, 1).
 
+    >>> import torch
     >>> token_veto(torch.tensor([[0.0, -10.0]]), torch.ones(1, 2, dtype=torch.bool))
     tensor([[False, False]])
     """
@@ -125,6 +128,7 @@ def opsm_keep(
     Raises:
         ConfigError: `delta` not positive.
 
+    >>> import torch
     >>> opsm_keep(torch.tensor([[-0.2], [-0.2]]), torch.ones(2, 1, dtype=torch.bool), torch.tensor([1.0, -1.0]), 0.1)
     tensor([[ True],
             [False]])
