@@ -1,11 +1,17 @@
+import os
+import signal
+
 import pytest
 import torch
+from peft import LoraConfig
 
-from lit_qrl.callbacks import AIS, AQNNoise
+from lit_qrl.callbacks import AIS, AQNNoise, RLCallback
 from lit_qrl.callbacks.checkpoint import resolve_checkpoint
 from lit_qrl.errors import ConfigError
 from lit_qrl.run.folder import last_checkpoint
-from tests.tiny_run import build, fit, parameters_of
+from lit_qrl.run.interrupt import Interrupted
+from lit_qrl.run.saving import CheckpointFiles
+from tests.tiny_run import build, fit, model_folder, parameters_of
 
 
 @pytest.mark.parametrize("callbacks", [[AIS], [lambda: AQNNoise(num_stages=2)]], ids=["ais", "aqn"])
@@ -50,3 +56,55 @@ def test_an_unwritable_folder_is_refused_before_training(tmp_path):
     trainer, module, data = build(tmp_path, trainer={"logger": False})
     with pytest.raises(ConfigError, match="cannot be written"):
         trainer.fit(module, datamodule=data)
+
+
+def lora():
+    return {"lora": LoraConfig(r=4, target_modules="all-linear")}
+
+
+def test_an_adapter_s_run_saves_no_base_and_resumes_with_the_same_bits(tmp_path):
+    _, whole, _ = fit(tmp_path / "whole", policy=lora(), trainer={"max_epochs": 3})
+    fit(tmp_path / "cut", policy=lora(), trainer={"max_epochs": 3, "max_steps": 2})
+    saved = last_checkpoint(tmp_path / "cut" / "run")
+    held = torch.load(saved, weights_only=True)
+    assert all("lora_" in name for name in held["state_dict"] if name.startswith("policy."))
+    assert any(name.endswith("base_layer.weight") for name in held["policy"]["frozen"]["names"])
+    trainer, resumed, data = build(tmp_path / "cut", policy=lora(), trainer={"max_epochs": 3})
+    trainer.fit(resumed, datamodule=data, ckpt_path=saved, weights_only=True)
+    assert torch.equal(parameters_of(resumed), parameters_of(whole))
+    model_folder(tmp_path / "other" / "model", seed=5)
+    trainer, other, data = build(tmp_path / "other", policy=lora(), trainer={"max_epochs": 3})
+    with pytest.raises(ConfigError, match="another base"):
+        trainer.fit(other, datamodule=data, ckpt_path=saved, weights_only=True)
+
+
+def test_a_signal_ends_the_run_after_its_updates_with_a_checkpoint_to_go_on_from(tmp_path):
+    class Signalled(RLCallback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.current_epoch == 1 and batch_idx == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    _, whole, _ = fit(tmp_path / "whole", data={"mini_batches": 2}, trainer={"max_epochs": 4})
+    before = signal.getsignal(signal.SIGTERM)
+    options = {"data": {"mini_batches": 2}, "trainer": {"max_epochs": 4}}
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path / "cut", callbacks=[Signalled()], **options)
+    assert isinstance(ended.value.__context__, Interrupted)
+    assert signal.getsignal(signal.SIGTERM) is before
+    saved = last_checkpoint(tmp_path / "cut" / "run")
+    assert torch.load(saved, weights_only=True)["global_step"] == 4  # both updates of the second iteration
+    trainer, resumed, data = build(tmp_path / "cut", **options)
+    trainer.fit(resumed, datamodule=data, ckpt_path=saved, weights_only=True)
+    assert torch.equal(parameters_of(resumed), parameters_of(whole))
+
+
+@pytest.mark.parametrize(("every", "saves"), [("auto", None), (0, 1), (1, 3), (2, 2)])
+def test_how_often_it_saves(tmp_path, monkeypatch, every, saves):
+    targets, save = [], CheckpointFiles.save
+    monkeypatch.setattr(CheckpointFiles, "save", lambda self, *given: targets.append(given[1]) or save(self, *given))
+    trainer, module, data = build(tmp_path, trainer={"max_epochs": 3})
+    checkpoint = next(c for c in trainer.callbacks if type(c).__name__ == "RunCheckpoint")
+    checkpoint.every_n_iterations = every
+    trainer.fit(module, datamodule=data)
+    assert 1 <= len(targets) <= 3 if saves is None else len(targets) == saves
+    assert torch.load(last_checkpoint(tmp_path / "run"), weights_only=True)["global_step"] == 3

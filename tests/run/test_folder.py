@@ -13,6 +13,7 @@ from lit_qrl.run.folder import (
     check_place,
     has_trained,
     is_run,
+    keep_last,
     last_checkpoint,
     let_go,
     meant,
@@ -201,3 +202,17 @@ def test_a_long_choice_is_cut():
 @pytest.mark.usefixtures("runs")
 def test_without_any_run_the_way_to_one_is_named(tmp_path):
     assert meant(tmp_path / "configs", runs=tmp_path / "nothing") == "lit-qrl fit makes one, under runs/."
+
+
+def test_a_new_training_does_not_overwrite_another_s_checkpoint(tmp_path):
+    keep_last(tmp_path / "new", None)
+    trained(tmp_path / "run")
+    last = last_checkpoint(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"would overwrite.*--ckpt_path last"):
+        keep_last(tmp_path / "run", None)
+    keep_last(tmp_path / "run", last)
+    assert last.is_file()
+    content = last.read_bytes()
+    keep_last(tmp_path / "run", tmp_path / "run" / "checkpoints" / "iteration-3.ckpt")
+    assert not last.exists()
+    assert last.with_name("last.1.ckpt").read_bytes() == content
