@@ -42,16 +42,13 @@ class Publisher:
         self.version = -1
         self.scores = ScoreCheck(settings.probe_every)
         self._restarts = Restarts(settings.max_restarts)
-        self._connection: Connection | None = None
-        self._rebuilt = False
-        self._holds_rollout = False
-        """True while the engine holds the weights of the last rollout."""
         self._published, self._published_at = 0, -1
         self._again: Callable[[], None] | None = None
 
     def prepare(self, learner: Learner, on_hang: Callable[[str], None]) -> None:
         """Check everything that can be known before a weight is loaded; see `sampler_spec`."""
         self.learner, self.engine = learner, learner.data.engine
+        self._disconnect()  # the stage before has closed its engine
         self.spec = sampler_spec(self.settings, learner, on_hang)
 
     # ------------------------------------------------------------------------------------------------- what is due when
@@ -182,10 +179,18 @@ class Publisher:
         return self._connection
 
     def _bury(self, error: EngineDiedError) -> None:
-        """Count a death, and forget everything about the engine that died."""
-        self._connection, self._holds_rollout, self._rebuilt = None, False, True
+        """Count a death, and free what is left of the engine."""
+        self._disconnect()
         self._restarts.died(self.learner.trainer, error)
         self.engine.close()
+
+    def _disconnect(self) -> None:
+        """Forget everything about an engine that is gone."""
+        self._connection: Connection | None = None
+        self._holds_rollout = False
+        """True while the engine holds the weights of the last rollout."""
+        self._rebuilt = True
+        """True until the first rollout's publish to an engine."""
 
 
 @rank_zero_only

@@ -127,6 +127,17 @@ def test_an_evaluation_in_the_rollout_format(tmp_path):
     assert formats == [torch.float8_e4m3fn] * 2 + [torch.float32] * 2
 
 
+def test_a_second_stage_of_the_same_trainer_gets_an_engine_of_its_own(tmp_path):
+    trainer, module, data = fit(tmp_path, trainer={"max_epochs": 1, "limit_test_batches": 1})
+    (row,) = trainer.test(module, datamodule=data, verbose=False)
+    assert 0 <= row["test/accuracy"] <= 1
+    trainer.fit_loop.max_epochs = 2
+    watch = Watch()
+    trainer.callbacks.insert(0, watch)
+    trainer.fit(module, datamodule=data)
+    assert watch.versions == [[1]]
+
+
 # ------------------------------------------------------------------------------------------------ precision plugins
 
 
