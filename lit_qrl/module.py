@@ -21,6 +21,7 @@ from lit_qrl.loop.state import IterationState
 from lit_qrl.objective import GRPO, Objective
 from lit_qrl.optim import build_optimizer, check_optimizer, schedule_factor
 from lit_qrl.policy import CausalPolicy
+from lit_qrl.precision.source import PublishingPrecision
 from lit_qrl.run.identity import check_frozen, check_identity, describe_frozen, identity
 from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.types import AllReduce, MicroBatch, RolloutBatch
@@ -144,9 +145,9 @@ class GRPOModule(LightningModule):
     def configure_model(self) -> None:
         """Load the policy's weights; plugins that rename parameters act here, before a checkpoint is restored."""
         self.policy.configure()
-        configure_policy = getattr(self.trainer.precision_plugin, "configure_policy", None)
-        if configure_policy is not None:
-            configure_policy(self.policy)
+        plugin = self.trainer.precision_plugin
+        if isinstance(plugin, PublishingPrecision):
+            plugin.configure_policy(self.policy)
         if self.policy.packed_base is not None:
             self.policy.packed_base.require_packed(self.policy.network)
         if self.objective.kl_coefficient > 0:
