@@ -41,6 +41,7 @@ class Interruption:
         """Take over the signals, in the main thread; a second call changes nothing."""
         if self._before or threading.current_thread() is not threading.main_thread():
             return
+        self.pending, self.deferred = None, False  # of a run before
         self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
 
     def remove(self) -> None:

@@ -44,3 +44,12 @@ def test_nothing_is_raised_where_nothing_came(interruption):
     interruption.defer()
     interruption.resume()
     interruption.install()  # a second time changes nothing
+
+
+def test_a_second_run_does_not_end_by_the_signal_of_the_first(interruption):
+    interruption.defer()
+    os.kill(os.getpid(), signal.SIGTERM)
+    interruption.remove()
+    interruption.install()
+    assert interruption.pending is None
+    interruption.resume()
