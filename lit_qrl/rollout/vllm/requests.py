@@ -130,6 +130,6 @@ def scores(output: Any, sequence: Sequence[int]) -> Tensor:
 
 
 def _sampling_class() -> Any:
-    from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.sampling_params import SamplingParams as VLLMSamplingParams
 
     return VLLMSamplingParams
