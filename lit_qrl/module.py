@@ -19,7 +19,9 @@ from lit_qrl.loop.hooks import corrected, rl_callbacks, trainer_all_reduce
 from lit_qrl.loop.metrics import AverageAtK, PassAtK
 from lit_qrl.loop.state import IterationState
 from lit_qrl.objective import GRPO, Objective
-from lit_qrl.optim import build_optimizer, check_optimizer, schedule_factor
+from lit_qrl.optim.build import check_optimizer
+from lit_qrl.optim.masters import trained_by
+from lit_qrl.optim.schedule import schedule_factor
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision.source import PublishingPrecision
 from lit_qrl.run.identity import check_frozen, check_identity, describe_frozen, identity
@@ -41,6 +43,8 @@ class GRPOModule(LightningModule):
         warmup: share of the run's optimizer steps with linearly rising learning rate.
         lr_scheduler: any scheduler instead of the two above, stepped per optimizer step.
         evaluate_first: run the validation once before the first iteration.
+        master_weights: train weights of 16 bits as fp32, whose further bits the optimizer keeps (2 bytes a parameter);
+            false lets updates that are smaller than the weights' rounding be lost.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class GRPOModule(LightningModule):
         warmup: float = 0.0,
         lr_scheduler: LRSchedulerCallable | None = None,
         evaluate_first: bool = True,
+        master_weights: bool = True,
     ) -> None:
         super().__init__()
         if not 0 <= warmup < 1:
@@ -59,7 +64,7 @@ class GRPOModule(LightningModule):
         self.policy, self.objective, self.optimizer = policy, objective, optimizer
         self.lr_schedule: Literal["constant", "linear", "cosine"] = lr_schedule
         self.warmup, self.lr_scheduler = warmup, lr_scheduler
-        self.evaluate_first = evaluate_first
+        self.evaluate_first, self.master_weights = evaluate_first, master_weights
         self.iteration = IterationState()
         self.accuracy = torch.nn.ModuleDict()
 
@@ -163,7 +168,8 @@ class GRPOModule(LightningModule):
         trainable = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
         if not trainable:
             raise ConfigError("The policy has no trainable parameter.", remedy="Check model.policy.lora.")
-        optimizer = build_optimizer(self.optimizer, trainable)
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        optimizer = trained_by(self.optimizer, trainable, self.master_weights, scaler)
         steps = int(self.trainer.estimated_stepping_batches)
         if self.lr_scheduler is not None:
             scheduler = self.lr_scheduler(optimizer)
