@@ -18,6 +18,7 @@ from lit_qrl.loop.evaluation import answer
 from lit_qrl.loop.hooks import corrected, rl_callbacks, trainer_all_reduce
 from lit_qrl.loop.metrics import AverageAtK, PassAtK
 from lit_qrl.loop.state import IterationState
+from lit_qrl.network.modes import evaluating
 from lit_qrl.objective import GRPO, Objective
 from lit_qrl.optim.build import check_optimizer
 from lit_qrl.optim.masters import trained_by
@@ -75,7 +76,7 @@ class GRPOModule(LightningModule):
         """Return the learner's log-probs "b t" of a rollout's completions, in the learner's own arithmetic."""
         scored = torch.zeros_like(rollout.sampler_logprobs)
         lengths = (rollout.prompt_length + rollout.completion_length).tolist()
-        with self.trainer.precision_plugin.forward_context():
+        with evaluating(self.policy), self.trainer.precision_plugin.forward_context():
             for part in deal_by_length(lengths, min(chunks, len(rollout))):
                 rows = torch.tensor(part, device=scored.device)
                 piece = rollout.select(rows)

@@ -41,6 +41,7 @@ from lit_qrl.errors import ConfigError, IncompleteError, StoppedError, collected
 from lit_qrl.loop.combine import check_combination
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.module import GRPOModule
+from lit_qrl.network.adapters import drop_loftq
 from lit_qrl.precision import QuantizedPrecision
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.run.config import RunConfig
@@ -130,7 +131,7 @@ class QRLCLI(LightningCLI):
         config, command = self.config[str(self.subcommand)], str(self.subcommand)
         requested, if_possible = config.get("ckpt_path"), bool(config.get("resume_if_possible"))
         last = requested == "last" or (requested is None and if_possible)
-        policy.drop_loftq(config.model.get("policy"))
+        drop_loftq(config.model.get("policy"))
         folder, run = place(command, config.trainer.default_root_dir, run_folder_name(self.arguments), last)
         config.trainer.default_root_dir = str(folder)
         config.ckpt_path = resolve_checkpoint(requested, run, if_possible)
@@ -306,6 +307,7 @@ def quiet() -> None:
         ".*smaller than the logging interval.*",
         ".*`training_step` returned",
         ".*`IterableDataset` has `__len__` defined.*",
+        r".*module\(s\) in eval mode.*",  # a policy is trained without dropout
         ".*LeafSpec.*is deprecated.*",  # Lightning's own use of torch
     ):
         warnings.filterwarnings("ignore", pattern)

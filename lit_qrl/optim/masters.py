@@ -26,8 +26,8 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the nearest 16-bit numbers of fp32 weights, and the int16 from which `join` has the weights again.
 
     For bf16, bits(master) = bits(weight) · 2¹⁶ + low, exactly; a number halfway between two goes away from zero, since
-    rounding to even would need 65,537 values of `low`. For fp16, master = weight + low · 2⁻¹⁶ · ulp(weight), exact where
-    the weight is a normal number (6·10⁻⁵ and above) and within 2⁻⁴⁰ below.
+    rounding to even would need 65,537 values of `low`. For fp16, master = weight + low · 2⁻¹⁶ · ulp(weight), exact
+    where the weight is a normal number (6·10⁻⁵ and above) and within 2⁻⁴⁰ below.
 
     Args:
         master: fp32, any shape.

@@ -100,6 +100,7 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
         format=format,
         exclude=plugin.exclude if publishes and same else settings.exclude,
         quantize_head=settings.quantize_head,
+        head_dtype=policy.head_dtype,
         adapter=policy.lora if apart else None,
         prompt_limit=data.max_prompt_tokens,
         outlives_update=settings.every_n_iterations > 1,

@@ -18,7 +18,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.optim import MuonAdamW
 from lit_qrl.optim.masters import MasterWeights, join, split, trained_by
 from lit_qrl.optim.realized import realized_update
-from tests.tiny_run import build, fit, parameters_of
+from tests.tiny_run import Twin, build, fit, parameters_of
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
@@ -59,7 +59,7 @@ def train(optimizer, steps, first=0, scheduler=None):
             scheduler.step()
 
 
-# ------------------------------------------------------------------------------------------------------------ the bits
+# ------------------------------------------------------------------------------------------------------------- the bits
 
 
 def test_every_fp32_number_is_had_again_from_its_bf16_part_and_16_bits():
@@ -219,7 +219,7 @@ def test_lbfgs_is_refused():
         MasterWeights(named_weights(), lambda named: torch.optim.LBFGS([p for _, p in named]))
 
 
-# --------------------------------------------------------------------------------------------------- which runs get it
+# ---------------------------------------------------------------------------------------------------- which runs get it
 
 
 def test_masters_are_kept_where_a_trained_parameter_has_fewer_than_32_bits(caplog):
@@ -241,7 +241,7 @@ def test_fp16_weights_under_a_loss_scaler_are_refused():
         trained_by(adamw, named_weights(torch.float16), True, scaler=object())
 
 
-# ----------------------------------------------------------------------------------------------------------- the recipes
+# ---------------------------------------------------------------------------------------------------------- the recipes
 
 
 def recipe(path):
@@ -276,9 +276,8 @@ def test_every_recipe_realizes_its_update(path, monkeypatch):
     assert realized.moved > 0.99
 
 
-# ------------------------------------------------------------------------------------------------------- bytes of memory
+# ------------------------------------------------------------------------------------------------------ bytes of memory
 
-MEBI = 2**20
 # What docs/numerics.md says of full fine-tuning, in bytes a parameter: weight, low bits, gradient, optimizer.
 TABLE = {
     "bf16, AdamW": (torch.bfloat16, adamw, (2, 2, 2, 8)),
@@ -322,31 +321,6 @@ def test_bytes_of_a_parameter_are_those_of_the_table(name):
 # ------------------------------------------------------------------------------------------------------- in a whole run
 
 
-class Twin(Callback):
-    """An fp32 copy of the weights, stepped on with the run's own gradients."""
-
-    def on_train_start(self, trainer, pl_module):
-        self.start = parameters_of(pl_module).float()
-        self.named = {
-            name: nn.Parameter(p.detach().float().clone())
-            for name, p in pl_module.named_parameters()
-            if p.requires_grad
-        }
-        self.optimizer = adamw(list(self.named.items()))
-
-    def on_before_zero_grad(self, trainer, pl_module, optimizer):
-        held = dict(pl_module.named_parameters())
-        if all(held[name].grad is None for name in self.named):
-            return
-        for name, parameter in self.named.items():
-            grad = held[name].grad
-            parameter.grad = None if grad is None else grad.detach().float()
-        self.optimizer.step()
-
-    def weights(self):
-        return torch.cat([p.detach().flatten() for p in self.named.values()])
-
-
 BF16 = {"policy": {"dtype": "bf16"}, "optimizer": adamw, "format": "bf16"}
 
 
@@ -357,7 +331,7 @@ def masters_of(trainer):
 
 @pytest.mark.parametrize("precision", ["bf16-true", "32-true"])
 def test_a_bf16_run_at_a_small_rate_realizes_the_update_of_fp32(tmp_path, precision):
-    twin = Twin()
+    twin = Twin(adamw)
     options = {"precision": precision, "max_epochs": 6, "gradient_clip_val": 1.0}
     trainer, module, _ = fit(tmp_path, **BF16, callbacks=[twin], trainer=options)
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}

@@ -87,11 +87,12 @@ class Decoder:
     Args:
         network: the model, in eval mode.
         sampling: how tokens are drawn.
+        head_dtype: that the output head computes in; None is its own.
     """
 
-    def __init__(self, network: Any, sampling: SamplingParams) -> None:
+    def __init__(self, network: Any, sampling: SamplingParams, head_dtype: torch.dtype | None = None) -> None:
         self.network, self.sampling = network, sampling
-        self.head = SamplerHead.of(network)
+        self.head = SamplerHead.of(network, head_dtype)
         self.device = network.get_input_embeddings().weight.device
         self.sampler = TokenSampler(sampling)
         config = network.config.get_text_config()

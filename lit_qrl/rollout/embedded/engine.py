@@ -188,7 +188,7 @@ class TransformersEngine(RolloutEngine):
         check_sampling(sampling)
         self._check_prompts(prompts, sampling)
         self._check_current()
-        decoder = Decoder(self.network, sampling)
+        decoder = Decoder(self.network, sampling, self.spec.head_dtype)
         results: list[Completion | None] = [None] * (len(prompts) * n)
         finished = tokens = 0
 
@@ -240,7 +240,7 @@ class TransformersEngine(RolloutEngine):
         """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
         self._check_current()
         network = self.network
-        head = SamplerHead.of(network)
+        head = SamplerHead.of(network, self.spec.head_dtype)
         device = network.get_input_embeddings().weight.device
         scores: list[Tensor] = [torch.empty(0)] * len(sequences)
         order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
