@@ -150,5 +150,8 @@ class Twin(Callback):
             parameter.grad = None if grad is None else grad.detach().float()
         self.optimizer.step()
 
+    def on_train_end(self, trainer, pl_module):
+        self.on_before_zero_grad(trainer, pl_module, None)  # the last step's
+
     def weights(self):
         return torch.cat([p.detach().flatten() for p in self.named.values()])
