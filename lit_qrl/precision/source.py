@@ -118,6 +118,9 @@ class PublishingPrecision(Precision, ABC):
     format: NumberFormat
     exclude: tuple[str, ...] = ()
     """Globs over names of linear layers that the format leaves alone."""
+    trains_format: bool = False
+    """True when the forward pass multiplies the weights in the format, so that the quantized policy is what is trained,
+    and what evaluations are of."""
     packs_base: bool = False
     """True when the base is frozen in the format, under an adapter that goes out beside it."""
     share_weights: bool = False

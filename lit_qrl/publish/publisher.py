@@ -15,7 +15,7 @@ from lit_qrl.publish.adapter import AdapterBeside
 from lit_qrl.publish.delivery import Delivery
 from lit_qrl.publish.probe import ScoreCheck
 from lit_qrl.publish.recovery import Restarts, repeated
-from lit_qrl.publish.source import source_of
+from lit_qrl.publish.source import source_of, trained_source
 from lit_qrl.publish.spec import PublishSettings, sampler_spec
 from lit_qrl.receipts.ledger import PublishReport
 from lit_qrl.rollout.engine import EngineDiedError, Sleeps
@@ -66,15 +66,20 @@ class Publisher:
     def begin_evaluation(self) -> None:
         """Give the engine the current clean weights, which count as no version."""
         self._again = self.begin_evaluation
-        one_format = self.settings.evaluation_format == "rollout" or self.engine.single_format
+        learner, engine, choice = self.learner, self.engine, self.settings.evaluation_format
 
         def publish(connection: Connection) -> PublishReport:
             source, delivery, beside = connection
             # Base and adapter side by side are the packed learner's own arithmetic.
-            if one_format or (self.spec.adapter is not None and source.packed):
+            beside_base = self.spec.adapter is not None and source.packed
+            if choice == "rollout" or engine.single_format or beside_base:
                 return self._sampler(connection, unchanged)
             beside.forget()
-            return delivery.weights(source.plain(self.engine.plain_dtype), None, source.shapes(), self.version)
+            trained = trained_source(learner.policy, learner.trainer.precision_plugin) if choice == "auto" else None
+            if trained is None:
+                return delivery.weights(source.plain(engine.plain_dtype), None, source.shapes(), self.version)
+            stream = trained.whole(unchanged, trained.plain_dtype(engine.plain_dtype))
+            return delivery.weights(stream, trained.format, trained.shapes(), self.version)
 
         self._repeated(publish)
         self._holds_rollout = False

@@ -28,7 +28,7 @@ class PublishSettings:
 
     format: NumberFormat | None = None
     every_n_iterations: int = 1
-    evaluation_format: Literal["learner", "rollout"] = "learner"
+    evaluation_format: Literal["auto", "learner", "rollout"] = "auto"
     exclude: tuple[str, ...] = ()
     quantize_head: bool = False
     unaligned: bool = False
@@ -93,6 +93,12 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
         raise tied_head(policy.config)  # before the weights are loaded
     apart = published_apart(settings.lora, policy.lora, engine, plugin, same, settings.unaligned)
     check_phases(learner.trainer, engine, settings.every_n_iterations)
+    if (
+        settings.evaluation_format == "learner"
+        and engine.single_format
+        and not (format is None or isinstance(format, Dense))
+    ):
+        log.warning("%s holds %s alone, so evaluations are in it.", type(engine).__name__, format.name)
     if settings.probe_every and not isinstance(engine, Scores):
         log.info("%s cannot score given tokens, so no probe compares it with the learner.", type(engine).__name__)
     spec = SamplerSpec(
