@@ -2,16 +2,19 @@
 
     python benchmarks/straight_through.py --out runs/straight_through --jobs 2
     python benchmarks/straight_through.py --out runs/straight_through --report
+    python benchmarks/straight_through.py --cost
 
 The quickstart under an aligned learner, formats × backward passes × seeds, one thread each; runs that are finished are
 left alone. Each run is evaluated at its end as the sampler computes and with the master weights, four completions of
-each held-out problem. Differences are taken seed by seed.
+each held-out problem. Differences are taken seed by seed. `--cost` measures forward and backward passes by themselves,
+in seconds of this process, which other processes do not lengthen as they do wall time.
 """
 
 import argparse
 import multiprocessing
 import os
 import statistics
+import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
@@ -21,14 +24,15 @@ from pathlib import Path
 import torch
 
 from lit_qrl.cli.main import main
+from lit_qrl.policy import CausalPolicy
+from lit_qrl.precision import QATAligned
 from lit_qrl.report.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMATS = ("int4_group", "nvfp4")
 BACKWARD = ("high_precision", "dequantized")
 EVALUATED = {"sampler": "rollout", "master weights": "learner"}
-WARM_UP = 5
-"""Iterations whose time does not count."""
+COSTED = (*FORMATS, "fp8_row", "fp8_block", "int8_channel")
 
 
 def train(out: Path, format: str, backward: str, seed: int, iterations: int) -> None:
@@ -75,6 +79,38 @@ def accuracy(folder: Path) -> float | None:
     return next((value for value in values if value is not None), None)
 
 
+def cost(rounds: int = 8) -> str:
+    """Return a table of the seconds of a forward and backward pass, and of how far the two gradients are apart.
+
+    The batch has as many tokens as an iteration; its loss is of log-probs times advantages of random sign.
+    """
+    start()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(12, (256, 26), generator=generator)
+    advantages = 2.0 * torch.randint(2, (256, 1), generator=generator) - 1.0
+    headings = (f"`{backward}`, s" for backward in BACKWARD)
+    lines = [f"| format | {' | '.join(headings)} | cosine of the gradients |", "|---|---|---|---|"]
+    for format in COSTED:
+        policies = {}
+        for backward in BACKWARD:
+            policies[backward] = CausalPolicy("models/tiny-countdown")
+            policies[backward].configure()
+            QATAligned(format, backward=backward).convert_module(policies[backward])
+        seconds: dict[str, list[float]] = {backward: [] for backward in BACKWARD}
+        for index in range(rounds):  # in turns, so that what else happens on the machine happens to both
+            for backward in BACKWARD[:: 1 if index % 2 else -1]:
+                before = time.process_time()
+                logits = policies[backward].network(input_ids=tokens[:, :-1], use_cache=False).logits
+                logprobs = logits.log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+                (advantages * logprobs).mean().backward()
+                seconds[backward].append(time.process_time() - before)
+        cells = (mean_and_error(seconds[backward][2:]) for backward in BACKWARD)
+        first, second = (torch.cat([p.grad.flatten() for p in one.parameters()]) for one in policies.values())
+        cosine = torch.cosine_similarity(first.double(), second.double(), dim=0)
+        lines.append(f"| `{format}` | {' | '.join(cells)} | {cosine:.4f} |")
+    return "\n".join(lines)
+
+
 def mean_and_error(values: Sequence[float], digits: int = 3) -> str:
     """Return the mean and its standard error.
 
@@ -88,14 +124,13 @@ def mean_and_error(values: Sequence[float], digits: int = 3) -> str:
 def report(out: Path, seeds: int) -> str:
     """Return the table."""
     lines = [
-        "| format | backward | seeds | sampler's accuracy | master weights' | reward, last 10 | update, s |",
-        "|---|---|---|---|---|---|---|",
+        "| format | backward | seeds | sampler's accuracy | master weights' | reward, last 10 |",
+        "|---|---|---|---|---|---|",
     ]
     for format in FORMATS:
         columns = {}
         for backward in BACKWARD:
-            runs = [Run(folder_of(out, format, backward, seed)) for seed in range(seeds)]
-            rows = [values(run) for run in runs if run.status == "finished"]
+            rows = [values(Run(folder_of(out, format, backward, seed))) for seed in finished(out, format, seeds)]
             columns[backward] = list(zip(*rows, strict=True))
             cells = [mean_and_error(column) for column in columns[backward]]
             lines.append(f"| `{format}` | `{backward}` | {len(rows)} | {' | '.join(cells)} |")
@@ -106,12 +141,21 @@ def report(out: Path, seeds: int) -> str:
     return "\n".join(lines)
 
 
+def finished(out: Path, format: str, seeds: int) -> list[int]:
+    """Return the seeds of which the runs of all backward passes are evaluated."""
+    runs = {seed: [folder_of(out, format, backward, seed) for backward in BACKWARD] for seed in range(seeds)}
+    return [
+        s
+        for s, folders in runs.items()
+        if all(accuracy(f / c) is not None for f in folders for c in EVALUATED.values())
+    ]
+
+
 def values(run: Run) -> list[float]:
-    """Return both accuracies of a run, its reward at the end and its median seconds per update."""
+    """Return both accuracies of a run and its reward at the end."""
     found = [accuracy(run.folder / choice) for choice in EVALUATED.values()]
-    seconds = statistics.median(run.series("time/update").values[WARM_UP:])
     reward = statistics.fmean(run.series("reward/mean").values[-10:])
-    return [*(value for value in found if value is not None), reward, seconds]
+    return [*(value for value in found if value is not None), reward]
 
 
 def command_line() -> None:
@@ -122,7 +166,11 @@ def command_line() -> None:
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--report", action="store_true", help="print the table of what there is, run nothing")
+    parser.add_argument("--cost", action="store_true", help="measure both backward passes, run nothing")
     asked = parser.parse_args()
+    if asked.cost:
+        print(cost())
+        return
     out = asked.out.resolve()
     if not asked.report:
         seeds, formats, backward = zip(*product(range(asked.seeds), FORMATS, BACKWARD), strict=True)
