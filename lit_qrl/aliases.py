@@ -1,4 +1,4 @@
-"""Module paths of earlier versions: each is the module that it became, in Python, in YAML and on the command line."""
+"""Names of earlier versions: of modules, in Python, in YAML and on the command line, and of metrics."""
 
 import logging
 import os
@@ -92,6 +92,9 @@ MOVED = {
     "training_cli": "cli.training",
 }
 """From what a module or package was called to what it is called, both within `lit_qrl`; what lay in it is in there."""
+
+METRICS = {f"{stage}/pass@1": f"{stage}/greedy_pass@1" for stage in ("val", "test")}
+"""From what a metric was called to what it is called; a callback may go on monitoring the former name."""
 
 
 def current(path: str) -> str:

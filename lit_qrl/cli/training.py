@@ -255,6 +255,7 @@ KINDS: dict[str, type] = {
     "policy": policy.CausalPolicy,
     "optimizer": Optimizer,
     "task": Task,
+    "tasks": Task,
     "rewards": rewards.Reward,
     "correct": rewards.Reward,
     "engine": rollout.RolloutEngine,

@@ -109,6 +109,7 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
         head_dtype=policy.head_dtype,
         adapter=policy.lora if apart else None,
         prompt_limit=data.max_prompt_tokens,
+        sequence_limit=data.longest_evaluation,
         outlives_update=settings.every_n_iterations > 1,
         on_hang=on_hang,
     )

@@ -32,6 +32,7 @@ class SamplerSpec:
         head_dtype: that the learner computes its logits in, and an engine that can does too; None is the weights'.
         adapter: the PEFT config of an adapter that is published beside its base; None where there is none, or merged.
         prompt_limit: longest prompt in tokens, where it is known.
+        sequence_limit: longest prompt and completion together, where evaluations draw longer ones than rollouts.
         outlives_update: completions are drawn after updates that were not published, so that an engine which shares
             the learner's tensors must copy them.
         on_hang: called with a sentence, in a thread of its own, when the engine hangs beyond recovery, just before it
@@ -48,6 +49,7 @@ class SamplerSpec:
     head_dtype: torch.dtype | None = None
     adapter: Any = None
     prompt_limit: int | None = None
+    sequence_limit: int | None = None
     outlives_update: bool = False
     on_hang: Callable[[str], None] | None = None
 
@@ -96,6 +98,7 @@ class RolloutEngine(ABC):
         seed: int,
         progress: Progress | None = None,
         sampling: SamplingParams | None = None,
+        positions: Sequence[int] | None = None,
     ) -> list[Completion]:
         """Return `n` completions of each prompt, prompt-major; the same seed gives the same tokens.
 
@@ -105,6 +108,8 @@ class RolloutEngine(ABC):
             seed: of this call's own generator; global generators are left alone.
             progress: called now and then with (sequences finished, tokens drawn).
             sampling: replaces that of the spec for this call (evaluation).
+            positions: the number of each prompt among those that several processes share, from which its randomness
+                comes instead of from its place in this call; only given where there are several.
 
         Raises:
             EngineDiedError: when the engine failed for a reason of its own; the call can be repeated on a new one.

@@ -23,7 +23,7 @@ NOT_LEARNING = (
     *("trainer.min_*", "trainer.max_*", "trainer.limit_val_*", "trainer.limit_test_*", "trainer.limit_predict_*"),
     *("trainer.*check*", "trainer.num_sanity_*", "trainer.log_every_*", "trainer.enable_*", "trainer.logger*"),
     *("trainer.default_root_dir", "trainer.profiler*", "trainer.detect_anomaly", "trainer.model_registry"),
-    *("model.evaluate_first", "data.evaluation_*", "data.micro_batches", "data.max_tokens_per_micro_batch"),
+    *("model.evaluate_first", "data.evaluat*", "data.micro_batches", "data.max_tokens_per_micro_batch"),
     *("data.engine.gpu_memory_utilization", "data.engine.kv_cache_gib", "data.engine.step_timeout"),
     *("data.task.evaluation_*", "publisher.max_restarts", "publisher.on_fault", "publisher.probe_every"),
     "publisher.evaluation_format",

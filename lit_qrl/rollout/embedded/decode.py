@@ -111,6 +111,7 @@ class Decoder:
         pieces: list[Piece],
         n: int,
         seed: int,
+        positions: Sequence[int],
         report: Callable[[int, int], None],
     ) -> Drawn:
         """Return the completions of one batch.
@@ -120,6 +121,7 @@ class Decoder:
             pieces: the rows of this batch.
             n: completions per prompt in the whole call.
             seed: of the call.
+            positions: of each prompt, its own number in the randomness.
             report: called after each step with (sequences ended in this batch, tokens drawn in this batch).
         """
         steps, width = self.sampling.max_tokens, max(piece.length for piece in pieces)
@@ -130,7 +132,7 @@ class Decoder:
         logits = self._prefill([prompts[piece.prompt] for piece in pieces], counts, width, cache)
         random = None
         if not self.sampler.greedy:
-            parts = [uniforms(seed, p.prompt, n, steps)[p.first : p.first + p.count] for p in pieces]
+            parts = [uniforms(seed, positions[p.prompt], n, steps)[p.first : p.first + p.count] for p in pieces]
             random = torch.cat(parts).to(self.device)
         positions = lengths.repeat_interleave(counts).to(self.device)
         valid = None

@@ -183,8 +183,10 @@ class TransformersEngine(RolloutEngine):
         seed: int,
         progress: Progress | None = None,
         sampling: SamplingParams | None = None,
+        positions: Sequence[int] | None = None,
     ) -> list[Completion]:
         sampling = sampling or self.spec.sampling
+        positions = range(len(prompts)) if positions is None else positions
         check_sampling(sampling)
         self._check_prompts(prompts, sampling)
         self._check_current()
@@ -198,7 +200,7 @@ class TransformersEngine(RolloutEngine):
 
         room = self._cache_tokens()
         for pieces in plan([len(p) for p in prompts], n, sampling.max_tokens, room, self.max_batch):
-            drawn = decoder.run(prompts, pieces, n, seed, report)
+            drawn = decoder.run(prompts, pieces, n, seed, positions, report)
             tokens += self._collect(drawn, pieces, n, results)
             finished += len(drawn.tokens)
         return results  # pyright: ignore[reportReturnType]

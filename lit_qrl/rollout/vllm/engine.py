@@ -127,7 +127,8 @@ class VLLMEngine(MarlinLender, RolloutEngine):
             check_adapter(spec.adapter, self.max_lora_rank)
         check_installation()
         check_format(spec.format, spec.quantize_head)
-        check_length(self.max_model_len, spec.prompt_limit or 1, spec.sampling.max_tokens)
+        drawn = spec.sampling.max_tokens
+        check_length(self.max_model_len, max(spec.prompt_limit or 1, (spec.sequence_limit or 0) - drawn), drawn)
         check_processes(self._arguments.get("distributed_executor_backend"))
         check_operators(spec.format)
 
@@ -201,7 +202,7 @@ class VLLMEngine(MarlinLender, RolloutEngine):
         if self.max_model_len is not None:
             return self.max_model_len + 1
         if self.spec.prompt_limit is not None:
-            longest = self.spec.prompt_limit + self.spec.sampling.max_tokens + 1
+            longest = max(self.spec.prompt_limit + self.spec.sampling.max_tokens, self.spec.sequence_limit or 0) + 1
             return longest if limit is None else min(longest, limit)
         return limit or 4096
 
@@ -304,6 +305,7 @@ class VLLMEngine(MarlinLender, RolloutEngine):
         seed: int,
         progress: Progress | None = None,
         sampling: SamplingParams | None = None,
+        positions: Sequence[int] | None = None,
     ) -> list[Completion]:
         """Return `n` completions of each prompt, prompt-major.
 
@@ -313,8 +315,9 @@ class VLLMEngine(MarlinLender, RolloutEngine):
         self._awake(complete=True)
         drawn_with = sampling or self.spec.sampling
         order = requests.by_length(prompts, n)
+        number, seeded = range(len(prompts)) if positions is None else positions, self.request_seeds
         params = [
-            requests.drawing(drawn_with, requests.request_seed(seed, i // n, i % n) if self.request_seeds else None)
+            requests.drawing(drawn_with, requests.request_seed(seed, number[i // n], i % n) if seeded else None)
             for i in order
         ]
         with kept_process_state(None if self.request_seeds else seed):

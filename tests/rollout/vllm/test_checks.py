@@ -45,6 +45,8 @@ def test_model_length_must_hold_prompt_and_completion(install):
     engine.validate(SamplerSpec(prompt_limit=60, sampling=SamplingParams(max_tokens=40)))
     with pytest.raises(ConfigError, match=r"at least 124 \(60 \+ 64 tokens\)\. Given: 100"):
         engine.validate(SamplerSpec(prompt_limit=60, sampling=SamplingParams(max_tokens=64)))
+    with pytest.raises(ConfigError, match=r"at least 130 \(90 \+ 40 tokens\)\. Given: 100"):
+        engine.validate(SamplerSpec(prompt_limit=60, sequence_limit=130, sampling=SamplingParams(max_tokens=40)))
 
 
 @pytest.mark.parametrize(
