@@ -146,17 +146,19 @@ def test_an_evaluation_may_have_a_length_and_a_nucleus_of_its_own(tmp_path):
 def test_training_problems_of_a_benchmark_are_removed_and_its_prompts_never_dropped(tmp_path, caplog):
     task = DigitTask(rows=24)
     benchmark = DigitTask(rows=10)  # its held-out rows, 2 to 9, are among those that the task trains on
-    data = {"benchmarks": [Benchmark(task=benchmark)], "max_prompt_tokens": 6}
+    longer = Benchmark(task=DigitTask(rows=24), name="longer")  # prompts of 6 tokens
+    data = {"benchmarks": [Benchmark(task=benchmark), longer], "evaluate_task": False, "max_prompt_tokens": 5}
     with caplog.at_level("INFO"):
         trainer, module, loader = build(tmp_path, task=task, data=data, trainer={"max_epochs": 1})
         trainer.fit(module, datamodule=loader)
     trained = {problem.row["question"] for problem in loader._problems["train"]}
-    evaluated = [problem.row["question"] for problem in loader.evaluations[1].problems]
+    evaluated, kept = ([problem.row["question"] for problem in one.problems] for one in loader.evaluations)
+    assert kept == [row["question"] for row in task.evaluation_rows()]
     assert evaluated == [row["question"] for row in benchmark.evaluation_rows()]
     assert len(evaluated) == 8
     assert not trained & set(evaluated)
     assert "training problems that a benchmark has" in caplog.text
-    assert loader.longest_evaluation is None
+    assert loader.longest_evaluation == 6 + loader.max_completion_tokens
 
 
 def test_the_engine_is_told_of_longer_evaluations(tmp_path):
