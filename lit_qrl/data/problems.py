@@ -42,7 +42,8 @@ def admit(
         ConfigError: there are no rows, or prompts are too long.
     """
     if len(rows) == 0:
-        raise ConfigError(f"The task has no {what} rows.", remedy="Check data.task.")
+        remedy = "set data.task.split, which is null for a set that is only evaluated on" if what == "training" else ""
+        raise ConfigError(f"The task has no {what} rows.", remedy=f"Check data.task{remedy and f', and {remedy}'}.")
     problems = []
     for row in rows:
         ids = policy.encode(task.prompt(row))
