@@ -375,12 +375,12 @@ KNOWN_BEFORE_A_MODEL = {
         chat("chat", "--data.task.answer_column", "prompt"),
         ["Row 1 of 'chat.jsonl' has no answer", "last turn of role user", "Name another answer_column"],
     ),
-    "option of a benchmark": (benchmark(sampels=4), ["data.benchmarks", "no option 'sampels'", "'samples'"]),
+    "option of a benchmark": (benchmark(sample=4), ["data.benchmarks", "no option 'sample'", "'samples'"]),
     "pass@k of too few samples": (
         benchmark(samples=4, pass_at=[8]),
         ["data.benchmarks: sums's pass_at is out of range", "1 to 4 samples", "Given: [8]"],
     ),
-    "column of a benchmark": (benchmark(task={"prompt_column": "questoin"}), ["no column 'questoin'", "'question'"]),
+    "column of a benchmark": (benchmark(task={"prompt_column": "questions"}), ["no column 'questions'", "'question'"]),
     "nothing to evaluate on": (["--data.evaluate_task", "false"], ["nothing to evaluate on", "or a benchmark"]),
     "answers of a benchmark longer than the model": (
         benchmark(completion_tokens=100, size=1),

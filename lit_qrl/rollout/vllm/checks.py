@@ -181,8 +181,16 @@ def check_arguments(gpu_memory_utilization: float, max_num_seqs: int, max_lora_r
         )
 
 
-def check_length(limit: int | None, prompt: int, completion: int) -> None:
-    """Raise `ConfigError` when the longest sequence of the run exceeds the engine's `limit`, all in tokens."""
+def check_length(limit: int | None, prompt: int, completion: int, sequence: int = 0) -> None:
+    """Raise `ConfigError` when the longest sequence of the run exceeds the engine's `limit`, all in tokens.
+
+    Args:
+        limit: of the engine; None takes what the run needs.
+        prompt: the longest of rollouts.
+        completion: the longest of rollouts.
+        sequence: the longest prompt and completion together of evaluations.
+    """
+    prompt = max(prompt, sequence - completion)
     if limit is not None and limit < prompt + completion:
         raise ConfigError(
             "data.engine.max_model_len is shorter than a prompt and its completion.",

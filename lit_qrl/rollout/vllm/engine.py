@@ -127,8 +127,7 @@ class VLLMEngine(MarlinLender, RolloutEngine):
             check_adapter(spec.adapter, self.max_lora_rank)
         check_installation()
         check_format(spec.format, spec.quantize_head)
-        drawn = spec.sampling.max_tokens
-        check_length(self.max_model_len, max(spec.prompt_limit or 1, (spec.sequence_limit or 0) - drawn), drawn)
+        check_length(self.max_model_len, spec.prompt_limit or 1, spec.sampling.max_tokens, spec.sequence_limit or 0)
         check_processes(self._arguments.get("distributed_executor_backend"))
         check_operators(spec.format)
 
@@ -315,11 +314,9 @@ class VLLMEngine(MarlinLender, RolloutEngine):
         self._awake(complete=True)
         drawn_with = sampling or self.spec.sampling
         order = requests.by_length(prompts, n)
-        number, seeded = range(len(prompts)) if positions is None else positions, self.request_seeds
-        params = [
-            requests.drawing(drawn_with, requests.request_seed(seed, number[i // n], i % n) if seeded else None)
-            for i in order
-        ]
+        number = range(len(prompts)) if positions is None else positions
+        rows = [(number[i // n], i % n) for i in order]
+        params = requests.drawings(drawn_with, rows, seed if self.request_seeds else None)
         with kept_process_state(None if self.request_seeds else seed):
             outputs = self._run([prompts[i // n] for i in order], params, progress)
         drawn = {i: requests.completion(output, self.version) for i, output in zip(order, outputs, strict=True)}

@@ -32,6 +32,17 @@ def drawing(sampling: SamplingParams, seed: int | None) -> Any:
     )
 
 
+def drawings(sampling: SamplingParams, rows: Sequence[tuple[int, int]], seed: int | None) -> list[Any]:
+    """Return vLLM's parameters of completions, each with a seed of its own where there is one.
+
+    Args:
+        sampling: how tokens are drawn.
+        rows: the number of its prompt and its number among the prompt's completions.
+        seed: of the call; None leaves vLLM to its own generators.
+    """
+    return [drawing(sampling, None if seed is None else request_seed(seed, *row)) for row in rows]
+
+
 def scoring() -> Any:
     """Return vLLM's parameters for the log-probs of a given sequence; one token must be drawn, and is dropped."""
     return _sampling_class()(max_tokens=1, prompt_logprobs=0, temperature=0.0, ignore_eos=True, detokenize=False)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lit_qrl.rollout.vllm import requests
 from lit_qrl.rollout.vllm.requests import SEED_RANGE, by_length, check_lengths, completion, request_seed, scores
 
 
@@ -51,3 +52,11 @@ def test_scores_are_those_of_the_given_tokens_after_the_first():
     got = scores(SimpleNamespace(prompt_logprobs=rows), [3, 5, 6])
     assert got.tolist() == [-1.0, -2.5]
     assert got.dtype == torch.float32
+
+
+def test_a_completion_s_seed_comes_from_the_number_of_its_prompt_wherever_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(requests, "drawing", lambda sampling, seed: seed)
+    whole = requests.drawings(None, [(prompt, sample) for prompt in range(4) for sample in range(3)], seed=5)
+    part = requests.drawings(None, [(prompt, sample) for prompt in (1, 3) for sample in range(3)], seed=5)
+    assert part == [*whole[3:6], *whole[9:12]]
+    assert requests.drawings(None, [(0, 0)], seed=None) == [None]
