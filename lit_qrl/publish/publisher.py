@@ -9,6 +9,7 @@ from typing import NamedTuple
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from lit_qrl.errors import MemoryShortageError, within_memory
 from lit_qrl.loop.hooks import Learner, overrides, rl_callbacks
 from lit_qrl.precision.source import Change, WeightSource, unchanged
 from lit_qrl.publish.adapter import AdapterBeside
@@ -19,7 +20,14 @@ from lit_qrl.publish.source import source_of, trained_source
 from lit_qrl.publish.spec import PublishSettings, sampler_spec
 from lit_qrl.receipts.ledger import PublishReport
 from lit_qrl.rollout.engine import EngineDiedError, Sleeps
+from lit_qrl.run.stop import stop_run
 from lit_qrl.strategies.colocated import begin_rollout, begin_update
+
+PUBLISH_REMEDY = (
+    "The sampler's weights come beside the learner's: publish in a format of fewer bits, lower the engine's share "
+    "(data.engine.gpu_memory_utilization, data.engine.cache_gigabytes), or take turns on the device by "
+    "trainer.strategy: ColocatedStrategy."
+)
 
 
 class Connection(NamedTuple):
@@ -61,7 +69,12 @@ class Publisher:
                 self.version += 1
                 self._publish_rollout()
         else:
-            begin_rollout(trainer, self.engine)
+            try:
+                begin_rollout(trainer, self.engine)
+            except EngineDiedError as error:
+                self.revive(error)
+            except MemoryShortageError as error:
+                stop_run(trainer, "out_of_memory", str(error), save=True, error=error)
 
     def begin_evaluation(self) -> None:
         """Give the engine the current clean weights, which count as no version."""
@@ -85,9 +98,19 @@ class Publisher:
         self._holds_rollout = False
 
     def end_generation(self) -> None:
-        """Give the device back to the learner: all that was asked for is drawn."""
-        self._restarts.reset()
-        begin_update(self.learner.trainer, self.learner)
+        """Give the device back to the learner: all that was asked for is drawn.
+
+        An engine that dies of falling asleep is freed, and built again at the next publish.
+        """
+        trainer = self.learner.trainer
+        try:
+            begin_update(trainer, self.learner)
+            self._restarts.reset()
+        except EngineDiedError as error:
+            self._bury(error)
+            begin_update(trainer, self.learner)
+        except MemoryShortageError as error:
+            stop_run(trainer, "out_of_memory", str(error), save=True, error=error)
 
     def revive(self, error: EngineDiedError) -> None:
         """Build the engine again and publish what it held; stop the run when it keeps dying."""
@@ -161,7 +184,8 @@ class Publisher:
             begin_rollout(self.learner.trainer, self.engine)
             if isinstance(self.engine, Sleeps) and not self.engine.holds_weights:
                 connection.beside.forget()
-            report = publish(connection)
+            with within_memory("publishing the weights to the engine", PUBLISH_REMEDY):
+                report = publish(connection)
             report.seconds = time.perf_counter() - start
             return report
 

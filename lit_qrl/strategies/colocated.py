@@ -6,9 +6,14 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, within_memory
 from lit_qrl.rollout.engine import RolloutEngine, Sleeps
 from lit_qrl.strategies.offload import OffloadedState
+
+_HOST_REMEDY = "Set trainer.strategy.offload_optimizer to false, or run where the host has more memory."
+_SLEEP_REMEDY = "A sleep of level 1 keeps the weights in pinned memory of the host: set data.engine.sleep_level to 2."
+_BACK_REMEDY = "Set data.engine.sleep_level to 2, or an optimizer with a smaller state."
+_WAKE_REMEDY = "Lower data.engine.gpu_memory_utilization, or set trainer.strategy.offload_optimizer to true."
 
 
 class ColocatedStrategy(SingleDeviceStrategy):
@@ -70,7 +75,8 @@ class ColocatedStrategy(SingleDeviceStrategy):
             for parameter in module.parameters():
                 parameter.grad = None
         if self.offload_optimizer:
-            self.offloaded.to_host(self.optimizers)
+            with within_memory("moving the optimizer's state to the host", _HOST_REMEDY):
+                self.offloaded.to_host(self.optimizers)
         if self.root_device.type == "cuda":
             torch.cuda.empty_cache()  # the engine cannot use what torch keeps for itself
         wake(engine)
@@ -78,9 +84,11 @@ class ColocatedStrategy(SingleDeviceStrategy):
     def begin_update(self, engine: RolloutEngine) -> None:
         """Send the engine to sleep, and take the memory back."""
         if isinstance(engine, Sleeps):
-            engine.sleep()
+            with within_memory("sending the engine to sleep", _SLEEP_REMEDY):
+                engine.sleep()
         if self.offloaded.away:
-            self.offloaded.to_device(self.optimizers)
+            with within_memory("taking the optimizer's state back from the host", _BACK_REMEDY):
+                self.offloaded.to_device(self.optimizers)
 
 
 def sleep_level(engine: RolloutEngine) -> int:
@@ -91,7 +99,8 @@ def sleep_level(engine: RolloutEngine) -> int:
 def wake(engine: RolloutEngine) -> None:
     """Wake an engine that can sleep."""
     if isinstance(engine, Sleeps):
-        engine.wake()
+        with within_memory("waking the engine", _WAKE_REMEDY):
+            engine.wake()
 
 
 def check_phases(trainer: Trainer, engine: RolloutEngine, every_n_iterations: int) -> None:

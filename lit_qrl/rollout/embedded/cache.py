@@ -109,3 +109,15 @@ class SlotCache(Cache):
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return 2 * text.num_hidden_layers * heads * dim * dtype.itemsize
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes of a GPU that new tensors can take: the driver's free ones, and torch's own that hold nothing.
+
+    After the first update torch keeps what gradients and activations took; to the driver that is in use.
+
+    Args:
+        device: a GPU.
+    """
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused

@@ -64,6 +64,26 @@ def plan(lengths: Sequence[int], n: int, steps: int, tokens: int, max_rows: int 
         yield batch
 
 
+def split(pieces: Sequence[Piece], rows: int) -> list[list[Piece]]:
+    """Return the pieces of a batch as batches of at most so many rows, in their order.
+
+    >>> [[(p.prompt, p.first, p.count) for p in part] for part in split([Piece(0, 0, 3, 9), Piece(1, 0, 1, 9)], 2)]
+    [[(0, 0, 2)], [(0, 2, 1), (1, 0, 1)]]
+    """
+    batches: list[list[Piece]] = []
+    room = 0
+    for piece in pieces:
+        taken = 0
+        while taken < piece.count:
+            if not room:
+                batches.append([])
+                room = rows
+            count = min(piece.count - taken, room)
+            batches[-1].append(Piece(piece.prompt, piece.first + taken, count, piece.length))
+            taken, room = taken + count, room - count
+    return batches
+
+
 @dataclass(slots=True)
 class Drawn:
     """What one decode batch drew, on the device: rows in the order of its pieces.

@@ -14,10 +14,11 @@ from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.structure import check_positions
 from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger, RefusedError
 from lit_qrl.rollout.embedded.adapter import EmbeddedAdapter
-from lit_qrl.rollout.embedded.cache import SlotCache
+from lit_qrl.rollout.embedded.cache import SlotCache, free_memory
 from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Piece, plan
 from lit_qrl.rollout.embedded.loading import Loader, Modules, skeleton
 from lit_qrl.rollout.embedded.sampling import check_sampling
+from lit_qrl.rollout.embedded.shortage import Shortage, freed
 from lit_qrl.rollout.engine import EnginePolicy, Progress, RolloutEngine, SamplerSpec
 from lit_qrl.types import Completion, SamplingParams
 
@@ -25,7 +26,7 @@ DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": t
 CPU_CACHE_BYTES = 2**29
 """Key-value cache on a CPU, 0.5 GB: a quarter of the memory that the smallest supported run may take."""
 GPU_CACHE_SHARE = 0.5
-"""Share of the free GPU memory for the cache; the rest is for the logits and the update."""
+"""Share of the free GPU memory for the cache, with what torch holds unused; the rest is for logits and update."""
 SCORE_TOKENS = 2**14
 """Padded tokens of one scoring forward."""
 
@@ -38,7 +39,8 @@ class TransformersEngine(RolloutEngine):
     device lacks is emulated, with the same numbers at the speed of fp32.
 
     Args:
-        max_batch: sequences decoded at once; None takes what the cache's memory allows.
+        max_batch: sequences decoded at once; None takes what the cache's memory allows. Where memory runs out all the
+            same, the batch is halved until it fits.
         cache_gigabytes: memory of the key-value cache; None is 0.5 GB on a CPU and half the free memory of a GPU.
         dtype: what unquantized tensors are cast to; `auto` keeps them as they are published.
         share: `auto` holds the learner's own tensors where nothing was changed, `never` copies; `never` is needed
@@ -72,6 +74,7 @@ class TransformersEngine(RolloutEngine):
         self._adapter: EmbeddedAdapter | None = None
         self._borrowed: list[tuple[Tensor, int]] = []
         self._whole = False
+        self._shortage = Shortage()
 
     def validate(self, spec: SamplerSpec) -> None:
         check_sampling(spec.sampling)
@@ -90,7 +93,7 @@ class TransformersEngine(RolloutEngine):
             )
         device = next(learner.parameters()).device
         self._modules, self._adapter = Modules(skeleton(learner, device), device), None
-        self._whole = False
+        self._whole, self._shortage = False, Shortage()
 
     @property
     def network(self) -> Any:
@@ -199,10 +202,13 @@ class TransformersEngine(RolloutEngine):
                 progress(finished + ended, tokens + drawn)
 
         room = self._cache_tokens()
-        for pieces in plan([len(p) for p in prompts], n, sampling.max_tokens, room, self.max_batch):
-            drawn = decoder.run(prompts, pieces, n, seed, positions, report)
-            tokens += self._collect(drawn, pieces, n, results)
-            finished += len(drawn.tokens)
+        for batch in plan([len(p) for p in prompts], n, sampling.max_tokens, room, self.max_batch):
+            longest = max(piece.length for piece in batch) + sampling.max_tokens
+            for pieces, drawn in self._shortage.halving(
+                batch, longest, lambda part: decoder.run(prompts, part, n, seed, positions, report)
+            ):
+                tokens += self._collect(drawn, pieces, n, results)
+                finished += len(drawn.tokens)
         return results  # pyright: ignore[reportReturnType]
 
     def _collect(self, drawn: Drawn, pieces: list[Piece], n: int, results: list[Completion | None]) -> int:
@@ -232,7 +238,7 @@ class TransformersEngine(RolloutEngine):
         if self.cache_gigabytes is not None:
             room = int(self.cache_gigabytes * 1e9)
         elif weight.device.type == "cuda":
-            room = int(torch.cuda.mem_get_info(weight.device)[0] * GPU_CACHE_SHARE)
+            room = int(free_memory(weight.device) * GPU_CACHE_SHARE)
         else:
             room = CPU_CACHE_BYTES
         return room // SlotCache.bytes_per_token(self.network.config, weight.dtype)
@@ -246,15 +252,22 @@ class TransformersEngine(RolloutEngine):
         device = network.get_input_embeddings().weight.device
         scores: list[Tensor] = [torch.empty(0)] * len(sequences)
         order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
+        room = SCORE_TOKENS
         while order:
             width = len(sequences[order[0]])
-            share, order = order[: max(1, SCORE_TOKENS // width)], order[max(1, SCORE_TOKENS // width) :]
+            share, rest = order[: max(1, room // width)], order[max(1, room // width) :]
             tokens = torch.zeros(len(share), width, dtype=torch.long)
             for row, index in enumerate(share):
                 tokens[row, : len(sequences[index])] = torch.tensor(sequences[index])
-            tokens = tokens.to(device)
-            hidden = network.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-            logprobs = head.logprobs(hidden[:, :-1], tokens[:, 1:])
+            try:
+                tokens = tokens.to(device)
+                hidden = network.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+                logprobs = head.logprobs(hidden[:, :-1], tokens[:, 1:])
+            except (RuntimeError, MemoryError) as error:
+                freed(error, len(share), "scored")
+                room = len(share) // 2 * width
+                continue
+            order = rest
             for row, index in enumerate(share):
                 scores[index] = logprobs[row, : len(sequences[index]) - 1].clone()
         return scores
