@@ -23,6 +23,7 @@ from lit_qrl.loop.hooks import corrected, rl_callbacks, trainer_all_reduce
 from lit_qrl.loop.metrics import BOUNDS, EvaluationMetrics
 from lit_qrl.loop.state import IterationState
 from lit_qrl.network.modes import evaluating
+from lit_qrl.loop.stopping import expect_metrics, follow_iterations
 from lit_qrl.objective import GRPO, Objective
 from lit_qrl.optim.build import check_optimizer
 from lit_qrl.optim.masters import trained_by
@@ -137,6 +138,7 @@ class GRPOModule(LightningModule):
         check_combination(list(rl_callbacks(self.trainer)), objective)
         for former in {getattr(callback, "monitor", None) for callback in self.trainer.callbacks} & METRICS.keys():  # pyright: ignore
             log.warning("The metric %s is called %s now; monitoring the former name goes on.", former, METRICS[former])
+        follow_iterations(self.trainer)
         if stage == "fit":
             check_optimizer(self.optimizer, self.trainer.strategy.root_device, vectors=self.policy.lora is None)
             # An objective of the user's own may have a baseline of another kind.
@@ -235,6 +237,7 @@ class GRPOModule(LightningModule):
         if row:
             # The values are of all ranks already, and the same on each: their mean leaves them as they are.
             self.log_dict(row, sync_dist=True)
+        expect_metrics(self.trainer, bool(row))
 
     # -------------------------------------------------------------------------------------------------- evaluation
 

@@ -257,6 +257,15 @@ KNOWN_BEFORE_A_MODEL = {
         ["--trainer.strategy", "fsdp"],
         ["requires a GPU", "trainer.strategy: fsdp", "Set trainer.strategy to auto"],
     ),
+    "learner in parts": (
+        [
+            "--trainer.strategy",
+            json.dumps({"class_path": "lightning.pytorch.strategies.ModelParallelStrategy"}),
+            "--trainer.devices",
+            2,
+        ],
+        ["ModelParallelStrategy shards the learner", "auto, ddp or ColocatedStrategy"],
+    ),
     "precision": (
         ["--trainer.precision", "bf17"],
         ["64, 32, 16, ", "bf16-true, bf16-mixed", "Given: bf17", "Did you mean 'bf16'?"],

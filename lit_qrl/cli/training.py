@@ -33,6 +33,7 @@ from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.callbacks.report import Report
 from lit_qrl.cli.config_files import expanded, run_folder_name
 from lit_qrl.cli.errors import made_by_training, paragraph, refused
+from lit_qrl.cli.logging_place import give_place, let_place_be_left_out
 from lit_qrl.cli.parser import ReadableParser
 from lit_qrl.data import tasks
 from lit_qrl.data.module import RolloutDataModule
@@ -50,6 +51,7 @@ from lit_qrl.run.identity import check_identity
 from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.run.lock import RunLock
 from lit_qrl.run.loggers import RunCSVLogger
+from lit_qrl.strategies.sharded import check_strategy
 
 FORCED = {
     "progress": RLProgress,  # first: it prints a line before the next publish
@@ -92,6 +94,7 @@ class QRLCLI(LightningCLI):
     def run(cls, args: list[str]) -> "QRLCLI":
         """Parse `args`, build everything, and run the command."""
         quiet()
+        let_place_be_left_out()
         cls.arguments, cls.lock = args, RunLock()
         try:
             return cls(
@@ -134,6 +137,7 @@ class QRLCLI(LightningCLI):
         drop_loftq(config.model.get("policy"))
         folder, run = place(command, config.trainer.default_root_dir, run_folder_name(self.arguments), last)
         config.trainer.default_root_dir = str(folder)
+        give_place(config.trainer.logger, folder)
         config.ckpt_path = resolve_checkpoint(requested, run, if_possible)
         if command == "fit" and getattr(rank_zero_only, "rank", 0) == 0:
             self.lock.take(folder)
@@ -178,11 +182,13 @@ class QRLCLI(LightningCLI):
         if self.subcommand == "predict":
             callbacks = [*callbacks, Predictions()]
         try:
-            return super()._instantiate_trainer(config, callbacks)
+            trainer = super()._instantiate_trainer(config, callbacks)
         except REFUSALS as error:
             if isinstance(error, ConfigError):
                 raise
             raise refused(error, config) from error
+        check_strategy(trainer.strategy)  # before other processes are started
+        return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run the Trainer; a publish that failed ends it with one paragraph, after diary and report."""

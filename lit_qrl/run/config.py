@@ -25,6 +25,7 @@ NOT_LEARNING = (
     *("trainer.default_root_dir", "trainer.profiler*", "trainer.detect_anomaly", "trainer.model_registry"),
     *("model.evaluate_first", "data.evaluat*", "data.micro_batches", "data.max_tokens_per_micro_batch"),
     *("data.engine.gpu_memory_utilization", "data.engine.kv_cache_gib", "data.engine.step_timeout"),
+    "data.engine.start_timeout",
     *("data.task.evaluation_*", "publisher.max_restarts", "publisher.on_fault", "publisher.probe_every"),
     "publisher.evaluation_format",
 )
@@ -50,6 +51,12 @@ class RunConfig(SaveConfigCallback):
         if trainer.is_global_zero and not self.already_saved:
             self._compare(Path(trainer.default_root_dir) / CONFIG_FILE, resumes=stage == "fit")
         super().setup(trainer, pl_module, stage)
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the loggers every setting under the key that the command line has for it."""
+        settings = flat(yaml.safe_load(self.parser.dump(self.config)))
+        for logger in trainer.loggers:
+            logger.log_hyperparams(settings)
 
     def _compare(self, own: Path, resumes: bool) -> None:
         now = flat(yaml.safe_load(self.parser.dump(self.config)))

@@ -9,11 +9,10 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lit_qrl.errors import ConfigError, within_memory
 from lit_qrl.rollout.engine import RolloutEngine, Sleeps
 from lit_qrl.strategies.offload import OffloadedState
+from lit_qrl.strategies.sharded import check_strategy
 
 _HOST_REMEDY = "Set trainer.strategy.offload_optimizer to false, or run where the host has more memory."
-_SLEEP_REMEDY = "A sleep of level 1 keeps the weights in pinned memory of the host: set data.engine.sleep_level to 2."
 _BACK_REMEDY = "Set data.engine.sleep_level to 2, or an optimizer with a smaller state."
-_WAKE_REMEDY = "Lower data.engine.gpu_memory_utilization, or set trainer.strategy.offload_optimizer to true."
 
 
 class ColocatedStrategy(SingleDeviceStrategy):
@@ -84,8 +83,7 @@ class ColocatedStrategy(SingleDeviceStrategy):
     def begin_update(self, engine: RolloutEngine) -> None:
         """Send the engine to sleep, and take the memory back."""
         if isinstance(engine, Sleeps):
-            with within_memory("sending the engine to sleep", _SLEEP_REMEDY):
-                engine.sleep()
+            engine.sleep()
         if self.offloaded.away:
             with within_memory("taking the optimizer's state back from the host", _BACK_REMEDY):
                 self.offloaded.to_device(self.optimizers)
@@ -99,13 +97,13 @@ def sleep_level(engine: RolloutEngine) -> int:
 def wake(engine: RolloutEngine) -> None:
     """Wake an engine that can sleep."""
     if isinstance(engine, Sleeps):
-        with within_memory("waking the engine", _WAKE_REMEDY):
-            engine.wake()
+        engine.wake()
 
 
 def check_phases(trainer: Trainer, engine: RolloutEngine, every_n_iterations: int) -> None:
-    """Raise `ConfigError` when engine, strategy and publisher do not agree on who sleeps when."""
+    """Raise `ConfigError` when engine, strategy and publisher do not agree on who holds what and sleeps when."""
     strategy, level = trainer.strategy, sleep_level(engine)
+    check_strategy(strategy)
     if isinstance(strategy, ColocatedStrategy):
         strategy.check(engine)
     elif level:
