@@ -47,7 +47,8 @@ def main(args: Sequence[str] | None = None) -> None:
         print(versions())
         return
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # so that `class_path: my_file.MyCallback` finds the user's own code
+        # So that `class_path: my_file.MyCallback` finds the user's own code; last, or a torch.py there would be torch.
+        sys.path.append(os.getcwd())
     try:
         if word in COMMANDS:
             from lit_qrl.cli.parser import run

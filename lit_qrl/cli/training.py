@@ -7,6 +7,7 @@ import signal
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from inspect import isabstract
 from typing import Any
 
@@ -46,6 +47,7 @@ from lit_qrl.network.adapters import drop_loftq
 from lit_qrl.precision import QuantizedPrecision
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.run.config import RunConfig
+from lit_qrl.run.console import LOG_FILE, kept_from_the_screen
 from lit_qrl.run.folder import keep_last, last_checkpoint, let_go, place
 from lit_qrl.run.identity import check_identity
 from lit_qrl.run.interrupt import Interrupted
@@ -89,13 +91,15 @@ class QRLCLI(LightningCLI):
 
     arguments: list[str]
     lock: RunLock
+    parts: ExitStack
+    """What lasts as long as the command."""
 
     @classmethod
     def run(cls, args: list[str]) -> "QRLCLI":
         """Parse `args`, build everything, and run the command."""
         quiet()
         let_place_be_left_out()
-        cls.arguments, cls.lock = args, RunLock()
+        cls.arguments, cls.lock, cls.parts = args, RunLock(), ExitStack()
         try:
             return cls(
                 GRPOModule,
@@ -110,6 +114,7 @@ class QRLCLI(LightningCLI):
                 load_from_checkpoint_support=False,
             )
         finally:
+            cls.parts.close()
             cls.lock.release()
             let_go()
 
@@ -142,6 +147,9 @@ class QRLCLI(LightningCLI):
         if command == "fit" and getattr(rank_zero_only, "rank", 0) == 0:
             self.lock.take(folder)
             keep_last(folder, config.ckpt_path)
+        if "VLLM" in str(getattr(config.data.engine, "class_path", "")):
+            say(f"What vLLM says goes to {folder / LOG_FILE}, its warnings and errors here too.")
+        self.parts.enter_context(kept_from_the_screen(folder))
         if last and config.ckpt_path is None:
             say(f"There is no checkpoint to resume from; starting {folder}.")
         elif last:

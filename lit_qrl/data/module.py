@@ -18,7 +18,7 @@ from lit_qrl.data.problems import Problem, PromptOrder, admit
 from lit_qrl.data.task import Task
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.hooks import Learner
-from lit_qrl.network.structure import check_positions
+from lit_qrl.network.structure import check_positions, check_tokens
 from lit_qrl.rewards.base import Sample
 from lit_qrl.rollout.engine import RolloutEngine
 from lit_qrl.types import Completion, SamplingParams
@@ -212,6 +212,8 @@ class RolloutDataModule(LightningDataModule):
         if name:
             remedy = f"Lower the completion_tokens of the benchmark {name}."
         check_positions(policy.config, prompt, completion, remedy)
+        sets = [*self._problems.values(), *(one.problems for one in self.evaluations)]
+        check_tokens(policy.config, [problem.prompt_ids for problems in sets for problem in problems])
 
     @property
     def longest_evaluation(self) -> int | None:

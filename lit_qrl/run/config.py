@@ -62,8 +62,8 @@ class RunConfig(SaveConfigCallback):
         now = flat(yaml.safe_load(self.parser.dump(self.config)))
         checkpoint = self.config.get("ckpt_path")
         former = Path(checkpoint).parent.parent / CONFIG_FILE if checkpoint else own
-        changed = changed_settings(_read(former), now) if resumes and checkpoint and former.is_file() else []
-        if own.is_file() and changed_settings(_read(own), now, everything=True):
+        changed = changed_settings(self._read(former), now) if resumes and checkpoint and former.is_file() else []
+        if own.is_file() and changed_settings(self._read(own), now, everything=True):
             kept = set_aside(own)
             former = kept if former == own else former
         if changed:
@@ -72,6 +72,13 @@ class RunConfig(SaveConfigCallback):
                 listed(changed),
                 former,
             )
+
+    def _read(self, file: Path) -> dict[str, Any]:
+        """Return a file's settings; options that an older version did not have are at their defaults."""
+        try:
+            return flat(yaml.safe_load(self.parser.dump(self.parser.parse_path(str(file), env=False))))
+        except (Exception, SystemExit):  # a setting that there is no more, or a module that is not here
+            return _read(file)
 
 
 def changed_settings(former: dict[str, Any], now: dict[str, Any], everything: bool = False) -> list[str]:

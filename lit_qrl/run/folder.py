@@ -13,6 +13,8 @@ from lit_qrl.run.diary import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE
 
 CONFIG_FILE = "config.yaml"
 """The record of what a run was started with."""
+LOG_FILE = "libraries.log"
+"""What the engine's libraries say."""
 RUN_FILES = (METRICS_FILE, EVENTS_FILE, CONFIG_FILE, SAMPLES_FILE)
 """A folder with any of these is a run's."""
 HANDED_ON = "LIT_QRL_RUN_FOLDER"
@@ -165,7 +167,7 @@ def let_go() -> None:
         folder = _made.pop()
         os.environ.pop(HANDED_ON, None)
         with suppress(OSError):
-            written = {path.name for path in folder.iterdir()} - {CONFIG_FILE}
+            written = {path.name for path in folder.iterdir()} - {CONFIG_FILE, LOG_FILE}
             if written and (written != {"checkpoints"} or any((folder / "checkpoints").iterdir())):
                 continue
             shutil.rmtree(folder)

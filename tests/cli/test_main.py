@@ -1,6 +1,8 @@
+import importlib
 import re
 import subprocess
 import sys
+from importlib.machinery import PathFinder
 
 import pytest
 
@@ -94,3 +96,25 @@ def test_the_user_s_folder_is_importable(tmp_path, monkeypatch):
     (tmp_path / "my_own_module.py").write_text("loaded = True")
     main(["fit"])
     assert sys.modules.pop("my_own_module").loaded
+
+
+def test_the_working_directory_comes_last_and_its_modules_are_found(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("raise SystemExit('not this one')\n")
+    (tmp_path / "my_own_rewards.py").write_text("ANSWER = 42\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit):
+        main(["nosuch"])
+    assert sys.path[-1] == str(tmp_path)
+    assert not PathFinder.find_spec("torch").origin.startswith(str(tmp_path))
+    assert importlib.import_module("my_own_rewards").ANSWER == 42
+    monkeypatch.delitem(sys.modules, "my_own_rewards")
+
+
+def test_a_torch_of_the_working_directory_is_not_run(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('not this one')\n")
+    for command in (["-P", "-c", "from lit_qrl.cli.main import main; main()"], ["-m", "lit_qrl.cli"]):
+        done = subprocess.run(
+            [sys.executable, *command, "--versions"], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, "not this one" in done.stderr) == (0, False), done.stderr

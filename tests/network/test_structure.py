@@ -11,6 +11,7 @@ from lit_qrl.network.structure import (
     ROW_PAIRS,
     STAY_PLAIN,
     check_positions,
+    check_tokens,
     decoder_layers,
 )
 from tests.networks import SIZES, build_network
@@ -51,3 +52,13 @@ def test_a_sequence_must_have_positions():
     check_positions(config, config.max_position_embeddings - 1, 1, "")
     with pytest.raises(ConfigError, match=r"longest sequence.*at most \d+ positions.*Lower it"):
         check_positions(config, config.max_position_embeddings, 1, "Lower it.")
+
+
+def test_a_token_outside_the_vocabulary_is_named_with_its_prompt():
+    config = LlamaConfig(vocab_size=32)
+    check_tokens(config, [[0, 31], [5]])
+    for prompts, given in (([[0], [3, 32, 40]], 32), ([[0], [-1]], -1)):
+        with pytest.raises(
+            ConfigError, match=rf"^Prompt 1 holds .* 0 to 31.*Given: {given}\..*model\.policy\.tokenizer"
+        ):
+            check_tokens(config, prompts)

@@ -11,7 +11,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.support import tell_emulated
 from lit_qrl.network.head import SamplerHead
-from lit_qrl.network.structure import check_positions
+from lit_qrl.network.structure import check_positions, check_tokens
 from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger, RefusedError
 from lit_qrl.rollout.embedded.adapter import EmbeddedAdapter
 from lit_qrl.rollout.embedded.cache import SlotCache, free_memory
@@ -229,6 +229,7 @@ class TransformersEngine(RolloutEngine):
     def _check_prompts(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
         if not prompts or min(map(len, prompts)) == 0:
             raise ValueError("A prompt is empty. Expected: at least one prompt, each of at least one token.")
+        check_tokens(self.network.config, prompts)
         remedy = "Lower data.max_prompt_tokens or data.max_completion_tokens."
         check_positions(self.network.config, max(map(len, prompts)), sampling.max_tokens, remedy)
 

@@ -234,8 +234,8 @@ def check_processes(arguments: Mapping[str, Any]) -> None:
             "VLLMEngine runs in the trainer's process on one device, and weights are published into its memory.",
             expected=f"{', '.join(spread)} left out of data.engine.engine_args",
             given=", ".join(f"{name}: {value}" for name, value in spread.items()),
-            remedy="For a model that is too large for one device, publish in fewer bits (publisher.format), or let engine "
-            "and learner take turns on it (configs/engine/vllm_colocated.yaml).",
+            remedy="For a model that is too large for one device, publish in fewer bits (publisher.format), or let the "
+            "engine take turns with the learner (configs/engine/vllm_colocated.yaml).",
         )
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise ConfigError(

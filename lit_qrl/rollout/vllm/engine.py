@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lit_qrl.errors import ConfigError, within_memory
 from lit_qrl.formats.base import NumberFormat
+from lit_qrl.network.structure import check_tokens
 from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
 from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, Progress, RolloutEngine, SamplerSpec
 from lit_qrl.rollout.vllm import cpu, folder, requests
@@ -119,11 +120,10 @@ class VLLMEngine(MarlinLender, RolloutEngine):
         self.llm: Any = None
         self.live: LiveModel | None = None
         self._adapter: LiveAdapter | None = None
-        self._adapter_active = False
+        self._adapter_active = self._started = False
         self._folder: Path | None = None
         self._owns_process_group = False
         self._usable = self._poisoned = self._asleep = self.lent = False
-        self._started = False
 
     # -------------------------------------------------------------------------------------------------------- set-up
 
@@ -283,7 +283,7 @@ class VLLMEngine(MarlinLender, RolloutEngine):
         if self._poisoned:
             self.live.clear_kv_cache()
             self._poisoned = False
-        return bool(self.llm.reset_prefix_cache())
+        return requests.forget_prefixes(self.llm, connector=bool(self._arguments.get("kv_transfer_config")))
 
     def _awake(self, complete: bool = False) -> LiveModel:
         if self._asleep:
@@ -339,6 +339,9 @@ class VLLMEngine(MarlinLender, RolloutEngine):
 
     def _run(self, prompts: Sequence[Sequence[int]], params: list[Any], progress: Progress | None) -> list[Any]:
         requests.check_lengths(prompts, params, self._longest())
+        check_tokens(self.policy.network.config, prompts)
+        if self._poisoned:  # it woke, or drew NaN, and no publish came since
+            self._reset_caches()
         try:
             return requests.run(self.llm, prompts, params, self._adapter_active, progress, self._watchdog("one step"))
         except EngineDiedError:
