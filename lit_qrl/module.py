@@ -20,7 +20,7 @@ from lit_qrl.loop.correction import close, weigh_here
 from lit_qrl.loop.evaluation import answer
 from lit_qrl.loop.generation import drawn
 from lit_qrl.loop.hooks import corrected, rl_callbacks, trainer_all_reduce
-from lit_qrl.loop.metrics import BOUNDS, EvaluationMetrics
+from lit_qrl.loop.metrics import BOUNDS, EvaluationMetrics, log_row
 from lit_qrl.loop.state import IterationState
 from lit_qrl.network.modes import evaluating
 from lit_qrl.loop.stopping import expect_metrics, follow_iterations
@@ -235,8 +235,7 @@ class GRPOModule(LightningModule):
         """Log the iteration's row; the epoch end that a resumed run repeats has none and logs nothing."""
         row = self.iteration.take_row()
         if row:
-            # The values are of all ranks already, and the same on each: their mean leaves them as they are.
-            self.log_dict(row, sync_dist=True)
+            log_row(self.trainer, row)
         expect_metrics(self.trainer, bool(row))
 
     # -------------------------------------------------------------------------------------------------- evaluation

@@ -1,7 +1,7 @@
 """Sums over an iteration, and the metrics of an evaluation."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,6 +44,25 @@ class IterationMetrics:
         stacked = all_reduce(torch.stack([self._pairs[name].to(device) for name in names])).tolist()
         self._pairs = {}
         return {name: total / count for name, (total, count) in zip(names, stacked, strict=True) if count}
+
+
+def log_row(trainer: Any, row: Mapping[str, float]) -> None:
+    """Give an iteration's metrics to the loggers and to whoever asks the Trainer for them.
+
+    `log_dict` does the same with an object for each metric, to be reduced over steps and ranks: 5 % of the quickstart's
+    time for numbers that are means over both already.
+
+    Args:
+        trainer: the Lightning Trainer.
+        row: the metrics, the same on all ranks.
+    """
+    values = {name: torch.tensor(value) for name, value in row.items()}
+    trainer.callback_metrics.update(values)
+    trainer.logged_metrics.update(values)
+    step = trainer.fit_loop.epoch_loop._batches_that_stepped  # the step under which Lightning logs the rest
+    for logger in trainer.loggers:
+        logger.log_metrics({**row, "epoch": trainer.current_epoch}, step=step)
+        logger.save()
 
 
 class PassAtK(Metric):
