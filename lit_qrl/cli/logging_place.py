@@ -18,7 +18,7 @@ def let_place_be_left_out() -> None:
                 kind = Any if place.annotation is inspect.Parameter.empty else place.annotation
                 without = place.replace(default=None, annotation=kind | None)
                 parts = {**signature.parameters, "save_dir": without}.values()
-                logger.__init__.__signature__ = signature.replace(parameters=list(parts))
+                logger.__init__.__signature__ = signature.replace(parameters=list(parts))  # pyright: ignore
 
 
 def give_place(chosen: Any, run_folder: Path) -> None:

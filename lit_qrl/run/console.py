@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
@@ -29,7 +30,7 @@ def kept_from_the_screen(folder: Path) -> Iterator[None]:
     level = os.environ.get("VLLM_LOGGING_LEVEL", "INFO")
     before = os.environ.get("VLLM_CONFIGURE_LOGGING")
     os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
-    file = logging.FileHandler(folder / LOG_FILE, encoding="utf-8", delay=True)
+    file = _File(folder / LOG_FILE, encoding="utf-8", delay=True)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     screen = _Screen()
     loggers = [logging.getLogger(name) for name in LIBRARIES]
@@ -50,6 +51,14 @@ def kept_from_the_screen(folder: Path) -> Iterator[None]:
             os.environ["VLLM_CONFIGURE_LOGGING"] = before
 
 
+class _File(logging.FileHandler):
+    """Makes its folder with its first line: a command that does not train may have none yet."""
+
+    def _open(self) -> TextIOWrapper:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+
 class _Screen(logging.StreamHandler):
     """Writes a warning or an error to the present stderr, which a progress bar may have taken over, once."""
 
@@ -67,6 +76,10 @@ class _Screen(logging.StreamHandler):
     @stream.setter
     def stream(self, stream: TextIO) -> None:
         pass
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the library's name and the first line; the rest, such as a traceback, is in the file."""
+        return f"{record.name.partition('.')[0]}: {record.getMessage().strip().partition(chr(10))[0]}"
 
     def _new(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.ERROR and record.name.startswith(COMPILERS):

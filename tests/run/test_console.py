@@ -22,28 +22,36 @@ def test_messages_go_to_the_file_and_warnings_to_the_screen_once(tmp_path, capsy
                 pool.info("Successfully reset prefix cache")
                 pool.warning("The cache is %s.", "small")
             jit.warning("Triton kernel JIT compilation during inference: _kernel")
-            pool.error("It broke.")
+            try:
+                raise ValueError("not there")
+            except ValueError:
+                pool.exception("It broke.")
             logging.getLogger("torch._inductor.utils").info("compiled")
         assert vllm.handlers == [own]
     finally:
         vllm.removeHandler(own)
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err == "The cache is small.\nIt broke.\n"
+    assert shown.err == "vllm: The cache is small.\nvllm: It broke.\n"
     lines = (tmp_path / LOG_FILE).read_text().splitlines()
     assert sum("Successfully reset prefix cache" in line for line in lines) == 3
-    assert [line.split(" ", 2)[2] for line in lines[-3:]] == [
+    assert lines[-1].endswith(" INFO torch._inductor.utils: compiled")
+    assert lines[-2] == "ValueError: not there"
+    told = [line.split(" ", 2)[2] for line in lines if "vllm." in line]
+    assert told[-2:] == [
         "WARNING vllm.utils.jit_monitor: Triton kernel JIT compilation during inference: _kernel",
         "ERROR vllm.v1.core.block_pool: It broke.",
-        "INFO torch._inductor.utils: compiled",
     ]
     assert "VLLM_CONFIGURE_LOGGING" not in os.environ
 
 
 def test_where_nothing_is_said_there_is_no_file(tmp_path):
-    with kept_from_the_screen(tmp_path):
-        pass
+    with kept_from_the_screen(tmp_path / "run"):
+        logging.getLogger("vllm").debug("nothing worth a line")
     assert not list(tmp_path.iterdir())
+    with kept_from_the_screen(tmp_path / "run"):
+        logging.getLogger("vllm").info("a line")
+    assert (tmp_path / "run" / LOG_FILE).read_text().endswith("INFO vllm: a line\n")
 
 
 SAYS = """
