@@ -279,9 +279,10 @@ class Sleeper(TransformersEngine):
     sleep_level = 1
     holds_weights = True
 
-    def __init__(self, error, fails=()):
+    def __init__(self, error, fails=(), wakes_fail=()):
         super().__init__()
         self.error, self.fails, self.slept, self.closed = error, set(fails), 0, 0
+        self.wakes_fail, self.woken = set(wakes_fail), 0
 
     def sleep(self):
         if self._modules is None:  # closed
@@ -291,7 +292,9 @@ class Sleeper(TransformersEngine):
             raise self.error
 
     def wake(self):
-        pass
+        self.woken += 1
+        if self.woken - 1 in self.wakes_fail:
+            raise EngineDiedError("vLLM did not wake")
 
     def close(self):
         self.closed += 1
@@ -326,3 +329,17 @@ def test_memory_that_runs_out_in_a_sleep_ends_the_run(tmp_path):
     data.engine = Sleeper(MemoryShortageError("Memory ran out while the engine fell asleep: much. Less."), [0])
     with pytest.raises(StoppedError, match=r"fell asleep: much\. Less\..*last\.ckpt"):
         trainer.fit(module, datamodule=data)
+
+
+def test_an_engine_that_dies_waking_without_a_publish_is_built_again(tmp_path):
+    rollouts = Rollouts()
+    trainer, module, data = build(
+        tmp_path,
+        callbacks=[rollouts],
+        publisher={"every_n_iterations": 2},
+        trainer={"max_epochs": 4, "strategy": ColocatedStrategy()},
+    )
+    data.engine = engine = Sleeper(EngineDiedError("unused"), wakes_fail=[1])
+    trainer.fit(module, datamodule=data)
+    assert rollouts.versions == [0, 1, 2, 2]  # the weights of the first cannot be had back
+    assert engine.closed == 2
