@@ -49,7 +49,7 @@ class IterationMetrics:
 def log_row(trainer: Any, row: Mapping[str, float]) -> None:
     """Give an iteration's metrics to the loggers and to whoever asks the Trainer for them.
 
-    `log_dict` does the same with an object for each metric, to be reduced over steps and ranks: 5 % of the quickstart's
+    `log_dict` does the same with an object for each metric, to be reduced over steps and ranks: 4 % of the quickstart's
     time for numbers that are means over both already.
 
     Args:
