@@ -22,8 +22,8 @@ from lit_qrl.loop.generation import drawn
 from lit_qrl.loop.hooks import corrected, rl_callbacks, trainer_all_reduce
 from lit_qrl.loop.metrics import BOUNDS, EvaluationMetrics, log_row
 from lit_qrl.loop.state import IterationState
-from lit_qrl.network.modes import evaluating
 from lit_qrl.loop.stopping import expect_metrics, follow_iterations
+from lit_qrl.network.modes import evaluating
 from lit_qrl.objective import GRPO, Objective
 from lit_qrl.optim.build import check_optimizer
 from lit_qrl.optim.masters import trained_by
