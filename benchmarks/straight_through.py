@@ -112,13 +112,13 @@ def cost(rounds: int = 8) -> str:
 
 
 def mean_and_error(values: Sequence[float], digits: int = 3) -> str:
-    """Return the mean and its standard error.
+    """Return the mean, and of several values its standard error.
 
     >>> mean_and_error([1.0, 2.0, 3.0], 2)
     '2.00 ± 0.58'
     """
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-    return f"{statistics.fmean(values):.{digits}f} ± {error:.{digits}f}"
+    mean = f"{statistics.fmean(values):.{digits}f}" if values else "–"
+    return f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else mean
 
 
 def report(out: Path, seeds: int) -> str:
@@ -128,13 +128,15 @@ def report(out: Path, seeds: int) -> str:
         "|---|---|---|---|---|---|",
     ]
     for format in FORMATS:
-        columns = {}
+        columns: dict[str, list[tuple[float, ...]]] = {}
         for backward in BACKWARD:
             rows = [values(Run(folder_of(out, format, backward, seed))) for seed in finished(out, format, seeds)]
             columns[backward] = list(zip(*rows, strict=True))
             cells = [mean_and_error(column) for column in columns[backward]]
             lines.append(f"| `{format}` | `{backward}` | {len(rows)} | {' | '.join(cells)} |")
         first, second = (columns[backward] for backward in BACKWARD)
+        if not first:
+            continue
         paired = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(first, second, strict=True)]
         cells = [mean_and_error(column) for column in paired]
         lines.append(f"| | difference | {len(paired[0])} | {' | '.join(cells)} |")
