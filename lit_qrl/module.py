@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import torch
 from jsonargparse import lazy_instance
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -19,7 +19,7 @@ from lit_qrl.loop.combine import check_combination
 from lit_qrl.loop.correction import close, weigh_here
 from lit_qrl.loop.evaluation import answer
 from lit_qrl.loop.generation import drawn
-from lit_qrl.loop.hooks import corrected, rl_callbacks, trainer_all_reduce
+from lit_qrl.loop.hooks import PreparesTrainer, corrected, rl_callbacks, trainer_all_reduce
 from lit_qrl.loop.metrics import BOUNDS, EvaluationMetrics, log_row
 from lit_qrl.loop.state import IterationState
 from lit_qrl.loop.stopping import expect_metrics, follow_iterations
@@ -30,14 +30,18 @@ from lit_qrl.optim.masters import trained_by
 from lit_qrl.optim.schedule import schedule_factor
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision.source import PublishingPrecision
+from lit_qrl.run.description import Described
 from lit_qrl.run.identity import check_frozen, check_identity, describe_frozen, identity
 from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.types import AllReduce, MicroBatch, RolloutBatch
 
 log = logging.getLogger(__name__)
 
+DEFAULT_OBJECTIVE = lazy_instance(GRPO)
+"""What the command line shows as the default, and builds."""
 
-class GRPOModule(LightningModule):
+
+class GRPOModule(Described, LightningModule):
     """Trains a policy on groups of completions; nothing in it knows about number formats.
 
     Each iteration (one Lightning epoch) rolls out, scores, corrects and deals micro-batches (`loop.iteration`);
@@ -58,7 +62,7 @@ class GRPOModule(LightningModule):
     def __init__(
         self,
         policy: CausalPolicy,
-        objective: Objective = lazy_instance(GRPO),  # pyright: ignore[reportArgumentType]
+        objective: Objective = DEFAULT_OBJECTIVE,  # pyright: ignore[reportArgumentType]
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_schedule: Literal["constant", "linear", "cosine"] = "constant",
         warmup: float = 0.0,
@@ -69,6 +73,8 @@ class GRPOModule(LightningModule):
         super().__init__()
         if not 0 <= warmup < 1:
             raise ConfigError("model.warmup is a share of the run.", expected="a number in [0, 1)", given=warmup)
+        if objective is DEFAULT_OBJECTIVE:  # outside of the command line nobody has built it yet
+            objective = GRPO()
         self.policy, self.objective, self.optimizer = policy, objective, optimizer
         self.lr_schedule: Literal["constant", "linear", "cosine"] = lr_schedule
         self.warmup, self.lr_scheduler = warmup, lr_scheduler
@@ -158,6 +164,13 @@ class GRPOModule(LightningModule):
                     given=f"top_p = {data.top_p}, top_k = {data.top_k}",
                     remedy="Lower data.temperature instead, or remove the correction.",
                 )
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Let the callbacks that ask for it prepare the Trainer, before its loggers and the data are set up."""
+        for callback in self.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(callback, PreparesTrainer):
+                callback.prepare(self.trainer, self)
+        return []
 
     def configure_model(self) -> None:
         """Load the policy's weights; plugins that rename parameters act here, before a checkpoint is restored."""

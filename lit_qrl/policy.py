@@ -27,6 +27,7 @@ from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, weights
 from lit_qrl.precision.layers.lora_linear import keep_factors, swap_lora_linears
 from lit_qrl.precision.layers.one_pass import Fuse, take_one_pass
 from lit_qrl.precision.packed_base import PackedBase, take_packed_format
+from lit_qrl.run.description import Described
 from lit_qrl.types import RolloutBatch
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class TokenScores(NamedTuple):
     entropy: Tensor | None
 
 
-class CausalPolicy(nn.Module):
+class CausalPolicy(Described, nn.Module):
     """Holds the learner's model and tokenizer; the tokenizer loads at once, the weights in `configure`.
 
     Args:

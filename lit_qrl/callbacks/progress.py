@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 
+from lit_qrl.run.description import Described
+
 STALLED_SECONDS = 0.05
 """Below this much time a rate of tokens would be noise."""
 
@@ -41,7 +43,7 @@ SUBSTITUTES = {"val/accuracy": "val/greedy_pass@1", "mismatch/kl_k3": "mismatch/
 """What is shown when a metric is not logged."""
 
 
-class RLProgress(ProgressBar):
+class RLProgress(Described, ProgressBar):
     """Shows what the run is doing now, and prints each iteration as a line of a table.
 
     On a terminal two bars stand under the lines: the iterations, and the present phase (sequences drawn and tokens per

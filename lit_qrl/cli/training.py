@@ -1,10 +1,8 @@
 """LightningCLI with the parts that every run has: publisher, monitor, guard, report, checkpoint, progress."""
 
-import logging
 import re
 import shlex
 import signal
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -25,13 +23,10 @@ from torch.optim import Optimizer
 # Imported so that `class_path: AIS` resolves without a module path.
 from lit_qrl import callbacks, formats, objective, optim, policy, precision, rewards, rollout, strategies
 from lit_qrl.aliases import current
-from lit_qrl.callbacks.checkpoint import RunCheckpoint, resolve_checkpoint
-from lit_qrl.callbacks.guard import Guard
-from lit_qrl.callbacks.mismatch import MismatchMonitor
+from lit_qrl.callbacks.checkpoint import resolve_checkpoint
+from lit_qrl.callbacks.defaults import FORCED
 from lit_qrl.callbacks.predictions import Predictions
-from lit_qrl.callbacks.progress import RLProgress
-from lit_qrl.callbacks.publisher import WeightPublisher
-from lit_qrl.callbacks.report import Report
+from lit_qrl.callbacks.run_folder import standing
 from lit_qrl.cli.config_files import expanded, run_folder_name
 from lit_qrl.cli.errors import made_by_training, paragraph, refused
 from lit_qrl.cli.logging_place import give_place, let_place_be_left_out
@@ -48,21 +43,14 @@ from lit_qrl.precision import QuantizedPrecision
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.run.config import RunConfig
 from lit_qrl.run.console import LOG_FILE, kept_from_the_screen
-from lit_qrl.run.folder import keep_last, last_checkpoint, let_go, place
+from lit_qrl.run.folder import keep_last, let_go, place
 from lit_qrl.run.identity import check_identity
 from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.run.lock import RunLock
 from lit_qrl.run.loggers import RunCSVLogger
+from lit_qrl.run.quiet import quiet
 from lit_qrl.strategies.sharded import check_strategy
 
-FORCED = {
-    "progress": RLProgress,  # first: it prints a line before the next publish
-    "publisher": WeightPublisher,
-    "monitor": MismatchMonitor,
-    "guard": Guard,
-    "report": Report,
-    "checkpoint": RunCheckpoint,
-}
 REFUSALS = (MisconfigurationException, ValueError, TypeError, ImportError)
 """What the Trainer's constructor raises for settings that cannot work."""
 TRAINER_DEFAULTS = {
@@ -208,28 +196,22 @@ class QRLCLI(LightningCLI):
             raise StoppedError(paragraph(error, self.trainer.default_root_dir)) from error
         except SIGTERMException as error:  # where there are several processes
             interrupted = Interrupted(signal.SIGTERM)
-            say(standing(interrupted, self.trainer, self.arguments))
+            say(standing(interrupted, self.trainer, again(self.arguments)))
             raise interrupted from error
         except SystemExit as error:  # Lightning's way out after a signal
             if not isinstance(error.__context__, Interrupted):
                 raise
-            say(standing(error.__context__, self.trainer, self.arguments))
+            say(standing(error.__context__, self.trainer, again(self.arguments)))
             raise error.__context__ from None
 
 
-def standing(interrupted: Interrupted, trainer: Trainer, arguments: Sequence[str]) -> str:
-    """Return where an interrupted run stands and how it goes on, as a paragraph."""
-    saved = last_checkpoint(trainer.default_root_dir)
-    name = signal.Signals(interrupted.number).name
-    where = f"Interrupted by {name} in iteration {trainer.current_epoch + 1} of {trainer.max_epochs}."
-    if saved is None:
-        return f"\n{where} No checkpoint had been written."
+def again(arguments: Sequence[str]) -> str:
+    """Return the command line with which an interrupted run goes on."""
     words = [word for word in arguments if not word.startswith("--ckpt_path=")]
     if "--ckpt_path" in words:
         at = words.index("--ckpt_path")
         del words[at : at + 2]
-    again = shlex.join(["lit-qrl", *words, "--ckpt_path", "last"])
-    return f"\n{where} {saved} is its last checkpoint. Go on with:\n  {again}"
+    return shlex.join(["lit-qrl", *words, "--ckpt_path", "last"])
 
 
 @rank_zero_only
@@ -310,26 +292,3 @@ def known_classes(key: str = "") -> list[str]:
             if isinstance(value, type) and issubclass(value, kinds) and not isabstract(value) and value not in BASES
         }
     )
-
-
-def quiet() -> None:
-    """Silence the advice that does not apply to reinforcement learning."""
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
-    logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
-    for pattern in (
-        "LightningCLI's args parameter.*",
-        ".*does not have many workers.*",
-        ".*smaller than the logging interval.*",
-        ".*`training_step` returned",
-        ".*`IterableDataset` has `__len__` defined.*",
-        r".*module\(s\) in eval mode.*",  # a policy is trained without dropout
-        ".*LeafSpec.*is deprecated.*",  # Lightning's own use of torch
-    ):
-        warnings.filterwarnings("ignore", pattern)
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    ours = logging.getLogger("lit_qrl")
-    if not ours.handlers:
-        ours.addHandler(logging.StreamHandler())
-    ours.setLevel(logging.INFO)

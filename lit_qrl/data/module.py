@@ -21,12 +21,13 @@ from lit_qrl.loop.hooks import Learner
 from lit_qrl.network.structure import check_positions, check_tokens
 from lit_qrl.rewards.base import Sample
 from lit_qrl.rollout.engine import RolloutEngine
+from lit_qrl.run.description import Described
 from lit_qrl.types import Completion, SamplingParams
 
 log = logging.getLogger(__name__)
 
 
-class RolloutDataModule(LightningDataModule):
+class RolloutDataModule(Described, LightningDataModule):
     """Poses a task's problems to a rollout engine and yields scored micro-batches.
 
     One Lightning epoch is one iteration: `prompts_per_iteration` × `group_size` completions are drawn, then

@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lit_qrl.rewards.base import Reward, Sample, Scores, score_all
+from lit_qrl.run.description import Described
 
 Row = Mapping[str, Any]
 Message = dict[str, Any]
 
 
-class Task(ABC):
+class Task(Described, ABC):
     """Rows of a problem set and how they are posed and scored.
 
     `setup` runs before any model is loaded, so that a missing file or column is known at once.
@@ -21,7 +22,7 @@ class Task(ABC):
     weights: Mapping[str, float] = {}
     """How often each source of the training rows is posed, by its name; without, every row equally often."""
 
-    def setup(self) -> None:  # noqa: B027
+    def setup(self) -> None:
         """Read or generate the rows; raise `ConfigError` for what is missing."""
 
     @abstractmethod

@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.run.description import Described
 
 # Input and output embeddings of the architectures that transformers loads as causal language models.
 EMBEDDINGS = ("*embed*", "*wte.*", "*wpe.*", "*lm_head*", "*output_projection*")
 
 
-class MuonAdamW(Optimizer):
+class MuonAdamW(Described, Optimizer):
     """Muon for the hidden matrices, AdamW for everything else, as one optimizer.
 
     The rule of Muon's author (K. Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024):

@@ -15,6 +15,7 @@ from lit_qrl.network.adapters import base_weights
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.precision.vllm_kernels.borrowed import WeightStore
+from lit_qrl.run.description import Described
 
 Named = Iterator[tuple[str, Tensor]]
 Change = Callable[[str, Tensor], Tensor]
@@ -112,7 +113,7 @@ class WeightSource:
         """Let the learner read the base of an engine that just received it, where its plugin does so."""
 
 
-class PublishingPrecision(Precision, ABC):
+class PublishingPrecision(Described, Precision, ABC):
     """Base of the plugins whose learner computes in a number format, and which therefore say what is published."""
 
     format: NumberFormat

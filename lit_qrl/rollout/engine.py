@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.precision.vllm_kernels.borrowed import WeightStore
 from lit_qrl.receipts.ledger import PublishReport
+from lit_qrl.run.description import Described
 from lit_qrl.types import Completion, SamplingParams
 
 Progress = Callable[[int, int], None]
@@ -67,7 +68,7 @@ class EngineDiedError(RuntimeError):
     """The engine cannot go on: its own error is the cause. `close` it, `setup` it and publish to build it again."""
 
 
-class RolloutEngine(ABC):
+class RolloutEngine(Described, ABC):
     """Draws completions from the sampler.
 
     The data module owns the engine, the publisher feeds it, and `setup` runs once, at the first publish, and again
@@ -83,7 +84,7 @@ class RolloutEngine(ABC):
     plain_dtype: torch.dtype | None = None
     """The dtype in which plain tensors must be sent; None takes what comes."""
 
-    def validate(self, spec: SamplerSpec) -> None:  # noqa: B027
+    def validate(self, spec: SamplerSpec) -> None:
         """Raise `ConfigError` for what cannot work on this host; called before any weight is loaded."""
 
     @abstractmethod
@@ -127,7 +128,7 @@ class RolloutEngine(ABC):
             version: stamped on the completions from now on.
         """
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Free everything."""
 
 

@@ -59,6 +59,21 @@ def newest_with_checkpoint(base: Path) -> Path | None:
     return oldest_first(runs)[-1] if runs else None
 
 
+def resume_from(runs: str | Path) -> Path | None:
+    """Return the last checkpoint of a run, or of the newest run under a folder that has one; None to start anew.
+
+    `trainer.fit(module, data, ckpt_path=resume_from("runs/mine"))` goes on in that run's folder.
+
+    Args:
+        runs: a run folder, or the folder of its runs.
+
+    >>> resume_from("no/such/runs") is None
+    True
+    """
+    newest = newest_with_checkpoint(Path(runs))
+    return last_checkpoint(runs) or (newest and last_checkpoint(newest))
+
+
 def next_free(base: Path) -> Path:
     """Return `base/<n>` after the highest number that is taken."""
     return base / str(max(map(number, base.glob("*")), default=0) + 1)

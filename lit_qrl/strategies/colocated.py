@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lit_qrl.errors import ConfigError, within_memory
 from lit_qrl.rollout.engine import RolloutEngine, Sleeps
+from lit_qrl.run.description import Described
 from lit_qrl.strategies.offload import OffloadedState
 from lit_qrl.strategies.sharded import check_strategy
 
@@ -15,7 +16,7 @@ _HOST_REMEDY = "Set trainer.strategy.offload_optimizer to false, or run where th
 _BACK_REMEDY = "Set data.engine.sleep_level to 2, or an optimizer with a smaller state."
 
 
-class ColocatedStrategy(SingleDeviceStrategy):
+class ColocatedStrategy(Described, SingleDeviceStrategy):
     """Gives one device to the engine while completions are drawn, and to the learner during the update.
 
     ================= ==================================================================================================
