@@ -35,17 +35,19 @@ def main(args: Sequence[str] | None = None) -> None:
     word = args[0] if args else "--help"
     if word in ("-h", "--help"):
         print(overview())
-        return
+        return None
     if word == "--version":
         from lit_qrl import __version__
 
         print(f"lit-qrl {__version__}")
-        return
+        return None
     if word == "--versions":
         from lit_qrl.cli.versions import versions
 
         print(versions())
-        return
+        return None
+    if word == "--print_shtab":
+        return print_completion(args[1:])
     if os.getcwd() not in sys.path:
         # So that `class_path: my_file.MyCallback` finds the user's own code; last, or a torch.py there would be torch.
         sys.path.append(os.getcwd())
@@ -66,6 +68,16 @@ def main(args: Sequence[str] | None = None) -> None:
         fail(str(error), EXIT_STOPPED)
     except KeyboardInterrupt as error:  # a training has said where it stands
         sys.exit(getattr(error, "status", EXIT_INTERRUPTED))
+
+
+def print_completion(words: Sequence[str]) -> None:
+    """Print the script that completes commands and options in a shell."""
+    from lit_qrl.cli.completion import completion
+
+    try:
+        print(completion(" ".join(words)))
+    except ConfigError as error:
+        fail(str(error))
 
 
 def fail(message: str, status: int = EXIT_CONFIG) -> NoReturn:
@@ -89,6 +101,8 @@ def overview() -> str:
             "lit-qrl fit --config configs/quickstart.yaml --config configs/correction/tis.yaml --trainer.max_epochs 20",
             "lit-qrl fit --config … --print_config   shows the effective configuration",
             "lit-qrl COMMAND --help                  lists every option of a command",
+            "lit-qrl fit --config … --dry_run        checks everything, shows memory and prompts, loads no weights",
+            "lit-qrl --print_shtab bash              prints a script for tab completion (or zsh)",
             "lit-qrl --versions                      lists libraries, accepted versions of vLLM, patches of its code",
         ]
     )

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from inspect import isabstract
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from lit_qrl.callbacks.defaults import FORCED
 from lit_qrl.callbacks.predictions import Predictions
 from lit_qrl.callbacks.run_folder import standing
 from lit_qrl.cli.config_files import expanded, run_folder_name
+from lit_qrl.cli.dry_run import dry_run
 from lit_qrl.cli.errors import made_by_training, paragraph, refused
 from lit_qrl.cli.logging_place import give_place, let_place_be_left_out
 from lit_qrl.cli.parser import ReadableParser
@@ -43,7 +45,7 @@ from lit_qrl.precision import QuantizedPrecision
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.run.config import RunConfig
 from lit_qrl.run.console import LOG_FILE, kept_from_the_screen
-from lit_qrl.run.folder import keep_last, let_go, place
+from lit_qrl.run.folder import absent, keep_last, let_go, place, remove_empty
 from lit_qrl.run.identity import check_identity
 from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.run.lock import RunLock
@@ -81,13 +83,15 @@ class QRLCLI(LightningCLI):
     lock: RunLock
     parts: ExitStack
     """What lasts as long as the command."""
+    dry_run: bool
+    absent: list[Path]
 
     @classmethod
     def run(cls, args: list[str]) -> "QRLCLI":
         """Parse `args`, build everything, and run the command."""
         quiet()
         let_place_be_left_out()
-        cls.arguments, cls.lock, cls.parts = args, RunLock(), ExitStack()
+        cls.arguments, cls.lock, cls.parts, cls.absent = args, RunLock(), ExitStack(), []
         try:
             return cls(
                 GRPOModule,
@@ -105,6 +109,7 @@ class QRLCLI(LightningCLI):
             cls.parts.close()
             cls.lock.release()
             let_go()
+            remove_empty(cls.absent)
 
     def subcommands(self) -> dict[str, set[str]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the command that is run alone; with the parsers of the other three, parsing takes twice as long."""
@@ -117,6 +122,12 @@ class QRLCLI(LightningCLI):
         parser.add_argument(
             "--resume_if_possible", type=bool, default=False, help="Continue the run folder's last checkpoint if any."
         )
+        if self.arguments[0] == "fit":
+            parser.add_argument(
+                "--dry_run",
+                action="store_true",
+                help="Check everything, print memory by part and the first prompts, and load no weights.",
+            )
         parser.link_arguments("data.micro_batches", "trainer.accumulate_grad_batches")
 
     def _parse_ckpt_path(self) -> None:
@@ -125,6 +136,7 @@ class QRLCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Choose the run folder and the checkpoint before anything is built."""
         config, command = self.config[str(self.subcommand)], str(self.subcommand)
+        self.dry_run = bool(config.pop("dry_run", False))
         requested, if_possible = config.get("ckpt_path"), bool(config.get("resume_if_possible"))
         last = requested == "last" or (requested is None and if_possible)
         drop_loftq(config.model.get("policy"))
@@ -133,11 +145,15 @@ class QRLCLI(LightningCLI):
         give_place(config.trainer.logger, folder)
         config.ckpt_path = resolve_checkpoint(requested, run, if_possible)
         if command == "fit" and getattr(rank_zero_only, "rank", 0) == 0:
+            if self.dry_run:
+                self.absent.extend(absent(folder / "checkpoints"))
             self.lock.take(folder)
-            keep_last(folder, config.ckpt_path)
-        if "VLLM" in str(getattr(config.data.engine, "class_path", "")):
-            say(f"What vLLM says goes to {folder / LOG_FILE}, its warnings and errors here too.")
-        self.parts.enter_context(kept_from_the_screen(folder))
+            if not self.dry_run or config.ckpt_path is None:
+                keep_last(folder, config.ckpt_path)
+        if not self.dry_run:
+            if "VLLM" in str(getattr(config.data.engine, "class_path", "")):
+                say(f"What vLLM says goes to {folder / LOG_FILE}, its warnings and errors here too.")
+            self.parts.enter_context(kept_from_the_screen(folder))
         if last and config.ckpt_path is None:
             say(f"There is no checkpoint to resume from; starting {folder}.")
         elif last:
@@ -189,7 +205,10 @@ class QRLCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         """Run the Trainer; a publish that failed ends it with one paragraph, after diary and report."""
         try:
-            super()._run_subcommand(subcommand)
+            if self.dry_run:
+                dry_run(self.trainer, self.model, self.datamodule)
+            else:
+                super()._run_subcommand(subcommand)
         except (PublishError, ConfigError, IncompleteError) as error:
             if isinstance(error, ConfigError) and not made_by_training(error, self.trainer.global_step):
                 raise

@@ -192,10 +192,7 @@ def let_go() -> None:
 
 def check_place(run_folder: Path) -> None:
     """Raise `ConfigError` for a run folder that cannot be made or written; leave no empty one behind."""
-    missing, place = [], run_folder.absolute()
-    while not place.exists() and place != place.parent:
-        missing.append(place)
-        place = place.parent
+    missing = absent(run_folder)
     made: list[Path] = []
     try:
         for folder in reversed(missing):
@@ -209,6 +206,22 @@ def check_place(run_folder: Path) -> None:
         with suppress(OSError):  # another run has begun to write there
             for folder in reversed(made):
                 folder.rmdir()
+
+
+def absent(folder: Path) -> list[Path]:
+    """Return a folder and those above it that do not exist, the innermost first."""
+    missing, place = [], folder.absolute()
+    while not place.exists() and place != place.parent:
+        missing.append(place)
+        place = place.parent
+    return missing
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders that are there and empty, in their order."""
+    for folder in folders:
+        with suppress(OSError):  # not there, or not empty
+            folder.rmdir()
 
 
 def _unwritable(folder: Path, error: OSError) -> ConfigError:
