@@ -3,7 +3,8 @@
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from lit_qrl.errors import ConfigError, StoppedError
@@ -14,6 +15,9 @@ EXIT_INTERRUPTED = 130
 """Exit status after Ctrl-C; after SIGTERM it is 143."""
 EXIT_STOPPED = 70
 """Exit status of a run that could not go on for another reason: EX_SOFTWARE of sysexits.h."""
+
+UNUSED = ("bitsandbytes",)
+"""What PEFT imports where it is installed, for a second or more, and a command that only prints does not need."""
 
 TRAINING = {
     "fit": "train a policy with reinforcement learning",
@@ -72,7 +76,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def print_completion(words: Sequence[str]) -> None:
     """Print the script that completes commands and options in a shell."""
-    from lit_qrl.cli.completion import completion
+    with without(UNUSED):
+        from lit_qrl.cli.completion import completion
 
     try:
         print(completion(" ".join(words)))
@@ -108,11 +113,33 @@ def overview() -> str:
     )
 
 
+def prints_only(args: Sequence[str]) -> bool:
+    """Return whether a command prints its options or its configuration, and computes nothing.
+
+    >>> prints_only(["fit", "--print_config=comments"]), prints_only(["fit", "--config", "a.yaml"])
+    (True, False)
+    """
+    return any(word in ("-h", "--help") or word.startswith(("--help=", "--print_config")) for word in args)
+
+
+@contextmanager
+def without(libraries: Iterable[str]) -> Iterator[None]:
+    """Let libraries look as if they were not installed while others are imported; what is imported already stays."""
+    hidden = [name for name in libraries if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # pyright: ignore[reportArgumentType, reportCallIssue]
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+
+
 def run_training(args: Sequence[str]) -> Any:
     """Run a Trainer command and return the CLI object."""
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    with without(UNUSED if prints_only(args) else ()):
+        from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    from lit_qrl.cli.training import QRLCLI
+        from lit_qrl.cli.training import QRLCLI
 
     try:
         return QRLCLI.run(list(args))

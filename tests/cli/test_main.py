@@ -3,13 +3,16 @@ import re
 import subprocess
 import sys
 from importlib.machinery import PathFinder
+from pathlib import Path
 
 import pytest
 
 from lit_qrl import __version__
 from lit_qrl.cli.config_files import run_folder_name
-from lit_qrl.cli.main import COMMANDS, TRAINING, fail, main, overview
+from lit_qrl.cli.main import COMMANDS, TRAINING, fail, main, overview, prints_only, without
 from lit_qrl.errors import ConfigError, StoppedError
+
+ROOT = Path(__file__).parents[2]
 
 
 def printed(capsys, *args):
@@ -66,6 +69,31 @@ def test_a_run_is_named_after_its_first_file(args, name):
 def test_help_needs_no_library_that_loads_for_seconds():
     code = "import sys; from lit_qrl.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_what_only_prints_does_not_load_compilers():
+    code = """
+import contextlib, io, sys
+from lit_qrl.cli.main import main
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+    main(["fit", "--config", "configs/quickstart.yaml", "--print_config"])
+print([name for name in ("bitsandbytes", "torch._inductor.compile_fx", "vllm", "datasets") if name in sys.modules])
+import bitsandbytes
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+    assert done.returncode == 0, done.stderr  # it can be imported afterwards
+
+
+def test_a_library_is_hidden_only_while_others_are_imported():
+    with without(("a_library", "re")):
+        with pytest.raises(ImportError):
+            importlib.import_module("a_library")
+        assert importlib.import_module("re") is re
+    assert "a_library" not in sys.modules
+    assert prints_only(["fit", "-h"])
+    assert prints_only(["fit", "--help=AIS"])
+    assert not prints_only(["fit", "--config", "help.yaml"])
 
 
 @pytest.mark.parametrize(("error", "status"), [(ConfigError("A key is wrong."), 2), (StoppedError("It broke."), 70)])
