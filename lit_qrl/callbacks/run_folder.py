@@ -99,7 +99,7 @@ class RunFolder(Checkpoint):
     def _settle(self, trainer: Trainer, folder: Path) -> None:
         self._folder = folder
         # The Trainer has no other way to be told a folder after it was made.
-        trainer._default_root_dir = str(folder)
+        trainer._default_root_dir = str(folder)  # pyright: ignore[reportAttributeAccessIssue]
         if self._other_loggers is not None:
             trainer.loggers = [RunCSVLogger(folder), *self._other_loggers]
 
