@@ -71,3 +71,17 @@ def test_the_engine_checks_the_spec_last_and_is_told_where_it_is_not_probed(capl
     with caplog.at_level("INFO", logger="lit_qrl"), pytest.raises(ConfigError, match="not 11"):
         spec(engine=Refuses(), probe_every=0)
     assert caplog.text == ""
+
+
+def test_master_weights_are_not_promised_of_an_engine_that_holds_one_format(caplog):
+    class OneFormat(TransformersEngine):
+        single_format = True
+
+    for engine, choice, told in (
+        (OneFormat(), "learner", True),
+        (OneFormat(), "auto", False),
+        (TransformersEngine(), "learner", False),
+    ):
+        caplog.clear()
+        spec(QATAligned("fp8_row"), engine=engine, evaluation_format=choice)
+        assert ("OneFormat holds fp8_row alone, so evaluations are in it." in caplog.text) == told
