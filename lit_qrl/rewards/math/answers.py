@@ -7,12 +7,26 @@ import math
 import re
 
 _ANSWER_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
-# A backslash takes the next character with it, so that `\{` and `\\` are no braces.
-_BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
+# A backslash takes the next character with it, so that `\{` and `\\` are no braces. Of `\\boxed`, which is no LaTeX,
+# the backslash was doubled by JSON.
+_BOX_OR_BRACE = re.compile(r"\\{1,8}(?:boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
+# What may stand between the boxes of one answer: a comma, a semicolon, "and" or "or", perhaps the next one's name.
+_BETWEEN_BOXES = re.compile(
+    r"(?:[$\s]|\\[()\[\],;:! ]|\\q?quad)*(?:[,;&]|(?:[,;]\s*)?(?:\\+text\{\s*)?\b(?:and|or)\b(?:\s*\})?)"
+    r"(?:[$\s]|\\[()\[\],;:! ]|\\q?quad)*(?:[A-Za-z](?:_\{?\w+\}?)?\s*=\s*)?"
+)
+_THINKING = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
+_COMMAND = re.compile(r"(?<!\\)(\\+)([A-Za-z]+)")
+_COMMANDS = frozenset(
+    "frac dfrac tfrac sqrt pi text left right cdot times div infty begin end boxed mathrm mathbf mathbb circ pm cup cap "
+    "le leq ge geq ne neq in emptyset theta alpha beta sin cos tan log ln binom overline langle rangle ldots degree".split()
+)
 _BARE_BOX = re.compile(r"\\boxed\s*(-?\d[\d.,/]*|[A-Za-z](?![A-Za-z]))")
 # GSM8K's own mark. Only a number up to the end of the line counts: in Markdown, `####` starts a heading.
 _HASH_MARK = re.compile(r"^####[ \t]{0,8}([-+]?\$?[ \t]?\d[\d.,/ ]{0,60}%?)[ \t]{0,8}$", re.MULTILINE)
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?(?:\\?%)?|(?<![\w.])[-+]?\.\d+")
+MAX_BETWEEN_BOXES = 60
+"""Characters between two boxes of one answer."""
 LAST_NUMBER_WINDOW = 2000
 """Characters at the end of a completion in which `last_number` looks."""
 
@@ -79,26 +93,76 @@ def last_tagged(text: str) -> str | None:
 def last_boxed(text: str) -> str | None:
     r"""Return the inside of the last `\boxed{…}` whose braces balance, or None.
 
+    Boxes with nothing but a comma, a semicolon, "and" or "or" between them are one answer of several members, which
+    are joined by semicolons.
+
     >>> last_boxed(r"\boxed{1} and \boxed{\{2, \frac{1}{3}\}} but \boxed{4")
-    '\\{2, \\frac{1}{3}\\}'
+    '1; \\{2, \\frac{1}{3}\\}'
+    >>> last_boxed(r"\boxed{1}, no: \boxed{2}")
+    '2'
     """
-    stack: list[tuple[int, bool]] = []
-    found: tuple[int, int] | None = None
+    stack: list[tuple[int, int, int]] = []  # of every open brace: where it and its inside begin; a box's backslashes
+    boxes: list[tuple[int, int, str]] = []
     for match in _BOX_OR_BRACE.finditer(text):
         token = match.group()
         if token == "}":
             if stack:
-                start, is_box = stack.pop()
-                if is_box:
-                    found = (start, match.start())
+                begin, start, backslashes = stack.pop()
+                if backslashes:
+                    inside = _halved(text[start : match.start()], backslashes)
+                    while boxes and boxes[-1][0] > begin:  # a box within this one
+                        boxes.pop()
+                    boxes.append((begin, match.end(), inside))
         elif token[-1] == "{" and (token == "{" or len(token) > 2):
-            stack.append((match.end(), token != "{"))
-    if found is not None:
-        return text[found[0] : found[1]]
+            stack.append((match.start(), match.end(), token.count("\\")))
+    if boxes:
+        parts = [boxes.pop()]
+        while (
+            boxes
+            and parts[0][0] - boxes[-1][1] <= MAX_BETWEEN_BOXES
+            and _BETWEEN_BOXES.fullmatch(text, boxes[-1][1], parts[0][0])
+        ):
+            parts.insert(0, boxes.pop())
+        return "; ".join(dict.fromkeys(inside.strip() for *_, inside in parts))
     bare = None
     for match in _BARE_BOX.finditer(text):
         bare = match
     return None if bare is None else bare.group(1)
+
+
+def _halved(text: str, backslashes: int) -> str:
+    while backslashes % 2 == 0 and backslashes:
+        text, backslashes = text.replace("\\\\", "\\"), backslashes // 2
+    return text
+
+
+def unescaped(text: str) -> str:
+    r"""Return LaTeX without the second backslashes that JSON puts; a matrix keeps the `\\` that ends its rows.
+
+    >>> unescaped(r"\\frac{1}{2}"), unescaped(r"\begin{pmatrix} 1 \\ x \end{pmatrix}")
+    ('\\frac{1}{2}', '\\begin{pmatrix} 1 \\\\ x \\end{pmatrix}')
+    """
+    while True:
+        found = _COMMAND.findall(text)
+        if any(len(run) % 2 for run, _ in found) or not any(word in _COMMANDS for _, word in found):
+            return text
+        text = text.replace("\\\\", "\\")
+
+
+def after_thinking(completion: str, prompt: str = "") -> str:
+    """Return what a completion says after its last `</think>`; nothing where its thinking does not end.
+
+    Args:
+        completion: without such tags it is returned whole.
+        prompt: it may end with the tag that opens the thinking.
+
+    >>> after_thinking("<think>perhaps 4</think>It is 5."), after_thinking("<think>perhaps 4"), after_thinking("5")
+    ('It is 5.', '', '5')
+    """
+    thinks, begin = prompt.rstrip().lower().endswith(("<think>", "<thinking>")), 0
+    for match in _THINKING.finditer(completion):
+        thinks, begin = not match.group(1), match.end()
+    return "" if thinks else completion[begin:]
 
 
 def find_last_number(text: str) -> str | None:

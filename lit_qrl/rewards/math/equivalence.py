@@ -59,8 +59,9 @@ def equivalent(gold: str, answer: str) -> bool:
     r"""Return whether an answer is the gold answer in another form.
 
     Equal are numbers of one value, expressions that simplify to each other, tuples element by element, sets and plain
-    lists in any order, intervals with the same ends and brackets, relations with the same solutions. A unit may be
-    missing, but not differ. Text is compared without case.
+    lists in any order, intervals with the same ends and brackets, relations with the same solutions. A member that
+    stands twice counts twice in a list and once in a set. A unit may be missing, but not differ. Text is compared
+    without case.
 
     Args:
         gold: the reference.
@@ -161,8 +162,9 @@ def split_top(text: str, separator: str = ",") -> list[str]:
 def _container(text: str) -> tuple[str | None, list[str]]:
     r"""Return what kind of collection a text is, and its members.
 
-    Kinds: `list` (commas without brackets, or a ±), `set` (braces), `group` (brackets around one member), one of
-    `()`, `(]`, `[)`, `[]`, or None for a single thing.
+    Kinds: `list` (commas or semicolons without brackets, or a ±), `set` (braces), `group` (brackets around one member),
+    one of `()`, `(]`, `[)`, `[]`, or None for a single thing. Braces without backslashes are not printed: `{1,3}` is
+    a list.
     """
     text = text.strip()
     if text == r"\emptyset":
@@ -173,7 +175,7 @@ def _container(text: str) -> tuple[str | None, list[str]]:
     sets = [_container(part) for part in united] if len(united) > 1 else []
     if sets and all(kind == "set" for kind, _ in sets):
         return "set", list(dict.fromkeys(member for _, union in sets for member in union))
-    members = split_top(text)
+    members = _members(text)
     if (words := _WORDS.fullmatch(text)) and "," in words[1]:
         members = [rf"\text{{{member.strip()}}}" for member in words[1].split(",")]
     if len(members) > 1:
@@ -184,15 +186,21 @@ def _container(text: str) -> tuple[str | None, list[str]]:
     if text.startswith(r"\{") and text.endswith(r"\}"):
         inside, kind = text[2:-2], "set"
     elif text[:1] == "{" and text[-1:] == "}":
-        inside, kind = text[1:-1], "set"
+        inside, kind = text[1:-1], "list"
     elif text[:1] in ("(", "[") and text[-1:] in (")", "]"):
         inside, kind = text[1:-1], text[0] + text[-1]
     if not kind or not _closed(inside):
         return None, []
-    members = split_top(inside)
-    if len(members) == 1 and kind in ("()", "[]"):
+    members = _members(inside)
+    if len(members) == 1 and kind in ("()", "[]", "list"):
         return "group", members
     return (kind, members) if all(members) else (None, [])
+
+
+def _members(text: str) -> list[str]:
+    """Return the members of a collection: those between semicolons, else those between commas."""
+    members = split_top(text, ";")
+    return members if len(members) > 1 else split_top(text)
 
 
 def _closed(inside: str) -> bool:
@@ -215,8 +223,21 @@ def _same_collections(gold: tuple[str | None, list[str]], answer: tuple[str | No
     if gold_kind == "()" and answer_kind == "list":
         return _in_order(ours, theirs, same)
     if gold_kind in ("list", "set") and answer_kind in ("list", "set"):
-        return _any_order(_spread(ours), _spread(theirs), same)
+        ours, theirs = _spread(ours), _spread(theirs)
+        if len(ours) != len(theirs):  # a set has each member once; a list, such as of roots, as often as it says
+            ours = _distinct(ours, same) if gold_kind == "set" else ours
+            theirs = _distinct(theirs, same) if "set" in (gold_kind, answer_kind) else theirs
+        return _any_order(ours, theirs, same)
     return False
+
+
+def _distinct(members: list[str], same: Equal) -> list[str]:
+    """Return the members without those that equal an earlier one."""
+    kept: list[str] = []
+    for member in {squeezed(member): member for member in reversed(members)}.values():
+        if not any(same(other, member) for other in kept):
+            kept.append(member)
+    return kept
 
 
 def _spread(members: list[str]) -> list[str]:

@@ -7,6 +7,8 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
+from lit_qrl.rewards.math.answers import unescaped
+
 _CHARACTERS = str.maketrans(
     {
         "−": "-", "–": "-", "—": "-", "‐": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/",
@@ -14,7 +16,7 @@ _CHARACTERS = str.maketrans(
         "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "±": r"\pm ", "θ": r"\theta ", "α": r"\alpha ",
         "ℝ": r"\mathbb{R}", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}",
         "⅔": r"\frac{2}{3}", "²": "^2", "³": "^3", "⟨": "(", "⟩": ")", "“": '"', "”": '"', "’": "'", "\u00a0": " ",
-        "\u2009": " ", "\u202f": " ", "，": ",", "（": "(", "）": ")", "％": "%", "€": "", "£": "", "¥": "",
+        "\u2009": " ", "\u202f": " ", "，": ",", "；": ";", "（": "(", "）": ")", "％": "%", "€": "", "£": "", "¥": "",
     }
 )  # fmt: skip
 _REPLACEMENTS = [
@@ -76,12 +78,24 @@ def normalize(text: str) -> str:
     >>> normalize("10,\\!080 \\text{ cm}²")
     '10,080 \\text{ cm}^2'
     """
-    text = _unwrapped(text)
+    text = _unwrapped(unescaped(text))
     text = _PREFIX.sub("", text)
     text = _unwrapped(text).translate(_CHARACTERS)
     for pattern, replacement in _REPLACEMENTS:
         text = pattern.sub(replacement, text)
     return text.strip().rstrip(".,;:").strip() if not text.rstrip().endswith(r"\ldots") else text.strip()
+
+
+_DECIMAL_COMMA = re.compile(r"(?<![\w.,])(\d{1,3}(?:(?:\.|\\[,;: ]|[ \u00a0\u202f])\d{3})+|\d+)(?:,|\{,\})(\d+)(?![\d.,]*\d)")
+
+
+def with_decimal_points(text: str) -> str:
+    r"""Return an answer with decimal points where it has decimal commas; `, ` with a space stays a list's.
+
+    >>> with_decimal_points("1.234,50 und 0{,}5"), with_decimal_points("(1, 2)")
+    ('1234.50 und 0.5', '(1, 2)')
+    """
+    return _DECIMAL_COMMA.sub(lambda found: f"{re.sub(r'[^0-9]', '', found[1])}.{found[2]}", text)
 
 
 def _unwrapped(text: str) -> str:

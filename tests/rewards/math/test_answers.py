@@ -2,7 +2,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_qrl.rewards.math.answers import extract_answer, find_last_number, last_boxed, last_tagged, refuse
+from lit_qrl.rewards.math.answers import (
+    after_thinking,
+    extract_answer,
+    find_last_number,
+    last_boxed,
+    last_tagged,
+    refuse,
+    unescaped,
+)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +40,65 @@ from lit_qrl.rewards.math.answers import extract_answer, find_last_number, last_
 )
 def test_answer_is_found(text, answer):
     assert extract_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        (r"\boxed{1} and \boxed{-2}", "1; -2"),
+        (r"$\boxed{1}$, $\boxed{2}$ or \(\boxed{3}\)", "1; 2; 3"),
+        (r"$x = \boxed{1}$ or $x = \boxed{2}$", "1; 2"),
+        (r"\boxed{1}\text{ and }\boxed{2}", "1; 2"),
+        (r"<answer>\boxed{1}; \boxed{2}</answer>", "1; 2"),
+        (r"first \boxed{0}. So \boxed{1}, \boxed{2}", "1; 2"),
+        (r"\boxed{5} and \boxed{5}", "5"),
+        (r"\boxed{1} and hence \boxed{2}", "2"),
+        (r"\boxed{1}" + "," + " " * 100 + r"\boxed{2}", "2"),
+    ],
+)
+def test_adjacent_boxes_are_one_answer(text, answer):
+    assert extract_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        (r"so \\boxed{\\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"so \\\\boxed{\\\\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\\boxed{\\{1, 2\\}}", r"\{1, 2\}"),
+        (r"a \\ \boxed{\begin{pmatrix} 1 \\ x \end{pmatrix}}", r"\begin{pmatrix} 1 \\ x \end{pmatrix}"),
+        (r"x = 5 \\\boxed{1 \\ 2}", r"1 \\ 2"),
+    ],
+)
+def test_backslashes_that_json_doubled_are_halved(text, answer):
+    assert extract_answer(text) == answer
+
+
+def test_doubled_backslashes_are_known_by_commands():
+    assert unescaped(r"\\\\sqrt{2}") == r"\sqrt{2}"
+    assert unescaped(r"\\begin{matrix}1 \\\\ 2\\end{matrix}") == r"\begin{matrix}1 \\ 2\end{matrix}"
+    assert unescaped(r"\frac{1}{2} \\ x") == r"\frac{1}{2} \\ x"
+    assert unescaped(r"1 \\ abc") == r"1 \\ abc"
+
+
+@pytest.mark.parametrize(
+    "completion, rest",
+    [
+        ("<think>4</think> 5", " 5"),
+        ("4</think>5", "5"),
+        ("<think>4", ""),
+        ("<think>4</think>5<think>6", ""),
+        ("<Thinking>4</Thinking>5", "5"),
+        ("5", "5"),
+    ],
+)
+def test_thinking_is_skipped(completion, rest):
+    assert after_thinking(completion) == rest
+
+
+def test_thinking_that_the_prompt_opened_must_end():
+    assert after_thinking("4", "Answer.\n<think>\n") == ""
+    assert after_thinking("4</think>5", "Answer.\n<think>\n") == "5"
 
 
 @pytest.mark.parametrize(

@@ -89,3 +89,38 @@ def test_taking_answers_apart_never_raises(tokens):
     assert kind is not None or members == []
     assert settled(text, "1") in (True, False, None)
     assert settled("1", text) in (True, False, None)
+
+
+@pytest.mark.parametrize(
+    "gold, answer, equal",
+    [
+        ("-2", "1; -2", False),
+        ("1, -2", "-2; 1", True),
+        ("1; 2; 3", "1, 2, 3", True),
+        ("(1,2), (3,4)", "(3,4); (1,2)", True),
+        ("(1,2)", "(1; 2)", True),
+        ("[0,1]", "[0; 1)", False),
+        ("1,000; 2", "2; 1000", True),
+        # A list has a member as often as it says, such as a double root; a set has it once.
+        ("1, 2", "1, 2, 2", False),
+        ("1, 1, 2", "1, 2", False),
+        ("1, 1, 2", "2, 1, 1", True),
+        ("1, 1, 2", r"\{1, 2\}", False),
+        (r"\{1, 2\}", r"\{1, 2, 2\}", True),
+        (r"\{1, 2, \frac{4}{2}\}", r"\{2, 1\}", True),
+        (r"\{1, 2\}", "1, 2, 2", True),
+        (r"\{1, 2\}", r"\{1, 1, 1\}", False),
+        ("1, 2", r"\{2, 1, 1\}", True),
+        # Braces without backslashes are not printed.
+        ("(1,3)", "${1,3}$", True),
+        ("(3,1)", "${1,3}$", False),
+        ("(1,3)", r"\{1,3\}", False),
+        (r"\{1,3\}", "{3,1}", True),
+        ("5", "{5}", True),
+        (r"\frac{1}{2}", r"\\frac{2}{4}", True),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\\begin{pmatrix}1\\\\2\\end{pmatrix}", True),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\\begin{pmatrix}2\\\\1\\end{pmatrix}", False),
+    ],
+)
+def test_collections(gold, answer, equal):
+    assert equivalent(gold, answer) is equal

@@ -8,6 +8,7 @@ import pytest
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards import MathReward, Sample, score_all
+from lit_qrl.rewards.math.reward import gold_answers
 from tests.rewards.datasets import rows
 
 
@@ -159,3 +160,58 @@ def test_no_main_guard_is_needed(tmp_path):
     )
     result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
     assert result.stdout == "once\n[1.0]\n"
+
+
+def test_a_box_too_many_is_wrong(reward):
+    both = r"\boxed{1} and \boxed{-2}"
+    assert reward([Sample("", both, gold) for gold in ("-2", "1", "1, -2", r"\{-2, 1\}")]) == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_thinking_is_skipped_by_option():
+    texts = [r"<think>\boxed{5}", r"<think>\boxed{5}</think>", r"<think>\boxed{4}</think>\boxed{5}", r"\boxed{5}"]
+    batch = [Sample("", text, "5") for text in texts]
+    assert MathReward()(batch) == [1.0] * 4
+    assert MathReward(skip_thinking=True)(batch) == [0.0, 0.0, 1.0, 1.0]
+    assert MathReward(skip_thinking=True)([Sample("<think>\n", r"\boxed{5}", "5")]) == [0.0]
+
+
+def test_decimal_commas_are_an_option():
+    pairs = [("1.5", "1,5"), ("1,5", "1.5"), ("1234.5", "1.234,5"), ("1/2", "0{,}5"), ("(1.5, 2)", "(1,5; 2)")]
+    reward = MathReward(decimal_comma=True)
+    try:
+        assert reward(samples(pairs)) == [1.0] * len(pairs)
+        assert reward(samples([("15", "1,5"), ("2", "1,5"), ("1, 5", "5, 1")])) == [0.0, 0.0, 1.0]
+    finally:
+        reward.close()
+    assert MathReward()(samples([("1.5", "1,234")])) == [0.0]
+
+
+@pytest.mark.parametrize(
+    "gold, why",
+    [
+        (r"\frac{1}{2", "brackets"),
+        ("5}", "brackets"),
+        ("$$", "nothing is left"),
+        ("9^{9^{9^9}}", "power tower"),
+        ("x" * 1001, "longer than"),
+        ("She has 3 apples. Then she buys 4.", "marks no answer"),
+        (None, "needs a reference"),
+        ([], "empty"),
+    ],
+)
+def test_a_gold_answer_that_no_completion_can_meet_is_known(gold, why):
+    assert why in MathReward().unscorable(Sample("", "", gold))
+
+
+SETS = {
+    "math500": "answer", "gsm8k": "answer", "aime24": "answer", "aime25": "answer", "amc23": "answer",
+    "minerva_math": "solution", "olympiadbench": "final_answer",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, column", SETS.items(), ids=SETS)
+def test_every_gold_answer_of_the_evaluation_sets_scores_against_itself(reward, name, column):
+    golds = [row[column] for row in rows(f"{name}/test.public.jsonl")]
+    assert [reward.unscorable(Sample("", "", gold)) for gold in golds] == [None] * len(golds)
+    batch = [Sample("", rf"\boxed{{{answer}}}", gold) for gold in golds for answer in gold_answers(gold)]
+    assert reward(batch) == [1.0] * len(batch)
