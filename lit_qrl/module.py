@@ -31,6 +31,7 @@ from lit_qrl.optim.schedule import schedule_factor
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision.source import PublishingPrecision
 from lit_qrl.run.description import Described
+from lit_qrl.run.diary import number
 from lit_qrl.run.identity import check_frozen, check_identity, describe_frozen, identity
 from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.types import AllReduce, MicroBatch, RolloutBatch
@@ -294,8 +295,8 @@ class GRPOModule(Described, LightningModule):
                 "benchmark": batch.set.name or task.name,
                 "prompt": sample.prompt,
                 "completion": sample.completion,
-                "reward": float(rewards[i]),
-                "parts": {name: float(values[i]) for name, values in parts.items()},
+                "reward": number(rewards[i]),
+                "parts": {name: number(values[i]) for name, values in parts.items()},
                 "correct": bool(correct[i]),
             }
             for i, sample in enumerate(samples)

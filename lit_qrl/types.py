@@ -80,7 +80,10 @@ class Completion:
 
 @dataclass(slots=True, kw_only=True)
 class RolloutBatch:
-    """All sequences of one iteration, or any slice of them; see the module docstring for padding."""
+    """All sequences of one iteration, or any slice of them; see the module docstring for padding.
+
+    A reward that is NaN was not given: the sequence is left out of its group's statistics, and its mask is False.
+    """
 
     tokens: Int[Tensor, "b s"]
     prompt_length: Int[Tensor, " b"]

@@ -25,7 +25,7 @@ class Predictions(Callback):
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the file of an earlier command aside."""
         self._path = Path(trainer.default_root_dir) / PREDICTIONS_FILE
-        self._sums = torch.zeros(3, dtype=torch.float64, device=pl_module.device)
+        self._sums = torch.zeros(4, dtype=torch.float64, device=pl_module.device)
         if trainer.is_global_zero and self._path.exists():
             set_aside(self._path)
 
@@ -43,12 +43,13 @@ class Predictions(Callback):
             if rank == trainer.global_rank:
                 append_jsonl(self._path, outputs)
             trainer.strategy.barrier("predictions")
-        rewards, correct = (sum(float(record[key]) for record in outputs) for key in ("reward", "correct"))
-        self._sums += torch.tensor([len(outputs), rewards, correct], dtype=torch.float64, device=pl_module.device)
+        rewards = [record["reward"] for record in outputs if record["reward"] is not None]
+        correct = sum(record["correct"] for record in outputs)
+        self._sums += torch.tensor([len(outputs), len(rewards), sum(rewards), correct], dtype=torch.float64, device=pl_module.device)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what was drawn and where it is."""
-        count, rewards, correct = trainer_all_reduce(trainer)(self._sums).tolist()
+        count, scored, rewards, correct = trainer_all_reduce(trainer)(self._sums).tolist()
         if trainer.is_global_zero and count:
-            what = f"{count:.0f} completions, mean reward {rewards / count:.3f}, {correct / count:.1%} correct"
+            what = f"{count:.0f} completions, mean reward {rewards / max(scored, 1):.3f}, {correct / count:.1%} correct"
             print(f"Predictions: {self._path} ({what})", flush=True)

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.hooks import RLCallback, overrides, rl_callbacks
 from lit_qrl.report import render
-from lit_qrl.run.diary import SAMPLES_FILE, append_jsonl, log_event, read_jsonl
+from lit_qrl.run.diary import SAMPLES_FILE, append_jsonl, log_event, number, read_jsonl
 from lit_qrl.run.folder import set_aside
 from lit_qrl.run.loggers import RunCSVLogger
 from lit_qrl.types import RolloutBatch
@@ -161,7 +161,7 @@ class Report(RLCallback):
             ids = batch.tokens[row].tolist()
             used = batch.mask[row].nonzero()
             end = int(used.max()) + 1 if len(used) else 0
-            parts = {name: float(values[row]) for name, values in batch.reward_parts.items()}
+            parts = {name: number(values[row]) for name, values in batch.reward_parts.items()}
             correct = parts.pop("correct", None)
             samples.append(
                 {
@@ -169,7 +169,7 @@ class Report(RLCallback):
                     "version": int(batch.version[row]),
                     "prompt": decode(ids[s - t - int(batch.prompt_length[row]) : s - t]),
                     "completion": decode(ids[s - t : s - t + end]),
-                    "reward": float(batch.rewards[row]),
+                    "reward": number(batch.rewards[row]),
                     "parts": parts,
                     "correct": None if correct is None else correct > 0,
                 }

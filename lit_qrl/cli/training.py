@@ -28,6 +28,7 @@ from lit_qrl.callbacks.checkpoint import resolve_checkpoint
 from lit_qrl.callbacks.defaults import FORCED
 from lit_qrl.callbacks.predictions import Predictions
 from lit_qrl.callbacks.run_folder import standing
+from lit_qrl.cli import reward_functions
 from lit_qrl.cli.config_files import expanded, run_folder_name
 from lit_qrl.cli.dry_run import dry_run
 from lit_qrl.cli.errors import made_by_training, paragraph, refused
@@ -70,6 +71,15 @@ class QRLParser(ReadableParser, LightningArgumentParser):
         """Return the names that a `class_path` may have at a key."""
         return known_classes(key)
 
+    def parse_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the parsed arguments of a class; functions among its rewards are taken for such."""
+        reward_functions.in_object(obj)
+        return super().parse_object(obj, *args, **kwargs)
+
+    def parse_args(self, args: Any = None, *more: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the parsed command line, with the same done to it."""
+        return super().parse_args(None if args is None else reward_functions.in_words(args), *more, **kwargs)
+
     def dump(self, *args: Any, **kwargs: Any) -> str:
         """Return a configuration as YAML, in which what has moved stands under its path of today."""
         text = super().dump(*args, **kwargs)
@@ -110,6 +120,17 @@ class QRLCLI(LightningCLI):
             cls.lock.release()
             let_go()
             remove_empty(cls.absent)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse the arguments; what is wrong with a reward function is said in its own words."""
+        with collected() as made:
+            try:
+                super().parse_arguments(parser, args)
+            except ConfigError:
+                for error in made:
+                    if isinstance(error, reward_functions.FunctionError):
+                        raise error from None
+                raise
 
     def subcommands(self) -> dict[str, set[str]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the command that is run alone; with the parsers of the other three, parsing takes twice as long."""

@@ -17,9 +17,10 @@ from lit_qrl.data.dataset import RolloutDataset
 from lit_qrl.data.problems import Problem, PromptOrder, admit
 from lit_qrl.data.task import Task
 from lit_qrl.errors import ConfigError
+from lit_qrl.loop.generation import scoring_progress
 from lit_qrl.loop.hooks import Learner
 from lit_qrl.network.structure import check_positions, check_tokens
-from lit_qrl.rewards.base import Sample
+from lit_qrl.rewards.base import Sample, as_tensor, weigh_by_name
 from lit_qrl.rollout.engine import RolloutEngine
 from lit_qrl.run.description import Described
 from lit_qrl.types import Completion, SamplingParams
@@ -56,7 +57,9 @@ class RolloutDataModule(Described, LightningDataModule):
         evaluation_completion_tokens: longest completion of an evaluation; by default `max_completion_tokens`.
         evaluate_task: evaluate on the task's own held-out problems; else on `benchmarks` alone.
         benchmarks: further sets to evaluate on, each with its own task, decoding and lengths.
-        error_reward: the reward of a sample whose reward function failed or timed out.
+        error_reward: the reward of a sample whose reward function failed or timed out; null leaves the sample out of
+            its group's statistics and of the loss, as a reward that returns None does.
+        reward_weights: factors of the task's rewards by name, instead of their own.
         seed: of prompts and sampling; by default the value of `seed_everything`.
     """
 
@@ -84,7 +87,8 @@ class RolloutDataModule(Described, LightningDataModule):
         evaluation_completion_tokens: int | None = None,
         evaluate_task: bool = True,
         benchmarks: list[Benchmark] | None = None,
-        error_reward: float = 0.0,
+        error_reward: float | None = 0.0,
+        reward_weights: dict[str, float] | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__()
@@ -99,7 +103,8 @@ class RolloutDataModule(Described, LightningDataModule):
         self.evaluation_temperature, self.evaluation_top_p = evaluation_temperature, evaluation_top_p
         self.evaluation_greedy, self.evaluation_completion_tokens = evaluation_greedy, evaluation_completion_tokens
         self.evaluate_task, self.benchmarks = evaluate_task, list(benchmarks or [])
-        self.error_reward = error_reward
+        self.error_reward, self.reward_weights = error_reward, reward_weights or {}
+        weigh_by_name(task.rewards, self.reward_weights)
         self.base_seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.position = 0
         self.unfinished: int | None = None
@@ -260,10 +265,14 @@ class RolloutDataModule(Described, LightningDataModule):
     def reward(
         self, problems: Sequence[Problem], completions: Sequence[Completion], task: Task | None = None
     ) -> tuple[Tensor, dict[str, Tensor], float]:
-        """Return total rewards, the parts by name, and how many samples' rewards failed."""
-        samples = self.samples(problems, completions, task)
-        total, parts, failed = (task or self.task).score(samples, self.error_reward)
-        return torch.tensor(total), {name: torch.tensor(values) for name, values in parts.items()}, float(failed)
+        """Return total rewards, the parts by name, and how many samples' rewards failed; NaN is no score."""
+        total, parts, failed = (task or self.task).score(
+            self.samples(problems, completions, task),
+            self.error_reward,
+            max(len(completions) // max(len(problems), 1), 1),
+            lambda name: scoring_progress(self.trainer, name),
+        )
+        return as_tensor(total), {name: as_tensor(values) for name, values in parts.items()}, float(failed)
 
     # -------------------------------------------------------------------------------------------------------- loaders
 

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lit_qrl.rewards.base import Reward, Sample, Scores, score_all
+from lit_qrl.rewards.base import Reward, RewardProgress, Sample, Score, Scores, no_progress, score_all
 from lit_qrl.run.description import Described
 
 Row = Mapping[str, Any]
@@ -45,9 +45,15 @@ class Task(Described, ABC):
     def is_correct(self, samples: Sequence[Sample]) -> list[bool]:
         """Return for each sample whether it counts as solved in the evaluation."""
 
-    def score(self, samples: Sequence[Sample], error_reward: float = 0.0) -> Scores:
-        """Return what the rewards say of samples."""
-        return score_all(self.rewards, samples, error_reward)
+    def score(
+        self,
+        samples: Sequence[Sample],
+        error_reward: Score = 0.0,
+        group_size: int = 1,
+        progress: RewardProgress = no_progress,
+    ) -> Scores:
+        """Return what the rewards say of samples, as `score_all` does."""
+        return score_all(self.rewards, samples, error_reward, group_size, progress)
 
     def key(self, row: Row) -> str:
         """Return what identifies a problem: none is both trained on and a benchmark's. By default its prompt."""
@@ -82,4 +88,4 @@ def solved(judge: Reward, samples: Sequence[Sample]) -> list[bool]:
     >>> solved(CountdownReward(), [Sample("", "3*5+7", columns=row), Sample("", "3*5+7")])
     [True, False]
     """
-    return [score >= 1.0 for score in score_all([judge], samples).parts[judge.name]]
+    return [score is not None and score >= 1.0 for score in score_all([judge], samples).parts[judge.name]]

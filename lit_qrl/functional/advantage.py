@@ -3,7 +3,7 @@
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_qrl.functional._statistics import as_float
@@ -11,6 +11,17 @@ from lit_qrl.types import AllReduce, no_all_reduce
 
 Baseline = Literal["group", "leave_one_out", "none"]
 Scale = Literal["group", "batch", "none"]
+
+
+def differing(groups: Float[Tensor, "g n"]) -> Bool[Tensor, " g"]:
+    """Return for each group whether its rewards differ; NaN is no reward.
+
+    >>> differing(torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, torch.nan]]))
+    tensor([ True, False, False])
+    """
+    given = ~groups.isnan()
+    highest = torch.where(given, groups, -torch.inf).amax(dim=1)
+    return highest > torch.where(given, groups, torch.inf).amin(dim=1)
 
 
 def group_advantages(
@@ -27,7 +38,7 @@ def group_advantages(
     A_i = (r_i − mean(r)) / (std(r) + eps); `scale="group"` is GRPO (QaRL §2.1), "none" is Dr.GRPO (AIS eq. 3). With the
     baseline `leave_one_out` the mean is that of the others, r_i − Σ_{j≠i} r_j / (G − 1) (RLOO, Ahmadian et al. 2024),
     which is G / (G − 1) times as much. A group of equal rewards gives exactly 0: rounding of its mean is not blown up
-    by eps.
+    by eps. A reward that is NaN was not given: it is in no mean and no standard deviation, and its advantage is 0.
 
     Args:
         rewards: " b", the rewards of whole groups one after another.
@@ -60,21 +71,20 @@ def group_advantages(
         raise ValueError(
             f"Unknown baseline of advantages. Expected: group, leave_one_out or none. Given: {baseline}. Correct it."
         )
-    rewards = as_float(rewards)
-    groups = rewards.view(-1, group_size)
-    if baseline == "none":
-        centred = groups
-    else:
-        varied = groups.amax(dim=1, keepdim=True) > groups.amin(dim=1, keepdim=True)
-        centred = (groups - groups.mean(dim=1, keepdim=True)) * varied
+    groups = as_float(rewards).view(-1, group_size)
+    given = ~groups.isnan()
+    varied = differing(groups)[:, None]
+    groups, members = torch.where(given, groups, 0.0), given.sum(dim=1, keepdim=True).to(groups.dtype)
+    deviation = (groups - groups.sum(dim=1, keepdim=True) / members.clamp(min=1)) * given
+    centred = groups if baseline == "none" else deviation * varied
     if baseline == "leave_one_out":
-        centred = centred * (group_size / (group_size - 1))
+        centred = centred * (members / (members - 1).clamp(min=1))
     if scale == "group":
-        centred = centred / (groups.std(dim=1, keepdim=True) + eps)
+        centred = centred / ((deviation.square().sum(dim=1, keepdim=True) / (members - 1).clamp(min=1)).sqrt() + eps)
     elif scale == "batch":
-        count = all_reduce(rewards.new_full((), rewards.numel()))
-        mean = all_reduce(rewards.sum()) / count
-        variance = all_reduce((rewards - mean).square().sum()) / (count - 1).clamp(min=1)
+        count = all_reduce(members.sum()).clamp(min=1)
+        mean = all_reduce(groups.sum()) / count
+        variance = all_reduce(((groups - mean) * given).square().sum()) / (count - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + eps)
     return centred.flatten()
 
@@ -89,7 +99,7 @@ def whitened(
     """Return advantages with mean 0 and variance 1 over the tokens of the batch: the normalisation of REINFORCE++.
 
     (A − mean(A)) / sqrt(var(A) + eps), each sequence counted once for each of its tokens, sample variance (Hu 2025;
-    verl's `masked_whiten`). Advantages that are all equal give exactly 0.
+    verl's `masked_whiten`). Advantages of sequences with tokens that are all equal give exactly 0.
 
     Args:
         advantages: " b".
@@ -106,7 +116,9 @@ def whitened(
     count, total = all_reduce(torch.stack([weights.sum(), (weights * advantages).sum()])).unbind()
     centred = advantages - total / count.clamp(min=1)
     variance = all_reduce((weights * centred.square()).sum()) / (count - 1).clamp(min=1)
-    differ = all_reduce(advantages.amax(), op="max") > all_reduce(advantages.amin(), op="min")
+    counted = lengths > 0
+    highest = all_reduce(torch.where(counted, advantages, -torch.inf).amax(), op="max")
+    differ = highest > all_reduce(torch.where(counted, advantages, torch.inf).amin(), op="min")
     return centred * (variance + eps).rsqrt() * differ
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 import torch
 
+from lit_qrl.functional.advantage import differing
 from lit_qrl.loop.batching import assemble, concatenate, deal_by_length, rows_of
 from lit_qrl.loop.correction import correct, needs_learner_old
 from lit_qrl.loop.generation import draw, drawn
@@ -59,8 +60,7 @@ def roll_out(learner: Learner) -> RolloutBatch:
             if drawn_now is None:  # the others' groups alone are missing
                 continue
             if objective.filter_zero_variance:
-                rewards = drawn_now.rewards.view(-1, g)
-                varied = (rewards != rewards[:, :1]).any(dim=1)
+                varied = differing(drawn_now.rewards.view(-1, g))
                 learner.iteration.metrics.value("rollout/zero_variance_groups", (~varied).float().mean())
                 if attempt < rounds - 1 and not bool(varied.all()):
                     drawn_now = drawn_now.select(rows_of(varied.nonzero().flatten().tolist(), g), trim=False)
@@ -89,6 +89,9 @@ def _draw_groups(learner: Learner, counts: list[int], attempt: int) -> RolloutBa
     batch = assemble(ids, completions, data.group_size, learner.policy.pad_token_id)
     with state.timed("reward"):
         batch.rewards, batch.reward_parts, failed = data.reward(problems, completions)
+    unscored = batch.rewards.isnan()
+    batch.mask &= ~unscored[:, None]  # its tokens are in no loss, no correction and no metric
+    state.metrics.value("reward/unscored", unscored.float().mean())
     state.metrics.value("guard/reward_errors", failed)
     return batch
 

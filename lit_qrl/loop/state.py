@@ -98,11 +98,16 @@ class IterationState:
             return
         tokens = float(rollout.mask.sum())  # waits for the device, so that the update is over
         self.update_ends()
-        self.metrics.update({"reward/mean": rollout.rewards.mean(), "reward/std": rollout.rewards.std()})
-        self.metrics.update({f"reward/{name}": values.mean() for name, values in rollout.reward_parts.items()})
+        rewards = rollout.rewards[~rollout.rewards.isnan()]
+        if len(rewards):
+            lengths = rollout.completion_length[~rollout.rewards.isnan()]  # of the others, no token counts
+            self.metrics.update({"reward/mean": rewards.mean(), "rollout/length": lengths.float().mean()})
+            self.metrics.value("reward/std", rewards.std() if len(rewards) > 1 else 0.0)
+        for name, values in rollout.reward_parts.items():
+            if not bool(values.isnan().all()):
+                self.metrics.value(f"reward/{name}", values.nanmean())
         self.metrics.update(
             {
-                "rollout/length": rollout.completion_length.float().mean(),
                 "rollout/stopped": rollout.stopped.float().mean(),
                 "rollout/tokens_per_second": tokens / max(self.seconds["generate"], 1e-9),
             }

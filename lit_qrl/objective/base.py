@@ -158,6 +158,7 @@ class Objective(Described, ABC):
     ) -> Tensor:
         """Return the advantages, " b", of a whole rollout: of its shaped rewards, whitened where the scale says so."""
         advantages = self.advantages(self.shaped_rewards(batch, completion_limit), group_size, all_reduce)
+        advantages = torch.where(batch.rewards.isnan(), 0.0, advantages)  # of samples that no reward scored
         if self.scale == "whiten":
             return advantage.whitened(advantages, batch.completion_length, all_reduce=all_reduce)
         return advantages

@@ -2,17 +2,27 @@
 
 import logging
 import math
+import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, StoppedError, nearest
+from lit_qrl.rewards.limit import call
 from lit_qrl.run.description import Described
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
+MAX_FAILED_CALLS = 3
+"""Calls in a row of a reward that has worked before which may fail until the run stops."""
+
+Score = float | None
+"""None is no score: the sample is left out of its group's statistics."""
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -34,14 +44,25 @@ class Sample:
 class Reward(Described, ABC):
     """Scores completions; `weight` is its factor in the sum of a task's rewards.
 
-    A subclass sets `name` (the metric's name; by default the class's) and implements `__call__`. `failures` holds,
-    after a call, the positions of samples that could not be scored (a timeout) and why; they have some finite score
-    all the same, which `score_all` replaces.
+    A subclass sets `name` (the metric's name; by default the class's) and implements `__call__`, which returns a finite
+    number for each sample, or None where it has no opinion. `failures` holds, after a call, the positions of samples
+    that could not be scored and why; `score_all` replaces their scores.
+
+    Attributes:
+        batched: one call has all samples, and when it raises or is late all of them have failed: nothing is scored
+            twice. With False each call has one sample, and a failure costs that one alone.
+        time_limit: seconds that a call may take; None where its work is bounded by itself.
+        progress: called with (samples done, samples), by a reward that takes long.
     """
 
     name: str
     weight: float = 1.0
+    batched: ClassVar[bool] = True
+    time_limit: float | None = 600.0
     failures: Mapping[int, str] = {}
+    progress: Callable[[int, int], None] | None = None
+    has_scored: bool = False
+    failed_calls: int = 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -49,24 +70,45 @@ class Reward(Described, ABC):
             cls.name = cls.__name__
 
     @abstractmethod
-    def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        """Return one finite score per sample."""
+    def __call__(self, samples: Sequence[Sample]) -> list[float] | list[Score]:
+        """Return one score per sample."""
+
+    @property
+    def described(self) -> str:
+        """How errors call it."""
+        return f"Reward {self.name!r} ({type(self).__name__})"
+
+    def unscorable(self, sample: Sample) -> str | None:
+        """Return why no completion of a row could score, or None; tasks ask when they read their rows.
+
+        Args:
+            sample: of the row, with an empty completion.
+        """
+        return None
 
     def close(self) -> None:
         """Stop worker processes, if any."""
+
+
+RewardProgress = Callable[[str], Callable[[int, int], None] | None]
+"""From a reward's name to what is called with (samples done, samples), or None where nothing shows it."""
+
+
+def no_progress(name: str) -> None:
+    """Return None: nothing shows how far a reward is."""
 
 
 class Scores(NamedTuple):
     """What `score_all` returns.
 
     Args:
-        total: one weighted sum per sample, or the error reward.
+        total: one weighted sum per sample, the error reward, or None for a sample that is left out.
         parts: by reward name, one score per sample before its weight.
         errors: number of samples with at least one failed reward.
     """
 
-    total: list[float]
-    parts: dict[str, list[float]]
+    total: list[Score]
+    parts: dict[str, list[Score]]
     errors: int
 
 
@@ -83,97 +125,203 @@ def check_names(rewards: Sequence[Reward]) -> None:
         )
 
 
-def score_all(rewards: Sequence[Reward], samples: Sequence[Sample], error_reward: float = 0.0) -> Scores:
+def weigh_by_name(rewards: Sequence[Reward], weights: Mapping[str, float]) -> None:
+    """Set the weights of rewards by their names; raise `ConfigError` for a name that none has."""
+    known = {reward.name: reward for reward in rewards}
+    for name, weight in weights.items():
+        if name not in known:
+            raise ConfigError(
+                f"data.reward_weights names no reward of the task: {name!r}.", remedy=nearest(name, known)
+            )
+        known[name].weight = weight
+
+
+def as_tensor(scores: Sequence[Score]) -> "Tensor":
+    """Return scores as a tensor in which NaN stands for none."""
+    import torch
+
+    return torch.tensor([math.nan if score is None else score for score in scores])
+
+
+def check_row(rewards: Sequence[Reward], row: Sample, where: str) -> None:
+    """Raise `ConfigError` for a row on which every completion would score 0.
+
+    Args:
+        rewards: which are asked.
+        row: with an empty completion.
+        where: names the row.
+    """
+    for reward in rewards:
+        why = reward.unscorable(row)
+        if why is not None:
+            raise ConfigError(
+                f"{where} cannot be scored by {reward.described}: {why}.",
+                expected="a gold answer that some completion can give",
+                given=repr(row.reference)[:80],
+                remedy="Correct the row or the column of the answers, or leave the row out by row_filter.",
+            )
+
+
+def score_all(
+    rewards: Sequence[Reward],
+    samples: Sequence[Sample],
+    error_reward: Score = 0.0,
+    group_size: int = 1,
+    progress: RewardProgress = no_progress,
+) -> Scores:
     """Return the weighted sum of all rewards for each sample, and the parts.
 
-    A reward that raises is called again sample by sample, so that one bad sample costs only itself: it scores
-    `error_reward` as a whole and is counted. So do the samples that a reward lists in `failures`.
+    A sample whose reward failed scores `error_reward` as a whole and is counted. A reward that scores none of a
+    prompt's completions (None) does not count for that prompt; a completion without a score that others of its prompt
+    have, or without any, has the total None.
 
     Args:
         rewards: summed as Σ weight · score.
-        samples: the completions.
-        error_reward: total of a sample with a failed reward, and its part.
+        samples: the completions, prompt-major.
+        error_reward: total of a sample with a failed reward, and its part; None leaves it out.
+        group_size: completions of each prompt.
+        progress: from a reward's name to what shows how far it is.
 
     Raises:
-        ConfigError: a reward returned the wrong number of scores, or one that is not a finite number.
+        ConfigError: a reward returned the wrong number of scores, or one that is not a finite number; or its first
+            call failed, which is taken for a mistake in it.
+        StoppedError: a reward failed `MAX_FAILED_CALLS` times in a row.
 
     >>> from lit_qrl.rewards.constant import ConstantReward
     >>> score_all([ConstantReward(0.5, weight=2.0)], [Sample("1+1=", "2")])
     Scores(total=[1.0], parts={'constant': [0.5]}, errors=0)
     """
     check_names(rewards)
-    total = [0.0] * len(samples)
-    parts: dict[str, list[float]] = {}
+    total: list[Score] = [None] * len(samples)
+    parts: dict[str, list[Score]] = {}
     failed: set[int] = set()
+    left_out: set[int] = set()
     for reward in rewards:
-        scores, failures = _score(reward, samples, error_reward)
-        parts[reward.name] = scores
+        reward.progress = progress(reward.name)
+        scores, failures = _scored_singly(reward, samples) if not reward.batched else _scored(reward, samples)
+        parts[reward.name] = [error_reward if i in failures else score for i, score in enumerate(scores)]
         failed.update(failures)
-        if failures:
-            position, why = next(iter(sorted(failures.items())))
-            log.warning(
-                "Reward %r failed on %d of %d samples; the first (%d): %s",
-                reward.name,
-                len(failures),
-                len(samples),
-                position,
-                why,
-            )
+        _warn(reward, failures, len(samples))
+        for start in range(0, len(samples), group_size):
+            group = range(start, min(start + group_size, len(samples)))
+            missing = [i for i in group if scores[i] is None and i not in failures]
+            if len(missing) < len(group):
+                left_out.update(missing)
         for i, score in enumerate(scores):
-            total[i] += reward.weight * score
+            if score is not None:
+                total[i] = (total[i] or 0.0) + reward.weight * score
+    for i in left_out:
+        total[i] = None
     for i in failed:
         total[i] = error_reward
     return Scores(total, parts, len(failed))
 
 
-def _score(reward: Reward, samples: Sequence[Sample], error_reward: float) -> tuple[list[float], dict[int, str]]:
-    failures: dict[int, str] = {}
+def _scored(reward: Reward, samples: Sequence[Sample]) -> tuple[list[Score], dict[int, str]]:
+    """Return the scores of one call, and the failures by position; of a call that failed, all of them."""
     try:
-        returned: Any = reward(samples)
-    except Exception:
-        returned = []
-        for i, sample in enumerate(samples):
-            try:
-                returned.append(_checked(reward, reward([sample]), 1)[0])
-                if reward.failures:
-                    failures[i] = reward.failures[0]
-            except ConfigError:
-                raise
-            except Exception as error:
-                failures[i] = f"{type(error).__name__}: {error}"
-                returned.append(error_reward)
-    else:
-        failures.update(reward.failures)
-    scores = _checked(reward, returned, len(samples))
-    for i in failures:
-        scores[i] = error_reward
+        returned = call(reward, samples, seconds=reward.time_limit, what=reward.described)
+    except (ConfigError, StoppedError):
+        raise
+    except Exception as error:
+        why = _told(error)
+        reward.failed_calls += 1
+        late = isinstance(error, TimeoutError)
+        slow = "If it needs longer, raise its `time_limit`. " if late else ""
+        if not reward.has_scored:
+            raise ConfigError(
+                f"{reward.described} failed on the first {len(samples)} samples: {why}.",
+                expected="a score, or None, for each",
+                given=f"samples such as {_shown(samples[0])}" if samples else None,
+                remedy=f"{slow}Correct it; for what it cannot judge let it return None. With `batched = False` it is called "
+                "for one sample at a time, and a failure costs that one alone.",
+            ) from error
+        if reward.failed_calls >= MAX_FAILED_CALLS:
+            raise StoppedError(
+                f"{reward.described} failed {reward.failed_calls} times in a row, each time on all samples: {why}. "
+                f"{slow}When it works again, go on with --ckpt_path last."
+            ) from error
+        return [None] * len(samples), dict.fromkeys(range(len(samples)), why)
+    scores = checked(reward, returned, samples)
+    reward.has_scored, reward.failed_calls = True, 0
+    return scores, dict(reward.failures)
+
+
+def _scored_singly(reward: Reward, samples: Sequence[Sample]) -> tuple[list[Score], dict[int, str]]:
+    scores: list[Score] = []
+    failures: dict[int, str] = {}
+    for i, sample in enumerate(samples):
+        try:
+            returned = call(reward, [sample], seconds=reward.time_limit, what=reward.described)
+        except (ConfigError, StoppedError):
+            raise
+        except Exception as error:
+            failures[i] = _told(error)
+            scores.append(None)
+        else:
+            scores += checked(reward, returned, [sample], i)
+            if reward.failures:
+                failures[i] = reward.failures[0]
     return scores, failures
 
 
-def _checked(reward: Reward, returned: Any, count: int) -> list[float]:
-    who = f"Reward {reward.name!r} ({type(reward).__name__})"
+def _told(error: Exception) -> str:
+    """Return an error in a line, with the place in the user's code where it came up."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/lit_qrl/" not in frame.filename]
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    text = " ".join(str(error).split())[:300].rstrip(".")
+    if isinstance(error, TimeoutError) and not frames:
+        return text
+    return f"{type(error).__name__}: {text}{where}"
+
+
+def _shown(sample: Sample) -> str:
+    return f"the completion {sample.completion[:60]!r} of the prompt {sample.prompt[-60:]!r}"
+
+
+def _warn(reward: Reward, failures: Mapping[int, str], count: int) -> None:
+    if failures:
+        position, why = min(failures.items())
+        text = "Reward %r failed on %d of %d samples; the first (%d): %s"
+        log.warning(text, reward.name, len(failures), count, position, why)
+
+
+def checked(reward: Reward, returned: Any, samples: Sequence[Sample], first: int = 0) -> list[Score]:
+    """Return a reward's scores as numbers, or None where it gave none.
+
+    Args:
+        reward: which returned them.
+        returned: what it returned.
+        samples: what it was called with.
+        first: position of the first of these, for an error.
+
+    Raises:
+        ConfigError: there are not as many as samples, or one is neither a finite number nor None.
+    """
+    many = not isinstance(returned, (str, bytes, Mapping, set, frozenset))
     try:
-        given = len(returned)
+        given: Any = len(returned) if many else f"a {type(returned).__name__}"
     except TypeError:
         given = f"a {type(returned).__name__}"
-    if given != count:
+    if given != len(samples):
         raise ConfigError(
-            f"{who} returned the wrong number of scores.",
-            expected=f"{count}, one for each sample",
+            f"{reward.described} returned the wrong number of scores.",
+            expected=f"{len(samples)}, one for each sample",
             given=given,
-            remedy="Return a list as long as `samples`.",
+            remedy="Return a list with one number, or None, for each sample.",
         )
-    scores = []
+    scores: list[Score] = []
     for i, score in enumerate(returned):
         try:
-            scores.append(float(score))
-        except (TypeError, ValueError):
+            scores.append(None if score is None else math.nan if isinstance(score, (str, bytes)) else float(score))
+        except (TypeError, ValueError, OverflowError, RuntimeError):
             scores.append(math.nan)
-        if not math.isfinite(scores[-1]):
+        last = scores[-1]
+        if last is not None and not math.isfinite(last):
             raise ConfigError(
-                f"{who} returned a score that is not a finite number.",
-                expected="a finite number for every sample",
-                given=f"{score!r} for sample {i}",
-                remedy="Return 0.0 for what cannot be judged, or raise an exception, which counts as an error.",
+                f"{reward.described} returned a score that is not a finite number.",
+                expected="a finite number for every sample, or None",
+                given=f"{score!r} for sample {first + i}, {_shown(samples[i])}",
+                remedy="Return None for what cannot be judged: the sample is left out.",
             )
     return scores

@@ -17,6 +17,8 @@ class ConstantReward(Reward):
     [0.25, 0.25]
     """
 
+    time_limit = None
+
     def __init__(self, value: float = 0.0, weight: float = 1.0, name: str = "constant") -> None:
         self.value, self.weight, self.name = value, weight, name
 

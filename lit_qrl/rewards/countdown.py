@@ -100,6 +100,9 @@ class CountdownReward(Reward):
     [1.0, 0.1, 0.0]
     """
 
+    batched = False
+    time_limit = None
+
     def __init__(
         self,
         weight: float = 1.0,

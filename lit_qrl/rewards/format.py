@@ -8,6 +8,8 @@ from lit_qrl.rewards.base import Reward, Sample
 
 MAX_PATTERN_INPUT = 20_000
 """Characters of a completion that a user's pattern sees: a bound on what a slow pattern costs."""
+PATTERN_SECONDS = 1.0
+"""Limit for one match of a user's pattern, which may take time that is exponential in its input."""
 
 
 class FormatReward(Reward):
@@ -30,6 +32,9 @@ class FormatReward(Reward):
     [1.0, 0.0]
     """
 
+    batched = False
+    time_limit = None
+
     def __init__(
         self,
         tags: Sequence[str] = ("think", "answer"),
@@ -48,6 +53,7 @@ class FormatReward(Reward):
             )
         try:
             self.pattern = re.compile(pattern, re.DOTALL) if pattern else None
+            self.time_limit = PATTERN_SECONDS if pattern else None
         except re.error as error:
             raise ConfigError(
                 "FormatReward.pattern is not a regular expression.", expected="Python's syntax", given=error

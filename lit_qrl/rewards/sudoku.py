@@ -64,6 +64,9 @@ class SudokuReward(Reward):
     [1.0, 0.5, 0.0]
     """
 
+    batched = False
+    time_limit = None
+
     def __init__(
         self,
         partial_credit: bool = True,

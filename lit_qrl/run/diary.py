@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -45,6 +45,16 @@ def event(trainer: "Trainer", kind: str, message: str, **fields: Any) -> None:
     """Append one event of a Trainer's run to its diary, on the first rank; see `log_event`."""
     if trainer.is_global_zero:
         log_event(trainer.default_root_dir, kind, message, iteration=trainer.current_epoch + 1, **fields)
+
+
+def number(value: SupportsFloat) -> float | None:
+    """Return a number as JSON has it, None for NaN.
+
+    >>> number(float("nan")) is None, number(0.5)
+    (True, 0.5)
+    """
+    value = float(value)
+    return None if math.isnan(value) else value
 
 
 def append_jsonl(path: str | os.PathLike, records: Iterable[dict[str, Any]]) -> None:

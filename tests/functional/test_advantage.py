@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_qrl.functional.advantage import group_advantages, overlong_penalty, whitened
+from lit_qrl.functional.advantage import differing, group_advantages, overlong_penalty, whitened
 from tests.functional.helpers import DTYPES, RTOL, Ranks, no_host_sync
 
 REWARDS = [0.1, 0.1, 0.1, 1.0, 0.0, 2.5, -1.0, -1.0, 0.3]
@@ -149,3 +149,46 @@ def test_overlong_penalty_equals_the_loop():
 def test_overlong_penalty_refuses_a_range_that_does_not_fit(cache):
     with pytest.raises(ValueError, match="cache"):
         overlong_penalty(torch.tensor([1]), limit=10, cache=cache)
+
+
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_reward_that_was_not_given_is_in_no_statistic(scale, baseline):
+    nan = math.nan
+    rewards = [1.0, nan, 0.0, 4.0, nan, 2.0, nan, nan, nan, nan, 0.5, 0.5]
+    tensor = torch.tensor(rewards, dtype=torch.float64)
+    with no_host_sync():
+        got = group_advantages(tensor, 4, scale, baseline=baseline)
+    given_all = [reward for reward in rewards if not math.isnan(reward)]
+    wanted = []
+    for start in range(0, 12, 4):
+        group = rewards[start : start + 4]
+        known = [reward for reward in group if not math.isnan(reward)]
+        for reward in group:
+            if math.isnan(reward):
+                wanted.append(0.0)
+                continue
+            others = list(known)
+            others.remove(reward)
+            centre = {"group": sum(known) / len(known), "none": 0.0}.get(baseline)
+            if centre is None:
+                centre = sum(others) / len(others) if others else reward
+            divisor = 1.0
+            if scale == "group":
+                divisor = (statistics.stdev(known) if len(known) > 1 else 0.0) + 1e-6
+            elif scale == "batch":
+                divisor = statistics.stdev(given_all) + 1e-6
+            wanted.append((reward - centre) / divisor)
+    torch.testing.assert_close(got, torch.tensor(wanted, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+
+
+def test_a_group_of_which_one_reward_was_given_teaches_nothing():
+    for baseline in ("group", "leave_one_out"):
+        got = group_advantages(torch.tensor([0.1, math.nan, math.nan]), 3, baseline=baseline)
+        assert got.tolist() == [0.0, 0.0, 0.0]
+    assert group_advantages(torch.full((3,), math.nan), 3).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_groups_whose_given_rewards_differ_are_told():
+    groups = torch.tensor([[0.0, math.nan, 1.0], [1.0, math.nan, 1.0], [math.nan] * 3, [math.nan, 2.0, 2.0]])
+    assert differing(groups).tolist() == [True, False, False, False]

@@ -1,11 +1,13 @@
 import logging
 import math
+import time
 
 import pytest
 import torch
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.rewards import ConstantReward, Reward, Sample, score_all
+from lit_qrl.rewards.base import as_tensor, check_row, weigh_by_name
 
 SAMPLES = [Sample("q", text) for text in ("a", "bb", "ccc")]
 
@@ -30,6 +32,7 @@ class Returns(Reward):
 
 class RaisesOn(Length):
     name = "picky"
+    batched = False
 
     def __init__(self, text: str) -> None:
         self.text, self.calls = text, 0
@@ -88,13 +91,13 @@ def test_failures_listed_by_a_call_for_one_sample_keep_their_position():
     assert scores.errors == 2
 
 
-@pytest.mark.parametrize("value", [[1.0, 2.0], [1.0] * 4, [], None, 3.0])
+@pytest.mark.parametrize("value", [[1.0, 2.0], [1.0] * 4, [], None, 3.0, "abc", {1: 1, 2: 2, 3: 3}])
 def test_a_wrong_number_of_scores_is_an_error_that_names_the_reward(value):
     with pytest.raises(ConfigError, match=r"'Returns'.*wrong number.*Expected: 3"):
         score_all([Returns(value)], SAMPLES)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "one"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "one", "1.0", 10**400, [1.0, 2.0]])
 def test_a_score_that_is_no_finite_number_is_an_error_that_names_the_reward(value):
     with pytest.raises(ConfigError, match=r"'Returns'.*not a finite number.*for sample 1"):
         score_all([Returns([1.0, value, 1.0])], SAMPLES)
@@ -133,3 +136,96 @@ def test_names_are_distinct_and_there_is_a_reward():
 def test_a_reward_without_a_name_has_that_of_its_class():
     assert Returns([1.0]).name == "Returns"
     assert Length().name == "length"
+
+
+class Judge(Length):
+    """A slow service: it has all samples in one call, and fails when it is told to."""
+
+    name = "judge"
+
+    def __init__(self, fails=()) -> None:
+        self.fails, self.calls = set(fails), 0
+
+    def __call__(self, samples):
+        self.calls += 1
+        if self.calls in self.fails:
+            raise ConnectionError("service is away")
+        return super().__call__(samples)
+
+
+def test_a_batch_that_raises_is_not_scored_again_and_all_of_it_has_failed(caplog):
+    judge = Judge(fails=[2])
+    assert score_all([judge], SAMPLES).total == [1.0, 2.0, 3.0]
+    with caplog.at_level(logging.WARNING):
+        scores = score_all([judge], SAMPLES, error_reward=-1.0)
+    assert (scores.total, scores.errors, judge.calls) == ([-1.0] * 3, 3, 2)
+    assert "'judge' failed on 3 of 3 samples" in caplog.text
+    assert "service is away" in caplog.text
+    assert score_all([judge], SAMPLES).errors == 0
+
+
+def test_a_first_call_that_raises_is_a_mistake_that_is_named():
+    with pytest.raises(ConfigError, match=r"'judge' \(Judge\) failed on the first 3 samples: ConnectionError: service is"):
+        score_all([Judge(fails=[1])], SAMPLES)
+
+
+def test_a_service_that_stays_away_stops_the_run():
+    judge = Judge(fails=[2, 3, 5, 6, 7])
+    for errors in (0, 3, 3, 0, 3, 3):
+        assert score_all([judge], SAMPLES).errors == errors
+    with pytest.raises(StoppedError, match="failed 3 times in a row"):
+        score_all([judge], SAMPLES)
+
+
+def test_a_failed_sample_is_left_out_where_there_is_no_error_reward():
+    scores = score_all([ConstantReward(10.0), RaisesOn("bb")], SAMPLES, error_reward=None)
+    assert scores.total == [11.0, None, 13.0]
+    assert scores.parts["picky"] == [1.0, None, 3.0]
+    assert scores.errors == 1
+
+
+def test_none_leaves_a_sample_out_of_its_group():
+    samples = [Sample(prompt, "") for prompt in "aaabbbccc"]
+    some = Returns([1.0, None, 0.0, None, None, None, None, None, None])
+    other = Returns([None, None, None, 2.0, 3.0, 4.0, None, None, None])
+    other.name = "other"
+    scores = score_all([some, other], samples, group_size=3)
+    assert scores.total == [1.0, None, 0.0, 2.0, 3.0, 4.0, None, None, None]
+    assert scores.errors == 0
+    # With one that scores all, a sample that another judged in its group only is not compared with them.
+    scores = score_all([some, ConstantReward(5.0)], samples, group_size=3)
+    assert scores.total == [6.0, None, 5.0, *[5.0] * 6]
+    assert as_tensor(scores.total).isnan().tolist() == [False, True, *[False] * 7]
+
+
+def test_a_hanging_reward_is_interrupted():
+    class Hanging(Length):
+        time_limit = 0.2
+
+        def __call__(self, samples):
+            while True:
+                try:
+                    time.sleep(60)
+                except Exception:  # as careless code has it: the interruption must get through
+                    pass
+
+    with pytest.raises(ConfigError, match=r"not done within 0.2 s.*raise its `time_limit`"):
+        score_all([Hanging()], SAMPLES)
+
+
+def test_weights_are_set_by_name():
+    rewards = [Length(), ConstantReward(1.0)]
+    weigh_by_name(rewards, {"constant": 0.25})
+    assert [reward.weight for reward in rewards] == [1.0, 0.25]
+    with pytest.raises(ConfigError, match="names no reward of the task: 'lenght'. Did you mean 'length'?"):
+        weigh_by_name(rewards, {"lenght": 1.0})
+
+
+def test_a_row_that_cannot_be_scored_is_named():
+    class Refusing(Length):
+        def unscorable(self, sample):
+            return "it has no answer" if sample.reference is None else None
+
+    check_row([Length(), Refusing()], Sample("", "", 5), "Row 3")
+    with pytest.raises(ConfigError, match=r"Row 3 cannot be scored by Reward 'length' \(Refusing\): it has no answer"):
+        check_row([Length(), Refusing()], Sample("", "", None), "Row 3")

@@ -10,9 +10,10 @@ from lit_qrl.data.conversations import is_conversation, posed, read_turns, split
 from lit_qrl.data.sources import check_columns, read_rows
 from lit_qrl.data.task import Message, Row, Task, normalized, solved
 from lit_qrl.errors import ConfigError
-from lit_qrl.rewards.base import Reward, Sample, check_names
+from lit_qrl.rewards.base import Reward, Sample, check_names, check_row
 from lit_qrl.rewards.constant import ConstantReward
 from lit_qrl.rewards.format import FormatReward
+from lit_qrl.rewards.function import as_rewards
 from lit_qrl.rewards.math import MathReward
 
 log = logging.getLogger(__name__)
@@ -45,15 +46,15 @@ class DatasetTask(Task):
         system_prompt: the system message, if any, of rows without one of their own.
         prompt_suffix: put after every question; after the last user turn of a conversation.
         chat: pose chat messages; else plain text.
-        rewards: what is learned from; by default `MathReward`.
+        rewards: what is learned from; by default `MathReward`. A plain function may stand for a reward.
         correct: decides what counts as solved (a score of 1); by default the first of `rewards` that looks at the
             answer, else a `MathReward`.
         seed: of the draw of held-out rows.
         name: of the task.
 
     Raises:
-        ConfigError: an argument is wrong; in `setup`, a file or a column is missing, a row has no prompt or answer, or
-            no row is left.
+        ConfigError: an argument is wrong; in `setup`, a file or a column is missing, a row has no prompt or answer or
+            one that no completion can meet, or no row is left.
     """
 
     # Texts are `str` with an empty default: of a `str | None`, the parser reads the value as YAML first, to which
@@ -89,10 +90,10 @@ class DatasetTask(Task):
         self.answer_pattern = _compiled(answer_pattern) if answer_pattern else None
         self.row_filter = dict(row_filter or {})
         self.system_prompt, self.prompt_suffix, self.chat = system_prompt, prompt_suffix, chat
-        self.rewards = [MathReward()] if rewards is None else list(rewards)
+        self.rewards = [MathReward()] if rewards is None else as_rewards(rewards)
         check_names(self.rewards)
         judges = [reward for reward in self.rewards if not isinstance(reward, (FormatReward, ConstantReward))]
-        self.correct: Reward = correct or (judges[0] if judges else MathReward())
+        self.correct: Reward = as_rewards([correct or (judges[0] if judges else MathReward())])[0]
         self._train: list[dict[str, Any]] = []
         self._evaluation: list[dict[str, Any]] = []
 
@@ -205,6 +206,8 @@ class DatasetTask(Task):
                 given=f"…{str(answer)[-80:]}",
                 remedy="Correct answer_pattern, or leave it out.",
             )
+        judges = dict.fromkeys((*self.rewards, self.correct))
+        check_row(list(judges), Sample("", "", self.reference(row), row), where)
 
     def _check_turns(self, turns: Sequence[Any], where: str) -> None:
         posed_turns, _ = split_answer(read_turns(turns, where))

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from lit_qrl.data.task import Message, Row, Task, solved
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards.base import Reward, Sample, check_names
+from lit_qrl.rewards.function import as_rewards
 
 # One problem in eight is held out. By hash and not by draw, so that no seed trains on what another seed evaluates,
 # and the policy that ships, which saw the other seven, can be evaluated under every seed.
@@ -89,7 +90,7 @@ class GeneratedTask(Task):
         self.train_size, self.evaluation_size, self.seed = train_size, evaluation_size, seed
         self.prompt_format, self.evaluation_path, self.exclude = prompt_format, evaluation_path, list(exclude or [])
         self._judge = self.reward()
-        self.rewards = [self.reward()] if rewards is None else list(rewards)
+        self.rewards = [self.reward()] if rewards is None else as_rewards(rewards)
         check_names(self.rewards)
         self._train: list[dict[str, Any]] = []
         self._evaluation: list[dict[str, Any]] = []

@@ -7,7 +7,7 @@ from typing import Any
 
 from lit_qrl.data.task import Message, Row, Task
 from lit_qrl.errors import ConfigError
-from lit_qrl.rewards.base import Reward, Sample, Scores
+from lit_qrl.rewards.base import Reward, RewardProgress, Sample, Score, Scores, no_progress
 
 log = logging.getLogger(__name__)
 
@@ -104,11 +104,19 @@ class Mixture(Task):
                 correct[position] = one
         return correct
 
-    def score(self, samples: Sequence[Sample], error_reward: float = 0.0) -> Scores:
-        total = [0.0] * len(samples)
-        parts = {reward.name: [0.0] * len(samples) for reward in self.rewards}
+    def score(
+        self,
+        samples: Sequence[Sample],
+        error_reward: Score = 0.0,
+        group_size: int = 1,
+        progress: RewardProgress = no_progress,
+    ) -> Scores:
+        total: list[Score] = [0.0] * len(samples)
+        parts: dict[str, list[Score]] = {reward.name: [0.0] * len(samples) for reward in self.rewards}
         errors = 0
-        for positions, scores in self._by_task(samples, lambda task, own: task.score(own, error_reward)):
+        for positions, scores in self._by_task(
+            samples, lambda task, own: task.score(own, error_reward, group_size, progress)
+        ):
             errors += scores.errors
             for i, position in enumerate(positions):
                 total[position] = scores.total[i]

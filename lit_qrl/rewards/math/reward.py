@@ -43,6 +43,8 @@ class MathReward(Reward):
     [1.0, 0.0, 0.0]
     """
 
+    time_limit = None  # each comparison has its own
+
     def __init__(
         self,
         weight: float = 1.0,

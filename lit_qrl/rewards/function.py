@@ -1,0 +1,198 @@
+"""A plain function as a reward, by the signature that TRL's users write."""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from lit_qrl.errors import ConfigError, nearest
+from lit_qrl.rewards.base import Reward, Sample, Score
+from lit_qrl.rewards.service import awaited, gather
+from lit_qrl.rewards.workers import Failure
+
+Function = Callable[..., Any]
+GIVEN = ("prompts", "completions", "references")
+"""Parameters that are not columns."""
+RESERVED = (*GIVEN, "prompt", "completion")
+"""Columns that are not passed under their own names, as in TRL."""
+
+
+class FunctionReward(Reward):
+    """Calls `function(completions=…, prompts=…, **columns)` and takes the numbers that it returns.
+
+    The function may be `async`. All arguments are lists with one entry for each sample; it gets those of `prompts`,
+    `completions`, `references` (the gold answers) and the row's columns that it names, and with `**kwargs` all of
+    them. It returns a number for each, or None for a sample that it leaves out.
+
+    Args:
+        function: `package.module.function`, or the function.
+        weight: factor in the sum of rewards.
+        name: of the metric; by default the function's.
+        arguments: further arguments of the function, by name.
+        completions: what a completion is: its `text`, or `messages`, a list with the assistant's message. `auto` is
+            messages where a column of the row holds the prompt as messages, and text otherwise.
+        concurrency: 0 calls the function once with all samples; a number calls it for each sample alone, so many at the
+            same time (in threads, or as coroutines), for a function that waits for a service.
+        timeout: seconds for one of these calls.
+        retries: how often one of these calls is repeated when it raised or was late; the pause doubles each time.
+        time_limit: seconds for all samples together.
+
+    Raises:
+        ConfigError: there is no such function, or an argument is out of range.
+
+    >>> def shortness(completions, **kwargs):
+    ...     return [-len(completion) for completion in completions]
+    >>> FunctionReward(shortness)([Sample("", "abc"), Sample("", "a")])
+    [-3, -1]
+    """
+
+    def __init__(
+        self,
+        function: str | Function,
+        weight: float = 1.0,
+        name: str = "",
+        arguments: dict[str, Any] | None = None,
+        completions: Literal["auto", "text", "messages"] = "auto",
+        concurrency: int = 0,
+        timeout: float = 60.0,
+        retries: int = 2,
+        time_limit: float = 600.0,
+    ) -> None:
+        self.function = find_function(function) if isinstance(function, str) else function
+        inner = getattr(self.function, "__qualname__", type(self.function).__name__)
+        self.path = function if isinstance(function, str) else f"{getattr(self.function, '__module__', '')}.{inner}"
+        self.name, self.weight = name or self.path.rpartition(".")[2], weight
+        for key, value, least in (
+            ("concurrency", concurrency, 0),
+            ("retries", retries, 0),
+            ("timeout", timeout, 1e-3),
+            ("time_limit", time_limit, 1e-3),
+        ):
+            if not value >= least:
+                raise ConfigError(f"{key} of {self.described} is too small.", expected=f">= {least:g}", given=value)
+        self.arguments, self.completions = dict(arguments or {}), completions
+        self.concurrency, self.timeout, self.retries, self.time_limit = concurrency, timeout, retries, time_limit
+        self.failures = {}
+        try:
+            parameters = inspect.signature(self.function).parameters.values()
+        except (TypeError, ValueError):  # a builtin
+            parameters = ()
+        self._takes_all = not parameters or any(one.kind is one.VAR_KEYWORD for one in parameters)
+        named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        self._named = {one.name for one in named}
+        self._required = {one.name for one in named if one.default is one.empty} - {*self.arguments, *GIVEN}
+
+    @property
+    def described(self) -> str:
+        return f"Reward {self.name!r} (function {self.path})"
+
+    def unscorable(self, sample: Sample) -> str | None:
+        """Return which parameter of the function a row has no column for, or None."""
+        missing = sorted(self._required - sample.columns.keys())
+        if not missing:
+            return None
+        return (
+            f"the function requires {missing[0]!r}, which is no column; a row has {', '.join(sorted(sample.columns))} "
+            f"beside {', '.join(GIVEN)}"
+        )
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+        self.failures = {}
+        if not self.concurrency:
+            return awaited(self.function(**self._arguments(samples)), self.time_limit or float("inf"))
+        calls = [lambda sample=sample: self.function(**self._arguments([sample])) for sample in samples]
+        returned = gather(
+            calls, self.concurrency, self.timeout, self.retries, self.progress, 0.95 * (self.time_limit or float("inf"))
+        )
+        self.failures = {i: one.reason for i, one in enumerate(returned) if isinstance(one, Failure)}
+        if len(self.failures) == len(samples) > 0:
+            raise RuntimeError(f"every call failed, the first with {self.failures[0]}")
+        return [None if isinstance(one, Failure) else self._single(one, samples[i]) for i, one in enumerate(returned)]
+
+    def _single(self, returned: Any, sample: Sample) -> Any:
+        """Return the score of a call for one sample; it may come as a list, or alone."""
+        if isinstance(returned, (list, tuple)) or getattr(returned, "ndim", 0) == 1:
+            if len(returned) != 1:
+                raise ConfigError(
+                    f"{self.described} returned the wrong number of scores.",
+                    expected="1, since with concurrency each call has one sample",
+                    given=f"{len(returned)} for the completion {sample.completion[:60]!r}",
+                    remedy="Return a list with one number, or None.",
+                )
+            return returned[0]
+        return returned
+
+    def _arguments(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        prompts, completions = [], []
+        for sample in samples:
+            messages = conversation(sample.columns)
+            as_messages = messages is not None if self.completions == "auto" else self.completions == "messages"
+            shown = messages or [{"role": "user", "content": sample.prompt}]
+            prompts.append(shown if as_messages else sample.prompt)
+            answer = [{"role": "assistant", "content": sample.completion}]
+            completions.append(answer if as_messages else sample.completion)
+        columns = list(dict.fromkeys(name for sample in samples for name in sample.columns))
+        values = {name: [sample.columns.get(name) for sample in samples] for name in columns if name not in RESERVED}
+        values |= {"prompts": prompts, "completions": completions, "references": [one.reference for one in samples]}
+        if not self._takes_all:
+            values = {name: value for name, value in values.items() if name in self._named}
+        return {**values, **self.arguments}
+
+
+def conversation(columns: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the messages that a row holds as its prompt, or None; `prompt` and `messages` before other columns.
+
+    >>> conversation({"question": "1+1", "chat": [{"role": "user", "content": "1+1"}]})
+    [{'role': 'user', 'content': '1+1'}]
+    """
+    for name in dict.fromkeys(("prompt", "messages", *columns)):
+        value = columns.get(name)
+        if isinstance(value, list) and value and all(isinstance(one, Mapping) and "role" in one for one in value):
+            return [dict(one) for one in value]
+    return None
+
+
+def find_function(path: str) -> Function:
+    """Return the function at `package.module.name`.
+
+    Raises:
+        ConfigError: the module cannot be imported, or has no such function.
+
+    >>> find_function("math.gcd")(12, 18)
+    6
+    """
+    where, _, name = path.rpartition(".")
+    try:
+        module: Any = importlib.import_module(where)
+    except ValueError as error:
+        raise ConfigError(
+            f"The reward function {path!r} has no module.", expected="package.module.function", given=path
+        ) from error
+    except Exception as error:
+        raise ConfigError(
+            f"The reward function {path!r} cannot be imported: {type(error).__name__}: {str(error).rstrip('.')}.",
+            remedy="A file in the working directory is found by its name; else set PYTHONPATH.",
+        ) from error
+    found = getattr(module, name, None)
+    if found is None:
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise ConfigError(
+            f"There is no function {name!r} in {where}.",
+            remedy=nearest(name, known) if known else "The module has no function.",
+        )
+    if not callable(found) or inspect.isclass(found):
+        raise ConfigError(
+            f"{path} is no function.", expected="a function that returns scores", given=type(found).__name__
+        )
+    return found
+
+
+def as_rewards(given: Sequence[Reward | Function]) -> list[Reward]:
+    """Return a list of rewards, plain functions among them as `FunctionReward`.
+
+    >>> def score(completions):
+    ...     return [0.0] * len(completions)
+    >>> as_rewards([score])[0].name
+    'score'
+    """
+    return [one if isinstance(one, Reward) else FunctionReward(one) for one in given]

@@ -1,0 +1,189 @@
+import asyncio
+import threading
+
+import pytest
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.rewards import FunctionReward, Sample, score_all
+from lit_qrl.rewards.function import as_rewards, conversation, find_function
+
+HERE = "tests.rewards.test_function"
+SAMPLES = [Sample(f"{i}+1=", str(i + 1), str(i + 1), {"question": f"{i}+1=", "answer": i + 1}) for i in range(4)]
+
+
+def right(completions, answer, **kwargs):
+    return [float(given == str(wanted)) for given, wanted in zip(completions, answer, strict=True)]
+
+
+async def right_async(prompts, completions, answer):
+    await asyncio.sleep(0)
+    return right(completions, answer)
+
+
+def everything(**kwargs):
+    seen.append(kwargs)
+    return [0.0] * len(kwargs["completions"])
+
+
+seen = []
+NO_FUNCTION = 5
+
+
+@pytest.mark.parametrize("function", [right, right_async, f"{HERE}.right", f"{HERE}.right_async"])
+@pytest.mark.parametrize("concurrency", [0, 3])
+def test_functions_of_trl_s_signature(function, concurrency):
+    reward = FunctionReward(function, weight=0.5, concurrency=concurrency)
+    wrong = Sample("9+1=", "11", "10", {"question": "9+1=", "answer": 10})
+    assert score_all([reward], [*SAMPLES, wrong]).total == [0.5] * 4 + [0.0]
+    assert reward.name in ("right", "right_async")
+
+
+def test_a_function_gets_columns_as_lists_and_only_what_it_names():
+    FunctionReward(everything, arguments={"scale": 2})(SAMPLES[:2])
+    assert seen.pop() == {
+        "prompts": ["0+1=", "1+1="],
+        "completions": ["1", "2"],
+        "references": ["1", "2"],
+        "question": ["0+1=", "1+1="],
+        "answer": [1, 2],
+        "scale": 2,
+    }
+    assert FunctionReward(lambda completions, scale=1: [scale] * len(completions), arguments={"scale": 3})(SAMPLES) == [
+        3
+    ] * 4
+
+
+def test_rows_that_are_conversations_give_messages():
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1"}]
+    samples = [Sample("rendered", "2", None, {"prompt": messages, "level": 3})]
+    FunctionReward(everything)(samples)
+    given = seen.pop()
+    assert given["prompts"] == [messages]
+    assert given["completions"] == [[{"role": "assistant", "content": "2"}]]
+    assert given["level"] == [3]
+    FunctionReward(everything, completions="text")(samples)
+    assert seen.pop()["completions"] == ["2"]
+    FunctionReward(everything, completions="messages")(SAMPLES[:1])
+    given = seen.pop()
+    assert given["prompts"] == [[{"role": "user", "content": "0+1="}]]
+    assert given["completions"] == [[{"role": "assistant", "content": "1"}]]
+    assert conversation({"tags": ["a"], "chat": messages}) == messages
+    assert conversation({"tags": [], "question": "1+1"}) is None
+
+
+def test_none_leaves_a_sample_out():
+    reward = FunctionReward(lambda completions: [None if text == "2" else 1.0 for text in completions])
+    assert score_all([reward], SAMPLES, group_size=4).total == [1.0, None, 1.0, 1.0]
+
+
+def test_a_service_that_fails_on_a_sample_costs_that_one_after_retries(monkeypatch):
+    monkeypatch.setattr("lit_qrl.rewards.service.FIRST_PAUSE", 0.0)
+    tries = []
+
+    def judge(completions, question):
+        tries.append(completions[0])
+        if completions[0] == "2" or (completions[0] == "3" and tries.count("3") < 3):
+            raise ConnectionError("busy")
+        return 1.0
+
+    shown = []
+    reward = FunctionReward(judge, name="judge", concurrency=2, retries=2)
+    scores = score_all([reward], SAMPLES, error_reward=None, progress=lambda name: lambda *done: shown.append(done))
+    assert scores.total == [1.0, None, 1.0, 1.0]
+    assert scores.errors == 1
+    assert reward.failures == {1: "ConnectionError: busy"}
+    assert (tries.count("2"), tries.count("3")) == (3, 3)
+    assert shown == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_a_service_that_hangs_costs_its_sample():
+    hangs = threading.Event()
+    reward = FunctionReward(
+        lambda completions: hangs.wait(60) if completions[0] == "2" else [1.0],
+        concurrency=4, timeout=0.3, retries=0,
+    )  # fmt: skip
+    assert score_all([reward], SAMPLES, error_reward=-1.0).total == [1.0, -1.0, 1.0, 1.0]
+    assert reward.failures == {1: "not done within 0.3 s"}
+    hangs.set()
+
+
+def test_a_coroutine_that_hangs_is_cancelled():
+    cancelled = threading.Event()
+
+    async def judge(completions):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    with pytest.raises(ConfigError, match=r"'judge'.*not done within 0.2 s"):
+        score_all([FunctionReward(judge, time_limit=0.2)], SAMPLES)
+    assert cancelled.wait(30)
+
+
+def test_a_service_that_is_away_for_all_is_a_failed_call():
+    def judge(completions):
+        raise ConnectionError("refused")
+
+    with pytest.raises(ConfigError, match=r"'judge' .*every call failed, the first with ConnectionError: refused"):
+        score_all([FunctionReward(judge, concurrency=2, retries=0)], SAMPLES)
+
+
+@pytest.mark.parametrize("returned", [[1.0], None, "four", [1.0, 2.0, float("nan"), 0.0], ["a", "b", "c", "d"]])
+def test_what_a_function_must_not_return_is_an_error_that_names_it(returned):
+    def score(completions):
+        return returned
+
+    with pytest.raises(ConfigError, match=r"Reward 'score' \(function tests.rewards.test_function.*score\)") as caught:
+        score_all([FunctionReward(score)], SAMPLES)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_call_for_one_sample_returns_one_score():
+    with pytest.raises(ConfigError, match="with concurrency each call has one sample"):
+        score_all([FunctionReward(lambda completions: [1.0, 2.0], concurrency=1)], SAMPLES)
+
+
+def test_an_error_in_a_function_is_told_with_its_place():
+    def score(completions):
+        return [completions[0]["content"]]
+
+    with pytest.raises(ConfigError, match=r"TypeError: string indices .*test_function.py, line \d+") as caught:
+        score_all([FunctionReward(score)], SAMPLES)
+    assert "'1'" in str(caught.value)
+
+
+def test_a_parameter_without_a_column_is_known_from_a_row():
+    reward = FunctionReward(lambda completions, solution: [0.0])
+    assert "requires 'solution', which is no column; a row has answer, question" in reward.unscorable(SAMPLES[0])
+    assert FunctionReward(right).unscorable(SAMPLES[0]) is None
+
+
+@pytest.mark.parametrize(
+    "path, words",
+    [
+        ("score", "has no module"),
+        ("nosuch.score", "cannot be imported: ModuleNotFoundError"),
+        (f"{HERE}.rihgt", "Did you mean 'right'?"),
+        (f"{HERE}.NO_FUNCTION", "is no function"),
+        (f"{HERE}.Sample", "is no function"),
+    ],
+)
+def test_a_function_that_is_not_there(path, words):
+    with pytest.raises(ConfigError) as caught:
+        find_function(path)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [{"concurrency": -1}, {"retries": -1}, {"timeout": 0.0}, {"time_limit": 0.0}])
+def test_wrong_arguments(wrong):
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))} of Reward 'right'"):
+        FunctionReward(right, **wrong)
+
+
+def test_functions_stand_for_rewards():
+    reward = FunctionReward(right)
+    found = as_rewards([reward, right])
+    assert found[0] is reward
+    assert (found[1].name, found[1].function) == ("right", right)

@@ -1,0 +1,92 @@
+import asyncio
+import threading
+
+import pytest
+
+from lit_qrl.rewards import service
+from lit_qrl.rewards.service import awaited, gather
+from lit_qrl.rewards.workers import Failure
+
+
+def test_results_are_in_order_and_no_more_run_at_once_than_allowed():
+    lock, inside, most = threading.Lock(), 0, 0
+    barrier = threading.Barrier(3, timeout=30)  # nine calls, three at a time, meet here in threes
+
+    def call(i):
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        barrier.wait()
+        with lock:
+            inside -= 1
+        barrier.wait()
+        return i
+
+    assert gather([lambda i=i: call(i) for i in range(9)], concurrency=3, timeout=60) == list(range(9))
+    assert most == 3
+
+
+def test_coroutines_wait_at_the_same_time():
+    started, all_started = [], asyncio.Event()
+
+    async def call(i):
+        started.append(i)
+        if len(started) == 5:
+            all_started.set()
+        await all_started.wait()
+        return i
+
+    assert gather([lambda i=i: call(i) for i in range(5)], concurrency=5, timeout=60) == list(range(5))
+
+
+def test_what_fails_or_is_late_is_a_failure_and_tried_again(monkeypatch):
+    monkeypatch.setattr(service, "FIRST_PAUSE", 0.01)
+    tries = [0, 0, 0]
+    never = threading.Event()
+
+    def call(i):
+        tries[i] += 1
+        if i == 0:
+            never.wait(60)
+        if i == 1 and tries[1] < 2:
+            raise ValueError("once")
+        return i
+
+    results = gather([lambda i=i: call(i) for i in range(3)], concurrency=3, timeout=0.2, retries=1)
+    never.set()
+    assert results == [Failure("not done within 0.2 s"), 1, 2]
+    assert tries == [2, 2, 1]
+
+
+def test_all_together_have_a_limit():
+    never = threading.Event()
+    results = gather([lambda: never.wait(60)] * 3, concurrency=1, timeout=60, retries=5, limit=0.2)
+    never.set()
+    assert results[0] == Failure("not done within 0.2 s")
+    assert results[1:] == [Failure("its turn did not come within 0.2 s")] * 2
+
+
+def test_nothing_to_do():
+    assert gather([], concurrency=2, timeout=1) == []
+
+
+def test_the_event_loop_stays_open_between_calls():
+    async def where():
+        return asyncio.get_running_loop()
+
+    first, second = awaited(where(), 60), awaited(where(), 60)
+    assert first is second
+    assert first.is_running()
+    assert awaited([1.0], 60) == [1.0]
+
+
+def test_a_late_coroutine_is_named_and_its_own_timeout_is_its_own():
+    with pytest.raises(TimeoutError, match="not done within 0.05 s"):
+        awaited(asyncio.sleep(60), 0.05)
+
+    async def own():
+        raise TimeoutError("the service")
+
+    with pytest.raises(TimeoutError, match="the service"):
+        awaited(own(), 60)
