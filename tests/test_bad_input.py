@@ -36,6 +36,34 @@ class NaNReward(Reward):
         return [float("nan")] * len(samples)
 
 
+class HangingReward(Reward):
+    time_limit = 0.2
+
+    def __call__(self, samples):
+        while True:
+            pass
+
+
+def few(completions):
+    return [1.0]
+
+
+def words(completions):
+    return ["good"] * len(completions)
+
+
+def nothing(completions):
+    return None
+
+
+def raising(completions, question):
+    return [completion["content"] for completion in completions]
+
+
+def needy(completions, solution):
+    return [0.0] * len(completions)
+
+
 NORM = "model.norm.weight"
 
 
@@ -213,6 +241,22 @@ KNOWN_BEFORE_A_MODEL = {
     "callbacks of one state": (
         ["--trainer.callbacks+=lightning.pytorch.callbacks.Timer"] * 2,
         ["cannot tell apart", "Timer", "Remove one"],
+    ),
+    "reward function that is not there": (
+        ["--data.task.rewards+=tests.test_bad_input.fwe"],
+        ["no reward 'fwe' in 'tests.test_bad_input'", "Did you mean 'few'?"],
+    ),
+    "reward function with a column that is not there": (
+        ["--data.task.rewards", '[{"class_path": "tests.test_bad_input.needy"}]'],
+        ["Row 1 of 'rows.jsonl'", "function tests.test_bad_input.needy", "'solution', which is no column", "answer"],
+    ),
+    "setting of a reward function": (
+        ["--data.task.rewards", '[{"class_path": "tests.test_bad_input.few", "init_args": {"wait": 1}}]'],
+        ["'wait'"],
+    ),
+    "weight of a reward that is not there": (
+        ["--data.reward_weights", '{"maths": 0.5}'],
+        ["data.reward_weights names no reward of the task: 'maths'", "Did you mean 'math'?"],
     ),
     "missing file": (["--data.task.path", "rowz.jsonl"], ["'rowz.jsonl' does not exist", "Did you mean 'rows.jsonl'?"]),
     "missing column": (
@@ -511,7 +555,12 @@ def test_what_is_known_with_the_model_comes_before_anything_is_drawn(name, run, 
     ("cls", "words"),
     [
         (ShortReward, ["'ShortReward'", "wrong number of scores", "Expected: 16", "Given: 1"]),
-        (NaNReward, ["'NaNReward'", "not a finite number", "nan for sample 0"]),
+        (NaNReward, ["'NaNReward'", "not a finite number", "nan for sample 0", "the completion"]),
+        (HangingReward, ["'HangingReward'", "not done within 0.2 s", "raise its `time_limit`"]),
+        (few, ["'few' (function tests.test_bad_input.few)", "wrong number of scores", "Expected: 16", "Given: 1"]),
+        (words, ["function tests.test_bad_input.words", "not a finite number", "'good' for sample 0"]),
+        (nothing, ["function tests.test_bad_input.nothing", "Given: a NoneType"]),
+        (raising, ["function tests.test_bad_input.raising", "TypeError", "test_bad_input.py, line", "concurrency: 1"]),
     ],
 )
 def test_a_reward_that_breaks_its_contract_ends_the_run_with_its_report(cls, words, run, tmp_path):

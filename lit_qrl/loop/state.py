@@ -98,14 +98,18 @@ class IterationState:
             return
         tokens = float(rollout.mask.sum())  # waits for the device, so that the update is over
         self.update_ends()
-        rewards = rollout.rewards[~rollout.rewards.isnan()]
-        if len(rewards):
-            lengths = rollout.completion_length[~rollout.rewards.isnan()]  # of the others, no token counts
-            self.metrics.update({"reward/mean": rewards.mean(), "rollout/length": lengths.float().mean()})
-            self.metrics.value("reward/std", rewards.std() if len(rewards) > 1 else 0.0)
-        for name, values in rollout.reward_parts.items():
-            if not bool(values.isnan().all()):
-                self.metrics.value(f"reward/{name}", values.nanmean())
+        scored = ~rollout.rewards.isnan()
+        of_scored = {
+            "reward/mean": rollout.rewards,
+            "rollout/length": torch.where(scored, rollout.completion_length.float(), torch.nan),
+            **{f"reward/{name}": values for name, values in rollout.reward_parts.items()},
+        }
+        for name, values in of_scored.items():
+            self.metrics.add(name, mean_of_given(values))
+        spread = mean_of_given((rollout.rewards - mean_of_given(rollout.rewards)[0]).square())
+        count = scored.sum()
+        spread[0] = (spread[0] * count / (count - 1).clamp(min=1)).sqrt()
+        self.metrics.add("reward/std", spread)
         self.metrics.update(
             {
                 "rollout/stopped": rollout.stopped.float().mean(),
@@ -125,3 +129,14 @@ class IterationState:
         """Return the closed iteration's metrics, once: the epoch end that a resumed run repeats has none."""
         row, self.row = self.row, {}
         return row
+
+
+def mean_of_given(values: Tensor) -> Tensor:
+    """Return (mean of the values that are not NaN, 1), or (0, 0) where all are: an observation of a metric.
+
+    >>> mean_of_given(torch.tensor([1.0, torch.nan, 2.0])), mean_of_given(torch.tensor([torch.nan]))
+    (tensor([1.5000, 1.0000]), tensor([0., 0.]))
+    """
+    given = ~values.isnan()
+    count = given.sum()
+    return torch.stack([torch.where(given, values, 0.0).sum() / count.clamp(min=1), (count > 0).to(values.dtype)])

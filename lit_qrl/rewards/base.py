@@ -58,6 +58,7 @@ class Reward(Described, ABC):
     name: str
     weight: float = 1.0
     batched: ClassVar[bool] = True
+    singly: ClassVar[str] = "`batched = False`"
     time_limit: float | None = 600.0
     failures: Mapping[int, str] = {}
     progress: Callable[[int, int], None] | None = None
@@ -233,8 +234,8 @@ def _scored(reward: Reward, samples: Sequence[Sample]) -> tuple[list[Score], dic
                 f"{reward.described} failed on the first {len(samples)} samples: {why}.",
                 expected="a score, or None, for each",
                 given=f"samples such as {_shown(samples[0])}" if samples else None,
-                remedy=f"{slow}Correct it; for what it cannot judge let it return None. With `batched = False` it is called "
-                "for one sample at a time, and a failure costs that one alone.",
+                remedy=f"{slow}Correct it; for what it cannot judge let it return None. With {reward.singly} it is "
+                "called for one sample at a time, and a failure costs that one alone.",
             ) from error
         if reward.failed_calls >= MAX_FAILED_CALLS:
             raise StoppedError(

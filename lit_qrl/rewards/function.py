@@ -46,6 +46,8 @@ class FunctionReward(Reward):
     [-3, -1]
     """
 
+    singly = "`concurrency: 1`"
+
     def __init__(
         self,
         function: str | Function,

@@ -9,9 +9,10 @@ from lit_qrl.data.module import Problem, RolloutDataModule
 from lit_qrl.loop.iteration import roll_out
 from lit_qrl.loop.state import IterationState
 from lit_qrl.objective import DAPO, GRPO
+from lit_qrl.rewards import ConstantReward
 from lit_qrl.types import Completion, no_all_reduce
 from tests.functional.helpers import Ranks
-from tests.tiny_run import DigitReward, DigitTask, fit
+from tests.tiny_run import DigitReward, DigitTask, fit, parameters_of
 
 
 class Dealt(RLCallback):
@@ -146,4 +147,60 @@ def test_ranks_that_resample_different_numbers_of_groups_draw_no_prompt_twice_an
         assert len(batch) == 8
         varied = batch.rewards.view(-1, 2).sum(1) > 0
         assert bool(varied.all()) or rounds < 10
-        assert set(metrics) == {"rollout/zero_variance_groups", "guard/reward_errors"}
+        assert set(metrics) == {"rollout/zero_variance_groups", "guard/reward_errors", "reward/unscored"}
+
+
+class Undecided(DigitReward):
+    """Gives the first completion of each prompt no score, and none of the second prompt's."""
+
+    def __call__(self, samples):
+        scores = super().__call__(samples)
+        return [None if i % 4 == 0 or 4 <= i < 8 else score + i for i, score in enumerate(scores)]
+
+
+def test_a_completion_without_a_score_is_in_no_statistic_and_no_loss(tmp_path):
+    seen = Dealt()
+    _, module, _ = fit(
+        tmp_path,
+        callbacks=[seen],
+        objective=GRPO(scale="none", baseline="leave_one_out"),
+        task=DigitTask(reward=Undecided()),
+        trainer={"max_epochs": 1},
+    )
+    (rollout,) = seen.rollouts
+    unscored = [i % 4 == 0 or 4 <= i < 8 for i in range(16)]
+    assert rollout.rewards.isnan().tolist() == unscored
+    assert (rollout.completion_length == 0).tolist() == unscored
+    for i in range(16):
+        known = [float(rollout.rewards[j]) for j in range(i // 4 * 4, i // 4 * 4 + 4) if not unscored[j] and j != i]
+        wanted = 0.0 if unscored[i] else float(rollout.rewards[i]) - sum(known) / len(known)
+        assert float(rollout.advantages[i]) == pytest.approx(wanted, abs=1e-5)
+    row = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
+    metrics = dict(zip(row[0].split(","), row[1].split(","), strict=True))
+    scored = rollout.rewards[~rollout.rewards.isnan()]
+    assert float(metrics["reward/unscored"]) == 7 / 16
+    assert float(metrics["reward/mean"]) == pytest.approx(float(scored.mean()), rel=1e-5)
+    assert float(metrics["reward/digits"]) == pytest.approx(float(scored.mean()), rel=1e-5)
+    assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
+
+
+class Silent(DigitReward):
+    def __call__(self, samples):
+        return [None] * len(samples)
+
+
+def test_a_rollout_without_any_score_changes_nothing_and_the_run_goes_on(tmp_path):
+    trainer, module, _ = fit(tmp_path / "silent", task=DigitTask(reward=Silent()), trainer={"max_epochs": 2})
+    _, before, _ = fit(tmp_path / "constant", task=DigitTask(reward=ConstantReward()), trainer={"max_epochs": 2})
+    assert trainer.current_epoch == 2
+    assert torch.equal(parameters_of(module), parameters_of(before))  # equal rewards teach nothing either
+
+
+def test_dynamic_sampling_looks_at_the_scores_that_were_given():
+    learner = rank_of(1, 0, no_all_reduce, 1)
+    learner.iteration = IterationState()
+    nan = float("nan")
+    given = iter([[nan, 1.0, nan, nan, 0.0, 1.0, 1.0, 1.0], [0.0, 1.0] * 3])
+    learner.data.reward = lambda problems, completions: (torch.tensor(next(given)), {}, 0.0)
+    rollout = roll_out(learner)
+    assert rollout.rewards.tolist() == [0.0, 1.0] * 4  # one group varied at first, three were drawn again

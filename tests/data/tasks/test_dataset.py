@@ -269,6 +269,32 @@ def test_a_set_that_is_only_evaluated_on_has_no_training_rows(path):
     assert len(ready(path, split=None, evaluation_size=3).evaluation_rows()) == 3
 
 
+@pytest.mark.parametrize(
+    "answer, rewards, words",
+    [
+        (r"\\frac{1}{2", None, "cannot be scored by Reward 'math' (MathReward): its brackets do not match"),
+        ("We add 3. Then we are done.", None, "it is a text that marks no answer"),
+        ("4", [lambda completions, solution: [0.0]], "requires 'solution', which is no column"),
+    ],
+)
+def test_a_row_that_no_completion_can_solve_is_refused_by_its_number(path, answer, rewards, words):
+    with open(path, "a") as file:
+        file.write(f'{{"question": "a", "answer": "{answer}"}}\n')
+    with pytest.raises(ConfigError) as caught:
+        ready(path, rewards=rewards)
+    assert words in str(caught.value)
+    assert f"Row {1 if rewards else 21} of" in str(caught.value)
+
+
+def test_functions_are_rewards():
+    def score(completions):
+        return [float(len(completion)) for completion in completions]
+
+    task = DatasetTask("a.jsonl", rewards=[score], correct=score)
+    assert [reward.name for reward in task.rewards] == ["score"]
+    assert task.is_correct([Sample("", "x"), Sample("", "")]) == [True, False]
+
+
 def test_what_counts_as_correct():
     samples = [Sample("", r"\boxed{5}", "5"), Sample("", r"\boxed{6}", "5"), Sample("", "5", "5")]
     for rewards in (None, [MathReward()], [ConstantReward()], [FormatReward(["a"]), MathReward(weight=0.1)]):
@@ -281,6 +307,8 @@ def test_what_counts_as_correct():
 
 def test_a_judge_that_raises_counts_the_sample_as_wrong():
     class Judge(Reward):
+        batched = False
+
         def __call__(self, samples):
             return [1.0 / len(sample.completion) for sample in samples]
 
