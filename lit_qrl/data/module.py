@@ -16,13 +16,14 @@ from lit_qrl.data.benchmark import Benchmark, Share, evaluation_sets, without_be
 from lit_qrl.data.dataset import RolloutDataset
 from lit_qrl.data.problems import Problem, PromptOrder, admit
 from lit_qrl.data.task import Task
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.loop.generation import scoring_progress
 from lit_qrl.loop.hooks import Learner
 from lit_qrl.network.structure import check_positions, check_tokens
 from lit_qrl.rewards.base import Sample, as_tensor, weigh_by_name
 from lit_qrl.rollout.engine import RolloutEngine
 from lit_qrl.run.description import Described
+from lit_qrl.run.stop import stop_run
 from lit_qrl.types import Completion, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -266,12 +267,17 @@ class RolloutDataModule(Described, LightningDataModule):
         self, problems: Sequence[Problem], completions: Sequence[Completion], task: Task | None = None
     ) -> tuple[Tensor, dict[str, Tensor], float]:
         """Return total rewards, the parts by name, and how many samples' rewards failed; NaN is no score."""
-        total, parts, failed = (task or self.task).score(
-            self.samples(problems, completions, task),
-            self.error_reward,
-            max(len(completions) // max(len(problems), 1), 1),
-            lambda name: scoring_progress(self.trainer, name),
-        )
+        try:
+            total, parts, failed = (task or self.task).score(
+                self.samples(problems, completions, task),
+                self.error_reward,
+                max(len(completions) // max(len(problems), 1), 1),
+                lambda name: scoring_progress(self.trainer, name),
+            )
+        except StoppedError as error:  # a service that is away: the run goes on when it is back
+            if self.trainer is None or not self.trainer.training:
+                raise
+            stop_run(self.trainer, "reward_failed", str(error), save=True, error=error)
         return as_tensor(total), {name: as_tensor(values) for name, values in parts.items()}, float(failed)
 
     # -------------------------------------------------------------------------------------------------------- loaders

@@ -3,14 +3,16 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from lit_qrl.data.benchmark import Benchmark
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.data.problems import Problem
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.run.diary import EVENTS_FILE, read_jsonl
 from lit_qrl.types import Completion
-from tests.tiny_run import DigitTask, build
+from tests.tiny_run import DigitReward, DigitTask, build, fit
 
 SIZES = {"prompts_per_iteration": 4, "group_size": 2, "seed": 0}
 
@@ -179,3 +181,35 @@ def test_the_seed_is_that_of_the_run_unless_given(monkeypatch):
 def test_nothing_is_asked_of_a_module_that_is_not_there():
     with pytest.raises(RuntimeError, match="not attached"):
         _ = RolloutDataModule(DigitTask(), TransformersEngine()).module
+
+
+class Judge(DigitReward):
+    """A service that goes away after its first call."""
+
+    name = "judge"
+    calls = 0
+
+    def __call__(self, samples):
+        self.calls += 1
+        if self.calls > 1:
+            raise ConnectionError("service is away")
+        return super().__call__(samples)
+
+
+def test_a_run_whose_judge_stays_away_stops_with_a_checkpoint_of_before(tmp_path):
+    judge = Judge()
+    with pytest.raises(StoppedError, match=r"'judge' .*failed 3 times in a row.*service is away.*last good checkpoint"):
+        fit(tmp_path, task=DigitTask(reward=judge), trainer={"max_epochs": 9})
+    assert judge.calls == 4
+    saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["global_step"] >= 1
+    events = read_jsonl(tmp_path / "run" / EVENTS_FILE)
+    assert [event["cause"] for event in events if event["kind"] == "stopped"] == ["reward_failed"]
+
+
+def test_weights_of_rewards_are_set_by_name(tmp_path):
+    task = DigitTask()
+    RolloutDataModule(task, TransformersEngine(), reward_weights={"digits": 0.25})
+    assert task.rewards[0].weight == 0.25
+    with pytest.raises(ConfigError, match="Did you mean 'digits'?"):
+        RolloutDataModule(task, TransformersEngine(), reward_weights={"digit": 0.25})
