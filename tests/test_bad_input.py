@@ -243,8 +243,8 @@ KNOWN_BEFORE_A_MODEL = {
         ["cannot tell apart", "Timer", "Remove one"],
     ),
     "reward function that is not there": (
-        ["--data.task.rewards+=tests.test_bad_input.fwe"],
-        ["no reward 'fwe' in 'tests.test_bad_input'", "Did you mean 'few'?"],
+        ["--data.task.rewards+=tests.test_bad_input.fiew"],
+        ["no reward 'fiew' in 'tests.test_bad_input'", "Did you mean 'few'?"],
     ),
     "reward function with a column that is not there": (
         ["--data.task.rewards", '[{"class_path": "tests.test_bad_input.needy"}]'],

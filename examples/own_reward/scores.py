@@ -11,9 +11,7 @@ def closeness(completions, target, **columns) -> list[float | None]:
 
     `completions` has one text for each sample, and each column of the rows, such as `target`, one value.
     """
-    values = [
-        CountdownReward.parse(text, Fraction(wanted)) for text, wanted in zip(completions, target, strict=True)
-    ]
+    values = [CountdownReward.parse(text, Fraction(wanted)) for text, wanted in zip(completions, target, strict=True)]
     return [
         None if value is None else float(1 / (1 + abs(value[0] - Fraction(wanted))))
         for value, wanted in zip(values, target, strict=True)

@@ -45,7 +45,9 @@ class Predictions(Callback):
             trainer.strategy.barrier("predictions")
         rewards = [record["reward"] for record in outputs if record["reward"] is not None]
         correct = sum(record["correct"] for record in outputs)
-        self._sums += torch.tensor([len(outputs), len(rewards), sum(rewards), correct], dtype=torch.float64, device=pl_module.device)
+        self._sums += torch.tensor(
+            [len(outputs), len(rewards), sum(rewards), correct], dtype=torch.float64, device=pl_module.device
+        )
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what was drawn and where it is."""

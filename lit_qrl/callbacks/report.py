@@ -160,7 +160,8 @@ class Report(RLCallback):
         for row in (i * len(batch) // count for i in range(count)):
             ids = batch.tokens[row].tolist()
             used = batch.mask[row].nonzero()
-            end = int(used.max()) + 1 if len(used) else 0
+            unscored = bool(batch.rewards[row].isnan())  # whose tokens are masked
+            end = t if unscored else int(used.max()) + 1 if len(used) else 0
             parts = {name: number(values[row]) for name, values in batch.reward_parts.items()}
             correct = parts.pop("correct", None)
             samples.append(

@@ -24,6 +24,7 @@ MAX_FAILED_CALLS = 3
 Score = float | None
 """None is no score: the sample is left out of its group's statistics."""
 
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One completion to be scored.

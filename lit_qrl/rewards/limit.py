@@ -60,7 +60,8 @@ class _Watch:
         self._send("")
 
     def _send(self, line: str) -> None:
-        assert self._process is not None and self._process.stdin is not None
+        assert self._process is not None
+        assert self._process.stdin is not None
         try:
             self._process.stdin.write(line.encode() + b"\n")
         except OSError:  # it is gone, and the next call has another
@@ -124,7 +125,7 @@ def _alarm(seconds: float) -> Iterator[None]:
         raise TimeoutError(f"not done within {seconds:g} s") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if previous is None else previous)
         if remaining:  # somebody else's clock
             signal.setitimer(signal.ITIMER_REAL, max(remaining - (time.monotonic() - started), 1e-3), interval)
 

@@ -37,7 +37,14 @@ def test_words_of_the_command_line():
     words = in_words(given)
     assert [word.partition("=")[0] for word in words] == ["--rewards+", "--correct", "--rewards"]
     assert [json.loads(word.partition("=")[2]) for word in words] == [spec(), spec(), [spec()]]
-    others = ["--rewards+=MathReward", "--rewards={", "--seed=1", "fit", f"--name={HERE}.score", "--rewards=nosuch.score"]
+    others = [
+        "--rewards+=MathReward",
+        "--rewards={",
+        "--seed=1",
+        "fit",
+        f"--name={HERE}.score",
+        "--rewards=nosuch.score",
+    ]
     assert in_words(others) == others
 
 

@@ -211,5 +211,5 @@ def test_weights_of_rewards_are_set_by_name(tmp_path):
     task = DigitTask()
     RolloutDataModule(task, TransformersEngine(), reward_weights={"digits": 0.25})
     assert task.rewards[0].weight == 0.25
-    with pytest.raises(ConfigError, match="Did you mean 'digits'?"):
+    with pytest.raises(ConfigError, match=r"Did you mean 'digits'\?"):
         RolloutDataModule(task, TransformersEngine(), reward_weights={"digit": 0.25})

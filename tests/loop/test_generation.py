@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lit_qrl.loop.generation import draw, drawn, progress_of
+from lit_qrl.loop.generation import draw, drawn, progress_of, scoring_progress
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.rollout.engine import EngineDiedError
 
@@ -63,3 +63,12 @@ def test_the_bar_moves_where_it_can():
     progress(3, 20)
     assert moved == [("rollout", 3, 8, 20)]
     assert progress_of(SimpleNamespace(progress_bar_callback=object()), "rollout", 8) is None
+
+
+def test_rewards_move_the_bar_where_it_can():
+    shown = []
+    bar = SimpleNamespace(update_scoring=lambda *given: shown.append(given))
+    scoring_progress(SimpleNamespace(progress_bar_callback=bar), "judge")(3, 8)
+    assert shown == [("judge", 3, 8)]
+    assert scoring_progress(SimpleNamespace(progress_bar_callback=None), "judge") is None
+    assert scoring_progress(None, "judge") is None

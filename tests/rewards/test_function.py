@@ -48,9 +48,10 @@ def test_a_function_gets_columns_as_lists_and_only_what_it_names():
         "answer": [1, 2],
         "scale": 2,
     }
-    assert FunctionReward(lambda completions, scale=1: [scale] * len(completions), arguments={"scale": 3})(SAMPLES) == [
-        3
-    ] * 4
+    assert (
+        FunctionReward(lambda completions, scale=1: [scale] * len(completions), arguments={"scale": 3})(SAMPLES)
+        == [3] * 4
+    )
 
 
 def test_rows_that_are_conversations_give_messages():

@@ -82,7 +82,7 @@ def test_the_event_loop_stays_open_between_calls():
 
 
 def test_a_late_coroutine_is_named_and_its_own_timeout_is_its_own():
-    with pytest.raises(TimeoutError, match="not done within 0.05 s"):
+    with pytest.raises(TimeoutError, match=r"not done within 0\.05 s"):
         awaited(asyncio.sleep(60), 0.05)
 
     async def own():

@@ -18,8 +18,52 @@ _BETWEEN_BOXES = re.compile(
 _THINKING = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
 _COMMAND = re.compile(r"(?<!\\)(\\+)([A-Za-z]+)")
 _COMMANDS = frozenset(
-    "frac dfrac tfrac sqrt pi text left right cdot times div infty begin end boxed mathrm mathbf mathbb circ pm cup cap "
-    "le leq ge geq ne neq in emptyset theta alpha beta sin cos tan log ln binom overline langle rangle ldots degree".split()
+    [
+        "frac",
+        "dfrac",
+        "tfrac",
+        "sqrt",
+        "pi",
+        "text",
+        "left",
+        "right",
+        "cdot",
+        "times",
+        "div",
+        "infty",
+        "begin",
+        "end",
+        "boxed",
+        "mathrm",
+        "mathbf",
+        "mathbb",
+        "circ",
+        "pm",
+        "cup",
+        "cap",
+        "le",
+        "leq",
+        "ge",
+        "geq",
+        "ne",
+        "neq",
+        "in",
+        "emptyset",
+        "theta",
+        "alpha",
+        "beta",
+        "sin",
+        "cos",
+        "tan",
+        "log",
+        "ln",
+        "binom",
+        "overline",
+        "langle",
+        "rangle",
+        "ldots",
+        "degree",
+    ]
 )
 _BARE_BOX = re.compile(r"\\boxed\s*(-?\d[\d.,/]*|[A-Za-z](?![A-Za-z]))")
 # GSM8K's own mark. Only a number up to the end of the line counts: in Markdown, `####` starts a heading.

@@ -86,7 +86,9 @@ def normalize(text: str) -> str:
     return text.strip().rstrip(".,;:").strip() if not text.rstrip().endswith(r"\ldots") else text.strip()
 
 
-_DECIMAL_COMMA = re.compile(r"(?<![\w.,])(\d{1,3}(?:(?:\.|\\[,;: ]|[ \u00a0\u202f])\d{3})+|\d+)(?:,|\{,\})(\d+)(?![\d.,]*\d)")
+_DECIMAL_COMMA = re.compile(
+    r"(?<![\w.,])(\d{1,3}(?:(?:\.|\\[,;: ]|[ \u00a0\u202f])\d{3})+|\d+)(?:,|\{,\})(\d+)(?![\d.,]*\d)"
+)
 
 
 def with_decimal_points(text: str) -> str:
