@@ -23,8 +23,8 @@ class MathReward(Reward):
 
     The answer is the inside of the last `<answer>…</answer>`, else of the last `\boxed{…}` (of several that stand side
     by side, as in `\boxed{1} and \boxed{2}`, all of them), else the number after a last `####`. The reference may be a
-    whole solution, from which the answer is read in the same way. Equal numbers are recognized at once; all else goes to
-    math-verify in a worker process, which is killed when it is late: that sample scores 0 and is listed in `failures`.
+    whole solution, from which the answer is read in the same way. Equal numbers are recognized at once; all else goes
+    to math-verify in a worker process, which is killed when it is late: that sample scores 0 and stands in `failures`.
     Inputs made to be slow (power towers, huge numbers, deep nesting) score 0 without being tried.
 
     Args:
