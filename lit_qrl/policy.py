@@ -17,10 +17,12 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.functional.logprobs import token_logprobs
 from lit_qrl.network.adapters import merged_weights, starts_from_base, with_adapter
+from lit_qrl.network.attention import implementation
 from lit_qrl.network.chat import chat_ids
 from lit_qrl.network.folder import FOLDER_REMEDY, HUB_REMEDY, local_folder, resolve_model
 from lit_qrl.network.head import check_tied, output_head
 from lit_qrl.network.padding_free import enable_padding_free, flat_hidden, flatten, is_padding_free
+from lit_qrl.network.structure import outline
 from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, weights_are_deferred
 from lit_qrl.precision.layers.lora_linear import swap_lora_linears
 from lit_qrl.precision.layers.one_pass import Fuse, take_one_pass
@@ -90,11 +92,12 @@ class CausalPolicy(nn.Module):
             )
         self.source = resolve_model(model, weights=not random_weights)
         self.dtype, self.lora, self.gradient_checkpointing = dtype, lora, gradient_checkpointing
-        self.attn_implementation, self.random_weights = attn_implementation, random_weights
+        self.random_weights = random_weights
         self.chat_template_args, self.packing = chat_template_args or {}, packing
         self.fuse: Fuse = fuse
         self._hub = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
         self.config = self._load(AutoConfig, self.source, "config")
+        self.attn_implementation = implementation(self.config, attn_implementation)
         self.packed_format = take_packed_format(self.config, self.source, lora, random_weights)
         self.packed_base: PackedBase | None = None
         self.tokenizer = self._load_tokenizer(tokenizer, pad_token, eos_token)
@@ -254,6 +257,11 @@ class CausalPolicy(nn.Module):
                 remedy="Take a complete checkpoint; without them the policy would start partly at random.",
             )
         return network
+
+    def outline(self) -> Any:
+        """Return the model that the config describes, with the weights if they are loaded and else without memory."""
+        options = {"trust_remote_code": self._hub["trust_remote_code"]}
+        return outline(copy.deepcopy(self.config), **options) if self.model is None else self.network
 
     @property
     def network(self) -> Any:

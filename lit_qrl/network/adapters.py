@@ -1,15 +1,17 @@
 """Adapters around a network: how one is put there, and the model's weights with it merged in or beside it."""
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.linears import quantizable_linears
-from lit_qrl.network.names import base_of, checkpoint_modules, is_adapted
+from lit_qrl.network.linears import expert_weights, quantizable_linears
+from lit_qrl.network.names import base_of, checkpoint_modules, checkpoint_name, is_adapted
 from lit_qrl.network.quantized_linear import QuantizedLinear
 
 
@@ -25,15 +27,37 @@ def with_adapter(network: Any, config: Any, source: object) -> Any:
         ConfigError: for an adapter that does not fit the model.
     """
     config.task_type = config.task_type or "CAUSAL_LM"
+    linears = sorted({name.rpartition(".")[2] for name in quantizable_linears(network)})
     try:
-        return get_peft_model(network, config)
+        adapted = get_peft_model(network, config)
     except ValueError as error:
-        linears = sorted({name.rpartition(".")[2] for name in quantizable_linears(network)})
         raise ConfigError(
             f"model.policy.lora does not fit {source}: {str(error).rstrip('.')}.",
             expected=f"target_modules among its linear layers, {', '.join(linears)}" if linears else None,
             remedy="Correct model.policy.lora; target_modules: all-linear takes all of them.",
         ) from error
+    others = sorted({name for name, part in adapted.named_modules() if isinstance(part, ParamWrapper)}, key=len)
+    if others:
+        raise ConfigError(
+            f"model.policy.lora adapts weights of experts or routers of {source}, which no engine can be sent yet.",
+            expected=f"target_modules among its linear layers: {', '.join(linears)}",
+            given=checkpoint_name(others[0].removeprefix("base_model.model.")),
+            remedy="Name them in model.policy.lora.target_modules in place of all-linear.",
+        )
+    return adapted
+
+
+def check_adapter(network: Any, config: Any, source: object) -> None:
+    """Raise `ConfigError` where `with_adapter` would; only models with experts are looked at.
+
+    Args:
+        network: an `outline` of the model; it is not fit for anything else afterwards.
+        config: the adapter's, or None.
+        source: where the model comes from, for errors.
+    """
+    if isinstance(config, LoraConfig) and not starts_from_base(config) and expert_weights(network):
+        with torch.device("meta"):
+            with_adapter(network, copy.deepcopy(config), source)
 
 
 def starts_from_base(config: object) -> bool:

@@ -1,5 +1,6 @@
 """A network as its checkpoint names it, whatever PEFT put into it; nothing else knows PEFT's names for that."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,6 +79,24 @@ def checkpoint_modules(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from walk(f"{name}.{child}" if name else child, part)
 
     yield from walk("", network)
+
+
+def kept_in_fp32(network: nn.Module) -> frozenset[str]:
+    """Return the names of tensors that a model keeps in fp32 whatever dtype it has, as it says itself.
+
+    Args:
+        network: a Hugging Face model, with or without an adapter inside.
+    """
+    asked = [re.escape(pattern) for pattern in getattr(network, "_keep_in_fp32_modules_strict", None) or ()]
+    if not asked:
+        return frozenset()
+    wanted = re.compile(rf"(^|\.)({'|'.join(asked)})(\.|$)")
+    names = (
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in checkpoint_modules(network)
+        for name in (*base_of(module)._parameters, *base_of(module)._buffers)
+    )
+    return frozenset(name for name in names if wanted.search(name))
 
 
 def put_layer(network: nn.Module, name: str, layer: nn.Module) -> None:

@@ -5,7 +5,9 @@ Another family, or experts, whose layers are named or built otherwise, is a matt
 
 from typing import Any
 
+from accelerate import init_empty_weights
 from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lit_qrl.errors import ConfigError
 
@@ -34,6 +36,29 @@ GATED_MLP = frozenset({"gate_proj", "up_proj", "down_proj", "act_fn"})
 """The parts of an MLP that is down(act(gate(x)) · up(x))."""
 PLAIN_ATTENTION = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "granite", "olmo2"})
 """Model types whose attention is softmax(q·kᵀ·scaling)·v over the whole past, by way of the library's registry."""
+
+
+def text_part(root: nn.Module) -> nn.Module:
+    """Return the text decoder of a Hugging Face model, without head, image and audio parts; any other module itself."""
+    found = root.get_decoder() if isinstance(root, PreTrainedModel) else None
+    return root if found is None else found
+
+
+def outline(config: Any, **options: Any) -> Any:
+    """Return the causal language model that a config describes, without memory for its weights.
+
+    Args:
+        config: of a Hugging Face model.
+        **options: of `AutoModelForCausalLM.from_config`.
+
+    >>> from transformers import LlamaConfig
+    >>> outline(LlamaConfig(num_hidden_layers=1)).lm_head.weight.device.type
+    'meta'
+    """
+    with init_empty_weights(include_buffers=False):
+        network = AutoModelForCausalLM.from_config(config, **options)
+    network.tie_weights()  # what was tied inside is two parameters now
+    return network.eval()
 
 
 def decoder_layers(network: Any) -> tuple[str, nn.ModuleList]:

@@ -8,19 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.numerics import NONFINITE_REMEDY
 from lit_qrl.network.folder import FolderReader, FolderWriter, appearing, copy_side_files, read_config
-from lit_qrl.network.linears import fused_group, fused_groups, quantizable_linears
+from lit_qrl.network.linears import check_quantizable, fused_group, fused_groups, quantizable_linears
 from lit_qrl.network.stream import quantize_named, shared_amax
-from lit_qrl.network.structure import decoder_layers
+from lit_qrl.network.structure import decoder_layers, outline
 from lit_qrl.precision.base import check_shapes
 from lit_qrl.quantize.awq import Found
 from lit_qrl.quantize.calibration import LayerRunner
@@ -149,18 +148,15 @@ def quantize_checkpoint(
 
 def _skeleton(source: Path) -> Any:
     try:
-        config = AutoConfig.from_pretrained(source)
-        with init_empty_weights(include_buffers=False):
-            network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return outline(AutoConfig.from_pretrained(source), dtype=torch.float32)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(
             f"{source} is no causal language model that transformers knows.", given=str(error).splitlines()[0]
         ) from error
-    network.tie_weights()
-    return network.eval()
 
 
 def _chosen(network: Any, format: NumberFormat, exclude: Sequence[str]) -> dict[str, nn.Linear]:
+    check_quantizable(network, format.name, exclude, "--exclude")
     layers = quantizable_linears(network, exclude)
     if not layers:
         raise ConfigError(
@@ -189,9 +185,11 @@ def _item(checkpoint: FolderReader, name: str) -> int:
 def _check_names(network: Any, checkpoint: FolderReader) -> None:
     """Raise where the folder's tensors are not those of the architecture that its config names."""
     expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    tied = set(getattr(network, "_tied_weights_keys", None) or ())
-    tied = tied if network.config.get_text_config().tie_word_embeddings else set()
-    missing = [name for name in expected if name not in checkpoint.shapes and name not in tied]
+    one: dict[int, list[str]] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        one.setdefault(id(parameter), []).append(name)
+    held = {name for names in one.values() if any(n in checkpoint.shapes for n in names) for name in names}
+    missing = [name for name in expected if name not in checkpoint.shapes and name not in held]
     # old checkpoints hold the rotary frequencies, which are computed today
     unknown = [n for n in checkpoint.names if n not in expected and not n.endswith("rotary_emb.inv_freq")]
     other = [n for n in expected if n in checkpoint.shapes and checkpoint.shapes[n] != expected[n]]
