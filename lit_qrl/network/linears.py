@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lit_qrl.errors import ConfigError, listed
 from lit_qrl.network.names import base_of, checkpoint_modules, copy_in_use
-from lit_qrl.network.structure import FUSED_LAYERS, STAY_PLAIN, text_part
+from lit_qrl.network.structure import FUSED_LAYERS, SAME_AS_LINEAR, STAY_PLAIN, text_part
 
 
 def fused_group(name: str) -> str:
@@ -72,10 +72,11 @@ def expert_weights(root: nn.Module) -> dict[str, nn.Parameter]:
     >>> list(expert_weights(nn.ModuleDict({"experts": moe, "mixer": nn.Conv1d(2, 2, 2)})))
     ['experts.up_proj']
     """
+    text = set(text_part(root).modules())
     return {
         f"{prefix}.{name}" if prefix else name: parameter
         for prefix, module in checkpoint_modules(root)
-        if not isinstance(base := base_of(module), _ConvNd)
+        if (base := base_of(module)) in text and not isinstance(base, _ConvNd)
         for name, parameter in base._parameters.items()
         if parameter is not None and parameter.ndim == 3
     }
@@ -113,8 +114,8 @@ def check_quantizable(
     }
     if experts:
         raise ConfigError(
-            f"{format} applies to linear layers, and {sum(experts.values()) / total:.0%} of this model's parameters are "
-            "weights of experts.",
+            f"{format} applies to linear layers, and {sum(experts.values()) / total:.0%} of this model's parameters "
+            "are weights of experts.",
             expected="a model without experts, or publisher.format: bf16",
             given=listed(experts, 2),
             remedy=f"Set the format to bf16, or add '*.experts' to {where} to quantize the other layers alone.",
@@ -126,8 +127,8 @@ def check_quantizable(
     ]
     if transposed:
         raise ConfigError(
-            f"{format} applies to nn.Linear, and this model's layers are transformers' Conv1D, whose weights are stored "
-            "transposed.",
+            f"{format} applies to nn.Linear, and this model's layers are transformers' Conv1D, whose weights are "
+            "stored transposed.",
             expected="a model made of nn.Linear, such as Qwen's or Llama's",
             given=f"{type(root).__name__} with {listed(transposed, 2)}",
             remedy="Set publisher.format to bf16, or take another model.",
@@ -160,8 +161,8 @@ def swap_linears(
 ) -> SwapReport:
     """Replace linear layers by what `factory` makes of them, and return which.
 
-    A second call does nothing: only layers of exactly the class `nn.Linear` are replaced, and the new ones must be
-    of another. A layer that is reachable by two names is replaced once, in both places.
+    A second call does nothing: only layers of the class `nn.Linear`, or of a model's own that computes the same, are
+    replaced, and the new ones must be of another. A layer that is reachable by two names is replaced once, in both places.
 
     Args:
         root: the model; its own children are changed.
@@ -180,7 +181,7 @@ def swap_linears(
     for name, module in linears:
         if not filter_fn(name, module):
             skipped.append(name)
-        elif type(module) is not nn.Linear:
+        elif type(module) is not nn.Linear and type(module).__name__ not in SAME_AS_LINEAR:
             present.append(name)
         else:
             replaced[id(module)] = factory(name, module)

@@ -14,6 +14,8 @@ from lit_qrl.errors import ConfigError
 STAY_PLAIN = frozenset({"lm_head", "embed_out", "output_embedding", "score", "router", "gate", "shared_expert_gate"})
 """Last parts of the names of linear layers that no format applies to: heads write logits, routers choose experts; an
 error of 4 or 8 bits there costs far more than the memory it saves."""
+SAME_AS_LINEAR = frozenset({"FalconLinear"})
+"""Subclasses of `nn.Linear` whose forward pass is written anew and computes the same."""
 FUSED_LAYERS = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -76,6 +78,30 @@ def decoder_layers(network: Any) -> tuple[str, nn.ModuleList]:
         expected="a decoder such as Llama's or Qwen's",
         remedy="Quantize it elsewhere, or on load.",
     )
+
+
+def cached_numbers(config: Any) -> int:
+    """Return how many numbers of keys and values one token leaves in all layers.
+
+    Args:
+        config: of a Hugging Face model; its layers may differ in their heads.
+
+    >>> from transformers import LlamaConfig
+    >>> cached_numbers(LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=8))
+    32
+    """
+    text = config.get_text_config()
+    count = text.num_hidden_layers
+    layers = [text.per_layer_config[i] for i in range(count)] if getattr(text, "per_layer_config", None) else [text]
+    total = 0
+    for layer in layers:
+        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        key = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        value = key
+        if getattr(layer, "kv_lora_rank", None):
+            key, value = layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim
+        total += heads * (key + value)
+    return total * (count // len(layers))
 
 
 def check_positions(config: Any, prompt: int, drawn: int, remedy: str) -> None:

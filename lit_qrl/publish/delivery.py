@@ -7,6 +7,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lit_qrl.formats.base import NumberFormat
+from lit_qrl.formats.dense import Dense
 from lit_qrl.receipts.ledger import (
     PublishError,
     PublishReport,
@@ -54,6 +55,8 @@ class Delivery:
         sent = SentLedger(version, format, sampled)
         report = self.engine.load_weights(sent.watch(stream), format, version)
         self._compare(sent, report, format, whole=True)
+        low = format is not None and not isinstance(format, Dense)
+        report.weigh(sent, shapes if low else {})
         return report
 
     def part(self, kind: Literal["adapter", "norms"], stream: Stream, version: int) -> PublishReport:

@@ -113,7 +113,7 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
 
 
 def _check_model(policy: Any, spec: SamplerSpec, engine: RolloutEngine) -> None:
-    """Raise `ConfigError` for an architecture that format, adapter or engine cannot take, before its weights are loaded."""
+    """Raise `ConfigError` for a model that format, adapter or engine cannot take, before its weights are loaded."""
     network = policy.outline()
     if spec.format is not None and not isinstance(spec.format, Dense):
         check_quantizable(network, spec.format.name, spec.exclude)

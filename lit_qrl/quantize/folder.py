@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from lit_qrl import formats
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, listed
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.numerics import NONFINITE_REMEDY
 from lit_qrl.network.folder import FolderReader, FolderWriter, appearing, copy_side_files, read_config
@@ -163,6 +163,15 @@ def _chosen(network: Any, format: NumberFormat, exclude: Sequence[str]) -> dict[
             "No linear layer is left to quantize.",
             expected="at least one nn.Linear beside the output embedding and the routers",
             given=f"--exclude {' '.join(exclude)}" if exclude else type(network).__name__,
+        )
+    own = {name: type(layer) for name, layer in layers.items() if type(layer).forward is not nn.Linear.forward}
+    if own:
+        raise ConfigError(
+            f"{next(iter(own.values())).__name__} multiplies by its weight itself, so that transformers could not load "
+            "packed ones.",
+            expected="a model made of nn.Linear",
+            given=listed(own, 2),
+            remedy="Quantize at each publish instead: set publisher.format.",
         )
     check_shapes(format, layers, exclude="Name them with --exclude")
     fused = {fused_group(name) for name in layers}

@@ -5,6 +5,7 @@ each side keeps a ledger of the raw bits, and `compare` names the difference.
 """
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,6 +116,8 @@ class Ledger:
         self.bytes = 0
         self._checksums = Checksums()
         self._described: dict[str, tuple[tuple[int, ...], str]] = {}
+        self.sizes: dict[str, int] = {}
+        """Bytes by name."""
         self._times: Counter[str] = Counter()
         self._receipts: dict[str, TensorReceipt] | None = None
 
@@ -124,8 +127,13 @@ class Ledger:
         self.bytes += tensor.numel() * tensor.element_size()
         if self._times[name] == 1:
             self._described[name] = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            self.sizes[name] = tensor.numel() * tensor.element_size()
             self._checksums.add(name, tensor)
             self._receipts = None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor that was recorded."""
+        return self._described[name][0]
 
     def watch(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the stream unchanged, recording every tensor."""
@@ -215,7 +223,8 @@ class ReceivedLedger(Ledger):
         prefix_reset: whether the engine's cache of prompt prefixes was emptied after the weights changed; an engine
             without such a cache leaves it True.
         faults: what the engine noticed while loading (incomplete fused groups, copies that did not happen).
-        unread: names whose bits cannot be read back from the modules: the receipt is of what was handed to the loader.
+        unread: names whose bits cannot be read back from the modules, such as experts'; nothing is said of them, since
+            a receipt of what the loader was handed would be compared with itself.
     """
 
     version: int
@@ -237,6 +246,9 @@ class PublishReport:
         bytes: bytes of all tensors that were sent.
         layers: for every tensor name of the model, the name of the format actually loaded.
         received: what the engine's modules hold, to be compared with what was sent; None where it keeps no record.
+        sizes: bytes that were sent of each of `layers`.
+        quantized_share: share of the model's parameters that went out in a format of 8 bits or less.
+        verified_share: share of the bytes sent whose receipts were compared with what the engine holds.
     """
 
     version: int
@@ -244,10 +256,31 @@ class PublishReport:
     bytes: int
     layers: dict[str, str]
     received: ReceivedLedger | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
+    quantized_share: float = 0.0
+    verified_share: float = 0.0
+
+    def weigh(self, sent: "SentLedger", shapes: Mapping[str, tuple[int, int]]) -> None:
+        """Take sizes and shares from what was sent.
+
+        Args:
+            sent: the sender's ledger.
+            shapes: (out, in) of the layers that went out in a format of 8 bits or less.
+        """
+        read = set() if self.received is None else set(sent.sizes) - set(self.received.unread)
+        self.verified_share = sum(sent.sizes[name] for name in read) / max(sum(sent.sizes.values()), 1)
+        quantized, plain = sum(math.prod(shape) for shape in shapes.values()), 0
+        for name, size in sent.sizes.items():
+            layer = name.partition(".weight")[0]
+            if layer not in shapes or name == f"{layer}.bias":
+                plain += math.prod(sent.shape(name))
+            whole = name if name in self.layers else f"{layer}.weight"
+            self.sizes[whole] = self.sizes.get(whole, 0) + size
+        self.quantized_share = quantized / max(quantized + plain, 1)
 
 
 def compare(sent: Ledger, received: ReceivedLedger, previous: Mapping[str, TensorReceipt] | None = None) -> list[Fault]:
-    """Return every difference between the two ledgers; an empty list is a verified publish.
+    """Return every difference between the two ledgers; an empty list is a publish verified but for what is `unread`.
 
     Args:
         sent: the sender's ledger.
@@ -261,17 +294,17 @@ def compare(sent: Ledger, received: ReceivedLedger, previous: Mapping[str, Tenso
     """
     out, back = sent.receipts(), received.receipts()
     owners: dict[int, str] = {receipt.checksum: name for name, receipt in out.items()}
-    faults = list(received.faults)
+    faults, unread = list(received.faults), set(received.unread)
     if received.version != sent.version:
         faults.append(Fault("version", "the engine", f"sent {sent.version}, stamped {received.version}"))
     if not received.prefix_reset:
         faults.append(Fault("prefix_cache", "the prefix cache"))
     faults += [Fault("twice", name) for name in sorted({*sent.repeated, *received.repeated})]
-    faults += [Fault("missing", name) for name in out if name not in back]
-    faults += [Fault("extra", name) for name in back if name not in out]
+    faults += [Fault("missing", name) for name in out if name not in back and name not in unread]
+    faults += [Fault("extra", name) for name in [*back, *(unread - back.keys())] if name not in out]
     for name, receipt in out.items():
         got = back.get(name)
-        if got is None:
+        if got is None or name in unread:
             continue
         if not (receipt.finite and got.finite):
             faults.append(Fault("non_finite", name))

@@ -247,21 +247,21 @@ def _reloaded(folder: Path, format: str | None) -> Cell:
             export(folder / "cli", output=output, format=format)
     except ConfigError as error:
         return Cell("refused", str(error))
-    loaded: Any = AutoModelForCausalLM.from_pretrained(output)
-    loaded = loaded.eval()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(output, attn_implementation="eager").eval()
+    half = loaded.dtype == torch.bfloat16
     policy = restore(*locate(folder / "cli", "last"))
     ids = torch.arange(2, 14)[None]
     with torch.no_grad():
         applied = None if format in (None, "bf16") else formats.get(format)
         plain = reference(policy)
-        if format == "bf16":
+        if half:
             plain = plain.to(torch.bfloat16)
         with computing_as(plain, applied):
             expected = plain(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
         got = loaded(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
     difference = (got - expected).abs()
-    figure = float(difference.mean() if format == "bf16" else difference.max())
-    if not figure <= (ROUNDED if format == "bf16" else EXACT):
+    figure = float(difference.mean() if half else difference.max())
+    if not figure <= (ROUNDED if half else EXACT):
         raise Difference(f"the exported folder's log-probs are {figure:.2g} nats from the policy's")
     return Cell("works", difference=figure)
 

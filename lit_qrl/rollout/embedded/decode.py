@@ -97,7 +97,8 @@ class Decoder:
         config = network.config.get_text_config()
         self.layers = config.num_hidden_layers
         # Layers with a window need their own mask, which the library derives from the two-dimensional one.
-        self.windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ()) or bool(
+        kinds = set(getattr(config, "layer_types", None) or ())
+        self.windowed = bool(kinds & {"sliding_attention", "chunked_attention"}) or bool(
             getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
         )
         stops = () if sampling.ignore_stop else sampling.stop_token_ids
