@@ -162,7 +162,8 @@ def swap_linears(
     """Replace linear layers by what `factory` makes of them, and return which.
 
     A second call does nothing: only layers of the class `nn.Linear`, or of a model's own that computes the same, are
-    replaced, and the new ones must be of another. A layer that is reachable by two names is replaced once, in both places.
+    replaced, and the new ones must be of another. A layer that is reachable by two names is replaced once, in both
+    places.
 
     Args:
         root: the model; its own children are changed.

@@ -16,8 +16,10 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError, listed
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.numerics import NONFINITE_REMEDY
+from lit_qrl.formats.support import row_of
 from lit_qrl.network.folder import FolderReader, FolderWriter, appearing, copy_side_files, read_config
 from lit_qrl.network.linears import check_quantizable, fused_group, fused_groups, quantizable_linears
+from lit_qrl.network.names import kept_in_fp32
 from lit_qrl.network.stream import quantize_named, shared_amax
 from lit_qrl.network.structure import decoder_layers, outline
 from lit_qrl.precision.base import check_shapes
@@ -97,7 +99,8 @@ def quantize_checkpoint(
         output: the folder to make; it appears when it is whole.
         format: a weight-only format.
         exclude: globs over names of linear layers that stay as they are, beside output head and routers.
-        dtype: what weights are cast to first; None leaves them as they are stored.
+        dtype: what weights are cast to first; None leaves them as they are stored, but for what stays plain beside a
+            format whose row has a `folder_dtype`.
         sequences: token ids "count length" for AWQ scaling; None rounds plainly.
         device: where layers are quantized.
         shard_bytes: largest shard.
@@ -114,6 +117,13 @@ def quantize_checkpoint(
             expected="a checkpoint in bf16, fp16 or fp32",
             given=f"quant_method {method}",
             remedy="Start from the plain checkpoint: rounding twice adds the errors.",
+        )
+    only = row_of(format).folder_dtype
+    if only is not None and dtype not in (None, only):
+        raise ConfigError(
+            f"transformers multiplies {format.name} out in bf16, whatever the rest of a folder has, and could not use it.",
+            expected="--dtype bf16 or auto",
+            given=dtype,
         )
     checkpoint = FolderReader(source)
     network = _skeleton(source)
@@ -139,9 +149,9 @@ def quantize_checkpoint(
         report = QuantizeReport(tuple(layers), checkpoint.bytes, writer.bytes, tuple(worker.found))
         (folder / RECORD).write_text(json.dumps(_record(source, format, exclude, sequences, report), indent=2) + "\n")
         config["quantization_config"] = format.quantization_config(plain)
-        if dtype is not None:
+        if (written := dtype or only) is not None:
             config.pop("torch_dtype", None)
-            config["dtype"] = str(dtype).removeprefix("torch.")
+            config["dtype"] = str(written).removeprefix("torch.")
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return report
 
@@ -235,6 +245,7 @@ class _Worker:
     ) -> None:
         self.network, self.checkpoint, self.format = network, checkpoint, format
         self.layers, self.dtype, self.device, self.sequences = layers, dtype, device, sequences
+        self.plain, self.kept = row_of(format).folder_dtype, kept_in_fp32(network)
         self.found: list[Found] = []
 
     def tensors(self, progress: Callable[[int, int], None]) -> Iterator[tuple[str, Tensor]]:
@@ -290,7 +301,11 @@ class _Worker:
             # smallest and largest, which a NaN becomes too: `isfinite` would need memory for every element
             if tensor.is_floating_point() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
                 raise ConfigError(f"{name} holds NaN or inf.", remedy=NONFINITE_REMEDY)
-            yield name, tensor
+            yield name, tensor if self.plain is None or name in self.kept else _cast(tensor, self.plain)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _record(
