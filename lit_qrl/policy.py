@@ -22,7 +22,7 @@ from lit_qrl.network.chat import chat_ids
 from lit_qrl.network.folder import FOLDER_REMEDY, HUB_REMEDY, local_folder, resolve_model
 from lit_qrl.network.head import check_tied, output_head
 from lit_qrl.network.padding_free import enable_padding_free, flat_hidden, flatten, is_padding_free
-from lit_qrl.network.structure import outline
+from lit_qrl.network.structure import body, outline
 from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, weights_are_deferred
 from lit_qrl.precision.layers.lora_linear import swap_lora_linears
 from lit_qrl.precision.layers.one_pass import Fuse, take_one_pass
@@ -366,7 +366,7 @@ class CausalPolicy(nn.Module):
         padding = (s - t - batch.prompt_length)[:, None]
         columns = torch.arange(s, device=batch.tokens.device)
         tokens = batch.tokens.gather(1, (columns + padding) % s)
-        hidden = network.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        hidden = body(network)(input_ids=tokens, use_cache=False).last_hidden_state
         predictors = columns[s - t - 1 : s - 1] - padding
         if self._scores_all(batch.mask):
             return hidden[torch.arange(len(batch), device=tokens.device)[:, None], predictors], None

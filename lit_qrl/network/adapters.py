@@ -74,6 +74,31 @@ def starts_from_base(config: object) -> bool:
     return config.use_dora or config.init_lora_weights not in (True, False, "gaussian")
 
 
+def check_separable(config: Any) -> None:
+    """Raise `ConfigError` for a PEFT config whose effect is more than a low-rank term beside a linear layer.
+
+    Args:
+        config: the policy's PEFT config.
+    """
+    used = [
+        what
+        for what, found in {
+            "use_dora": getattr(config, "use_dora", False),
+            "modules_to_save": getattr(config, "modules_to_save", None),
+            "trainable_token_indices": getattr(config, "trainable_token_indices", None),
+            "bias": getattr(config, "bias", "none") != "none",
+        }.items()
+        if found
+    ]
+    kind = str(getattr(getattr(config, "peft_type", None), "value", "LORA"))
+    if used or kind != "LORA":
+        raise ConfigError(
+            f"An adapter with {', '.join(used) or kind} cannot be published apart from its base.",
+            expected="plain LoRA on linear layers",
+            remedy="Drop the option, or set publisher.lora to merged.",
+        )
+
+
 def merged_weights(network: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield the network's weights and persistent buffers under their checkpoint names, PEFT adapters merged in.
 

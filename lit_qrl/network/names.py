@@ -6,10 +6,11 @@ from typing import Any
 
 from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import ModulesToSaveWrapper
+from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
 
 _BASE, _TRAINED_COPIES = "base_layer", "modules_to_save"
+_TRAINED_ROWS = "token_adapter"
 _PREFIXES = tuple(set(PEFT_TYPE_TO_PREFIX_MAPPING.values()))
 
 
@@ -23,7 +24,7 @@ def checkpoint_name(name: str) -> str:
     if _TRAINED_COPIES in parts:  # the adapter's name follows
         cut = parts.index(_TRAINED_COPIES)
         parts = parts[:cut] + parts[cut + 2 :]
-    return ".".join(part for part in parts if part != _BASE)
+    return ".".join(part for part in parts if part not in (_BASE, _TRAINED_ROWS))
 
 
 def is_adapter(name: str) -> bool:
@@ -55,7 +56,12 @@ def base_of(module: Any) -> Any:
 
 
 def copy_in_use(module: Any) -> Any:
-    """Return the trained copy of a module that PEFT keeps beside the original one, or the module itself."""
+    """Return the trained copy of a module that PEFT keeps beside the original one, or the module itself.
+
+    Of an embedding with rows that are trained, it is PEFT's layer around the model's own.
+    """
+    if isinstance(module, TrainableTokensWrapper):
+        return module.token_adapter
     if not isinstance(module, ModulesToSaveWrapper):
         return module
     return module.original_module if module.disable_adapters else module.modules_to_save[module.active_adapters[0]]

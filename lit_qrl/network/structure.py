@@ -43,7 +43,20 @@ PLAIN_ATTENTION = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", 
 def text_part(root: nn.Module) -> nn.Module:
     """Return the text decoder of a Hugging Face model, without head, image and audio parts; any other module itself."""
     found = root.get_decoder() if isinstance(root, PreTrainedModel) else None
-    return root if found is None else found
+    return root if found is None else body(found)
+
+
+def body(network: Any) -> Any:
+    """Return the part of a causal language model that yields hidden states: all but its head.
+
+    Args:
+        network: a Hugging Face model.
+    """
+    base = getattr(network, "base_model", network)
+    if base is not network:
+        return base
+    inside = [part for part in network.children() if isinstance(part, PreTrainedModel)]
+    return inside[0] if inside and network.get_output_embeddings() is not None else network
 
 
 def outline(config: Any, **options: Any) -> Any:

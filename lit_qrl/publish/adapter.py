@@ -3,10 +3,10 @@
 from typing import Any
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.network.adapters import check_separable
 from lit_qrl.precision.source import Change, PublishingPrecision, WeightSource
 from lit_qrl.publish.delivery import Delivery
 from lit_qrl.receipts.ledger import PublishReport
-from lit_qrl.rollout.embedded.adapter import check_separable
 from lit_qrl.rollout.engine import LendsWeights, RolloutEngine, TakesAdapter
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_qrl.network.head import SamplerHead
+from lit_qrl.network.structure import body
 from lit_qrl.rollout.embedded.cache import SlotCache
 from lit_qrl.rollout.embedded.sampling import TokenSampler, uniforms
 from lit_qrl.types import SamplingParams
@@ -160,7 +161,7 @@ class Decoder:
             tokens, mask = tokens.to(self.device), mask.to(self.device)
             padded = any(len(prompt) < width for prompt in part)
             once = SlotCache(self.layers, len(part), width)
-            hidden = self.network.base_model(
+            hidden = body(self.network)(
                 input_ids=tokens,
                 attention_mask=mask if padded else None,
                 position_ids=(mask.cumsum(1) - 1).clamp_(min=0),
@@ -181,7 +182,7 @@ class Decoder:
         if valid is not None:
             mask = valid[:, : cache.filled + 1]
             mask = mask.long() if self.windowed else mask[:, None, None, :]
-        hidden = self.network.base_model(
+        hidden = body(self.network)(
             input_ids=tokens[:, None],
             attention_mask=mask,
             position_ids=positions[:, None],

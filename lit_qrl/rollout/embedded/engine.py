@@ -11,7 +11,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.support import tell_emulated
 from lit_qrl.network.head import SamplerHead
-from lit_qrl.network.structure import check_positions
+from lit_qrl.network.structure import body, check_positions
 from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger, RefusedError
 from lit_qrl.rollout.embedded.adapter import EmbeddedAdapter
 from lit_qrl.rollout.embedded.cache import SlotCache
@@ -259,7 +259,7 @@ class TransformersEngine(RolloutEngine):
             for row, index in enumerate(share):
                 tokens[row, : len(sequences[index])] = torch.tensor(sequences[index])
             tokens = tokens.to(device)
-            hidden = network.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+            hidden = body(network)(input_ids=tokens, use_cache=False).last_hidden_state
             logprobs = head.logprobs(hidden[:, :-1], tokens[:, 1:])
             for row, index in enumerate(share):
                 scores[index] = logprobs[row, : len(sequences[index]) - 1].clone()
