@@ -35,8 +35,8 @@ class AQNNoise(RLCallback):
         end: σ of the last stage.
         num_stages: stages of the run, the silent one included.
         schedule: form of the decay between them.
-        norms: patterns of the perturbed parameters' names; None takes the norms that linear layers read, which are found
-            by running the model once, whatever they are called.
+        norms: patterns of the perturbed parameters' names; None takes the norms that linear layers read, which are
+            found by running the model once, whatever they are called.
         seed: of the noise; by default derived from the run's seed.
     """
 

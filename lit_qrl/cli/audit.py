@@ -48,9 +48,9 @@ def audit(
       lit-qrl audit --model Qwen/Qwen2.5-1.5B-Instruct --prompts openai/gsm8k --subset main --formats fp8_row nvfp4
 
     d is the log-ratio learner / sampler per token, in nats, on completions that the sampler draws. The first row is the
-    learner's own arithmetic in the engine: what no format can fall below. Bits are those of the whole model, per weight.
-    AIS is in full force from a mean |d| of its `saturation`; docs/metrics.md says what the columns mean and when to
-    worry.
+    learner's own arithmetic in the engine: what no format can fall below. Bits are per weight of the whole
+    model. AIS is in full force from a mean |d| of its `saturation`; docs/metrics.md says what the columns mean and when
+    to worry.
 
     Args:
         model: folder, or name on the hub.

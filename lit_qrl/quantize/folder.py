@@ -121,7 +121,7 @@ def quantize_checkpoint(
     only = row_of(format).folder_dtype
     if only is not None and dtype not in (None, only):
         raise ConfigError(
-            f"transformers multiplies {format.name} out in bf16, whatever the rest of a folder has, and could not use it.",
+            f"transformers multiplies {format.name} out in bf16, whatever the rest of the folder has, and then fails.",
             expected="--dtype bf16 or auto",
             given=dtype,
         )

@@ -391,8 +391,8 @@ from them, and `tests/families/test_table.py` measures a part of them again, all
 
 A format in a cell **works**: two iterations of training with two publishes far apart, each verified; the sampler's
 log-probs are within 1e-5 nats, in fp32, of a plain forward pass of transformers (eager attention, no cache, no padding)
-with the dequantized weights (mean below 0.002 under 8-bit activations, of which last bits may flip a code, and below 0.03
-in bf16); an export loads in transformers to the policy's logits. A struck-out format is **refused** in one paragraph,
+with the dequantized weights (mean below 0.002 under 8-bit activations, of which last bits may flip a code, and
+below 0.03 in bf16); an export loads in transformers to the policy's logits. A struck-out format is **refused** in one paragraph,
 given below. `auto` is the learner's dtype, here fp32; `–` was not measured.
 """
 

@@ -20,6 +20,8 @@ from lit_qrl.rollout.engine import SamplerSpec
 from tests.families.configs import FAMILIES, random_network
 from tests.vllm_engines import LEARNING_RATE
 
+READ_AGAIN = {"read_back", "gemm"}
+"""What looking into a few tensors once more finds, beside their receipts."""
 DECODED = [family for family in FAMILIES if family.kind != "state"]
 
 
@@ -29,7 +31,7 @@ def connected(family, format):
     engine = TransformersEngine(share="never")
     engine.setup(SamplerSpec(), policy)
     source = source_of(policy, None, None if format == "plain" else formats.get(format))
-    return network, engine, source, Delivery(engine, lambda phase: contextlib.nullcontext())
+    return network, source, Delivery(engine, lambda phase: contextlib.nullcontext())
 
 
 def publish(source, delivery, version):
@@ -44,13 +46,14 @@ def step(network):
         *network.parameters(),
         *(buffer for name, buffer in network.named_buffers() if name in stored(network)),
     ):
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and id(tensor) not in seen:
+            seen.add(id(tensor))  # a tied weight is one
             signs = 2.0 * torch.randint(2, tensor.shape, generator=generator) - 1
             tensor.add_(LEARNING_RATE * signs)
 
 
-def stored(network):
-    return set(network.state_dict())
+def by_receipt(error):
+    return {(fault.kind, fault.name) for fault in error.faults if fault.kind not in READ_AGAIN}
 
 
 def one_of_each(names):
@@ -62,7 +65,7 @@ def one_of_each(names):
 @pytest.mark.parametrize("family", DECODED, ids=lambda family: family.model_type)
 def test_every_kind_of_tensor_is_named_when_it_stays_behind(family, format, monkeypatch):
     try:
-        network, engine, source, delivery = connected(family, format)
+        network, source, delivery = connected(family, format)
     except ConfigError:
         assert family.kind == "experts" or family.model_type == "gpt2"
         return
@@ -77,7 +80,7 @@ def test_every_kind_of_tensor_is_named_when_it_stays_behind(family, format, monk
     named = {fault.name for fault in caught.value.faults}
     assert all(any(name == one or name.startswith(f"{one}.weight") for name in named) for one in kept)
     assert all(any(name == one or name.startswith(f"{one}.weight") for one in kept) for name in named)
-    assert {fault.kind for fault in caught.value.faults} == {"stale"}
+    assert {fault.kind for fault in caught.value.faults} - READ_AGAIN == {"stale"}
 
 
 def _unless(kept, name, then, modules, *arguments):
@@ -87,7 +90,7 @@ def _unless(kept, name, then, modules, *arguments):
 
 @pytest.mark.parametrize("family", DECODED, ids=lambda family: family.model_type)
 def test_two_layers_that_were_exchanged_are_named(family, monkeypatch):
-    network, engine, source, delivery = connected(family, "plain")
+    network, source, delivery = connected(family, "plain")
     publish(source, delivery, 0)
     step(network)
     weights = dict(merged_weights(network))
@@ -101,12 +104,12 @@ def test_two_layers_that_were_exchanged_are_named(family, monkeypatch):
     monkeypatch.setattr(Modules, "set_plain", lambda self, name, t: plain(self, name, swapped.get(name, t).clone()))
     with pytest.raises(PublishError) as caught:
         publish(source, delivery, 1)
-    assert {(fault.kind, fault.name) for fault in caught.value.faults} == {("swapped", one), ("swapped", other)}
+    assert by_receipt(caught.value) == {("swapped", one), ("swapped", other)}
 
 
 @pytest.mark.parametrize("family", [f for f in DECODED if f.kind == "experts"], ids=lambda family: family.model_type)
 def test_one_expert_that_stays_behind_is_named(family, monkeypatch):
-    network, engine, source, delivery = connected(family, "plain")
+    network, source, delivery = connected(family, "plain")
     publish(source, delivery, 0)
     old = {name: tensor[1].clone() for name, tensor in merged_weights(network) if name in expert_weights(network)}
     step(network)
@@ -121,4 +124,4 @@ def test_one_expert_that_stays_behind_is_named(family, monkeypatch):
     monkeypatch.setattr(Modules, "set_plain", set_plain)
     with pytest.raises(PublishError) as caught:
         publish(source, delivery, 1)
-    assert {(fault.kind, fault.name) for fault in caught.value.faults} == {("different", name) for name in old}
+    assert by_receipt(caught.value) == {("different", name) for name in old}
