@@ -256,7 +256,7 @@ def _reloaded(folder: Path, format: str | None) -> Cell:
     with torch.no_grad():
         applied = None if format in (None, "bf16") else formats.get(format)
         plain = reference(policy)
-        if half:
+        if format == "bf16":
             plain = plain.to(torch.bfloat16)
         with computing_as(plain, applied):
             expected = plain(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
@@ -452,16 +452,10 @@ def settings(family: Family) -> list[str]:
 
 def _cell(cells: dict[str, dict[str, Any]]) -> str:
     marks = []
-    for name, one in sorted(cells.items(), key=lambda item: (item[1]["state"], item[0])):
+    for name, one in sorted(cells.items(), key=lambda item: (item[1]["state"] != "works", item[0])):
         what = name.partition("/")[2]
-        state = one["state"]
-        marks.append(
-            f"~~{what or 'refused'}~~"
-            if state == "refused"
-            else f"**{what} fails**"
-            if state == "failed"
-            else what or "works"
-        )
+        shown = {"refused": f"~~{what or 'all'}~~", "failed": f"**{what} fails**", "works": what or "works"}
+        marks.append(shown[one["state"]])
     return ", ".join(marks) or "–"
 
 
@@ -484,6 +478,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--engines", nargs="*", default=["transformers"], choices=["transformers", "vllm"])
     parser.add_argument("--formats", nargs="*", default=FORMATS, choices=FORMATS)
     parser.add_argument("--only", default="", help="cells whose name holds this")
+    parser.add_argument("--missing", action="store_true", help="cells that are not kept yet")
     parser.add_argument("--dry", action="store_true", help="keep nothing")
     parser.add_argument("--write", action="store_true", help="write docs/models.md from what is kept, measure nothing")
     given = parser.parse_args(arguments)
@@ -497,7 +492,9 @@ def main(arguments: list[str] | None = None) -> int:
                 command = [sys.executable, "-m", __spec__.name, "--families", family.name, *options]
                 failed += subprocess.run(command + ["--dry"] * given.dry, check=False).returncode
                 continue
-            cells = measured(family, engine, tuple(given.formats), lambda name: given.only in name)
+            there = kept(family).get(engine, {}) if given.missing else {}
+            wanted = lambda name, there=there: given.only in name and name not in there  # noqa: E731
+            cells = measured(family, engine, tuple(given.formats), wanted)
             for name, one in cells.items():
                 failed += one.state == "failed"
                 figure = "" if one.difference is None else f"{one.difference:.1e}"

@@ -41,11 +41,8 @@ def publish(source, delivery, version):
 @torch.no_grad()
 def step(network):
     """What one optimizer step changes: every number, buffers included, by the learning rate."""
-    generator = torch.Generator().manual_seed(0)
-    for tensor in (
-        *network.parameters(),
-        *(buffer for name, buffer in network.named_buffers() if name in stored(network)),
-    ):
+    generator, seen = torch.Generator().manual_seed(0), set()
+    for tensor in network.state_dict(keep_vars=True).values():
         if tensor.is_floating_point() and id(tensor) not in seen:
             seen.add(id(tensor))  # a tied weight is one
             signs = 2.0 * torch.randint(2, tensor.shape, generator=generator) - 1
