@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from lit_qrl.network.linears import expert_weights, quantizable_linears
 from lit_qrl.network.names import base_of, checkpoint_modules
+from lit_qrl.network.quantized_linear import QuantizedLinear
 
 TOKENS = 4
 """Enough that no norm's output is as large as another tensor by chance."""
@@ -21,8 +22,12 @@ def norms_before_projections(network: Any) -> dict[str, list[str]]:
     Args:
         network: a Hugging Face causal language model with its weights, adapters inside or not; it is run once.
     """
-    linears, experts = quantizable_linears(network), {name.rpartition(".")[0] for name in expert_weights(network)}
-    modules = [(name, base_of(module)) for name, module in checkpoint_modules(network)]
+    modules = list(checkpoint_modules(network))
+    packed = {name for name, module in modules if isinstance(base_of(module), QuantizedLinear)}
+    linears, experts = (
+        packed | set(quantizable_linears(network)),
+        {n.rpartition(".")[0] for n in expert_weights(network)},
+    )
     written: list[tuple[str, Tensor]] = []
     readers: dict[str, list[str]] = {}
 
@@ -46,11 +51,13 @@ def norms_before_projections(network: Any) -> dict[str, list[str]]:
 
     handles = []
     for name, module in modules:
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, nn.Parameter) and weight.ndim == 1 and not list(module.children()):
-            handles.append(module.register_forward_hook(note(name)))
-        elif name in linears or name in experts:
+        weight = getattr(base_of(module), "weight", None)
+        if (
+            name in linears or name in experts
+        ):  # the layer around the model's own, which may multiply by its weight itself
             handles.append(module.register_forward_pre_hook(look(name), with_kwargs=True))
+        elif isinstance(weight, nn.Parameter) and weight.ndim == 1 and not list(module.children()):
+            handles.append(module.register_forward_hook(note(name)))
     training = network.training
     network.eval()
     try:

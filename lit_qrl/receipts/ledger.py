@@ -5,7 +5,6 @@ each side keeps a ledger of the raw bits, and `compare` names the difference.
 """
 
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -259,24 +258,6 @@ class PublishReport:
     sizes: dict[str, int] = field(default_factory=dict)
     quantized_share: float = 0.0
     verified_share: float = 0.0
-
-    def weigh(self, sent: "SentLedger", shapes: Mapping[str, tuple[int, int]]) -> None:
-        """Take sizes and shares from what was sent.
-
-        Args:
-            sent: the sender's ledger.
-            shapes: (out, in) of the layers that went out in a format of 8 bits or less.
-        """
-        read = set() if self.received is None else set(sent.sizes) - set(self.received.unread)
-        self.verified_share = sum(sent.sizes[name] for name in read) / max(sum(sent.sizes.values()), 1)
-        quantized, plain = sum(math.prod(shape) for shape in shapes.values()), 0
-        for name, size in sent.sizes.items():
-            layer = name.partition(".weight")[0]
-            if layer not in shapes or name == f"{layer}.bias":
-                plain += math.prod(sent.shape(name))
-            whole = name if name in self.layers else f"{layer}.weight"
-            self.sizes[whole] = self.sizes.get(whole, 0) + size
-        self.quantized_share = quantized / max(quantized + plain, 1)
 
 
 def compare(sent: Ledger, received: ReceivedLedger, previous: Mapping[str, TensorReceipt] | None = None) -> list[Fault]:

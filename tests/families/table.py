@@ -29,6 +29,8 @@ from lit_qrl.cli.audit import audit
 from lit_qrl.cli.export import export
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.hooks import RLCallback
+from lit_qrl.network.linears import fused_groups, quantizable_linears
+from lit_qrl.network.stream import shared_amax
 from lit_qrl.precision import NVFP4LoRA, QATAligned
 from lit_qrl.publish.learner_scores import computing_as
 from lit_qrl.quantize.folder import quantize_checkpoint
@@ -256,16 +258,28 @@ def _reloaded(folder: Path, format: str | None) -> Cell:
     with torch.no_grad():
         applied = None if format in (None, "bf16") else formats.get(format)
         plain = reference(policy)
-        if format == "bf16":
-            plain = plain.to(torch.bfloat16)
-        with computing_as(plain, applied):
-            expected = plain(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
+        if applied is not None:
+            _round_weights(plain, applied)
+        plain = plain.to(loaded.dtype)
+        expected = plain(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
         got = loaded(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
     difference = (got - expected).abs()
     figure = float(difference.mean() if half else difference.max())
     if not figure <= (ROUNDED if half else EXACT):
         raise Difference(f"the exported folder's log-probs are {figure:.2g} nats from the policy's")
     return Cell("works", difference=figure)
+
+
+@torch.no_grad()
+def _round_weights(network: Any, format: Any) -> None:
+    """Put in place of each weight what its codes in a weight-only format stand for."""
+    linears = quantizable_linears(network)
+    for names in fused_groups(linears).values():
+        parts = {name: linears[name].weight for name in names}
+        shared = shared_amax(parts) if format.shares_amax and len(parts) > 1 else None
+        rounded = {name: format.dequantize(format.quantize(part, shared)) for name, part in parts.items()}
+        for name, weight in rounded.items():
+            linears[name].weight.copy_(weight)
 
 
 def audited(family: Family, folder: Path, chosen: tuple[str, ...] = FORMATS[1:]) -> Cell:
