@@ -15,12 +15,13 @@ def weigh(report: PublishReport, sent: Ledger, shapes: Mapping[str, tuple[int, i
         shapes: (out, in) of the layers that went out in a format of 8 bits or less.
     """
     read = set() if report.received is None else set(sent.sizes) - set(report.received.unread)
-    report.verified_share = sum(sent.sizes[name] for name in read) / max(sum(sent.sizes.values()), 1)
+    whole = sum(size for _, size in sent.sizes.values())
+    report.verified_share = sum(sent.sizes[name][1] for name in read) / max(whole, 1)
     quantized, plain = sum(math.prod(shape) for shape in shapes.values()), 0
-    for name, size in sent.sizes.items():
+    for name, (numbers, size) in sent.sizes.items():
         layer = name.partition(".weight")[0]
         if layer not in shapes or name == f"{layer}.bias":
-            plain += math.prod(sent.shape(name))
-        whole = name if name in report.layers else f"{layer}.weight"
-        report.sizes[whole] = report.sizes.get(whole, 0) + size
+            plain += numbers
+        key = name if name in report.layers else f"{layer}.weight"
+        report.sizes[key] = report.sizes.get(key, 0) + size
     report.quantized_share = quantized / max(quantized + plain, 1)

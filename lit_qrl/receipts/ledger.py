@@ -41,8 +41,6 @@ EXPLANATIONS: dict[str, str] = {
     "gemm": "is loaded, but the engine's GEMM computes with other values",
     "probe": "gets other log-probs from the engine than from the learner computing as the sampler should",
 }
-
-
 SHORTENED = {"highest": 0.0, "high": 2.0**-11, "medium": 2.0**-8}
 """By what share fp32 may be rounded before it is multiplied, by `torch.get_float32_matmul_precision()`."""
 
@@ -115,8 +113,7 @@ class Ledger:
         self.bytes = 0
         self._checksums = Checksums()
         self._described: dict[str, tuple[tuple[int, ...], str]] = {}
-        self.sizes: dict[str, int] = {}
-        """Bytes by name."""
+        self.sizes: dict[str, tuple[int, int]] = {}  # numbers and bytes by name
         self._times: Counter[str] = Counter()
         self._receipts: dict[str, TensorReceipt] | None = None
 
@@ -126,13 +123,9 @@ class Ledger:
         self.bytes += tensor.numel() * tensor.element_size()
         if self._times[name] == 1:
             self._described[name] = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-            self.sizes[name] = tensor.numel() * tensor.element_size()
+            self.sizes[name] = tensor.numel(), tensor.numel() * tensor.element_size()
             self._checksums.add(name, tensor)
             self._receipts = None
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor that was recorded."""
-        return self._described[name][0]
 
     def watch(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the stream unchanged, recording every tensor."""
@@ -222,8 +215,7 @@ class ReceivedLedger(Ledger):
         prefix_reset: whether the engine's cache of prompt prefixes was emptied after the weights changed; an engine
             without such a cache leaves it True.
         faults: what the engine noticed while loading (incomplete fused groups, copies that did not happen).
-        unread: names whose bits cannot be read back from the modules, such as experts'; nothing is said of them, since
-            a receipt of what the loader was handed would be compared with itself.
+        unread: names whose bits cannot be read back from the modules, such as experts'; nothing is said of them.
     """
 
     version: int
@@ -380,10 +372,8 @@ def compare_columns(
         share = share_of_bound(got, expected, exact)
         wrong = float((share > 1).float().mean())
         if wrong > 0:
-            detail = (
-                f"{wrong:.1%} of the sampled entries differ, by up to {float(share.max()):.2g} times what rounding may"
-            )
-            faults.append(Fault("gemm", f"{layer}.weight", detail))
+            much = f"by up to {float(share.max()):.2g} times what rounding may"
+            faults.append(Fault("gemm", f"{layer}.weight", f"{wrong:.1%} of the sampled entries differ, {much}"))
     return faults
 
 
