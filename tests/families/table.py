@@ -406,8 +406,8 @@ from them, and `tests/families/test_table.py` measures a part of them again, all
 A format in a cell **works**: two iterations of training with two publishes far apart, each verified; the sampler's
 log-probs are within 1e-5 nats, in fp32, of a plain forward pass of transformers (eager attention, no cache, no padding)
 with the dequantized weights (mean below 0.002 under 8-bit activations, of which last bits may flip a code, and
-below 0.03 in bf16); an export loads in transformers to the policy's logits. A struck-out format is **refused** in one paragraph,
-given below. `auto` is the learner's dtype, here fp32; `–` was not measured.
+below 0.03 in bf16); an export loads in transformers to the policy's logits. A struck-out format is **refused** in one
+paragraph, given below. `auto` is the learner's dtype, here fp32; `–` was not measured.
 """
 
 
@@ -420,7 +420,8 @@ def document() -> str:
             continue
         columns = [key for key in METHODS if any(name.partition("/")[0] == key for _, cells in rows for name in cells)]
         parts.append(f"\n## {title}\n")
-        parts.append(f"| family | {' | '.join(METHODS[key] for key in columns)} |\n|{' --- |' * (len(columns) + 1)}")
+        heads = " | ".join(METHODS[key] for key in columns)
+        parts.append(f"| family | {heads} |\n|{' --- |' * (len(columns) + 1)}")
         for family, cells in rows:
             if cells:
                 shown = [_cell({n: c for n, c in cells.items() if n.partition("/")[0] == key}) for key in columns]
@@ -443,8 +444,8 @@ def document() -> str:
 COMMANDS = """
 ## One command per family
 
-Each trains on Countdown with a sampler of the family. They were run with the tiny model of the family in place of the
-one on the hub, which could not be fetched where this is developed.
+Each trains on Countdown with a sampler of the family. Models of the hub could not be fetched where this is developed:
+what was run is `lit-qrl fit` on the tiny model of each family, by the column `export`, and not on those named here.
 """
 
 

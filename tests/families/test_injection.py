@@ -1,6 +1,7 @@
 """A part that was kept, or exchanged for another, between two publishes one optimizer step apart is named."""
 
 import contextlib
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -92,11 +93,8 @@ def test_two_layers_that_were_exchanged_are_named(family, monkeypatch):
     step(network)
     weights = dict(merged_weights(network))
     names = sorted(weights, key=lambda name: (weights[name].shape, name))
-    one, other = next(
-        (a, b)
-        for a, b in zip(names, names[1:], strict=False)
-        if weights[a].shape == weights[b].shape and weights[a].ndim > 1
-    )
+    alike = ((a, b) for a, b in pairwise(names) if weights[a].shape == weights[b].shape)
+    one, other = next((a, b) for a, b in alike if weights[a].ndim > 1)
     swapped, plain = {one: weights[other], other: weights[one]}, Modules.set_plain
     monkeypatch.setattr(Modules, "set_plain", lambda self, name, t: plain(self, name, swapped.get(name, t).clone()))
     with pytest.raises(PublishError) as caught:
