@@ -10,7 +10,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.linears import expert_weights, quantizable_linears
+from lit_qrl.network.linears import expert_weights, quantizable_linears, routers_of
 from lit_qrl.network.names import base_of, checkpoint_modules, checkpoint_name, is_adapted
 from lit_qrl.network.quantized_linear import QuantizedLinear
 
@@ -28,6 +28,7 @@ def with_adapter(network: Any, config: Any, source: object) -> Any:
     """
     config.task_type = config.task_type or "CAUSAL_LM"
     linears = sorted({name.rpartition(".")[2] for name in quantizable_linears(network)})
+    routers = routers_of(network)
     try:
         adapted = get_peft_model(network, config)
     except ValueError as error:
@@ -36,7 +37,8 @@ def with_adapter(network: Any, config: Any, source: object) -> Any:
             expected=f"target_modules among its linear layers, {', '.join(linears)}" if linears else None,
             remedy="Correct model.policy.lora; target_modules: all-linear takes all of them.",
         ) from error
-    others = sorted({name for name, part in adapted.named_modules() if isinstance(part, ParamWrapper)}, key=len)
+    parts = ((name, part) for name, part in adapted.named_modules() if is_adapted(part))
+    others = sorted((n for n, part in parts if isinstance(part, ParamWrapper) or base_of(part) in routers), key=len)
     if others:
         raise ConfigError(
             f"model.policy.lora adapts weights of experts or routers of {source}, which no engine can be sent yet.",

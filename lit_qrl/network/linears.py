@@ -51,7 +51,7 @@ def quantizable_linears(root: nn.Module, exclude: Collection[str] = (), head: bo
     get: Any = getattr(root, "get_output_embeddings", None)
     output = None if get is None else base_of(copy_in_use(get()))
     linears = ((name, base_of(module)) for name, module in checkpoint_modules(root))
-    text, routers = set(text_part(root).modules()), _routers(root)
+    text, routers = set(text_part(root).modules()), routers_of(root)
     return {
         name: module
         for name, module in linears
@@ -82,7 +82,7 @@ def expert_weights(root: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def _routers(root: nn.Module) -> set[nn.Module]:
+def routers_of(root: nn.Module) -> set[nn.Module]:
     """Return the linear layers beside experts that write one number for each of them, or one for all."""
     found = set()
     for module in root.modules():

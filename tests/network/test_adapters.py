@@ -139,7 +139,7 @@ def test_an_adapter_that_does_not_fit_names_the_layers():
         with_adapter(build_network(), lora(target_modules=["nowhere"]), "it")
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3", "llama4_text"])
 def test_an_adapter_of_experts_is_refused_and_names_what_it_may_adapt(kind):
     lora = LoraConfig(r=2, target_modules="all-linear")
     with pytest.raises(ConfigError, match=r"experts or routers.*o_proj.*target_modules"):
