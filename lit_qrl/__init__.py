@@ -4,7 +4,7 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lit_qrl.aliases import install
+from lit_qrl.aliases import OFFERED, install
 
 if TYPE_CHECKING:
     from lit_qrl.callbacks.defaults import default_callbacks
@@ -21,19 +21,11 @@ logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
 
 install()
 
-_PLACES = {
-    "CausalPolicy": "policy",
-    "GRPOModule": "module",
-    "RolloutDataModule": "data.module",
-    "default_callbacks": "callbacks.defaults",
-    "resume_from": "run.folder",
-}
-
 
 def __getattr__(name: str) -> Any:
     """Return what a program needs of the rooms, which load torch and Lightning, when it is asked for."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    found = getattr(import_module(f"{__name__}.{OFFERED[name]}"), name)
     globals()[name] = found
     return found

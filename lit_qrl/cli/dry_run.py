@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,13 +70,13 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> No
     folder = Path(trainer.default_root_dir)
     module.configure_model = instead_of_weights  # what Lightning calls after every setup
     try:
-        trainer.fit(module, datamodule=data)
-    except _DoneError:
-        learner = tensors(module, trainer)
-        table = parts(trainer, module, data, learner)
-        room = shutil.disk_usage(folder).free
+        with suppress(_DoneError):
+            trainer.fit(module, datamodule=data)
     finally:
         del module.configure_model
+    learner = tensors(module, trainer)
+    table = parts(trainer, module, data, learner)
+    room = shutil.disk_usage(folder).free
     trained = learner.count(learner.trained)
     print(f"{trained:,} of {sum(one.numel() for one in learner.shapes.values()):,} parameters are trained.\n")
     print(as_table(table))
@@ -126,13 +127,15 @@ def parts(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, learner
     base = set(learner.shapes) - learner.adapter
     packed = learner.quantizable if isinstance(plugin, PackedLoRA) else set()
     weights = learner.count(base - packed) * item
+    held = name
     if isinstance(plugin, PackedLoRA):
         weights += learner.count(packed) * plugin.format.bits_per_weight / 8
+        held = f"{plugin.format.name} and {name}"
     trained = learner.count(learner.trained)
     masters = getattr(module, "master_weights", False) and item < 4
     spec: SamplerSpec = next(one.publisher.spec for one in trainer.callbacks if isinstance(one, WeightPublisher))  # pyright: ignore
     return [
-        Part("weights", weights, f"{plugin.format.name} and {name}" if packed else name),
+        Part("weights", weights, held),
         Part("adapters", learner.count(learner.adapter) * item, name if learner.adapter else "none"),
         Part("master bits", trained * 2 if masters else 0, "16 bits beside each weight" if masters else "none"),
         Part("gradients", trained * item, name),

@@ -76,11 +76,10 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def print_completion(words: Sequence[str]) -> None:
     """Print the script that completes commands and options in a shell."""
-    with without(UNUSED):
-        from lit_qrl.cli.completion import completion
+    from lit_qrl.cli.completion import completion
 
     try:
-        print(completion(" ".join(words)))
+        print(completion(" ".join(words), COMMANDS))
     except ConfigError as error:
         fail(str(error))
 
@@ -114,12 +113,14 @@ def overview() -> str:
 
 
 def prints_only(args: Sequence[str]) -> bool:
-    """Return whether a command prints its options or its configuration, and computes nothing.
+    """Return whether a command prints its configuration and computes nothing.
+
+    Help and completion are another matter: they list the optimizers of bitsandbytes.
 
     >>> prints_only(["fit", "--print_config=comments"]), prints_only(["fit", "--config", "a.yaml"])
     (True, False)
     """
-    return any(word in ("-h", "--help") or word.startswith(("--help=", "--print_config")) for word in args)
+    return any(word.startswith("--print_config") for word in args)
 
 
 @contextmanager

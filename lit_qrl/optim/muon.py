@@ -15,7 +15,7 @@ from lit_qrl.run.description import Described
 EMBEDDINGS = ("*embed*", "*wte.*", "*wpe.*", "*lm_head*", "*output_projection*")
 
 
-class MuonAdamW(Described, Optimizer):
+class MuonAdamW(Optimizer, Described):
     """Muon for the hidden matrices, AdamW for everything else, as one optimizer.
 
     The rule of Muon's author (K. Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024):

@@ -11,7 +11,7 @@ pytest.importorskip("shtab")
 
 @pytest.fixture(scope="module")
 def script():
-    return completion("bash")
+    return completion("bash", COMMANDS)
 
 
 def completed(script, folder, *words):
@@ -37,11 +37,11 @@ def test_bash_completes_commands_and_their_options(script, tmp_path):
 
 def test_another_shell_is_refused(monkeypatch, capsys):
     with pytest.raises(ConfigError, match=r"bash, zsh\. Given: fish"):
-        completion("fish")
+        completion("fish", {})
     with pytest.raises(SystemExit) as stop:
         main(["--print_shtab"])
     assert stop.value.code == 2
     assert "Name one" in capsys.readouterr().err
     monkeypatch.setattr("lit_qrl.cli.completion.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install shtab"):
-        completion("zsh")
+        completion("zsh", {})
