@@ -93,10 +93,8 @@ MOVED = {
 }
 """From what a module or package was called to what it is called, both within `lit_qrl`; what lay in it is in there."""
 
-<<<<<<< HEAD
 METRICS = {f"{stage}/pass@1": f"{stage}/greedy_pass@1" for stage in ("val", "test")}
 """From what a metric was called to what it is called; a callback may go on monitoring the former name."""
-=======
 OFFERED = {
     "CausalPolicy": "policy",
     "GRPOModule": "module",
@@ -105,7 +103,6 @@ OFFERED = {
     "resume_from": "run.folder",
 }
 """What `lit_qrl` itself offers, and the module in which it is; a configuration names it there."""
->>>>>>> 3c63e6d (Help lists what bitsandbytes has; a configuration names classes where they are; no circle, and types)
 
 
 def current(path: str) -> str:
