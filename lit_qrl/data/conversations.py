@@ -1,7 +1,7 @@
 """Chat turns in a row of data, as TRL and the hub have them: a list of messages with `role` and `content`."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from lit_qrl.data.task import Message
 from lit_qrl.errors import ConfigError, nearest
@@ -13,7 +13,7 @@ EXPECTED = "a list of messages such as {role: user, content: 1 + 1?}"
 REMEDY = "Correct or remove the row, or leave it out by row_filter."
 
 
-def is_conversation(value: Any) -> bool:
+def is_conversation(value: Any) -> TypeGuard[Sequence[Any]]:
     """Return whether a cell holds turns rather than a text.
 
     >>> is_conversation([{"role": "user", "content": "1 + 1?"}]), is_conversation("1 + 1?")

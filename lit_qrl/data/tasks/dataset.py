@@ -191,12 +191,12 @@ class DatasetTask(Task):
             )
         answer = self._answer(row)
         if answer is None or (isinstance(answer, str) and not answer.strip()):
-            turn = is_conversation(prompt) and self.answer_column == self.prompt_column
+            turn = prompt[-1] if is_conversation(prompt) and self.answer_column == self.prompt_column else None
             raise ConfigError(
                 f"{where} has no answer in column {self.answer_column!r}.",
                 expected="a last turn of role assistant, which is the gold answer" if turn else "a gold answer",
-                given=f"a last turn of role {prompt[-1].get('role')}" if turn else repr(answer),
-                remedy="Name another answer_column, or leave the row out by row_filter." if turn else None,
+                given=f"a last turn of role {turn.get('role')}" if turn else repr(answer),
+                remedy="Name another answer_column, or leave the row out by row_filter." if turn else "",
             )
         if not self.reference(row) and self.answer_pattern is not None:
             raise ConfigError(
