@@ -99,8 +99,10 @@ class SamplerHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits "… v" of hidden states "… h", in their dtype or the head's own."""
-        plain = isinstance(self.layer, nn.Linear) and self.dtype is not None
-        logits = raised_linear(hidden, self.layer.weight, self.layer.bias, self.dtype) if plain else self.layer(hidden)
+        if self.dtype is not None and isinstance(self.layer, nn.Linear):
+            logits = raised_linear(hidden, self.layer.weight, self.layer.bias, self.dtype)
+        else:
+            logits = self.layer(hidden)
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
