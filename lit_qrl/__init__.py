@@ -1,12 +1,31 @@
 """Quantized reinforcement learning of language models on the Lightning Trainer."""
 
 import logging
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from lit_qrl.aliases import install
+from lit_qrl.aliases import OFFERED, install
 
+if TYPE_CHECKING:
+    from lit_qrl.callbacks.defaults import default_callbacks
+    from lit_qrl.data.module import RolloutDataModule
+    from lit_qrl.module import GRPOModule
+    from lit_qrl.policy import CausalPolicy
+    from lit_qrl.run.folder import resume_from
+
+__all__ = ["CausalPolicy", "GRPOModule", "RolloutDataModule", "default_callbacks", "resume_from"]
 __version__ = "0.1.0"
 
 # What bitsandbytes says at import is of a kernel that only its own 4-bit layers would use.
 logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
 
 install()
+
+
+def __getattr__(name: str) -> Any:
+    """Return what a program needs of the rooms, which load torch and Lightning, when it is asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{OFFERED[name]}"), name)
+    globals()[name] = found
+    return found

@@ -1,4 +1,4 @@
-"""Module paths of earlier versions: each is the module that it became, in Python, in YAML and on the command line."""
+"""Names of earlier versions: of modules, in Python, in YAML and on the command line, and of metrics."""
 
 import logging
 import os
@@ -93,6 +93,17 @@ MOVED = {
 }
 """From what a module or package was called to what it is called, both within `lit_qrl`; what lay in it is in there."""
 
+METRICS = {f"{stage}/pass@1": f"{stage}/greedy_pass@1" for stage in ("val", "test")}
+"""From what a metric was called to what it is called; a callback may go on monitoring the former name."""
+OFFERED = {
+    "CausalPolicy": "policy",
+    "GRPOModule": "module",
+    "RolloutDataModule": "data.module",
+    "default_callbacks": "callbacks.defaults",
+    "resume_from": "run.folder",
+}
+"""What `lit_qrl` itself offers, and the module in which it is; a configuration names it there."""
+
 
 def current(path: str) -> str:
     """Return the dotted path of a module, or of what a module holds, under its name of today.
@@ -101,8 +112,12 @@ def current(path: str) -> str:
     'lit_qrl.loop.hooks.RLCallback'
     >>> current("lit_qrl.callbacks.ais.AIS")
     'lit_qrl.callbacks.ais.AIS'
+    >>> current("lit_qrl.CausalPolicy")
+    'lit_qrl.policy.CausalPolicy'
     """
     parts = path.split(".")
+    if len(parts) == 2 and parts[0] == "lit_qrl" and parts[1] in OFFERED:
+        return f"lit_qrl.{OFFERED[parts[1]]}.{parts[1]}"
     for end in range(len(parts), 1, -1):
         moved = MOVED.get(".".join(parts[1:end])) if parts[0] == "lit_qrl" else None
         if moved:

@@ -1,6 +1,7 @@
 """The errors of the project that the command line turns into a paragraph instead of a traceback."""
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -49,6 +50,62 @@ class IncompleteError(ValueError):
 
 class StoppedError(RuntimeError):
     """A run whose configuration may be right and that could not go on; `lit-qrl` prints it and exits with status 70."""
+
+
+class MemoryShortageError(StoppedError):
+    """Work that needs more memory than there is; the paragraph says what it was, how much was asked, and a remedy."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out, on a device or on the host.
+
+    torch has a class of its own for devices, but raises `RuntimeError` on the host, as vLLM's allocator does anywhere.
+
+    >>> out_of_memory(MemoryError()), out_of_memory(RuntimeError("CUDA Error: out of memory at …"))
+    (True, True)
+    """
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and bool(re.search(r"out of memory|can't allocate memory", str(error)))
+
+
+def asked(error: BaseException) -> str:
+    """Return how much memory an allocator says that it was asked for and had left, as part of a sentence.
+
+    >>> asked(RuntimeError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 139.81 GiB "
+    ...     "of which 1.20 GiB is free."))
+    '2.50 GiB were asked for and 1.20 GiB of 139.81 GiB were free'
+    >>> asked(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 3221225472 bytes."))
+    '3.00 GiB were asked for'
+    """
+    text = str(error)
+    amount = re.search(r"[Tt]ried to allocate ([\d.]+) ?(\w+)", text)
+    room = re.search(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free", text)
+    if amount is None:
+        return f"the allocator said {type(error).__name__}{f': {text}' if text else ''}".rstrip(".")
+    size = f"{int(amount[1]) / 2**30:.2f} GiB" if amount[2] == "bytes" else f"{amount[1]} {amount[2]}"
+    return f"{size} were asked for" + (f" and {room[2]} of {room[1]} were free" if room else "")
+
+
+@contextmanager
+def within_memory(doing: str, remedy: str) -> Iterator[None]:
+    """Turn what an allocator raises in the block into one paragraph; the innermost such block names the work.
+
+    Args:
+        doing: the work, after "while".
+        remedy: what to change, as an instruction.
+
+    Raises:
+        MemoryShortageError: when memory runs out.
+    """
+    try:
+        yield
+    except MemoryShortageError:
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise MemoryShortageError(f"Memory ran out while {doing}: {asked(error)}. {remedy}") from error
 
 
 @contextmanager

@@ -1,33 +1,47 @@
 """GRPO as a LightningModule: Lightning's hooks around `loop.iteration`, and the gradient of the objective."""
 
+import logging
 from typing import Any, Literal
 
 import torch
 from jsonargparse import lazy_instance
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from lit_qrl.aliases import METRICS
+from lit_qrl.data.benchmark import Share
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.batching import deal_by_length
 from lit_qrl.loop.combine import check_combination
 from lit_qrl.loop.correction import close, weigh_here
 from lit_qrl.loop.evaluation import answer
-from lit_qrl.loop.hooks import corrected, rl_callbacks, trainer_all_reduce
-from lit_qrl.loop.metrics import AverageAtK, PassAtK
+from lit_qrl.loop.generation import drawn
+from lit_qrl.loop.hooks import PreparesTrainer, corrected, rl_callbacks, trainer_all_reduce
+from lit_qrl.loop.metrics import BOUNDS, EvaluationMetrics, log_row
 from lit_qrl.loop.state import IterationState
+from lit_qrl.loop.stopping import expect_metrics, follow_iterations
+from lit_qrl.network.modes import evaluating
 from lit_qrl.objective import GRPO, Objective
-from lit_qrl.optim import build_optimizer, check_optimizer, schedule_factor
+from lit_qrl.optim.build import check_optimizer
+from lit_qrl.optim.masters import trained_by
+from lit_qrl.optim.schedule import schedule_factor
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision.source import PublishingPrecision
+from lit_qrl.run.description import Described
 from lit_qrl.run.identity import check_frozen, check_identity, describe_frozen, identity
 from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.types import AllReduce, MicroBatch, RolloutBatch
 
+log = logging.getLogger(__name__)
 
-class GRPOModule(LightningModule):
+DEFAULT_OBJECTIVE = lazy_instance(GRPO)
+"""What the command line shows as the default, and builds."""
+
+
+class GRPOModule(Described, LightningModule):
     """Trains a policy on groups of completions; nothing in it knows about number formats.
 
     Each iteration (one Lightning epoch) rolls out, scores, corrects and deals micro-batches (`loop.iteration`);
@@ -41,27 +55,33 @@ class GRPOModule(LightningModule):
         warmup: share of the run's optimizer steps with linearly rising learning rate.
         lr_scheduler: any scheduler instead of the two above, stepped per optimizer step.
         evaluate_first: run the validation once before the first iteration.
+        master_weights: train weights of 16 bits as fp32, whose further bits the optimizer keeps (2 bytes a parameter);
+            false lets updates that are smaller than the weights' rounding be lost.
     """
 
     def __init__(
         self,
         policy: CausalPolicy,
-        objective: Objective = lazy_instance(GRPO),  # pyright: ignore[reportArgumentType]
+        objective: Objective = DEFAULT_OBJECTIVE,  # pyright: ignore[reportArgumentType]
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_schedule: Literal["constant", "linear", "cosine"] = "constant",
         warmup: float = 0.0,
         lr_scheduler: LRSchedulerCallable | None = None,
         evaluate_first: bool = True,
+        master_weights: bool = True,
     ) -> None:
         super().__init__()
         if not 0 <= warmup < 1:
             raise ConfigError("model.warmup is a share of the run.", expected="a number in [0, 1)", given=warmup)
+        if objective is DEFAULT_OBJECTIVE:  # outside of the command line nobody has built it yet
+            objective = GRPO()
         self.policy, self.objective, self.optimizer = policy, objective, optimizer
         self.lr_schedule: Literal["constant", "linear", "cosine"] = lr_schedule
         self.warmup, self.lr_scheduler = warmup, lr_scheduler
-        self.evaluate_first = evaluate_first
+        self.evaluate_first, self.master_weights = evaluate_first, master_weights
         self.iteration = IterationState()
-        self.accuracy = torch.nn.ModuleDict()
+        self.accuracy = torch.nn.ModuleList()
+        self._cut_short = False
 
     # ---------------------------------------------------------------------------------------------------- the algorithm
 
@@ -70,7 +90,7 @@ class GRPOModule(LightningModule):
         """Return the learner's log-probs "b t" of a rollout's completions, in the learner's own arithmetic."""
         scored = torch.zeros_like(rollout.sampler_logprobs)
         lengths = (rollout.prompt_length + rollout.completion_length).tolist()
-        with self.trainer.precision_plugin.forward_context():
+        with evaluating(self.policy), self.trainer.precision_plugin.forward_context():
             for part in deal_by_length(lengths, min(chunks, len(rollout))):
                 rows = torch.tensor(part, device=scored.device)
                 piece = rollout.select(rows)
@@ -122,6 +142,9 @@ class GRPOModule(LightningModule):
         """Check what can be known before any weight is loaded."""
         objective, data = self.objective, self.data
         check_combination(list(rl_callbacks(self.trainer)), objective)
+        for former in {getattr(callback, "monitor", None) for callback in self.trainer.callbacks} & METRICS.keys():  # pyright: ignore
+            log.warning("The metric %s is called %s now; monitoring the former name goes on.", former, METRICS[former])
+        follow_iterations(self.trainer)
         if stage == "fit":
             check_optimizer(self.optimizer, self.trainer.strategy.root_device, vectors=self.policy.lora is None)
             # An objective of the user's own may have a baseline of another kind.
@@ -142,6 +165,13 @@ class GRPOModule(LightningModule):
                     remedy="Lower data.temperature instead, or remove the correction.",
                 )
 
+    def configure_callbacks(self) -> list[Callback]:
+        """Let the callbacks that ask for it prepare the Trainer, before its loggers and the data are set up."""
+        for callback in self.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(callback, PreparesTrainer):
+                callback.prepare(self.trainer, self)
+        return []
+
     def configure_model(self) -> None:
         """Load the policy's weights; plugins that rename parameters act here, before a checkpoint is restored."""
         self.policy.configure()
@@ -153,17 +183,15 @@ class GRPOModule(LightningModule):
         if self.objective.kl_coefficient > 0:
             self.policy.keep_reference()
         if not self.accuracy:
-            self.accuracy["greedy"] = PassAtK(1)
-            self.accuracy["sampled"] = AverageAtK()
-            if self.data.evaluation_samples > 1:
-                self.accuracy["best"] = PassAtK(self.data.evaluation_samples)
+            self.accuracy.extend(EvaluationMetrics(one.accuracies) for one in self.data.evaluations)
 
     def configure_optimizers(self) -> Any:
         """Build the optimizer over the trainable parameters, and the learning-rate schedule."""
         trainable = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
         if not trainable:
             raise ConfigError("The policy has no trainable parameter.", remedy="Check model.policy.lora.")
-        optimizer = build_optimizer(self.optimizer, trainable)
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        optimizer = trained_by(self.optimizer, trainable, self.master_weights, scaler)
         steps = int(self.trainer.estimated_stepping_batches)
         if self.lr_scheduler is not None:
             scheduler = self.lr_scheduler(optimizer)
@@ -193,6 +221,7 @@ class GRPOModule(LightningModule):
 
     def on_train_start(self) -> None:
         """Evaluate the policy as it came, so that every curve has its starting point."""
+        self._cut_short = False
         validates = self.trainer.limit_val_batches and self.trainer.check_val_every_n_epoch is not None
         if self.evaluate_first and validates and self.trainer.current_epoch == 0 and not self.trainer.fast_dev_run:  # pyright: ignore
             trainer = self.trainer
@@ -219,42 +248,50 @@ class GRPOModule(LightningModule):
         """Log the iteration's row; the epoch end that a resumed run repeats has none and logs nothing."""
         row = self.iteration.take_row()
         if row:
-            # The values are of all ranks already, and the same on each: their mean leaves them as they are.
-            self.log_dict(row, sync_dist=True)
+            log_row(self.trainer, row)
+        expect_metrics(self.trainer, bool(row))
 
     # -------------------------------------------------------------------------------------------------- evaluation
 
-    def _evaluate(self, problems: list, stage: str) -> None:
+    def _evaluate(self, share: Share, stage: str) -> None:
+        if self._cut_short:
+            return
         with self.iteration.timed("evaluate"):
             try:
-                answers = answer(self, problems, stage)
+                answers = answer(self, share, stage)
             except Interrupted:
                 if not self.trainer.fit_loop.epoch_loop.batch_progress.current.ready:
                     raise
+                self._cut_short = True
                 return  # the updates before it are saved at the end of the iteration, which comes next
-            names = {"greedy": "pass@1", "sampled": "accuracy", "best": f"pass@{self.data.evaluation_samples}"}
-            for key, metric in self.accuracy.items():
-                found = answers.get("greedy" if key == "greedy" else "sampled")
-                if found is not None:
-                    metric.update(found.correct.to(self.device))  # pyright: ignore
-                    self.log(f"{stage}/{names[key]}", metric, on_epoch=True, batch_size=len(problems), prog_bar=True)  # pyright: ignore
+            accuracy: Any = self.accuracy[share.index]
+            accuracy.add({kind: found.correct.to(self.device) for kind, found in answers.items()})
+            place = f"{stage}/{share.set.name}".rstrip("/")
+            for name, metric in accuracy.items():
+                shown = not name.endswith(tuple(filter(None, BOUNDS)))
+                self.log(f"{place}/{name}", metric, on_epoch=True, batch_size=max(len(share), 1), prog_bar=shown)
+                former = {now: old for old, now in METRICS.items()}.get(f"{place}/{name}")
+                if former:  # what a callback may monitor
+                    self.log(former, metric, on_epoch=True, batch_size=max(len(share), 1), logger=False)
 
-    def validation_step(self, batch: list, batch_idx: int) -> None:
-        """Greedy pass@1, sampled avg@k and pass@k on the held-out problems."""
+    def validation_step(self, batch: Share, batch_idx: int) -> None:
+        """Greedy pass@1, sampled avg@k and pass@k on a set of held-out problems, each with its interval."""
         self._evaluate(batch, "val")
 
-    def test_step(self, batch: list, batch_idx: int) -> None:
+    def test_step(self, batch: Share, batch_idx: int) -> None:
         """Do the same under `test/`."""
         self._evaluate(batch, "test")
 
-    def predict_step(self, batch: list, batch_idx: int) -> list[dict[str, Any]]:
-        """Return one record per sampled completion of the held-out problems."""
-        answers = answer(self, batch, "predict")["sampled"]
-        samples = self.data.samples(batch, answers.completions)
-        rewards, parts, _ = self.data.reward(batch, answers.completions)
+    def predict_step(self, batch: Share, batch_idx: int) -> list[dict[str, Any]]:
+        """Return one record per sampled completion of a set of held-out problems; greedy ones where none is sampled."""
+        found = answer(self, batch, "predict")
+        answers, task = found.get("sampled") or found["greedy"], batch.set.task
+        samples = self.data.samples(batch.problems, answers.completions, task)
+        rewards, parts, _ = self.data.reward(batch.problems, answers.completions, task)
         correct = answers.correct.flatten()
         return [
             {
+                "benchmark": batch.set.name or task.name,
                 "prompt": sample.prompt,
                 "completion": sample.completion,
                 "reward": float(rewards[i]),
@@ -263,3 +300,10 @@ class GRPOModule(LightningModule):
             }
             for i, sample in enumerate(samples)
         ]
+
+    def on_validation_epoch_end(self) -> None:
+        """Give the device back to the learner: all that was asked for is drawn."""
+        if not self._cut_short:
+            drawn(self)
+
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end

@@ -1,6 +1,7 @@
 """The policy: a causal language model from the hub, a folder or a config, with its tokenizer, full or under PEFT."""
 
 import copy
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from peft import LoftQConfig, LoraConfig, PeftConfig
+from peft import LoraConfig, PeftConfig
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -16,18 +17,22 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.functional.logprobs import token_logprobs
-from lit_qrl.network.adapters import merged_weights, starts_from_base, with_adapter
+from lit_qrl.network.adapters import check_adapter, merged_weights, starts_from_base, with_adapter
 from lit_qrl.network.attention import implementation
 from lit_qrl.network.chat import chat_ids
 from lit_qrl.network.folder import FOLDER_REMEDY, HUB_REMEDY, local_folder, resolve_model
 from lit_qrl.network.head import check_tied, output_head
+from lit_qrl.network.modes import train_without_dropout
 from lit_qrl.network.padding_free import enable_padding_free, flat_hidden, flatten, is_padding_free
-from lit_qrl.network.structure import body, outline
+from lit_qrl.network.structure import body
 from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, weights_are_deferred
-from lit_qrl.precision.layers.lora_linear import swap_lora_linears
+from lit_qrl.precision.layers.lora_linear import keep_factors, swap_lora_linears
 from lit_qrl.precision.layers.one_pass import Fuse, take_one_pass
 from lit_qrl.precision.packed_base import PackedBase, take_packed_format
+from lit_qrl.run.description import Described
 from lit_qrl.types import RolloutBatch
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -39,7 +44,7 @@ class TokenScores(NamedTuple):
     entropy: Tensor | None
 
 
-class CausalPolicy(nn.Module):
+class CausalPolicy(Described, nn.Module):
     """Holds the learner's model and tokenizer; the tokenizer loads at once, the weights in `configure`.
 
     Args:
@@ -59,6 +64,9 @@ class CausalPolicy(nn.Module):
         packing: `auto` runs the layers on real tokens only, a group's prompt once, wherever the architecture and the
             attention implementation allow it; `never` keeps padded batches.
         fuse: norms and gated activations beside an adapter in one kernel each: `auto` where there is CUDA and Triton.
+        head_dtype: `fp32` computes logits, and their gradients, in fp32; `auto` in the dtype of the hidden states.
+        dropout: train with the rates of the model's config and of `lora_dropout`. The sampler has no dropout, so each
+            of the learner's ratios to it then holds one draw of the noise. Scoring and evaluation have none anyway.
 
     Raises:
         ConfigError: for a folder without config or weights, an unknown name, or a tokenizer without pad or end token.
@@ -80,21 +88,20 @@ class CausalPolicy(nn.Module):
         revision: str | None = None,
         packing: Literal["auto", "never"] = "auto",
         fuse: Fuse = "auto",
+        head_dtype: Literal["auto", "fp32"] = "auto",
+        dropout: bool = False,
     ) -> None:
         super().__init__()
         if dtype not in ("auto", *DTYPES):
             raise ConfigError("model.policy.dtype is unknown.", expected="auto, fp32, bf16 or fp16", given=dtype)
-        if lora is not None and lora.is_prompt_learning:
-            raise ConfigError(
-                "model.policy.lora is a prompt-learning method, which has no weights that a rollout engine could load.",
-                expected="a PEFT config that changes weights, such as peft.LoraConfig",
-                given=type(lora).__name__,
-            )
+        if head_dtype not in ("auto", "fp32"):
+            raise ConfigError("model.policy.head_dtype is unknown.", expected="auto or fp32", given=head_dtype)
+        check_adapter(lora)
         self.source = resolve_model(model, weights=not random_weights)
         self.dtype, self.lora, self.gradient_checkpointing = dtype, lora, gradient_checkpointing
-        self.random_weights = random_weights
-        self.chat_template_args, self.packing = chat_template_args or {}, packing
+        self.chat_template_args, self.packing, self.random_weights = chat_template_args or {}, packing, random_weights
         self.fuse: Fuse = fuse
+        self.head_dtype, self.dropout = DTYPES.get(head_dtype), dropout
         self._hub = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
         self.config = self._load(AutoConfig, self.source, "config")
         self.attn_implementation = implementation(self.config, attn_implementation)
@@ -203,14 +210,26 @@ class CausalPolicy(nn.Module):
         if self.gradient_checkpointing:
             network.gradient_checkpointing_enable({"use_reentrant": False})
         if self.packing == "auto" and self.attn_implementation is None:
-            enable_padding_free(network)
+            enable_padding_free(network, self.dropout)
         if self.lora is not None:
             network = with_adapter(network, self.lora, self.source)
             swap_lora_linears(network)
             take_one_pass(network, self.fuse)
+            if getattr(self.lora, "lora_dropout", 0) and not self.dropout:
+                log.warning("lora_dropout is off, as all dropout is; model.policy.dropout: true trains with it.")
         self.model = network
         check_tied(self.network)
         self.train()
+
+    def train(self, mode: bool = True) -> "CausalPolicy":
+        """Begin or end training, in which modules stay in evaluation mode unless `dropout` is asked for."""
+        super().train(mode)
+        if mode and self.model is not None and not self.dropout:
+            train_without_dropout(self.model)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "CausalPolicy":
+        return super()._apply(fn if self.lora is None or self.model is None else keep_factors(self.model, fn), recurse)
 
     def _random(self, dtype: Any, options: dict[str, Any]) -> Any:
         """Return a model with weights drawn at random: now, or by `deferred` where a precision plugin asks for that."""
@@ -257,11 +276,6 @@ class CausalPolicy(nn.Module):
                 remedy="Take a complete checkpoint; without them the policy would start partly at random.",
             )
         return network
-
-    def outline(self) -> Any:
-        """Return the model that the config describes, with the weights if they are loaded and else without memory."""
-        options = {"trust_remote_code": self._hub["trust_remote_code"]}
-        return outline(copy.deepcopy(self.config), **options) if self.model is None else self.network
 
     @property
     def network(self) -> Any:
@@ -349,6 +363,7 @@ class CausalPolicy(nn.Module):
             temperature=temperature,
             entropy=entropy,
             entropy_gradient=entropy_gradient,
+            head_dtype=self.head_dtype,
             **output_head(network),
         )
         return TokenScores(
@@ -384,13 +399,3 @@ def _spread(values: Tensor, mask: Tensor, scored: tuple[Tensor, Tensor] | None) 
     if scored is None:
         return torch.where(mask, values, 0.0)
     return values.new_zeros(mask.shape).index_put(scored, values)
-
-
-def drop_loftq(policy: Any) -> None:
-    """Leave out of a parsed policy the default of `loftq_config`, which PEFT would take for a wish of the user's."""
-    try:
-        lora = policy.init_args.lora.init_args
-        if lora.init_lora_weights != "loftq" and vars(lora.loftq_config) == vars(LoftQConfig()):
-            del lora["loftq_config"]
-    except (AttributeError, TypeError):  # no adapter, one without LoftQ, or none of these classes
-        return

@@ -66,6 +66,36 @@ def rejection(**arguments):
     return ["--trainer.callbacks", json.dumps([{"class_path": "RatioRejection", "init_args": arguments}])]
 
 
+SUMS = {"class_path": "DatasetTask", "init_args": {"path": "rows.jsonl", "name": "sums", "chat": False, "split": None}}
+
+
+def benchmark(task=(), **options):
+    of = {**SUMS, "init_args": {**SUMS["init_args"], **dict(task)}}
+    return ["--data.benchmarks", json.dumps([{"task": of, **options}])]
+
+
+USER = {"role": "user", "content": "1+1="}
+CHATS = {
+    "chat": [USER],
+    "system": [{"role": "system", "content": "Think."}],
+    "role": [{**USER, "role": "users"}],
+    "none": [],
+}
+
+
+def chat(name, *more):
+    """Name a file of `CHATS`, each of one row."""
+    return [
+        "--data.task.path",
+        f"{name}.jsonl",
+        "--data.task.prompt_column",
+        "prompt",
+        "--data.task.chat",
+        "true",
+        *more,
+    ]
+
+
 def reward(cls):
     return ["--data.task.rewards", json.dumps([{"class_path": f"tests.test_bad_input.{cls.__name__}"}])]
 
@@ -227,6 +257,15 @@ KNOWN_BEFORE_A_MODEL = {
         ["--trainer.strategy", "fsdp"],
         ["requires a GPU", "trainer.strategy: fsdp", "Set trainer.strategy to auto"],
     ),
+    "learner in parts": (
+        [
+            "--trainer.strategy",
+            json.dumps({"class_path": "lightning.pytorch.strategies.ModelParallelStrategy"}),
+            "--trainer.devices",
+            2,
+        ],
+        ["ModelParallelStrategy shards the learner", "auto, ddp or ColocatedStrategy"],
+    ),
     "precision": (
         ["--trainer.precision", "bf17"],
         ["64, 32, 16, ", "bf16-true, bf16-mixed", "Given: bf17", "Did you mean 'bf16'?"],
@@ -334,6 +373,36 @@ KNOWN_BEFORE_A_MODEL = {
         ["--data.max_completion_tokens", 100],
         ["at most 64 positions", "a prompt of 5 tokens and up to 100", "Lower data.max_completion_tokens"],
     ),
+    "chat without a user turn": (
+        chat("system"),
+        ["Row 1 of 'system.jsonl', column 'prompt',", "has no user turn", "turns of system", "Correct or remove"],
+    ),
+    "chat with an unknown role": (chat("role"), ["Turn 1 of row 1 of 'role.jsonl'", "unknown role", "mean 'user'?"]),
+    "chat without turns": (chat("none"), ["Row 1 of 'none.jsonl'", "is an empty list", "role: user", "Correct or"]),
+    "chat as plain text": (chat("chat", "--data.task.chat", "false"), ["is a conversation", "Leave chat out"]),
+    "chat without an answering turn": (
+        chat("chat", "--data.task.answer_column", "prompt"),
+        ["Row 1 of 'chat.jsonl' has no answer", "last turn of role user", "Name another answer_column"],
+    ),
+    "option of a benchmark": (benchmark(sample=4), ["data.benchmarks", "no option 'sample'", "'samples'"]),
+    "pass@k of too few samples": (
+        benchmark(samples=4, pass_at=[8]),
+        ["data.benchmarks: sums's pass_at is out of range", "1 to 4 samples", "Given: [8]"],
+    ),
+    "column of a benchmark": (benchmark(task={"prompt_column": "questions"}), ["no column 'questions'", "'question'"]),
+    "nothing to evaluate on": (["--data.evaluate_task", "false"], ["nothing to evaluate on", "or a benchmark"]),
+    "answers of a benchmark longer than the model": (
+        benchmark(completion_tokens=100, size=1),
+        ["at most 64 positions", "up to 100", "completion_tokens of the benchmark sums"],
+    ),
+    "only to be evaluated on": (
+        ["--data.task.split", "null"],
+        ["The task has no training rows", "set data.task.split"],
+    ),
+    "weights of a mixture": (
+        ["--data.task", json.dumps({"class_path": "Mixture", "init_args": {"tasks": [SUMS], "weights": [1, 2]}})],
+        ["weights of a mixture do not fit its tasks", "1 positive numbers", "[1.0, 2.0]"],
+    ),
     "unknown reduction": (
         ["--model.objective", "GRPO", "--model.objective.reduction", "mean"],
         ["model.objective.reduction", "Expected: sequence, token, constant", "Given: mean"],
@@ -347,6 +416,8 @@ def files(tmp_path, model):
     (tmp_path / "text.yaml").write_text("x")
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "empty").mkdir()
+    for name, turns in CHATS.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": turns, "answer": "2"}) + "\n")
     for name, special in (("nopad", {"eos_token": "<eos>"}), ("noend", {"pad_token": "<pad>"})):
         shutil.copytree(model, tmp_path / name)
         (tmp_path / name / "special_tokens_map.json").unlink(missing_ok=True)

@@ -1,5 +1,7 @@
 """Every YAML that ships is accepted by the command line, and fragments compose as they read."""
 
+import inspect
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import pytest
 
 from lit_qrl.cli.config_files import config_files, expanded
 from lit_qrl.cli.training import QRLCLI
+from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -116,3 +119,20 @@ def test_a_correction_replaces_the_list_and_everything_else_appends(parse, corre
 def test_no_base_file_sets_the_precision():
     for path in CONFIGS.glob("*.yaml"):
         assert "precision:" not in path.read_text()
+
+
+DATA_PAGE = (ROOT / "docs" / "data.md").read_text()
+SNIPPETS = re.findall(r"^```yaml\n(.*?)^```", DATA_PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
+def test_the_snippets_of_the_page_on_data_are_accepted(parse, snippet, tmp_path):
+    (tmp_path / "snippet.yaml").write_text(snippet)
+    assert accepted(parse, CONFIGS / "quickstart.yaml", tmp_path / "snippet.yaml")
+
+
+def test_the_page_on_data_names_every_key_of_the_evaluation():
+    keys = {name for name in inspect.signature(RolloutDataModule).parameters if name.startswith("evalua")}
+    assert len(keys) == 7
+    assert keys <= set(re.findall(r"`data\.(\w+)`", DATA_PAGE))
+    assert {path.stem for path in CONFIGS.glob("task/eval_*.yaml")} <= set(re.findall(r"eval_\w+", DATA_PAGE))

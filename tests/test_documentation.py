@@ -1,7 +1,11 @@
 """The pages in docs/ name what the code has."""
 
+import importlib
 import re
+from inspect import signature
 from pathlib import Path
+
+import pytest
 
 from lit_qrl import callbacks, objective
 from lit_qrl.functional.mismatch import mismatch_metrics
@@ -68,3 +72,48 @@ def test_every_correction_and_objective_has_its_place_among_the_estimators():
     for kind in classes:
         assert f"`{kind.__name__}" in text or f"`lit_qrl.objective.{kind.__name__}" in text, kind
     assert RLCallback.__name__ in text
+
+
+def elsewhere():
+    """Return (function, class) of every row of the table of other libraries' names."""
+    text = (DOCS / "functional.md").read_text().split("## What it is called elsewhere")[1]
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line.startswith("| ")][2:]
+    return [(row[2].strip(" `"), row[3].strip(" `")) for row in rows]
+
+
+def parts(call):
+    name, _, arguments = call.rstrip(")").partition("(")
+    return name, [one for one in arguments.split(", ") if one]
+
+
+@pytest.mark.parametrize(("function", "cls"), elsewhere())
+def test_what_other_libraries_options_are_called_here_exists(function, cls):
+    if function != "none":
+        path, arguments = parts(function)
+        module, name = path.split(".")
+        found = getattr(importlib.import_module(f"lit_qrl.functional.{module}"), name)
+        assert set(arguments) <= set(signature(found).parameters), function
+    name, arguments = parts(cls)
+    kind = getattr(callbacks, name, None) or getattr(objective, name)
+    known = {one for base in kind.__mro__ for one in signature(base.__init__).parameters}
+    assert set(arguments) <= known, cls
+
+
+def test_every_module_of_the_library_has_its_row():
+    rows = set(
+        re.findall(r"^\| `(\w+)` \|", (DOCS / "functional.md").read_text().split("## What it is")[0], re.MULTILINE)
+    )
+    folder = DOCS.parent / "lit_qrl" / "functional"
+    assert rows | {"diagnostics"} == {path.stem for path in folder.glob("[!_]*.py")}
+    assert len(elsewhere()) > 20
+
+
+@pytest.mark.parametrize("page", ["functional.md", "python.md"])
+def test_programs_of_a_page_run(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lit_qrl.callbacks.report.render", lambda folder: None)  # drawing takes seconds
+    programs = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert programs
+    shared = {"__name__": "__main__"}
+    for program in programs:
+        exec(compile(program.replace("max_epochs=20", "max_epochs=1"), page, "exec"), shared)

@@ -1,6 +1,9 @@
 import pickle
 
-from lit_qrl.errors import ConfigError, nearest
+import pytest
+import torch
+
+from lit_qrl.errors import ConfigError, MemoryShortageError, nearest, within_memory
 
 
 def test_config_error_reads_as_one_paragraph_and_survives_pickling():
@@ -13,3 +16,25 @@ def test_config_error_reads_as_one_paragraph_and_survives_pickling():
 def test_nearest_lists_the_choices_when_nothing_is_close():
     assert nearest("fp8_rwo", ["fp8_row", "bf16"]) == "Did you mean 'fp8_row'?"
     assert nearest("zzz", ["fp8_row", "bf16"]) == "Choose one of fp8_row, bf16."
+
+
+def test_memory_that_runs_out_is_one_paragraph_of_the_innermost_work():
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 139.81 GiB of which 3.50 MiB "
+        "is free. Process 7 has 139.8 GiB memory in use."
+    )
+    with pytest.raises(MemoryShortageError) as caught, within_memory("publishing", "No."):
+        with within_memory("quantizing x", "Take less."):
+            raise error
+    text = (
+        "Memory ran out while quantizing x: 20.00 MiB were asked for and 3.50 MiB of 139.81 GiB were free. Take less."
+    )
+    assert str(caught.value) == text
+    with pytest.raises(RuntimeError, match=r"^shapes$") as other, within_memory("publishing", "No."):
+        raise RuntimeError("shapes")
+    assert type(other.value) is RuntimeError
+
+
+def test_the_host_s_allocator_is_understood():
+    with pytest.raises(MemoryShortageError, match=r"asked for\. Take less\.$"), within_memory("reading", "Take less."):
+        torch.empty(2**50)

@@ -5,11 +5,13 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from lit_qrl.callbacks import AIS, GeometricRejection, MaskedIS, RLCallback, TokenVeto, TruncatedIS
 from lit_qrl.errors import ConfigError
+from lit_qrl.loop.metrics import BOUNDS
 from lit_qrl.objective import DAPO, GRPO, GSPO, TBPO, DrGRPO
 from lit_qrl.types import Correction, no_all_reduce
 from tests.tiny_run import build, fit, parameters_of
@@ -173,8 +175,19 @@ def test_with_one_update_and_no_correction_learner_old_is_the_training_forward(t
 def test_validate_alone_publishes_first(tmp_path):
     trainer, module, data = build(tmp_path, trainer={"limit_val_batches": 1.0})
     (result,) = trainer.validate(module, datamodule=data, verbose=False)
-    assert set(result) == {"val/pass@1", "val/accuracy"}
-    assert 0 <= result["val/accuracy"] <= 1
+    assert set(result) == {f"val/{name}{bound}" for name in ("greedy_pass@1", "accuracy") for bound in BOUNDS}
+    assert 0 <= result["val/accuracy_ci_low"] <= result["val/accuracy"] <= result["val/accuracy_ci_high"] <= 1
+
+
+def test_a_callback_may_go_on_monitoring_the_former_name_of_greedy_accuracy(tmp_path, caplog):
+    best = ModelCheckpoint(monitor="val/pass@1", mode="max", dirpath=tmp_path / "best", save_weights_only=True)
+    options = {"limit_val_batches": 1.0, "check_val_every_n_epoch": 1, "max_epochs": 1}
+    with caplog.at_level("WARNING"):
+        trainer, _, _ = fit(tmp_path, callbacks=[best], trainer=options)
+    assert trainer.callback_metrics["val/pass@1"] == trainer.callback_metrics["val/greedy_pass@1"]
+    assert best.best_model_score == trainer.callback_metrics["val/greedy_pass@1"]
+    assert "val/pass@1" not in rows_of(tmp_path)[0]
+    assert caplog.text.count("val/pass@1 is called val/greedy_pass@1 now") == 1
 
 
 def test_fit_evaluates_before_the_first_iteration_without_disturbing_the_training(tmp_path):
@@ -249,8 +262,8 @@ def test_every_validation_of_a_run_sees_the_same_problems_and_the_learners_weigh
     seen = []
     answer = hooks.answer
 
-    def watched(learner, problems, stage):
-        results = answer(learner, problems, stage)
+    def watched(learner, share, stage):
+        results, problems = answer(learner, share, stage), share.problems
         texts = [problem.prompt_text for problem in problems]
         policy = learner.policy
         assert [policy.decode(problem.prompt_ids) for problem in problems] == texts

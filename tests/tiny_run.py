@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from torch import nn
 
 from lit_qrl.callbacks import Guard, MismatchMonitor, Report, RLProgress, RunCheckpoint, WeightPublisher
 from lit_qrl.data.module import RolloutDataModule
@@ -124,3 +125,34 @@ def fit(folder: Path, **options):
 def parameters_of(module: GRPOModule) -> torch.Tensor:
     """All weights of the policy as one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()])
+
+
+class Twin(Callback):
+    """An fp32 copy of the weights, stepped on with the run's own gradients."""
+
+    def __init__(self, optimizer):
+        self.build = optimizer
+
+    def on_train_start(self, trainer, pl_module):
+        self.named = {
+            name: nn.Parameter(p.detach().float().clone())
+            for name, p in pl_module.named_parameters()
+            if p.requires_grad
+        }
+        self.start = self.weights().clone()
+        self.optimizer = self.build(list(self.named.items()))
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        held = dict(pl_module.named_parameters())
+        if all(held[name].grad is None for name in self.named):
+            return
+        for name, parameter in self.named.items():
+            grad = held[name].grad
+            parameter.grad = None if grad is None else grad.detach().float()
+        self.optimizer.step()
+
+    def on_train_end(self, trainer, pl_module):
+        self.on_before_zero_grad(trainer, pl_module, None)  # the last step's
+
+    def weights(self):
+        return torch.cat([p.detach().flatten() for p in self.named.values()])

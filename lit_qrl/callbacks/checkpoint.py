@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.run.description import Described
 from lit_qrl.run.folder import last_checkpoint
 from lit_qrl.run.interrupt import Interrupted, Interruption
 from lit_qrl.run.saving import Cadence, CheckpointFiles
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
 
 
-class RunCheckpoint(Checkpoint):
+class RunCheckpoint(Described, Checkpoint):
     """Writes `<run folder>/checkpoints/last.ckpt` at the end of iterations and of the run.
 
     Only what is trained is saved: the frozen base under an adapter is had again from where it came from. The run waits

@@ -4,10 +4,13 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
+
+from lit_qrl.run.description import Described
 
 STALLED_SECONDS = 0.05
 """Below this much time a rate of tokens would be noise."""
@@ -36,11 +39,11 @@ COLUMNS = (
 )
 """With the iteration in front they fill the 80 columns of a plain terminal."""
 
-SUBSTITUTES = {"val/accuracy": "val/pass@1", "mismatch/kl_k3": "mismatch/kl_k1"}
+SUBSTITUTES = {"val/accuracy": "val/greedy_pass@1", "mismatch/kl_k3": "mismatch/kl_k1"}
 """What is shown when a metric is not logged."""
 
 
-class RLProgress(ProgressBar):
+class RLProgress(Described, ProgressBar):
     """Shows what the run is doing now, and prints each iteration as a line of a table.
 
     On a terminal two bars stand under the lines: the iterations, and the present phase (sequences drawn and tokens per
@@ -111,7 +114,7 @@ class RLProgress(ProgressBar):
         """Move the bar during generation.
 
         Args:
-            stage: `rollout`, or the evaluation that asks.
+            stage: `rollout`, or the evaluation that asks and behind a space which of its sets and how.
             done: finished sequences.
             total: sequences of this generation.
             tokens: tokens drawn so far in it.
@@ -128,11 +131,11 @@ class RLProgress(ProgressBar):
             self._generation = (stage, total, done, tokens, now)
         rate = (tokens - first_tokens) / (now - started) if now - started > STALLED_SECONDS else 0.0
         note = f"{rate:,.0f} tokens/s" if rate > 0 else ""
-        phase = stage if stage == "rollout" else "evaluate"
-        if phase == "rollout" and done >= total:
-            self._phase("score", 0, None)
+        phase, name = ("rollout", "") if stage == "rollout" else ("evaluate", stage.partition(" ")[2])
+        if done >= total:
+            self._phase("score" if phase == "rollout" else "judge", 0, None)
         else:
-            self._phase(phase, done, total, f"sequences {note}".rstrip())
+            self._phase(phase, done, total, " ".join(filter(None, ("sequences", name, note))))
 
     def _phase(self, name: str, done: int, total: int | None, note: str = "") -> None:
         if self._live is None:
@@ -298,6 +301,9 @@ def line(iteration: int, total: int | None, metrics: Mapping[str, float]) -> str
     '  7/150  0.500        - 0.00012     -     -      -   0.62s     -      -       -'
     """
     count = f"{iteration}/{total}" if total is not None else str(iteration)
+    benchmark = next((value for name, value in metrics.items() if fnmatchcase(name, "val/*/pass@1")), None)
+    if benchmark is not None and not {"val/accuracy", "val/greedy_pass@1"} & metrics.keys():
+        metrics = {**metrics, "val/accuracy": benchmark}  # where the task's own problems are not evaluated on
     cells = [f"{count:>{_iteration_width(total)}}"]
     for column in COLUMNS:
         value = metrics.get(column.metric, metrics.get(SUBSTITUTES.get(column.metric, "")))

@@ -30,8 +30,10 @@ class WeightPublisher(RLCallback):
         format: number format of the sampler's linear layers; `auto` is what the precision plugin exports, else the
             learner's own dtype.
         every_n_iterations: iterations between publishes; more than 1 trains on a stale sampler.
-        evaluation_format: `learner` evaluates in the learner's dtype, so that tables compare policies; `rollout` in
-            the sampler's format.
+        evaluation_format: `auto` evaluates the policy that is trained: in the precision plugin's format where the
+            learner computes in it (QATAligned, UnifiedFP8), else in the learner's dtype, so that tables compare
+            policies; `learner` takes the unquantized master weights under those plugins too, `rollout` the sampler's
+            format. An engine that holds one format evaluates in that.
         exclude: name patterns of linear layers that stay unquantized, beside embeddings, head and routers.
         quantize_head: publish the output head in the format too, which engines read once per token; the embedding never
             is. It adds to the mismatch.
@@ -49,7 +51,7 @@ class WeightPublisher(RLCallback):
         self,
         format: NumberFormat | str = "auto",
         every_n_iterations: int = 1,
-        evaluation_format: Literal["learner", "rollout"] = "learner",
+        evaluation_format: Literal["auto", "learner", "rollout"] = "auto",
         exclude: list[str] | None = None,
         quantize_head: bool = False,
         unaligned: bool = False,

@@ -95,7 +95,7 @@ def audit(
 
     from lit_qrl.formats import get
     from lit_qrl.formats.support import names_where
-    from lit_qrl.network.structure import check_positions
+    from lit_qrl.network.structure import check_positions, outline_of
     from lit_qrl.policy import CausalPolicy
     from lit_qrl.rollout.embedded.engine import TransformersEngine
     from lit_qrl.types import SamplingParams
@@ -110,7 +110,7 @@ def audit(
         raise ConfigError("Every prompt is longer than --max_prompt_tokens.", given=max_prompt_tokens)
     check_positions(policy.config, max(map(len, encoded)), max_tokens, "Lower --max_tokens.")
     place = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    TransformersEngine().check_model(policy.outline())
+    TransformersEngine().check_model(outline_of(policy))
     with torch.device(place):  # weights of half precision are kept so on an accelerator
         policy.configure()
     policy.to(place).eval()

@@ -208,7 +208,8 @@ def _policy(config_path: Path, dtype: str | None = None) -> Any:
     import yaml
     from jsonargparse import ArgumentParser
 
-    from lit_qrl.policy import CausalPolicy, drop_loftq
+    from lit_qrl.network.adapters import drop_loftq
+    from lit_qrl.policy import CausalPolicy
 
     try:
         entry = yaml.safe_load(config_path.read_text())["model"]["policy"]

@@ -3,7 +3,8 @@
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from lit_qrl.errors import ConfigError, StoppedError
@@ -14,6 +15,9 @@ EXIT_INTERRUPTED = 130
 """Exit status after Ctrl-C; after SIGTERM it is 143."""
 EXIT_STOPPED = 70
 """Exit status of a run that could not go on for another reason: EX_SOFTWARE of sysexits.h."""
+
+UNUSED = ("bitsandbytes",)
+"""What PEFT imports where it is installed, for a second or more, and a command that only prints does not need."""
 
 TRAINING = {
     "fit": "train a policy with reinforcement learning",
@@ -35,19 +39,22 @@ def main(args: Sequence[str] | None = None) -> None:
     word = args[0] if args else "--help"
     if word in ("-h", "--help"):
         print(overview())
-        return
+        return None
     if word == "--version":
         from lit_qrl import __version__
 
         print(f"lit-qrl {__version__}")
-        return
+        return None
     if word == "--versions":
         from lit_qrl.cli.versions import versions
 
         print(versions())
-        return
+        return None
+    if word == "--print_shtab":
+        return print_completion(args[1:])
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # so that `class_path: my_file.MyCallback` finds the user's own code
+        # So that `class_path: my_file.MyCallback` finds the user's own code; last, or a torch.py there would be torch.
+        sys.path.append(os.getcwd())
     try:
         if word in COMMANDS:
             from lit_qrl.cli.parser import run
@@ -65,6 +72,16 @@ def main(args: Sequence[str] | None = None) -> None:
         fail(str(error), EXIT_STOPPED)
     except KeyboardInterrupt as error:  # a training has said where it stands
         sys.exit(getattr(error, "status", EXIT_INTERRUPTED))
+
+
+def print_completion(words: Sequence[str]) -> None:
+    """Print the script that completes commands and options in a shell."""
+    from lit_qrl.cli.completion import completion
+
+    try:
+        print(completion(" ".join(words), COMMANDS))
+    except ConfigError as error:
+        fail(str(error))
 
 
 def fail(message: str, status: int = EXIT_CONFIG) -> NoReturn:
@@ -88,16 +105,42 @@ def overview() -> str:
             "lit-qrl fit --config configs/quickstart.yaml --config configs/correction/tis.yaml --trainer.max_epochs 20",
             "lit-qrl fit --config … --print_config   shows the effective configuration",
             "lit-qrl COMMAND --help                  lists every option of a command",
+            "lit-qrl fit --config … --dry_run        checks everything, shows memory and prompts, loads no weights",
+            "lit-qrl --print_shtab bash              prints a script for tab completion (or zsh)",
             "lit-qrl --versions                      lists libraries, accepted versions of vLLM, patches of its code",
         ]
     )
 
 
+def prints_only(args: Sequence[str]) -> bool:
+    """Return whether a command prints its configuration and computes nothing.
+
+    Help and completion are another matter: they list the optimizers of bitsandbytes.
+
+    >>> prints_only(["fit", "--print_config=comments"]), prints_only(["fit", "--config", "a.yaml"])
+    (True, False)
+    """
+    return any(word.startswith("--print_config") for word in args)
+
+
+@contextmanager
+def without(libraries: Iterable[str]) -> Iterator[None]:
+    """Let libraries look as if they were not installed while others are imported; what is imported already stays."""
+    hidden = [name for name in libraries if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # pyright: ignore[reportArgumentType, reportCallIssue]
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+
+
 def run_training(args: Sequence[str]) -> Any:
     """Run a Trainer command and return the CLI object."""
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    with without(UNUSED if prints_only(args) else ()):
+        from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    from lit_qrl.cli.training import QRLCLI
+        from lit_qrl.cli.training import QRLCLI
 
     try:
         return QRLCLI.run(list(args))

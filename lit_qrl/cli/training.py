@@ -1,13 +1,13 @@
 """LightningCLI with the parts that every run has: publisher, monitor, guard, report, checkpoint, progress."""
 
-import logging
 import re
 import shlex
 import signal
-import warnings
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from inspect import isabstract
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,15 +24,14 @@ from torch.optim import Optimizer
 # Imported so that `class_path: AIS` resolves without a module path.
 from lit_qrl import callbacks, formats, objective, optim, policy, precision, rewards, rollout, strategies
 from lit_qrl.aliases import current
-from lit_qrl.callbacks.checkpoint import RunCheckpoint, resolve_checkpoint
-from lit_qrl.callbacks.guard import Guard
-from lit_qrl.callbacks.mismatch import MismatchMonitor
+from lit_qrl.callbacks.checkpoint import resolve_checkpoint
+from lit_qrl.callbacks.defaults import FORCED
 from lit_qrl.callbacks.predictions import Predictions
-from lit_qrl.callbacks.progress import RLProgress
-from lit_qrl.callbacks.publisher import WeightPublisher
-from lit_qrl.callbacks.report import Report
+from lit_qrl.callbacks.run_folder import standing
 from lit_qrl.cli.config_files import expanded, run_folder_name
+from lit_qrl.cli.dry_run import dry_run
 from lit_qrl.cli.errors import made_by_training, paragraph, refused
+from lit_qrl.cli.logging_place import give_place, let_place_be_left_out
 from lit_qrl.cli.parser import ReadableParser
 from lit_qrl.data import tasks
 from lit_qrl.data.module import RolloutDataModule
@@ -41,23 +40,19 @@ from lit_qrl.errors import ConfigError, IncompleteError, StoppedError, collected
 from lit_qrl.loop.combine import check_combination
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.module import GRPOModule
+from lit_qrl.network.adapters import drop_loftq
 from lit_qrl.precision import QuantizedPrecision
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.run.config import RunConfig
-from lit_qrl.run.folder import keep_last, last_checkpoint, let_go, place
+from lit_qrl.run.console import LOG_FILE, kept_from_the_screen
+from lit_qrl.run.folder import absent, keep_last, let_go, place, remove_empty
 from lit_qrl.run.identity import check_identity
 from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.run.lock import RunLock
 from lit_qrl.run.loggers import RunCSVLogger
+from lit_qrl.run.quiet import quiet
+from lit_qrl.strategies.sharded import check_strategy
 
-FORCED = {
-    "progress": RLProgress,  # first: it prints a line before the next publish
-    "publisher": WeightPublisher,
-    "monitor": MismatchMonitor,
-    "guard": Guard,
-    "report": Report,
-    "checkpoint": RunCheckpoint,
-}
 REFUSALS = (MisconfigurationException, ValueError, TypeError, ImportError)
 """What the Trainer's constructor raises for settings that cannot work."""
 TRAINER_DEFAULTS = {
@@ -86,12 +81,17 @@ class QRLCLI(LightningCLI):
 
     arguments: list[str]
     lock: RunLock
+    parts: ExitStack
+    """What lasts as long as the command."""
+    dry_run: bool
+    absent: list[Path]
 
     @classmethod
     def run(cls, args: list[str]) -> "QRLCLI":
         """Parse `args`, build everything, and run the command."""
         quiet()
-        cls.arguments, cls.lock = args, RunLock()
+        let_place_be_left_out()
+        cls.arguments, cls.lock, cls.parts, cls.absent = args, RunLock(), ExitStack(), []
         try:
             return cls(
                 GRPOModule,
@@ -106,8 +106,10 @@ class QRLCLI(LightningCLI):
                 load_from_checkpoint_support=False,
             )
         finally:
+            cls.parts.close()
             cls.lock.release()
             let_go()
+            remove_empty(cls.absent)
 
     def subcommands(self) -> dict[str, set[str]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the command that is run alone; with the parsers of the other three, parsing takes twice as long."""
@@ -120,6 +122,12 @@ class QRLCLI(LightningCLI):
         parser.add_argument(
             "--resume_if_possible", type=bool, default=False, help="Continue the run folder's last checkpoint if any."
         )
+        if self.arguments[0] == "fit":
+            parser.add_argument(
+                "--dry_run",
+                action="store_true",
+                help="Check everything, print memory by part and the first prompts, and load no weights.",
+            )
         parser.link_arguments("data.micro_batches", "trainer.accumulate_grad_batches")
 
     def _parse_ckpt_path(self) -> None:
@@ -128,15 +136,24 @@ class QRLCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Choose the run folder and the checkpoint before anything is built."""
         config, command = self.config[str(self.subcommand)], str(self.subcommand)
+        self.dry_run = bool(config.pop("dry_run", False))
         requested, if_possible = config.get("ckpt_path"), bool(config.get("resume_if_possible"))
         last = requested == "last" or (requested is None and if_possible)
-        policy.drop_loftq(config.model.get("policy"))
+        drop_loftq(config.model.get("policy"))
         folder, run = place(command, config.trainer.default_root_dir, run_folder_name(self.arguments), last)
         config.trainer.default_root_dir = str(folder)
+        give_place(config.trainer.logger, folder)
         config.ckpt_path = resolve_checkpoint(requested, run, if_possible)
         if command == "fit" and getattr(rank_zero_only, "rank", 0) == 0:
+            if self.dry_run:
+                self.absent.extend(absent(folder / "checkpoints"))
             self.lock.take(folder)
-            keep_last(folder, config.ckpt_path)
+            if not self.dry_run or config.ckpt_path is None:
+                keep_last(folder, config.ckpt_path)
+        if not self.dry_run:
+            if "VLLM" in str(getattr(config.data.engine, "class_path", "")):
+                say(f"What vLLM says goes to {folder / LOG_FILE}, its warnings and errors here too.")
+            self.parts.enter_context(kept_from_the_screen(folder))
         if last and config.ckpt_path is None:
             say(f"There is no checkpoint to resume from; starting {folder}.")
         elif last:
@@ -177,44 +194,43 @@ class QRLCLI(LightningCLI):
         if self.subcommand == "predict":
             callbacks = [*callbacks, Predictions()]
         try:
-            return super()._instantiate_trainer(config, callbacks)
+            trainer = super()._instantiate_trainer(config, callbacks)
         except REFUSALS as error:
             if isinstance(error, ConfigError):
                 raise
             raise refused(error, config) from error
+        check_strategy(trainer.strategy)  # before other processes are started
+        return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run the Trainer; a publish that failed ends it with one paragraph, after diary and report."""
         try:
-            super()._run_subcommand(subcommand)
+            if self.dry_run:
+                dry_run(self.trainer, self.model, self.datamodule)
+            else:
+                super()._run_subcommand(subcommand)
         except (PublishError, ConfigError, IncompleteError) as error:
             if isinstance(error, ConfigError) and not made_by_training(error, self.trainer.global_step):
                 raise
             raise StoppedError(paragraph(error, self.trainer.default_root_dir)) from error
         except SIGTERMException as error:  # where there are several processes
             interrupted = Interrupted(signal.SIGTERM)
-            say(standing(interrupted, self.trainer, self.arguments))
+            say(standing(interrupted, self.trainer, again(self.arguments)))
             raise interrupted from error
         except SystemExit as error:  # Lightning's way out after a signal
             if not isinstance(error.__context__, Interrupted):
                 raise
-            say(standing(error.__context__, self.trainer, self.arguments))
+            say(standing(error.__context__, self.trainer, again(self.arguments)))
             raise error.__context__ from None
 
 
-def standing(interrupted: Interrupted, trainer: Trainer, arguments: Sequence[str]) -> str:
-    """Return where an interrupted run stands and how it goes on, as a paragraph."""
-    saved = last_checkpoint(trainer.default_root_dir)
-    name = signal.Signals(interrupted.number).name
-    where = f"Interrupted by {name} in iteration {trainer.current_epoch + 1} of {trainer.max_epochs}."
-    if saved is None:
-        return f"\n{where} No checkpoint had been written."
+def again(arguments: Sequence[str]) -> str:
+    """Return the command line with which an interrupted run goes on."""
     words = [word for word in arguments if not word.startswith("--ckpt_path=")]
     if "--ckpt_path" in words:
         at = words.index("--ckpt_path")
         del words[at : at + 2]
-    again = shlex.join(["lit-qrl", *words, "--ckpt_path", "last"])
-    return f"\n{where} {saved} is its last checkpoint. Go on with:\n  {again}"
+    return shlex.join(["lit-qrl", *words, "--ckpt_path", "last"])
 
 
 @rank_zero_only
@@ -254,6 +270,7 @@ KINDS: dict[str, type] = {
     "policy": policy.CausalPolicy,
     "optimizer": Optimizer,
     "task": Task,
+    "tasks": Task,
     "rewards": rewards.Reward,
     "correct": rewards.Reward,
     "engine": rollout.RolloutEngine,
@@ -294,25 +311,3 @@ def known_classes(key: str = "") -> list[str]:
             if isinstance(value, type) and issubclass(value, kinds) and not isabstract(value) and value not in BASES
         }
     )
-
-
-def quiet() -> None:
-    """Silence the advice that does not apply to reinforcement learning."""
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
-    logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
-    for pattern in (
-        "LightningCLI's args parameter.*",
-        ".*does not have many workers.*",
-        ".*smaller than the logging interval.*",
-        ".*`training_step` returned",
-        ".*`IterableDataset` has `__len__` defined.*",
-        ".*LeafSpec.*is deprecated.*",  # Lightning's own use of torch
-    ):
-        warnings.filterwarnings("ignore", pattern)
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    ours = logging.getLogger("lit_qrl")
-    if not ours.handlers:
-        ours.addHandler(logging.StreamHandler())
-    ours.setLevel(logging.INFO)

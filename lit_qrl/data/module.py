@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -11,27 +12,22 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lit_qrl.data.benchmark import Benchmark, Share, evaluation_sets, without_benchmarks
 from lit_qrl.data.dataset import RolloutDataset
-from lit_qrl.data.task import Row, Task
+from lit_qrl.data.problems import Problem, PromptOrder, admit
+from lit_qrl.data.task import Task
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.hooks import Learner
-from lit_qrl.network.structure import check_positions
-from lit_qrl.rewards.base import Sample, score_all
+from lit_qrl.network.structure import check_positions, check_tokens
+from lit_qrl.rewards.base import Sample
 from lit_qrl.rollout.engine import RolloutEngine
-from lit_qrl.seeding import derive_seed
+from lit_qrl.run.description import Described
 from lit_qrl.types import Completion, SamplingParams
 
 log = logging.getLogger(__name__)
 
 
-class Problem:
-    """A row of the task with its prompt; a plain class, so that no data loader takes it apart or copies it."""
-
-    def __init__(self, row: Row, prompt_ids: list[int], prompt_text: str) -> None:
-        self.row, self.prompt_ids, self.prompt_text = row, prompt_ids, prompt_text
-
-
-class RolloutDataModule(LightningDataModule):
+class RolloutDataModule(Described, LightningDataModule):
     """Poses a task's problems to a rollout engine and yields scored micro-batches.
 
     One Lightning epoch is one iteration: `prompts_per_iteration` × `group_size` completions are drawn, then
@@ -55,7 +51,11 @@ class RolloutDataModule(LightningDataModule):
         evaluation_size: held-out problems used; 0 uses all.
         evaluation_samples: samples per problem for avg@k and pass@k.
         evaluation_temperature: of those samples.
+        evaluation_top_p: nucleus mass of those samples.
         evaluation_greedy: also decode greedily for pass@1.
+        evaluation_completion_tokens: longest completion of an evaluation; by default `max_completion_tokens`.
+        evaluate_task: evaluate on the task's own held-out problems; else on `benchmarks` alone.
+        benchmarks: further sets to evaluate on, each with its own task, decoding and lengths.
         error_reward: the reward of a sample whose reward function failed or timed out.
         seed: of prompts and sampling; by default the value of `seed_everything`.
     """
@@ -79,7 +79,11 @@ class RolloutDataModule(LightningDataModule):
         evaluation_size: int = 0,
         evaluation_samples: int = 1,
         evaluation_temperature: float = 1.0,
+        evaluation_top_p: float = 1.0,
         evaluation_greedy: bool = True,
+        evaluation_completion_tokens: int | None = None,
+        evaluate_task: bool = True,
+        benchmarks: list[Benchmark] | None = None,
         error_reward: float = 0.0,
         seed: int | None = None,
     ) -> None:
@@ -92,14 +96,24 @@ class RolloutDataModule(LightningDataModule):
         self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.evaluation_size, self.evaluation_samples = evaluation_size, evaluation_samples
-        self.evaluation_temperature, self.evaluation_greedy = evaluation_temperature, evaluation_greedy
+        self.evaluation_temperature, self.evaluation_top_p = evaluation_temperature, evaluation_top_p
+        self.evaluation_greedy, self.evaluation_completion_tokens = evaluation_greedy, evaluation_completion_tokens
+        self.evaluate_task, self.benchmarks = evaluate_task, list(benchmarks or [])
         self.error_reward = error_reward
         self.base_seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.position = 0
         self.unfinished: int | None = None
         self._problems: dict[str, list[Problem]] = {}
-        self._order: tuple[int, Tensor] = (-1, torch.empty(0))
+        self._order: PromptOrder | None = None
         self._check_sizes()
+        own = {
+            "samples": evaluation_samples,
+            "temperature": evaluation_temperature,
+            "top_p": evaluation_top_p,
+            "greedy": evaluation_greedy,
+            "completion_tokens": evaluation_completion_tokens or max_completion_tokens,
+        }
+        self.evaluations = evaluation_sets(task if evaluate_task else None, evaluation_size, own, self.benchmarks)
 
     # ------------------------------------------------------------------------------------------------ configuration
 
@@ -180,37 +194,34 @@ class RolloutDataModule(LightningDataModule):
                 given=f"{rows // self.micro_batches} sequences × {longest} tokens",
                 remedy=f"Set data.micro_batches to {fits[0]}." if fits else "One sequence alone exceeds the limit.",
             )
+        policy, limits = self.module.policy, (self.max_prompt_tokens, self.long_prompt)
         self.task.setup()
+        for one in self.evaluations:
+            one.task.setup()
+            if not one.problems:
+                rows = list(one.task.evaluation_rows())[: one.size or None]
+                what = f"{one.name} evaluation" if one.name else "evaluation"
+                one.problems = admit(rows, one.task, policy, what, *((sys.maxsize, "error") if one.name else limits))
+        drawn = [(len(p.prompt_ids), e.completion_tokens, e.name) for e in self.evaluations for p in e.problems]
         if stage == "fit":
-            self._problems["train"] = self._admit(self.task.train_rows(), "training")
-        if "evaluation" not in self._problems:
-            held_out = list(self.task.evaluation_rows())
-            self._problems["evaluation"] = self._admit(held_out[: self.evaluation_size or None], "evaluation")
-        prompts = (len(problem.prompt_ids) for problems in self._problems.values() for problem in problems)
+            problems = admit(self.task.train_rows(), self.task, policy, "training", *limits)
+            self._problems["train"] = without_benchmarks(problems, self.task, self.evaluations)
+            self._order = None
+            drawn += [(len(problem.prompt_ids), self.max_completion_tokens, "") for problem in self._problems["train"]]
+        prompt, completion, name = max(drawn, key=lambda one: one[0] + one[1])
         remedy = "Lower data.max_completion_tokens, or data.max_prompt_tokens, which drops longer prompts."
-        check_positions(self.module.policy.config, max(prompts), self.max_completion_tokens, remedy)
+        if name:
+            remedy = f"Lower the completion_tokens of the benchmark {name}."
+        check_positions(policy.config, prompt, completion, remedy)
+        sets = [*self._problems.values(), *(one.problems for one in self.evaluations)]
+        check_tokens(policy.config, [problem.prompt_ids for problems in sets for problem in problems])
 
-    def _admit(self, rows: Sequence[Row], what: str) -> list[Problem]:
-        if len(rows) == 0:
-            raise ConfigError(f"The task has no {what} rows.", remedy="Check data.task.")
-        policy = self.module.policy
-        problems = []
-        for row in rows:
-            ids = policy.encode(self.task.prompt(row))
-            problems.append(Problem(row, ids, policy.decode(ids)))
-        kept = [problem for problem in problems if len(problem.prompt_ids) <= self.max_prompt_tokens]
-        dropped = len(rows) - len(kept)
-        if dropped and (self.long_prompt == "error" or not kept):
-            longest = max(len(problem.prompt_ids) for problem in problems)
-            raise ConfigError(
-                f"{dropped} of {len(rows)} {what} prompts are too long.",
-                expected=f"at most data.max_prompt_tokens = {self.max_prompt_tokens} tokens",
-                given=f"up to {longest} tokens",
-                remedy="Raise the limit" + (", or set data.long_prompt to drop." if kept else "."),
-            )
-        if dropped:
-            log.info(f"Dropped {dropped} of {len(rows)} {what} prompts over {self.max_prompt_tokens} tokens.")
-        return kept
+    @property
+    def longest_evaluation(self) -> int | None:
+        """Tokens of the longest prompt and completion of an evaluation, where rollouts have none as long."""
+        ends = (max((len(p.prompt_ids) for p in one.problems), default=0) for one in self.evaluations)
+        longest = max(end + one.completion_tokens for end, one in zip(ends, self.evaluations, strict=True))
+        return longest if longest > self.max_prompt_tokens + self.max_completion_tokens else None
 
     # ------------------------------------------------------------------------------------------------------ prompts
 
@@ -223,14 +234,10 @@ class RolloutDataModule(LightningDataModule):
         problems, rank = self._problems["train"], self.module.global_rank
         start = self.position + sum(counts[:rank])
         self.position += sum(counts)
-        return [problems[self._index(start + i, len(problems))] for i in range(counts[rank])]
-
-    def _index(self, position: int, size: int) -> int:
-        lap, offset = divmod(position, size)
-        if self._order[0] != lap:
-            generator = torch.Generator().manual_seed(derive_seed(self.base_seed, "order", lap))
-            self._order = (lap, torch.randperm(size, generator=generator))
-        return int(self._order[1][offset])
+        if self._order is None:
+            sources = [self.task.source(problem.row) for problem in problems]
+            self._order = PromptOrder(sources, self.task.weights, self.base_seed)
+        return [problems[self._order.index(start + i)] for i in range(counts[rank])]
 
     @contextmanager
     def rolling_out(self) -> Iterator[None]:
@@ -239,20 +246,23 @@ class RolloutDataModule(LightningDataModule):
         yield
         self.unfinished = None
 
-    def samples(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Sample]:
-        """Return what the rewards see: texts and references, prompt-major."""
-        n = len(completions) // len(problems)
-        decode, reference = self.module.policy.decode, self.task.reference
+    def samples(
+        self, problems: Sequence[Problem], completions: Sequence[Completion], task: Task | None = None
+    ) -> list[Sample]:
+        """Return what the rewards see: texts and references, prompt-major; of a benchmark's task where one is given."""
+        n = len(completions) // max(len(problems), 1)
+        decode, reference = self.module.policy.decode, (task or self.task).reference
         return [
             Sample(problem.prompt_text, decode(completion.token_ids), reference(problem.row), dict(problem.row))
             for problem, completion in ((problems[i // n], completion) for i, completion in enumerate(completions))
         ]
 
     def reward(
-        self, problems: Sequence[Problem], completions: Sequence[Completion]
+        self, problems: Sequence[Problem], completions: Sequence[Completion], task: Task | None = None
     ) -> tuple[Tensor, dict[str, Tensor], float]:
         """Return total rewards, the parts by name, and how many samples' rewards failed."""
-        total, parts, failed = score_all(self.task.rewards, self.samples(problems, completions), self.error_reward)
+        samples = self.samples(problems, completions, task)
+        total, parts, failed = (task or self.task).score(samples, self.error_reward)
         return torch.tensor(total), {name: torch.tensor(values) for name, values in parts.items()}, float(failed)
 
     # -------------------------------------------------------------------------------------------------------- loaders
@@ -262,9 +272,10 @@ class RolloutDataModule(LightningDataModule):
         return DataLoader(RolloutDataset(self.module), batch_size=None, num_workers=0)
 
     def val_dataloader(self) -> DataLoader:
-        """Return this rank's held-out problems as one batch."""
-        share = self._problems["evaluation"][self.module.global_rank :: self.module.trainer.world_size]
-        return DataLoader([share], batch_size=None, num_workers=0)  # pyright: ignore[reportArgumentType]
+        """Return this rank's share of every set to evaluate on, one batch each."""
+        rank, size = self.module.global_rank, self.module.trainer.world_size
+        shares = [Share(one, index, rank, size) for index, one in enumerate(self.evaluations)]
+        return DataLoader(shares, batch_size=None, num_workers=0)  # pyright: ignore[reportArgumentType]
 
     test_dataloader = predict_dataloader = val_dataloader
 
@@ -279,8 +290,8 @@ class RolloutDataModule(LightningDataModule):
     def teardown(self, stage: str) -> None:
         """Free the engine and the rewards' workers."""
         self.engine.close()
-        for reward in self.task.rewards:
-            reward.close()
+        for task in {id(task): task for task in (self.task, *(one.task for one in self.evaluations))}.values():
+            task.close()
 
     def on_exception(self, exception: BaseException) -> None:
         """Free the engine's memory and its folder, which Lightning's teardown does not reach then."""

@@ -4,13 +4,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lit_qrl.rewards.base import Reward, Sample, score_all
+from lit_qrl.rewards.base import Reward, Sample, Scores, score_all
+from lit_qrl.run.description import Described
 
 Row = Mapping[str, Any]
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
-class Task(ABC):
+class Task(Described, ABC):
     """Rows of a problem set and how they are posed and scored.
 
     `setup` runs before any model is loaded, so that a missing file or column is known at once.
@@ -18,8 +19,10 @@ class Task(ABC):
 
     name: str
     rewards: Sequence[Reward]
+    weights: Mapping[str, float] = {}
+    """How often each source of the training rows is posed, by its name; without, every row equally often."""
 
-    def setup(self) -> None:  # noqa: B027
+    def setup(self) -> None:
         """Read or generate the rows; raise `ConfigError` for what is missing."""
 
     @abstractmethod
@@ -41,6 +44,34 @@ class Task(ABC):
     @abstractmethod
     def is_correct(self, samples: Sequence[Sample]) -> list[bool]:
         """Return for each sample whether it counts as solved in the evaluation."""
+
+    def score(self, samples: Sequence[Sample], error_reward: float = 0.0) -> Scores:
+        """Return what the rewards say of samples."""
+        return score_all(self.rewards, samples, error_reward)
+
+    def key(self, row: Row) -> str:
+        """Return what identifies a problem: none is both trained on and a benchmark's. By default its prompt."""
+        return normalized(self.prompt(row))
+
+    def source(self, row: Row) -> str:
+        """Return the name of the source that a training row is from, where there are several."""
+        return self.name
+
+    def close(self) -> None:
+        """Stop the rewards' worker processes."""
+        for reward in self.rewards:
+            reward.close()
+
+
+def normalized(prompt: str | Sequence[Message]) -> str:
+    """Return a prompt without what makes no other problem of it: system turns, space and case.
+
+    >>> normalized([{"role": "system", "content": "Think."}, {"role": "user", "content": "How  many?"}])
+    'how many?'
+    """
+    if not isinstance(prompt, str):
+        prompt = "\n".join(str(message.get("content")) for message in prompt if message["role"] != "system")
+    return " ".join(prompt.split()).casefold()
 
 
 def solved(judge: Reward, samples: Sequence[Sample]) -> list[bool]:

@@ -91,6 +91,15 @@ class NumberFormat(ABC):
         """Return `x @ W.T + bias` in the format's own arithmetic: "... in" -> "... out", dtype of `x`."""
         return F.linear(x, prepared.operand, bias)
 
+    def dequantized_input(self, x: Tensor) -> Tensor:
+        """Return the inputs "... in" that `apply` multiplies, their codes multiplied out in the dtype of `x`.
+
+        `x` itself where the format leaves activations alone; one that quantizes them says how.
+        """
+        if self.quantizes_activations:
+            raise NotImplementedError(f"{type(self).__name__} quantizes activations, so it defines dequantized_input.")
+        return x
+
     def linear(self, x: Tensor, q: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
         """Return what `apply` does, preparing the weight for this one call."""
         return self.apply(x, self.prepare(q, x.dtype), bias)

@@ -105,16 +105,24 @@ class Int4Group(NumberFormat):
     def apply(self, x: Tensor, prepared: PreparedWeight, bias: Tensor | None = None) -> Tensor:
         if self.activations is None:
             return F.linear(x, prepared.operand, bias)
-        rows = x.reshape(-1, x.shape[-1])
-        if self.activations == "fp8":
-            scale = activations.dynamic_scale(rows, -1, E4M3_MAX)
-            rounded = activations.e4m3_rounded(rows, scale)
-        else:
-            scale = activations.dynamic_scale(rows, -1, activations.INT8_ACTIVATION_STEPS)
-            rounded = activations.int8_rounded(rows, scale)
+        rounded, scale = self._rounded(x.reshape(-1, x.shape[-1]))
         out = F.linear(rounded.to(prepared.operand.dtype), prepared.operand).float().mul_(scale)
         out = with_bias(out, bias, x.dtype)
         return out.view(*x.shape[:-1], out.shape[-1])
+
+    def dequantized_input(self, x: Tensor) -> Tensor:
+        if self.activations is None:
+            return x
+        rounded, scale = self._rounded(x.reshape(-1, x.shape[-1]))
+        return rounded.mul_(scale).to(x.dtype).view(x.shape)
+
+    def _rounded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes of "m in" in fp32, and their scales "m 1"."""
+        if self.activations == "fp8":
+            scale = activations.dynamic_scale(rows, -1, E4M3_MAX)
+            return activations.e4m3_rounded(rows, scale), scale
+        scale = activations.dynamic_scale(rows, -1, activations.INT8_ACTIVATION_STEPS)
+        return activations.int8_rounded(rows, scale), scale
 
     def export(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:
         if self.activations == "int8":  # the engines' INT8 path reads one code per byte

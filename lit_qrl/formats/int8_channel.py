@@ -42,6 +42,10 @@ class Int8Channel(Scaled):
         rounded, token_scale = _rounded(rows)
         return F.linear(rounded, weight).mul_(token_scale)
 
+    def dequantized_input(self, x: Tensor) -> Tensor:
+        rounded, token_scale = _rounded(x.reshape(-1, x.shape[-1]))
+        return rounded.mul_(token_scale).to(x.dtype).view(x.shape)
+
 
 def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the integers of "m k", in fp32, and a scale per row."""

@@ -124,5 +124,14 @@ class ScaledE4M3(Scaled):
         return gemm.scaled_mm(*made, codes, scale, bias, x.dtype)
 
     def emulate(self, rows: Tensor, weight: Tensor) -> Tensor:
+        codes, scale = self._rounded(rows)
+        return F.linear(codes, weight).mul_(scale)
+
+    def dequantized_input(self, x: Tensor) -> Tensor:
+        codes, scale = self._rounded(x.reshape(-1, x.shape[-1]))
+        return codes.mul_(scale).to(x.dtype).view(x.shape)
+
+    def _rounded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers of "m in" under their scales, in fp32, and those scales."""
         scale = activations.dynamic_scale(rows, -1 if self.per_token else None, E4M3_MAX)
-        return F.linear(activations.e4m3_rounded(rows, scale), weight).mul_(scale)
+        return activations.e4m3_rounded(rows, scale), scale

@@ -23,6 +23,7 @@ def token_logprobs(
     entropy: bool = False,
     entropy_gradient: bool = False,
     chunk_elements: int | None = None,
+    head_dtype: torch.dtype | None = None,
 ) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"] | None]:
     r"""Return the log-probs of `tokens` and, where asked for, the full-vocabulary entropies, both in nats.
 
@@ -44,6 +45,9 @@ def token_logprobs(
         entropy: also return the entropy of each position's distribution.
         entropy_gradient: let gradients through the entropies; else they are detached.
         chunk_elements: logits held at once; None takes `CHUNK_ELEMENTS` of the device.
+        head_dtype: of the products with the output embedding, both ways, fp32 or above; hidden states and weight are
+            raised to it, the weight by at most `chunk_elements` at a time. None takes the dtype of `hidden`, or of
+            autocast.
 
     Raises:
         ValueError: for a temperature that is not positive, or shapes that do not fit.
@@ -61,17 +65,18 @@ def token_logprobs(
             f"Given: {tuple(hidden.shape)}. Select the hidden states that predict the tokens."
         )
     device = hidden.device.type
-    if torch.is_autocast_enabled(device):
+    if head_dtype is None and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden = hidden.to(dtype)
     if chunk_elements is None:
         chunk_elements = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"])
-    options = (temperature, softcap, scale, entropy, entropy_gradient, max(1, chunk_elements // weight.shape[0]))
+    rows, width = (max(1, chunk_elements // size) for size in weight.shape)
+    options = (temperature, softcap, scale, entropy, entropy_gradient, head_dtype, width, rows)
     with torch.autocast(device, enabled=False):
         logprobs, entropies = _TokenLogprobs.apply(
             hidden.flatten(0, -2),
-            weight.to(hidden.dtype),
-            None if bias is None else bias.to(hidden.dtype),
+            weight if head_dtype else weight.to(hidden.dtype),
+            bias if bias is None or head_dtype else bias.to(hidden.dtype),
             tokens.flatten(),
             options,
         )  # pyright: ignore[reportGeneralTypeIssues]
@@ -107,6 +112,43 @@ def logits_logprobs(
     return logprobs, _entropy(scores.detach(), normalizer.detach()) if entropy else None
 
 
+def raised_linear(
+    hidden: Float[Tensor, "*n h"],
+    weight: Float[Tensor, "v h"],
+    bias: Float[Tensor, " v"] | None,
+    dtype: torch.dtype | None,
+    width: int | None = None,
+) -> Float[Tensor, "*n v"]:
+    """Return `hidden @ weight.T + bias` computed in `dtype`; no copy of the whole weight in it is made.
+
+    Args:
+        hidden: "*n h".
+        weight: "v h".
+        bias: " v", or None.
+        dtype: of the product; None takes that of the operands.
+        width: rows of the weight that are raised at a time; None takes `CHUNK_ELEMENTS` of the device.
+
+    >>> raised_linear(torch.ones(1, 2), torch.tensor([[1.0, 2**-9]]).bfloat16(), None, torch.float32).item()
+    1.001953125
+    """
+    if dtype is None or hidden.dtype == weight.dtype == dtype:
+        return torch.nn.functional.linear(hidden, weight, bias)
+    if width is None:
+        elements = CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS["cpu"])
+        width = max(1, elements // weight.shape[1])
+    rows = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
+    out = rows.new_empty(len(rows), len(weight))
+    for part in _parts(len(weight), width):
+        out[:, part] = rows @ weight[part].to(dtype).t()
+    if bias is not None:
+        out += bias.to(dtype)
+    return out.view(*hidden.shape[:-1], len(weight))
+
+
+def _parts(size: int, width: int) -> list[slice]:
+    return [slice(start, start + width) for start in range(0, size, width)]
+
+
 def _check_temperature(temperature: float) -> None:
     if temperature <= 0:
         raise ValueError(
@@ -131,7 +173,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def _scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: tuple) -> tuple[Tensor, Tensor | None]:
         """Return the fp32 scores of a chunk and the derivative of the soft-cap, if there is one."""
         temperature, softcap, scale = options[:3]
-        scores = _raised(torch.nn.functional.linear(hidden, weight, bias))
+        scores = _raised(raised_linear(hidden, weight, bias, *options[5:7]))
         if scale != 1.0:
             scores = scores * scale
         slope = None
@@ -148,7 +190,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, options: tuple
     ) -> tuple[Tensor, Tensor]:
         rows = options[-1]
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        dtype = torch.float64 if torch.float64 in (hidden.dtype, options[5]) else torch.float32
         logprobs = torch.empty(len(tokens), dtype=dtype, device=hidden.device)
         normalizer = torch.empty_like(logprobs)
         entropies = torch.empty_like(logprobs) if options[3] else logprobs.new_empty(0)
@@ -173,14 +215,15 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hidden, weight, bias, tokens, normalizer, entropies = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        temperature, _, scale, _, _, rows = ctx.options
+        temperature, _, scale, _, _, head_dtype, width, rows = ctx.options
+        dtype = head_dtype or hidden.dtype
         upstream = grads[0].to(normalizer.dtype) * (scale / temperature)
         upstream_entropy = None if entropies is None else grads[1].to(normalizer.dtype) * (scale / temperature)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         # Sums over chunks run in fp32: thousands of chunks would round away in bf16.
-        several = len(tokens) > rows
-        grad_weight = torch.zeros_like(weight, dtype=normalizer.dtype if several else weight.dtype)
-        grad_weight = grad_weight if needs_weight else None
+        several = len(tokens) > rows or head_dtype is not None
+        summed = normalizer.dtype if several else weight.dtype
+        grad_weight = torch.zeros_like(weight, dtype=summed) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=normalizer.dtype) if needs_bias else None
         for start in range(0, len(tokens), rows):
             part = slice(start, start + rows)
@@ -200,11 +243,14 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad *= slope
             if grad_bias is not None:
                 grad_bias += grad.sum(dim=0)
-            grad = grad.to(hidden.dtype)
+            grad = grad.to(dtype)
             if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[part])
+                if dtype == hidden.dtype == weight.dtype:
+                    torch.mm(grad, weight, out=grad_hidden[part])
+                else:
+                    grad_hidden[part] = sum(grad[:, own] @ weight[own].to(dtype) for own in _parts(len(weight), width))
             if grad_weight is not None:
-                grad_weight += grad.T @ hidden[part]
+                grad_weight += grad.T @ hidden[part].to(dtype)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),

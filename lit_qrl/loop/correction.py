@@ -15,12 +15,13 @@ def needs_learner_old(learner: Learner) -> bool:
     """Return whether learner_old must be scored on its own, before the update.
 
     With one update per rollout it is the training forward's own log-probs, and `weigh` takes them there; what has to be
-    known of the whole batch before, or after the learner has moved, is not to be had from that.
+    known of the whole batch before, or after the learner has moved, is not to be had from that; nor is what a training
+    forward with dropout says.
     """
     objective: Any = learner.objective
     callbacks = list(rl_callbacks(learner.trainer))
     corrections = [callback for callback in callbacks if overrides(callback, "correct")]
-    if any(callback.needs_learner_old for callback in callbacks):
+    if learner.policy.dropout or any(callback.needs_learner_old for callback in callbacks):
         return True
     if any(callback.needs == "batch" for callback in corrections):
         return True

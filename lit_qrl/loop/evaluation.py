@@ -1,16 +1,16 @@
-"""Answers to held-out problems: greedy and sampled, judged by the task."""
+"""Answers to held-out problems: greedy and sampled, judged by their task."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_qrl.loop.generation import draw, drawn
+from lit_qrl.loop.generation import draw
 from lit_qrl.loop.hooks import Learner
 from lit_qrl.seeding import derive_seed
-from lit_qrl.types import Completion, SamplingParams
+from lit_qrl.types import Completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,31 +27,25 @@ class Answers:
 
 
 @torch.no_grad()
-def answer(learner: Learner, problems: Sequence[Any], stage: str) -> Mapping[str, Answers]:
-    """Return the answers `greedy` (one per problem, where `evaluation_greedy`) and `sampled` (`evaluation_samples`).
+def answer(learner: Learner, share: Any, stage: str) -> Mapping[str, Answers]:
+    """Return the answers to a share of an evaluation: `greedy` (one per problem) and `sampled`, where it has them.
 
     The generator is seeded anew each time, so that evaluations differ by the policy alone and the training's random
-    state is not touched.
+    state is not touched; and by a problem's number in the whole set, so that any number of processes draws the same.
 
     Args:
-        learner: the policy, and the data module with task and engine.
-        problems: of the data module.
+        learner: the policy, and the data module with the engine.
+        share: a `Share` of a set of the data module.
         stage: named on the progress bar.
     """
     data, found = learner.data, {}
+    evaluated, problems = share.set, share.problems
     ids = [problem.prompt_ids for problem in problems]
-    plans = {"sampled": (data.evaluation_samples, data.evaluation_temperature)}
-    if data.evaluation_greedy:
-        plans = {"greedy": (1, 0.0), **plans}
-    for name, (n, temperature) in plans.items():
-        sampling = SamplingParams(
-            max_tokens=data.max_completion_tokens,
-            temperature=temperature,
-            stop_token_ids=learner.policy.stop_token_ids,
-        )
-        seed = derive_seed(data.base_seed, "evaluation", learner.global_rank)
-        completions = draw(learner, ids, n, seed, stage, sampling)
-        correct = data.task.is_correct(data.samples(problems, completions))
-        found[name] = Answers(completions, torch.tensor(correct).view(len(problems), n))
-    drawn(learner)
+    seed = derive_seed(data.base_seed, "evaluation", evaluated.name or 0)
+    for kind, (n, sampling) in evaluated.decodings(learner.policy.stop_token_ids).items():
+        shown = f"{stage} {evaluated.name} {kind}".replace("  ", " ")
+        # More processes than problems leave some without any.
+        completions = draw(learner, ids, n, seed, shown, sampling, share.positions) if problems else []
+        correct = evaluated.task.is_correct(data.samples(problems, completions, evaluated.task)) if problems else []
+        found[kind] = Answers(completions, torch.tensor(correct, dtype=torch.bool).view(len(problems), n))
     return found

@@ -15,6 +15,7 @@ def draw(
     seed: int,
     stage: str,
     sampling: SamplingParams | None = None,
+    positions: Sequence[int] | None = None,
 ) -> list[Completion]:
     """Return `n` completions of each prompt; when the engine dies and a callback revives it, the same once more.
 
@@ -25,15 +26,17 @@ def draw(
         seed: of this draw.
         stage: named on the progress bar.
         sampling: instead of the rollout's.
+        positions: of the prompts among those that several processes share; see `RolloutEngine.generate`.
 
     Raises:
         EngineDiedError: when no callback built the engine again.
     """
     trainer = learner.trainer
+    shared = {} if positions is None else {"positions": positions}
     while True:
         progress = progress_of(trainer, stage, len(prompts) * n)
         try:
-            return learner.data.engine.generate(prompts, n, seed, progress, sampling)
+            return learner.data.engine.generate(prompts, n, seed, progress, sampling, **shared)
         except EngineDiedError as error:
             revived = [callback.on_engine_died(trainer, learner, error) for callback in rl_callbacks(trainer)]
             if not any(revived):

@@ -1,7 +1,7 @@
 """The hooks of reinforcement learning: Lightning's `Callback` with five more, and what they may ask of the learner."""
 
 from collections.abc import Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -11,6 +11,7 @@ from lit_qrl.loop.state import IterationState
 from lit_qrl.objective import Objective
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.rollout.engine import EngineDiedError
+from lit_qrl.run.description import Described
 from lit_qrl.types import AllReduce, Correction, LossContext, RolloutBatch, no_all_reduce
 
 
@@ -51,7 +52,15 @@ class Learner(Protocol):
         ...
 
 
-class RLCallback(Callback):
+@runtime_checkable
+class PreparesTrainer(Protocol):
+    """A callback that sets the Trainer up for a run, before anything of it is used."""
+
+    def prepare(self, trainer: Trainer, module: Any) -> None:
+        """Change the Trainer's settings; no folder has been chosen and no logger has written yet."""
+
+
+class RLCallback(Described, Callback):
     """Every hook is optional; a run with none of these callbacks is plain GRPO.
 
     A new estimator overrides `correct`:

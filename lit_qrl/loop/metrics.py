@@ -1,11 +1,13 @@
 """Sums over an iteration, and the metrics of an evaluation."""
 
 from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lit_qrl.functional.evaluation import effective_size, pass_at_k, wilson_interval
 from lit_qrl.types import AllReduce
 
 
@@ -44,38 +46,34 @@ class IterationMetrics:
         return {name: total / count for name, (total, count) in zip(names, stacked, strict=True) if count}
 
 
-class AverageAtK(Metric):
-    """Mean share of correct samples (avg@k), over problems.
+def log_row(trainer: Any, row: Mapping[str, float]) -> None:
+    """Give an iteration's metrics to the loggers and to whoever asks the Trainer for them.
 
-    >>> metric = AverageAtK()
-    >>> metric.update(torch.tensor([[True, False], [True, True]]))
-    >>> metric.compute()
-    tensor(0.7500)
+    `log_dict` does the same with an object for each metric, to be reduced over steps and ranks: 4 % of the quickstart's
+    time for numbers that are means over both already.
+
+    Args:
+        trainer: the Lightning Trainer.
+        row: the metrics, the same on all ranks.
     """
-
-    full_state_update = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
-        self.total: Tensor
-        self.count: Tensor
-
-    def update(self, correct: Tensor) -> None:
-        """Add problems: `correct` is "problems samples", True where the sample solves its problem."""
-        self.total += correct.float().mean(dim=1).sum()
-        self.count += len(correct)
-
-    def compute(self) -> Tensor:
-        """Return the mean."""
-        return self.total / self.count
+    values = {name: torch.tensor(value) for name, value in row.items()}
+    trainer.callback_metrics.update(values)
+    trainer.logged_metrics.update(values)
+    step = trainer.fit_loop.epoch_loop._batches_that_stepped  # the step under which Lightning logs the rest
+    for logger in trainer.loggers:
+        logger.log_metrics({**row, "epoch": trainer.current_epoch}, step=step)
+        logger.save()
 
 
 class PassAtK(Metric):
-    """Probability that at least one of `k` samples is correct, without bias from `n ≥ k` samples.
+    """Probability that at least one of `k` samples is correct, mean over problems, or an end of its 95 % interval.
 
-    pass@k = mean over problems of 1 − C(n−c, k) / C(n, k), with c correct among n.
+    Without bias from `n ≥ k` samples (`functional.evaluation.pass_at_k`). The interval is Wilson's for one sample per
+    problem, and for several Wilson's with the effective size of samples that are clustered by problem.
+
+    Args:
+        k: samples of which one must be correct.
+        part: the `mean`, or the `low` or `high` end of its interval.
 
     >>> metric = PassAtK(k=2)
     >>> metric.update(torch.tensor([[True, False, False, False]]))
@@ -85,24 +83,68 @@ class PassAtK(Metric):
 
     full_state_update = False
 
-    def __init__(self, k: int) -> None:
+    def __init__(self, k: int, part: Literal["mean", "low", "high"] = "mean") -> None:
         super().__init__()
-        self.k = k
-        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.k, self.part = k, part
+        for name in ("total", "squares"):
+            self.add_state(name, torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("draws", torch.tensor(1), dist_reduce_fx="max")
         self.total: Tensor
+        self.squares: Tensor
         self.count: Tensor
+        self.draws: Tensor
 
     def update(self, correct: Tensor) -> None:
         """Add problems: `correct` is "problems samples" with at least `k` samples."""
-        n = correct.shape[1]
-        if n < self.k:
-            raise ValueError(f"pass@{self.k} needs at least {self.k} samples per problem, got {n}.")
-        wrong = n - correct.double().sum(dim=1)
-        factors = torch.stack([((wrong - i) / (n - i)).clamp(min=0) for i in range(self.k)])
-        self.total += (1 - factors.prod(dim=0)).sum().float()
+        values = pass_at_k(correct, self.k)
+        self.total += values.sum()
+        self.squares += (values * values).sum()
         self.count += len(correct)
+        self.draws.fill_(correct.shape[1] // self.k)
 
     def compute(self) -> Tensor:
-        """Return the mean."""
-        return self.total / self.count
+        """Return the mean, or the end of its interval."""
+        mean = self.total / self.count
+        if self.part != "mean":
+            size = effective_size(self.total, self.squares, self.count, int(self.draws))
+            mean = wilson_interval(mean, size)[self.part == "high"]
+        return mean.float()
+
+
+class AverageAtK(PassAtK):
+    """Mean share of correct samples (avg@k), over problems; it is pass@1 without bias.
+
+    >>> metric = AverageAtK()
+    >>> metric.update(torch.tensor([[True, False], [True, True]]))
+    >>> metric.compute()
+    tensor(0.7500)
+    """
+
+    def __init__(self, part: Literal["mean", "low", "high"] = "mean") -> None:
+        super().__init__(1, part)
+
+
+BOUNDS: Mapping[str, Literal["mean", "low", "high"]] = {"": "mean", "_ci_low": "low", "_ci_high": "high"}
+"""What is put behind the name of an accuracy for its 95 % interval, and which part that is."""
+
+
+class EvaluationMetrics(torch.nn.ModuleDict):
+    """The accuracies of one set of held-out problems, each with its interval, by the name under which it is logged.
+
+    Args:
+        accuracies: by name, from which answers (`greedy`, `sampled`) and of how many of them one must be correct.
+    """
+
+    def __init__(self, accuracies: Mapping[str, tuple[str, int]]) -> None:
+        super().__init__()
+        self.accuracies = dict(accuracies)
+        for name, (_, k) in self.accuracies.items():
+            for suffix, part in BOUNDS.items():
+                self[name + suffix] = PassAtK(k, part)
+
+    def add(self, correct: Mapping[str, Tensor]) -> None:
+        """Add problems by the kind of answers: "problems n", True where one solves its problem."""
+        for name, (kind, _) in self.accuracies.items():
+            for suffix in BOUNDS:
+                self[name + suffix].update(correct[kind])  # pyright: ignore[reportCallIssue]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoftQConfig, LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
@@ -13,6 +13,16 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.network.linears import expert_weights, quantizable_linears, routers_of
 from lit_qrl.network.names import base_of, checkpoint_modules, checkpoint_name, is_adapted
 from lit_qrl.network.quantized_linear import QuantizedLinear
+
+
+def check_adapter(config: Any) -> None:
+    """Raise `ConfigError` for a PEFT config that changes no weights; None is fine."""
+    if config is not None and config.is_prompt_learning:
+        raise ConfigError(
+            "model.policy.lora is a prompt-learning method, which has no weights that a rollout engine could load.",
+            expected="a PEFT config that changes weights, such as peft.LoraConfig",
+            given=type(config).__name__,
+        )
 
 
 def with_adapter(network: Any, config: Any, source: object) -> Any:
@@ -49,7 +59,7 @@ def with_adapter(network: Any, config: Any, source: object) -> Any:
     return adapted
 
 
-def check_adapter(network: Any, config: Any, source: object) -> None:
+def check_fits(network: Any, config: Any, source: object) -> None:
     """Raise `ConfigError` where `with_adapter` would; only models with experts are looked at.
 
     Args:
@@ -186,3 +196,13 @@ def merged_tensors(layer: Any, dtype: torch.dtype | None = None) -> dict[str, Te
         parameter.data = own[name]
     layer.merged_adapters.clear()
     return merged
+
+
+def drop_loftq(policy: Any) -> None:
+    """Leave out of a parsed policy the default of `loftq_config`, which PEFT would take for a wish of the user's."""
+    try:
+        lora = policy.init_args.lora.init_args
+        if lora.init_lora_weights != "loftq" and vars(lora.loftq_config) == vars(LoftQConfig()):
+            del lora["loftq_config"]
+    except (AttributeError, TypeError):  # no adapter, one without LoftQ, or none of these classes
+        return

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.functional.logprobs import token_logprobs
+from lit_qrl.functional.logprobs import raised_linear, token_logprobs
 from lit_qrl.network.names import base_of, copy_in_use, is_adapted
 
 
@@ -76,27 +76,33 @@ class SamplerHead:
         layer: from hidden states to raw logits.
         softcap: c of c · tanh(z / c), or None.
         scale: that raw logits are multiplied by.
+        dtype: that a plain layer computes in; None is its own.
     """
 
     layer: nn.Module
     softcap: float | None
     scale: float
+    dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, network: Any) -> "SamplerHead":
+    def of(cls, network: Any, dtype: torch.dtype | None = None) -> "SamplerHead":
         """Return the head of a sampler's network."""
-        return cls(network.get_output_embeddings(), **_shape_of_logits(network.config))
+        return cls(network.get_output_embeddings(), **_shape_of_logits(network.config), dtype=dtype)
 
     @property
     def plain(self) -> dict[str, Any] | None:
         """Weight, bias, scale and soft-cap as `token_logprobs` takes them, or None for a quantized head."""
         if not isinstance(self.layer, nn.Linear):
             return None
-        return {"weight": self.layer.weight, "bias": self.layer.bias, "softcap": self.softcap, "scale": self.scale}
+        options = {"softcap": self.softcap, "scale": self.scale, "head_dtype": self.dtype}
+        return {"weight": self.layer.weight, "bias": self.layer.bias, **options}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits "… v" of hidden states "… h", in their dtype."""
-        logits = self.layer(hidden)
+        """Return the logits "… v" of hidden states "… h", in their dtype or the head's own."""
+        if self.dtype is not None and isinstance(self.layer, nn.Linear):
+            logits = raised_linear(hidden, self.layer.weight, self.layer.bias, self.dtype)
+        else:
+            logits = self.layer(hidden)
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:

@@ -59,19 +59,20 @@ class FlatBatch:
         )
 
 
-def enable_padding_free(network: Any) -> bool:
+def enable_padding_free(network: Any, dropout: bool = False) -> bool:
     """Give a Hugging Face model `attend` as its attention where it computes the same, and return whether it did.
 
     Without a layout the model computes as before.
 
     Args:
         network: a causal language model with scaled dot-product attention.
+        dropout: the model is trained with what dropout its config asks for, which `attend` does not do.
     """
     config = network.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ("full_attention",)
     windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     plain = config.model_type in PLAIN_ATTENTION and set(kinds) == {"full_attention"} and not windowed
-    if not plain or config._attn_implementation != "sdpa" or getattr(config, "attention_dropout", 0):
+    if not plain or config._attn_implementation != "sdpa" or (dropout and getattr(config, "attention_dropout", 0)):
         return False
     network.set_attn_implementation(ATTENTION)
     return True

@@ -6,13 +6,17 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lit_qrl.errors import ConfigError, IncompleteError
+from lit_qrl.errors import ConfigError, IncompleteError, within_memory
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.formats.dense import Dense
 from lit_qrl.formats.numerics import NONFINITE_REMEDY, magnitude, postponed_checks, require_finite, runs_ahead
 from lit_qrl.network.linears import fused_group, fused_groups
 
 _WEIGHT = ".weight"
+_QUANTIZER_REMEDY = (
+    "A quantizer needs several copies of one layer: lower the engine's share of the device, or quantize where there is "
+    "more memory."
+)
 
 
 @torch.no_grad()
@@ -161,8 +165,10 @@ def _quantized(
 
 def quantize_named(format: NumberFormat, layer: str, weight: Tensor, shared: Tensor | None = None) -> QuantizedWeight:
     """Return `format.quantize(weight, shared)`; an error names the parameter."""
+    size = weight.numel() * weight.element_size() / 2**30
     try:
-        return format.quantize(weight, shared)
+        with within_memory(f"quantizing {layer}{_WEIGHT} ({size:.2f} GiB) to {format.name}", _QUANTIZER_REMEDY):
+            return format.quantize(weight, shared)
     except ValueError as error:
         raise _named(layer, error) from None
 

@@ -3,6 +3,8 @@
 Another family, or experts, whose layers are named or built otherwise, is a matter of these tables.
 """
 
+import copy
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from accelerate import init_empty_weights
@@ -76,6 +78,13 @@ def outline(config: Any, **options: Any) -> Any:
     return network.eval()
 
 
+def outline_of(policy: Any) -> Any:
+    """Return a policy's model, with the weights if they are loaded and else without memory for them."""
+    if policy.model is not None:
+        return policy.network
+    return outline(copy.deepcopy(policy.config), trust_remote_code=policy._hub["trust_remote_code"])
+
+
 def decoder_layers(network: Any) -> tuple[str, nn.ModuleList]:
     """Return name and list of the model's decoder layers.
 
@@ -134,3 +143,23 @@ def check_positions(config: Any, prompt: int, drawn: int, remedy: str) -> None:
             given=f"a prompt of {prompt} tokens and up to {drawn} drawn ones",
             remedy=remedy,
         )
+
+
+def check_tokens(config: Any, prompts: Iterable[Sequence[int]]) -> None:
+    """Raise `ConfigError` for a prompt with a token that the model has no embedding of.
+
+    Args:
+        config: the model's.
+        prompts: token ids.
+    """
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    for number, prompt in enumerate(prompts):
+        if size is not None and len(prompt) and not 0 <= min(prompt) <= max(prompt) < size:
+            odd = next(token for token in prompt if not 0 <= token < size)
+            raise ConfigError(
+                f"Prompt {number} holds a token that the model has no embedding of.",
+                expected=f"token ids from 0 to {size - 1}",
+                given=odd,
+                remedy="Tokenizer and model do not belong together: set model.policy.tokenizer to the model's own, or "
+                "resize the model's embedding to the tokenizer first.",
+            )

@@ -12,13 +12,14 @@ from lit_qrl.functional import advantage, objective
 from lit_qrl.functional.advantage import Baseline, Scale
 from lit_qrl.functional.penalty import Estimator, kl_penalty
 from lit_qrl.functional.reduction import Reduction
+from lit_qrl.run.description import Described
 from lit_qrl.types import AllReduce, ObjectiveTerms, RolloutBatch, no_all_reduce
 
 OldLogprobs = Literal["decoupled", "bypass", "policy_gradient"]
 Normalization = Literal[Scale, "whiten"]
 
 
-class Objective(ABC):
+class Objective(Described, ABC):
     """The loss of one update: advantages, surrogate, penalties, reduction.
 
     A subclass implements `surrogate`, and calls `super().__init__` with defaults of its own.

@@ -123,6 +123,7 @@ class QuantizedPrecision(PublishingPrecision):
     """
 
     layer_class: type[LowBitLinear]
+    trains_format = True
 
     def __init__(
         self, format: NumberFormat, exclude: Sequence[str] = (), autocast: Literal["none", "bf16"] = "none"

@@ -50,6 +50,7 @@ class PackedLoRA(QuantizedPrecision):
     """
 
     packs_base = True
+    trains_format = False  # but base and adapter side by side
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""QaRL's aligned learner: the forward pass in the sampler's low-bit arithmetic, the backward pass as if it were not."""
+"""QaRL's aligned learner: the forward pass in the sampler's low-bit arithmetic, gradients straight through to it."""
 
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,17 @@ from lit_qrl.precision.base import LowBitLinear, QuantizedPrecision, autocast_in
 from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
 from lit_qrl.precision.vllm_kernels.choice import Kernel, KernelChoice
 
+Backward = Literal["dequantized", "high_precision"]
+"""Which operands the backward pass multiplies the output's gradient by; the words are Transformer Engine's."""
+
 
 class _StraightThrough(torch.autograd.Function):
-    """The format's GEMM forward; the gradients of `x @ W.T + b` with the master weight backward."""
+    """The format's GEMM forward; backward the gradients of `x @ W.T + b`, of its own operands or of those before."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "AlignedLinear") -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
+        ctx.layer, ctx.has_bias = layer, bias is not None
         out = layer.multiply(x, None if bias is None else bias.to(x.dtype))
         # no view in autograd's eyes: a model may add to it in place, as Falcon's does
         return torch.ops.aten._unsafe_view(out, list(out.shape))
@@ -36,9 +39,9 @@ class _StraightThrough(torch.autograd.Function):
         flat = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = (flat @ weight.to(flat.dtype)).view(x.shape)
+            grad_x = (flat @ ctx.layer.backward_weight(weight, flat.dtype)).view(x.shape)
         if ctx.needs_input_grad[1]:
-            grad_weight = flat.t() @ x.reshape(-1, x.shape[-1])
+            grad_weight = flat.t() @ ctx.layer.backward_input(x).reshape(-1, x.shape[-1])
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = flat.sum(dim=0)
         return grad_x, grad_weight, grad_bias, None
@@ -48,6 +51,7 @@ class AlignedLinear(LowBitLinear):
     """A linear layer that multiplies as the sampler does and learns as a plain one."""
 
     choice: KernelChoice | None = None
+    backward_operands: Backward = "dequantized"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -65,6 +69,20 @@ class AlignedLinear(LowBitLinear):
                 self._prepared[key] = kernel.prepare(q, x.dtype)
         return kernel.apply(x, self._prepared[key], bias)
 
+    def backward_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what the output's gradient is multiplied by for that of the input: Q(W) multiplied out, or W."""
+        if self.backward_operands == "high_precision":
+            return weight.to(dtype)
+        q = self.quantized()
+        held = self._prepared.get(dtype)
+        if held is not None and not held.native:
+            return held.operand.to(dtype)
+        return self.format.dequantize(q, dtype)  # for this product alone: the forward pass keeps the codes
+
+    def backward_input(self, x: Tensor) -> Tensor:
+        """Return what the output's gradient is multiplied by for that of the weight: Q(x) multiplied out, or x."""
+        return x if self.backward_operands == "high_precision" else self.format.dequantized_input(x)
+
     def forward(self, input: Tensor) -> Tensor:
         """Return `x @ Q(W).T + b` in the format's arithmetic: "... in" -> "... out"."""
         return _StraightThrough.apply(autocast_input(input), self.weight, self.bias, self)  # pyright: ignore
@@ -76,6 +94,14 @@ class QATAligned(QuantizedPrecision):
     Each linear layer quantizes its master weight once per optimizer step, multiplies in the format's own arithmetic,
     and passes gradients straight through to the master weight. What is published are those very codes and scales.
 
+    The paper gives the backward pass no equation. With y = Q(x) Q(W)ᵀ (eqs. 1, 2) and g the gradient of y, both
+    readings multiply in the dtype of g and take dQ(u)/du = 1:
+
+    - `dequantized`: the straight-through estimator of fake quantization (§2.2), by which the rounding alone is passed
+      over: dx = g Q(W), dW = gᵀ Q(x). It is the gradient of what the forward pass computes.
+    - `high_precision`: "keeping the backward pass in full precision" (§3.1) said of the operands too:
+      dx = g W, dW = gᵀ x, the gradient of the unquantized layer at the activations of the quantized network.
+
     Args:
         weights: a number format, or its name.
         activations: for a format that leaves the choice: how inputs are quantized (`fp8`, `int8`, `token`, …).
@@ -83,6 +109,8 @@ class QATAligned(QuantizedPrecision):
         autocast: run the other operations in bf16 over fp32 master weights; `none` leaves each in its own dtype.
         kernel: how packed 4-bit weights are multiplied: `auto` by vLLM's own kernel when vLLM is the sampler and has
             one for the layer, else `dequantize`, multiplied out and by the bf16 GEMM; `machete` or `marlin` insist.
+        backward: the operands of the backward pass, as above. Either keeps the layer's input in its own dtype for it;
+            `dequantized` rounds that anew and multiplies out one weight at a time, unless the forward pass keeps it so.
         fuse: quantize in the kernel of the norm or activation before a layer; for fp8_block. `auto` does so where the
             kernels run and the decoder's blocks are known.
 
@@ -101,8 +129,13 @@ class QATAligned(QuantizedPrecision):
         autocast: Literal["none", "bf16"] = "none",
         kernel: Kernel = "auto",
         fuse: Fuse = "auto",
+        backward: Backward = "dequantized",
     ) -> None:
         format = formats.get(weights)
+        if backward not in get_args(Backward):
+            raise ConfigError(
+                "There is no such backward pass.", expected="dequantized or high_precision", given=repr(backward)
+            )
         if activations is not None:
             if not is_dataclass(format) or "activations" not in {field.name for field in fields(format)}:
                 raise ConfigError(
@@ -117,6 +150,7 @@ class QATAligned(QuantizedPrecision):
         super().__init__(format, exclude, autocast)
         self.choice = KernelChoice(kernel, format)
         self.fuse: Fuse = fuse
+        self.backward_operands: Backward = backward
         if fuse is True and not isinstance(format, FP8Block):
             raise ConfigError(
                 f"The inputs of {format.name} are not quantized per 1×128, so there is nothing to fuse.",
@@ -140,7 +174,7 @@ class QATAligned(QuantizedPrecision):
             self.choice.require(shapes, dtype)
         for layer in layers.values():
             assert isinstance(layer, AlignedLinear)
-            layer.choice = self.choice
+            layer.choice, layer.backward_operands = self.choice, self.backward_operands
         if isinstance(self.format, FP8Block):
             quantize_in_passing(network_of(module), AlignedLinear, columns=False, choice=self.fuse)
         return module

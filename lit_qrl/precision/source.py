@@ -16,6 +16,7 @@ from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.names import kept_in_fp32
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.precision.vllm_kernels.borrowed import WeightStore
+from lit_qrl.run.description import Described
 
 Named = Iterator[tuple[str, Tensor]]
 Change = Callable[[str, Tensor], Tensor]
@@ -116,12 +117,15 @@ class WeightSource:
         """Let the learner read the base of an engine that just received it, where its plugin does so."""
 
 
-class PublishingPrecision(Precision, ABC):
+class PublishingPrecision(Described, Precision, ABC):
     """Base of the plugins whose learner computes in a number format, and which therefore say what is published."""
 
     format: NumberFormat
     exclude: tuple[str, ...] = ()
     """Globs over names of linear layers that the format leaves alone."""
+    trains_format: bool = False
+    """True when the forward pass multiplies the weights in the format, so that the quantized policy is what is trained,
+    and what evaluations are of."""
     packs_base: bool = False
     """True when the base is frozen in the format, under an adapter that goes out beside it."""
     share_weights: bool = False

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from lit_qrl.errors import within_memory
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
 from lit_qrl.publish.shares import weigh
@@ -72,7 +73,8 @@ class Delivery:
     def _compare(self, sent: SentLedger, report: PublishReport, kind: Any, whole: bool) -> None:
         if report.received is None:
             return
-        with self._timed("verify"):
+        remedy = "Lower the engine's share of the device: verifying takes copies of a few layers."
+        with self._timed("verify"), within_memory("reading back what the engine holds", remedy):
             faults = compare(sent, report.received, self._receipts.get(kind))
             if whole:
                 self._receipts.clear()

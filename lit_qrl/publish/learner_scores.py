@@ -11,6 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.network.adapters import merged_tensors
 from lit_qrl.network.linears import fused_groups, quantizable_linears
+from lit_qrl.network.modes import evaluating
 from lit_qrl.network.names import base_of, checkpoint_modules, is_adapted
 from lit_qrl.network.stream import shared_amax
 
@@ -44,17 +45,15 @@ def learner_scores(
     parameters = dict(network.named_parameters())
     kept = {name: parameters[name].data for name in overrides or {}}
     ids = torch.tensor([list(sequence) for sequence in tokens], device=next(network.parameters()).device)
-    was_training = network.training
-    network.eval()
     try:
         for name, tensor in (overrides or {}).items():
             parameters[name].data = tensor.to(kept[name])
-        with computing_as(network, format, exclude, merged, dtype, head), _jittered(network, jitter):
+        computing = computing_as(network, format, exclude, merged, dtype, head)
+        with evaluating(network), computing, _jittered(network, jitter):
             logits = network(input_ids=ids, use_cache=False).logits[:, :-1].float()
     finally:
         for name, data in kept.items():
             parameters[name].data = data
-        network.train(was_training)
     scores = logits.log_softmax(dim=-1).gather(2, ids[:, 1:, None]).squeeze(2)
     return list(scores.cpu())
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from lit_qrl.errors import listed
+from lit_qrl.errors import MemoryShortageError, listed, within_memory
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
 from lit_qrl.loop.hooks import Learner, overrides, rl_callbacks
@@ -20,12 +20,19 @@ from lit_qrl.publish.adapter import AdapterBeside
 from lit_qrl.publish.delivery import Delivery
 from lit_qrl.publish.probe import ScoreCheck
 from lit_qrl.publish.recovery import Restarts, repeated
-from lit_qrl.publish.source import source_of
+from lit_qrl.publish.source import source_of, trained_source
 from lit_qrl.publish.spec import PublishSettings, sampler_spec
 from lit_qrl.receipts.ledger import PublishReport
 from lit_qrl.rollout.engine import EngineDiedError, Sleeps
 from lit_qrl.run.diary import event
+from lit_qrl.run.stop import stop_run
 from lit_qrl.strategies.colocated import begin_rollout, begin_update
+
+PUBLISH_REMEDY = (
+    "The sampler's weights come beside the learner's: publish in a format of fewer bits, lower the engine's share "
+    "(data.engine.gpu_memory_utilization, data.engine.cache_gigabytes), or take turns on the device by "
+    "trainer.strategy: ColocatedStrategy."
+)
 
 
 class Connection(NamedTuple):
@@ -67,28 +74,48 @@ class Publisher:
                 self.version += 1
                 self._publish_rollout()
         else:
-            begin_rollout(trainer, self.engine)
+            try:
+                begin_rollout(trainer, self.engine)
+            except EngineDiedError as error:
+                self.revive(error)
+            except MemoryShortageError as error:
+                stop_run(trainer, "out_of_memory", str(error), save=True, error=error)
 
     def begin_evaluation(self) -> None:
         """Give the engine the current clean weights, which count as no version."""
         self._again = self.begin_evaluation
-        one_format = self.settings.evaluation_format == "rollout" or self.engine.single_format
+        learner, engine, choice = self.learner, self.engine, self.settings.evaluation_format
 
         def publish(connection: Connection) -> PublishReport:
             source, delivery, beside = connection
             # Base and adapter side by side are the packed learner's own arithmetic.
-            if one_format or (self.spec.adapter is not None and source.packed):
+            beside_base = self.spec.adapter is not None and source.packed
+            if choice == "rollout" or engine.single_format or beside_base:
                 return self._sampler(connection, unchanged)
             beside.forget()
-            return delivery.weights(source.plain(self.engine.plain_dtype), None, source.shapes(), self.version)
+            trained = trained_source(learner.policy, learner.trainer.precision_plugin) if choice == "auto" else None
+            if trained is None:
+                return delivery.weights(source.plain(engine.plain_dtype), None, source.shapes(), self.version)
+            stream = trained.whole(unchanged, trained.plain_dtype(engine.plain_dtype))
+            return delivery.weights(stream, trained.format, trained.shapes(), self.version)
 
         self._repeated(publish)
         self._holds_rollout = False
 
     def end_generation(self) -> None:
-        """Give the device back to the learner: all that was asked for is drawn."""
-        self._restarts.reset()
-        begin_update(self.learner.trainer, self.learner)
+        """Give the device back to the learner: all that was asked for is drawn.
+
+        An engine that dies of falling asleep is freed, and built again at the next publish.
+        """
+        trainer = self.learner.trainer
+        try:
+            begin_update(trainer, self.learner)
+            self._restarts.reset()
+        except EngineDiedError as error:
+            self._bury(error)
+            begin_update(trainer, self.learner)
+        except MemoryShortageError as error:
+            stop_run(trainer, "out_of_memory", str(error), save=True, error=error)
 
     def revive(self, error: EngineDiedError) -> None:
         """Build the engine again and publish what it held; stop the run when it keeps dying."""
@@ -163,7 +190,8 @@ class Publisher:
             begin_rollout(self.learner.trainer, self.engine)
             if isinstance(self.engine, Sleeps) and not self.engine.holds_weights:
                 connection.beside.forget()
-            report = publish(connection)
+            with within_memory("publishing the weights to the engine", PUBLISH_REMEDY):
+                report = publish(connection)
             report.seconds = time.perf_counter() - start
             return report
 

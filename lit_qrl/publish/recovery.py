@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from lightning.pytorch import Trainer
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, MemoryShortageError
 from lit_qrl.precision.source import PublishingPrecision
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.engine import EngineDiedError
@@ -66,6 +66,7 @@ def repeated(
 
     Raises:
         PublishError: of the last attempt.
+        StoppedError: when memory ran out on the sender's side.
         ConfigError: of the first that raises one.
     """
     while True:
@@ -73,6 +74,8 @@ def repeated(
             return publish()
         except EngineDiedError as error:
             bury(error)
+        except MemoryShortageError as error:
+            stop_run(trainer, "out_of_memory", str(error), save=True, error=error)
         except (PublishError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise

@@ -35,6 +35,18 @@ def source_of(
     return source
 
 
+def trained_source(policy: Any, plugin: Any) -> WeightSource | None:
+    """Return what the policy that is trained is made of where its plugin trains it in a format, else None.
+
+    Args:
+        policy: as `WeightSource` takes it.
+        plugin: the Trainer's precision plugin.
+    """
+    if isinstance(plugin, PublishingPrecision) and plugin.trains_format:
+        return plugin.source(policy, plugin.format)
+    return None
+
+
 def _check(source: WeightSource) -> None:
     if source.format is None or isinstance(source.format, Dense) or source.aligned:  # the plugin checked its own layers
         return

@@ -9,9 +9,10 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
 from lit_qrl.loop.hooks import Learner
-from lit_qrl.network.adapters import check_adapter
+from lit_qrl.network.adapters import check_fits
 from lit_qrl.network.head import tied_head
 from lit_qrl.network.linears import check_quantizable
+from lit_qrl.network.structure import outline_of
 from lit_qrl.precision.source import PublishingPrecision
 from lit_qrl.publish.adapter import published_apart
 from lit_qrl.rollout.engine import ChecksModel, RolloutEngine, SamplerSpec, Scores
@@ -30,7 +31,7 @@ class PublishSettings:
 
     format: NumberFormat | None = None
     every_n_iterations: int = 1
-    evaluation_format: Literal["learner", "rollout"] = "learner"
+    evaluation_format: Literal["auto", "learner", "rollout"] = "auto"
     exclude: tuple[str, ...] = ()
     quantize_head: bool = False
     unaligned: bool = False
@@ -95,6 +96,12 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
         raise tied_head(policy.config)  # before the weights are loaded
     apart = published_apart(settings.lora, policy.lora, engine, plugin, same, settings.unaligned)
     check_phases(learner.trainer, engine, settings.every_n_iterations)
+    if (
+        settings.evaluation_format == "learner"
+        and engine.single_format
+        and not (format is None or isinstance(format, Dense))
+    ):
+        log.warning("%s holds %s alone, so evaluations are in it.", type(engine).__name__, format.name)
     if settings.probe_every and not isinstance(engine, Scores):
         log.info("%s cannot score given tokens, so no probe compares it with the learner.", type(engine).__name__)
     spec = SamplerSpec(
@@ -102,8 +109,10 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
         format=format,
         exclude=plugin.exclude if publishes and same else settings.exclude,
         quantize_head=settings.quantize_head,
+        head_dtype=policy.head_dtype,
         adapter=policy.lora if apart else None,
         prompt_limit=data.max_prompt_tokens,
+        sequence_limit=data.longest_evaluation,
         outlives_update=settings.every_n_iterations > 1,
         on_hang=on_hang,
     )
@@ -114,10 +123,10 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
 
 def _check_model(policy: Any, spec: SamplerSpec, engine: RolloutEngine) -> None:
     """Raise `ConfigError` for a model that format, adapter or engine cannot take, before its weights are loaded."""
-    network = policy.outline()
+    network = outline_of(policy)
     if spec.format is not None and not isinstance(spec.format, Dense):
         check_quantizable(network, spec.format.name, spec.exclude)
     if isinstance(engine, ChecksModel):
         engine.check_model(network)
     if policy.model is None:
-        check_adapter(network, policy.lora, policy.source)
+        check_fits(network, policy.lora, policy.source)

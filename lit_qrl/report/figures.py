@@ -136,7 +136,8 @@ def _catalogue(runs: Sequence[Run]) -> list[Figure]:
         return tuple(Line(name, name.removeprefix(prefix).strip("_").replace("_", " ")) for name in names)
 
     parts = every("reward/", "reward/mean", "reward/std")
-    best = tuple(Line(line.metric, f"pass@{line.label}") for line in every("val/pass@", "val/pass@1"))
+    best = tuple(Line(line.metric, f"pass@{line.label}") for line in every("val/pass@") if line.label.isdigit())
+    benchmarks = {name: metrics for run in runs for name, metrics in run.benchmarks.items()}
     signals = {
         "alpha": "α",
         "reliability": "reliability",
@@ -156,7 +157,17 @@ def _catalogue(runs: Sequence[Run]) -> list[Figure]:
                 Panel("Reward", (Line("reward/mean", "mean"),)),
                 Panel(
                     "Held-out accuracy",
-                    (Line("val/accuracy", "sampled"), Line("val/pass@1", "greedy", dashed=True), *best),
+                    (Line("val/accuracy", "sampled"), Line("val/greedy_pass@1", "greedy", dashed=True), *best),
+                ),
+                *(
+                    Panel(
+                        f"{name}, held-out accuracy",
+                        tuple(
+                            Line(metric, metric.rpartition("/")[2].replace("_", " "), dashed="greedy" in metric)
+                            for metric in metrics
+                        ),
+                    )
+                    for name, metrics in benchmarks.items()
                 ),
                 *((Panel("Parts of the reward", parts, compared=False),) if len(parts) > 1 else ()),
             ),
@@ -276,6 +287,9 @@ def _lines(axes: "Axes", panel: Panel, runs: Sequence[Run], labels: Sequence[str
         style: dict[str, Any] = {"color": COLORS[index % len(COLORS)], "solid_capstyle": "round"}
         style["linestyle"] = "--" if line.dashed else ("-", "-.", ":")[index // len(COLORS) % 3]
         x, y = series.iterations, series.values
+        low, high = run.interval(line.metric)
+        if low.iterations == high.iterations == x:
+            axes.fill_between(x, low.values, high.values, color=style["color"], alpha=0.12, linewidth=0)
         if len(y) >= SMOOTH_FROM:
             axes.plot(x, y, linewidth=0.8, alpha=0.28, color=style["color"])
             axes.plot(x, running_mean(y, max(len(y) // 20, 3)), linewidth=1.9, label=label, **style)

@@ -10,10 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lit_qrl.aliases import METRICS
 from lit_qrl.run.diary import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, read_jsonl
 
 ENDINGS = {"finish": "finished", "interrupt": "interrupted", "exception": "failed"}
 """Kinds of events that end a session, and what the run is called after them."""
+BOUNDS = ("_ci_low", "_ci_high")
+"""Behind the name of an accuracy: the ends of its 95 % interval."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Run:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.config_text = _read_text(self.folder / "config.yaml")
-        self.rows = read_metrics(self.folder / METRICS_FILE)
+        self.rows = [_of_today(row) for row in read_metrics(self.folder / METRICS_FILE)]
         self.events = read_jsonl(self.folder / EVENTS_FILE)
         self.samples = read_jsonl(self.folder / SAMPLES_FILE)
         self.publish = _read_json(self.folder / "publish.json")
@@ -133,8 +136,25 @@ class Run:
 
     @property
     def accuracy(self) -> Series:
-        """The held-out accuracy: sampled, or else greedy."""
-        return self.series("val/accuracy") or self.series("val/pass@1")
+        """The held-out accuracy: sampled, or else greedy; else the first benchmark's."""
+        own = self.series("val/accuracy") or self.series("val/greedy_pass@1")
+        return own or next((self.series(name) for names in self.benchmarks.values() for name in names), Series())
+
+    @cached_property
+    def benchmarks(self) -> dict[str, list[str]]:
+        """By the name of each benchmark the metrics of its accuracies, without those of their intervals."""
+        found: dict[str, list[str]] = {}
+        for name in self.prefixed("val/"):
+            parts = name.split("/")
+            if len(parts) == 3 and not name.endswith(BOUNDS):
+                found.setdefault(parts[1], []).append(name)
+        # Sampled first: "pass@…" stands behind "greedy_pass@1".
+        return {benchmark: sorted(names, key=_order) for benchmark, names in found.items()}
+
+    def interval(self, name: str) -> tuple[Series, Series]:
+        """Return the ends of the 95 % interval of an accuracy, empty where it has none."""
+        low, high = (self.series(f"{name}{bound}") for bound in BOUNDS)
+        return low, high
 
     @property
     def kl(self) -> Series:
@@ -247,6 +267,15 @@ class Run:
             return first
         every = math.gcd(*(epoch + 1 for epoch in later))
         return first if not later or later[0] == 0 or every > 1 else None
+
+
+def _of_today(row: dict[str, float]) -> dict[str, float]:
+    return {METRICS.get(name, name): value for name, value in row.items()}
+
+
+def _order(name: str) -> tuple[bool, int]:
+    k = name.rpartition("@")[2]
+    return "greedy" in name, int(k) if k.isdigit() else 0
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

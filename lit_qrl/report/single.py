@@ -10,7 +10,7 @@ from typing import Any
 from lit_qrl.report import page
 from lit_qrl.report.figures import Figure, draw, figures_for
 from lit_qrl.report.histograms import draw_histograms, histograms_of
-from lit_qrl.report.run import Run
+from lit_qrl.report.run import BOUNDS, Run
 
 EVENTS_SHOWN = 200
 """A run with a broken reward can log an event for every sample; the file has them all."""
@@ -39,7 +39,7 @@ def render(run_folder: str | Path, out: str | Path | None = None) -> Path:
     sections = [figure_section(figure, [run], [run.name], out) for figure in figures_for([run])]
     if not sections:
         sections = [page.Section("empty", "Nothing to plot", caption="No metrics have been logged yet.")]
-    others = (_histograms(run, out), _samples(run), _events(run), _layers(run), _config(run))
+    others = (_evaluation(run), _histograms(run, out), _samples(run), _events(run), _layers(run), _config(run))
     return page.write(
         out,
         run.name,
@@ -114,6 +114,31 @@ def _subtitle(run: Run) -> str:
         time.strftime("%Y-%m-%d %H:%M", time.localtime(started["time"])) if _is_time(started.get("time")) else None,
     ]
     return " · ".join(str(piece) for piece in pieces if piece)
+
+
+def _evaluation(run: Run) -> page.Section | None:
+    """Return the table of the last evaluation: each accuracy with its interval, beside what it was at first."""
+    own = [name for name in run.prefixed("val/") if name.count("/") == 1 and not name.endswith(BOUNDS)]
+    chosen = {"held out": own, **run.benchmarks}
+    rows = [
+        {
+            "benchmark": benchmark,
+            "metric": name.rpartition("/")[2].replace("_", " "),
+            "first": run.series(name).first,
+            "last": run.series(name).last,
+            "low": run.interval(name)[0].last,
+            "high": run.interval(name)[1].last,
+            "iteration": run.series(name).iterations[-1],
+        }
+        for benchmark, names in chosen.items()
+        for name in names
+        if run.series(name)
+    ]
+    caption = (
+        "Of held-out problems and of the benchmarks: at first, at last, and the 95 % interval of that (Wilson's; for "
+        "several draws with the effective size of draws clustered by problem)."
+    )
+    return page.Section("evaluation", "Evaluation", "evaluation.html", caption=caption, rows=rows) if rows else None
 
 
 def _histograms(run: Run, out: Path) -> page.Section | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.run.description import Described
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class Sample:
     columns: dict[str, Any] = field(default_factory=dict)
 
 
-class Reward(ABC):
+class Reward(Described, ABC):
     """Scores completions; `weight` is its factor in the sum of a task's rewards.
 
     A subclass sets `name` (the metric's name; by default the class's) and implements `__call__`. `failures` holds,
@@ -51,7 +52,7 @@ class Reward(ABC):
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         """Return one finite score per sample."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Stop worker processes, if any."""
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.precision.vllm_kernels.borrowed import WeightStore
 from lit_qrl.receipts.ledger import PublishReport
+from lit_qrl.run.description import Described
 from lit_qrl.types import Completion, SamplingParams
 
 Progress = Callable[[int, int], None]
@@ -29,8 +30,10 @@ class SamplerSpec:
         format: of the layers that are published quantized; None where every tensor is plain.
         exclude: name patterns of linear layers that stay plain, beside embeddings, head and routers.
         quantize_head: the output head comes in the format too.
+        head_dtype: that the learner computes its logits in, and an engine that can does too; None is the weights'.
         adapter: the PEFT config of an adapter that is published beside its base; None where there is none, or merged.
         prompt_limit: longest prompt in tokens, where it is known.
+        sequence_limit: longest prompt and completion together, where evaluations draw longer ones than rollouts.
         outlives_update: completions are drawn after updates that were not published, so that an engine which shares
             the learner's tensors must copy them.
         on_hang: called with a sentence, in a thread of its own, when the engine hangs beyond recovery, just before it
@@ -44,8 +47,10 @@ class SamplerSpec:
     format: NumberFormat | None = None
     exclude: tuple[str, ...] = ()
     quantize_head: bool = False
+    head_dtype: torch.dtype | None = None
     adapter: Any = None
     prompt_limit: int | None = None
+    sequence_limit: int | None = None
     outlives_update: bool = False
     on_hang: Callable[[str], None] | None = None
 
@@ -63,7 +68,7 @@ class EngineDiedError(RuntimeError):
     """The engine cannot go on: its own error is the cause. `close` it, `setup` it and publish to build it again."""
 
 
-class RolloutEngine(ABC):
+class RolloutEngine(Described, ABC):
     """Draws completions from the sampler.
 
     The data module owns the engine, the publisher feeds it, and `setup` runs once, at the first publish, and again
@@ -79,7 +84,7 @@ class RolloutEngine(ABC):
     plain_dtype: torch.dtype | None = None
     """The dtype in which plain tensors must be sent; None takes what comes."""
 
-    def validate(self, spec: SamplerSpec) -> None:  # noqa: B027
+    def validate(self, spec: SamplerSpec) -> None:
         """Raise `ConfigError` for what cannot work on this host; called before any weight is loaded."""
 
     @abstractmethod
@@ -94,6 +99,7 @@ class RolloutEngine(ABC):
         seed: int,
         progress: Progress | None = None,
         sampling: SamplingParams | None = None,
+        positions: Sequence[int] | None = None,
     ) -> list[Completion]:
         """Return `n` completions of each prompt, prompt-major; the same seed gives the same tokens.
 
@@ -103,6 +109,8 @@ class RolloutEngine(ABC):
             seed: of this call's own generator; global generators are left alone.
             progress: called now and then with (sequences finished, tokens drawn).
             sampling: replaces that of the spec for this call (evaluation).
+            positions: the number of each prompt among those that several processes share, from which its randomness
+                comes instead of from its place in this call; only given where there are several.
 
         Raises:
             EngineDiedError: when the engine failed for a reason of its own; the call can be repeated on a new one.
@@ -120,7 +128,7 @@ class RolloutEngine(ABC):
             version: stamped on the completions from now on.
         """
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Free everything."""
 
 

@@ -23,8 +23,9 @@ NOT_LEARNING = (
     *("trainer.min_*", "trainer.max_*", "trainer.limit_val_*", "trainer.limit_test_*", "trainer.limit_predict_*"),
     *("trainer.*check*", "trainer.num_sanity_*", "trainer.log_every_*", "trainer.enable_*", "trainer.logger*"),
     *("trainer.default_root_dir", "trainer.profiler*", "trainer.detect_anomaly", "trainer.model_registry"),
-    *("model.evaluate_first", "data.evaluation_*", "data.micro_batches", "data.max_tokens_per_micro_batch"),
+    *("model.evaluate_first", "data.evaluat*", "data.micro_batches", "data.max_tokens_per_micro_batch"),
     *("data.engine.gpu_memory_utilization", "data.engine.kv_cache_gib", "data.engine.step_timeout"),
+    "data.engine.start_timeout",
     *("data.task.evaluation_*", "publisher.max_restarts", "publisher.on_fault", "publisher.probe_every"),
     "publisher.evaluation_format",
 )
@@ -51,12 +52,18 @@ class RunConfig(SaveConfigCallback):
             self._compare(Path(trainer.default_root_dir) / CONFIG_FILE, resumes=stage == "fit")
         super().setup(trainer, pl_module, stage)
 
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the loggers every setting under the key that the command line has for it."""
+        settings = flat(yaml.safe_load(self.parser.dump(self.config)))
+        for logger in trainer.loggers:
+            logger.log_hyperparams(settings)
+
     def _compare(self, own: Path, resumes: bool) -> None:
         now = flat(yaml.safe_load(self.parser.dump(self.config)))
         checkpoint = self.config.get("ckpt_path")
         former = Path(checkpoint).parent.parent / CONFIG_FILE if checkpoint else own
-        changed = changed_settings(_read(former), now) if resumes and checkpoint and former.is_file() else []
-        if own.is_file() and changed_settings(_read(own), now, everything=True):
+        changed = changed_settings(self._read(former), now) if resumes and checkpoint and former.is_file() else []
+        if own.is_file() and changed_settings(self._read(own), now, everything=True):
             kept = set_aside(own)
             former = kept if former == own else former
         if changed:
@@ -65,6 +72,13 @@ class RunConfig(SaveConfigCallback):
                 listed(changed),
                 former,
             )
+
+    def _read(self, file: Path) -> dict[str, Any]:
+        """Return a file's settings; options that an older version did not have are at their defaults."""
+        try:
+            return flat(yaml.safe_load(self.parser.dump(self.parser.parse_path(str(file), env=False))))
+        except (Exception, SystemExit):  # a setting that there is no more, or a module that is not here
+            return _read(file)
 
 
 def changed_settings(former: dict[str, Any], now: dict[str, Any], everything: bool = False) -> list[str]:

@@ -13,6 +13,8 @@ from lit_qrl.run.diary import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE
 
 CONFIG_FILE = "config.yaml"
 """The record of what a run was started with."""
+LOG_FILE = "libraries.log"
+"""What the engine's libraries say."""
 RUN_FILES = (METRICS_FILE, EVENTS_FILE, CONFIG_FILE, SAMPLES_FILE)
 """A folder with any of these is a run's."""
 HANDED_ON = "LIT_QRL_RUN_FOLDER"
@@ -55,6 +57,21 @@ def newest_with_checkpoint(base: Path) -> Path | None:
     """Return the run of the highest number under `base` that can be resumed, or None."""
     runs = [path for path in base.glob("*") if number(path) and last_checkpoint(path)]
     return oldest_first(runs)[-1] if runs else None
+
+
+def resume_from(runs: str | Path) -> Path | None:
+    """Return the last checkpoint of a run, or of the newest run under a folder that has one; None to start anew.
+
+    `trainer.fit(module, data, ckpt_path=resume_from("runs/mine"))` goes on in that run's folder.
+
+    Args:
+        runs: a run folder, or the folder of its runs.
+
+    >>> resume_from("no/such/runs") is None
+    True
+    """
+    newest = newest_with_checkpoint(Path(runs))
+    return last_checkpoint(runs) or (newest and last_checkpoint(newest))
 
 
 def next_free(base: Path) -> Path:
@@ -165,7 +182,7 @@ def let_go() -> None:
         folder = _made.pop()
         os.environ.pop(HANDED_ON, None)
         with suppress(OSError):
-            written = {path.name for path in folder.iterdir()} - {CONFIG_FILE}
+            written = {path.name for path in folder.iterdir()} - {CONFIG_FILE, LOG_FILE}
             if written and (written != {"checkpoints"} or any((folder / "checkpoints").iterdir())):
                 continue
             shutil.rmtree(folder)
@@ -175,10 +192,7 @@ def let_go() -> None:
 
 def check_place(run_folder: Path) -> None:
     """Raise `ConfigError` for a run folder that cannot be made or written; leave no empty one behind."""
-    missing, place = [], run_folder.absolute()
-    while not place.exists() and place != place.parent:
-        missing.append(place)
-        place = place.parent
+    missing = absent(run_folder)
     made: list[Path] = []
     try:
         for folder in reversed(missing):
@@ -192,6 +206,22 @@ def check_place(run_folder: Path) -> None:
         with suppress(OSError):  # another run has begun to write there
             for folder in reversed(made):
                 folder.rmdir()
+
+
+def absent(folder: Path) -> list[Path]:
+    """Return a folder and those above it that do not exist, the innermost first."""
+    missing, place = [], folder.absolute()
+    while not place.exists() and place != place.parent:
+        missing.append(place)
+        place = place.parent
+    return missing
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders that are there and empty, in their order."""
+    for folder in folders:
+        with suppress(OSError):  # not there, or not empty
+            folder.rmdir()
 
 
 def _unwritable(folder: Path, error: OSError) -> ConfigError:

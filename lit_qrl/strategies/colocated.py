@@ -6,12 +6,17 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, within_memory
 from lit_qrl.rollout.engine import RolloutEngine, Sleeps
+from lit_qrl.run.description import Described
 from lit_qrl.strategies.offload import OffloadedState
+from lit_qrl.strategies.sharded import check_strategy
+
+_HOST_REMEDY = "Set trainer.strategy.offload_optimizer to false, or run where the host has more memory."
+_BACK_REMEDY = "Set data.engine.sleep_level to 2, or an optimizer with a smaller state."
 
 
-class ColocatedStrategy(SingleDeviceStrategy):
+class ColocatedStrategy(Described, SingleDeviceStrategy):
     """Gives one device to the engine while completions are drawn, and to the learner during the update.
 
     ================= ==================================================================================================
@@ -70,7 +75,8 @@ class ColocatedStrategy(SingleDeviceStrategy):
             for parameter in module.parameters():
                 parameter.grad = None
         if self.offload_optimizer:
-            self.offloaded.to_host(self.optimizers)
+            with within_memory("moving the optimizer's state to the host", _HOST_REMEDY):
+                self.offloaded.to_host(self.optimizers)
         if self.root_device.type == "cuda":
             torch.cuda.empty_cache()  # the engine cannot use what torch keeps for itself
         wake(engine)
@@ -80,7 +86,8 @@ class ColocatedStrategy(SingleDeviceStrategy):
         if isinstance(engine, Sleeps):
             engine.sleep()
         if self.offloaded.away:
-            self.offloaded.to_device(self.optimizers)
+            with within_memory("taking the optimizer's state back from the host", _BACK_REMEDY):
+                self.offloaded.to_device(self.optimizers)
 
 
 def sleep_level(engine: RolloutEngine) -> int:
@@ -95,8 +102,9 @@ def wake(engine: RolloutEngine) -> None:
 
 
 def check_phases(trainer: Trainer, engine: RolloutEngine, every_n_iterations: int) -> None:
-    """Raise `ConfigError` when engine, strategy and publisher do not agree on who sleeps when."""
+    """Raise `ConfigError` when engine, strategy and publisher do not agree on who holds what and sleeps when."""
     strategy, level = trainer.strategy, sleep_level(engine)
+    check_strategy(strategy)
     if isinstance(strategy, ColocatedStrategy):
         strategy.check(engine)
     elif level:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_qrl.optim.masters import MasterWeights
+
 
 class OffloadedState:
     """Moves the state of optimizers to host memory and back, always into the same host buffers.
@@ -55,8 +57,9 @@ class OffloadedState:
 
 
 def _tensors(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Tensor, dict, str, Tensor]]:
-    for optimizer in optimizers:
-        for parameter, state in list(optimizer.state.items()):
-            for name, value in list(state.items()):
-                if isinstance(value, Tensor) and value.numel() > 1:
-                    yield parameter, state, name, value
+    for outer in optimizers:
+        for optimizer in (outer, outer.inner) if isinstance(outer, MasterWeights) else (outer,):
+            for parameter, state in list(optimizer.state.items()):
+                for name, value in list(state.items()):
+                    if isinstance(value, Tensor) and value.numel() > 1:
+                        yield parameter, state, name, value

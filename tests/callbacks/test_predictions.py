@@ -16,7 +16,7 @@ def test_one_line_per_completion_and_where_they_are(tmp_path, capsys):
     assert records == [record for batch in drawn for record in batch]
     assert len(records) == 8 * 2
     for record in records:
-        assert set(record) == {"prompt", "completion", "reward", "parts", "correct"}
+        assert set(record) == {"benchmark", "prompt", "completion", "reward", "parts", "correct"}
         digits = sum(character.isdigit() for character in record["completion"]) / max(len(record["completion"]), 1)
         assert abs(record["reward"] - digits) < 1e-6
         assert abs(record["parts"]["digits"] - digits) < 1e-6

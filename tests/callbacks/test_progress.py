@@ -115,7 +115,7 @@ def test_a_terminal_sees_generation_move(tmp_path, terminal):
 
 
 def test_tokens_per_second_are_those_of_this_generation(terminal, monkeypatch):
-    now = iter([10.0, 12.0, 100.0, 101.0])
+    now = iter([10.0, 12.0, 100.0, 200.0, 201.0, 202.0])
     monkeypatch.setattr("lit_qrl.callbacks.progress.time.perf_counter", lambda: next(now))
     bar = RLProgress()
     monkeypatch.setattr(bar, "_live", object())
@@ -124,12 +124,16 @@ def test_tokens_per_second_are_those_of_this_generation(terminal, monkeypatch):
     bar.update_generation("rollout", 0, 8, 50)
     bar.update_generation("rollout", 4, 8, 650)
     bar.update_generation("val", 0, 8, 0)
-    bar.update_generation("val", 8, 8, 2000)
+    bar.update_generation("val math greedy", 0, 8, 0)
+    bar.update_generation("val math greedy", 7, 8, 2000)
+    bar.update_generation("val math greedy", 8, 8, 2100)
     assert notes == [
         ("rollout", "sequences"),
         ("rollout", "sequences 300 tokens/s"),
         ("evaluate", "sequences"),
-        ("evaluate", "sequences 2,000 tokens/s"),
+        ("evaluate", "sequences math greedy"),
+        ("evaluate", "sequences math greedy 2,000 tokens/s"),
+        ("judge", ""),
     ]
 
 
@@ -204,8 +208,9 @@ def test_cells_without_a_number():
 
 
 def test_substitutes_for_what_is_not_logged():
-    assert "0.500" in line(1, 2, {"val/pass@1": 0.5})
-    assert "0.500" not in line(1, 2, {"val/pass@1": 0.5, "val/accuracy": 0.25})
+    assert "0.500" in line(1, 2, {"val/greedy_pass@1": 0.5})
+    assert "0.500" in line(1, 2, {"val/math/greedy_pass@1": 0.25, "val/math/pass@1": 0.5, "val/other/pass@1": 1.0})
+    assert "0.500" not in line(1, 2, {"val/greedy_pass@1": 0.5, "val/accuracy": 0.25})
 
 
 @pytest.mark.parametrize("options", [{"header_every": 0}, {"refresh_per_second": 0}])

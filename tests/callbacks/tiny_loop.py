@@ -12,6 +12,8 @@ GROUPS, GROUP_SIZE, PROMPT, COMPLETION = 3, 4, 3, 4
 
 
 class Policy(torch.nn.Module):
+    dropout = False
+
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(2, 1)

@@ -1,13 +1,18 @@
+import importlib
 import re
 import subprocess
 import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 import pytest
 
 from lit_qrl import __version__
 from lit_qrl.cli.config_files import run_folder_name
-from lit_qrl.cli.main import COMMANDS, TRAINING, fail, main, overview
+from lit_qrl.cli.main import COMMANDS, TRAINING, fail, main, overview, prints_only, without
 from lit_qrl.errors import ConfigError, StoppedError
+
+ROOT = Path(__file__).parents[2]
 
 
 def printed(capsys, *args):
@@ -66,6 +71,30 @@ def test_help_needs_no_library_that_loads_for_seconds():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
+def test_print_config_does_not_load_compilers():
+    code = """
+import contextlib, io, sys
+from lit_qrl.cli.main import main
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+    main(["fit", "--config", "configs/quickstart.yaml", "--print_config"])
+print([name for name in ("bitsandbytes", "torch._inductor.compile_fx", "vllm", "datasets") if name in sys.modules])
+import bitsandbytes
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+    assert done.returncode == 0, done.stderr  # it can be imported afterwards
+
+
+def test_a_library_is_hidden_only_while_others_are_imported():
+    with without(("a_library", "re")):
+        with pytest.raises(ImportError):
+            importlib.import_module("a_library")
+        assert importlib.import_module("re") is re
+    assert "a_library" not in sys.modules
+    assert prints_only(["fit", "--print_config=comments"])
+    assert not prints_only(["fit", "-h"])
+
+
 @pytest.mark.parametrize(("error", "status"), [(ConfigError("A key is wrong."), 2), (StoppedError("It broke."), 70)])
 def test_each_kind_of_end_has_a_status_and_no_traceback(error, status, monkeypatch, capsys):
     def ended(args):
@@ -94,3 +123,25 @@ def test_the_user_s_folder_is_importable(tmp_path, monkeypatch):
     (tmp_path / "my_own_module.py").write_text("loaded = True")
     main(["fit"])
     assert sys.modules.pop("my_own_module").loaded
+
+
+def test_the_working_directory_comes_last_and_its_modules_are_found(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("raise SystemExit('not this one')\n")
+    (tmp_path / "my_own_rewards.py").write_text("ANSWER = 42\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit):
+        main(["nosuch"])
+    assert sys.path[-1] == str(tmp_path)
+    assert not PathFinder.find_spec("torch").origin.startswith(str(tmp_path))
+    assert importlib.import_module("my_own_rewards").ANSWER == 42
+    monkeypatch.delitem(sys.modules, "my_own_rewards")
+
+
+def test_a_torch_of_the_working_directory_is_not_run(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('not this one')\n")
+    for command in (["-P", "-c", "from lit_qrl.cli.main import main; main()"], ["-m", "lit_qrl.cli"]):
+        done = subprocess.run(
+            [sys.executable, *command, "--versions"], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, "not this one" in done.stderr) == (0, False), done.stderr

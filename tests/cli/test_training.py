@@ -166,3 +166,10 @@ def test_names_that_resolve_are_those_of_the_kind():
     assert {"CSVLogger", "TensorBoardLogger"} <= set(known_classes("trainer.logger"))
     assert "AIS" not in known_classes("trainer.logger")
     assert known_classes("trainer.profiler") == []
+
+
+def test_a_configuration_names_the_policy_where_it_is(lit):
+    """Whatever shorter names there are: a run of before goes on without a word about its policy."""
+    assert lit("fit")[0] == 0
+    made = yaml.safe_load((RUNS / "1" / "config.yaml").read_text())
+    assert made["model"]["policy"]["class_path"] == "lit_qrl.policy.CausalPolicy"

@@ -65,7 +65,7 @@ def test_the_values_are_the_papers(path):
     assert data["prompts_per_iteration"] * data["group_size"] == 128
     assert data["passes"] * data.get("mini_batches", 1) == (4 if gsm8k else 1)
     assert data["max_completion_tokens"] == (4096 if gsm8k else 8192)
-    assert (data["temperature"], data["evaluation_temperature"]) == (1.0, 0.6)
+    assert (data["temperature"], data["evaluation_temperature"], data["evaluation_top_p"]) == (1.0, 0.6, 0.95)
     task_options = data["task"]["init_args"]
     assert task_options["prompt_suffix"] == f"\n\n{SUFFIX}"
     if not gsm8k:
@@ -110,6 +110,7 @@ TINY = {
     "data.micro_batches": 1,
     "data.evaluation_size": 500,
     "data.evaluation_temperature": 1.0,
+    "data.evaluation_top_p": 1.0,
     "data.evaluation_greedy": "false",
     "trainer.accelerator": "cpu",
     "trainer.max_epochs": ITERATIONS,

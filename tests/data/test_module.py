@@ -4,11 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from lit_qrl.data.module import Problem, RolloutDataModule
+from lit_qrl.data.benchmark import Benchmark
+from lit_qrl.data.module import RolloutDataModule
+from lit_qrl.data.problems import Problem
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.types import Completion
-from tests.tiny_run import DigitTask
+from tests.tiny_run import DigitTask, build
 
 SIZES = {"prompts_per_iteration": 4, "group_size": 2, "seed": 0}
 
@@ -104,6 +106,10 @@ def test_samples_are_prompt_major():
         ({"temperature": 0.0}, r"data\.temperature must be positive.*evaluation_greedy"),
         ({"top_p": 0.0}, r"data\.top_p is out of range"),
         ({"top_p": 1.1}, r"data\.top_p is out of range"),
+        ({"evaluation_top_p": 0.0}, r"data\.evaluation_top_p is out of range.*\(0, 1\]\. Given: 0\.0"),
+        ({"evaluation_temperature": 0.0}, r"data\.evaluation_temperature is out of range.*greedy"),
+        ({"evaluation_completion_tokens": -1}, r"data\.evaluation_completion_tokens is out of range"),
+        ({"evaluate_task": False}, r"nothing to evaluate on.*evaluate_task"),
         ({"mini_batches": 3}, r"multiple of 3\. Given: 4"),
         ({"mini_batches": 2, "micro_batches": 3}, r"divisor of its 4 sequences\. Given: 3"),
     ],
@@ -111,6 +117,54 @@ def test_samples_are_prompt_major():
 def test_sizes_that_cannot_work_are_refused_at_construction(options, message):
     with pytest.raises(ConfigError, match=message):
         RolloutDataModule(DigitTask(), TransformersEngine(), **{**SIZES, **options})
+
+
+def test_an_evaluation_may_have_a_length_and_a_nucleus_of_its_own(tmp_path):
+    own = {"evaluation_completion_tokens": 3, "evaluation_top_p": 0.5, "evaluation_samples": 2}
+    other = DigitTask(rows=12)
+    benchmarks = [
+        Benchmark(task=other, name="hard", samples=4, pass_at=[2, 4], completion_tokens=7, greedy=False, size=5)
+    ]
+    trainer, module, data = build(tmp_path, data={**own, "benchmarks": benchmarks}, trainer={"limit_val_batches": 1.0})
+    asked = []
+    generate = data.engine.generate
+
+    def noted(prompts, n, seed, progress, sampling):
+        asked.append((len(prompts), n, sampling.max_tokens, sampling.temperature, sampling.top_p))
+        return generate(prompts, n, seed, progress, sampling)
+
+    data.engine.generate = noted
+    (found,) = trainer.validate(module, datamodule=data, verbose=False)
+    assert asked == [(8, 1, 3, 0.0, 1.0), (8, 2, 3, 1.0, 0.5), (5, 4, 7, 1.0, 0.5)]
+    names = ["greedy_pass@1", "accuracy", "pass@2", "hard/pass@1", "hard/pass@2", "hard/pass@4"]
+    assert set(found) == {f"val/{name}{bound}" for name in names for bound in ("", "_ci_low", "_ci_high")}
+    assert found["val/hard/pass@1"] <= found["val/hard/pass@2"] <= found["val/hard/pass@4"]
+    for name in names:
+        assert found[f"val/{name}_ci_low"] <= found[f"val/{name}"] <= found[f"val/{name}_ci_high"]
+
+
+def test_training_problems_of_a_benchmark_are_removed_and_its_prompts_never_dropped(tmp_path, caplog):
+    task = DigitTask(rows=24)
+    benchmark = DigitTask(rows=10)  # its held-out rows, 2 to 9, are among those that the task trains on
+    longer = Benchmark(task=DigitTask(rows=24), name="longer")  # prompts of 6 tokens
+    data = {"benchmarks": [Benchmark(task=benchmark), longer], "evaluate_task": False, "max_prompt_tokens": 5}
+    with caplog.at_level("INFO"):
+        trainer, module, loader = build(tmp_path, task=task, data=data, trainer={"max_epochs": 1})
+        trainer.fit(module, datamodule=loader)
+    trained = {problem.row["question"] for problem in loader._problems["train"]}
+    evaluated, kept = ([problem.row["question"] for problem in one.problems] for one in loader.evaluations)
+    assert kept == [row["question"] for row in task.evaluation_rows()]
+    assert evaluated == [row["question"] for row in benchmark.evaluation_rows()]
+    assert len(evaluated) == 8
+    assert not trained & set(evaluated)
+    assert "training problems that a benchmark has" in caplog.text
+    assert loader.longest_evaluation == 6 + loader.max_completion_tokens
+
+
+def test_the_engine_is_told_of_longer_evaluations(tmp_path):
+    _, _, data = build(tmp_path, data={"evaluation_completion_tokens": 100})
+    data.evaluations[0].problems = [Problem({}, [1] * 9, "")]
+    assert data.longest_evaluation == 109
 
 
 def test_the_seed_is_that_of_the_run_unless_given(monkeypatch):

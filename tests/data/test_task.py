@@ -20,6 +20,12 @@ def rows_file(folder):
 BUILT = {
     "Countdown": lambda folder: tasks.Countdown(train_size=20, evaluation_size=8),
     "Sudoku": lambda folder: tasks.Sudoku(train_size=20, evaluation_size=8),
+    "Mixture": lambda folder: tasks.Mixture(
+        [
+            tasks.DatasetTask(path=rows_file(folder), name="sums", evaluation_size=4),
+            tasks.Countdown(train_size=20, evaluation_size=4),
+        ]
+    ),
     "DatasetTask": lambda folder: tasks.DatasetTask(path=rows_file(folder), name="sums", evaluation_size=8, chat=False),
 }
 
@@ -62,9 +68,12 @@ def test_nonsense_is_wrong_and_every_sample_gets_one_score(task):
     assert task.is_correct(samples) == [False] * len(samples)
     assert task.is_correct([]) == []
     assert len({reward.name for reward in task.rewards}) == len(task.rewards) > 0
-    for reward in task.rewards:
-        assert isinstance(reward, Reward)
-        assert len(reward(samples)) == len(samples)
+    assert all(isinstance(reward, Reward) for reward in task.rewards)
+    scores = task.score(samples)
+    assert len(scores.total) == len(samples)
+    assert {name: len(values) for name, values in scores.parts.items()} == {
+        reward.name: len(samples) for reward in task.rewards
+    }
 
 
 def test_a_task_that_leaves_something_out_cannot_be_made():

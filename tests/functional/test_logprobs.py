@@ -234,3 +234,76 @@ def test_mismatched_shapes_are_explained():
     hidden, weight, _, tokens = problem()
     with pytest.raises((ValueError, TypeError)):
         token_logprobs(hidden, weight, tokens[:-1])
+
+
+# ---------------------------------------------------------------------------------------------------- the head in fp32
+
+
+def head_in_bf16(std, n=64, v=3000, h=64):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(v, h, generator=generator).bfloat16()
+    hidden = (torch.randn(n, h, generator=generator) * std / math.sqrt(h)).bfloat16()
+    scores = hidden.double() @ weight.double().T
+    assert float(scores.std()) == pytest.approx(std, rel=0.1)
+    tokens = torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]  # as a sampler draws them
+    return hidden, weight, tokens
+
+
+@pytest.mark.parametrize("std", [4, 8])
+def test_a_head_in_bf16_is_off_by_its_logits_rounding_and_one_in_fp32_is_not(std):
+    hidden, weight, tokens = head_in_bf16(std)
+    expected, entropy = token_logprobs(hidden.double(), weight.double(), tokens, entropy=True)
+    rounded, _ = token_logprobs(hidden, weight, tokens)
+    raised, raised_entropy = token_logprobs(
+        hidden, weight, tokens, head_dtype=torch.float32, entropy=True, chunk_elements=20_000
+    )
+    assert float((rounded - expected).abs().mean()) > 5e-3
+    # relative to the logits, of which log-probs are differences
+    size = float((hidden.double() @ weight.double().T).abs().max())
+    assert float((raised - expected).abs().max()) < 1e-5 * size
+    torch.testing.assert_close(raised.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(raised_entropy.double(), entropy, rtol=0, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize(("hidden_dtype", "weight_dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_gradients_of_a_head_in_fp32_are_those_of_fp64(hidden_dtype, weight_dtype):
+    hidden, weight, tokens = head_in_bf16(4)
+    hidden = hidden.to(getattr(torch, hidden_dtype)).requires_grad_()
+    weight = weight.to(getattr(torch, weight_dtype)).requires_grad_()
+    bias = torch.randn(len(weight), generator=torch.Generator().manual_seed(1)).requires_grad_()
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
+    options = {"temperature": 0.9, "softcap": 30.0, "entropy": True, "entropy_gradient": True}
+    for leaves, chunk, dtype in (((hidden, weight, bias), 20_000, torch.float32), (exact, None, None)):
+        logprobs, entropy = token_logprobs(
+            leaves[0], leaves[1], tokens, bias=leaves[2], chunk_elements=chunk, head_dtype=dtype, **options
+        )
+        (logprobs.sum() + 0.1 * entropy.sum()).backward()
+    for leaf, wanted in zip((hidden, weight, bias), exact, strict=True):
+        rounding = 2**-8 if leaf.dtype == torch.bfloat16 else 1e-5  # a gradient has its tensor's dtype
+        assert float((leaf.grad.double() - wanted.grad).norm() / wanted.grad.norm()) < rounding
+
+
+def test_autocast_leaves_a_head_in_fp32_alone():
+    hidden, weight, tokens = head_in_bf16(4)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = token_logprobs(hidden.float(), weight.float(), tokens, head_dtype=torch.float32)
+    assert torch.equal(found, token_logprobs(hidden.float(), weight.float(), tokens)[0])
+
+
+def test_no_copy_of_the_whole_head_is_made_in_fp32():
+    hidden, weight, tokens = head_in_bf16(4)
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+                largest = max(largest, out.untyped_storage().nbytes() // 4)
+            return out
+
+    hidden.requires_grad_()
+    with Watch():  # a frozen head, as under an adapter
+        token_logprobs(hidden, weight, tokens, head_dtype=torch.float32, chunk_elements=20_000)[0].sum().backward()
+    assert largest <= 20_000
+    assert weight.numel() > 9 * 20_000

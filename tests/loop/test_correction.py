@@ -26,9 +26,10 @@ WHOLE = [
 ]
 
 
-def learner(objective, callbacks=(), passes=1, mini_batches=1):
+def learner(objective, callbacks=(), passes=1, mini_batches=1, dropout=False):
     data = SimpleNamespace(passes=passes, mini_batches=mini_batches)
-    return SimpleNamespace(objective=objective, data=data, trainer=SimpleNamespace(callbacks=list(callbacks)))
+    policy, trainer = SimpleNamespace(dropout=dropout), SimpleNamespace(callbacks=list(callbacks))
+    return SimpleNamespace(objective=objective, data=data, policy=policy, trainer=trainer)
 
 
 @pytest.mark.parametrize("callback", LOCAL, ids=lambda c: f"{type(c).__name__}-{c.level}")
@@ -52,6 +53,10 @@ def test_without_corrections():
     assert not needs_learner_old(learner(TBPO()))
     assert needs_learner_old(learner(TBPO(old_logprobs="policy_gradient"), mini_batches=2))
     assert needs_learner_old(learner(GRPO(kl_coefficient=0.1, kl_in="reward")))
+
+
+def test_a_training_forward_with_dropout_is_not_learner_olds():
+    assert needs_learner_old(learner(GRPO(), dropout=True))
 
 
 @pytest.mark.parametrize("limit", [{"kl_ceiling": 1.0}, {"ess_floor": 0.5}])

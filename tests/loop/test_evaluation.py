@@ -1,9 +1,14 @@
+import os
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from lit_qrl.data.benchmark import EvaluationSet, Share
 from lit_qrl.loop.evaluation import answer
+from lit_qrl.rollout.embedded.sampling import uniforms
 from lit_qrl.types import Completion
+from tests.tiny_run import DigitTask, build
 
 
 class Echo:
@@ -12,8 +17,8 @@ class Echo:
     def __init__(self):
         self.calls = []
 
-    def generate(self, prompts, n, seed, progress, sampling):
-        self.calls.append((n, seed, sampling.temperature, sampling.max_tokens, sampling.stop_token_ids))
+    def generate(self, prompts, n, seed, progress, sampling, positions=None):
+        self.calls.append((n, seed, sampling, positions))
         return [
             Completion(token_ids=[*prompt, i], logprobs=[0.0], finish_reason="stop", version=0)
             for prompt in prompts
@@ -21,41 +26,103 @@ class Echo:
         ]
 
 
-def learner(rank=0, **options):
-    engine = Echo()
-    task = SimpleNamespace(is_correct=lambda samples: [ids[0] % 2 == ids[-1] % 2 for ids in samples])
+TASK = SimpleNamespace(is_correct=lambda samples: [ids[0] % 2 == ids[-1] % 2 for ids in samples])
+PROBLEMS = [SimpleNamespace(prompt_ids=[4]), SimpleNamespace(prompt_ids=[5])]
+
+
+def learner():
     data = SimpleNamespace(
-        **{"evaluation_samples": 2, "evaluation_temperature": 0.7, "evaluation_greedy": True, **options},
-        base_seed=3, max_completion_tokens=9, engine=engine, task=task,
-        samples=lambda problems, completions: [completion.token_ids for completion in completions],
+        base_seed=3, engine=Echo(),
+        samples=lambda problems, completions, task: [completion.token_ids for completion in completions],
     )  # fmt: skip
     trainer = SimpleNamespace(callbacks=[], progress_bar_callback=None)
-    return SimpleNamespace(trainer=trainer, data=data, policy=SimpleNamespace(stop_token_ids=(1,)), global_rank=rank)
+    return SimpleNamespace(trainer=trainer, data=data, policy=SimpleNamespace(stop_token_ids=(1,)))
 
 
-PROBLEMS = [SimpleNamespace(prompt_ids=[4]), SimpleNamespace(prompt_ids=[5])]
+def share(rank=0, world_size=1, problems=PROBLEMS, **options):
+    plain = {"name": "", "samples": 2, "pass_at": [2], "temperature": 0.7, "top_p": 0.9, "greedy": True}
+    made = EvaluationSet(**{"task": TASK, "completion_tokens": 9, **plain, **options}, problems=list(problems))
+    return Share(made, rank=rank, world_size=world_size)
 
 
 def test_greedy_and_sampled_answers_are_judged_problem_by_problem():
     given = learner()
-    found = answer(given, PROBLEMS, "val")
+    found = answer(given, share(), "val")
     assert list(found) == ["greedy", "sampled"]
     assert torch.equal(found["greedy"].correct, torch.tensor([[True], [False]]))
     assert torch.equal(found["sampled"].correct, torch.tensor([[True, False], [False, True]]))
     assert [one.token_ids for one in found["sampled"].completions] == [[4, 0], [4, 1], [5, 0], [5, 1]]
     (greedy, sampled) = given.data.engine.calls
-    assert (greedy[0], greedy[2]) == (1, 0.0)
-    assert (sampled[0], sampled[2]) == (2, 0.7)
-    assert greedy[3:] == sampled[3:] == (9, (1,))
+    assert (greedy[0], greedy[2].temperature) == (1, 0.0)
+    assert (sampled[0], sampled[2].temperature, sampled[2].top_p) == (2, 0.7, 0.9)
+    assert {(one[2].max_tokens, one[2].stop_token_ids) for one in (greedy, sampled)} == {(9, (1,))}
 
 
-def test_every_evaluation_has_the_same_seed_and_every_rank_its_own():
-    first, again, other = learner(), learner(), learner(rank=1)
-    for given in (first, again, other):
-        answer(given, PROBLEMS, "val")
-    assert first.data.engine.calls == again.data.engine.calls
-    assert first.data.engine.calls[0][1] != other.data.engine.calls[0][1]
+def test_the_seed_is_that_of_the_set_and_a_rank_says_which_problems_it_has():
+    first, again, other, benchmark = learner(), learner(), learner(), learner()
+    for given, part in ((first, share()), (again, share()), (other, share(1, 2)), (benchmark, share(name="math"))):
+        answer(given, part, "val")
+    seeds = [given.data.engine.calls[0][1] for given in (first, again, other, benchmark)]
+    assert seeds[0] == seeds[1] == seeds[2] != seeds[3]
+    assert [given.data.engine.calls[0][3] for given in (first, other)] == [None, [1]]
 
 
-def test_without_greedy_decoding_there_are_samples_alone():
-    assert list(answer(learner(evaluation_greedy=False), PROBLEMS, "test")) == ["sampled"]
+def test_ranks_draw_the_random_numbers_of_one_process():
+    alone = torch.stack([uniforms(7, position, 3, 5) for position in range(5)])
+    parts = [share(rank, 2, [SimpleNamespace(prompt_ids=[i]) for i in range(5)]) for rank in range(2)]
+    assert [[problem.prompt_ids[0] for problem in part.problems] for part in parts] == [[0, 2, 4], [1, 3]]
+    for part in parts:
+        assert torch.equal(torch.stack([uniforms(7, i, 3, 5) for i in part.positions]), alone[part.positions])
+
+
+def test_without_greedy_decoding_there_are_samples_alone_and_without_samples_greedy_ones():
+    assert list(answer(learner(), share(greedy=False), "test")) == ["sampled"]
+    assert list(answer(learner(), share(samples=0, pass_at=[]), "test")) == ["greedy"]
+
+
+def test_a_rank_without_a_problem_draws_nothing():
+    given = learner()
+    found = answer(given, share(rank=3, world_size=4), "val")
+    assert given.data.engine.calls == []
+    assert {name: tuple(one.correct.shape) for name, one in found.items()} == {"greedy": (0, 1), "sampled": (0, 2)}
+
+
+SIZES = {"evaluation_samples": 4, "evaluation_temperature": 1.5, "max_completion_tokens": 6}
+
+
+def evaluated(folder, ranks):
+    options = {"limit_val_batches": 1.0, "devices": ranks, "strategy": "ddp" if ranks > 1 else "auto", "logger": False}
+    trainer, module, data = build(folder, task=DigitTask(rows=21), data=SIZES, trainer=options, format="fp32")
+    drawn = {}
+    generate = data.engine.generate
+
+    def noted(prompts, n, *rest, **named):
+        found = generate(prompts, n, *rest, **named)
+        for i, prompt in enumerate(prompts):
+            drawn[tuple(prompt), n] = [one.token_ids for one in found[i * n : (i + 1) * n]]
+        return found
+
+    data.engine.generate = noted
+    (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
+    return {"metrics": metrics, "drawn": drawn}
+
+
+def process(rank, folder, port):
+    torch.set_num_threads(1)
+    os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.save(evaluated(folder, 2), f"{folder}/{rank}.pt")
+
+
+@pytest.mark.slow
+def test_two_processes_draw_the_samples_of_one(tmp_path):
+    import socket
+
+    alone = evaluated(tmp_path, 1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(process, (tmp_path, port), nprocs=2)
+    ranks = [torch.load(f"{tmp_path}/{rank}.pt") for rank in range(2)]
+    assert ranks[0]["metrics"] == ranks[1]["metrics"] == alone["metrics"]
+    assert len(ranks[0]["drawn"]) == len(ranks[1]["drawn"]) == len(alone["drawn"]) / 2
+    assert ranks[0]["drawn"] | ranks[1]["drawn"] == alone["drawn"]

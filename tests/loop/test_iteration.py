@@ -116,7 +116,7 @@ def rank_of(world_size, rank, all_reduce, rounds):
         device="cpu",
         reduce=all_reduce,
         iteration=IterationState(),
-        policy=SimpleNamespace(pad_token_id=0),
+        policy=SimpleNamespace(pad_token_id=0, dropout=False),
         objective=DAPO(max_resample=rounds),
     )
     trainer.lightning_module, data.trainer = learner, trainer

@@ -1,9 +1,10 @@
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lit_qrl.loop.metrics import AverageAtK, IterationMetrics, PassAtK
+from lit_qrl.loop.metrics import AverageAtK, IterationMetrics, PassAtK, log_row
 from lit_qrl.types import no_all_reduce
 
 
@@ -41,3 +42,25 @@ def test_iteration_metrics_weigh_by_count_and_start_anew():
     record.value("alpha", torch.tensor(1.0))
     assert record.compute(no_all_reduce) == {"kl": 1.0, "alpha": 0.75}
     assert record.compute(no_all_reduce) == {}
+
+
+def test_a_row_reaches_every_logger_and_whoever_asks_the_trainer():
+    logged, saved = [], []
+    logger = SimpleNamespace(
+        log_metrics=lambda metrics, step: logged.append((metrics, step)), save=lambda: saved.append(True)
+    )
+    trainer = SimpleNamespace(
+        callback_metrics={"val/accuracy": torch.tensor(0.25), "reward/mean": torch.tensor(0.5)},
+        logged_metrics={},
+        loggers=[logger, logger],
+        current_epoch=3,
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=8)),
+    )
+    log_row(trainer, {"reward/mean": 0.75})
+    assert logged == [({"reward/mean": 0.75, "epoch": 3}, 8)] * 2
+    assert len(saved) == 2
+    assert {name: float(value) for name, value in trainer.callback_metrics.items()} == {
+        "val/accuracy": 0.25,
+        "reward/mean": 0.75,
+    }
+    assert float(trainer.logged_metrics["reward/mean"]) == 0.75

@@ -6,7 +6,7 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.adapters import (
     base_weights,
-    check_adapter,
+    check_fits,
     merged_tensors,
     merged_weights,
     starts_from_base,
@@ -143,9 +143,9 @@ def test_an_adapter_that_does_not_fit_names_the_layers():
 def test_an_adapter_of_experts_is_refused_and_names_what_it_may_adapt(kind):
     lora = LoraConfig(r=2, target_modules="all-linear")
     with pytest.raises(ConfigError, match=r"experts or routers.*o_proj.*target_modules"):
-        check_adapter(outline(BY_TYPE[kind].config()), lora, "a model")
+        check_fits(outline(BY_TYPE[kind].config()), lora, "a model")
     assert lora.target_modules == "all-linear"  # the user's own is left alone
-    check_adapter(outline(BY_TYPE[kind].config()), LoraConfig(r=2, target_modules=["o_proj"]), "a model")
+    check_fits(outline(BY_TYPE[kind].config()), LoraConfig(r=2, target_modules=["o_proj"]), "a model")
 
 
 def test_rows_of_an_embedding_that_are_trained_are_merged_under_the_models_own_name():

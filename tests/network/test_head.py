@@ -75,3 +75,16 @@ def test_a_replaced_head_is_refused():
     network.lm_head = torch.nn.Sequential(network.lm_head)
     with pytest.raises(ConfigError, match="plain linear"):
         output_head(network)
+
+
+def test_a_samplers_head_computes_in_the_dtype_that_is_asked_for():
+    network = build_network(dtype=torch.bfloat16)
+    hidden = torch.randn(3, 5, network.config.hidden_size).bfloat16()
+    tokens = torch.randint(len(WORDS), (3, 5))
+    exact = hidden.double() @ network.get_output_embeddings().weight.double().T
+    head = SamplerHead.of(network, torch.float32)
+    assert head.logits(hidden).dtype == torch.float32
+    torch.testing.assert_close(head.logits(hidden).double(), exact, rtol=1e-5, atol=1e-5)
+    wanted = exact.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    torch.testing.assert_close(head.logprobs(hidden, tokens).double(), wanted, rtol=1e-5, atol=1e-5)
+    assert SamplerHead.of(network).logits(hidden).dtype == torch.bfloat16

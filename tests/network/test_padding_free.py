@@ -37,6 +37,7 @@ def both(network, batch):
     policy = CausalPolicy.__new__(CausalPolicy)
     torch.nn.Module.__init__(policy)
     policy.lora, policy._scoring_with_reference = None, False
+    policy.dropout, policy.head_dtype = False, None
     results = []
     for prepare in (lambda model: False, enable_padding_free):
         policy.model = copy.deepcopy(network).train()
@@ -150,7 +151,7 @@ def test_without_a_layout_the_model_computes_as_before():
 def test_other_attention_stays_padded(config_class, changes):
     network = build_network(config_class, **changes)
     before = network.config._attn_implementation
-    assert not enable_padding_free(network)
+    assert not enable_padding_free(network, dropout=True)
     assert network.config._attn_implementation == before
     assert not is_padding_free(network)
 
@@ -183,3 +184,7 @@ def test_packed_equals_padded_on_a_gpu(dtype):
     (padded, _), (packed, _) = both(network, groups().to("cuda"))
     tolerance = 1e-4 if dtype == torch.float32 else 0.3
     torch.testing.assert_close(padded.logprobs, packed.logprobs, atol=tolerance, rtol=tolerance)
+
+
+def test_attention_whose_dropout_is_off_is_plain():
+    assert enable_padding_free(build_network(LlamaConfig, attention_dropout=0.1))

@@ -14,6 +14,7 @@ from lit_qrl.network.structure import (
     body,
     cached_numbers,
     check_positions,
+    check_tokens,
     decoder_layers,
     outline,
     text_part,
@@ -79,3 +80,13 @@ def test_the_body_yields_hidden_states_and_the_text_part_is_in_it(kind):
 def test_layers_may_differ_in_their_heads():
     assert cached_numbers(BY_TYPE["gemma4_text"].config()) == 2 * 2 * 32 + 2 * 2 * 64
     assert cached_numbers(BY_TYPE["deepseek_v3"].config()) == 2 * 4 * (32 + 16 + 32)  # latent attention, multiplied out
+
+
+def test_a_token_outside_the_vocabulary_is_named_with_its_prompt():
+    config = LlamaConfig(vocab_size=32)
+    check_tokens(config, [[0, 31], [5]])
+    for prompts, given in (([[0], [3, 32, 40]], 32), ([[0], [-1]], -1)):
+        with pytest.raises(
+            ConfigError, match=rf"^Prompt 1 holds .* 0 to 31.*Given: {given}\..*model\.policy\.tokenizer"
+        ):
+            check_tokens(config, prompts)

@@ -264,6 +264,25 @@ def test_an_aligned_layer_learns_on_the_device(format):
     assert all(tensor.is_cuda for name, tensor in exported.items() if not name.endswith("shape"))
 
 
+FOUR_BITS = [Int4Group(32), Int4Group(32, "fp8"), Int4Group(32, "int8"), NVFP4(), MXFP4(), NF4()]
+
+
+@pytest.mark.parametrize("format", [*NATIVE, *FOUR_BITS], ids=str)
+@pytest.mark.parametrize("backward", ["dequantized", "high_precision"])
+def test_an_aligned_layer_s_gradients_are_the_cpu_s(format, backward):
+    torch.manual_seed(0)
+    plain, x = nn.Linear(256, 256, dtype=torch.bfloat16), torch.randn(96, 256).bfloat16()
+    upstream, found = torch.randn(96, 256).bfloat16(), []
+    for device in ("cpu", DEVICE):
+        model = nn.Sequential(copy.deepcopy(plain)).to(device)
+        QATAligned(format, backward=backward).convert_module(model)
+        own = x.to(device).requires_grad_()
+        model(own).backward(upstream.to(device))
+        found.append([own.grad.cpu().double().flatten(), model[0].weight.grad.cpu().double().flatten()])
+    for here, there in zip(*found, strict=True):
+        assert torch.cosine_similarity(here, there, dim=0) > 0.9999
+
+
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "int4_group"])
 def test_compiled_dequantization_is_the_plain_one_and_nothing_is_kept(name):
     torch.manual_seed(0)

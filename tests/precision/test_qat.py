@@ -13,6 +13,7 @@ from lit_qrl.precision.source import unchanged
 from tests.precision.toy import (
     HIDDEN,
     LINEARS,
+    VOCABULARY,
     Module,
     Policy,
     batches,
@@ -44,10 +45,11 @@ def plugin(name="int4_group"):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FORMATS)
-def test_forward_is_the_format_and_backward_is_the_plain_layer(name, dtype):
+def test_forward_is_the_format_and_backward_the_plain_layer_in_high_precision(name, dtype):
     torch.manual_seed(0)
     plain = nn.Linear(64, 32).to(dtype)
     layer = aligned(copy.deepcopy(plain), formats.get(name, **FORMATS[name]))
+    layer.backward_operands = "high_precision"
     x = torch.randn(2, 5, 64).to(dtype)
     upstream = torch.randn(2, 5, 32).to(dtype)
     inputs = [x.clone().requires_grad_() for _ in range(2)]
@@ -63,6 +65,152 @@ def test_forward_is_the_format_and_backward_is_the_plain_layer(name, dtype):
     ]:
         assert ours.dtype == theirs.dtype
         assert torch.allclose(ours, theirs, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+
+
+def fake_quantized(tensor, numbers):
+    """`numbers` in the forward pass, the identity backward: the straight-through estimator, of autograd."""
+    return tensor + (numbers - tensor).detach()
+
+
+def nearest_e4m3(values):
+    """Each number's nearest neighbour among all of E4M3's, ties to the even code, without a cast."""
+    grid = [m * 2.0**-9 for m in range(8)] + [(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)][:-1]
+    grid = torch.tensor(grid, dtype=torch.float64)
+    distance = (values.abs().unsqueeze(-1) - grid).abs()
+    least = distance.amin(-1, keepdim=True)
+    tied = distance == least
+    even = tied & (torch.arange(len(grid)) % 2 == 0)
+    index = torch.where(even.any(-1), even.int().argmax(-1), tied.int().argmax(-1))
+    return grid[index] * values.sign()
+
+
+def rounded_input(format, x):
+    """The activations that a format multiplies, written anew: the scale of each row, call or 1×128, and its codes."""
+    if not format.quantizes_activations:
+        return x.double()
+    x = x.double()
+    if format.name == "fp8_block":
+        parts = x.split(128, dim=-1)
+    else:
+        parts = [x]
+    kind = getattr(format, "activations", None)
+    made = []
+    for part in parts:
+        largest = part.abs().amax() if kind == "tensor" else part.abs().amax(-1, keepdim=True)
+        if kind == "int8" or format.name == "int8_channel":
+            scale = (largest.float() / 127).double()
+            made.append((part / scale).round() * scale)
+        else:
+            scale = (largest.float() / 448).double()
+            made.append(nearest_e4m3((part / scale).float().double()) * scale)
+    return torch.cat(made, -1)
+
+
+def cosine(one, other):
+    return float(torch.cosine_similarity(one.detach().double().flatten(), other.detach().double().flatten(), dim=0))
+
+
+BACKWARD = {
+    **{name: (name, options) for name, options in FORMATS.items()},
+    "fp8_tensor_by_token": ("fp8_tensor", {"activations": "token"}),
+    "w4a8_fp8": ("int4_group", {"group_size": 32, "activations": "fp8"}),
+    "w4a8_int8": ("int4_group", {"group_size": 32, "activations": "int8"}),
+    "bf16": ("bf16", {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", BACKWARD)
+def test_gradients_are_those_of_the_quantized_product(case, dtype):
+    """Against autograd through F.linear(Q(x), Q(W)) in fp64, with an estimator that passes over the rounding alone."""
+    name, options = BACKWARD[case]
+    torch.manual_seed(0)
+    # 160 inputs: a whole 1×128 and a part of one
+    format, plain = formats.get(name, **options), nn.Linear(160, 32).to(dtype)
+    x, upstream = torch.randn(2, 9, 160).to(dtype), torch.randn(2, 9, 32).to(dtype)
+
+    weight = format.dequantize(format.quantize(plain.weight)).double()
+    parts = [tensor.detach().double().requires_grad_() for tensor in (x, plain.weight, plain.bias)]
+    operands = (fake_quantized(parts[0], rounded_input(format, x)), fake_quantized(parts[1], weight))
+    out = nn.functional.linear(*operands, parts[2])
+    out.backward(upstream.double())
+    expected = [part.grad for part in parts]
+
+    found = {}
+    for backward in ("dequantized", "high_precision"):
+        layer, own = aligned(copy.deepcopy(plain), format), x.clone().requires_grad_()
+        layer.backward_operands = backward
+        result = layer(own)
+        assert cosine(result, out) > 0.9999
+        result.backward(upstream)
+        grads = (own.grad, layer.weight.grad, layer.bias.grad)
+        assert [grad.dtype for grad in grads] == [dtype] * 3
+        found[backward] = [cosine(ours, theirs) for ours, theirs in zip(grads, expected, strict=True)]
+    assert min(found["dequantized"]) >= 0.9999
+    scale = expected[0].norm() / own.grad.double().norm()
+    assert 0.9 < float(scale) < 1.1
+    if name in ("int4_group", "nvfp4", "mxfp4", "nf4"):  # what the option is for
+        assert found["high_precision"][0] < 0.998
+
+
+def test_a_whole_networks_gradient_is_that_of_what_it_computes():
+    """NVFP4 weights, two decoder layers: against autograd's fake quantization of the same network."""
+    torch.manual_seed(0)
+    tokens, target = torch.randint(VOCABULARY, (2, 4, 12))
+    module = Module(Policy())
+    module.policy.configure()
+    reference = copy.deepcopy(module)
+    grads = {}
+    for backward in ("dequantized", "high_precision"):
+        plugin = QATAligned("nvfp4", backward=backward)
+        plugin.convert_module(module)
+        layers = plugin.layers(module)
+        for layer in layers.values():
+            layer.backward_operands = backward  # of layers that were converted already
+        grads[backward] = gradient(module, tokens, target)
+    for name, layer in layers.items():
+        part, weight = reference.policy.network.get_submodule(name), layer.format.dequantize(layer.quantized())
+        part.forward = lambda x, part=part, weight=weight: nn.functional.linear(x, fake_quantized(part.weight, weight))
+    expected = gradient(reference, tokens, target)
+    assert cosine(grads["dequantized"], expected) > 0.9999
+    assert cosine(grads["high_precision"], expected) < 0.999
+
+
+def gradient(module, tokens, target):
+    module.zero_grad()
+    nn.functional.cross_entropy(module.policy(tokens).flatten(0, 1), target.flatten()).backward()
+    return torch.cat([part.grad.flatten() for part in module.parameters() if part.grad is not None])
+
+
+def test_the_backward_pass_sees_the_weight_that_the_forward_pass_saw():
+    layer, x = aligned(nn.Linear(64, 32), formats.get("fp8_row")), torch.randn(3, 64, requires_grad=True)
+    first = layer(x).sum()
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.backward()
+
+
+def test_nothing_more_is_saved_than_the_input_and_the_weight():
+    """What either backward pass keeps between the passes: the layer's own input and the master weight, by address."""
+    saved = []
+    for backward in ("dequantized", "high_precision"):
+        layer = aligned(nn.Linear(64, 32), formats.get("int4_group", group_size=32, activations="fp8"))
+        layer.backward_operands = backward
+        x = torch.randn(3, 64, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.data_ptr()), lambda _: None):
+            layer(x)
+        assert saved[-2:] == [x.data_ptr(), layer.weight.data_ptr()]
+    assert len(saved) == 4
+
+
+def test_a_format_that_quantizes_activations_says_how():
+    class Half(formats.Int4Group):
+        dequantized_input = formats.NumberFormat.dequantized_input
+
+    layer = aligned(nn.Linear(64, 32), Half(group_size=32, activations="fp8"))
+    with pytest.raises(NotImplementedError, match=r"Half quantizes activations"):
+        layer(torch.randn(3, 64)).sum().backward()
 
 
 def test_only_what_needs_a_gradient_gets_one():
@@ -243,6 +391,8 @@ def test_names_and_options_are_checked():
         QATAligned("fp8_row", activations="fp8")
     with pytest.raises(ConfigError, match=r"null, fp8 or int8"):
         QATAligned("int4_group", activations="fp4")
+    with pytest.raises(ConfigError, match=r"dequantized or high_precision.*'master'"):
+        QATAligned("int4_group", backward="master")
 
 
 def test_the_network_itself_may_be_converted():

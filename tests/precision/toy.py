@@ -24,6 +24,8 @@ LINEARS = [f"model.layers.{i}.{part}" for i in range(2) for part in PARTS]
 
 
 class Policy(nn.Module):
+    dropout, head_dtype = False, None
+
     def __init__(self, seed=0, checkpointing=False, lora=None, dtype=torch.float32):
         super().__init__()
         self.seed, self.checkpointing, self.lora, self.dtype, self.model = seed, checkpointing, lora, dtype, None

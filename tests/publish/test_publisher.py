@@ -9,11 +9,12 @@ from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import get as get_format
 from lit_qrl.network.adapters import merged_weights
-from lit_qrl.precision import NVFP4LoRA, QATAligned
+from lit_qrl.precision import NVFP4LoRA, QATAligned, UnifiedFP8
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.embedded.loading import Modules
 from lit_qrl.run.diary import read_jsonl
+from tests.evaluations import Distance
 from tests.tiny_run import build, fit, model_folder
 
 LAYER = "model.layers.0.self_attn.o_proj"
@@ -133,6 +134,31 @@ def test_an_evaluation_in_the_rollout_format(tmp_path):
         options = {"max_epochs": 1, "limit_val_batches": 1}
         fit(tmp_path, callbacks=[Evaluated()], publisher={"evaluation_format": choice}, trainer=options)
     assert formats == [torch.float8_e4m3fn] * 2 + [torch.float32] * 2
+
+
+def distance_of_an_evaluation(folder, plugin, format="auto", **publisher):
+    distance = Distance()
+    options = {"limit_val_batches": 1, "plugins": [plugin]}
+    trainer, module, data = build(folder, callbacks=[distance], format=format, publisher=publisher, trainer=options)
+    trainer.validate(module, datamodule=data, verbose=False)
+    return distance.seen[0]
+
+
+@pytest.mark.parametrize("plugin", [QATAligned, UnifiedFP8])
+def test_under_an_aligned_plugin_an_evaluation_is_of_the_quantized_policy(tmp_path, plugin):
+    made = {QATAligned: lambda: QATAligned("nvfp4"), UnifiedFP8: lambda: UnifiedFP8("emulate")}[plugin]
+    assert distance_of_an_evaluation(tmp_path, made()) < 1e-4
+    assert distance_of_an_evaluation(tmp_path, made(), evaluation_format="rollout") < 1e-4
+    assert distance_of_an_evaluation(tmp_path, made(), evaluation_format="learner") > 1e-3
+
+
+def test_what_is_evaluated_is_asked_of_the_plugin_whatever_the_sampler_holds(tmp_path):
+    """A sampler in another format than the learner's: `auto` still evaluates the learner's own policy."""
+    for choice, same in {"auto": True, "rollout": False}.items():
+        found = distance_of_an_evaluation(
+            tmp_path, QATAligned("fp8_row"), "nvfp4", unaligned=True, evaluation_format=choice
+        )
+        assert (found < 1e-4) == same
 
 
 def test_a_second_stage_of_the_same_trainer_gets_an_engine_of_its_own(tmp_path):

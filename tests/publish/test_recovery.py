@@ -7,12 +7,13 @@ import torch
 
 from lit_qrl.callbacks import RLCallback
 from lit_qrl.callbacks.publisher import WeightPublisher
-from lit_qrl.errors import ConfigError, StoppedError
+from lit_qrl.errors import ConfigError, MemoryShortageError, StoppedError
 from lit_qrl.publish.recovery import repeated
 from lit_qrl.receipts.ledger import Fault, PublishError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError, Sleeps
 from lit_qrl.run.diary import read_jsonl
+from lit_qrl.strategies import ColocatedStrategy
 from tests.tiny_run import build, fit, parameters_of
 
 
@@ -245,3 +246,100 @@ def test_a_publish_is_repeated_to_a_new_engine_and_after_a_fault_where_asked(tmp
         repeat(tmp_path, failing(ConfigError("no")), retries=1)
     logged = [event["faults"] for event in read_jsonl(tmp_path / "events.jsonl")]
     assert logged == [["missing"], ["missing"], ["missing"], [], []]
+
+
+# --------------------------------------------------------------------------------------------------------- memory
+
+
+def test_memory_that_runs_out_in_a_publish_ends_the_run_with_a_checkpoint_and_one_paragraph(tmp_path, monkeypatch):
+    from lit_qrl.formats.fp8_row import FP8Row
+
+    def short(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    places = [
+        ("quantizing model.layers.0.", FP8Row, "quantize"),
+        ("publishing the weights to the engine", TransformersEngine, "load_weights"),
+        ("reading back what the engine holds", TransformersEngine, "read_back"),
+    ]
+    for number, (doing, owner, name) in enumerate(places):
+        folder = tmp_path / str(number)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, short)
+            with pytest.raises(StoppedError, match=rf"Memory ran out while {doing}.*2\.00 GiB were asked for"):
+                fit(folder)
+        (event,) = (one for one in read_jsonl(folder / "run" / "events.jsonl") if one["kind"] == "stopped")
+        assert event["cause"] == "out_of_memory"
+        assert (folder / "run" / "checkpoints" / "last.ckpt").exists()
+
+
+class Sleeper(TransformersEngine):
+    """An engine that sleeps, and fails to at the given times."""
+
+    sleep_level = 1
+    holds_weights = True
+
+    def __init__(self, error, fails=(), wakes_fail=()):
+        super().__init__()
+        self.error, self.fails, self.slept, self.closed = error, set(fails), 0, 0
+        self.wakes_fail, self.woken = set(wakes_fail), 0
+
+    def sleep(self):
+        if self._modules is None:  # closed
+            return
+        self.slept += 1
+        if self.slept - 1 in self.fails:
+            raise self.error
+
+    def wake(self):
+        self.woken += 1
+        if self.woken - 1 in self.wakes_fail:
+            raise EngineDiedError("vLLM did not wake")
+
+    def close(self):
+        self.closed += 1
+        super().close()
+
+
+def test_an_engine_that_does_not_fall_asleep_is_built_again(tmp_path):
+    ends = []
+    for name, fails in (("well", ()), ("ill", (1,))):
+        rollouts = Rollouts()
+        trainer, module, data = build(
+            tmp_path / name, callbacks=[rollouts], trainer={"max_epochs": 4, "strategy": ColocatedStrategy()}
+        )
+        data.engine = engine = Sleeper(EngineDiedError("vLLM did not sleep"), fails)
+        trainer.fit(module, datamodule=data)
+        ends.append(parameters_of(module))
+        assert rollouts.versions == [0, 1, 2, 3]
+        assert engine.closed == 1 + len(fails)
+    assert torch.equal(*ends)
+
+
+def test_an_engine_that_never_falls_asleep_ends_the_run(tmp_path):
+    trainer, module, data = build(tmp_path, trainer={"max_epochs": 9, "strategy": ColocatedStrategy()})
+    data.engine = engine = Sleeper(EngineDiedError("vLLM did not sleep"), range(99))
+    with pytest.raises(StoppedError, match=r"did not sleep \(2 restarts did not help\)"):
+        trainer.fit(module, datamodule=data)
+    assert engine.slept < 9
+
+
+def test_memory_that_runs_out_in_a_sleep_ends_the_run(tmp_path):
+    trainer, module, data = build(tmp_path, trainer={"strategy": ColocatedStrategy()})
+    data.engine = Sleeper(MemoryShortageError("Memory ran out while the engine fell asleep: much. Less."), [0])
+    with pytest.raises(StoppedError, match=r"fell asleep: much\. Less\..*last\.ckpt"):
+        trainer.fit(module, datamodule=data)
+
+
+def test_an_engine_that_dies_waking_without_a_publish_is_built_again(tmp_path):
+    rollouts = Rollouts()
+    trainer, module, data = build(
+        tmp_path,
+        callbacks=[rollouts],
+        publisher={"every_n_iterations": 2},
+        trainer={"max_epochs": 4, "strategy": ColocatedStrategy()},
+    )
+    data.engine = engine = Sleeper(EngineDiedError("unused"), wakes_fail=[1])
+    trainer.fit(module, datamodule=data)
+    assert rollouts.versions == [0, 1, 2, 2]  # the weights of the first cannot be had back
+    assert engine.closed == 2

@@ -5,9 +5,9 @@ from torch import nn
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.policy import CausalPolicy
-from lit_qrl.precision import QATAligned
-from lit_qrl.precision.source import WeightSource
-from lit_qrl.publish.source import source_of
+from lit_qrl.precision import NVFP4LoRA, QATAligned, UnifiedFP8
+from lit_qrl.precision.source import PublishingPrecision, WeightSource
+from lit_qrl.publish.source import source_of, trained_source
 from tests.tiny_run import model_folder
 
 
@@ -22,6 +22,23 @@ def test_a_plugin_that_publishes_is_asked_and_no_other(policy):
     fp8 = formats.get("fp8_row")
     assert type(source_of(policy, Precision(), fp8)) is WeightSource
     assert source_of(policy, QATAligned("fp8_row"), fp8).aligned
+
+
+def test_what_is_trained_is_asked_of_the_plugin(policy):
+    """A contract of the base class: a plugin that says `trains_format` is evaluated in it, any other is not."""
+    assert trained_source(policy, Precision()) is None
+    assert trained_source(policy, NVFP4LoRA()) is None
+    for plugin in (QATAligned("fp8_row"), UnifiedFP8("emulate")):
+        source = trained_source(policy, plugin)
+        assert (source.format, source.aligned) == (plugin.format, True)
+
+    class Own(PublishingPrecision):
+        format, trains_format = formats.get("int8_channel"), True
+
+        def source(self, policy, format, exclude=(), head=False):
+            return WeightSource(policy, format, exclude, head)
+
+    assert trained_source(policy, Own()).format == formats.get("int8_channel")
 
 
 def test_a_format_that_fits_no_layer_is_refused_with_the_remedy(policy):

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from peft import LoraConfig
@@ -23,15 +24,20 @@ def spec(plugin=None, adapter=None, tied=False, engine=None, **settings):
     config.get_text_config = lambda: config
     learner = SimpleNamespace(
         trainer=SimpleNamespace(precision_plugin=plugin or Precision(), strategy=SingleDeviceStrategy()),
-        policy=SimpleNamespace(config=config, lora=adapter),
-        data=SimpleNamespace(engine=engine or TransformersEngine(), sampling=SAMPLING, max_prompt_tokens=11),
+        policy=SimpleNamespace(config=config, lora=adapter, head_dtype=torch.float32),
+        data=SimpleNamespace(
+            engine=engine or TransformersEngine(), sampling=SAMPLING, max_prompt_tokens=11, longest_evaluation=30
+        ),
     )
     return sampler_spec(PublishSettings(**settings), learner, print)
 
 
 def test_what_the_engine_is_told():
     fp8 = formats.get("fp8_row")
-    assert spec() == SamplerSpec(sampling=SAMPLING, prompt_limit=11, on_hang=print)
+    expected = SamplerSpec(
+        sampling=SAMPLING, head_dtype=torch.float32, prompt_limit=11, sequence_limit=30, on_hang=print
+    )
+    assert spec() == expected
     told = spec(format=fp8, exclude=("*.o_proj",), every_n_iterations=2, quantize_head=True)
     assert (told.format, told.exclude, told.outlives_update, told.quantize_head) == (fp8, ("*.o_proj",), True, True)
     aligned = spec(QATAligned("fp8_row", exclude=["*.down_proj"]))

@@ -56,6 +56,19 @@ def test_every_pass_at_k_gets_its_line(tmp_path):
     assert [line.label for line in figure.panels[0].lines] == ["sampled", "greedy", "pass@16"]
 
 
+def test_every_benchmark_gets_its_panel_and_intervals_are_no_lines(tmp_path):
+    names = [f"val/{name}{bound}" for name in ("accuracy", "pass@4", "math/pass@1", "math/greedy_pass@1")
+             for bound in ("", "_ci_low", "_ci_high")]  # fmt: skip
+    run = write(tmp_path, f"epoch,step,{','.join(names)}\n0,0{',0.5' * len(names)}\n")
+    (figure,) = figures_for([run])
+    lines = {panel.title: [line.label for line in panel.lines] for panel in figure.panels}
+    assert lines == {
+        "Held-out accuracy": ["sampled", "pass@4"],
+        "math, held-out accuracy": ["pass@1", "greedy pass@1"],
+    }
+    assert draw(figure, [run], ["run"], "light")
+
+
 @pytest.mark.parametrize("iterations", [1, 3, 70])
 @pytest.mark.parametrize("theme, paper", [("light", (1.0, 1.0, 1.0)), ("dark", (0x17 / 255, 0x1A / 255, 0x21 / 255))])
 def test_drawing_at_any_length_of_run(make_run, iterations, theme, paper):

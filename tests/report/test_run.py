@@ -163,3 +163,18 @@ def test_short_names():
     assert short_name({"class_path": "a.Big", "init_args": {"text": "x" * 99}}) == "Big"
     assert short_name("fp8_row") == "fp8_row"
     assert short_name(None) is None
+
+
+def test_benchmarks_and_their_intervals(tmp_path):
+    names = ["greedy_pass@1", "pass@1", "pass@16"]
+    row = {f"val/math/{name}{bound}": 0.5 for name in names for bound in ("", "_ci_low", "_ci_high")}
+    run = write_csv(tmp_path, [{"epoch": 0, "step": 0, **row, "val/own/thing": 1.0}])
+    assert run.benchmarks["math"] == ["val/math/pass@1", "val/math/pass@16", "val/math/greedy_pass@1"]
+    assert run.accuracy.values == [0.5]
+    assert [end.values for end in run.interval("val/math/pass@1")] == [[0.5], [0.5]]
+    assert run.interval("val/own/thing") == (Series(), Series())
+
+
+def test_greedy_accuracy_is_found_under_its_former_name(tmp_path):
+    rows = [{"epoch": 0, "step": 0, "val/pass@1": 0.25}, {"epoch": 3, "step": 3, "val/greedy_pass@1": 0.75}]
+    assert write_csv(tmp_path, rows).series("val/greedy_pass@1").values == [0.25, 0.75]

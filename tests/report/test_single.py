@@ -168,3 +168,12 @@ def test_layers_are_grouped_by_block(make_run, without_plots):
     _, text = read(render(make_run(iterations=1)))
     assert "model.layers.*.mlp.up_proj.weight" in text
     assert "28 × fp8_tensor, 2 × bf16" in text
+
+
+def test_the_last_evaluation_is_a_table_with_intervals(tmp_path):
+    names = [f"val/math/pass@1{bound}" for bound in ("", "_ci_low", "_ci_high")]
+    (tmp_path / "metrics.csv").write_text(f"epoch,step,{','.join(names)}\n0,0,0.125,0.1,0.2\n4,4,0.5,0.375,0.625\n")
+    page = render(tmp_path).read_text()
+    table = page.split('id="evaluation"')[1].split("</table>")[0]
+    for text in ("math", "pass@1", "0.125", "0.500", "0.375 – 0.625"):
+        assert text in table, text

@@ -11,10 +11,11 @@ from peft import LoraConfig
 from lit_qrl.callbacks import AQNNoise, RLCallback
 from lit_qrl.cli.main import main
 from lit_qrl.errors import StoppedError
-from lit_qrl.precision import NVFP4LoRA
+from lit_qrl.precision import NVFP4LoRA, QATAligned
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.run.diary import read_jsonl
 from tests import vllm_cpu_shim
+from tests.evaluations import Distance
 from tests.tiny_run import build, model_folder, parameters_of
 
 pytestmark = pytest.mark.vllm
@@ -107,6 +108,21 @@ class Probes(RLCallback):
 
     def on_train_epoch_end(self, trainer, pl_module):
         self.seen.append(float(pl_module.iteration.row["publish/probe_mean"]))
+
+
+def test_an_evaluation_under_an_aligned_plugin_is_of_the_quantized_policy(tmp_path):
+    """The embedded engine's rule: what is evaluated computes as the learner's own forward pass."""
+    trainer, module, data, watch = build_run(
+        tmp_path,
+        callbacks=[distance := Distance()],
+        format="auto",
+        publisher={"probe_every": 0},
+        trainer={"plugins": [QATAligned("nvfp4")], "max_epochs": 1, "limit_val_batches": 1},
+    )
+    trainer.fit(module, datamodule=data)
+    assert max(watch.mismatch) < 1e-3
+    assert len(distance.seen) == 2
+    assert max(distance.seen) < 1e-3
 
 
 # ---------------------------------------------------------------------------------------------------- deaths and faults

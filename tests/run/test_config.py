@@ -1,7 +1,8 @@
 import pytest
 import yaml
+from lightning.pytorch.cli import LightningArgumentParser
 
-from lit_qrl.run.config import changed_settings, flat
+from lit_qrl.run.config import RunConfig, changed_settings, flat
 
 BASE = """
 seed_everything: 0
@@ -95,3 +96,29 @@ def test_everything_is_all_but_the_checkpoint():
     former = flat(yaml.safe_load(BASE))
     now = {**former, "trainer.max_epochs": 3, "ckpt_path": "a", "resume_if_possible": True}
     assert changed_settings(former, now, everything=True) == ["trainer.max_epochs"]
+
+
+class Engine:
+    """Of today; `fresh` is an option that a former version did not have."""
+
+    def __init__(self, size: int = 1, fresh: str = "auto") -> None:
+        pass
+
+
+@pytest.mark.parametrize(("fresh", "named"), [("auto", []), ("never", ["data.engine.fresh"])])
+def test_options_that_a_former_version_did_not_have_are_as_it_was_while_at_their_defaults(
+    tmp_path, caplog, fresh, named
+):
+    parser = LightningArgumentParser()
+    parser.add_argument("--ckpt_path", type=str | None)
+    parser.add_argument("--model.pace", type=float, default=0.5)
+    parser.add_argument("--data.engine", type=Engine)
+    engine = {"class_path": f"{__name__}.Engine", "init_args": {"size": 2}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"ckpt_path": None, "data": {"engine": engine}}))
+    now = {**engine, "init_args": {"size": 2, "fresh": fresh}}
+    checkpoint = str(tmp_path / "checkpoints" / "last.ckpt")
+    config = parser.parse_object({"ckpt_path": checkpoint, "data": {"engine": now}})
+    RunConfig(parser, config)._compare(tmp_path / "config.yaml", resumes=True)
+    said = [record.getMessage() for record in caplog.records if "other settings" in record.getMessage()]
+    assert [name for name in ("data.engine.fresh", "model.pace") if name in "".join(said)] == named
+    assert (tmp_path / "config.1.yaml").exists() == bool(named)

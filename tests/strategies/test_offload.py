@@ -1,5 +1,6 @@
 import torch
 
+from lit_qrl.optim.masters import MasterWeights
 from lit_qrl.strategies.offload import OffloadedState
 
 
@@ -84,3 +85,16 @@ def test_optimizers_without_state_have_nothing_to_move():
     assert offloaded.to_host([optimizer]) == 0
     offloaded.to_device([optimizer])
     assert not offloaded.away
+
+
+def test_the_low_bits_of_masters_and_the_state_over_them_go_and_come_back():
+    weight = torch.nn.Parameter(torch.randn(4, 8).bfloat16())
+    optimizer = MasterWeights([("up", weight)], lambda named: torch.optim.AdamW(named, lr=1e-6))
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    before, master = values(optimizer.inner), optimizer.master(weight)
+    offloaded = OffloadedState()
+    assert offloaded.to_host([optimizer]) == 32 * (2 + 4 + 4)
+    offloaded.to_device([optimizer])
+    assert torch.equal(optimizer.master(weight), master)
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(before, values(optimizer.inner), strict=True))

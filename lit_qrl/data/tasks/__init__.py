@@ -2,6 +2,7 @@
 
 from lit_qrl.data.tasks.countdown import Countdown
 from lit_qrl.data.tasks.dataset import DatasetTask
+from lit_qrl.data.tasks.mixture import Mixture
 from lit_qrl.data.tasks.sudoku import Sudoku
 
-__all__ = ["Countdown", "DatasetTask", "Sudoku"]
+__all__ = ["Countdown", "DatasetTask", "Mixture", "Sudoku"]

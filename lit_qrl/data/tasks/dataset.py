@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from lit_qrl.data.conversations import is_conversation, posed, read_turns, split_answer
 from lit_qrl.data.sources import check_columns, read_rows
-from lit_qrl.data.task import Message, Row, Task, solved
+from lit_qrl.data.task import Message, Row, Task, normalized, solved
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards.base import Reward, Sample, check_names
 from lit_qrl.rewards.constant import ConstantReward
@@ -25,12 +26,14 @@ class DatasetTask(Task):
     r"""Rows with a question and an answer: JSONL, JSON, CSV, TSV or Parquet files, folders, or hub data sets.
 
     No prompt is both trained on and evaluated: training rows whose prompt is also evaluated are removed and counted.
+    A question may be a list of chat turns (`role`, `content`); a last assistant turn is then no part of the prompt.
 
     Args:
         path: a file, a folder, or a name on the hub.
         prompt_column: column of the question.
-        answer_column: column of the gold answer.
-        split: of a folder or hub data set, to train on.
+        answer_column: column of the gold answer; the same as `prompt_column` takes the last assistant turn.
+        split: of a folder or hub data set, to train on; null for a set that is only evaluated on, whole, as a
+            benchmark is.
         subset: configuration of a hub data set; of a list, the rows of all. It is not `evaluation_path`'s.
         evaluation_path: where the held-out rows are; by default in `path`.
         evaluation_split: split to evaluate on. With neither this nor `evaluation_path`, rows are held out of the
@@ -39,8 +42,8 @@ class DatasetTask(Task):
         answer_pattern: regular expression with one group that finds the answer in its column: `#### (.*)` for GSM8K;
             by default the whole column.
         row_filter: allowed values by column, such as `level: [3, 4, 5]`; other rows are left out.
-        system_prompt: the system message, if any.
-        prompt_suffix: put after every question.
+        system_prompt: the system message, if any, of rows without one of their own.
+        prompt_suffix: put after every question; after the last user turn of a conversation.
         chat: pose chat messages; else plain text.
         rewards: what is learned from; by default `MathReward`.
         correct: decides what counts as solved (a score of 1); by default the first of `rewards` that looks at the
@@ -60,7 +63,7 @@ class DatasetTask(Task):
         path: str,
         prompt_column: str = "question",
         answer_column: str = "answer",
-        split: str = "train",
+        split: str | None = "train",
         subset: str | list[str] | None = None,
         evaluation_path: str | None = None,
         evaluation_split: str | None = None,
@@ -96,14 +99,18 @@ class DatasetTask(Task):
     def setup(self) -> None:
         if self._evaluation:
             return
+        if self.split is None:
+            source, split = self.evaluation_path or self.path, self.evaluation_split
+            self._evaluation = self._read(source, split or "test")[: self.evaluation_size]
+            return
         train = self._read(self.path, self.split)
         if self.evaluation_path is None and self.evaluation_split is None:
             evaluation = self._held_out(train)
         else:
             source, split = self.evaluation_path or self.path, self.evaluation_split
             evaluation = self._read(source, split or "test")[: self.evaluation_size]
-        evaluated = {self._key(row) for row in evaluation}
-        kept = [row for row in train if self._key(row) not in evaluated]
+        evaluated = {self.key(row) for row in evaluation}
+        kept = [row for row in train if self.key(row) not in evaluated]
         removed = len(train) - len(kept)
         if not kept:
             raise ConfigError(
@@ -123,6 +130,8 @@ class DatasetTask(Task):
         return self._evaluation
 
     def prompt(self, row: Row) -> str | list[Message]:
+        if is_conversation(row[self.prompt_column]):
+            return posed(self._turns(row)[0], self.system_prompt, self.prompt_suffix)
         question = f"{row[self.prompt_column]}{self.prompt_suffix}"
         if not self.chat:
             return f"{self.system_prompt}\n\n{question}" if self.system_prompt else question
@@ -130,7 +139,7 @@ class DatasetTask(Task):
         return [*system, {"role": "user", "content": question}]
 
     def reference(self, row: Row) -> Any:
-        answer = row[self.answer_column]
+        answer = self._answer(row)
         if self.answer_pattern is None:
             return answer
         matches = self.answer_pattern.findall(str(answer))
@@ -138,6 +147,15 @@ class DatasetTask(Task):
 
     def is_correct(self, samples: Sequence[Sample]) -> list[bool]:
         return solved(self.correct, samples)
+
+    def key(self, row: Row) -> str:
+        """Return the question, without space and case."""
+        prompt = row[self.prompt_column]
+        return normalized(self._turns(row)[0] if is_conversation(prompt) else str(prompt))
+
+    def close(self) -> None:
+        super().close()
+        self.correct.close()
 
     # ----------------------------------------------------------------------------------------------------------- rows
 
@@ -163,14 +181,22 @@ class DatasetTask(Task):
 
     def _check(self, row: dict[str, Any], where: str) -> None:
         prompt = row.get(self.prompt_column)
-        if not isinstance(prompt, str) or not prompt.strip():
+        if is_conversation(prompt):
+            self._check_turns(prompt, f"{where}, column {self.prompt_column!r},")
+        elif not isinstance(prompt, str) or not prompt.strip():
             raise ConfigError(
-                f"{where} has no prompt in column {self.prompt_column!r}.", expected="text", given=repr(prompt)[:80]
+                f"{where} has no prompt in column {self.prompt_column!r}.",
+                expected="text, or a list of chat turns",
+                given=repr(prompt)[:80],
             )
-        answer = row.get(self.answer_column)
+        answer = self._answer(row)
         if answer is None or (isinstance(answer, str) and not answer.strip()):
+            turn = prompt[-1] if is_conversation(prompt) and self.answer_column == self.prompt_column else None
             raise ConfigError(
-                f"{where} has no answer in column {self.answer_column!r}.", expected="a gold answer", given=repr(answer)
+                f"{where} has no answer in column {self.answer_column!r}.",
+                expected="a last turn of role assistant, which is the gold answer" if turn else "a gold answer",
+                given=f"a last turn of role {turn.get('role')}" if turn else repr(answer),
+                remedy="Name another answer_column, or leave the row out by row_filter." if turn else "",
             )
         if not self.reference(row) and self.answer_pattern is not None:
             raise ConfigError(
@@ -179,6 +205,32 @@ class DatasetTask(Task):
                 given=f"…{str(answer)[-80:]}",
                 remedy="Correct answer_pattern, or leave it out.",
             )
+
+    def _check_turns(self, turns: Sequence[Any], where: str) -> None:
+        posed_turns, _ = split_answer(read_turns(turns, where))
+        if not posed_turns or posed_turns[-1]["role"] not in ("user", "tool"):
+            raise ConfigError(
+                f"{where} ends with nothing to answer.",
+                expected="a turn of role user or tool, before a last one of role assistant or at the end",
+                given=f"turns of {', '.join(turn['role'] for turn in posed_turns) or 'an assistant alone'}",
+                remedy="Correct or remove the row, or leave it out by row_filter.",
+            )
+        if not self.chat:
+            raise ConfigError(
+                f"{where} is a conversation, but chat: false poses plain text.",
+                expected="chat: true, or a column of text",
+                given="chat: false",
+                remedy="Leave chat out, or name another prompt_column.",
+            )
+
+    def _turns(self, row: Row) -> tuple[list[Message], str | None]:
+        """Return what a row poses, and the turn that answers it."""
+        return split_answer(read_turns(row[self.prompt_column], "A row"))
+
+    def _answer(self, row: Row) -> Any:
+        if self.answer_column == self.prompt_column and is_conversation(row[self.prompt_column]):
+            return self._turns(row)[1]
+        return row.get(self.answer_column)
 
     def _held_out(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         wanted = self.evaluation_size
@@ -193,9 +245,6 @@ class DatasetTask(Task):
             )
         chosen = random.Random(self.seed).sample(range(len(rows)), wanted)
         return [rows[i] for i in sorted(chosen)]
-
-    def _key(self, row: dict[str, Any]) -> str:
-        return " ".join(str(row[self.prompt_column]).split()).casefold()
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

@@ -1,5 +1,6 @@
 """A LoRA layer of PEFT whose two terms and their gradients are made together, with half of the kernels."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lit_qrl.network.names import base_of
+from lit_qrl.network.names import base_of, is_adapter
 from lit_qrl.precision.base import autocast_input
 from lit_qrl.precision.layers.packed_linear import PackedLinear
 
@@ -105,6 +106,8 @@ class LoRALinear(PEFTLinear):
     disabled adapters) goes PEFT's own way. Names and parameters are PEFT's.
     """
 
+    lowers: bool = False
+    """True where the model was made half precision around factors in fp32, which are lowered as autocast would."""
     _low: tuple[Any, tuple[Tensor, Tensor]] | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -141,13 +144,13 @@ class LoRALinear(PEFTLinear):
             return name
         return name if type(base) is nn.Linear and not base.weight.requires_grad else None
 
-    @staticmethod
-    def _takes(part: Any, x: Tensor) -> bool:
+    def _takes(self, part: Any, x: Tensor) -> bool:
         """Autocast lowers a weight to the input's dtype; without it they must agree, or PEFT raises the input."""
         if isinstance(part, PackedLinear):
             return True
         weight = part if isinstance(part, Tensor) else part.weight
-        return weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)
+        lowered = self.lowers and isinstance(part, Tensor)
+        return weight.dtype == x.dtype or lowered or torch.is_autocast_enabled(x.device.type)
 
     def _lowered(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if a.dtype == dtype and b.dtype == dtype:
@@ -160,6 +163,30 @@ class LoRALinear(PEFTLinear):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_low": None}
+
+
+def keep_factors(network: nn.Module, convert: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return `convert` for all of a network's tensors that leaves adapters in fp32 where it would round them.
+
+    Their updates are smaller than the spacing of 16-bit numbers. `LoRALinear` layers then lower them for the product.
+
+    Args:
+        network: a model with an adapter.
+        convert: from a tensor to one of another dtype, or on another device.
+    """
+    named = [parameter for name, parameter in network.named_parameters() if is_adapter(name)]
+    kept = {id(one) for p in named for one in (p, p.grad) if one is not None and one.dtype == torch.float32}
+
+    def converted(tensor: Tensor) -> Tensor:
+        moved = convert(tensor)
+        if id(tensor) not in kept or moved.element_size() >= tensor.element_size():
+            return moved
+        for module in network.modules():
+            if isinstance(module, LoRALinear):
+                module.lowers = True
+        return tensor.to(moved.device)
+
+    return converted
 
 
 def swap_lora_linears(network: nn.Module) -> int:

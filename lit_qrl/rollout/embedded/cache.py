@@ -108,3 +108,15 @@ class SlotCache(Cache):
     def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
         """Return the bytes that one token of one sequence takes in all layers."""
         return cached_numbers(config) * dtype.itemsize
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes of a GPU that new tensors can take: the driver's free ones, and torch's own that hold nothing.
+
+    After the first update torch keeps what gradients and activations took; to the driver that is in use.
+
+    Args:
+        device: a GPU.
+    """
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused

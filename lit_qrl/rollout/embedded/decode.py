@@ -65,6 +65,26 @@ def plan(lengths: Sequence[int], n: int, steps: int, tokens: int, max_rows: int 
         yield batch
 
 
+def split(pieces: Sequence[Piece], rows: int) -> list[list[Piece]]:
+    """Return the pieces of a batch as batches of at most so many rows, in their order.
+
+    >>> [[(p.prompt, p.first, p.count) for p in part] for part in split([Piece(0, 0, 3, 9), Piece(1, 0, 1, 9)], 2)]
+    [[(0, 0, 2)], [(0, 2, 1), (1, 0, 1)]]
+    """
+    batches: list[list[Piece]] = []
+    room = 0
+    for piece in pieces:
+        taken = 0
+        while taken < piece.count:
+            if not room:
+                batches.append([])
+                room = rows
+            count = min(piece.count - taken, room)
+            batches[-1].append(Piece(piece.prompt, piece.first + taken, count, piece.length))
+            taken, room = taken + count, room - count
+    return batches
+
+
 @dataclass(slots=True)
 class Drawn:
     """What one decode batch drew, on the device: rows in the order of its pieces.
@@ -88,11 +108,12 @@ class Decoder:
     Args:
         network: the model, in eval mode.
         sampling: how tokens are drawn.
+        head_dtype: that the output head computes in; None is its own.
     """
 
-    def __init__(self, network: Any, sampling: SamplingParams) -> None:
+    def __init__(self, network: Any, sampling: SamplingParams, head_dtype: torch.dtype | None = None) -> None:
         self.network, self.sampling = network, sampling
-        self.head = SamplerHead.of(network)
+        self.head = SamplerHead.of(network, head_dtype)
         self.device = network.get_input_embeddings().weight.device
         self.sampler = TokenSampler(sampling)
         config = network.config.get_text_config()
@@ -112,6 +133,7 @@ class Decoder:
         pieces: list[Piece],
         n: int,
         seed: int,
+        positions: Sequence[int],
         report: Callable[[int, int], None],
     ) -> Drawn:
         """Return the completions of one batch.
@@ -121,6 +143,7 @@ class Decoder:
             pieces: the rows of this batch.
             n: completions per prompt in the whole call.
             seed: of the call.
+            positions: of each prompt, its own number in the randomness.
             report: called after each step with (sequences ended in this batch, tokens drawn in this batch).
         """
         steps, width = self.sampling.max_tokens, max(piece.length for piece in pieces)
@@ -131,7 +154,7 @@ class Decoder:
         logits = self._prefill([prompts[piece.prompt] for piece in pieces], counts, width, cache)
         random = None
         if not self.sampler.greedy:
-            parts = [uniforms(seed, p.prompt, n, steps)[p.first : p.first + p.count] for p in pieces]
+            parts = [uniforms(seed, positions[p.prompt], n, steps)[p.first : p.first + p.count] for p in pieces]
             random = torch.cat(parts).to(self.device)
         positions = lengths.repeat_interleave(counts).to(self.device)
         valid = None

@@ -11,13 +11,14 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.support import tell_emulated
 from lit_qrl.network.head import SamplerHead
-from lit_qrl.network.structure import body, check_positions
+from lit_qrl.network.structure import body, check_positions, check_tokens
 from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger, RefusedError
 from lit_qrl.rollout.embedded.adapter import EmbeddedAdapter
-from lit_qrl.rollout.embedded.cache import SlotCache
+from lit_qrl.rollout.embedded.cache import SlotCache, free_memory
 from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Piece, plan
 from lit_qrl.rollout.embedded.loading import Loader, Modules, skeleton
 from lit_qrl.rollout.embedded.sampling import check_sampling
+from lit_qrl.rollout.embedded.shortage import Shortage, freed
 from lit_qrl.rollout.engine import EnginePolicy, Progress, RolloutEngine, SamplerSpec
 from lit_qrl.types import Completion, SamplingParams
 
@@ -27,7 +28,7 @@ ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 CPU_CACHE_BYTES = 2**29
 """Key-value cache on a CPU, 0.5 GB: a quarter of the memory that the smallest supported run may take."""
 GPU_CACHE_SHARE = 0.5
-"""Share of the free GPU memory for the cache; the rest is for the logits and the update."""
+"""Share of the free GPU memory for the cache, with what torch holds unused; the rest is for logits and update."""
 SCORE_TOKENS = 2**14
 """Padded tokens of one scoring forward."""
 
@@ -40,7 +41,8 @@ class TransformersEngine(RolloutEngine):
     device lacks is emulated, with the same numbers at the speed of fp32.
 
     Args:
-        max_batch: sequences decoded at once; None takes what the cache's memory allows.
+        max_batch: sequences decoded at once; None takes what the cache's memory allows. Where memory runs out all the
+            same, the batch is halved until it fits.
         cache_gigabytes: memory of the key-value cache; None is 0.5 GB on a CPU and half the free memory of a GPU.
         dtype: what unquantized tensors are cast to; `auto` keeps them as they are published.
         share: `auto` holds the learner's own tensors where nothing was changed, `never` copies; `never` is needed
@@ -74,6 +76,7 @@ class TransformersEngine(RolloutEngine):
         self._adapter: EmbeddedAdapter | None = None
         self._borrowed: list[tuple[Tensor, int]] = []
         self._whole = False
+        self._shortage = Shortage()
 
     def validate(self, spec: SamplerSpec) -> None:
         check_sampling(spec.sampling)
@@ -98,7 +101,7 @@ class TransformersEngine(RolloutEngine):
         self.check_model(learner)
         device = next(learner.parameters()).device
         self._modules, self._adapter = Modules(skeleton(learner, device), device), None
-        self._whole = False
+        self._whole, self._shortage = False, Shortage()
 
     @property
     def network(self) -> Any:
@@ -191,12 +194,14 @@ class TransformersEngine(RolloutEngine):
         seed: int,
         progress: Progress | None = None,
         sampling: SamplingParams | None = None,
+        positions: Sequence[int] | None = None,
     ) -> list[Completion]:
         sampling = sampling or self.spec.sampling
+        positions = range(len(prompts)) if positions is None else positions
         check_sampling(sampling)
         self._check_prompts(prompts, sampling)
         self._check_current()
-        decoder = Decoder(self.network, sampling)
+        decoder = Decoder(self.network, sampling, self.spec.head_dtype)
         results: list[Completion | None] = [None] * (len(prompts) * n)
         finished = tokens = 0
 
@@ -205,10 +210,13 @@ class TransformersEngine(RolloutEngine):
                 progress(finished + ended, tokens + drawn)
 
         room = self._cache_tokens()
-        for pieces in plan([len(p) for p in prompts], n, sampling.max_tokens, room, self.max_batch):
-            drawn = decoder.run(prompts, pieces, n, seed, report)
-            tokens += self._collect(drawn, pieces, n, results)
-            finished += len(drawn.tokens)
+        for batch in plan([len(p) for p in prompts], n, sampling.max_tokens, room, self.max_batch):
+            longest = max(piece.length for piece in batch) + sampling.max_tokens
+            for pieces, drawn in self._shortage.halving(
+                batch, longest, lambda part: decoder.run(prompts, part, n, seed, positions, report)
+            ):
+                tokens += self._collect(drawn, pieces, n, results)
+                finished += len(drawn.tokens)
         return results  # pyright: ignore[reportReturnType]
 
     def _collect(self, drawn: Drawn, pieces: list[Piece], n: int, results: list[Completion | None]) -> int:
@@ -229,6 +237,7 @@ class TransformersEngine(RolloutEngine):
     def _check_prompts(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
         if not prompts or min(map(len, prompts)) == 0:
             raise ValueError("A prompt is empty. Expected: at least one prompt, each of at least one token.")
+        check_tokens(self.network.config, prompts)
         remedy = "Lower data.max_prompt_tokens or data.max_completion_tokens."
         check_positions(self.network.config, max(map(len, prompts)), sampling.max_tokens, remedy)
 
@@ -238,7 +247,7 @@ class TransformersEngine(RolloutEngine):
         if self.cache_gigabytes is not None:
             room = int(self.cache_gigabytes * 1e9)
         elif weight.device.type == "cuda":
-            room = int(torch.cuda.mem_get_info(weight.device)[0] * GPU_CACHE_SHARE)
+            room = int(free_memory(weight.device) * GPU_CACHE_SHARE)
         else:
             room = CPU_CACHE_BYTES
         return room // SlotCache.bytes_per_token(self.network.config, weight.dtype)
@@ -248,19 +257,26 @@ class TransformersEngine(RolloutEngine):
         """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
         self._check_current()
         network = self.network
-        head = SamplerHead.of(network)
+        head = SamplerHead.of(network, self.spec.head_dtype)
         device = network.get_input_embeddings().weight.device
         scores: list[Tensor] = [torch.empty(0)] * len(sequences)
         order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
+        room = SCORE_TOKENS
         while order:
             width = len(sequences[order[0]])
-            share, order = order[: max(1, SCORE_TOKENS // width)], order[max(1, SCORE_TOKENS // width) :]
+            share, rest = order[: max(1, room // width)], order[max(1, room // width) :]
             tokens = torch.zeros(len(share), width, dtype=torch.long)
             for row, index in enumerate(share):
                 tokens[row, : len(sequences[index])] = torch.tensor(sequences[index])
-            tokens = tokens.to(device)
-            hidden = body(network)(input_ids=tokens, use_cache=False).last_hidden_state
-            logprobs = head.logprobs(hidden[:, :-1], tokens[:, 1:])
+            try:
+                tokens = tokens.to(device)
+                hidden = body(network)(input_ids=tokens, use_cache=False).last_hidden_state
+                logprobs = head.logprobs(hidden[:, :-1], tokens[:, 1:])
+            except (RuntimeError, MemoryError) as error:
+                freed(error, len(share), "scored")
+                room = len(share) // 2 * width
+                continue
+            order = rest
             for row, index in enumerate(share):
                 scores[index] = logprobs[row, : len(sequences[index]) - 1].clone()
         return scores

@@ -26,7 +26,7 @@ def uniforms(seed: int, prompt: int, n: int, steps: int) -> Tensor:
 
     Args:
         seed: of the generation call.
-        prompt: position of the prompt in the call.
+        prompt: position of the prompt, in the call or among those that several processes share.
         n: completions of the prompt.
         steps: tokens to draw; a larger number extends the rows.
 

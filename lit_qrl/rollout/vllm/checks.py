@@ -1,7 +1,7 @@
 """What is checked before a vLLM engine is built, with numbers and a remedy."""
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from lit_qrl.formats.base import NumberFormat
 
 GIB = 2**30
+PARALLEL = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+    "nnodes",
+)
+"""Arguments of vLLM that spread an engine over processes; all are 1 where it does not."""
 # LoRA kernels are compiled for these ranks.
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -76,6 +85,16 @@ def check_format(format: "NumberFormat | None", head: bool = False) -> None:
             expected=", ".join(name for name in known if support.TABLE[name].vllm_head),
             given="publisher.quantize_head: true",
             remedy="Choose one of these, leave the head as it is, or use TransformersEngine.",
+        )
+
+
+def check_same_format(given: "NumberFormat | None", held: "NumberFormat | None") -> None:
+    """Raise `ValueError` for another format than the engine was built for."""
+    if ((given and given.quantization_config()) or {}) != ((held and held.quantization_config()) or {}):
+        expected, found = ("plain weights" if one is None else one.name for one in (held, given))
+        raise ValueError(
+            f"A vLLM engine holds one format. Expected: {expected}. Given: {found}. "
+            "Publish evaluations in the rollout format, or use TransformersEngine."
         )
 
 
@@ -181,8 +200,16 @@ def check_arguments(gpu_memory_utilization: float, max_num_seqs: int, max_lora_r
         )
 
 
-def check_length(limit: int | None, prompt: int, completion: int) -> None:
-    """Raise `ConfigError` when the longest sequence of the run exceeds the engine's `limit`, all in tokens."""
+def check_length(limit: int | None, prompt: int, completion: int, sequence: int = 0) -> None:
+    """Raise `ConfigError` when the longest sequence of the run exceeds the engine's `limit`, all in tokens.
+
+    Args:
+        limit: of the engine; None takes what the run needs.
+        prompt: the longest of rollouts.
+        completion: the longest of rollouts.
+        sequence: the longest prompt and completion together of evaluations.
+    """
+    prompt = max(prompt, sequence - completion)
     if limit is not None and limit < prompt + completion:
         raise ConfigError(
             "data.engine.max_model_len is shorter than a prompt and its completion.",
@@ -192,15 +219,25 @@ def check_length(limit: int | None, prompt: int, completion: int) -> None:
         )
 
 
-def check_processes(backend: str | None) -> None:
-    """Raise `ConfigError` when the Trainer runs several processes, which an engine in one cannot follow.
+def check_processes(arguments: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` where vLLM or the Trainer would run several processes: the engine lives in this one alone.
 
     Args:
-        backend: vLLM's `distributed_executor_backend`.
+        arguments: of `vllm.LLM`, those of `data.engine.engine_args` among them.
     """
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return
-    if backend != "external_launcher":
+    executor = arguments.get("distributed_executor_backend")
+    spread = {name: arguments[name] for name in PARALLEL if (arguments.get(name) or 1) != 1}
+    if executor not in (None, "uni"):
+        spread["distributed_executor_backend"] = executor if isinstance(executor, str) else executor.__name__
+    if spread:
+        raise ConfigError(
+            "VLLMEngine runs in the trainer's process on one device, and weights are published into its memory.",
+            expected=f"{', '.join(spread)} left out of data.engine.engine_args",
+            given=", ".join(f"{name}: {value}" for name, value in spread.items()),
+            remedy="For a model that is too large for one device, publish in fewer bits (publisher.format), or let the "
+            "engine take turns with the learner (configs/engine/vllm_colocated.yaml).",
+        )
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise ConfigError(
             "VLLMEngine runs in one process, but the Trainer has several.",
             expected="trainer.devices: 1",

@@ -10,8 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, within_memory
 from lit_qrl.formats.base import NumberFormat
+from lit_qrl.network.structure import check_tokens
 from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
 from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, Progress, RolloutEngine, SamplerSpec
 from lit_qrl.rollout.vllm import cpu, folder, requests
@@ -25,8 +26,9 @@ from lit_qrl.rollout.vllm.checks import (
     check_model,
     check_operators,
     check_processes,
+    check_same_format,
 )
-from lit_qrl.rollout.vllm.errors import Sender, blamed
+from lit_qrl.rollout.vllm.errors import Sender, blamed, deadly
 from lit_qrl.rollout.vllm.installation import check_installation
 from lit_qrl.rollout.vllm.lending import MarlinLender
 from lit_qrl.rollout.vllm.live_model import LiveModel
@@ -40,6 +42,8 @@ from lit_qrl.types import Completion, SamplingParams
 
 Tensors = Iterator[tuple[str, Tensor]]
 Load = Callable[[Tensors, ReceivedLedger], None]
+SLEEP_REMEDY = "A sleep of level 1 keeps the weights in memory of the host: set data.engine.sleep_level to 2."
+WAKE_REMEDY = "Lower data.engine.gpu_memory_utilization, or set trainer.strategy.offload_optimizer to true"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -64,8 +68,9 @@ class VLLMEngine(MarlinLender, RolloutEngine):
             is dropped in both. Needs `trainer.strategy: ColocatedStrategy`.
         deep_gemm: use DeepGEMM for fp8_block where vLLM has it; it compiles for minutes at its first use.
         request_seeds: seed each request, so that a completion does not depend on what it is batched with.
-        step_timeout: seconds after which a step counts as hung and is interrupted; native code that cannot be
-            interrupted ends the process with status 75.
+        step_timeout: seconds after which a step, a tensor's publish, a sleep or a wake counts as hung and is
+            interrupted; native code that cannot be interrupted ends the process with status 75.
+        start_timeout: the same for the engine's start, which may compile.
         seed: of the engine's own generators.
         engine_args: further arguments of `vllm.LLM`.
     """
@@ -88,13 +93,15 @@ class VLLMEngine(MarlinLender, RolloutEngine):
         deep_gemm: bool = False,
         request_seeds: bool = True,
         step_timeout: float = 600.0,
+        start_timeout: float = 1800.0,
         seed: int = 0,
         engine_args: dict[str, Any] | None = None,
     ) -> None:
         check_arguments(gpu_memory_utilization, max_num_seqs, max_lora_rank)
         self.dtype, self.max_model_len = dtype, max_model_len
         self.max_lora_rank, self.sleep_level, self.deep_gemm = max_lora_rank, sleep_level, deep_gemm
-        self.request_seeds, self.step_timeout = request_seeds, step_timeout
+        self.request_seeds = request_seeds
+        self.step_timeout, self.start_timeout = step_timeout, start_timeout
         self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
         compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if quick_start else None
         self._arguments: dict[str, Any] = {
@@ -113,11 +120,10 @@ class VLLMEngine(MarlinLender, RolloutEngine):
         self.llm: Any = None
         self.live: LiveModel | None = None
         self._adapter: LiveAdapter | None = None
-        self._adapter_active = False
+        self._adapter_active = self._started = False
         self._folder: Path | None = None
         self._owns_process_group = False
         self._usable = self._poisoned = self._asleep = self.lent = False
-        self._started = False
 
     # -------------------------------------------------------------------------------------------------------- set-up
 
@@ -125,10 +131,10 @@ class VLLMEngine(MarlinLender, RolloutEngine):
         """Raise `ConfigError` for what cannot work on this host; called before any weight is loaded."""
         if spec.adapter is not None:
             check_adapter(spec.adapter, self.max_lora_rank)
+        check_processes(self._arguments)
         check_installation()
         check_format(spec.format, spec.quantize_head)
-        check_length(self.max_model_len, spec.prompt_limit or 1, spec.sampling.max_tokens)
-        check_processes(self._arguments.get("distributed_executor_backend"))
+        check_length(self.max_model_len, spec.prompt_limit or 1, spec.sampling.max_tokens, spec.sequence_limit or 0)
         check_operators(spec.format)
 
     def setup(self, spec: SamplerSpec, policy: EnginePolicy) -> None:
@@ -188,12 +194,14 @@ class VLLMEngine(MarlinLender, RolloutEngine):
             from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
 
             try:
-                self.llm = LLM(**arguments)
+                with self._watchdog("the start", self.start_timeout):
+                    self.llm = LLM(**arguments)
             except Exception as error:
                 # The first time it is the configuration's fault, and vLLM's own error says most.
-                if not self._started:
+                if not self._started and not isinstance(error, TimeoutError):
                     raise
-                raise EngineDiedError(f"vLLM did not start again: {type(error).__name__}: {error}") from error
+                again = " again" if self._started else ""
+                raise EngineDiedError(f"vLLM did not start{again}: {type(error).__name__}: {error}") from error
 
     def _longest(self) -> int:
         """The longest sequence, and room for the one token that vLLM draws when it only scores."""
@@ -201,7 +209,7 @@ class VLLMEngine(MarlinLender, RolloutEngine):
         if self.max_model_len is not None:
             return self.max_model_len + 1
         if self.spec.prompt_limit is not None:
-            longest = self.spec.prompt_limit + self.spec.sampling.max_tokens + 1
+            longest = max(self.spec.prompt_limit + self.spec.sampling.max_tokens, self.spec.sequence_limit or 0) + 1
             return longest if limit is None else min(longest, limit)
         return limit or 4096
 
@@ -218,11 +226,8 @@ class VLLMEngine(MarlinLender, RolloutEngine):
         start = time.perf_counter()
         if self.llm is None:
             self._start(format)
-        elif _config_of(format) != _config_of(self.format):
-            raise ValueError(
-                f"A vLLM engine holds one format. Expected: {_name(self.format)}. Given: {_name(format)}. "
-                "Publish evaluations in the rollout format, or use TransformersEngine."
-            )
+        else:
+            check_same_format(format, self.format)
         live = self._awake()
         report = self._publish(tensors, live.load, version, start)
         report.layers = live.formats()
@@ -256,7 +261,7 @@ class VLLMEngine(MarlinLender, RolloutEngine):
         ledger = ReceivedLedger(version)
         self._usable = False
         try:
-            with blamed(Sender(tensors), version) as stream:
+            with blamed(Sender(tensors), version, self._watchdog("the publish of one tensor")) as stream:
                 load(stream, ledger)
         except PublishError:
             self._reset_caches()
@@ -278,7 +283,7 @@ class VLLMEngine(MarlinLender, RolloutEngine):
         if self._poisoned:
             self.live.clear_kv_cache()
             self._poisoned = False
-        return bool(self.llm.reset_prefix_cache())
+        return requests.forget_prefixes(self.llm, connector=bool(self._arguments.get("kv_transfer_config")))
 
     def _awake(self, complete: bool = False) -> LiveModel:
         if self._asleep:
@@ -304,6 +309,7 @@ class VLLMEngine(MarlinLender, RolloutEngine):
         seed: int,
         progress: Progress | None = None,
         sampling: SamplingParams | None = None,
+        positions: Sequence[int] | None = None,
     ) -> list[Completion]:
         """Return `n` completions of each prompt, prompt-major.
 
@@ -313,10 +319,9 @@ class VLLMEngine(MarlinLender, RolloutEngine):
         self._awake(complete=True)
         drawn_with = sampling or self.spec.sampling
         order = requests.by_length(prompts, n)
-        params = [
-            requests.drawing(drawn_with, requests.request_seed(seed, i // n, i % n) if self.request_seeds else None)
-            for i in order
-        ]
+        number = range(len(prompts)) if positions is None else positions
+        rows = [(number[i // n], i % n) for i in order]
+        params = requests.drawings(drawn_with, rows, seed if self.request_seeds else None)
         with kept_process_state(None if self.request_seeds else seed):
             outputs = self._run([prompts[i // n] for i in order], params, progress)
         drawn = {i: requests.completion(output, self.version) for i, output in zip(order, outputs, strict=True)}
@@ -334,12 +339,17 @@ class VLLMEngine(MarlinLender, RolloutEngine):
 
     def _run(self, prompts: Sequence[Sequence[int]], params: list[Any], progress: Progress | None) -> list[Any]:
         requests.check_lengths(prompts, params, self._longest())
+        check_tokens(self.policy.network.config, prompts)
+        if self._poisoned:  # it woke, or drew NaN, and no publish came since
+            self._reset_caches()
         try:
-            watch = Watchdog(self.step_timeout, self.spec.on_hang)
-            return requests.run(self.llm, prompts, params, self._adapter_active, progress, watch)
+            return requests.run(self.llm, prompts, params, self._adapter_active, progress, self._watchdog("one step"))
         except EngineDiedError:
             self._usable = False
             raise
+
+    def _watchdog(self, what: str, timeout: float | None = None) -> Watchdog:
+        return Watchdog(timeout or self.step_timeout, self.spec.on_hang, what=what)
 
     # ---------------------------------------------------------------------------------------------------------- memory
 
@@ -353,9 +363,11 @@ class VLLMEngine(MarlinLender, RolloutEngine):
         return self._usable
 
     def sleep(self) -> None:
-        """Free the KV cache, and the weights as `sleep_level` says; does nothing on CPU."""
+        """Free the KV cache, and the weights as `sleep_level` says, or die of it; does nothing on CPU."""
         if self.llm is not None and self.sleep_level and torch.cuda.is_available() and not self._asleep:
-            self.llm.sleep(level=self.sleep_level)
+            watchdog = self._watchdog("the sleep")
+            with deadly("did not sleep", watchdog), within_memory("the engine fell asleep", SLEEP_REMEDY):
+                self.llm.sleep(level=self.sleep_level)
             self._asleep = True
             self._usable = self._usable and self.sleep_level < 2
 
@@ -363,10 +375,8 @@ class VLLMEngine(MarlinLender, RolloutEngine):
         """Take the memory back, or die of it; after level 2 all weights must be published before anything is drawn."""
         if not self._asleep:
             return
-        try:
+        with deadly("did not wake", self._watchdog("waking"), WAKE_REMEDY):
             self.llm.wake_up()
-        except (RuntimeError, MemoryError) as error:
-            raise EngineDiedError(f"vLLM did not wake: {type(error).__name__}: {error}") from error
         # Memory comes back with arbitrary contents, at the addresses that it had.
         marlin_workspaces.unlock()
         self._poisoned = True
@@ -388,11 +398,3 @@ class VLLMEngine(MarlinLender, RolloutEngine):
         if self._folder is not None:
             folder.remove(self._folder)
             self._folder = None
-
-
-def _config_of(format: NumberFormat | None) -> dict[str, Any]:
-    return {} if format is None else format.quantization_config()
-
-
-def _name(format: NumberFormat | None) -> str:
-    return "plain weights" if format is None else format.name

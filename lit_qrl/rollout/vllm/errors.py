@@ -5,9 +5,10 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, MemoryShortageError, out_of_memory
 from lit_qrl.receipts.ledger import PublishError, RefusedError
 from lit_qrl.rollout.engine import EngineDiedError
+from lit_qrl.rollout.vllm.watchdog import Watchdog
 
 LONGEST = 300
 """Characters of vLLM's own words that are shown: it may list every parameter of the model."""
@@ -32,17 +33,31 @@ class Sender:
 
 
 @contextmanager
-def blamed(sender: Sender, version: int) -> Iterator[Iterator[tuple[str, Tensor]]]:
+def blamed(sender: Sender, version: int, watchdog: Watchdog) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """Give the stream to load; what vLLM raises inside is its death or its loader's refusal, the sender's stays.
 
+    Args:
+        sender: of the publish.
+        version: of the publish.
+        watchdog: whose clock starts anew at every tensor.
+
     Raises:
-        EngineDiedError: for a crash.
+        EngineDiedError: for a crash, or a tensor that takes too long.
         RefusedError: for a tensor that vLLM's loader does not know, or of another shape than it expects.
     """
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in sender:
+            watchdog.beat()
+            yield name, tensor
+
     try:
-        yield iter(sender)
+        with watchdog:
+            yield stream()
     except PublishError:
         raise
+    except TimeoutError as error:
+        raise EngineDiedError(f"The publish hangs: {error}") from error
     except (RuntimeError, MemoryError, ValueError, KeyError, AssertionError) as error:
         if sender.failed or isinstance(error, ConfigError):
             raise
@@ -56,3 +71,25 @@ def blamed(sender: Sender, version: int) -> Iterator[Iterator[tuple[str, Tensor]
             "take another version of vLLM, or TransformersEngine.",
             version,
         ) from error
+
+
+@contextmanager
+def deadly(what: str, watchdog: Watchdog, remedy: str = "") -> Iterator[None]:
+    """Watch over a sleep or a wake; what vLLM raises inside is its death, but for memory that one paragraph tells of.
+
+    Args:
+        what: the engine did not do, such as "did not wake".
+        watchdog: of the work.
+        remedy: where memory runs out.
+
+    Raises:
+        EngineDiedError: for a crash, or when it takes too long.
+    """
+    try:
+        with watchdog:
+            yield
+    except MemoryShortageError:
+        raise
+    except (RuntimeError, MemoryError, TimeoutError) as error:
+        advice = f". {remedy}" if remedy and out_of_memory(error) else ""
+        raise EngineDiedError(f"vLLM {what}: {type(error).__name__}: {error}{advice}") from error

@@ -1,5 +1,6 @@
 """Requests to an in-process vLLM engine: how they are written, run to their end, and read."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,17 @@ def drawing(sampling: SamplingParams, seed: int | None) -> Any:
         detokenize=False,
         seed=seed,
     )
+
+
+def drawings(sampling: SamplingParams, rows: Sequence[tuple[int, int]], seed: int | None) -> list[Any]:
+    """Return vLLM's parameters of completions, each with a seed of its own where there is one.
+
+    Args:
+        sampling: how tokens are drawn.
+        rows: the number of its prompt and its number among the prompt's completions.
+        seed: of the call; None leaves vLLM to its own generators.
+    """
+    return [drawing(sampling, None if seed is None else request_seed(seed, *row)) for row in rows]
 
 
 def scoring() -> Any:
@@ -65,6 +77,17 @@ def check_lengths(prompts: Sequence[Sequence[int]], params: Sequence[Any], limit
             f"A request does not fit the engine. Expected: 1 to {limit} tokens, prompt and completion together. "
             f"Given: {longest if longest > limit else 'an empty prompt'}. Raise data.engine.max_model_len."
         )
+
+
+def forget_prefixes(llm: Any, connector: bool) -> bool:
+    """Return whether the keys and values of earlier prompts are forgotten, so that none is of earlier weights.
+
+    Args:
+        llm: the engine.
+        connector: it keeps some outside of its own cache, through a connector, which is reset where vLLM can.
+    """
+    outside = connector and "reset_connector" in inspect.signature(llm.reset_prefix_cache).parameters
+    return bool(llm.reset_prefix_cache(**({"reset_connector": True} if outside else {})))
 
 
 def run(

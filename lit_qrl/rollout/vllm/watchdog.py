@@ -1,4 +1,4 @@
-"""Notices a step of an in-process engine that never returns, and ends it."""
+"""Notices work of an in-process engine that never returns, and ends it: a step, its start, a publish, sleep, wake."""
 
 import faulthandler
 import os
@@ -29,10 +29,17 @@ class Watchdog:
         timeout: seconds that one step may take.
         on_hang: called with a sentence before the process ends, in the watching thread.
         grace: seconds.
+        what: the work, as the subject of a sentence.
     """
 
-    def __init__(self, timeout: float, on_hang: Callable[[str], None] | None = None, grace: float = GRACE) -> None:
-        self.timeout, self.on_hang, self.grace = timeout, on_hang, grace
+    def __init__(
+        self,
+        timeout: float,
+        on_hang: Callable[[str], None] | None = None,
+        grace: float = GRACE,
+        what: str = "one step",
+    ) -> None:
+        self.timeout, self.on_hang, self.grace, self.what = timeout, on_hang, grace, what
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._begun = time.monotonic()
@@ -66,7 +73,7 @@ class Watchdog:
             raise TimeoutError(self._sentence())
 
     def _sentence(self) -> str:
-        return f"one step took longer than {self.timeout:g} s"
+        return f"{self.what} took longer than {self.timeout:g} s"
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if not self._stopped.is_set():

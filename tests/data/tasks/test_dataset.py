@@ -203,6 +203,72 @@ def test_a_row_without_answer_is_refused(path, line):
         ready(path)
 
 
+USER, ANSWER = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}
+
+
+def chats(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_rows_whose_prompt_is_a_conversation(tmp_path):
+    turns = [{"role": "system", "content": "Think."}, USER]
+    made = chats(tmp_path / "a.jsonl", *({"prompt": [*turns, ANSWER, {**USER, "content": f"{i}?"}], "answer": "2"}
+                                         for i in range(4)))  # fmt: skip
+    task = ready(made, "prompt", prompt_suffix=" Box it.", system_prompt="Not this.", evaluation_size=1)
+    row = task.train_rows()[0]
+    assert [turn["role"] for turn in task.prompt(row)] == ["system", "user", "assistant", "user"]
+    assert task.prompt(row)[0]["content"] == "Think."
+    assert task.prompt(row)[-1]["content"].endswith("? Box it.")
+    assert task.reference(row) == "2"
+
+
+def test_the_last_assistant_turn_of_messages_is_the_answer(tmp_path):
+    rows_ = [
+        {"messages": [{**USER, "content": f"{i} + 1?"}, {**ANSWER, "content": f"So #### {i + 1}"}]} for i in range(4)
+    ]
+    made = chats(tmp_path / "a.jsonl", *rows_)
+    task = ready(made, "messages", "messages", answer_pattern="#### (.*)", evaluation_size=1)
+    row = task.train_rows()[0]
+    assert [turn["role"] for turn in task.prompt(row)] == ["user"]
+    assert task.reference(row) == str(int(task.prompt(row)[0]["content"].split()[0]) + 1)
+    with pytest.raises(ConfigError, match=r"no column 'answer'.*its columns: messages"):
+        ready(made, "messages")
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        ({"prompt": [], "answer": "1"}, {}, r"Row 2 of .*, column 'prompt', is an empty list"),
+        ({"prompt": [ANSWER], "answer": "1"}, {}, r"Row 2 of .* has no user turn"),
+        (
+            {"prompt": [{"role": "bot", "content": "x"}], "answer": "1"},
+            {},
+            r"Turn 1 of row 2 of .* unknown role.*'bot'",
+        ),
+        ({"prompt": [USER, ANSWER, ANSWER], "answer": "1"}, {}, r"Row 2 of .* ends with nothing to answer"),
+        (
+            {"prompt": [USER], "answer": "1"},
+            {"answer_column": "prompt"},
+            r"Row 2 of .*no answer.*turn of role user",
+        ),
+        ({"prompt": [USER, ANSWER]}, {"chat": False, "answer_column": "prompt"}, r"Row 1 of .*but chat: false poses"),
+    ],
+)
+def test_conversations_that_cannot_be_posed_are_refused_with_their_row(tmp_path, row, options, message):
+    good = {"prompt": [USER, ANSWER], "answer": "2"}
+    task = DatasetTask(chats(tmp_path / "a.jsonl", good, row), "prompt", **options)
+    with pytest.raises(ConfigError, match=message):
+        task.setup()
+
+
+def test_a_set_that_is_only_evaluated_on_has_no_training_rows(path):
+    task = ready(path, split=None)
+    assert len(task.evaluation_rows()) == 20
+    assert list(task.train_rows()) == []
+    assert len(ready(path, split=None, evaluation_size=3).evaluation_rows()) == 3
+
+
 def test_what_counts_as_correct():
     samples = [Sample("", r"\boxed{5}", "5"), Sample("", r"\boxed{6}", "5"), Sample("", "5", "5")]
     for rewards in (None, [MathReward()], [ConstantReward()], [FormatReward(["a"]), MathReward(weight=0.1)]):

@@ -9,8 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lit_qrl import formats
-from lit_qrl.precision.layers.lora_linear import LoRALinear, swap_lora_linears
+from lit_qrl.precision.layers.lora_linear import LoRALinear, keep_factors, swap_lora_linears
 from lit_qrl.precision.layers.packed_linear import PackedLinear
+from tests.tiny_run import Twin, fit
 
 
 class Block(nn.Module):
@@ -198,3 +199,63 @@ def test_operations_of_one_layer():
         working = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::copy_", "aten::mul", "aten::add", "aten::add_"}
         counts.append(sum(event.count for event in profiler.key_averages() if event.key in working))
     assert counts[1] < 0.6 * counts[0]
+
+
+# ------------------------------------------------------------------------------------ half precision around the factors
+
+
+def test_factors_stay_in_fp32_when_the_model_becomes_bf16():
+    _, model = blocks()
+    factors = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
+    convert = keep_factors(model, lambda tensor: tensor.bfloat16())
+    model._apply(convert)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == (torch.float32 if name in factors else torch.bfloat16), name
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in factors.items())
+    moved = keep_factors(model, lambda tensor: tensor.double())  # more bits are no rounding
+    assert {p.dtype for p in model._apply(moved).parameters()} == {torch.float64}
+
+
+def test_factors_in_fp32_are_lowered_for_the_product_and_get_gradients_in_fp32():
+    plain, model = blocks()
+    model._apply(keep_factors(model, lambda tensor: tensor.bfloat16()))
+    x = torch.randn(6, 32).bfloat16()
+    products = []
+    layer = model.base_model.model.up_proj
+    layer._lowered = lambda *args: products.append(args[2]) or LoRALinear._lowered(layer, *args)
+    found = run(model, x)
+    assert products == [torch.bfloat16]
+    assert found["out"].dtype == torch.bfloat16
+    exact = run(plain.double(), x.double())
+    for name, value in found.items():
+        if "lora_" in name:
+            assert value.dtype == torch.float32
+        assert float((value.double() - exact[name]).norm() / exact[name].norm()) < 0.02, name
+
+
+def adamw(named):
+    return torch.optim.AdamW(named, lr=1e-6)
+
+
+@pytest.mark.parametrize("publish", ["merged", "adapter"])
+def test_adapters_of_a_bf16_run_realize_the_update_of_fp32(tmp_path, publish):
+    twin = Twin(adamw)
+    lora = LoraConfig(r=4, lora_alpha=64, target_modules="all-linear", init_lora_weights=False)
+    _, module, data = fit(
+        tmp_path,
+        policy={"dtype": "bf16", "lora": lora, "gradient_checkpointing": True},
+        optimizer=adamw,
+        format="bf16",
+        publisher={"lora": publish},
+        callbacks=[twin],
+        trainer={"precision": "bf16-true", "max_epochs": 3},
+    )
+    start = dict(zip(twin.named, twin.start.split([p.numel() for p in twin.named.values()]), strict=True))
+    held = dict(module.named_parameters())
+    for factor in ("lora_A", "lora_B"):
+        names = [name for name in twin.named if factor in name]
+        wanted = torch.cat([twin.named[name].detach().flatten() - start[name] for name in names])
+        found = torch.cat([held[name].detach().flatten() - start[name] for name in names])
+        assert float(found @ wanted / (wanted @ wanted)) == pytest.approx(1, abs=0.01)
+    assert {p.dtype for name, p in held.items() if "lora_" not in name} == {torch.bfloat16}
+    assert data.engine.version >= 2  # every publish was verified

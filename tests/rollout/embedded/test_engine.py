@@ -453,3 +453,10 @@ def test_on_a_gpu_decode_and_score_agree(name):
         differences.append((scores.cpu()[len(PROMPTS[index // 64]) - 1 :] - drawn).abs())
     # Per-tensor activation scales differ between a decode step and a whole sequence.
     assert torch.cat(differences).mean() < (0.1 if name in (None, "int4_group") else 0.3)
+
+
+def test_a_token_outside_the_vocabulary_is_bad_input(network):
+    engine = engine_of(network)
+    with pytest.raises(ConfigError, match="Prompt 1 holds a token"):
+        engine.generate([[3], [network.config.vocab_size]], 1, seed=0)
+    assert len(engine.generate([[3]], 1, seed=0)) == 1

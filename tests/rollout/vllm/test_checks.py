@@ -14,6 +14,7 @@ from lit_qrl.formats.kernels import gemm
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.vllm import checks as vllm_checks
 from lit_qrl.rollout.vllm import cpu as vllm_cpu
+from lit_qrl.rollout.vllm.checks import check_processes
 from lit_qrl.rollout.vllm.engine import VLLMEngine
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
@@ -24,6 +25,21 @@ def test_missing_installation_names_the_remedy(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"not installed.*0\.26.*pip install 'lit-qrl\[vllm\]'"):
         VLLMEngine().validate(SamplerSpec())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size: 2"),
+        ({"pipeline_parallel_size": 2, "data_parallel_size": 4}, "pipeline_parallel_size: 2, data_parallel_size: 4"),
+        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend: ray"),
+        ({"distributed_executor_backend": "external_launcher"}, "external_launcher"),
+    ],
+)
+def test_engines_over_several_processes_are_refused_before_a_weight_is_loaded(arguments, given):
+    with pytest.raises(ConfigError, match=rf"one device.*Given: .*{given}.*publisher\.format"):
+        VLLMEngine(engine_args=arguments).validate(SamplerSpec())
+    check_processes({"tensor_parallel_size": 1, "distributed_executor_backend": "uni"})
 
 
 @pytest.mark.parametrize(
@@ -45,6 +61,8 @@ def test_model_length_must_hold_prompt_and_completion(install):
     engine.validate(SamplerSpec(prompt_limit=60, sampling=SamplingParams(max_tokens=40)))
     with pytest.raises(ConfigError, match=r"at least 124 \(60 \+ 64 tokens\)\. Given: 100"):
         engine.validate(SamplerSpec(prompt_limit=60, sampling=SamplingParams(max_tokens=64)))
+    with pytest.raises(ConfigError, match=r"at least 130 \(90 \+ 40 tokens\)\. Given: 100"):
+        engine.validate(SamplerSpec(prompt_limit=60, sequence_limit=130, sampling=SamplingParams(max_tokens=40)))
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,21 @@
+import time
+
 import pytest
 import torch
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, MemoryShortageError, within_memory
 from lit_qrl.receipts.ledger import Fault, PublishError, RefusedError
 from lit_qrl.rollout.engine import EngineDiedError
-from lit_qrl.rollout.vllm.errors import LONGEST, Sender, blamed
+from lit_qrl.rollout.vllm.errors import LONGEST, Sender, blamed, deadly
+from lit_qrl.rollout.vllm.watchdog import Watchdog
 from tests.vllm_engines import build_engine, checkpoint, publish, tiny_network
 
 SENT = [("a.weight", torch.ones(2)), ("b.weight", torch.zeros(2))]
 
 
-def loaded(error=None, tensors=SENT):
+def loaded(error=None, tensors=SENT, watchdog=None):
     """Take a whole stream as an engine does, then raise."""
-    with blamed(Sender(iter(tensors)), 3) as stream:
+    with blamed(Sender(iter(tensors)), 3, watchdog or Watchdog(60)) as stream:
         taken = list(stream)
         if error is not None:
             raise error
@@ -67,6 +70,46 @@ def test_what_fails_in_the_stream_is_the_sender_s(error):
     with pytest.raises(type(error)) as caught:
         loaded(tensors=stream())
     assert caught.value is error
+
+
+def test_a_publish_that_hangs_is_a_death_and_every_tensor_has_its_own_time():
+    def stream():
+        for item in SENT:
+            watchdog._begun -= 40  # as if the tensor before had taken so long
+            yield item
+
+    watchdog = Watchdog(60, what="the publish of one tensor")
+    with blamed(Sender(stream()), 3, watchdog) as sent:
+        list(sent)
+
+    def hanging():
+        yield SENT[0]
+        time.sleep(60)
+
+    with pytest.raises(EngineDiedError, match=r"hangs: the publish of one tensor took longer than 0\.2 s"):
+        loaded(tensors=hanging(), watchdog=Watchdog(0.2, what="the publish of one tensor"))
+
+
+def test_a_sleep_or_a_wake_that_fails_or_hangs_is_a_death():
+    with pytest.raises(EngineDiedError, match=r"vLLM did not wake: RuntimeError: CUDA Error: out of memory\. Lower it"):
+        with deadly("did not wake", Watchdog(60), "Lower it"):
+            raise RuntimeError("CUDA Error: out of memory")
+    with pytest.raises(EngineDiedError, match=r"vLLM did not sleep: TimeoutError: the sleep took longer than 0\.2 s"):
+        with deadly("did not sleep", Watchdog(0.2, what="the sleep")):
+            time.sleep(60)
+    with pytest.raises(MemoryShortageError, match=r"while it slept: 2\.00 GiB were asked for\. Lower it"):
+        with deadly("did not sleep", Watchdog(60)), within_memory("it slept", "Lower it."):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.vllm
+def test_a_start_that_hangs_is_a_death(monkeypatch):
+    import vllm
+
+    engine = build_engine(tiny_network(), None, start_timeout=0.2)
+    monkeypatch.setattr(vllm, "LLM", lambda **arguments: time.sleep(60))
+    with pytest.raises(EngineDiedError, match=r"did not start: TimeoutError: the start took longer than 0\.2 s"):
+        engine.load_weights(iter(SENT), None, 0)
 
 
 @pytest.mark.vllm

@@ -5,7 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_qrl.rollout.vllm.requests import SEED_RANGE, by_length, check_lengths, completion, request_seed, scores
+from lit_qrl.rollout.vllm import requests
+from lit_qrl.rollout.vllm.requests import (
+    SEED_RANGE,
+    by_length,
+    check_lengths,
+    completion,
+    forget_prefixes,
+    request_seed,
+    scores,
+)
 
 
 def test_requests_are_ordered_and_measured():
@@ -51,3 +60,28 @@ def test_scores_are_those_of_the_given_tokens_after_the_first():
     got = scores(SimpleNamespace(prompt_logprobs=rows), [3, 5, 6])
     assert got.tolist() == [-1.0, -2.5]
     assert got.dtype == torch.float32
+
+
+def test_a_completion_s_seed_comes_from_the_number_of_its_prompt_wherever_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(requests, "drawing", lambda sampling, seed: seed)
+    whole = requests.drawings(None, [(prompt, sample) for prompt in range(4) for sample in range(3)], seed=5)
+    part = requests.drawings(None, [(prompt, sample) for prompt in (1, 3) for sample in range(3)], seed=5)
+    assert part == [*whole[3:6], *whole[9:12]]
+    assert requests.drawings(None, [(0, 0)], seed=None) == [None]
+
+
+@pytest.mark.parametrize("connector", [False, True])
+def test_a_connector_is_reset_where_there_is_one_and_vllm_can(connector):
+    asked = []
+
+    def new(reset_running_requests=False, reset_connector=False):
+        asked.append(reset_connector)
+        return True
+
+    def old(reset_running_requests=False):
+        asked.append(False)
+        return False
+
+    assert forget_prefixes(SimpleNamespace(reset_prefix_cache=new), connector)
+    assert not forget_prefixes(SimpleNamespace(reset_prefix_cache=old), connector)
+    assert asked == [connector, False]

@@ -1,6 +1,5 @@
-"""Optimizers that route parameters by kind, and learning-rate schedules over the whole run."""
+"""Muon for the hidden matrices, AdamW for everything else."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -10,12 +9,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.run.description import Described
 
 # Input and output embeddings of the architectures that transformers loads as causal language models.
 EMBEDDINGS = ("*embed*", "*wte.*", "*wpe.*", "*lm_head*", "*output_projection*")
 
 
-class MuonAdamW(Optimizer):
+class MuonAdamW(Optimizer, Described):
     """Muon for the hidden matrices, AdamW for everything else, as one optimizer.
 
     The rule of Muon's author (K. Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024):
@@ -123,67 +123,3 @@ class MuonAdamW(Optimizer):
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def check_optimizer(optimizer: Callable[[Any], Optimizer], device: torch.device, vectors: bool = True) -> None:
-    """Raise `ConfigError` where an optimizer cannot be built as configured, or not step on the device.
-
-    Tried on a parameter or two of its own, so that it is known before any weight is loaded.
-
-    Args:
-        optimizer: makes one from pairs of name and parameter.
-        device: of the training.
-        vectors: the model trains vectors too (norms), not matrices alone.
-    """
-    # 64 × 64 is the smallest that bitsandbytes keeps in 8 bits.
-    shapes: list[tuple[int, ...]] = [(64, 64), (64,)] if vectors else [(64, 64)]
-    trial = [(f"trial.{i}", torch.nn.Parameter(torch.zeros(shape, device=device))) for i, shape in enumerate(shapes)]
-    made = build_optimizer(optimizer, trial)
-    if not type(made).__module__.startswith("bitsandbytes"):
-        return
-    for _, parameter in trial:
-        parameter.grad = torch.ones_like(parameter)
-    try:
-        made.step()
-    except Exception as error:  # a missing kernel shows itself as an error of many kinds
-        raise ConfigError(
-            f"{type(made).__name__} of bitsandbytes cannot take a step on {device}.",
-            expected="a device that the installed bitsandbytes has kernels for, such as CUDA",
-            given=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
-            remedy="Train on a GPU, or set model.optimizer to torch.optim.AdamW.",
-        ) from error
-
-
-def build_optimizer(optimizer: Callable[[Any], Optimizer], named: Iterable[tuple[str, Tensor]]) -> Optimizer:
-    """Return `optimizer(named)`; what its class refuses becomes a `ConfigError`."""
-    try:
-        return optimizer(named)
-    except ConfigError:
-        raise
-    except (ValueError, TypeError) as error:
-        matrices_only = isinstance(error, ValueError) and "2D" in str(error)
-        remedy = "Use MuonAdamW, which gives AdamW the rest." if matrices_only else "Correct its init_args."
-        raise ConfigError(f"model.optimizer cannot be built: {str(error).rstrip('.')}.", remedy=remedy) from error
-
-
-def schedule_factor(step: int, steps: int, schedule: Literal["constant", "linear", "cosine"], warmup: float) -> float:
-    """Return the factor of the learning rate at an optimizer step.
-
-    Linear warm-up over the first `warmup` share of the run, then `constant`, or a decay to zero at the last step.
-
-    Args:
-        step: optimizer steps taken so far.
-        steps: optimizer steps of the whole run.
-        schedule: form of the decay.
-        warmup: share of the run, in [0, 1).
-
-    >>> schedule_factor(0, 100, "cosine", 0.05), schedule_factor(5, 100, "cosine", 0.05)
-    (0.2, 1.0)
-    """
-    rising = math.ceil(warmup * steps)
-    if step < rising:
-        return (step + 1) / rising
-    if schedule == "constant":
-        return 1.0
-    x = min((step - rising) / max(steps - rising, 1), 1.0)
-    return 1.0 - x if schedule == "linear" else (1.0 + math.cos(math.pi * x)) / 2

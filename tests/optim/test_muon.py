@@ -9,11 +9,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.optim import EMBEDDINGS, MuonAdamW, build_optimizer, check_optimizer, schedule_factor
+from lit_qrl.optim.muon import EMBEDDINGS, MuonAdamW
 from tests.networks import build_network
 from tests.tiny_run import build, fit, parameters_of
-
-CPU = torch.device("cpu")
 
 
 def model(seed=0):
@@ -239,53 +237,3 @@ def test_a_run_with_muon_clips_and_resumes_bit_for_bit(tmp_path):
     trainer.fit(module, datamodule=data, ckpt_path=saved, weights_only=True)
     assert trainer.current_epoch == 4
     assert torch.equal(parameters_of(whole), parameters_of(module))
-
-
-# ------------------------------------------------------------------------------------------- known before a model loads
-
-
-def test_settings_that_an_optimizer_refuses_are_known_at_once():
-    with pytest.raises(ConfigError, match=r"Invalid learning rate: -1.*init_args"):
-        check_optimizer(lambda named: torch.optim.AdamW(named, lr=-1.0), CPU)
-    with pytest.raises(ConfigError, match="-3"):
-        check_optimizer(lambda named: MuonAdamW(named, lr=-3.0), CPU)
-    with pytest.raises(ConfigError, match="foo"):
-        check_optimizer(lambda named: torch.optim.AdamW(named, foo=1), CPU)
-
-
-def test_plain_muon_is_refused_where_there_are_vectors():
-    with pytest.raises(ConfigError, match="Use MuonAdamW"):
-        check_optimizer(torch.optim.Muon, CPU)
-    check_optimizer(torch.optim.Muon, CPU, vectors=False)  # an adapter has matrices alone
-    made = build_optimizer(torch.optim.Muon, [("a", nn.Parameter(torch.zeros(2, 2)))])
-    assert made.param_groups[0]["param_names"] == ["a"]
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_bitsandbytes_must_have_a_step_for_the_device(works):
-    class AdamW8bit(torch.optim.SGD):
-        __module__ = "bitsandbytes.optim.adamw"
-
-        def step(self, closure=None):
-            if not works:
-                raise NotImplementedError("no kernel for cpu\nmore")
-
-    if works:
-        check_optimizer(AdamW8bit, CPU)
-        return
-    with pytest.raises(ConfigError, match=r"cannot take a step on cpu.*no kernel for cpu\. Train on a GPU"):
-        check_optimizer(AdamW8bit, CPU)
-
-
-def test_warmup_rises_to_one_and_cosine_ends_at_zero():
-    factors = [schedule_factor(step, 200, "cosine", 0.05) for step in range(201)]
-    assert factors[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
-    assert factors[10] == 1.0
-    assert factors[105] == pytest.approx((1 + math.cos(math.pi * 0.5)) / 2)
-    assert factors[200] == pytest.approx(0.0, abs=1e-12)
-
-
-def test_linear_and_constant():
-    assert schedule_factor(50, 100, "linear", 0.0) == 0.5
-    assert schedule_factor(99, 100, "constant", 0.0) == 1.0
-    assert schedule_factor(0, 3, "constant", 0.0) == 1.0

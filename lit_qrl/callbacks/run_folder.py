@@ -1,0 +1,253 @@
+"""The folder of a run that Python code starts: its place, its lock and its `config.yaml`, as on the command line."""
+
+import inspect
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+from jsonargparse import ArgumentParser, Namespace
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import Checkpoint, ModelSummary, RichModelSummary
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lit_qrl.data.module import RolloutDataModule
+from lit_qrl.errors import ConfigError
+from lit_qrl.optim.build import build_optimizer
+from lit_qrl.precision.source import PublishingPrecision
+from lit_qrl.run import folder as folders
+from lit_qrl.run.config import RunConfig
+from lit_qrl.run.description import Described, describe
+from lit_qrl.run.interrupt import Interrupted
+from lit_qrl.run.lock import RunLock
+from lit_qrl.run.loggers import RunCSVLogger
+from lit_qrl.run.quiet import quiet
+
+if TYPE_CHECKING:
+    from lit_qrl.module import GRPOModule
+
+SUMMARIES = (ModelSummary, RichModelSummary)
+"""What a Trainer adds of its own accord; the configuration says more than they do."""
+PLAIN_SETTINGS = (
+    *("max_epochs", "min_epochs", "max_steps", "min_steps", "limit_train_batches", "limit_val_batches"),
+    *("limit_test_batches", "limit_predict_batches", "check_val_every_n_epoch", "gradient_clip_val"),
+    *("num_sanity_val_steps", "log_every_n_steps", "fast_dev_run"),
+)
+"""What can be read from a Trainer under the name that its constructor has for it."""
+
+
+class RunFolder(Checkpoint):
+    """Gives a run its folder; `default_callbacks` puts it last.
+
+    It is a `Checkpoint` because Lightning calls those last: the lock is held until everything else is written.
+
+    Args:
+        name: of the runs under `runs/`, where the Trainer has no `default_root_dir`.
+        groups: the callbacks that every run has, by the names that their settings have in a configuration.
+    """
+
+    def __init__(self, name: str = "run", groups: Mapping[str, type[Callback]] | None = None) -> None:
+        self.name, self.groups = name, dict(groups or {})
+        self._lock = RunLock()
+        self._folder: Path | None = None
+        self._own: str | None = None
+        self._other_loggers: list[Logger] | None = None
+
+    def prepare(self, trainer: Trainer, module: "GRPOModule") -> None:
+        """Choose the folder, and set the Trainer as a run needs it.
+
+        Raises:
+            ConfigError: without a `RolloutDataModule`, or for a folder that cannot be written.
+        """
+        data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        if not isinstance(data, RolloutDataModule):
+            raise ConfigError(
+                "The Trainer has no prompts.",
+                expected="trainer.fit(module, data) with a RolloutDataModule",
+                given=None if data is None else type(data).__name__,
+            )
+        quiet()
+        if "PL_GLOBAL_SEED" not in os.environ:
+            seed_everything(0, verbose=False)
+        if self._folder is None:
+            self._set(trainer)
+        trainer.accumulate_grad_batches = data.micro_batches
+        self._choose(trainer)
+
+    def _set(self, trainer: Trainer) -> None:
+        trainer.num_sanity_val_steps = 0
+        trainer.log_every_n_steps = 1  # pyright: ignore[reportAttributeAccessIssue]
+        trainer._accelerator_connector.use_distributed_sampler = False  # ranks take their share themselves
+        trainer.callbacks = [one for one in trainer.callbacks if type(one) not in SUMMARIES]  # pyright: ignore
+
+    def _choose(self, trainer: Trainer) -> None:
+        command = str(trainer.state.fn.value)  # pyright: ignore[reportOptionalMemberAccess]
+        if self._folder is None or trainer.default_root_dir != str(self._folder):
+            self._own = None if trainer.default_root_dir == os.getcwd() else trainer.default_root_dir
+        own = [one for one in trainer.loggers if not isinstance(one, RunCSVLogger) and not _is_stock(one, trainer)]
+        self._other_loggers = own if trainer.loggers else None
+        again = command == "fit" and self._folder is not None and trainer.global_step > 0
+        trained = self._own if self._folder is None or trainer.global_step == 0 else str(self._folder)
+        if not again:
+            self._settle(trainer, folders.place(command, trained, self.name, resume=False)[0])
+
+    def _settle(self, trainer: Trainer, folder: Path) -> None:
+        self._folder = folder
+        # The Trainer has no other way to be told a folder after it was made.
+        trainer._default_root_dir = str(folder)
+        if self._other_loggers is not None:
+            trainer.loggers = [RunCSVLogger(folder), *self._other_loggers]
+
+    def setup(self, trainer: Trainer, pl_module: "GRPOModule", stage: str) -> None:
+        """Take the folder of a training."""
+        assert self._folder is not None
+        if stage == "fit" and trainer.is_global_zero:
+            self._lock.take(self._folder)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: "GRPOModule", checkpoint: dict[str, Any]) -> None:
+        """Go on in the folder of the run whose last checkpoint is loaded, unless the Trainer was given another."""
+        path = Path(str(trainer.ckpt_path))
+        run, command = path.parent.parent, str(trainer.state.fn.value)  # pyright: ignore[reportOptionalMemberAccess]
+        if self._own is not None or path.name != "last.ckpt" or not folders.is_run(run) or run == self._folder:
+            return
+        self._let_go()
+        self._settle(trainer, folders.place(command, str(run), self.name, resume=True)[0])
+        self.setup(trainer, pl_module, command)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
+        """Keep the last checkpoint of another run from being overwritten; write the configuration."""
+        if trainer.is_global_zero and (trainer.ckpt_path is not None or trainer.global_step == 0):
+            folders.keep_last(Path(trainer.default_root_dir), trainer.ckpt_path)
+        self._configuration(trainer, pl_module).on_fit_start(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
+        """Write the configuration of a command that does not train."""
+        if trainer.state.fn == TrainerFn.VALIDATING:
+            self._configuration(trainer, pl_module).setup(trainer, pl_module, "validate")
+
+    def on_test_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
+        """Write the configuration."""
+        self._configuration(trainer, pl_module).setup(trainer, pl_module, "test")
+
+    def on_predict_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
+        """Write the configuration."""
+        self._configuration(trainer, pl_module).setup(trainer, pl_module, "predict")
+
+    def _configuration(self, trainer: Trainer, module: "GRPOModule") -> RunConfig:
+        parser, config = configuration(trainer, module, self.groups)
+        return RunConfig(parser, config, overwrite=True)
+
+    def on_exception(self, trainer: Trainer, pl_module: "GRPOModule", exception: BaseException) -> None:
+        """Let go of the folder, and say where a run stands that a signal ended."""
+        if isinstance(exception, Interrupted) and trainer.is_global_zero:
+            print(standing(exception, trainer, "trainer.fit(…, ckpt_path=<that file>)"), flush=True)
+        self._let_go()
+
+    def teardown(self, trainer: Trainer, pl_module: "GRPOModule", stage: str) -> None:
+        """Let go of the folder."""
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._lock.release()
+        folders.let_go()
+
+
+def standing(interrupted: Interrupted, trainer: Trainer, again: str) -> str:
+    """Return where an interrupted run stands and how it goes on, as a paragraph."""
+    saved = folders.last_checkpoint(trainer.default_root_dir)
+    name = signal.Signals(interrupted.number).name
+    where = f"Interrupted by {name} in iteration {trainer.current_epoch + 1} of {trainer.max_epochs}."
+    if saved is None:
+        return f"\n{where} No checkpoint had been written."
+    return f"\n{where} {saved} is its last checkpoint. Go on with:\n  {again}"
+
+
+def _is_stock(logger: Logger, trainer: Trainer) -> bool:
+    """Return whether it is the logger that a Trainer has which was told none."""
+    stock = type(logger) in (CSVLogger, TensorBoardLogger) and logger.name == "lightning_logs"
+    return stock and logger.save_dir == trainer.default_root_dir
+
+
+class _AsDescribed:
+    """Stands for a parser where a part of a run has no name that a parser could find it by."""
+
+    def dump(self, config: Namespace) -> str:
+        return yaml.safe_dump(config.as_dict(), sort_keys=False, allow_unicode=True)
+
+    def save(self, config: Namespace, path: str, **kwargs: Any) -> None:
+        Path(path).write_text(self.dump(config), encoding="utf-8")
+
+
+def configuration(
+    trainer: Trainer, module: "GRPOModule", groups: Mapping[str, type[Callback]]
+) -> tuple[Any, Namespace]:
+    """Return a parser, and the configuration of the run's objects in the form that the command line has for it."""
+    data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    seed = os.environ.get("PL_GLOBAL_SEED")
+    described: dict[str, Any] = {
+        "seed_everything": int(seed) if seed else True,
+        "trainer": _trainer_settings(trainer, groups),
+        "model": describe(module)["init_args"],
+        "data": describe(data)["init_args"],
+    }
+    described["model"] |= {"objective": describe(module.objective), "optimizer": _optimizer(module)}
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--seed_everything", type=bool | int)
+    parser.add_class_arguments(Trainer, "trainer", fail_untyped=False, skip={"accumulate_grad_batches"})
+    parser.add_class_arguments(type(module), "model", fail_untyped=False)
+    parser.add_class_arguments(type(data), "data", fail_untyped=False)
+    for group, cls in groups.items():
+        found = [one for one in trainer.callbacks if type(one) is cls]  # pyright: ignore
+        described[group] = describe(found[0])["init_args"] if found else {}
+        parser.add_class_arguments(cls, group, fail_untyped=False)
+    parser.add_argument("--ckpt_path", type=str | None)
+    described["ckpt_path"] = None if trainer.ckpt_path is None else str(trainer.ckpt_path)
+    try:
+        return parser, parser.parse_object(described)
+    except Exception:  # a class of the user's own may be one that no parser builds
+        return _AsDescribed(), Namespace(**described)
+
+
+def _trainer_settings(trainer: Trainer, groups: Mapping[str, type[Callback]]) -> dict[str, Any]:
+    """Return the arguments with which a Trainer is made again, except its loggers."""
+    ours = (*groups.values(), RunFolder)
+    plugin, strategy, clip = trainer.precision_plugin, trainer.strategy, trainer.gradient_clip_algorithm
+    quantized = isinstance(plugin, PublishingPrecision)
+    callbacks = [one for one in trainer.callbacks if type(one) not in ours]  # pyright: ignore[reportAttributeAccessIssue]
+    return {
+        "accelerator": trainer.accelerator.name(),
+        "devices": trainer.num_devices,
+        "num_nodes": trainer.num_nodes,
+        "strategy": describe(strategy) if isinstance(strategy, Described) else _strategy_name(trainer),
+        "precision": None if quantized else trainer.precision,
+        "plugins": [describe(plugin)] if quantized else None,
+        "gradient_clip_algorithm": None if clip is None else clip.value,
+        "callbacks": [describe(one) for one in callbacks] or None,
+        "default_root_dir": trainer.default_root_dir,
+        "deterministic": True if torch.are_deterministic_algorithms_enabled() else None,
+        "use_distributed_sampler": False,
+        "enable_model_summary": False,
+        **{name: getattr(trainer, name) for name in PLAIN_SETTINGS},
+    }
+
+
+def _strategy_name(trainer: Trainer) -> str:
+    return "auto" if trainer.world_size == 1 else getattr(trainer.strategy, "strategy_name", "auto")
+
+
+def _optimizer(module: "GRPOModule") -> Any:
+    """Return class and settings of the optimizer: those of one that it makes for a trial parameter."""
+    made = build_optimizer(module.optimizer, [("trial", torch.nn.Parameter(torch.zeros(64, 64)))])
+    # All of them: the parser would fill gaps with the settings of the class that is the default.
+    known = describe(made)["init_args"] if isinstance(made, Described) else describe(dict(made.defaults))
+    arguments = {name: known[name] for name in _parameters(type(made)) if name in known and name != "params"}
+    return {**describe(type(made)), "init_args": arguments}
+
+
+def _parameters(cls: type) -> list[str]:
+    return list(inspect.signature(cls).parameters)

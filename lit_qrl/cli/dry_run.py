@@ -1,0 +1,271 @@
+"""`lit-qrl fit --dry_run`: what `fit` checks before it loads weights, memory by part, and the first prompts."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+
+from lit_qrl.callbacks.publisher import WeightPublisher
+from lit_qrl.data.module import RolloutDataModule
+from lit_qrl.errors import ConfigError
+from lit_qrl.formats.base import NumberFormat
+from lit_qrl.formats.dense import Dense
+from lit_qrl.functional.logprobs import CHUNK_ELEMENTS
+from lit_qrl.module import GRPOModule
+from lit_qrl.network.linears import quantizable_linears
+from lit_qrl.policy import DTYPES
+from lit_qrl.precision.packed_lora import PackedLoRA
+from lit_qrl.rollout import TransformersEngine, VLLMEngine
+from lit_qrl.rollout.engine import SamplerSpec
+
+GIB = 2**30
+TRIAL = 64
+"""A matrix of 64 × 64 is the smallest that bitsandbytes keeps in 8 bits."""
+PROMPTS, SHOWN = 3, 400
+"""Prompts that are printed, and characters of each."""
+TRUE_PRECISIONS = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+
+
+class Part(NamedTuple):
+    """One line of the memory table: what, how many bytes, and how they come about."""
+
+    name: str
+    size: float
+    note: str = ""
+
+
+class Tensors(NamedTuple):
+    """The learner's parameters: shapes under their names, which are trained, which a format holds, and their dtype."""
+
+    shapes: dict[str, torch.Size]
+    trained: set[str]
+    adapter: set[str]
+    quantizable: set[str]
+    dtype: torch.dtype
+
+    def count(self, names: set[str]) -> int:
+        """Return how many numbers they have."""
+        return sum(self.shapes[name].numel() for name in names)
+
+
+class _DoneError(Exception):
+    """Ends the Trainer's `fit` where it would load the weights."""
+
+
+def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> None:
+    """Let `fit` check all that it checks before it loads weights, then print what it would need and see.
+
+    Raises:
+        ConfigError: for what `fit` would refuse, and for a disk without room for two checkpoints.
+    """
+
+    def instead_of_weights() -> None:
+        raise _DoneError
+
+    folder = Path(trainer.default_root_dir)
+    module.configure_model = instead_of_weights  # what Lightning calls after every setup
+    try:
+        with suppress(_DoneError):
+            trainer.fit(module, datamodule=data)
+    finally:
+        del module.configure_model
+    learner = tensors(module, trainer)
+    table = parts(trainer, module, data, learner)
+    room = shutil.disk_usage(folder).free
+    trained = learner.count(learner.trained)
+    print(f"{trained:,} of {sum(one.numel() for one in learner.shapes.values()):,} parameters are trained.\n")
+    print(as_table(table))
+    print("\nActivations come on top: they grow with the tokens of a micro-batch.\n")
+    for ids, text in first_prompts(data):
+        print(f"Prompt of {len(ids)} tokens: {text[:SHOWN]!r}{' …' if len(text) > SHOWN else ''}")
+    check_disk(table, room, folder)
+    print("\nNothing was loaded. The configuration can be run.")
+
+
+def tensors(module: GRPOModule, trainer: Trainer) -> Tensors:
+    """Return the parameters that the run would have; the model is built without weights."""
+    policy = module.policy
+    on_cpu = trainer.strategy.root_device.type == "cpu"
+    own = getattr(policy.config, "dtype", None) or torch.float32
+    dtype = DTYPES.get(policy.dtype, torch.float32 if on_cpu else own)
+    dtype = TRUE_PRECISIONS.get(str(trainer.precision), dtype)
+    kept = policy.random_weights, policy.packed_format
+    policy.random_weights, policy.packed_format = True, None
+    try:
+        with torch.device("meta"):
+            policy.configure()
+    finally:
+        policy.random_weights, policy.packed_format = kept
+    named = dict(policy.named_parameters())
+    trained = {name for name, one in named.items() if one.requires_grad}
+    linears = {id(one.weight) for one in quantizable_linears(policy.network).values()}
+    return Tensors(
+        shapes={name: one.shape for name, one in named.items()},
+        trained=trained,
+        adapter=trained if policy.lora is not None else set(),
+        quantizable={name for name, one in named.items() if id(one) in linears},
+        dtype=dtype,
+    )
+
+
+def parts(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, learner: Tensors) -> list[Part]:
+    """Return the memory of a run, part by part.
+
+    Args:
+        trainer: set up, as are the module and the data.
+        module: that is trained.
+        data: with the engine.
+        learner: the parameters that the run would have.
+    """
+    plugin, item = trainer.precision_plugin, learner.dtype.itemsize
+    name = str(learner.dtype).removeprefix("torch.")
+    base = set(learner.shapes) - learner.adapter
+    packed = learner.quantizable if isinstance(plugin, PackedLoRA) else set()
+    weights = learner.count(base - packed) * item
+    held = name
+    if isinstance(plugin, PackedLoRA):
+        weights += learner.count(packed) * plugin.format.bits_per_weight / 8
+        held = f"{plugin.format.name} and {name}"
+    trained = learner.count(learner.trained)
+    masters = getattr(module, "master_weights", False) and item < 4
+    spec: SamplerSpec = next(one.publisher.spec for one in trainer.callbacks if isinstance(one, WeightPublisher))  # pyright: ignore
+    return [
+        Part("weights", weights, held),
+        Part("adapters", learner.count(learner.adapter) * item, name if learner.adapter else "none"),
+        Part("master bits", trained * 2 if masters else 0, "16 bits beside each weight" if masters else "none"),
+        Part("gradients", trained * item, name),
+        optimizer_states(module, learner, torch.float32 if masters else learner.dtype),
+        Part(
+            "reference",
+            weights if module.objective.kl_coefficient > 0 and module.policy.lora is None else 0,
+            "a frozen copy, for the KL penalty" if module.objective.kl_coefficient > 0 else "none",
+        ),
+        *engine_parts(data, spec, learner, module.policy.config.get_text_config(), trainer.strategy.root_device),
+        logits(data, module.policy.config.get_text_config(), trainer.strategy.root_device),
+    ]
+
+
+def optimizer_states(module: GRPOModule, learner: Tensors, dtype: torch.dtype) -> Part:
+    """Return the memory of the optimizer's states, measured on small parameters of the same names and ranks."""
+    small = {}
+    for name in sorted(learner.trained):
+        rank = len(learner.shapes[name])
+        small[name] = nn.Parameter(torch.ones((TRIAL,) * min(rank, 2) + (1,) * max(rank - 2, 0), dtype=dtype))
+        small[name].grad = torch.ones_like(small[name])
+    made: Any = None
+    try:
+        made = module.optimizer(small.items())
+        made.step()
+    except Exception as error:  # a missing kernel shows itself as an error of many kinds
+        return Part("optimizer states", float("nan"), f"not known here: {type(error).__name__}")
+    size = 0.0
+    for name, one in small.items():
+        state = [value for value in made.state.get(one, {}).values() if isinstance(value, torch.Tensor)]
+        each = sum(value.numel() * value.itemsize for value in state if value.numel() > 1) / one.numel()
+        size += each * learner.shapes[name].numel()
+    return Part("optimizer states", size, type(made).__name__)
+
+
+def engine_parts(
+    data: RolloutDataModule, spec: SamplerSpec, learner: Tensors, config: Any, device: torch.device
+) -> Iterator[Part]:
+    """Yield the memory of the sampler's weights and of its key-value cache."""
+    engine, format = data.engine, spec.format
+    plain = learner.dtype
+    given = getattr(engine, "dtype", None)
+    if isinstance(given, torch.dtype):
+        plain = given
+    elif isinstance(engine, VLLMEngine) and given in DTYPES:
+        plain = DTYPES[given]
+    quantized = learner.quantizable if format is not None and not isinstance(format, Dense) else set()
+    base = set(learner.shapes) - learner.adapter
+    size = learner.count(base - quantized) * plain.itemsize
+    note = _format_name(format, plain)
+    if quantized and format is not None:
+        size += learner.count(quantized) * format.bits_per_weight / 8
+    if isinstance(engine, TransformersEngine):
+        shared = engine.share == "auto" and not spec.outlives_update and plain == learner.dtype
+        if shared:
+            size -= learner.count(base - quantized) * plain.itemsize
+            note += ", the plain ones shared with the learner"
+        if engine.keep_operands and quantized:
+            size += learner.count(quantized) * 4
+            note += ", and dequantized operands"
+    elif isinstance(engine, VLLMEngine) and device.type == "cuda":
+        share = engine.gpu_memory_utilization
+        total = torch.cuda.get_device_properties(device).total_memory
+        note += f", inside the engine's {share:g} of the GPU: {share * total / GIB:.1f} GiB"
+    yield Part("sampler's weights", size, note)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    tokens = data.max_prompt_tokens + data.max_completion_tokens
+    rows = data.prompts_per_rank * data.group_size
+    whole = 2 * config.num_hidden_layers * heads * width * plain.itemsize * tokens * rows
+    limit = getattr(engine, "cache_gigabytes", None) or (0.5 if device.type == "cpu" else None)
+    if isinstance(engine, TransformersEngine) and limit is not None and whole > limit * 1e9:
+        yield Part("KV cache", limit * 1e9, f"its limit; all {rows} sequences would take {_amount(whole).strip()}")
+        return
+    if isinstance(engine, VLLMEngine) and engine.kv_cache_gib is not None:
+        yield Part("KV cache", engine.kv_cache_gib * GIB, "data.engine.kv_cache_gib")
+        return
+    yield Part("KV cache", whole, f"{rows} sequences of {tokens} tokens at once, at most")
+
+
+def _format_name(format: NumberFormat | None, plain: torch.dtype) -> str:
+    dtype = str(plain).removeprefix("torch.")
+    return dtype if format is None else f"{format.name} and {dtype}" if not isinstance(format, Dense) else format.name
+
+
+def logits(data: RolloutDataModule, config: Any, device: torch.device) -> Part:
+    """Return the memory of the logits that exist at a time, in fp32, and of their gradient."""
+    rows = data.prompts_per_rank // data.mini_batches * data.group_size // data.micro_batches
+    positions = rows * data.max_completion_tokens
+    chunk = max(1, CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"]) // config.vocab_size)
+    held = min(positions, chunk)
+    return Part("logits", 2 * held * config.vocab_size * 4, f"{held} of {positions} positions at a time")
+
+
+def as_table(table: Sequence[Part]) -> str:
+    """Return the parts as lines, with their sum.
+
+    >>> print(as_table([Part("weights", 3 * 2**30, "bf16"), Part("gradients", 2**29)]))
+    weights               3.00 GiB  bf16
+    gradients            512.0 MiB
+    together              3.50 GiB
+    """
+    whole = sum(part.size for part in table if part.size == part.size)
+    lines = [f"{name:<19} {_amount(size)}  {note}".rstrip() for name, size, note in table]
+    return "\n".join([*lines, f"{'together':<19} {_amount(whole)}"])
+
+
+def _amount(size: float) -> str:
+    return f"{size / GIB:6.2f} GiB" if size >= GIB else f"{size / 2**20:6.1f} MiB"
+
+
+def first_prompts(data: RolloutDataModule) -> Iterator[tuple[list[int], str]]:
+    """Yield token ids and text, special tokens included, of the prompts that the run draws first."""
+    before = data.position
+    problems = data.next_problems([PROMPTS])
+    data.position = before
+    for problem in problems:
+        yield problem.prompt_ids, data.module.policy.tokenizer.decode(problem.prompt_ids)
+
+
+def check_disk(table: Sequence[Part], room: int, folder: Path) -> None:
+    """Raise `ConfigError` where two checkpoints do not fit: the last one stays until the next is whole."""
+    kept = {"adapters", "master bits", "optimizer states"}
+    adapted = any(part.name == "adapters" and part.size for part in table)
+    kept |= set() if adapted else {"weights"}
+    need = 2 * sum(part.size for part in table if part.name in kept and part.size == part.size)
+    if need > room:
+        raise ConfigError(
+            "The disk has no room for the run's checkpoints.",
+            expected=f"{_amount(need).strip()} for two of them, since one is kept until the next is whole",
+            given=f"{_amount(room).strip()} free under {folder}",
+            remedy="Free some space, or set trainer.default_root_dir to another disk.",
+        )

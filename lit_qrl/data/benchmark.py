@@ -1,0 +1,202 @@
+"""What is evaluated: the task's own held-out problems, and benchmarks beside them, each decoded in its own way."""
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lit_qrl.data.problems import Problem
+from lit_qrl.data.task import Task
+from lit_qrl.errors import ConfigError
+from lit_qrl.types import SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Benchmark:
+    """A set of problems to evaluate on: the held-out rows of any task, and how they are answered.
+
+    What is left out is as `data.evaluation_*` says. Its prompts are never dropped, however long.
+
+    Args:
+        task: the problems, and what counts as correct; training rows of the run with the same problem are removed.
+        name: stands in its metrics, as in `val/<name>/pass@1`; by default the task's.
+        size: problems used, the first; 0 uses all.
+        samples: sampled answers to each problem (n); 0 decodes greedily alone.
+        pass_at: k of each pass@k, estimated without bias from the n samples; by default n itself.
+        temperature: of the samples.
+        top_p: nucleus mass of the samples.
+        greedy: also decode greedily.
+        completion_tokens: longest answer.
+
+    Raises:
+        ConfigError: a number is out of range, or nothing would be drawn.
+    """
+
+    task: Task
+    name: str | None = None
+    size: int = 0
+    samples: int | None = None
+    pass_at: list[int] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    greedy: bool | None = None
+    completion_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.size < 0 or (self.samples is not None and self.samples < 0):
+            raise ConfigError(
+                "A benchmark has a negative size.",
+                expected="size and samples of 0 or more",
+                given=f"size {self.size}, samples {self.samples}",
+            )
+
+
+@dataclass(kw_only=True)
+class EvaluationSet:
+    """A benchmark, or the task's own held-out rows, with nothing left open.
+
+    Args:
+        name: of the benchmark; empty for the task's own.
+        task: of the problems.
+        samples: answers to each problem.
+        pass_at: k of each pass@k.
+        temperature: of the samples.
+        top_p: of the samples.
+        greedy: whether there is also a greedy answer.
+        completion_tokens: longest answer.
+        size: problems used; 0 uses all.
+        problems: with their prompts.
+
+    Raises:
+        ConfigError: a number is out of range, or nothing would be drawn.
+    """
+
+    name: str
+    task: Task
+    samples: int
+    pass_at: Sequence[int]
+    temperature: float
+    top_p: float
+    greedy: bool
+    completion_tokens: int
+    size: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        where = f"data.benchmarks: {self.name}'s " if self.name else "data.evaluation_"
+        ranges = (
+            ("temperature", self.temperature > 0 or not self.samples, "above 0; greedy: true decodes without one"),
+            ("top_p", 0 < self.top_p <= 1, "a number in (0, 1]"),
+            ("completion_tokens", self.completion_tokens >= 1, "at least 1"),
+            ("pass_at", all(1 <= k <= max(self.samples, 1) for k in self.pass_at), f"1 to {self.samples} samples"),
+            ("samples", self.samples or self.greedy, "at least 1, or greedy: true"),
+        )
+        for key, good, expected in ranges:
+            if not good:
+                raise ConfigError(f"{where}{key} is out of range.", expected=expected, given=getattr(self, key))
+
+    @property
+    def accuracies(self) -> Mapping[str, tuple[str, int]]:
+        """By the name of its metric: from which answers each accuracy is, and of how many one must be correct."""
+        found = {"greedy_pass@1": ("greedy", 1)} if self.greedy else {}
+        if self.samples:
+            found["pass@1" if self.name else "accuracy"] = ("sampled", 1)
+            found |= {f"pass@{k}": ("sampled", k) for k in self.pass_at if k > 1}
+        return found
+
+    def decodings(self, stop_token_ids: tuple[int, ...]) -> dict[str, tuple[int, SamplingParams]]:
+        """Return how many answers of each kind are drawn of a problem, and how."""
+        plain = {"max_tokens": self.completion_tokens, "stop_token_ids": stop_token_ids}
+        found = {"greedy": (1, SamplingParams(temperature=0.0, **plain))} if self.greedy else {}
+        if self.samples:
+            drawn = SamplingParams(temperature=self.temperature, top_p=self.top_p, **plain)
+            found["sampled"] = (self.samples, drawn)
+        return found
+
+
+class Share:
+    """What one rank answers of a set; a plain class, so that no data loader takes it apart or copies it.
+
+    Args:
+        evaluated: the set.
+        index: of the set in the evaluation.
+        rank: of this process.
+        world_size: processes that share the set.
+    """
+
+    def __init__(self, evaluated: EvaluationSet, index: int = 0, rank: int = 0, world_size: int = 1) -> None:
+        self.set, self.index = evaluated, index
+        self.problems = evaluated.problems[rank::world_size]
+        self.positions = list(range(rank, len(evaluated.problems), world_size)) if world_size > 1 else None
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+
+def evaluation_sets(
+    task: Task | None, size: int, own: Mapping[str, Any], benchmarks: Sequence[Benchmark]
+) -> list[EvaluationSet]:
+    """Return the sets to evaluate on, still without problems: the task's own first.
+
+    Args:
+        task: of the run; None where its held-out rows are not evaluated on.
+        size: of its held-out rows those that are used; 0 uses all.
+        own: how they are answered, and every benchmark that says nothing else.
+        benchmarks: beside them.
+
+    Raises:
+        ConfigError: there is none, or two share a name.
+    """
+    found = [] if task is None else [EvaluationSet(name="", task=task, size=size, pass_at=[own["samples"]], **own)]
+    names: set[str] = set()
+    for one in benchmarks:
+        name = one.name or one.task.name
+        if name in names or not re.fullmatch(r"[\w+-][\w.+-]*", name):
+            raise ConfigError(
+                f"Two of data.benchmarks are named {name!r}."
+                if name in names
+                else f"{name!r} cannot name a benchmark.",
+                expected="different names of letters, digits, - and _, since they stand in the metrics",
+                given=repr(name),
+                remedy="Give the benchmark another `name`.",
+            )
+        names.add(name)
+        chosen = {key: value if getattr(one, key) is None else getattr(one, key) for key, value in own.items()}
+        pass_at = [k for k in [chosen["samples"]] if k] if one.pass_at is None else one.pass_at
+        found.append(EvaluationSet(name=name, task=one.task, size=one.size, pass_at=pass_at, **chosen))
+    if not found:
+        raise ConfigError(
+            "There is nothing to evaluate on.",
+            expected="data.evaluate_task: true, or a benchmark",
+            given="data.evaluate_task: false and no data.benchmarks",
+            remedy="Set one of the two; trainer.limit_val_batches: 0 leaves evaluations out.",
+        )
+    return found
+
+
+def without_benchmarks(problems: list[Problem], task: Task, evaluations: Sequence[EvaluationSet]) -> list[Problem]:
+    """Return the training problems that are none of a benchmark's.
+
+    Args:
+        problems: to train on.
+        task: of the run.
+        evaluations: of the run, with their problems.
+
+    Raises:
+        ConfigError: none is left.
+    """
+    evaluated = {one.task.key(problem.row) for one in evaluations if one.name for problem in one.problems}
+    kept = [problem for problem in problems if not evaluated or task.key(problem.row) not in evaluated]
+    if not kept:
+        raise ConfigError(
+            "Every training problem is one of data.benchmarks too.",
+            expected="problems that are not evaluated on",
+            given=f"{len(problems)} problems, all of them evaluated on",
+            remedy="Train on another data set or split.",
+        )
+    if len(kept) < len(problems):
+        log.info("Removed %d of %d training problems that a benchmark has.", len(problems) - len(kept), len(problems))
+    return kept

@@ -1,0 +1,51 @@
+"""An optimizer as configured, over parameters with names; what cannot work is known before a weight is loaded."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lit_qrl.errors import ConfigError
+
+
+def check_optimizer(optimizer: Callable[[Any], Optimizer], device: torch.device, vectors: bool = True) -> None:
+    """Raise `ConfigError` where an optimizer cannot be built as configured, or not step on the device.
+
+    Tried on a parameter or two of its own, so that it is known before any weight is loaded.
+
+    Args:
+        optimizer: makes one from pairs of name and parameter.
+        device: of the training.
+        vectors: the model trains vectors too (norms), not matrices alone.
+    """
+    # 64 × 64 is the smallest that bitsandbytes keeps in 8 bits.
+    shapes: list[tuple[int, ...]] = [(64, 64), (64,)] if vectors else [(64, 64)]
+    trial = [(f"trial.{i}", torch.nn.Parameter(torch.zeros(shape, device=device))) for i, shape in enumerate(shapes)]
+    made = build_optimizer(optimizer, trial)
+    if not type(made).__module__.startswith("bitsandbytes"):
+        return
+    for _, parameter in trial:
+        parameter.grad = torch.ones_like(parameter)
+    try:
+        made.step()
+    except Exception as error:  # a missing kernel shows itself as an error of many kinds
+        raise ConfigError(
+            f"{type(made).__name__} of bitsandbytes cannot take a step on {device}.",
+            expected="a device that the installed bitsandbytes has kernels for, such as CUDA",
+            given=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            remedy="Train on a GPU, or set model.optimizer to torch.optim.AdamW.",
+        ) from error
+
+
+def build_optimizer(optimizer: Callable[[Any], Optimizer], named: Iterable[tuple[str, Tensor]]) -> Optimizer:
+    """Return `optimizer(named)`; what its class refuses becomes a `ConfigError`."""
+    try:
+        return optimizer(named)
+    except ConfigError:
+        raise
+    except (ValueError, TypeError) as error:
+        matrices_only = isinstance(error, ValueError) and "2D" in str(error)
+        remedy = "Use MuonAdamW, which gives AdamW the rest." if matrices_only else "Correct its init_args."
+        raise ConfigError(f"model.optimizer cannot be built: {str(error).rstrip('.')}.", remedy=remedy) from error

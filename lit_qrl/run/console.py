@@ -1,0 +1,90 @@
+"""What libraries say during a run: into a file of the run folder; their warnings and errors on the screen, once."""
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import TextIOWrapper
+from pathlib import Path
+from typing import TextIO
+
+from lit_qrl.run.folder import LOG_FILE
+
+LIBRARIES = ("vllm", "flashinfer", "deep_gemm", "triton", "torch._inductor", "torch._dynamo")
+"""Loggers of the engine and of what compiles for it."""
+COMPILERS = ("vllm.utils.jit_monitor", "flashinfer.jit", "deep_gemm", "triton", "torch._inductor", "torch._dynamo")
+"""Loggers whose warnings tell of compilation alone: one for each kernel, and nothing that a person can change."""
+
+
+@contextmanager
+def kept_from_the_screen(folder: Path) -> Iterator[None]:
+    """Send what the libraries log to `<folder>/libraries.log`; on the screen stand warnings and errors, each once.
+
+    vLLM sets up its own logging when it is imported, unless it is told not to, which this does. The file is made with
+    its first line.
+
+    Args:
+        folder: of the run.
+    """
+    level = os.environ.get("VLLM_LOGGING_LEVEL", "INFO")
+    before = os.environ.get("VLLM_CONFIGURE_LOGGING")
+    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
+    file = _File(folder / LOG_FILE, encoding="utf-8", delay=True)
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    screen = _Screen()
+    loggers = [logging.getLogger(name) for name in LIBRARIES]
+    kept = [(one, one.level, one.propagate, one.handlers[:]) for one in loggers]
+    for one in loggers:
+        one.handlers[:], one.propagate = [file, screen], False
+        one.setLevel(level)
+    try:
+        yield
+    finally:
+        for one, level_before, propagate, handlers in kept:
+            one.handlers[:], one.propagate = handlers, propagate
+            one.setLevel(level_before)
+        file.close()
+        if before is None:
+            del os.environ["VLLM_CONFIGURE_LOGGING"]
+        else:
+            os.environ["VLLM_CONFIGURE_LOGGING"] = before
+
+
+class _File(logging.FileHandler):
+    """Makes its folder with its first line: a command that does not train may have none yet."""
+
+    def _open(self) -> TextIOWrapper:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+
+class _Screen(logging.StreamHandler):
+    """Writes a warning or an error to the present stderr, which a progress bar may have taken over, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+        self.setLevel(logging.WARNING)
+        self.addFilter(self._new)
+
+    @property
+    def stream(self) -> TextIO:
+        """Where errors go now."""
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, stream: TextIO) -> None:
+        pass
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the library's name and the first line; the rest, such as a traceback, is in the file."""
+        return f"{record.name.partition('.')[0]}: {record.getMessage().strip().partition(chr(10))[0]}"
+
+    def _new(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.ERROR and record.name.startswith(COMPILERS):
+            return False
+        said = f"{record.name}: {record.getMessage()}"
+        new = said not in self._seen
+        self._seen.add(said)
+        return new

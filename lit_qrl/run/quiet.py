@@ -1,0 +1,27 @@
+"""Silence for the advice of Lightning and transformers that does not apply to reinforcement learning."""
+
+import logging
+import warnings
+
+
+def quiet() -> None:
+    """Silence that advice, and let what this library says be seen."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
+    for pattern in (
+        "LightningCLI's args parameter.*",
+        ".*does not have many workers.*",
+        ".*smaller than the logging interval.*",
+        ".*`training_step` returned",
+        ".*`IterableDataset` has `__len__` defined.*",
+        r".*module\(s\) in eval mode.*",  # a policy is trained without dropout
+        ".*LeafSpec.*is deprecated.*",  # Lightning's own use of torch
+    ):
+        warnings.filterwarnings("ignore", pattern)
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    ours = logging.getLogger("lit_qrl")
+    if not ours.handlers:
+        ours.addHandler(logging.StreamHandler())
+    ours.setLevel(logging.INFO)

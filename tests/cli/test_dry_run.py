@@ -1,0 +1,106 @@
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lit_qrl.cli import dry_run as dry
+from lit_qrl.cli.main import main
+from lit_qrl.policy import CausalPolicy
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "models" / "tiny-countdown"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Return (status, memory in bytes by part, everything printed) of `fit --dry_run`; loading weights fails."""
+    monkeypatch.chdir(tmp_path)
+    tables = []
+    as_table = dry.as_table
+
+    def seen(table):
+        tables.append({part.name: part.size for part in table})
+        return as_table(table)
+
+    def loaded(*args, **kwargs):
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(dry, "as_table", seen)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
+
+    def run(*args):
+        status = 0
+        config = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--data.task.train_size", "32"]
+        try:
+            main(["fit", *config, "--dry_run", *map(str, args)])
+        except SystemExit as stop:
+            status = stop.code
+        printed = capsys.readouterr()
+        return status, tables[-1] if tables else {}, " ".join((printed.out + printed.err).split())
+
+    return run
+
+
+def test_it_prints_memory_and_prompts_and_leaves_nothing(run, monkeypatch):
+    status, sizes, text = run()
+    assert status == 0
+    assert "987,776 of 987,776 parameters are trained." in text
+    assert text.count("Prompt of 1") == 3
+    assert "Nothing was loaded." in text
+    assert not list(Path().iterdir())
+
+    monkeypatch.undo()
+    policy = CausalPolicy(str(MODEL))
+    policy.configure()
+    count = sum(one.numel() for one in policy.parameters())
+    config = policy.config
+    assert sizes["weights"] == sizes["gradients"] == 4 * count
+    assert sizes["optimizer states"] == 8 * count  # AdamW's two moments
+    assert sizes["adapters"] == sizes["master bits"] == sizes["reference"] == 0
+    # 32 × 8 sequences of 16 + 16 tokens; keys and values in fp32
+    each = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    assert sizes["KV cache"] == 256 * 32 * each
+    assert sizes["logits"] == 2 * 256 * 16 * config.vocab_size * 4
+
+
+def test_an_adapter_in_16_bits_and_another_optimizer(run):
+    lora = ("--model.policy.lora", "peft.LoraConfig", "--model.policy.lora.r", 4)
+    sgd = ("--model.optimizer", "torch.optim.SGD", "--model.optimizer.momentum", 0)
+    _, sizes, text = run(*lora, *sgd, "--trainer.precision", "bf16-true", "--publisher.format", "auto")
+    trained = int(text.split(" of ")[0].replace(",", ""))
+    assert sizes["adapters"] == sizes["gradients"] == 2 * trained
+    assert sizes["weights"] == 2 * 987_776
+    assert sizes["optimizer states"] == 0
+    assert sizes["sampler's weights"] == 0  # the learner's own tensors
+
+
+def test_what_fit_refuses_is_refused(run):
+    status, _, text = run("--data.group_size", 1)
+    assert status == 2
+    assert "A group of one completion has no baseline" in text
+    status, _, text = run("--data.max_prompt_tokens", 2)
+    assert status == 2
+    assert "prompts are too long" in text
+    assert not list(Path().iterdir())
+
+
+def test_a_folder_of_its_own_is_removed_again_and_a_full_disk_is_said(run, monkeypatch):
+    status, _, _ = run("--trainer.default_root_dir", "a/b")
+    assert status == 0
+    assert not Path("a").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "free")(20 * 2**20))
+    status, sizes, text = run()
+    assert status == 2
+    need = 2 * (sizes["weights"] + sizes["optimizer states"]) / 2**20
+    assert f"Expected: {need:.1f} MiB for two of them" in text
+    assert "Given: 20.0 MiB free" in text
+
+
+def test_bits_of_a_packed_base_count_as_bits():
+    shapes = {"up.weight": torch.Size((64, 64)), "norm.weight": torch.Size((64,))}
+    learner = dry.Tensors(shapes, {"norm.weight"}, set(), {"up.weight"}, torch.bfloat16)
+    assert learner.count({"up.weight"}) == 4096
+    assert dry.as_table([dry.Part("weights", 3 * 2**30), dry.Part("unknown", float("nan"))]).endswith("3.00 GiB")

@@ -1,0 +1,39 @@
+"""Early stopping by a metric of iterations, with evaluations in between, and over a resume."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+
+from tests.tiny_run import build, fit
+
+
+def stopping(**options):
+    return EarlyStopping(**{"monitor": "reward/mean", "mode": "max", "patience": 2, "min_delta": 10.0, **options})
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_metric_of_iterations_is_watched_from_the_first_on(tmp_path, every):
+    options = {"max_epochs": 9, "limit_val_batches": 1, "check_val_every_n_epoch": every}
+    trainer, _, _ = fit(tmp_path, callbacks=[stopping()], trainer=options)
+    assert trainer.current_epoch == 3  # the first sets the bar, two do not pass it
+    assert trainer.checkpoint_callback._saved == trainer.global_step
+
+
+def test_a_metric_of_evaluations_is_watched_there(tmp_path):
+    options = {"max_epochs": 9, "limit_val_batches": 1, "check_val_every_n_epoch": 2}
+    trainer, _, _ = fit(tmp_path, callbacks=[stopping(monitor="val/accuracy")], trainer=options)
+    assert trainer.current_epoch == 4  # that of the untrained policy, and two more
+
+
+def test_a_resumed_run_counts_on(tmp_path):
+    fit(tmp_path, callbacks=[stopping()], trainer={"max_epochs": 2})
+    saved = str(tmp_path / "run" / "checkpoints" / "last.ckpt")
+    trainer, module, data = build(tmp_path, callbacks=[stopping()], trainer={"max_epochs": 9})
+    trainer.fit(module, datamodule=data, ckpt_path=saved, weights_only=True)
+    assert trainer.current_epoch == 3
+
+
+def test_a_misspelt_metric_is_still_an_error(tmp_path):
+    torch.manual_seed(0)
+    with pytest.raises(RuntimeError, match="reward/men"):
+        fit(tmp_path, callbacks=[stopping(monitor="reward/men")], trainer={"max_epochs": 2})

@@ -1,0 +1,74 @@
+"""What libraries say: all of it in the run's file, warnings and errors on the screen once, nothing between the rows."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lit_qrl.run.console import LOG_FILE, kept_from_the_screen
+
+
+def test_messages_go_to_the_file_and_warnings_to_the_screen_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("VLLM_CONFIGURE_LOGGING", raising=False)
+    vllm, pool, jit = (logging.getLogger(n) for n in ("vllm", "vllm.v1.core.block_pool", "vllm.utils.jit_monitor"))
+    own = logging.StreamHandler(sys.stdout)
+    vllm.addHandler(own)
+    try:
+        with kept_from_the_screen(tmp_path):
+            assert os.environ["VLLM_CONFIGURE_LOGGING"] == "0"
+            for _ in range(3):
+                pool.info("Successfully reset prefix cache")
+                pool.warning("The cache is %s.", "small")
+            jit.warning("Triton kernel JIT compilation during inference: _kernel")
+            try:
+                raise ValueError("not there")
+            except ValueError:
+                pool.exception("It broke.")
+            logging.getLogger("torch._inductor.utils").info("compiled")
+        assert vllm.handlers == [own]
+    finally:
+        vllm.removeHandler(own)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == "vllm: The cache is small.\nvllm: It broke.\n"
+    lines = (tmp_path / LOG_FILE).read_text().splitlines()
+    assert sum("Successfully reset prefix cache" in line for line in lines) == 3
+    assert lines[-1].endswith(" INFO torch._inductor.utils: compiled")
+    assert lines[-2] == "ValueError: not there"
+    told = [line.split(" ", 2)[2] for line in lines if "vllm." in line]
+    assert told[-2:] == [
+        "WARNING vllm.utils.jit_monitor: Triton kernel JIT compilation during inference: _kernel",
+        "ERROR vllm.v1.core.block_pool: It broke.",
+    ]
+    assert "VLLM_CONFIGURE_LOGGING" not in os.environ
+
+
+def test_where_nothing_is_said_there_is_no_file(tmp_path):
+    with kept_from_the_screen(tmp_path / "run"):
+        logging.getLogger("vllm").debug("nothing worth a line")
+    assert not list(tmp_path.iterdir())
+    with kept_from_the_screen(tmp_path / "run"):
+        logging.getLogger("vllm").info("a line")
+    assert (tmp_path / "run" / LOG_FILE).read_text().endswith("INFO vllm: a line\n")
+
+
+SAYS = """
+import sys
+from pathlib import Path
+from lit_qrl.run.console import kept_from_the_screen
+with kept_from_the_screen(Path(sys.argv[1])):
+    from vllm.logger import init_logger
+    log = init_logger("vllm.v1.core.block_pool")
+    log.info("Successfully reset prefix cache")
+    log.warning_once("only once")
+"""
+
+
+@pytest.mark.vllm
+def test_vllm_s_own_logging_stays_away_from_the_screen(tmp_path):
+    done = subprocess.run([sys.executable, "-c", SAYS, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert "Successfully" not in done.stdout + done.stderr
+    assert "only once" in done.stderr
+    assert "Successfully reset prefix cache" in (tmp_path / LOG_FILE).read_text()
