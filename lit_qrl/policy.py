@@ -111,8 +111,7 @@ class CausalPolicy(Described, nn.Module):
         self.stop_token_ids = self._stop_tokens()
         self.model: nn.Module | None = None
         self.deferred: DeferredWeights | None = None
-        # Neither is a registered submodule: the state dict is the learner's alone.
-        self._reference: list[nn.Module] = []
+        self._reference: list[nn.Module] = []  # no registered submodule: the state dict is the learner's alone
         self._scoring_with_reference = False
 
     # ----------------------------------------------------------------------------------------------------- tokenizer
