@@ -18,11 +18,13 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.functional.logprobs import token_logprobs
 from lit_qrl.network.adapters import check_adapter, merged_weights, starts_from_base, with_adapter
+from lit_qrl.network.attention import implementation
 from lit_qrl.network.chat import chat_ids
 from lit_qrl.network.folder import FOLDER_REMEDY, HUB_REMEDY, local_folder, resolve_model
 from lit_qrl.network.head import check_tied, output_head
 from lit_qrl.network.modes import train_without_dropout
 from lit_qrl.network.padding_free import enable_padding_free, flat_hidden, flatten, is_padding_free
+from lit_qrl.network.structure import body
 from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, weights_are_deferred
 from lit_qrl.precision.layers.lora_linear import keep_factors, swap_lora_linears
 from lit_qrl.precision.layers.one_pass import Fuse, take_one_pass
@@ -97,20 +99,19 @@ class CausalPolicy(Described, nn.Module):
         check_adapter(lora)
         self.source = resolve_model(model, weights=not random_weights)
         self.dtype, self.lora, self.gradient_checkpointing = dtype, lora, gradient_checkpointing
-        self.attn_implementation, self.random_weights = attn_implementation, random_weights
-        self.chat_template_args, self.packing = chat_template_args or {}, packing
+        self.chat_template_args, self.packing, self.random_weights = chat_template_args or {}, packing, random_weights
         self.fuse: Fuse = fuse
         self.head_dtype, self.dropout = DTYPES.get(head_dtype), dropout
         self._hub = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
         self.config = self._load(AutoConfig, self.source, "config")
+        self.attn_implementation = implementation(self.config, attn_implementation)
         self.packed_format = take_packed_format(self.config, self.source, lora, random_weights)
         self.packed_base: PackedBase | None = None
         self.tokenizer = self._load_tokenizer(tokenizer, pad_token, eos_token)
         self.stop_token_ids = self._stop_tokens()
         self.model: nn.Module | None = None
         self.deferred: DeferredWeights | None = None
-        # Neither is a registered submodule: the state dict is the learner's alone.
-        self._reference: list[nn.Module] = []
+        self._reference: list[nn.Module] = []  # no registered submodule: the state dict is the learner's alone
         self._scoring_with_reference = False
 
     # ----------------------------------------------------------------------------------------------------- tokenizer
@@ -379,7 +380,7 @@ class CausalPolicy(Described, nn.Module):
         padding = (s - t - batch.prompt_length)[:, None]
         columns = torch.arange(s, device=batch.tokens.device)
         tokens = batch.tokens.gather(1, (columns + padding) % s)
-        hidden = network.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        hidden = body(network)(input_ids=tokens, use_cache=False).last_hidden_state
         predictors = columns[s - t - 1 : s - 1] - padding
         if self._scores_all(batch.mask):
             return hidden[torch.arange(len(batch), device=tokens.device)[:, None], predictors], None

@@ -73,6 +73,7 @@ def build(
     report=False,
     lr=3e-3,
     optimizer=None,
+    engine=None,
 ):
     """Return (trainer, module, data) of a run in `folder`; nothing has happened yet."""
     torch.manual_seed(0)
@@ -84,7 +85,7 @@ def build(
     )
     sizes = {"prompts_per_iteration": 4, "group_size": 4, "seed": 0}
     sizes |= {"max_completion_tokens": 8, "max_prompt_tokens": 16}
-    module_data = RolloutDataModule(task or DigitTask(), TransformersEngine(), **{**sizes, **(data or {})})
+    module_data = RolloutDataModule(task or DigitTask(), engine or TransformersEngine(), **{**sizes, **(data or {})})
     options = {
         "accelerator": "cpu",
         "devices": 1,

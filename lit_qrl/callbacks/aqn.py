@@ -12,14 +12,13 @@ from torch import Tensor
 from lit_qrl.errors import ConfigError, nearest
 from lit_qrl.functional.noise import aqn_sigma
 from lit_qrl.loop.hooks import RLCallback
-from lit_qrl.network.structure import NORM_READERS
+from lit_qrl.network.wiring import norms_before_projections
 from lit_qrl.seeding import derive_seed
 
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
 
 Schedule = Literal["exponential", "linear", "cosine", "logarithmic"]
-NORMS_BEFORE_PROJECTIONS = tuple(f"*.{norm}.weight" for norm in NORM_READERS)
 
 
 class AQNNoise(RLCallback):
@@ -36,7 +35,8 @@ class AQNNoise(RLCallback):
         end: σ of the last stage.
         num_stages: stages of the run, the silent one included.
         schedule: form of the decay between them.
-        norms: patterns of the perturbed parameters' names.
+        norms: patterns of the perturbed parameters' names; None takes the norms that linear layers read, which are
+            found by running the model once, whatever they are called.
         seed: of the noise; by default derived from the run's seed.
     """
 
@@ -46,7 +46,7 @@ class AQNNoise(RLCallback):
         end: float = 5e-4,
         num_stages: int = 10,
         schedule: Schedule = "exponential",
-        norms: Sequence[str] = NORMS_BEFORE_PROJECTIONS,
+        norms: Sequence[str] | None = None,
         seed: int | None = None,
     ) -> None:
         for name, sigma in (("start", start), ("end", end)):
@@ -72,7 +72,8 @@ class AQNNoise(RLCallback):
             raise ConfigError("AQNNoise.num_stages counts the silent stage too.", expected=">= 2", given=num_stages)
         self.start, self.end, self.num_stages = start, end, num_stages
         self.schedule: Schedule = schedule
-        self.norms, self.seed = tuple(norms), seed
+        self.norms, self.seed = None if norms is None else tuple(norms), seed
+        self._chosen: frozenset[str] = frozenset()
         self.stage, self.sigma, self.perturbed = 0, 0.0, 0
         self._generator = torch.Generator()
 
@@ -96,8 +97,21 @@ class AQNNoise(RLCallback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
-        """Check that each pattern matches norms of this model, and nothing else."""
-        shapes = {name: parameter.dim() for name, parameter in pl_module.policy.network.named_parameters()}
+        """Choose the norms: check that each pattern matches norms of this model and nothing else, or find them."""
+        network = pl_module.policy.network
+        shapes = {name: parameter.dim() for name, parameter in network.named_parameters()}
+        if self.norms is None:
+            with trainer.precision_plugin.forward_context():
+                self._chosen = frozenset(norms_before_projections(network))
+            if not self._chosen:
+                raise ConfigError(
+                    "AQNNoise perturbs norms that linear layers read, and this model has none: its norms stand behind "
+                    "attention and MLP.",
+                    expected="a model with norms before its projections, such as Qwen's or Llama's",
+                    given=type(network).__name__,
+                    remedy="Set norms of AQNNoise to the patterns of others, or leave AQNNoise out.",
+                )
+            return
         norms = sorted({name.rsplit(".", 2)[-2] for name in shapes if "norm" in name})
         for pattern in self.norms or ("",):
             matched = [name for name in shapes if fnmatch(name, pattern)]
@@ -135,6 +149,8 @@ class AQNNoise(RLCallback):
         module.iteration.metrics.update({"noise/sigma": self.sigma, "noise/perturbed_norms": float(self.perturbed)})
 
     def _matches(self, name: str) -> bool:
+        if self.norms is None:
+            return name in self._chosen
         return any(fnmatch(name, pattern) for pattern in self.norms)
 
     def state_dict(self) -> dict[str, Any]:

@@ -48,8 +48,9 @@ def audit(
       lit-qrl audit --model Qwen/Qwen2.5-1.5B-Instruct --prompts openai/gsm8k --subset main --formats fp8_row nvfp4
 
     d is the log-ratio learner / sampler per token, in nats, on completions that the sampler draws. The first row is the
-    learner's own arithmetic in the engine: what no format can fall below. AIS is in full force from a mean |d| of its
-    `saturation`; docs/metrics.md says what the columns mean and when to worry.
+    learner's own arithmetic in the engine: what no format can fall below. Bits are per weight of the whole
+    model. AIS is in full force from a mean |d| of its `saturation`; docs/metrics.md says what the columns mean and when
+    to worry.
 
     Args:
         model: folder, or name on the hub.
@@ -94,8 +95,9 @@ def audit(
 
     from lit_qrl.formats import get
     from lit_qrl.formats.support import names_where
-    from lit_qrl.network.structure import check_positions
+    from lit_qrl.network.structure import check_positions, outline_of
     from lit_qrl.policy import CausalPolicy
+    from lit_qrl.rollout.embedded.engine import TransformersEngine
     from lit_qrl.types import SamplingParams
 
     disable_progress_bar()
@@ -108,6 +110,7 @@ def audit(
         raise ConfigError("Every prompt is longer than --max_prompt_tokens.", given=max_prompt_tokens)
     check_positions(policy.config, max(map(len, encoded)), max_tokens, "Lower --max_tokens.")
     place = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    TransformersEngine().check_model(outline_of(policy))
     with torch.device(place):  # weights of half precision are kept so on an accelerator
         policy.configure()
     policy.to(place).eval()
@@ -135,13 +138,16 @@ def _rows(prompts: str, split: str, subset: str | None, column: str) -> list[str
 
 def _fitting(chosen: "Sequence[NumberFormat]", network: Any) -> "Iterator[NumberFormat]":
     """Yield the formats that the model's layers fit, and say which are left out."""
-    from lit_qrl.network.linears import quantizable_linears
+    from lit_qrl.formats import Dense
+    from lit_qrl.network.linears import check_quantizable, quantizable_linears
     from lit_qrl.precision.base import check_shapes
 
     layers = quantizable_linears(network)
     for format in chosen:
         try:
-            check_shapes(format, layers)
+            if not isinstance(format, Dense):
+                check_quantizable(network, format.name)
+                check_shapes(format, layers)
         except ConfigError as error:
             print(f"{format.name} is left out: {error.what}")
             continue
@@ -171,6 +177,7 @@ def measured(
     from lit_qrl.functional.mismatch import mismatch_metrics
     from lit_qrl.loop.batching import assemble, deal_by_length
     from lit_qrl.network.linears import quantizable_linears
+    from lit_qrl.network.names import kept_in_fp32
     from lit_qrl.network.stream import weight_stream
     from lit_qrl.rollout.embedded.engine import TransformersEngine
     from lit_qrl.rollout.engine import SamplerSpec
@@ -178,10 +185,11 @@ def measured(
     engine, layers = TransformersEngine(), quantizable_linears(policy.network)
     engine.setup(SamplerSpec(sampling=sampling), policy)
     device = next(policy.parameters()).device
-    own = 8.0 * next(iter(layers.values())).weight.element_size()
+    engine_dtype, kept = engine.plain_dtype, kept_in_fp32(policy.network)
+    parameters = sum(tensor.numel() for _, tensor in policy.named_weights())
     for version, format in enumerate((None, *formats)):
-        tensors = weight_stream(policy.named_weights(), format, list(layers), dtype=engine.plain_dtype)
-        engine.load_weights(tensors, format, version)
+        tensors = weight_stream(policy.named_weights(), format, list(layers), dtype=engine_dtype, kept=kept)
+        report = engine.load_weights(tensors, format, version)
         completions = engine.generate(prompts, n, seed)
         batch = assemble(prompts, completions, n, policy.pad_token_id).to(device)
         learner = torch.zeros_like(batch.sampler_logprobs)
@@ -194,5 +202,5 @@ def measured(
                 learner[rows, : piece.mask.shape[1]] = scores
         metrics = mismatch_metrics(learner, batch.sampler_logprobs, batch.mask)
         figures = {name: float(value) for name, value in metrics.items()}
-        bits = own if format is None else format.bits_per_weight
-        yield "learner" if format is None else format.name, {**figures, "bits": bits, "tokens": float(batch.mask.sum())}
+        figures |= {"bits": 8 * report.bytes / parameters, "tokens": float(batch.mask.sum())}
+        yield "learner" if format is None else format.name, figures

@@ -39,7 +39,8 @@ def export(
         output: folder to make; new or empty.
         checkpoint: name in RUN/checkpoints.
         adapter: write the LoRA alone, as a PEFT folder.
-        format: number format of the linear layers (default: as trained).
+        format: number format of the linear layers (default: as trained, which under QATAligned and UnifiedFP8 is the
+            plugin's).
         group_size: inputs per scale of int4_group (default: 128).
         exclude: linear layers that stay as they are: names, in which * stands for any part.
         dtype: of everything else.
@@ -69,6 +70,9 @@ def export(
     plain = DTYPES.get(dtype)
     if isinstance(chosen, formats.Dense):
         chosen, plain = None, chosen.dtype
+    if format is None and not adapter and (trained := trained_in(config_path)) is not None:
+        chosen, exclude = trained.format, exclude or trained.exclude
+        print(f"In {chosen}, as the learner computed. --format bf16 or fp32 writes its master weights.")
     refuse_existing(output)
     policy = restore(config_path, checkpoint_path, adapter_only=adapter)
     shard_bytes = int(shard_gib * 2**30)
@@ -85,6 +89,32 @@ def export(
             quantize_checkpoint(Path(place), output, chosen, exclude=exclude, dtype=plain, shard_bytes=shard_bytes)
     print(output)
     return output
+
+
+def trained_in(config_path: Path) -> Any:
+    """Return the precision plugin of a run that trained all weights in a number format, or None.
+
+    Args:
+        config_path: `config.yaml` of the run.
+    """
+    import yaml
+    from jsonargparse import ArgumentParser
+
+    from lit_qrl.precision.base import QuantizedPrecision
+
+    try:
+        plugins = yaml.safe_load(config_path.read_text())["trainer"].get("plugins") or []
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError):
+        return None
+    for entry in plugins if isinstance(plugins, list) else [plugins]:
+        path = entry.get("class_path", "") if isinstance(entry, dict) else str(entry)
+        if not path.startswith("lit_qrl.precision"):
+            continue
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_argument("--plugin", type=QuantizedPrecision)
+        plugin = parser.instantiate(parser.parse_object({"plugin": entry})).plugin
+        return None if plugin.packs_base else plugin
+    return None
 
 
 def locate(run: Path, name: str) -> tuple[Path, Path]:

@@ -42,6 +42,7 @@ class FormatSupport:
             there is to do.
         vllm_copied_on: devices where that is so; on a CPU kernels keep packed copies out of sight.
         vllm_lends: devices on which a learner can compute with the weights in vLLM's memory.
+        folder_dtype: dtype of everything else in a folder, where libraries multiply the codes out in no other.
         under: rows of the same weights under activations that the format's option `activations` has quantized.
     """
 
@@ -59,13 +60,16 @@ class FormatSupport:
     vllm_copied: tuple[str, ...] = ()
     vllm_copied_on: tuple[str, ...] = ("cuda",)
     vllm_lends: tuple[str, ...] = ()
+    folder_dtype: torch.dtype | None = None
     under: Mapping[str, "FormatSupport"] = field(default_factory=dict)
 
 
 _BOTH = ("cpu", "cuda")
 _PLAIN = FormatSupport(vllm=_BOTH, vllm_copied=("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"))
 _FP8 = FormatSupport(fp8=gemm.FP8, vllm=_BOTH, vllm_head=True, vllm_copied=("W8A8Fp8",))
-_4_BITS = FormatSupport(dequantizes_at_once=True, vllm=("cuda",), learner_kernels=("marlin",))
+_4_BITS = FormatSupport(
+    dequantizes_at_once=True, vllm=("cuda",), learner_kernels=("marlin",), folder_dtype=torch.bfloat16
+)
 _INT4 = FormatSupport(dequantizes_at_once=True, vllm=("cuda",), vllm_half_only=_BOTH, vllm_head=True)
 
 TABLE: dict[str, FormatSupport] = {

@@ -1,15 +1,17 @@
 """Adapters around a network: how one is put there, and the model's weights with it merged in or beside it."""
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from peft import LoftQConfig, LoraConfig, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.linears import quantizable_linears
-from lit_qrl.network.names import base_of, checkpoint_modules, is_adapted
+from lit_qrl.network.linears import expert_weights, quantizable_linears, routers_of
+from lit_qrl.network.names import base_of, checkpoint_modules, checkpoint_name, is_adapted
 from lit_qrl.network.quantized_linear import QuantizedLinear
 
 
@@ -35,15 +37,39 @@ def with_adapter(network: Any, config: Any, source: object) -> Any:
         ConfigError: for an adapter that does not fit the model.
     """
     config.task_type = config.task_type or "CAUSAL_LM"
+    linears = sorted({name.rpartition(".")[2] for name in quantizable_linears(network)})
+    routers = routers_of(network)
     try:
-        return get_peft_model(network, config)
+        adapted = get_peft_model(network, config)
     except ValueError as error:
-        linears = sorted({name.rpartition(".")[2] for name in quantizable_linears(network)})
         raise ConfigError(
             f"model.policy.lora does not fit {source}: {str(error).rstrip('.')}.",
             expected=f"target_modules among its linear layers, {', '.join(linears)}" if linears else None,
             remedy="Correct model.policy.lora; target_modules: all-linear takes all of them.",
         ) from error
+    parts = ((name, part) for name, part in adapted.named_modules() if is_adapted(part))
+    others = sorted((n for n, part in parts if isinstance(part, ParamWrapper) or base_of(part) in routers), key=len)
+    if others:
+        raise ConfigError(
+            f"model.policy.lora adapts weights of experts or routers of {source}, which no engine can be sent yet.",
+            expected=f"target_modules among its linear layers: {', '.join(linears)}",
+            given=checkpoint_name(others[0].removeprefix("base_model.model.")),
+            remedy="Name them in model.policy.lora.target_modules in place of all-linear.",
+        )
+    return adapted
+
+
+def check_fits(network: Any, config: Any, source: object) -> None:
+    """Raise `ConfigError` where `with_adapter` would; only models with experts are looked at.
+
+    Args:
+        network: an `outline` of the model; it is not fit for anything else afterwards.
+        config: the adapter's, or None.
+        source: where the model comes from, for errors.
+    """
+    if isinstance(config, LoraConfig) and not starts_from_base(config) and expert_weights(network):
+        with torch.device("meta"):
+            with_adapter(network, copy.deepcopy(config), source)
 
 
 def starts_from_base(config: object) -> bool:
@@ -58,6 +84,31 @@ def starts_from_base(config: object) -> bool:
     if not isinstance(config, LoraConfig):
         return False
     return config.use_dora or config.init_lora_weights not in (True, False, "gaussian")
+
+
+def check_separable(config: Any) -> None:
+    """Raise `ConfigError` for a PEFT config whose effect is more than a low-rank term beside a linear layer.
+
+    Args:
+        config: the policy's PEFT config.
+    """
+    used = [
+        what
+        for what, found in {
+            "use_dora": getattr(config, "use_dora", False),
+            "modules_to_save": getattr(config, "modules_to_save", None),
+            "trainable_token_indices": getattr(config, "trainable_token_indices", None),
+            "bias": getattr(config, "bias", "none") != "none",
+        }.items()
+        if found
+    ]
+    kind = str(getattr(getattr(config, "peft_type", None), "value", "LORA"))
+    if used or kind != "LORA":
+        raise ConfigError(
+            f"An adapter with {', '.join(used) or kind} cannot be published apart from its base.",
+            expected="plain LoRA on linear layers",
+            remedy="Drop the option, or set publisher.lora to merged.",
+        )
 
 
 def merged_weights(network: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional.logprobs import raised_linear, token_logprobs
-from lit_qrl.network.names import copy_in_use, is_adapted
+from lit_qrl.network.names import base_of, copy_in_use, is_adapted
 
 
 def output_head(network: Any) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def check_tied(network: Any) -> None:
     Args:
         network: the learner's Hugging Face model.
     """
-    head, embedding = output_head(network)["weight"], copy_in_use(network.get_input_embeddings())
+    head, embedding = output_head(network)["weight"], base_of(copy_in_use(network.get_input_embeddings()))
     if network.config.get_text_config().tie_word_embeddings and head is not embedding.weight:
         raise ConfigError(
             "The adapter unties the output embedding from the input embedding, which this model shares.",
@@ -54,7 +54,7 @@ def check_head(network: Any) -> None:
             given=type(head).__name__,
             remedy="Leave lm_head out of the adapter, or set quantize_head to false.",
         )
-    if head.weight is copy_in_use(embedding).weight:
+    if head.weight is base_of(copy_in_use(embedding)).weight:
         raise tied_head(network.config)
 
 

@@ -6,10 +6,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from transformers.pytorch_utils import Conv1D
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, listed
 from lit_qrl.network.names import base_of, checkpoint_modules, copy_in_use
-from lit_qrl.network.structure import FUSED_LAYERS, STAY_PLAIN
+from lit_qrl.network.structure import FUSED_LAYERS, SAME_AS_LINEAR, STAY_PLAIN, text_part
 
 
 def fused_group(name: str) -> str:
@@ -34,8 +36,8 @@ def fused_groups(names: Iterable[str]) -> dict[str, list[str]]:
 def quantizable_linears(root: nn.Module, exclude: Collection[str] = (), head: bool = False) -> dict[str, nn.Linear]:
     """Return the linear layers that a format applies to, by their names in the checkpoint.
 
-    Every `nn.Linear` of the model but the output embedding, routers and gates of experts, and what `exclude` names; of
-    an adapted layer the one inside the adapter.
+    Every `nn.Linear` of the text decoder but the output embedding, routers and gates of experts, and what `exclude`
+    names; of an adapted layer the one inside the adapter. Image and audio parts stay as they are.
 
     Args:
         root: the model.
@@ -49,14 +51,88 @@ def quantizable_linears(root: nn.Module, exclude: Collection[str] = (), head: bo
     get: Any = getattr(root, "get_output_embeddings", None)
     output = None if get is None else base_of(copy_in_use(get()))
     linears = ((name, base_of(module)) for name, module in checkpoint_modules(root))
+    text, routers = set(text_part(root).modules()), routers_of(root)
     return {
         name: module
         for name, module in linears
         if isinstance(module, nn.Linear)
         and name
         and (head if module is output else name.rpartition(".")[2] not in STAY_PLAIN)
+        and (module is output or (module in text and module not in routers))
         and not any(fnmatchcase(name, pattern) for pattern in exclude)
     }
+
+
+def expert_weights(root: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the matrices of experts that lie in one tensor "experts · ·", by their names in the checkpoint.
+
+    >>> import torch
+    >>> moe = nn.Module()
+    >>> moe.up_proj = nn.Parameter(torch.zeros(4, 2, 2))
+    >>> list(expert_weights(nn.ModuleDict({"experts": moe, "mixer": nn.Conv1d(2, 2, 2)})))
+    ['experts.up_proj']
+    """
+    text = set(text_part(root).modules())
+    return {
+        f"{prefix}.{name}" if prefix else name: parameter
+        for prefix, module in checkpoint_modules(root)
+        if (base := base_of(module)) in text and not isinstance(base, _ConvNd)
+        for name, parameter in base._parameters.items()
+        if parameter is not None and parameter.ndim == 3
+    }
+
+
+def routers_of(root: nn.Module) -> set[nn.Module]:
+    """Return the linear layers beside experts that write one number for each of them, or one for all."""
+    found = set()
+    for module in root.modules():
+        held = [p for child in module.children() for p in base_of(child)._parameters.values() if p is not None]
+        counts = {1} | {p.shape[0] for p in held if p.ndim == 3}
+        if len(counts) > 1:
+            beside = (base_of(child) for child in module.children() if isinstance(base_of(child), nn.Linear))
+            found |= {linear for linear in beside if linear.out_features in counts}
+    return found
+
+
+def check_quantizable(
+    root: nn.Module, format: str, exclude: Collection[str] = (), where: str = "publisher.exclude"
+) -> None:
+    """Raise `ConfigError` for matrices of the text decoder that no format applies to, unless `exclude` names them.
+
+    Args:
+        root: the model; its weights need not be there.
+        format: name of the format.
+        exclude: globs over names of layers and of experts' weights.
+        where: the setting that holds them, for the error.
+    """
+    text = text_part(root)
+    total = sum(parameter.numel() for parameter in text.parameters())
+    experts = {
+        name: parameter.numel()
+        for name, parameter in expert_weights(root).items()
+        if not any(fnmatchcase(name, p) or fnmatchcase(name.rpartition(".")[0], p) for p in exclude)
+    }
+    if experts:
+        raise ConfigError(
+            f"{format} applies to linear layers, and {sum(experts.values()) / total:.0%} of this model's parameters "
+            "are weights of experts.",
+            expected="a model without experts, or publisher.format: bf16",
+            given=listed(experts, 2),
+            remedy=f"Set the format to bf16, or add '*.experts' to {where} to quantize the other layers alone.",
+        )
+    transposed = [
+        name
+        for name, module in checkpoint_modules(root)
+        if isinstance(base_of(module), Conv1D) and not any(fnmatchcase(name, pattern) for pattern in exclude)
+    ]
+    if transposed:
+        raise ConfigError(
+            f"{format} applies to nn.Linear, and this model's layers are transformers' Conv1D, whose weights are "
+            "stored transposed.",
+            expected="a model made of nn.Linear, such as Qwen's or Llama's",
+            given=f"{type(root).__name__} with {listed(transposed, 2)}",
+            remedy="Set publisher.format to bf16, or take another model.",
+        )
 
 
 @dataclass(frozen=True)
@@ -85,8 +161,9 @@ def swap_linears(
 ) -> SwapReport:
     """Replace linear layers by what `factory` makes of them, and return which.
 
-    A second call does nothing: only layers of exactly the class `nn.Linear` are replaced, and the new ones must be
-    of another. A layer that is reachable by two names is replaced once, in both places.
+    A second call does nothing: only layers of the class `nn.Linear`, or of a model's own that computes the same, are
+    replaced, and the new ones must be of another. A layer that is reachable by two names is replaced once, in both
+    places.
 
     Args:
         root: the model; its own children are changed.
@@ -105,7 +182,7 @@ def swap_linears(
     for name, module in linears:
         if not filter_fn(name, module):
             skipped.append(name)
-        elif type(module) is not nn.Linear:
+        elif type(module) is not nn.Linear and type(module).__name__ not in SAME_AS_LINEAR:
             present.append(name)
         else:
             replaced[id(module)] = factory(name, module)

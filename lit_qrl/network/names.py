@@ -1,14 +1,16 @@
 """A network as its checkpoint names it, whatever PEFT put into it; nothing else knows PEFT's names for that."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import ModulesToSaveWrapper
+from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
 
 _BASE, _TRAINED_COPIES = "base_layer", "modules_to_save"
+_TRAINED_ROWS = "token_adapter"
 _PREFIXES = tuple(set(PEFT_TYPE_TO_PREFIX_MAPPING.values()))
 
 
@@ -22,7 +24,7 @@ def checkpoint_name(name: str) -> str:
     if _TRAINED_COPIES in parts:  # the adapter's name follows
         cut = parts.index(_TRAINED_COPIES)
         parts = parts[:cut] + parts[cut + 2 :]
-    return ".".join(part for part in parts if part != _BASE)
+    return ".".join(part for part in parts if part not in (_BASE, _TRAINED_ROWS))
 
 
 def is_adapter(name: str) -> bool:
@@ -54,7 +56,12 @@ def base_of(module: Any) -> Any:
 
 
 def copy_in_use(module: Any) -> Any:
-    """Return the trained copy of a module that PEFT keeps beside the original one, or the module itself."""
+    """Return the trained copy of a module that PEFT keeps beside the original one, or the module itself.
+
+    Of an embedding with rows that are trained, it is PEFT's layer around the model's own.
+    """
+    if isinstance(module, TrainableTokensWrapper):
+        return module.token_adapter
     if not isinstance(module, ModulesToSaveWrapper):
         return module
     return module.original_module if module.disable_adapters else module.modules_to_save[module.active_adapters[0]]
@@ -78,6 +85,24 @@ def checkpoint_modules(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from walk(f"{name}.{child}" if name else child, part)
 
     yield from walk("", network)
+
+
+def kept_in_fp32(network: nn.Module) -> frozenset[str]:
+    """Return the names of tensors that a model keeps in fp32 whatever dtype it has, as it says itself.
+
+    Args:
+        network: a Hugging Face model, with or without an adapter inside.
+    """
+    asked = [re.escape(pattern) for pattern in getattr(network, "_keep_in_fp32_modules_strict", None) or ()]
+    if not asked:
+        return frozenset()
+    wanted = re.compile(rf"(^|\.)({'|'.join(asked)})(\.|$)")
+    names = (
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in checkpoint_modules(network)
+        for name in (*base_of(module)._parameters, *base_of(module)._buffers)
+    )
+    return frozenset(name for name in names if wanted.search(name))
 
 
 def put_layer(network: nn.Module, name: str, layer: nn.Module) -> None:

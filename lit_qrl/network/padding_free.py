@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lit_qrl.network.structure import PLAIN_ATTENTION
+from lit_qrl.network.structure import PLAIN_ATTENTION, body
 from lit_qrl.types import RolloutBatch
 
 ATTENTION = "lit_qrl_padding_free"
@@ -214,7 +214,7 @@ def flat_hidden(network: Any, flat_batch: FlatBatch) -> Tensor:
     """
     # Four dimensions keep the library from making a mask of n × n; `attend` looks at the layout alone.
     no_mask = flat_batch.tokens.new_zeros(1, 1, 1, 1, dtype=torch.bool)
-    hidden = network.base_model(
+    hidden = body(network)(
         input_ids=flat_batch.tokens[None],
         attention_mask=no_mask,
         position_ids=flat_batch.positions[None],

@@ -26,6 +26,7 @@ def weight_stream(
     quantizable: Collection[str],
     dtype: torch.dtype | None = None,
     quantized: Callable[[str, Tensor], QuantizedWeight | None] | None = None,
+    kept: Collection[str] = (),
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield checkpoint names and tensors of a stream of weights, the given layers in `format`.
 
@@ -39,6 +40,7 @@ def weight_stream(
         dtype: what floating tensors outside these layers are cast to; None leaves them, and with a dense format
             takes that format's dtype.
         quantized: from a layer's name and its tensor to codes that exist already, or None where they must be made.
+        kept: names of tensors that are never cast; see `kept_in_fp32`.
 
     Raises:
         ConfigError: for a tensor with NaN or inf, or a shape that does not fit. On an accelerator a NaN shows at the
@@ -55,7 +57,7 @@ def weight_stream(
     for name, tensor in named:
         layer = name.removesuffix(_WEIGHT)
         if format is None or layer not in chosen or not name.endswith(_WEIGHT):
-            yield name, finite.plain(name, tensor, dtype)
+            yield name, finite.plain(name, tensor, None if name in kept else dtype)
             continue
         seen.add(layer)
         key = fused_group(layer)

@@ -3,16 +3,21 @@
 Another family, or experts, whose layers are named or built otherwise, is a matter of these tables.
 """
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from accelerate import init_empty_weights
 from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lit_qrl.errors import ConfigError
 
 STAY_PLAIN = frozenset({"lm_head", "embed_out", "output_embedding", "score", "router", "gate", "shared_expert_gate"})
 """Last parts of the names of linear layers that no format applies to: heads write logits, routers choose experts; an
 error of 4 or 8 bits there costs far more than the memory it saves."""
+SAME_AS_LINEAR = frozenset({"FalconLinear"})
+"""Subclasses of `nn.Linear` whose forward pass is written anew and computes the same."""
 FUSED_LAYERS = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -37,6 +42,49 @@ PLAIN_ATTENTION = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", 
 """Model types whose attention is softmax(q·kᵀ·scaling)·v over the whole past, by way of the library's registry."""
 
 
+def text_part(root: nn.Module) -> nn.Module:
+    """Return the text decoder of a Hugging Face model, without head, image and audio parts; any other module itself."""
+    found = root.get_decoder() if isinstance(root, PreTrainedModel) else None
+    return root if found is None else body(found)
+
+
+def body(network: Any) -> Any:
+    """Return the part of a causal language model that yields hidden states: all but its head.
+
+    Args:
+        network: a Hugging Face model.
+    """
+    base = getattr(network, "base_model", network)
+    if base is not network:
+        return base
+    inside = [part for part in network.children() if isinstance(part, PreTrainedModel)]
+    return inside[0] if inside and network.get_output_embeddings() is not None else network
+
+
+def outline(config: Any, **options: Any) -> Any:
+    """Return the causal language model that a config describes, without memory for its weights.
+
+    Args:
+        config: of a Hugging Face model.
+        **options: of `AutoModelForCausalLM.from_config`.
+
+    >>> from transformers import LlamaConfig
+    >>> outline(LlamaConfig(num_hidden_layers=1)).lm_head.weight.device.type
+    'meta'
+    """
+    with init_empty_weights(include_buffers=False):
+        network = AutoModelForCausalLM.from_config(config, **options)
+    network.tie_weights()  # what was tied inside is two parameters now
+    return network.eval()
+
+
+def outline_of(policy: Any) -> Any:
+    """Return a policy's model, with the weights if they are loaded and else without memory for them."""
+    if policy.model is not None:
+        return policy.network
+    return outline(copy.deepcopy(policy.config), trust_remote_code=policy._hub["trust_remote_code"])
+
+
 def decoder_layers(network: Any) -> tuple[str, nn.ModuleList]:
     """Return name and list of the model's decoder layers.
 
@@ -52,6 +100,30 @@ def decoder_layers(network: Any) -> tuple[str, nn.ModuleList]:
         expected="a decoder such as Llama's or Qwen's",
         remedy="Quantize it elsewhere, or on load.",
     )
+
+
+def cached_numbers(config: Any) -> int:
+    """Return how many numbers of keys and values one token leaves in all layers.
+
+    Args:
+        config: of a Hugging Face model; its layers may differ in their heads.
+
+    >>> from transformers import LlamaConfig
+    >>> cached_numbers(LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=8))
+    32
+    """
+    text = config.get_text_config()
+    count = text.num_hidden_layers
+    layers = [text.per_layer_config[i] for i in range(count)] if getattr(text, "per_layer_config", None) else [text]
+    total = 0
+    for layer in layers:
+        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        key = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        value = key
+        if getattr(layer, "kv_lora_rank", None):
+            key, value = layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim
+        total += heads * (key + value)
+    return total * (count // len(layers))
 
 
 def check_positions(config: Any, prompt: int, drawn: int, remedy: str) -> None:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight
-from lit_qrl.network.linears import SwapReport, fused_groups, quantizable_linears, swap_linears
+from lit_qrl.network.linears import SwapReport, check_quantizable, fused_groups, quantizable_linears, swap_linears
 from lit_qrl.network.names import is_adapted
 from lit_qrl.network.stream import quantize_named
 from lit_qrl.precision.source import Held, PublishingPrecision, WeightSource
@@ -155,6 +155,7 @@ class QuantizedPrecision(PublishingPrecision):
                 "gets is the merged weight, which this forward pass never sees.",
                 remedy="Leave model.policy.lora out, or use NVFP4LoRA with the format of the base.",
             )
+        check_quantizable(network, self.format.name, self.exclude, "the plugin's exclude")
         chosen = quantizable_linears(network, self.exclude)
         check_shapes(self.format, chosen)
         clock, format, layer_class = self.clock, self.format, self.layer_class

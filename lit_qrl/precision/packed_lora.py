@@ -15,10 +15,10 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.network.adapters import base_weights, merged_weights
-from lit_qrl.network.linears import SwapReport, fused_groups, quantizable_linears
+from lit_qrl.network.linears import SwapReport, check_quantizable, fused_groups, quantizable_linears
 from lit_qrl.network.names import base_of, checkpoint_modules, checkpoint_name, is_adapter, put_layer
 from lit_qrl.network.quantized_linear import leave_to_each_rank
-from lit_qrl.network.stream import quantize_named, shared_amax, weight_stream
+from lit_qrl.network.stream import quantize_named, shared_amax
 from lit_qrl.precision.base import QuantizedPrecision, check_shapes, network_of
 from lit_qrl.precision.deferred import DeferredWeights, deferred_weights
 from lit_qrl.precision.layers.packed_linear import PackedLinear
@@ -97,6 +97,7 @@ class PackedLoRA(QuantizedPrecision):
         network = network_of(policy)
         if self.packed(network):
             return
+        check_quantizable(network, self.format.name, self.exclude, "the plugin's exclude")
         linears = {
             name: layer
             for name, layer in quantizable_linears(network, self.exclude).items()
@@ -262,12 +263,12 @@ class PackedSource(WeightSource):
             )
         device = next(network_of(self.policy).parameters()).device
         named = base_weights(network_of(self.policy), multiply_out=False)
-        return weight_stream(named, self.format, list(layers), dtype, lambda name, _: layers[name].weight_on(device))
+        return self._stream(named, self.format, list(layers), dtype, lambda name, _: layers[name].weight_on(device))
 
     @override
     def plain(self, dtype: torch.dtype | None) -> Named:
         network = network_of(self.policy)
-        return weight_stream(merged_weights(network, next(network.parameters()).dtype), None, (), dtype)
+        return self._stream(merged_weights(network, next(network.parameters()).dtype), None, (), dtype)
 
     @override
     def settle(self, engine: WeightStore) -> None:

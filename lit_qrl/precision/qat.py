@@ -28,7 +28,9 @@ class _StraightThrough(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "AlignedLinear") -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.has_bias = layer, bias is not None
-        return layer.multiply(x, None if bias is None else bias.to(x.dtype))
+        out = layer.multiply(x, None if bias is None else bias.to(x.dtype))
+        # no view in autograd's eyes: a model may add to it in place, as Falcon's does
+        return torch.ops.aten._unsafe_view(out, list(out.shape))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

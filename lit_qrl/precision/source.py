@@ -13,6 +13,7 @@ from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.formats.dense import Dense
 from lit_qrl.network.adapters import base_weights
 from lit_qrl.network.linears import quantizable_linears
+from lit_qrl.network.names import kept_in_fp32
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.precision.vllm_kernels.borrowed import WeightStore
 from lit_qrl.run.description import Described
@@ -61,15 +62,18 @@ class WeightSource:
     def whole(self, change: Change, dtype: torch.dtype | None) -> Named:
         """Yield the sampler's tensors, an adapter merged in, each passed through `change` before quantization."""
         named = ((name, change(name, tensor)) for name, tensor in self.policy.named_weights())
-        return weight_stream(named, self.format, list(self.shapes()), dtype, self.held())
+        return self._stream(named, self.format, list(self.shapes()), dtype, self.held())
 
     def base(self, dtype: torch.dtype | None) -> Named:
         """Yield the base's tensors in the format, without the adapter."""
-        return weight_stream(base_weights(self.policy.network), self.format, list(self.shapes()), dtype)
+        return self._stream(base_weights(self.policy.network), self.format, list(self.shapes()), dtype)
 
     def plain(self, dtype: torch.dtype | None) -> Named:
         """Yield the learner's weights in its own dtype, an adapter merged in."""
-        return weight_stream(self.policy.named_weights(), None, (), dtype)
+        return self._stream(self.policy.named_weights(), None, (), dtype)
+
+    def _stream(self, *arguments: Any) -> Named:
+        return weight_stream(*arguments, kept=kept_in_fp32(self.policy.network))
 
     def adapter(self, dtype: torch.dtype | None) -> Named:
         """Yield the adapter's factors under PEFT's names."""

@@ -3,10 +3,10 @@
 from typing import Any
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.network.adapters import check_separable
 from lit_qrl.precision.source import Change, PublishingPrecision, WeightSource
 from lit_qrl.publish.delivery import Delivery
 from lit_qrl.receipts.ledger import PublishReport
-from lit_qrl.rollout.embedded.adapter import check_separable
 from lit_qrl.rollout.engine import LendsWeights, RolloutEngine, TakesAdapter
 
 
@@ -76,7 +76,7 @@ class AdapterBeside:
     def __init__(self, source: WeightSource, delivery: Delivery) -> None:
         self.source, self.delivery = source, delivery
         # What the engine holds: the base's state and layers, and which norms differ from it.
-        self._base: tuple[Any, dict[str, str]] | None = None
+        self._base: tuple[Any, PublishReport] | None = None
         self._perturbed: set[str] = set()
 
     def forget(self) -> None:
@@ -98,7 +98,7 @@ class AdapterBeside:
             report = self.delivery.weights(source.base(dtype), source.format, source.shapes(), version)
             if isinstance(engine, LendsWeights):
                 source.settle(engine)
-            self._base, sent = (source.base_state(), report.layers), report.bytes
+            self._base, sent = (source.base_state(), report), report.bytes
         changed = source.changed_norms(change)
         restored = source.norms(self._perturbed - changed.keys())
         if changed or restored:
@@ -107,6 +107,8 @@ class AdapterBeside:
             sent += self.delivery.part("norms", norms, version).bytes
             self._perturbed = set(changed)
         report = self.delivery.part("adapter", source.adapter(engine.plain_dtype), version)
-        report.layers = {**self._base[1], **report.layers}
+        base = self._base[1]
+        report.layers, report.sizes = {**base.layers, **report.layers}, base.sizes
+        report.quantized_share, report.verified_share = base.quantized_share, base.verified_share
         report.bytes += sent
         return report

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from lit_qrl.errors import within_memory
 from lit_qrl.formats.base import NumberFormat
+from lit_qrl.formats.dense import Dense
+from lit_qrl.publish.shares import weigh
 from lit_qrl.receipts.ledger import (
     PublishError,
     PublishReport,
@@ -55,6 +57,8 @@ class Delivery:
         sent = SentLedger(version, format, sampled)
         report = self.engine.load_weights(sent.watch(stream), format, version)
         self._compare(sent, report, format, whole=True)
+        low = format is not None and not isinstance(format, Dense)
+        weigh(report, sent, shapes if low else {})
         return report
 
     def part(self, kind: Literal["adapter", "norms"], stream: Stream, version: int) -> PublishReport:

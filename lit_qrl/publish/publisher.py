@@ -6,10 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from lit_qrl.errors import MemoryShortageError, within_memory
+from lit_qrl.errors import MemoryShortageError, listed, within_memory
+from lit_qrl.formats.base import NumberFormat
+from lit_qrl.formats.dense import Dense
 from lit_qrl.loop.hooks import Learner, overrides, rl_callbacks
 from lit_qrl.precision.source import Change, WeightSource, unchanged
 from lit_qrl.publish.adapter import AdapterBeside
@@ -20,6 +24,7 @@ from lit_qrl.publish.source import source_of, trained_source
 from lit_qrl.publish.spec import PublishSettings, sampler_spec
 from lit_qrl.receipts.ledger import PublishReport
 from lit_qrl.rollout.engine import EngineDiedError, Sleeps
+from lit_qrl.run.diary import event
 from lit_qrl.run.stop import stop_run
 from lit_qrl.strategies.colocated import begin_rollout, begin_update
 
@@ -160,6 +165,7 @@ class Publisher:
         )
         if self._published == 0:
             write_layers(Path(trainer.default_root_dir), report)
+            tell_shares(trainer, self.spec.format, report)
         self._published += 1
 
     def _publish_rollout_again(self) -> None:
@@ -224,7 +230,22 @@ class Publisher:
 
 @rank_zero_only
 def write_layers(folder: Path, report: PublishReport) -> None:
-    """Write `publish.json`: the format that every tensor of the first publish was loaded in."""
+    """Write `publish.json`: the format that every tensor of the first publish was loaded in, its bytes, the shares."""
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"version": report.version, "bytes": report.bytes, "layers": report.layers}
+    keys = ("version", "bytes", "quantized_share", "verified_share", "layers", "sizes")
+    unverified = [] if report.received is None else report.received.unread
+    content = {**{key: getattr(report, key) for key in keys}, "unverified": unverified}
     (folder / "publish.json").write_text(json.dumps(content, indent=1))
+
+
+def tell_shares(trainer: Trainer, format: NumberFormat | None, report: PublishReport) -> None:
+    """Print, and note in the diary, how much of the model the sampler has in the format and how much was verified."""
+    what = "the learner's dtype" if format is None else format.name
+    share = 1.0 if format is None or isinstance(format, Dense) else report.quantized_share
+    unread = [] if report.received is None else report.received.unread
+    left = f", not {listed(unread, 2)}" if report.verified_share < 1 and unread else ""
+    line = f"Sampler: {share:.1%} of the parameters in {what}; {report.verified_share:.1%} of the bytes verified{left}."
+    shares = {"quantized_share": report.quantized_share, "verified_share": report.verified_share}
+    event(trainer, "sampler", line, **shares)
+    if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
+        bar.print(line)

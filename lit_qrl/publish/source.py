@@ -7,6 +7,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
 from lit_qrl.network.head import check_head
+from lit_qrl.network.linears import check_quantizable
 from lit_qrl.precision.base import check_shapes
 from lit_qrl.precision.source import PublishingPrecision, WeightSource
 
@@ -51,6 +52,7 @@ def _check(source: WeightSource) -> None:
         return
     if source.head:
         check_head(source.policy.network)
+    check_quantizable(source.policy.network, source.format.name, source.exclude)
     shapes = source.shapes()
     if not shapes:
         given = f"publisher.exclude: {', '.join(source.exclude)}" if source.exclude else "a model without nn.Linear"

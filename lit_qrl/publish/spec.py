@@ -3,16 +3,19 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
 from lit_qrl.loop.hooks import Learner
+from lit_qrl.network.adapters import check_fits
 from lit_qrl.network.head import tied_head
+from lit_qrl.network.linears import check_quantizable
+from lit_qrl.network.structure import outline_of
 from lit_qrl.precision.source import PublishingPrecision
 from lit_qrl.publish.adapter import published_apart
-from lit_qrl.rollout.engine import RolloutEngine, SamplerSpec, Scores
+from lit_qrl.rollout.engine import ChecksModel, RolloutEngine, SamplerSpec, Scores
 from lit_qrl.strategies.colocated import check_phases
 
 log = logging.getLogger(__name__)
@@ -114,4 +117,16 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
         on_hang=on_hang,
     )
     engine.validate(spec)
+    _check_model(learner.policy, spec, engine)
     return spec
+
+
+def _check_model(policy: Any, spec: SamplerSpec, engine: RolloutEngine) -> None:
+    """Raise `ConfigError` for a model that format, adapter or engine cannot take, before its weights are loaded."""
+    network = outline_of(policy)
+    if spec.format is not None and not isinstance(spec.format, Dense):
+        check_quantizable(network, spec.format.name, spec.exclude)
+    if isinstance(engine, ChecksModel):
+        engine.check_model(network)
+    if policy.model is None:
+        check_fits(network, policy.lora, policy.source)

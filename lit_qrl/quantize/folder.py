@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from lit_qrl import formats
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, listed
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.numerics import NONFINITE_REMEDY
+from lit_qrl.formats.support import row_of
 from lit_qrl.network.folder import FolderReader, FolderWriter, appearing, copy_side_files, read_config
-from lit_qrl.network.linears import fused_group, fused_groups, quantizable_linears
+from lit_qrl.network.linears import check_quantizable, fused_group, fused_groups, quantizable_linears
+from lit_qrl.network.names import kept_in_fp32
 from lit_qrl.network.stream import quantize_named, shared_amax
-from lit_qrl.network.structure import decoder_layers
+from lit_qrl.network.structure import decoder_layers, outline
 from lit_qrl.precision.base import check_shapes
 from lit_qrl.quantize.awq import Found
 from lit_qrl.quantize.calibration import LayerRunner
@@ -98,7 +99,8 @@ def quantize_checkpoint(
         output: the folder to make; it appears when it is whole.
         format: a weight-only format.
         exclude: globs over names of linear layers that stay as they are, beside output head and routers.
-        dtype: what weights are cast to first; None leaves them as they are stored.
+        dtype: what weights are cast to first; None leaves them as they are stored, but for what stays plain beside a
+            format whose row has a `folder_dtype`.
         sequences: token ids "count length" for AWQ scaling; None rounds plainly.
         device: where layers are quantized.
         shard_bytes: largest shard.
@@ -115,6 +117,13 @@ def quantize_checkpoint(
             expected="a checkpoint in bf16, fp16 or fp32",
             given=f"quant_method {method}",
             remedy="Start from the plain checkpoint: rounding twice adds the errors.",
+        )
+    only = row_of(format).folder_dtype
+    if only is not None and dtype not in (None, only):
+        raise ConfigError(
+            f"transformers multiplies {format.name} out in bf16, whatever the rest of the folder has, and then fails.",
+            expected="--dtype bf16 or auto",
+            given=dtype,
         )
     checkpoint = FolderReader(source)
     network = _skeleton(source)
@@ -140,33 +149,39 @@ def quantize_checkpoint(
         report = QuantizeReport(tuple(layers), checkpoint.bytes, writer.bytes, tuple(worker.found))
         (folder / RECORD).write_text(json.dumps(_record(source, format, exclude, sequences, report), indent=2) + "\n")
         config["quantization_config"] = format.quantization_config(plain)
-        if dtype is not None:
+        if (written := dtype or only) is not None:
             config.pop("torch_dtype", None)
-            config["dtype"] = str(dtype).removeprefix("torch.")
+            config["dtype"] = str(written).removeprefix("torch.")
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return report
 
 
 def _skeleton(source: Path) -> Any:
     try:
-        config = AutoConfig.from_pretrained(source)
-        with init_empty_weights(include_buffers=False):
-            network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return outline(AutoConfig.from_pretrained(source), dtype=torch.float32)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(
             f"{source} is no causal language model that transformers knows.", given=str(error).splitlines()[0]
         ) from error
-    network.tie_weights()
-    return network.eval()
 
 
 def _chosen(network: Any, format: NumberFormat, exclude: Sequence[str]) -> dict[str, nn.Linear]:
+    check_quantizable(network, format.name, exclude, "--exclude")
     layers = quantizable_linears(network, exclude)
     if not layers:
         raise ConfigError(
             "No linear layer is left to quantize.",
             expected="at least one nn.Linear beside the output embedding and the routers",
             given=f"--exclude {' '.join(exclude)}" if exclude else type(network).__name__,
+        )
+    own = {name: type(layer) for name, layer in layers.items() if type(layer).forward is not nn.Linear.forward}
+    if own:
+        raise ConfigError(
+            f"{next(iter(own.values())).__name__} multiplies by its weight itself, so that transformers could not load "
+            "packed ones.",
+            expected="a model made of nn.Linear",
+            given=listed(own, 2),
+            remedy="Quantize at each publish instead: set publisher.format.",
         )
     check_shapes(format, layers, exclude="Name them with --exclude")
     fused = {fused_group(name) for name in layers}
@@ -189,9 +204,11 @@ def _item(checkpoint: FolderReader, name: str) -> int:
 def _check_names(network: Any, checkpoint: FolderReader) -> None:
     """Raise where the folder's tensors are not those of the architecture that its config names."""
     expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    tied = set(getattr(network, "_tied_weights_keys", None) or ())
-    tied = tied if network.config.get_text_config().tie_word_embeddings else set()
-    missing = [name for name in expected if name not in checkpoint.shapes and name not in tied]
+    one: dict[int, list[str]] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        one.setdefault(id(parameter), []).append(name)
+    held = {name for names in one.values() if any(n in checkpoint.shapes for n in names) for name in names}
+    missing = [name for name in expected if name not in checkpoint.shapes and name not in held]
     # old checkpoints hold the rotary frequencies, which are computed today
     unknown = [n for n in checkpoint.names if n not in expected and not n.endswith("rotary_emb.inv_freq")]
     other = [n for n in expected if n in checkpoint.shapes and checkpoint.shapes[n] != expected[n]]
@@ -228,6 +245,7 @@ class _Worker:
     ) -> None:
         self.network, self.checkpoint, self.format = network, checkpoint, format
         self.layers, self.dtype, self.device, self.sequences = layers, dtype, device, sequences
+        self.plain, self.kept = row_of(format).folder_dtype, kept_in_fp32(network)
         self.found: list[Found] = []
 
     def tensors(self, progress: Callable[[int, int], None]) -> Iterator[tuple[str, Tensor]]:
@@ -283,7 +301,11 @@ class _Worker:
             # smallest and largest, which a NaN becomes too: `isfinite` would need memory for every element
             if tensor.is_floating_point() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
                 raise ConfigError(f"{name} holds NaN or inf.", remedy=NONFINITE_REMEDY)
-            yield name, tensor
+            yield name, tensor if self.plain is None or name in self.kept else _cast(tensor, self.plain)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _record(

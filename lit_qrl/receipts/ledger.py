@@ -41,8 +41,6 @@ EXPLANATIONS: dict[str, str] = {
     "gemm": "is loaded, but the engine's GEMM computes with other values",
     "probe": "gets other log-probs from the engine than from the learner computing as the sampler should",
 }
-
-
 SHORTENED = {"highest": 0.0, "high": 2.0**-11, "medium": 2.0**-8}
 """By what share fp32 may be rounded before it is multiplied, by `torch.get_float32_matmul_precision()`."""
 
@@ -115,6 +113,7 @@ class Ledger:
         self.bytes = 0
         self._checksums = Checksums()
         self._described: dict[str, tuple[tuple[int, ...], str]] = {}
+        self.sizes: dict[str, tuple[int, int]] = {}  # numbers and bytes by name
         self._times: Counter[str] = Counter()
         self._receipts: dict[str, TensorReceipt] | None = None
 
@@ -124,6 +123,7 @@ class Ledger:
         self.bytes += tensor.numel() * tensor.element_size()
         if self._times[name] == 1:
             self._described[name] = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            self.sizes[name] = tensor.numel(), tensor.numel() * tensor.element_size()
             self._checksums.add(name, tensor)
             self._receipts = None
 
@@ -215,7 +215,7 @@ class ReceivedLedger(Ledger):
         prefix_reset: whether the engine's cache of prompt prefixes was emptied after the weights changed; an engine
             without such a cache leaves it True.
         faults: what the engine noticed while loading (incomplete fused groups, copies that did not happen).
-        unread: names whose bits cannot be read back from the modules: the receipt is of what was handed to the loader.
+        unread: names whose bits cannot be read back from the modules, such as experts'; nothing is said of them.
     """
 
     version: int
@@ -237,6 +237,9 @@ class PublishReport:
         bytes: bytes of all tensors that were sent.
         layers: for every tensor name of the model, the name of the format actually loaded.
         received: what the engine's modules hold, to be compared with what was sent; None where it keeps no record.
+        sizes: bytes that were sent of each of `layers`.
+        quantized_share: share of the model's parameters that went out in a format of 8 bits or less.
+        verified_share: share of the bytes sent whose receipts were compared with what the engine holds.
     """
 
     version: int
@@ -244,10 +247,13 @@ class PublishReport:
     bytes: int
     layers: dict[str, str]
     received: ReceivedLedger | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
+    quantized_share: float = 0.0
+    verified_share: float = 0.0
 
 
 def compare(sent: Ledger, received: ReceivedLedger, previous: Mapping[str, TensorReceipt] | None = None) -> list[Fault]:
-    """Return every difference between the two ledgers; an empty list is a verified publish.
+    """Return every difference between the two ledgers; an empty list is a publish verified but for what is `unread`.
 
     Args:
         sent: the sender's ledger.
@@ -261,17 +267,17 @@ def compare(sent: Ledger, received: ReceivedLedger, previous: Mapping[str, Tenso
     """
     out, back = sent.receipts(), received.receipts()
     owners: dict[int, str] = {receipt.checksum: name for name, receipt in out.items()}
-    faults = list(received.faults)
+    faults, unread = list(received.faults), set(received.unread)
     if received.version != sent.version:
         faults.append(Fault("version", "the engine", f"sent {sent.version}, stamped {received.version}"))
     if not received.prefix_reset:
         faults.append(Fault("prefix_cache", "the prefix cache"))
     faults += [Fault("twice", name) for name in sorted({*sent.repeated, *received.repeated})]
-    faults += [Fault("missing", name) for name in out if name not in back]
-    faults += [Fault("extra", name) for name in back if name not in out]
+    faults += [Fault("missing", name) for name in out if name not in back and name not in unread]
+    faults += [Fault("extra", name) for name in [*back, *(unread - back.keys())] if name not in out]
     for name, receipt in out.items():
         got = back.get(name)
-        if got is None:
+        if got is None or name in unread:
             continue
         if not (receipt.finite and got.finite):
             faults.append(Fault("non_finite", name))
@@ -366,10 +372,8 @@ def compare_columns(
         share = share_of_bound(got, expected, exact)
         wrong = float((share > 1).float().mean())
         if wrong > 0:
-            detail = (
-                f"{wrong:.1%} of the sampled entries differ, by up to {float(share.max()):.2g} times what rounding may"
-            )
-            faults.append(Fault("gemm", f"{layer}.weight", detail))
+            much = f"by up to {float(share.max()):.2g} times what rounding may"
+            faults.append(Fault("gemm", f"{layer}.weight", f"{wrong:.1%} of the sampled entries differ, {much}"))
     return faults
 
 

@@ -198,6 +198,16 @@ class Run:
         return {str(name): str(format) for name, format in layers.items()} if isinstance(layers, dict) else {}
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """For every tensor name the bytes that were sent of it; empty where the run did not say."""
+        sizes = self.publish.get("sizes") if isinstance(self.publish, dict) else None
+        return {str(name): int(n) for name, n in sizes.items() if _number(n)} if isinstance(sizes, dict) else {}
+
+    def share(self, kind: str) -> float | None:
+        """Return the `quantized` or `verified` share of the sampler, or None where the run did not say."""
+        return _number(self.publish.get(f"{kind}_share")) if isinstance(self.publish, dict) else None
+
+    @property
     def format(self) -> str | None:
         """The sampler's number format: as loaded, else as configured."""
         quantized = [name for name in self.layers.values() if name not in ("bf16", "fp16", "fp32", "None")]

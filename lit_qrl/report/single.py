@@ -218,12 +218,26 @@ def _events(run: Run) -> page.Section | None:
 def _layers(run: Run) -> page.Section | None:
     if not run.layers:
         return None
-    groups = Counter((re.sub(r"(?<=\.)\d+(?=\.)", "*", name), format) for name, format in run.layers.items())
-    note = ", ".join(f"{n} × {format}" for format, n in Counter(run.layers.values()).most_common())
+    groups, sizes, bytes = Counter(), Counter(), Counter()
+    for name, format in run.layers.items():
+        key = re.sub(r"(?<=\.)\d+(?=\.)", "*", name), format
+        groups[key] += 1
+        sizes[key] += run.sizes.get(name, 0)
+        bytes[format] += run.sizes.get(name, 0)
+    whole = sum(bytes.values())
+    if whole:
+        note = ", ".join(f"{n / whole:.1%} of the bytes in {format}" for format, n in bytes.most_common())
+    else:
+        note = ", ".join(f"{n} × {format}" for format, n in Counter(run.layers.values()).most_common())
+    for kind in ("quantized", "verified"):
+        share = run.share(kind)
+        of = "parameters" if kind == "quantized" else "bytes sent"
+        note += "" if share is None else f"; {share:.1%} of the {of} {kind}"
     version = run.publish.get("version")
     if version is not None:
         note += f", as loaded at version {version}"
-    return page.Section("layers", "Formats by layer", "layers.html", note=note, groups=groups)
+    rows = [(*key, n, f"{sizes[key] / whole:.2%}" if whole else "–") for key, n in groups.items()]
+    return page.Section("layers", "Formats by layer", "layers.html", note=note, rows=rows)
 
 
 def _config(run: Run) -> page.Section | None:

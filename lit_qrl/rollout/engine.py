@@ -173,6 +173,14 @@ class Scores(Protocol):
 
 
 @runtime_checkable
+class ChecksModel(Protocol):
+    """An engine that can say of a model without weights whether it runs it."""
+
+    def check_model(self, network: nn.Module) -> None:
+        """Raise `ConfigError` for an architecture that it does not run; called before any weight is loaded."""
+
+
+@runtime_checkable
 class Sleeps(Protocol):
     """An engine that gives device memory back while the learner works."""
 

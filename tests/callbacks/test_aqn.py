@@ -5,6 +5,7 @@ import torch
 
 from lit_qrl.callbacks import AQNNoise, RLCallback
 from lit_qrl.errors import ConfigError
+from tests.families import configs as families
 from tests.tiny_run import build, fit
 
 
@@ -107,4 +108,11 @@ def test_stages_must_fit_the_run(options, trainer_options, match, tmp_path):
 def test_patterns_must_match_norms_and_nothing_else(norms, match, tmp_path):
     trainer, module, data = build(tmp_path, callbacks=[AQNNoise(num_stages=2, norms=norms)])
     with pytest.raises(ConfigError, match=match):
+        trainer.fit(module, datamodule=data)
+
+
+def test_a_model_without_norms_before_its_projections_is_refused(tmp_path):
+    families.model_folder(families.BY_TYPE["olmo2"], tmp_path / "model")
+    trainer, module, data = build(tmp_path, callbacks=[AQNNoise(num_stages=2)])
+    with pytest.raises(ConfigError, match="norms stand behind attention"):
         trainer.fit(module, datamodule=data)

@@ -9,6 +9,8 @@ from lit_qrl.cli.parser import CommandParser
 from lit_qrl.cli.parser import run as called
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.support import names_where
+from lit_qrl.policy import CausalPolicy
+from tests.families import configs as families
 from tests.tiny_run import model_folder
 
 
@@ -34,7 +36,10 @@ def test_each_format_gets_a_row_and_coarser_ones_differ_more(arguments, tmp_path
     assert distances[0] < 1e-5  # the learner's own arithmetic in the engine
     assert distances == sorted(distances)
     assert distances[1] > 1e-5
-    assert [row["bits"] for row in figures.values()][:3] == [32, 16, 8]
+    bits = [row["bits"] for row in figures.values()]
+    assert bits[:2] == [32, 16]
+    assert 8 < bits[2] < 16  # embeddings, norms and scales count too
+    assert bits[3] < bits[2]
     assert all(0 < row["tokens"] <= 4 * 4 * 8 for row in figures.values())
 
 
@@ -78,3 +83,20 @@ def test_no_bar_of_another_library_stands_between_the_rows(arguments, capsys):
     )
     assert list(metrics) == ["learner", "bf16"]
     assert "Loading weights" not in capsys.readouterr().err
+
+
+def test_a_model_without_linear_layers_is_measured_in_its_own_dtype(arguments, tmp_path, capsys):
+    folder = families.model_folder(families.BY_TYPE["gpt2"], tmp_path / "gpt2")
+    called(audit, [*arguments, "--model", folder, "--samples", "1", "--formats", "bf16", "fp8_row"])
+    printed = capsys.readouterr().out
+    assert (
+        "fp8_row is left out: fp8_row applies to nn.Linear, and this model's layers are transformers' Conv1D" in printed
+    )
+    assert [line.split()[0] for line in printed.splitlines()[-2:]] == ["learner", "bf16"]
+
+
+def test_a_model_that_the_engine_cannot_run_is_refused_before_its_weights_are_loaded(arguments, tmp_path, monkeypatch):
+    folder = families.model_folder(families.BY_TYPE["mamba2"], tmp_path / "mamba2")
+    monkeypatch.setattr(CausalPolicy, "configure", lambda self: pytest.fail("weights were loaded"))
+    with pytest.raises(ConfigError, match="carry a state"):
+        called(audit, [*arguments, "--model", folder])

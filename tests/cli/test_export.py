@@ -161,3 +161,30 @@ def test_a_damaged_checkpoint_is_named(full, tmp_path):
     (tmp_path / "checkpoints" / "last.ckpt").write_bytes((full / "checkpoints" / "last.ckpt").read_bytes()[:1000])
     with pytest.raises(ConfigError, match="not a readable checkpoint"):
         called(export, [str(tmp_path), "--output", str(tmp_path / "out")])
+
+
+def test_a_format_that_libraries_multiply_out_in_bf16_has_everything_else_in_bf16(full, tmp_path):
+    export(full, output=tmp_path / "out", format="nvfp4")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    layer = "model.layers.1.self_attn.o_proj"
+    weight = saved(full)[f"policy.model.{layer}.weight"]  # the codes are those of the fp32 weights
+    assert torch.equal(tensors[f"{layer}.weight_packed"], formats.get("nvfp4").quantize(weight).codes)
+    network = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert network(torch.tensor([[2, 3, 4]])).logits.dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="bf16"):
+        export(full, output=tmp_path / "other", format="nvfp4", dtype="fp32")
+
+
+def test_a_run_in_low_precision_is_exported_as_it_computed(tmp_path, capsys):
+    plugin = {"class_path": "QATAligned", "init_args": {"weights": "fp8_row", "exclude": ["*.down_proj"]}}
+    run = train(tmp_path, "--trainer.plugins", json.dumps([plugin]))
+    export(run, output=tmp_path / "out")
+    assert "as the learner computed" in capsys.readouterr().out
+    tensors, weights = load_file(tmp_path / "out" / "model.safetensors"), saved(run)
+    layer = "model.layers.1.self_attn.o_proj"
+    q = formats.get("fp8_row").quantize(weights[f"policy.model.{layer}.weight"])
+    assert torch.equal(tensors[f"{layer}.weight"].view(torch.uint8), q.codes.view(torch.uint8))
+    assert tensors["model.layers.0.mlp.down_proj.weight"].dtype == torch.float32
+    export(run, output=tmp_path / "masters", format="fp32")
+    masters = load_file(tmp_path / "masters" / "model.safetensors")
+    assert torch.equal(masters[f"{layer}.weight"], weights[f"policy.model.{layer}.weight"])

@@ -4,9 +4,18 @@ from peft import LoHaConfig, LoraConfig, get_peft_model
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.adapters import base_weights, merged_tensors, merged_weights, starts_from_base, with_adapter
+from lit_qrl.network.adapters import (
+    base_weights,
+    check_fits,
+    merged_tensors,
+    merged_weights,
+    starts_from_base,
+    with_adapter,
+)
 from lit_qrl.network.names import base_of, put_layer
 from lit_qrl.network.quantized_linear import QuantizedLinear
+from lit_qrl.network.structure import outline
+from tests.families.configs import BY_TYPE
 from tests.networks import build_network
 
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"
@@ -128,3 +137,26 @@ def test_a_packed_layer_without_an_adapter_is_multiplied_out_or_left_empty():
 def test_an_adapter_that_does_not_fit_names_the_layers():
     with pytest.raises(ConfigError, match=r"does not fit it.*down_proj.*all-linear"):
         with_adapter(build_network(), lora(target_modules=["nowhere"]), "it")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3", "llama4_text"])
+def test_an_adapter_of_experts_is_refused_and_names_what_it_may_adapt(kind):
+    lora = LoraConfig(r=2, target_modules="all-linear")
+    with pytest.raises(ConfigError, match=r"experts or routers.*o_proj.*target_modules"):
+        check_fits(outline(BY_TYPE[kind].config()), lora, "a model")
+    assert lora.target_modules == "all-linear"  # the user's own is left alone
+    check_fits(outline(BY_TYPE[kind].config()), LoraConfig(r=2, target_modules=["o_proj"]), "a model")
+
+
+def test_rows_of_an_embedding_that_are_trained_are_merged_under_the_models_own_name():
+    plain, network = build_network(tie_word_embeddings=False), build_network(tie_word_embeddings=False)
+    get_peft_model(network, LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[3, 5]))
+    rows = network.get_input_embeddings().token_adapter.trainable_tokens_delta["default"]
+    with torch.no_grad():
+        rows.add_(1.0)
+    merged, before = dict(merged_weights(network)), dict(merged_weights(plain))
+    assert list(merged) == list(before)
+    name = "model.embed_tokens.weight"
+    changed = (merged[name] != before[name]).any(dim=1).nonzero()[:, 0].tolist()
+    assert changed == [3, 5]
+    assert torch.equal(network.get_input_embeddings().token_adapter.base_layer.weight, before[name])

@@ -3,7 +3,16 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.linears import fused_group, fused_groups, quantizable_linears, swap_linears
+from lit_qrl.network.linears import (
+    check_quantizable,
+    expert_weights,
+    fused_group,
+    fused_groups,
+    quantizable_linears,
+    swap_linears,
+)
+from lit_qrl.network.structure import outline
+from tests.families.configs import BY_TYPE
 
 
 class Attention(nn.Module):
@@ -119,3 +128,39 @@ def test_a_swap_that_matches_nothing_is_an_error():
         swap_linears(Model(), marked, lambda name, module: False)
     with pytest.raises(ConfigError, match=r"a model without nn.Linear"):
         swap_linears(nn.Sequential(nn.ReLU()), marked)
+
+
+def test_image_parts_stay_plain():
+    network = outline(BY_TYPE["gemma3"].config())
+    names = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    left = [name for name in names if name not in quantizable_linears(network)]
+    assert {name.split(".")[1] for name in left if name != "lm_head"} == {"vision_tower"}
+    assert not expert_weights(network)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "llama4_text", "gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_experts_are_found_by_their_shape_and_routers_beside_them(kind):
+    network = outline(BY_TYPE[kind].config())
+    assert {name.rpartition(".")[2] for name in expert_weights(network)} == {"gate_up_proj", "down_proj"}
+    assert not any(name.endswith(("router", "gate")) for name in quantizable_linears(network))
+    with pytest.raises(ConfigError, match=r"parameters are weights of experts.*exclude"):
+        check_quantizable(network, "nvfp4")
+    check_quantizable(network, "nvfp4", ["*.experts"])
+    check_quantizable(network, "nvfp4", ["*.experts.*"])
+
+
+def test_transposed_layers_are_refused():
+    with pytest.raises(ConfigError, match="Conv1D"):
+        check_quantizable(outline(BY_TYPE["gpt2"].config()), "nvfp4")
+
+
+def test_a_familys_own_class_that_computes_the_same_is_swapped():
+    network = outline(BY_TYPE["falcon"].config())
+    report = swap_linears(network, lambda name, linear: Swapped(linear.in_features, linear.out_features, device="meta"))
+    assert set(report.swapped) == set(quantizable_linears(network))
+    assert len(report.swapped) == 8
+    assert report.present == ()
+
+
+class Swapped(nn.Linear):
+    is_swapped = True

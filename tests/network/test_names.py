@@ -11,8 +11,11 @@ from lit_qrl.network.names import (
     is_adapted,
     is_adapter,
     is_saved_with_adapter,
+    kept_in_fp32,
     put_layer,
 )
+from lit_qrl.network.structure import outline
+from tests.families.configs import BY_TYPE
 from tests.networks import build_network
 
 TARGETS = ["q_proj", "down_proj"]
@@ -80,3 +83,9 @@ def test_a_layer_is_put_inside_its_adapter():
         assert base_of(network.get_submodule(name)) is new
         assert is_adapted(network.get_submodule(name)) == is_adapted(outer)
     assert torch.isfinite(network(torch.tensor([[3, 4]])).logits).all()
+
+
+def test_a_model_says_what_it_keeps_in_fp32():
+    network = outline(BY_TYPE["deepseek_v3"].config())
+    assert kept_in_fp32(network) == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    assert kept_in_fp32(build_network()) == frozenset()

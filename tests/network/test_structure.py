@@ -1,4 +1,5 @@
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from lit_qrl.errors import ConfigError
@@ -10,10 +11,15 @@ from lit_qrl.network.structure import (
     RMS_NORMS,
     ROW_PAIRS,
     STAY_PLAIN,
+    body,
+    cached_numbers,
     check_positions,
     check_tokens,
     decoder_layers,
+    outline,
+    text_part,
 )
+from tests.families.configs import BY_TYPE
 from tests.networks import SIZES, build_network
 from tests.precision.toy import network
 
@@ -52,6 +58,28 @@ def test_a_sequence_must_have_positions():
     check_positions(config, config.max_position_embeddings - 1, 1, "")
     with pytest.raises(ConfigError, match=r"longest sequence.*at most \d+ positions.*Lower it"):
         check_positions(config, config.max_position_embeddings, 1, "Lower it.")
+
+
+def test_an_outline_takes_no_memory_and_has_the_models_names():
+    config = BY_TYPE["qwen3"].config()
+    made, whole = outline(config), AutoModelForCausalLM.from_config(config)
+    assert list(made.state_dict()) == list(whole.state_dict())
+    assert all(parameter.is_meta for parameter in made.parameters())
+    assert made.lm_head.weight is made.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "llama4_text", "opt", "gpt2"])
+def test_the_body_yields_hidden_states_and_the_text_part_is_in_it(kind):
+    network = AutoModelForCausalLM.from_config(BY_TYPE[kind].config())
+    hidden = body(network)(input_ids=torch.tensor([[2, 3]])).last_hidden_state
+    assert hidden.shape == (1, 2, 128)
+    assert text_part(network) in set(body(network).modules())
+    assert network.get_output_embeddings() not in set(text_part(network).modules())
+
+
+def test_layers_may_differ_in_their_heads():
+    assert cached_numbers(BY_TYPE["gemma4_text"].config()) == 2 * 2 * 32 + 2 * 2 * 64
+    assert cached_numbers(BY_TYPE["deepseek_v3"].config()) == 2 * 4 * (32 + 16 + 32)  # latent attention, multiplied out
 
 
 def test_a_token_outside_the_vocabulary_is_named_with_its_prompt():

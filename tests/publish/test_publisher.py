@@ -90,6 +90,14 @@ def test_every_iteration_gets_its_version(tmp_path):
     assert content["version"] == 0
     assert content["layers"][f"{LAYER}.weight"] == "fp8_row"
     assert content["layers"][NORM] == "fp32"
+    assert content["layers"].keys() == content["sizes"].keys()
+    assert sum(content["sizes"].values()) == content["bytes"]
+    quantized = sum(count for name, count in content["sizes"].items() if content["layers"][name] == "fp8_row")
+    assert 0.5 < content["quantized_share"] < 1
+    assert quantized > 0.2 * content["bytes"]
+    assert (content["verified_share"], content["unverified"]) == (1.0, [])
+    told = next(event for event in read_events(tmp_path / "run") if event["kind"] == "sampler")
+    assert told["message"].startswith(f"Sampler: {content['quantized_share']:.1%} of the parameters in fp8_row; 100.0%")
 
 
 def test_a_sampler_may_stay_for_several_iterations(tmp_path):

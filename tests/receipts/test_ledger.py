@@ -344,3 +344,18 @@ def test_error_lists_faults_and_survives_pickling():
     assert again.faults == error.faults
     assert "Publish 7 failed" in str(again)
     assert "and 2 more" in str(again)
+
+
+def test_what_cannot_be_read_back_is_unverified_and_never_compared_with_itself():
+    sent, received = SentLedger(1), ReceivedLedger(1, unread=["experts"])
+    for name in ("norm.weight", "experts"):
+        sent.record(name, torch.ones(4))
+    received.record("norm.weight", torch.ones(4))
+    assert compare(sent, received) == []  # not missing: nothing is known of it
+    received.record("experts", torch.zeros(4))
+    assert compare(sent, received) == []
+    assert [fault.kind for fault in compare(sent, ReceivedLedger(1, unread=["other"]))] == [
+        "missing",
+        "missing",
+        "extra",
+    ]

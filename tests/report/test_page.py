@@ -11,7 +11,7 @@ SECTIONS = [
     page.Section("plain", HOSTILE, caption=HOSTILE),
     page.Section("picture", "a", "picture.html", light=b"light", dark=b"dark", description=HOSTILE),
     page.Section("config", HOSTILE, "config.html", note=HOSTILE, text=HOSTILE),
-    page.Section("layers", "b", "layers.html", note="c", groups={(HOSTILE, HOSTILE): 1}),
+    page.Section("layers", "b", "layers.html", note="c", rows=[(HOSTILE, HOSTILE, 1, HOSTILE)]),
 ]
 
 

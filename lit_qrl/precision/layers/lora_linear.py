@@ -61,7 +61,8 @@ class _Up(torch.autograd.Function):
     def forward(ctx: Any, down: Tensor, held: tuple[Any, Tensor, Tensor, nn.Linear | PackedLinear, float]) -> Tensor:
         ctx.first, x, low_b, ctx.base, ctx.scaling = held
         out = _product(ctx.base, x.reshape(-1, x.shape[-1])).addmm_(down, low_b.t(), alpha=ctx.scaling)
-        return out.view(*x.shape[:-1], out.shape[-1])
+        # no view in autograd's eyes: a model may add to it in place, as Falcon's does
+        return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], out.shape[-1]])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -8,38 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.network.adapters import check_separable
 from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError
 from lit_qrl.rollout.embedded.loading import Modules
 
 PREFIX = "base_model.model."
 A, B = ".lora_A.weight", ".lora_B.weight"
-
-
-def check_separable(config: Any) -> None:
-    """Raise `ConfigError` for a PEFT config whose effect is more than a low-rank term beside a linear layer.
-
-    Args:
-        config: the policy's PEFT config.
-    """
-    used = [
-        what
-        for what, found in {
-            "use_dora": getattr(config, "use_dora", False),
-            "modules_to_save": getattr(config, "modules_to_save", None),
-            "trainable_token_indices": getattr(config, "trainable_token_indices", None),
-            "bias": getattr(config, "bias", "none") != "none",
-        }.items()
-        if found
-    ]
-    kind = str(getattr(getattr(config, "peft_type", None), "value", "LORA"))
-    if used or kind != "LORA":
-        raise ConfigError(
-            f"An adapter with {', '.join(used) or kind} cannot be published apart from its base.",
-            expected="plain LoRA on linear layers",
-            remedy="Drop the option, or set publisher.lora to merged.",
-        )
 
 
 class LowRankTerm:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from lit_qrl.network.structure import cached_numbers
+
 
 class SlotLayer(CacheLayerMixin):
     """Keys and values of one layer: "rows heads length dim", allocated once and written in place.
@@ -105,10 +107,7 @@ class SlotCache(Cache):
     @staticmethod
     def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
         """Return the bytes that one token of one sequence takes in all layers."""
-        text = config.get_text_config()
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return 2 * text.num_hidden_layers * heads * dim * dtype.itemsize
+        return cached_numbers(config) * dtype.itemsize
 
 
 def free_memory(device: torch.device) -> int:

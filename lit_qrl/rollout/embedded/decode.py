@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_qrl.network.head import SamplerHead
+from lit_qrl.network.structure import body
 from lit_qrl.rollout.embedded.cache import SlotCache
 from lit_qrl.rollout.embedded.sampling import TokenSampler, uniforms
 from lit_qrl.types import SamplingParams
@@ -118,7 +119,8 @@ class Decoder:
         config = network.config.get_text_config()
         self.layers = config.num_hidden_layers
         # Layers with a window need their own mask, which the library derives from the two-dimensional one.
-        self.windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ()) or bool(
+        kinds = set(getattr(config, "layer_types", None) or ())
+        self.windowed = bool(kinds & {"sliding_attention", "chunked_attention"}) or bool(
             getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
         )
         stops = () if sampling.ignore_stop else sampling.stop_token_ids
@@ -182,7 +184,7 @@ class Decoder:
             tokens, mask = tokens.to(self.device), mask.to(self.device)
             padded = any(len(prompt) < width for prompt in part)
             once = SlotCache(self.layers, len(part), width)
-            hidden = self.network.base_model(
+            hidden = body(self.network)(
                 input_ids=tokens,
                 attention_mask=mask if padded else None,
                 position_ids=(mask.cumsum(1) - 1).clamp_(min=0),
@@ -203,7 +205,7 @@ class Decoder:
         if valid is not None:
             mask = valid[:, : cache.filled + 1]
             mask = mask.long() if self.windowed else mask[:, None, None, :]
-        hidden = self.network.base_model(
+        hidden = body(self.network)(
             input_ids=tokens[:, None],
             attention_mask=mask,
             position_ids=positions[:, None],

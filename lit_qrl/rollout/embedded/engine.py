@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.support import tell_emulated
 from lit_qrl.network.head import SamplerHead
-from lit_qrl.network.structure import check_positions, check_tokens
+from lit_qrl.network.structure import body, check_positions, check_tokens
 from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger, RefusedError
 from lit_qrl.rollout.embedded.adapter import EmbeddedAdapter
 from lit_qrl.rollout.embedded.cache import SlotCache, free_memory
@@ -23,6 +23,8 @@ from lit_qrl.rollout.engine import EnginePolicy, Progress, RolloutEngine, Sample
 from lit_qrl.types import Completion, SamplingParams
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+"""What a config calls layers whose only state are keys and values."""
 CPU_CACHE_BYTES = 2**29
 """Key-value cache on a CPU, 0.5 GB: a quarter of the memory that the smallest supported run may take."""
 GPU_CACHE_SHARE = 0.5
@@ -79,18 +81,24 @@ class TransformersEngine(RolloutEngine):
     def validate(self, spec: SamplerSpec) -> None:
         check_sampling(spec.sampling)
 
+    def check_model(self, network: nn.Module) -> None:
+        """Raise `ConfigError` for a model with layers that carry a state from token to token beside keys and values."""
+        config: Any = network.config
+        kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+        odd = sorted(kinds - set(ATTENTION_KINDS))
+        if odd or getattr(network, "_is_stateful", False):
+            raise ConfigError(
+                "TransformersEngine decodes attention layers only, and this model has layers that carry a state.",
+                expected=f"layers of {' or '.join(ATTENTION_KINDS)}",
+                given=f"{type(network).__name__} with {', '.join(odd) or 'a recurrent state'}",
+                remedy="Use VLLMEngine for this architecture.",
+            )
+
     def setup(self, spec: SamplerSpec, policy: EnginePolicy) -> None:
         check_sampling(spec.sampling)
         self.spec, self.policy = spec, policy
         learner: Any = policy.network
-        kinds = set(getattr(learner.config.get_text_config(), "layer_types", None) or ())
-        odd = sorted(kinds - {"full_attention", "sliding_attention"})
-        if odd:
-            raise ConfigError(
-                "TransformersEngine decodes attention layers only.",
-                given=", ".join(odd),
-                remedy="Use VLLMEngine for this architecture.",
-            )
+        self.check_model(learner)
         device = next(learner.parameters()).device
         self._modules, self._adapter = Modules(skeleton(learner, device), device), None
         self._whole, self._shortage = False, Shortage()
@@ -262,7 +270,7 @@ class TransformersEngine(RolloutEngine):
                 tokens[row, : len(sequences[index])] = torch.tensor(sequences[index])
             try:
                 tokens = tokens.to(device)
-                hidden = network.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+                hidden = body(network)(input_ids=tokens, use_cache=False).last_hidden_state
                 logprobs = head.logprobs(hidden[:, :-1], tokens[:, 1:])
             except (RuntimeError, MemoryError) as error:
                 freed(error, len(share), "scored")

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from lit_qrl.errors import nearest
 from lit_qrl.formats.base import NumberFormat
+from lit_qrl.network.attention import takes_registered
+from lit_qrl.network.names import kept_in_fp32
 from lit_qrl.network.padding_free import padded_attention
 from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.receipts.ledger import ReceivedLedger, RefusedError
@@ -34,8 +36,10 @@ def skeleton(network: Any, device: torch.device) -> Any:
     kind = next(c for c in type(network).__mro__ if not c.__name__.startswith("FSDP"))
     config = copy.deepcopy(network.config)
     with init_empty_weights(include_buffers=False):
-        attention = padded_attention(config._attn_implementation)
-        built = kind._from_config(config, attn_implementation=FOLDED if attention == "sdpa" else attention)
+        attention = padded_attention(config.get_text_config()._attn_implementation)
+        if attention == "sdpa" and takes_registered(kind):
+            attention = FOLDED
+        built = kind._from_config(config, attn_implementation=attention)
     built.tie_weights()  # each parameter was replaced by an empty one of its own
     for module in built.modules():
         for name, buffer in module._buffers.items():
@@ -60,6 +64,7 @@ class Modules:
             self.aliases.setdefault(owners.setdefault(id(parameter), name), []).append(name)
         self.shapes = {name: tuple(network.get_parameter(name).shape) for name in self.aliases}
         self.linears = {name for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+        self.kept = kept_in_fp32(network)
         self.buffers = set(network.state_dict()) - {name for names in self.aliases.values() for name in names}
 
     @property
@@ -80,7 +85,8 @@ class Modules:
     def set_plain(self, name: str, tensor: Tensor) -> None:
         """Make `tensor` itself the parameter or buffer of that name, and of the names tied to it."""
         if name in self.buffers:
-            self.network.get_buffer(name).copy_(tensor)
+            layer, _, suffix = name.rpartition(".")
+            self.network.get_submodule(layer)._buffers[suffix] = tensor.clone()
             return
         parameter = nn.Parameter(tensor, requires_grad=False)
         for alias in self.aliases[name]:
@@ -184,7 +190,8 @@ class Loader:
         if shape is not None and tuple(tensor.shape) != shape:
             raise RefusedError(f"{name} does not fit. Expected: shape {shape}. Given: {tuple(tensor.shape)}.")
         given = tensor.detach()
-        tensor = given.to(device=self.modules.device, dtype=self.dtype if given.is_floating_point() else None)
+        cast = given.is_floating_point() and name not in self.modules.kept
+        tensor = given.to(device=self.modules.device, dtype=self.dtype if cast else None)
         if tensor.untyped_storage().data_ptr() in self.owned:
             if self.share:
                 self.borrowed.append((tensor, tensor._version))

@@ -4,11 +4,10 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import get
-from lit_qrl.network.adapters import base_weights
+from lit_qrl.network.adapters import base_weights, check_separable
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.receipts.ledger import PublishError
-from lit_qrl.rollout.embedded.adapter import check_separable
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.types import SamplingParams

@@ -1,0 +1,122 @@
+"""A part that was kept, or exchanged for another, between two publishes one optimizer step apart is named."""
+
+import contextlib
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lit_qrl import formats
+from lit_qrl.errors import ConfigError
+from lit_qrl.network.adapters import merged_weights
+from lit_qrl.network.linears import expert_weights
+from lit_qrl.precision.source import unchanged
+from lit_qrl.publish.delivery import Delivery
+from lit_qrl.publish.source import source_of
+from lit_qrl.receipts.ledger import PublishError
+from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.rollout.embedded.loading import Modules
+from lit_qrl.rollout.engine import SamplerSpec
+from tests.families.configs import FAMILIES, random_network
+from tests.vllm_engines import LEARNING_RATE
+
+READ_AGAIN = {"read_back", "gemm"}
+"""What looking into a few tensors once more finds, beside their receipts."""
+DECODED = [family for family in FAMILIES if family.kind != "state"]
+
+
+def connected(family, format):
+    network = random_network(family)
+    policy = SimpleNamespace(network=network, named_weights=lambda: merged_weights(network))
+    engine = TransformersEngine(share="never")
+    engine.setup(SamplerSpec(), policy)
+    source = source_of(policy, None, None if format == "plain" else formats.get(format))
+    return network, source, Delivery(engine, lambda phase: contextlib.nullcontext())
+
+
+def publish(source, delivery, version):
+    return delivery.weights(source.whole(unchanged, None), source.format, source.shapes(), version)
+
+
+@torch.no_grad()
+def step(network):
+    """What one optimizer step changes: every number, buffers included, by the learning rate."""
+    generator, seen = torch.Generator().manual_seed(0), set()
+    for tensor in network.state_dict(keep_vars=True).values():
+        if tensor.is_floating_point() and id(tensor) not in seen:
+            seen.add(id(tensor))  # a tied weight is one
+            signs = 2.0 * torch.randint(2, tensor.shape, generator=generator) - 1
+            tensor.add_(LEARNING_RATE * signs)
+
+
+def by_receipt(error):
+    return {(fault.kind, fault.name) for fault in error.faults if fault.kind not in READ_AGAIN}
+
+
+def one_of_each(names):
+    """The last tensor of each kind: the names of its layers aside."""
+    return {name.rpartition("layers.")[2].partition(".")[2] or name: name for name in names}.values()
+
+
+@pytest.mark.parametrize("format", ["plain", "fp8_row", "int4_group"])
+@pytest.mark.parametrize("family", DECODED, ids=lambda family: family.model_type)
+def test_every_kind_of_tensor_is_named_when_it_stays_behind(family, format, monkeypatch):
+    try:
+        network, source, delivery = connected(family, format)
+    except ConfigError:
+        assert family.kind == "experts" or family.model_type == "gpt2"
+        return
+    first = publish(source, delivery, 0)
+    step(network)
+    kept = {name.removesuffix(".weight") for name in one_of_each(first.layers)}
+    plain, packed = Modules.set_plain, Modules.set_quantized
+    monkeypatch.setattr(Modules, "set_plain", lambda self, name, tensor: _unless(kept, name, plain, self, tensor))
+    monkeypatch.setattr(Modules, "set_quantized", lambda self, name, *rest: _unless(kept, name, packed, self, *rest))
+    with pytest.raises(PublishError) as caught:
+        publish(source, delivery, 1)
+    named = {fault.name for fault in caught.value.faults}
+    assert all(any(name == one or name.startswith(f"{one}.weight") for name in named) for one in kept)
+    assert all(any(name == one or name.startswith(f"{one}.weight") for one in kept) for name in named)
+    assert {fault.kind for fault in caught.value.faults} - READ_AGAIN == {"stale"}
+
+
+def _unless(kept, name, then, modules, *arguments):
+    if name.removesuffix(".weight") not in kept:
+        then(modules, name, *arguments)
+
+
+@pytest.mark.parametrize("family", DECODED, ids=lambda family: family.model_type)
+def test_two_layers_that_were_exchanged_are_named(family, monkeypatch):
+    network, source, delivery = connected(family, "plain")
+    publish(source, delivery, 0)
+    step(network)
+    weights = dict(merged_weights(network))
+    names = sorted(weights, key=lambda name: (weights[name].shape, name))
+    alike = ((a, b) for a, b in pairwise(names) if weights[a].shape == weights[b].shape)
+    one, other = next((a, b) for a, b in alike if weights[a].ndim > 1)
+    swapped, plain = {one: weights[other], other: weights[one]}, Modules.set_plain
+    monkeypatch.setattr(Modules, "set_plain", lambda self, name, t: plain(self, name, swapped.get(name, t).clone()))
+    with pytest.raises(PublishError) as caught:
+        publish(source, delivery, 1)
+    assert by_receipt(caught.value) == {("swapped", one), ("swapped", other)}
+
+
+@pytest.mark.parametrize("family", [f for f in DECODED if f.kind == "experts"], ids=lambda family: family.model_type)
+def test_one_expert_that_stays_behind_is_named(family, monkeypatch):
+    network, source, delivery = connected(family, "plain")
+    publish(source, delivery, 0)
+    old = {name: tensor[1].clone() for name, tensor in merged_weights(network) if name in expert_weights(network)}
+    step(network)
+    plain = Modules.set_plain
+
+    def set_plain(self, name, tensor):
+        tensor = tensor.clone()
+        if name in old:
+            tensor[1] = old[name]
+        plain(self, name, tensor)
+
+    monkeypatch.setattr(Modules, "set_plain", set_plain)
+    with pytest.raises(PublishError) as caught:
+        publish(source, delivery, 1)
+    assert by_receipt(caught.value) == {("different", name) for name in old}

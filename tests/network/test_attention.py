@@ -1,0 +1,24 @@
+import pytest
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.network.attention import implementation, takes_registered
+from tests.families.configs import BY_TYPE
+
+
+def test_a_softcap_takes_an_attention_that_has_it():
+    config = BY_TYPE["gemma2"].config()
+    assert implementation(config) == "eager"
+    assert implementation(config, "flash_attention_2") == "flash_attention_2"
+    with pytest.raises(ConfigError, match="soft-cap"):
+        implementation(config, "sdpa")
+
+
+def test_other_models_leave_the_choice_to_the_library():
+    assert implementation(Gemma3TextConfig()) is None  # the option is there, and null
+    assert implementation(Gemma3TextConfig(), "sdpa") == "sdpa"
+
+
+@pytest.mark.parametrize("kind, takes", [("llama", True), ("falcon", False)])
+def test_falcon_chooses_its_attention_by_a_table_of_its_own(kind, takes):
+    assert takes_registered(AutoModelForCausalLM.from_config(BY_TYPE[kind].config())) == takes
