@@ -10,6 +10,8 @@ from lit_qrl.errors import ConfigError
 
 LONGEST = 400
 """Characters of vLLM's own words that are shown."""
+DELTA_HEAD = 128
+"""Numbers of a head of linear attention for which vLLM's CPU build is known to have kernels; of 32 it has none."""
 
 
 def latent(config: Any) -> bool:
@@ -34,7 +36,8 @@ def check_model(network: nn.Module, dtype: torch.dtype | None = None) -> None:
     """
     from vllm.model_executor.models.registry import ModelRegistry
 
-    name, config = type(network).__name__, network.config
+    config: Any = network.config
+    name = type(network).__name__
     if name not in ModelRegistry.get_supported_archs():
         raise ConfigError(
             f"The installed vLLM does not know the model type {name}.",
@@ -54,13 +57,7 @@ def check_model(network: nn.Module, dtype: torch.dtype | None = None) -> None:
     if not torch.cuda.is_available():
         _check_latent(name, config)
         check_head_size(config)
-        if dtype not in (None, torch.bfloat16) and hasattr(config.get_text_config(), "linear_key_head_dim"):
-            raise ConfigError(
-                f"vLLM on CPU computes the linear attention of {name} in bf16 alone.",
-                expected="data.engine.dtype: bf16",
-                given=str(dtype).removeprefix("torch."),
-                remedy="Set it, or use a GPU.",
-            )
+        _check_linear(name, config, dtype)
 
 
 def refused_model(name: str, error: Exception) -> Exception:
@@ -103,6 +100,28 @@ def _check_latent(name: str, config: Any) -> None:
             expected="kv_lora_rank 512 and qk_rope_head_dim 64, as DeepSeek-V3 has",
             given=f"{text.kv_lora_rank} and {text.qk_rope_head_dim}",
             remedy="Use TransformersEngine, or a GPU.",
+        )
+
+
+def _check_linear(name: str, config: Any, dtype: torch.dtype | None) -> None:
+    """Raise `ConfigError` for what vLLM's CPU kernels of linear attention (gated delta rule) do not take."""
+    text = config.get_text_config()
+    size = getattr(text, "linear_key_head_dim", None)
+    if size is None:
+        return
+    if size != DELTA_HEAD or text.linear_value_head_dim != DELTA_HEAD:
+        raise ConfigError(
+            f"vLLM on CPU has no kernel for the linear attention of {name} at this size.",
+            expected=f"linear_key_head_dim and linear_value_head_dim {DELTA_HEAD}, as Qwen3-Next has",
+            given=f"{size} and {text.linear_value_head_dim}",
+            remedy="Use a GPU.",
+        )
+    if dtype not in (None, torch.bfloat16):
+        raise ConfigError(
+            f"vLLM on CPU computes the linear attention of {name} in bf16 alone.",
+            expected="data.engine.dtype: bf16",
+            given=str(dtype).removeprefix("torch."),
+            remedy="Set it, or use a GPU.",
         )
 
 

@@ -12,6 +12,7 @@ from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.vllm import models as vllm_models
 from lit_qrl.rollout.vllm.engine import VLLMEngine
 from tests.families.configs import BY_TYPE, random_network
+from tests.families.vllm_cells import sized
 from tests.networks import build_network
 
 pytestmark = pytest.mark.vllm
@@ -96,8 +97,12 @@ def test_what_vllm_says_of_a_first_engine_is_one_paragraph():
     assert vllm_models.refused_model("GptOssForCausalLM", memory) is memory
 
 
-def test_linear_attention_wants_bf16_on_a_cpu(monkeypatch):
-    network = random_network(BY_TYPE["qwen3_next"])
+def test_linear_attention_on_a_cpu_wants_bf16_and_one_size(monkeypatch):
+    with pytest.raises(
+        ConfigError, match=r"linear_value_head_dim 128, as Qwen3-Next has\. Given: 32 and 32\. Use a GPU"
+    ):
+        vllm_models.check_model(random_network(BY_TYPE["qwen3_next"]))
+    network = random_network(sized(BY_TYPE["qwen3_next"]))
     with pytest.raises(ConfigError, match=r"in bf16 alone\. Expected: data\.engine\.dtype: bf16\. Given: float32"):
         vllm_models.check_model(network, torch.float32)
     vllm_models.check_model(network, torch.bfloat16)
