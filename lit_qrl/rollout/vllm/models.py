@@ -36,7 +36,6 @@ def check_model(network: nn.Module, dtype: torch.dtype | None = None) -> None:
     """
     from vllm.model_executor.models.registry import ModelRegistry
 
-    config: Any = network.config
     name = type(network).__name__
     if name not in ModelRegistry.get_supported_archs():
         raise ConfigError(
@@ -55,6 +54,7 @@ def check_model(network: nn.Module, dtype: torch.dtype | None = None) -> None:
             remedy=f"Install {error.name or 'it'}, or use TransformersEngine.",
         ) from error
     if not torch.cuda.is_available():
+        config: Any = network.config
         _check_latent(name, config)
         check_head_size(config)
         _check_linear(name, config, dtype)
@@ -144,7 +144,7 @@ def check_head_size(config: Any) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     config = config.get_text_config()
-    if latent(config):  # which has a backend of its own
+    if getattr(config, "kv_lora_rank", None):  # latent attention, which has a backend of its own
         return
     layers = getattr(config, "per_layer_config", None) or [config]  # of Gemma 4, whose layers have two sizes
     for size in sorted({_head_size(layer) for layer in layers}):

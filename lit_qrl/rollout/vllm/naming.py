@@ -38,9 +38,9 @@ class Naming:
         rename = getattr(mapper, "get_rename_mapper", None) or getattr(mapper, "get_unstacked_mapper", None)
         self._renamings.append((f"{prefix}." if prefix else "", rename() if rename is not None else mapper))
         for old, (new, shard) in getattr(mapper, "orig_to_new_stacked", {}).items():
-            given = shard if isinstance(shard, (list, tuple)) else [shard]
-            shards = tuple(int(_LETTERS.get(one, one)) for one in given if one is not None)
-            if shards:
+            given: list[Any] = list(shard) if isinstance(shard, (list, tuple)) else [shard]
+            shards = tuple(_LETTERS.get(one, one) for one in given if one is not None)
+            if shards and all(isinstance(one, int) for one in shards):
                 part, fused = (one.strip(".").rpartition(".")[2] for one in (old, new))
                 self._parts.setdefault(fused, {})[part] = shards
 
