@@ -141,7 +141,8 @@ class LiveModel:
                     self._naming.learn(name, *handed)
                     place = self.locate(name)
             if place is None or place.rewritten:
-                self._opaque.append(name)
+                # Of "experts.0.up_proj.weight", which the hub has in place of a stack, the module that holds them all.
+                self._opaque += [name, *(f"{key.rsplit('.', 3)[0]}." for key in list(handed)[:1] if len(handed) > 1)]
                 self._ledger.record(name, tensor)
                 self._ledger.unread.append(name)
             elif name in self.sent or place.attribute in DESCRIPTIVE:
