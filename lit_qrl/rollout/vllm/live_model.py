@@ -134,7 +134,7 @@ class LiveModel:
         """Note what passes to vLLM's loader; what no module is known to keep is recorded here."""
         assert self._ledger is not None
         for name, tensor in tensors:
-            place, handed = self.locate(name), {name: tensor}
+            place, handed = self.locate(name), {self._naming.learned.get(name, name): tensor}
             if place is None and self.network is not None:
                 handed = stored(self.network, name, tensor)
                 if len(handed) == 1:

@@ -24,6 +24,7 @@ class Naming:
         self._renamings: list[tuple[str, Any]] = []
         self._parts: dict[str, dict[str, tuple[int, ...]]] = {}
         self._known: dict[str, str] = {}
+        self.learned: dict[str, str] = {}
         for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
             if len(parts) > 1:
                 self._parts[fused] = {part: (index,) for index, part in enumerate(parts)}
@@ -56,7 +57,7 @@ class Naming:
 
     def learn(self, name: str, other: str) -> None:
         """Take a tensor for what a checkpoint calls `other`."""
-        self._known[name] = self.renamed(other)
+        self.learned[name], self._known[name] = other, self.renamed(other)
 
     def fused(self, layer: str) -> Iterator[tuple[str, int, tuple[str, ...], tuple[int, ...]]]:
         """Yield the layers that `layer` may be a part of: name, which part, the names of all, its logical widths.
