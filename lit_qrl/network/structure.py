@@ -26,6 +26,12 @@ FUSED_LAYERS = {
     "up_proj": "gate_up_proj",
     "w1": "w13",
     "w3": "w13",
+    "q_a_proj": "fused_qkv_a_proj",
+    "kv_a_proj_with_mqa": "fused_qkv_a_proj",
+    "in_proj_qkv": "in_proj_qkvz",
+    "in_proj_z": "in_proj_qkvz",
+    "in_proj_b": "in_proj_ba",
+    "in_proj_a": "in_proj_ba",
 }
 """Linear layers, by the last part of their names, and the one layer that engines hold and multiply them as."""
 ROW_PAIRS = (("v_proj", "o_proj", "q_proj"), ("up_proj", "down_proj", "gate_proj"))

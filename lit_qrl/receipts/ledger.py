@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FaultKind = Literal[
     "missing", "extra", "twice", "shape", "dtype", "stale", "swapped", "different", "non_finite", "version",
-    "fused_group", "prefix_cache", "not_copied", "read_back", "gemm", "probe",
+    "fused_group", "prefix_cache", "not_copied", "derived", "read_back", "gemm", "probe",
 ]  # fmt: skip
 
 EXPLANATIONS: dict[str, str] = {
@@ -37,6 +37,7 @@ EXPLANATIONS: dict[str, str] = {
     "fused_group": "is incomplete, and the engine would fill the rest with uninitialised memory",
     "prefix_cache": "was not reset, so the keys and values of the old weights would be used",
     "not_copied": "was repacked, but the engine's own copy does not hold the result",
+    "derived": "is made by the engine of another tensor, and was not made again of the one that was sent",
     "read_back": "reads back differently from what was sent",
     "gemm": "is loaded, but the engine's GEMM computes with other values",
     "probe": "gets other log-probs from the engine than from the learner computing as the sampler should",

@@ -121,66 +121,6 @@ def check_operators(format: "NumberFormat | None") -> None:
             )
 
 
-def check_model(network: nn.Module) -> None:
-    """Raise `ConfigError` for a model type that the installed vLLM lacks, or on CPU for its heads' size."""
-    from vllm.model_executor.models.registry import ModelRegistry
-
-    name = type(network).__name__
-    if name not in ModelRegistry.get_supported_archs():
-        raise ConfigError(
-            f"The installed vLLM does not know the model type {name}.",
-            expected="an architecture of vLLM's list of supported models",
-            given=name,
-            remedy="Install a newer vLLM, or use TransformersEngine.",
-        )
-    if not torch.cuda.is_available():
-        check_head_size(network)
-
-
-def check_head_size(network: nn.Module) -> None:
-    """Raise `ConfigError` for a size of attention heads that vLLM's CPU attention has no kernel for."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    config = network.config.get_text_config()  # pyright: ignore
-    heads = getattr(config, "num_attention_heads", None)
-    size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
-    # Latent attention has a backend of its own.
-    if size is None or getattr(config, "kv_lora_rank", None):
-        return
-    if not CPUAttentionBackend.supports_head_size(size) and not _attends(size):
-        sizes = ", ".join(map(str, CPUAttentionBackend.get_supported_head_sizes()))
-        raise ConfigError(
-            "vLLM on CPU has no attention kernel for the size of this model's heads.",
-            expected=f"a head size among {sizes}",
-            given=size,
-            remedy="Use TransformersEngine, or a GPU.",
-        )
-
-
-def _attends(size: int) -> bool:
-    """Return True for a head size that the kernel knows and vLLM's list does not, such as 48 in 0.32."""
-    import vllm._custom_ops as ops
-
-    ends = torch.tensor([0, 1], dtype=torch.int32)
-    try:
-        ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=1,
-            num_heads=1,
-            num_kv_heads=1,
-            head_dim=size,
-            seq_lens=ends[1:],
-            dtype=torch.float32,
-            query_start_loc=ends,
-            causal=True,
-            sliding_window_size=-1,
-            isa="vec16",
-            enable_kv_split=True,
-        )
-    except (AttributeError, RuntimeError, TypeError):
-        return False
-    return True
-
-
 def check_arguments(gpu_memory_utilization: float, max_num_seqs: int, max_lora_rank: int) -> None:
     """Raise `ConfigError` for arguments of `VLLMEngine` that are out of range."""
     if not 0 < gpu_memory_utilization <= 1:

@@ -39,11 +39,16 @@ def int8_product() -> tuple[float, float]:
     return float(out[0, (out - exact).abs().argmax()]), exact
 
 
-def whole_prefills(arguments: dict[str, Any]) -> dict[str, Any]:
+def whole_prefills(arguments: dict[str, Any], recurrent: bool = False) -> dict[str, Any]:
     """Return the engine's arguments with every prompt prefilled in one piece.
 
     After a piece of a prefill vLLM rewinds the request's random generator, which a generator on CPU cannot do: a
     seeded request would end the engine.
+
+    Args:
+        arguments: of `vllm.LLM`.
+        recurrent: True for a model with a state, of which vLLM keeps prefixes only where it prefills in pieces.
     """
     budget = max(arguments["max_model_len"], CPU_PREFILL_TOKENS)
-    return {"enable_chunked_prefill": False, "max_num_batched_tokens": budget, **arguments}
+    whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": budget, **arguments}
+    return {**whole, "enable_prefix_caching": False} if recurrent and not whole["enable_chunked_prefill"] else whole

@@ -23,7 +23,6 @@ from lit_qrl.rollout.vllm.checks import (
     check_device_memory,
     check_format,
     check_length,
-    check_model,
     check_operators,
     check_processes,
     check_same_format,
@@ -32,6 +31,7 @@ from lit_qrl.rollout.vllm.errors import Sender, blamed, deadly
 from lit_qrl.rollout.vllm.installation import check_installation
 from lit_qrl.rollout.vllm.lending import MarlinLender
 from lit_qrl.rollout.vllm.live_model import LiveModel
+from lit_qrl.rollout.vllm.models import check_model, recurrent, refused_model
 from lit_qrl.rollout.vllm.patches import marlin_workspaces, table
 from lit_qrl.rollout.vllm.process import kept_process_state, prepare_environment
 from lit_qrl.rollout.vllm.shutdown import collect_memory, shutdown
@@ -137,14 +137,17 @@ class VLLMEngine(MarlinLender, RolloutEngine):
         check_length(self.max_model_len, spec.prompt_limit or 1, spec.sampling.max_tokens, spec.sequence_limit or 0)
         check_operators(spec.format)
 
+    def check_model(self, network: torch.nn.Module) -> None:
+        """Raise `ConfigError` for a model that the installed vLLM lacks or this host cannot run."""
+        check_model(network)
+
     def setup(self, spec: SamplerSpec, policy: EnginePolicy) -> None:
         """Check the model against vLLM and the GPU's memory; the engine itself starts with the first weights."""
         self.spec, self.policy, self.format = spec, policy, spec.format
         network = policy.network
         learner = next(network.parameters()).dtype
-        dtype = DTYPES.get(self.dtype) or automatic_dtype(self.format, learner)
-        self.plain_dtype = dtype
-        check_model(network)
+        self.plain_dtype = dtype = DTYPES.get(self.dtype) or automatic_dtype(spec.format, learner)
+        check_model(network, dtype)
         if torch.cuda.is_available():
             bits = self.format.bits_per_weight if self.format is not None else 8.0 * dtype.itemsize
             check_device_memory(network, bits, self.gpu_memory_utilization, sleeps=self.sleep_level > 0)
@@ -157,11 +160,10 @@ class VLLMEngine(MarlinLender, RolloutEngine):
         with undone_on_failure(self._remove_folder):
             self._build(format, self.policy, self.plain_dtype)
         self._owns_process_group = owns_process_group
-        if owns_process_group:
-            # vLLM made a group of this one process, at which Lightning advises to reduce every metric over it.
+        if owns_process_group:  # of this one process, at which Lightning advises to reduce every metric over it
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
         self._started = True
-        self.live, self._adapter = LiveModel(self.llm), None
+        self.live, self._adapter = LiveModel(self.llm, self.policy.network), None
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         warm_up(format, next(self.policy.network.parameters()).dtype, self.plain_dtype, device)
 
@@ -181,7 +183,7 @@ class VLLMEngine(MarlinLender, RolloutEngine):
             **self._arguments,
         }
         if not torch.cuda.is_available():
-            arguments = cpu.whole_prefills(arguments)
+            arguments = cpu.whole_prefills(arguments, recurrent(type(policy.network).__name__))
         if self.kv_cache_gib is not None and torch.cuda.is_available():
             arguments.setdefault("kv_cache_memory_bytes", int(self.kv_cache_gib * 2**30))
         if self.max_lora_rank:
@@ -197,9 +199,8 @@ class VLLMEngine(MarlinLender, RolloutEngine):
                 with self._watchdog("the start", self.start_timeout):
                     self.llm = LLM(**arguments)
             except Exception as error:
-                # The first time it is the configuration's fault, and vLLM's own error says most.
                 if not self._started and not isinstance(error, TimeoutError):
-                    raise
+                    raise refused_model(type(policy.network).__name__, error) from error
                 again = " again" if self._started else ""
                 raise EngineDiedError(f"vLLM did not start{again}: {type(error).__name__}: {error}") from error
 
@@ -254,8 +255,7 @@ class VLLMEngine(MarlinLender, RolloutEngine):
     def perturb(self, tensors: Tensors, version: int) -> PublishReport:
         """Replace the given norms in place, nothing else."""
         start = time.perf_counter()
-        live = self._awake(complete=True)
-        return self._publish(tensors, live.replace, version, start)
+        return self._publish(tensors, self._awake(complete=True).replace, version, start)
 
     def _publish(self, tensors: Tensors, load: Load, version: int, start: float) -> PublishReport:
         ledger = ReceivedLedger(version)

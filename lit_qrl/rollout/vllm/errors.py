@@ -1,5 +1,6 @@
 """Whose an error is that ends a publish into vLLM: the sender's, the engine's, or that of what was sent."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,8 @@ from lit_qrl.rollout.vllm.watchdog import Watchdog
 
 LONGEST = 300
 """Characters of vLLM's own words that are shown: it may list every parameter of the model."""
+SHAPES = re.compile("exceeds dimension size|must match the|size mismatch|invalid for input of size")
+"""What torch says of a tensor that does not fit where vLLM's loader puts it; the engine is none the worse."""
 
 
 class Sender:
@@ -62,7 +65,7 @@ def blamed(sender: Sender, version: int, watchdog: Watchdog) -> Iterator[Iterato
         if sender.failed or isinstance(error, ConfigError):
             raise
         said = f"{type(error).__name__}: {error}".rstrip(": .")
-        if isinstance(error, (RuntimeError, MemoryError)):
+        if isinstance(error, (RuntimeError, MemoryError)) and not SHAPES.search(said):
             raise EngineDiedError(f"vLLM failed while loading: {said}") from error
         shown = " ".join(said.split())
         shown = f"{shown[:LONGEST]} …" if len(shown) > LONGEST else shown

@@ -29,8 +29,6 @@ class Receiver(Protocol):
 
     def note(self, name: str, held: Tensor) -> None: ...
 
-    def parts_of(self, module_name: str) -> tuple[str, ...]: ...
-
 
 @dataclass(frozen=True)
 class Routes:
@@ -183,9 +181,11 @@ class DirectLoad:
 
     def _take(self, name: str, tensor: Tensor) -> None:
         sent, place = self.live.sent, self.routes.places.get(name)
-        if name in sent or place is None or place.attribute in DESCRIPTIVE:
+        if place is None:
             self.ledger.record(name, tensor)
             self.ledger.unread.append(name)
+        elif name in sent or place.attribute in DESCRIPTIVE:
+            self.ledger.record(name, tensor)
         if place is None:
             self.ledger.faults.append(Fault("missing", name, "no module takes it"))
         if place is None or name in sent:
@@ -216,14 +216,15 @@ class DirectLoad:
         """Write the tensors into the module's parameters; one that does not fit gets no receipt but a fault."""
         for name, tensor in group.items():
             place = self.routes.places[name]
-            cut = place.cut(getattr(place.module, place.attribute).data, tensor.shape)
+            parameter = getattr(place.module, place.attribute).data
+            cut = place.cut(parameter, tensor.shape)
             if cut is not None:
                 if hasattr(place.module, "num_embeddings_padded"):
                     getattr(place.module, place.attribute).data[tensor.shape[0] :].zero_()  # as vLLM's loader does
                 cut.copy_(tensor)
 
     def _incomplete(self, module_name: str, group: dict[str, Tensor]) -> Fault:
-        parts = self.live.parts_of(module_name)
+        parts = next(self.routes.places[name].parts for name in group)
         came: dict[str, set[int]] = {}
         for name in group:
             place = self.routes.places[name]

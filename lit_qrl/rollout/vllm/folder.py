@@ -45,6 +45,10 @@ def model_folder(
     config["architectures"] = [type(network).__name__]
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("quantization_config", None)
+    if any(name.endswith(".e_score_correction_bias") for name, _ in network.named_buffers()):
+        # A router with that bias scores by sigmoids and adds it; vLLM asks the config, where transformers drops both.
+        for key, value in {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}.items():
+            config.setdefault(key, value)
     if format is not None:
         if isinstance(format, NF4):
             vllm_nf4.check_shapes(network, exclude)

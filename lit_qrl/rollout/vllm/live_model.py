@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lit_qrl.network.names import checkpoint_name
 from lit_qrl.receipts.checksum import Checksums
 from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError, share_of_bound
+from lit_qrl.rollout.vllm import derived
 from lit_qrl.rollout.vllm import fast_load as direct
 from lit_qrl.rollout.vllm.locations import (
     DESCRIPTIVE,
@@ -22,8 +23,10 @@ from lit_qrl.rollout.vllm.locations import (
     checkpoint_names,
     loaded_format,
     model_runner,
+    restored_names,
     tensors_of,
 )
+from lit_qrl.rollout.vllm.naming import Naming, stored
 from lit_qrl.rollout.vllm.patches import tied_head
 from lit_qrl.rollout.vllm.reload import reloading
 
@@ -36,10 +39,11 @@ class LiveModel:
 
     Args:
         llm: the in-process `vllm.LLM`.
+        network: the learner's Hugging Face model, which knows the names of stacked tensors on the hub.
     """
 
-    def __init__(self, llm: Any) -> None:
-        self.llm = llm
+    def __init__(self, llm: Any, network: Any = None) -> None:
+        self.llm, self.network = llm, network
         self.runner = model_runner(llm)
         self.model: nn.Module = self.runner.get_model()
         self._modules = {
@@ -47,11 +51,8 @@ class LiveModel:
             for name, module in self.model.named_modules()
             if not isinstance(getattr(module, "base_layer", None), nn.Module)
         }
-        self._fused: dict[str, tuple[str, int, tuple[str, ...]]] = {}
-        for fused, parts in getattr(self.model, "packed_modules_mapping", {}).items():
-            for index, part in enumerate(parts):
-                if len(parts) > 1:
-                    self._fused[part] = fused, index, tuple(parts)
+        self._naming = Naming(self.model)
+        self._derived = {name: module for name, module in self._modules.items() if derived.names(module)}
         self.sent: dict[str, tuple[Place, tuple[int, ...], torch.dtype]] = {}
         self.pending: dict[str, list[str]] = {}
         self._layout: dict[tuple[str, str], str] = {}
@@ -60,7 +61,7 @@ class LiveModel:
         self.learns_routes = True
         self._repacked = Checksums()
         self._inexact: list[tuple[str, Tensor]] = []
-        self._unlocated: list[str] = []
+        self._opaque: list[str] = []
         self._names = {id(module): name for name, module in self._modules.items()}
         self._watch_repacking()
 
@@ -70,18 +71,20 @@ class LiveModel:
         """Return where the checkpoint tensor `name` goes, or None where only vLLM's loader knows (experts)."""
         layer, _, attribute = name.rpartition(".")
         place = self.locate_layer(layer, attribute)
-        return place if place is not None and attribute in checkpoint_names(place.module) else None
+        return place if place is not None and place.attribute in checkpoint_names(place.module) else None
 
     def locate_layer(self, layer: str, attribute: str = "weight") -> Place | None:
         """Return the module that holds a layer of the checkpoint, and which part of it."""
-        if layer in self._modules:
-            return Place(layer, self._modules[layer], attribute)
-        parent, _, leaf = layer.rpartition(".")
-        if leaf in self._fused:
-            fused, index, parts = self._fused[leaf]
-            name = f"{parent}.{fused}" if parent else fused
-            if name in self._modules and hasattr(self._modules[name], "output_sizes"):
-                return Place(name, self._modules[name], attribute, index, parts)
+        for name in dict.fromkeys((self._naming.renamed(f"{layer}.{attribute}"), f"{layer}.{attribute}")):
+            found, _, key = name.rpartition(".")
+            if found in self._modules:
+                module = self._modules[found]
+                rewritten = self._naming.rewrites(layer, getattr(module, key, None))
+                return Place(found, module, key, rewritten=rewritten)
+            for fused, part, parts, shards in self._naming.fused(found):
+                if hasattr(self._modules.get(fused), "output_sizes"):
+                    module, rewritten = self._modules[fused], self._naming.rewrites(layer, None)
+                    return Place(fused, module, key, part, parts, shards, rewritten)
         return None
 
     def weight_bytes(self) -> int:
@@ -104,17 +107,19 @@ class LiveModel:
             PublishError: for a fused or quantized layer of which a part is missing; that layer keeps its old weights.
         """
         self._ledger, self.sent, self.pending = ledger, {}, {}
-        self._repacked, self._inexact, self._unlocated = Checksums(), [], []
+        self._repacked, self._inexact, self._opaque = Checksums(), [], []
         routes = self.routes
         try:
             if routes is not None:
                 incomplete = direct.DirectLoad(self, routes, ledger).load(tensors)
+                derived.make_again(self.llm, self._derived)
             else:
                 with reloading(self.llm, self.model):
                     self.model.load_weights(self._gate(tensors))  # pyright: ignore[reportCallIssue]
                     incomplete = self._revert_incomplete()
                 self._record_unprocessed()
             self._refresh_tied()
+            ledger.faults += derived.stale(self._derived, self._columns)
             self._check_copies()
         finally:
             self._ledger = None
@@ -122,24 +127,31 @@ class LiveModel:
             raise PublishError(incomplete, ledger.version)
         if routes is None or len(self.sent) < len(routes.places):
             ledger.faults += self._not_loaded()
-        if routes is None and self.learns_routes and not ledger.faults and not self._unlocated:
+        if routes is None and self.learns_routes and not ledger.faults and not self._opaque:
             self.routes = direct.learn(self.sent, ledger.receipts(), _narrowed)
 
     def _gate(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Note what passes to vLLM's loader; what no module is known to keep is recorded here."""
         assert self._ledger is not None
         for name, tensor in tensors:
-            place = self.locate(name)
-            if place is None:
-                self._unlocated.append(name)
-            if name in self.sent or place is None or place.attribute in DESCRIPTIVE:
+            place, handed = self.locate(name), {self._naming.learned.get(name, name): tensor}
+            if place is None and self.network is not None:
+                handed = stored(self.network, name, tensor)
+                if len(handed) == 1:
+                    self._naming.learn(name, *handed)
+                    place = self.locate(name)
+            if place is None or place.rewritten:
+                # Of "experts.0.up_proj.weight", which the hub has in place of a stack, the module that holds them all.
+                self._opaque += [name, *(f"{key.rsplit('.', 3)[0]}." for key in list(handed)[:1] if len(handed) > 1)]
                 self._ledger.record(name, tensor)
                 self._ledger.unread.append(name)
+            elif name in self.sent or place.attribute in DESCRIPTIVE:
+                self._ledger.record(name, tensor)
             if name not in self.sent and place is not None:
                 self.sent[name] = place, tuple(tensor.shape), tensor.dtype
-                if place.attribute not in DESCRIPTIVE:
+                if place.attribute not in DESCRIPTIVE and not place.rewritten:
                     self.pending.setdefault(place.module_name, []).append(name)
-            yield name, tensor
+            yield from handed.items()
 
     def _watch_repacking(self) -> None:
         """Take the receipts of a layer when its parameters are complete and not yet repacked."""
@@ -160,7 +172,10 @@ class LiveModel:
             before = {key: tensor.data_ptr() for key, tensor in tensors_of(layer).items()}
             self._record(name)
             process(layer)
+            made = restored_names(layer)
             for key, tensor in tensors_of(layer).items():
+                if key not in made and before.get(key) == tensor.data_ptr():
+                    continue  # the live tensor itself, which a reload leaves where it is (a router's bias)
                 self._repacked.add(f"{name}\0{key}", tensor)
                 kept = before.get(key) == tensor.data_ptr() != 0
                 self._layout[name, key] = "repacked" if not kept else "kept" if tensor.is_contiguous() else "turned"
@@ -171,6 +186,8 @@ class LiveModel:
         for name in self.pending.pop(module_name, []):
             place, shape, _ = self.sent[name]
             tensor = getattr(place.module, place.attribute, None)
+            if tensor is not None:
+                place.spread(tensor, shape)
             cut = None if tensor is None else place.cut(tensor, shape)
             assert self._ledger is not None
             if cut is None:
@@ -220,12 +237,14 @@ class LiveModel:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         seen: dict[str, dict[str, set[int]]] = {}
+        parts_of: dict[str, tuple[str, ...]] = {}
         for place, _, _ in self.sent.values():
+            parts_of[place.module_name] = place.parts
             seen.setdefault(place.module_name, {}).setdefault(place.attribute, set()).add(place.part)
         faults = []
         for module_name, module in self._modules.items():
             attributes, info = seen.get(module_name, {}), get_layerwise_info(module)
-            parts = self.parts_of(module_name)
+            parts = parts_of.get(module_name, ())
             lacking = sorted({parts[i] for got in attributes.values() for i in range(len(parts)) if i not in got})
             short = info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0)
             if not lacking and not (short and not hasattr(module, "num_embeddings_padded")):
@@ -237,10 +256,6 @@ class LiveModel:
             info.load_numel = 0
             self.pending.pop(module_name, None)
         return faults
-
-    def parts_of(self, module_name: str) -> tuple[str, ...]:
-        leaf = module_name.rpartition(".")[2]
-        return next((parts for fused, _, parts in self._fused.values() if fused == leaf), ())
 
     def _tied(self) -> list[tuple[str, nn.Module]]:
         """Return the modules that got no tensor because they share a loaded module's parameters."""
@@ -276,13 +291,17 @@ class LiveModel:
     def _not_loaded(self) -> list[Fault]:
         """Return a fault for each module with parameters of its own that no tensor was for."""
         loaded = {place.module_name for place, _, _ in self.sent.values()} | {name for name, _ in self._tied()}
-        unlocated = {name.rpartition(".")[0] for name in self._unlocated}
+        unlocated = {name.rpartition(".")[0] for name in self._opaque}
         return [
             Fault("missing", name, "no tensor of the stream was for it")
             for name, module in self._modules.items()
             if name not in loaded
             # Single numbers are scales of the KV cache, which have a default.
-            and any(tensor is not None and tensor.numel() != 1 for tensor in module._parameters.values())
+            and any(
+                tensor is not None and tensor.numel() != 1
+                for key, tensor in module._parameters.items()
+                if key not in derived.names(module)
+            )
             and not any(name.startswith(layer) or layer.startswith(name) for layer in unlocated)
         ]
 
@@ -310,6 +329,8 @@ class LiveModel:
         if name not in self.sent:
             return None
         place, shape, dtype = self.sent[name]
+        if place.rewritten:
+            return None
         if place.attribute in DESCRIPTIVE:  # later publishes leave it, and a sleep may have dropped it
             return None
         layout = self._layout.get((place.module_name, place.attribute))
@@ -319,35 +340,35 @@ class LiveModel:
         cut = place.cut(live.t() if layout == "turned" else live, shape)
         return None if cut is None else _narrowed(cut, dtype)
 
-    @torch.no_grad()
     def read_columns(self, layer: str, columns: Sequence[int]) -> Tensor | None:
-        """Return columns "out columns" of a linear layer by multiplying it with unit vectors.
+        """Return columns "out columns" of a linear layer by multiplying it with unit vectors, or None if unknown.
 
-        A product with a unit vector has one term that is not zero; `receipt.column_bound` says what it may round.
+        A product with a unit vector has one term that is not zero; `ledger.column_bound` says what it may round.
         """
+        place = self.locate_layer(layer)
+        rows = None if place is None or place.rewritten else self._columns(place.module, columns)
+        if place is None or rows is None:
+            return None
+        if place.parts:
+            start, count = place.rows
+            return rows[start : start + count]
+        # vLLM pads the vocabulary
+        return rows[: place.module.org_vocab_size] if hasattr(place.module, "org_vocab_size") else rows  # pyright: ignore
+
+    @torch.no_grad()
+    def _columns(self, module: nn.Module, columns: Sequence[int]) -> Tensor | None:
         from vllm.config import set_current_vllm_config
 
-        place = self.locate_layer(layer)
-        method = None if place is None else getattr(place.module, "quant_method", None)
-        size = getattr(place and place.module, "input_size", None) or getattr(
-            place and place.module, "embedding_dim", None
-        )
-        if place is None or method is None or size is None:
+        method: Any = getattr(module, "quant_method", None)
+        size: Any = getattr(module, "input_size", None) or getattr(module, "embedding_dim", None)
+        if method is None or size is None:
             return None
         config = self.llm.llm_engine.vllm_config
-        device = next((t.device for t in tensors_of(place.module).values()), torch.device("cpu"))
+        device = next((t.device for t in tensors_of(module).values()), torch.device("cpu"))
         units = torch.zeros(len(columns), size, dtype=config.model_config.dtype, device=device)
         units[torch.arange(len(columns)), torch.tensor(list(columns))] = 1.0
         with set_current_vllm_config(config):
-            out = method.apply(place.module, units, None)
-        rows = out.t()
-        if place.parts:
-            sizes = [int(size) for size in place.module.output_sizes]  # pyright: ignore
-            start = sum(sizes[: place.part])
-            rows = rows[start : start + sizes[place.part]]
-        elif hasattr(place.module, "org_vocab_size"):
-            rows = rows[: place.module.org_vocab_size]  # vLLM pads the vocabulary
-        return rows
+            return method.apply(module, units, None).t()
 
     def formats(self) -> dict[str, str]:
         """Return for every tensor of the last stream the name of the format that its live module computes in."""

@@ -1,5 +1,6 @@
 """Where a checkpoint tensor lives among vLLM's modules, and what a live module computes in."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,44 @@ DESCRIPTIVE = frozenset({"weight_shape"})
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a checkpoint tensor lives: an attribute of a module, and which of its `parts` for a fused one."""
+    """Where a checkpoint tensor lives: an attribute of a module, and which of its `parts` for a fused one.
+
+    Args:
+        module_name: in vLLM's model.
+        module: that holds it.
+        attribute: its name there.
+        part: which of `parts` it is.
+        parts: names of the checkpoint's layers that the module holds as one; empty where it holds one as it is.
+        shards: the module's logical widths that it fills, where those are not `part` alone.
+        rewritten: vLLM's loader writes other numbers than it gets, so that nothing can be compared.
+    """
 
     module_name: str
     module: nn.Module
     attribute: str
     part: int = 0
     parts: tuple[str, ...] = ()
+    shards: tuple[int, ...] = ()
+    rewritten: bool = False
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """First row and number of rows that the layer has in its fused module."""
+        sizes = [int(size) for size in self.module.output_sizes]  # pyright: ignore
+        first, *_ = shards = self.shards or (self.part,)
+        return sum(sizes[:first]), sum(sizes[shard] for shard in shards)
+
+    def spread(self, tensor: Tensor, shape: Sequence[int]) -> None:
+        """Write the one number that came for a whole layer to each of the logical widths that vLLM holds it as.
+
+        A checkpoint that fuses q, k and v itself has one scale for them. vLLM's loader writes it for the first width,
+        and repacking takes the largest of all, of which the others are whatever the memory held.
+        """
+        widths = len(getattr(self.module, "output_sizes", ()))
+        shards = list(self.shards) or ([] if self.parts else list(range(widths)))
+        if tensor.numel() == widths and len(shards) > 1 and math.prod(shape) == 1:
+            numbers = tensor.data.view(-1)
+            numbers[shards] = numbers[shards[0]].clone()
 
     def cut(self, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
         """Return this tensor's slice of the module's, viewed in the shape that was sent; None if it does not fit."""
@@ -30,17 +62,14 @@ class Place:
             if tensor.numel() == 1:  # one number for all parts
                 tensor = tensor.reshape(-1)[0]
             elif tensor.numel() == len(sizes):
-                tensor = tensor.reshape(-1)[self.part]
+                tensor = tensor.reshape(-1)[(self.shards or (self.part,))[0]]
             else:
-                rows, total = tensor.shape[0], sum(sizes)
-                start = round(sum(sizes[: self.part]) * rows / total)
-                tensor = tensor[start : start + max(round(sizes[self.part] * rows / total), 1)]
+                (first, count), rows, total = self.rows, tensor.shape[0], sum(sizes)
+                start = round(first * rows / total)
+                tensor = tensor[start : start + max(round(count * rows / total), 1)]
         elif tensor.ndim and len(shape) == tensor.ndim and shape[0] < tensor.shape[0]:
-            tensor = tensor[: shape[0]]  # vLLM pads the vocabulary
-        count = 1
-        for size in shape:
-            count *= size
-        return tensor.reshape(tuple(shape)) if tensor.numel() == count else None
+            tensor = tensor[: shape[0]]  # vLLM pads the vocabulary, or holds one number for each logical width
+        return tensor.reshape(tuple(shape)) if tensor.numel() == math.prod(shape) else None
 
 
 def model_runner(llm: Any) -> Any:
@@ -48,12 +77,17 @@ def model_runner(llm: Any) -> Any:
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
-def checkpoint_names(module: nn.Module) -> set[str]:
-    """Return the names of the tensors that vLLM's loader fills in this module; repacking may rename them."""
+def restored_names(module: nn.Module) -> set[str]:
+    """Return the names of the tensors that vLLM makes anew, in the checkpoint's layout, when it reloads this module."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     parameters, buffers = get_layerwise_info(module).restore_metadata
-    return {*parameters, *buffers, *module._parameters, *module._buffers}
+    return {*parameters, *buffers}
+
+
+def checkpoint_names(module: nn.Module) -> set[str]:
+    """Return the names of the tensors that vLLM's loader fills in this module; repacking may rename them."""
+    return {*restored_names(module), *module._parameters, *module._buffers}
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

@@ -1,12 +1,10 @@
 """What is refused before a vLLM engine is built; only what is marked so imports vLLM."""
 
 import importlib.util
-from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import LlamaConfig
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
@@ -231,53 +229,6 @@ def test_gradients_need_memory_beside_an_engine_that_never_sleeps(gpu):
     network.weight.requires_grad_(False)
     gpu(free=45)
     vllm_checks.check_device_memory(network, 8.0, 0.5)
-
-
-class _UnknownForCausalLM(torch.nn.Module):
-    pass
-
-
-@pytest.mark.vllm
-def test_model_type_that_vllm_lacks_is_named():
-    vllm_checks.check_model(build_network(head_dim=32))
-    with pytest.raises(ConfigError, match=r"does not know the model type _UnknownForCausalLM.*TransformersEngine"):
-        vllm_checks.check_model(_UnknownForCausalLM())
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("size", [8, 16, 40, 144])
-def test_head_size_that_vllm_has_no_kernel_for_on_cpu_is_named(size):
-    with pytest.raises(ConfigError, match=rf"attention kernel.*head size among 32, 64, 80, .*Given: {size}\. Use Tra"):
-        vllm_checks.check_model(build_network(head_dim=size))
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("size", [32, 48, 64, 128])
-def test_head_sizes_that_work_are_taken(size):
-    vllm_checks.check_model(build_network(head_dim=size))  # 48 is not in vLLM's own list
-
-
-@pytest.mark.vllm
-def test_head_size_follows_from_the_hidden_size_and_matters_on_cpu_alone(monkeypatch):
-    network = build_network(LlamaConfig, head_dim=None, hidden_size=64)
-    with pytest.raises(ConfigError, match="Given: 16"):
-        vllm_checks.check_model(network)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    vllm_checks.check_model(network)
-
-
-@pytest.mark.vllm
-def test_latent_attention_has_no_such_sizes():
-    config = SimpleNamespace(num_attention_heads=4, hidden_size=64, kv_lora_rank=32)
-    vllm_checks.check_head_size(SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config)))
-
-
-@pytest.mark.vllm
-def test_head_size_is_checked_before_the_engine_starts():
-    engine = VLLMEngine()
-    with pytest.raises(ConfigError, match="Given: 16"):
-        engine.setup(SamplerSpec(), SimpleNamespace(network=build_network(head_dim=16)))
-    assert engine.llm is None
 
 
 def test_plain_layers_are_listed_and_fused_ones_stay_together():

@@ -27,7 +27,13 @@ def test_a_stream_passes_unchanged():
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("no parameter 'x'"), KeyError("x.weight"), AssertionError("(2,) != (3,)")]
+    "error",
+    [
+        ValueError("no parameter 'x'"),
+        KeyError("x.weight"),
+        AssertionError("(2,) != (3,)"),
+        RuntimeError("start (0) + length (512) exceeds dimension size (256)"),
+    ],
 )
 def test_what_the_loader_refuses_is_a_refused_publish(error):
     with pytest.raises(

@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from lit_qrl import formats
 from lit_qrl.rollout.vllm.folder import model_folder, remove
+from tests.families.configs import BY_TYPE, random_network
 from tests.networks import build_network
 
 
@@ -28,6 +29,13 @@ def test_the_folder_is_a_config_that_transformers_reads_and_no_weights(name):
         left_out = {f"model.layers.{i}.mlp.down_proj" for i in range(2)} | {"lm_head"}
         assert set(written["quantization_config"]["ignore"]) == left_out
         assert written["quantization_config"]["config_groups"]["group_0"]["targets"] == ["Linear"]
+
+
+def test_a_router_that_adds_a_bias_is_said_to_do_so():
+    for kind, expected in (("deepseek_v3", "noaux_tc sigmoid"), ("qwen3_moe", "None None")):
+        folder = model_folder(random_network(BY_TYPE[kind]), None, (), False, torch.float32, longest=32)
+        written = json.loads((folder / "config.json").read_text())
+        assert f"{written.get('topk_method')} {written.get('scoring_func')}" == expected
 
 
 def test_a_quantized_head_is_a_target_of_its_own():
@@ -56,6 +64,7 @@ MADE = """
 import os, sys
 import torch
 from lit_qrl.rollout.vllm.folder import model_folder, remove
+from tests.families.configs import BY_TYPE, random_network
 from tests.networks import build_network
 folders = [model_folder(build_network(), None, (), False, torch.float32, 32) for _ in range(3)]
 remove(folders[0])

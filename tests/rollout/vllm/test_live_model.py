@@ -41,9 +41,8 @@ def test_parts_of_a_fused_layer_are_located(live):
     for part, name in enumerate(("q_proj", "k_proj", "v_proj")):
         place = live.locate(f"attn.{name}.weight")
         assert (place.module_name, place.part, place.attribute) == ("attn.qkv_proj", part, "weight")
-    assert live.parts_of("attn.qkv_proj") == ("q_proj", "k_proj", "v_proj")
-    assert live.parts_of("attn.o_proj") == ()  # a single part is no fusion
-    assert live.locate("attn.o_proj.weight").parts == ()
+    assert live.locate("attn.k_proj.weight").parts == ("q_proj", "k_proj", "v_proj")
+    assert live.locate("attn.o_proj.weight").parts == ()  # a single part is no fusion
 
 
 def test_what_no_module_holds_is_not_located(live):

@@ -75,3 +75,29 @@ def test_the_format_is_read_from_the_method(method, scheme, expected):
     if scheme is not None:
         module.scheme = scheme
     assert loaded_format(module, torch.bfloat16) == expected
+
+
+@pytest.mark.parametrize("shards", [(), (0, 1, 2)])
+def test_one_number_of_a_layer_that_the_checkpoint_fuses_reaches_all_its_widths(shards):
+    module = torch.nn.Linear(1, 1)
+    module.output_sizes = [2, 1, 1] if not shards else [2, 1, 1, 4]
+    parts = ("in_qkv", "in_z") if shards else ()
+    place = Place("fused", module, "weight_scale", 0, parts, shards)
+    scales = torch.tensor([0.5, *[7.0] * (len(module.output_sizes) - 1)])
+    place.spread(scales, (1,))
+    assert scales.tolist() == ([0.5, 0.5, 0.5] if not shards else [0.5, 0.5, 0.5, 7.0])
+    assert place.cut(scales, (1,)).tolist() == [0.5]
+    rows = torch.arange(3.0)  # a scale for each row is no such number
+    place.spread(rows, (3,))
+    assert rows.tolist() == [0, 1, 2]
+
+
+def test_a_part_of_several_widths_has_the_rows_of_all_of_them():
+    module = torch.nn.Linear(1, 1)
+    module.output_sizes = [2, 2, 3, 1]
+    weight = torch.arange(16.0).view(8, 2)
+    first = Place("fused", module, "weight", 0, ("in_qkv", "in_z"), (0, 1, 2))
+    second = Place("fused", module, "weight", 1, ("in_qkv", "in_z"), (3,))
+    assert torch.equal(first.cut(weight, (7, 2)), weight[:7])
+    assert torch.equal(second.cut(weight, (1, 2)), weight[7:])
+    assert (first.rows, second.rows) == ((0, 7), (7, 1))

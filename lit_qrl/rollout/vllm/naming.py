@@ -1,0 +1,95 @@
+"""From names of a checkpoint to names of vLLM's modules, by the mappings that the model itself loads with."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from lit_qrl.network.names import checkpoint_name
+
+_LETTERS = {"q": 0, "k": 1, "v": 2}
+"""vLLM's names of the parts of an attention layer's fused projection."""
+
+
+class Naming:
+    """What one model of vLLM calls the tensors of a checkpoint, and which of them it holds as one.
+
+    Args:
+        model: vLLM's; wrappers inside, such as a multimodal model's text part, have mappings of their own.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._renamings: list[tuple[str, Any]] = []
+        self._parts: dict[str, dict[str, tuple[int, ...]]] = {}
+        self._known: dict[str, str] = {}
+        self.learned: dict[str, str] = {}
+        for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
+            if len(parts) > 1:
+                self._parts[fused] = {part: (index,) for index, part in enumerate(parts)}
+        for name, module in model.named_modules():
+            mapper = getattr(module, "hf_to_vllm_mapper", None)
+            if mapper is not None:
+                self._add(checkpoint_name(name), mapper)
+        self._rearranges = any(hasattr(module, "permute_qk_weight_for_rotary") for module in model.modules())
+
+    def _add(self, prefix: str, mapper: Any) -> None:
+        # of 0.32, of 0.26
+        rename = getattr(mapper, "get_rename_mapper", None) or getattr(mapper, "get_unstacked_mapper", None)
+        self._renamings.append((f"{prefix}." if prefix else "", rename() if rename is not None else mapper))
+        for old, (new, shard) in getattr(mapper, "orig_to_new_stacked", {}).items():
+            given: list[Any] = list(shard) if isinstance(shard, (list, tuple)) else [shard]
+            shards = tuple(_LETTERS.get(one, one) for one in given if one is not None)
+            if shards and all(isinstance(one, int) for one in shards):
+                part, fused = (one.strip(".").rpartition(".")[2] for one in (old, new))
+                self._parts.setdefault(fused, {})[part] = shards
+
+    def renamed(self, name: str) -> str:
+        """Return what vLLM calls a tensor of the checkpoint, its layer not yet fused with others."""
+        if name not in self._known:
+            result = name
+            for prefix, mapper in self._renamings:
+                if result.startswith(prefix):
+                    result = prefix + (mapper._map_name(result[len(prefix) :]) or result[len(prefix) :])
+            self._known[name] = result
+        return self._known[name]
+
+    def learn(self, name: str, other: str) -> None:
+        """Take a tensor for what a checkpoint calls `other`."""
+        self.learned[name], self._known[name] = other, self.renamed(other)
+
+    def fused(self, layer: str) -> Iterator[tuple[str, int, tuple[str, ...], tuple[int, ...]]]:
+        """Yield the layers that `layer` may be a part of: name, which part, the names of all, its logical widths.
+
+        Args:
+            layer: as `renamed` gives it.
+        """
+        parent, _, leaf = layer.rpartition(".")
+        for fused, parts in self._parts.items():
+            if leaf in parts:
+                names = tuple(sorted(parts, key=lambda part: parts[part]))
+                yield f"{parent}.{fused}" if parent else fused, names.index(leaf), names, parts[leaf]
+
+    def rewrites(self, layer: str, parameter: Any) -> bool:
+        """Return True where vLLM's loader writes other numbers than it gets.
+
+        State-space layers keep −exp(A) under a composed loader, and Llama 4's rows of q and k come in another order.
+        """
+        loader = getattr(parameter, "weight_loader", None)
+        composed = loader is not None and "composed" in getattr(inspect.unwrap(loader), "__qualname__", "")
+        return composed or (self._rearranges and layer.rpartition(".")[2] in ("q_proj", "k_proj"))
+
+
+def stored(network: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return a tensor of the learner under the names that a checkpoint on the hub has for it.
+
+    Experts, which a model in memory holds stacked, are stored one by one, some layers have other names there, and
+    some of vLLM's loaders know no others.
+
+    Args:
+        network: the learner's Hugging Face model, whose class says what is stored how.
+        name: in the model.
+        tensor: of that name.
+    """
+    return revert_weight_conversion(network, {name: tensor})

@@ -1,0 +1,164 @@
+"""One cell of the table of families through vLLM on this host: two publishes far apart, compared with the learner.
+
+`python -m tests.families.vllm_cells FOLDER [TYPE …] [FORMAT …]` writes FOLDER/<model type>.json for every family, or
+those named.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.network.adapters import merged_weights
+from lit_qrl.network.linears import quantizable_linears
+from lit_qrl.network.stream import weight_stream
+from lit_qrl.receipts.ledger import PublishError, SentLedger, compare, compare_columns, compare_read_back
+from lit_qrl.types import SamplingParams
+from tests.families.configs import BY_TYPE, FAMILIES, Family, random_network
+from tests.networks import WORDS
+from tests.vllm_engines import reference_logprobs, sampler_format
+
+FORMATS = ("plain", "fp8_row", "fp8_tensor", "int4_group", "nvfp4")
+PROMPT, COMPLETION, PROMPTS = 40, 8, 4
+TOLERANCE = {"plain": 1e-5}
+"""Largest mean |Δ log p| that a cell may show; the formats' kernels round to bf16 or quantize activations."""
+LOW_BIT = 0.05
+
+
+SIZES = {
+    "kv_lora_rank": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    "linear_key_head_dim": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+}
+"""The sizes for which vLLM's CPU build has kernels of latent and of linear attention, by an option that tells which."""
+
+
+def sized(family: Family) -> Family:
+    """Return the family at a size that vLLM's CPU build has kernels for."""
+    changes = next((sizes for key, sizes in SIZES.items() if key in family.options), {})
+    return replace(family, options={**family.options, **changes})
+
+
+def prompts() -> list[list[int]]:
+    """Return prompts longer than every sliding window."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, len(WORDS), (PROMPT + i,), generator=generator).tolist() for i in range(PROMPTS)]
+
+
+def eager_network(family: Family, seed: int) -> Any:
+    """Return the tiny model with the attention that is written out, which drops no part of it."""
+    network = random_network(sized(family), seed)
+    network.set_attn_implementation("eager")
+    return network
+
+
+def start(network: Any, format: Any, **options: Any) -> Any:
+    """Return an engine for the network, validated as a run does it; its weights are still to come.
+
+    Raises:
+        ConfigError: where this host's vLLM cannot.
+    """
+    from lit_qrl.rollout.engine import SamplerSpec
+    from lit_qrl.rollout.vllm.engine import VLLMEngine
+    from tests import vllm_cpu_shim
+
+    vllm_cpu_shim.install()
+    engine = VLLMEngine(**{"max_num_seqs": 8, "kv_cache_gib": 0.25, **options})
+    sampling = SamplingParams(max_tokens=COMPLETION, ignore_stop=True)
+    spec = SamplerSpec(sampling=sampling, format=format, prompt_limit=PROMPT + PROMPTS)
+    engine.validate(spec)
+    engine.check_model(network)
+    policy: Any = SimpleNamespace(network=network)
+    engine.setup(spec, policy)
+    return engine
+
+
+def publish(network: Any, engine: Any, version: int, previous: Any = None, wire: Any = lambda stream: stream) -> Any:
+    """Publish all weights and buffers and look into every layer; return the faults, what was sent, and the report."""
+    format = engine.spec.format
+    layers = quantizable_linears(network)
+    stream = weight_stream(merged_weights(network), format, list(layers), engine.plain_dtype)
+    sent = SentLedger(version, format, {name: (one.out_features, one.in_features) for name, one in layers.items()})
+    report = engine.load_weights(wire(sent.watch(stream)), format, version)
+    faults = compare(sent, report.received, previous)
+    faults += compare_columns(sent, engine.read_columns, exact=format is None)
+    faults += compare_read_back(sent, engine.read_back, list(sent.receipts()))
+    return faults, sent, report
+
+
+def disagreement(network: Any, engine: Any) -> tuple[float, float]:
+    """Return mean and largest |Δ log p| of the engine's completions from an uncached forward of the learner."""
+    asked = prompts()
+    differences = []
+    for prompt, completion in zip(asked, engine.generate(asked, 1, seed=7), strict=True):
+        dtype = engine.plain_dtype
+        expected = reference_logprobs(network, prompt, completion.token_ids, engine.spec.format, dtype)
+        differences.append((torch.tensor(completion.logprobs) - expected).abs())
+    every = torch.cat(differences)
+    return float(every.mean()), float(every.max())
+
+
+def run_cell(family: Family, format_name: str) -> dict[str, Any]:
+    """Return what two publishes far apart gave: `outcome` is works, refused, faulty, wrong or traceback.
+
+    Args:
+        family: of `configs.FAMILIES`.
+        format_name: of `FORMATS`.
+    """
+    cell: dict[str, Any] = {"family": family.name, "format": format_name}
+    engine = None
+    try:
+        format = sampler_format(format_name)
+        half = "linear_key_head_dim" in family.options  # which the CPU build computes in bf16 alone
+        engine = start(eager_network(family, 0), format, dtype="bf16" if half else "auto")
+        bound = LOW_BIT if half else TOLERANCE.get(format_name, LOW_BIT)
+        outcome = "works"
+        for version in range(2):
+            network = eager_network(family, version)
+            faults, _, report = publish(network, engine, version)
+            cell["faults"] = [str(fault) for fault in faults]
+            cell["unread"] = sorted(report.received.unread)
+            cell["mean"], cell["max"] = disagreement(network, engine)
+            cell["along_routes"] = engine.live.routes is not None
+            outcome = "faulty" if faults else "works" if cell["mean"] <= bound else "wrong"
+            cell["publish"] = version
+            if outcome != "works":
+                break
+        return {**cell, "outcome": outcome}
+    except ConfigError as error:
+        return {**cell, "outcome": "refused", "message": str(error)}
+    except PublishError as error:
+        return {**cell, "outcome": "refused by a publish", "message": str(error)}
+    except Exception as error:
+        return {**cell, "outcome": "traceback", "message": f"{type(error).__name__}: {error}"}
+    finally:
+        if engine is not None:
+            engine.close()
+
+
+def sweep(folder: Path, families: list[Family], formats: list[str]) -> None:
+    """Write one JSON per family, a cell per format; cells that are there already are made again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for family in families:
+        path = folder / f"{family.model_type}.json"
+        cells = json.loads(path.read_text()) if path.exists() else {}
+        for name in formats:
+            cells[name] = run_cell(family, name)
+            path.write_text(json.dumps(cells, indent=1))
+            print(json.dumps(cells[name]), flush=True)
+
+
+def main(arguments: list[str]) -> None:
+    """Run the sweep: FOLDER, then model types and formats in any order."""
+    folder, *rest = arguments
+    formats = [word for word in rest if word in FORMATS] or list(FORMATS)
+    families = [BY_TYPE[word] for word in rest if word not in FORMATS] or [one for one in FAMILIES if one.vllm]
+    sweep(Path(folder), families, formats)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,109 @@
+"""Which models an engine refuses before their weights are loaded, asked of vLLM."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.rollout.engine import SamplerSpec
+from lit_qrl.rollout.vllm import models as vllm_models
+from lit_qrl.rollout.vllm.engine import VLLMEngine
+from tests.families.configs import BY_TYPE, random_network
+from tests.families.vllm_cells import sized
+from tests.networks import build_network
+
+pytestmark = pytest.mark.vllm
+
+
+class _UnknownForCausalLM(torch.nn.Module):
+    pass
+
+
+def test_model_type_that_vllm_lacks_is_named():
+    vllm_models.check_model(build_network(head_dim=32))
+    with pytest.raises(ConfigError, match=r"does not know the model type _UnknownForCausalLM.*TransformersEngine"):
+        vllm_models.check_model(_UnknownForCausalLM())
+
+
+@pytest.mark.parametrize("size", [8, 16, 40, 144])
+def test_head_size_that_vllm_has_no_kernel_for_on_cpu_is_named(size):
+    with pytest.raises(ConfigError, match=rf"attention kernel.*head size among 32, 64, 80, .*Given: {size}\. Use Tra"):
+        vllm_models.check_model(build_network(head_dim=size))
+
+
+@pytest.mark.parametrize("size", [32, 48, 64, 128])
+def test_head_sizes_that_work_are_taken(size):
+    vllm_models.check_model(build_network(head_dim=size))  # 48 is not in vLLM's own list
+
+
+def test_head_size_follows_from_the_hidden_size_and_matters_on_cpu_alone(monkeypatch):
+    network = build_network(LlamaConfig, head_dim=None, hidden_size=64)
+    with pytest.raises(ConfigError, match="Given: 16"):
+        vllm_models.check_model(network)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    vllm_models.check_model(network)
+
+
+def test_latent_attention_has_no_such_sizes():
+    config = SimpleNamespace(num_attention_heads=4, hidden_size=64, kv_lora_rank=32)
+    vllm_models.check_head_size(SimpleNamespace(get_text_config=lambda: config))
+
+
+def test_head_size_is_checked_before_the_engine_starts():
+    engine = VLLMEngine()
+    with pytest.raises(ConfigError, match="Given: 16"):
+        engine.setup(SamplerSpec(), SimpleNamespace(network=build_network(head_dim=16)))
+    assert engine.llm is None
+
+
+def test_a_model_whose_code_cannot_be_imported_names_the_package(monkeypatch):
+    def fail(name):
+        raise ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
+
+    monkeypatch.setattr(vllm_models, "_class_of", fail)
+    with pytest.raises(ConfigError, match=r"cannot load it here: No module named 'torchvision'.*Install torchvision"):
+        vllm_models.check_model(build_network(head_dim=32))
+
+
+def test_latent_attention_of_another_size_than_the_kernels_is_named(monkeypatch):
+    family = BY_TYPE["deepseek_v3"]
+    with pytest.raises(ConfigError, match=r"kv_lora_rank 512 and qk_rope_head_dim 64.*Given: 128 and 16\. Use Tra"):
+        vllm_models.check_model(random_network(family))
+    options = {**family.options, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    network = random_network(dataclasses.replace(family, options=options))
+    vllm_models.check_model(network)
+    backends = SimpleNamespace(AttentionBackendEnum=SimpleNamespace(__members__={"CPU_ATTN": 1}))
+    monkeypatch.setattr(vllm_models, "import_module", lambda name: backends)  # as in 0.26
+    with pytest.raises(ConfigError, match=r"no latent attention \(MLA\), which DeepseekV3ForCausalLM needs"):
+        vllm_models.check_model(network)
+
+
+def test_models_with_a_state_are_known_by_their_class():
+    assert [vllm_models.recurrent(name) for name in ("Mamba2ForCausalLM", "Lfm2ForCausalLM", "Qwen3ForCausalLM")] == [
+        True,
+        True,
+        False,
+    ]
+
+
+def test_what_vllm_says_of_a_first_engine_is_one_paragraph():
+    found = vllm_models.refused_model("GptOssForCausalLM", KeyError("factor"))
+    assert isinstance(found, ConfigError)
+    assert "does not build an engine of GptOssForCausalLM with these arguments: KeyError: 'factor'" in str(found)
+    memory = RuntimeError("out of memory")
+    assert vllm_models.refused_model("GptOssForCausalLM", memory) is memory
+
+
+def test_linear_attention_on_a_cpu_wants_bf16_and_one_size(monkeypatch):
+    with pytest.raises(ConfigError, match=r"linear_value_head_dim 128, as .*Given: 32 and 32\. Use a GPU"):
+        vllm_models.check_model(random_network(BY_TYPE["qwen3_next"]))
+    network = random_network(sized(BY_TYPE["qwen3_next"]))
+    with pytest.raises(ConfigError, match=r"in bf16 alone\. Expected: data\.engine\.dtype: bf16\. Given: float32"):
+        vllm_models.check_model(network, torch.float32)
+    vllm_models.check_model(network, torch.bfloat16)
+    vllm_models.check_model(build_network(head_dim=32), torch.float32)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    vllm_models.check_model(network, torch.float32)
