@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.functional.logprobs import token_logprobs
 from lit_qrl.network.adapters import check_adapter, merged_weights, starts_from_base, with_adapter
-from lit_qrl.network.chat import chat_ids
+from lit_qrl.network.chat import chat_ids, turn_ids
 from lit_qrl.network.folder import FOLDER_REMEDY, HUB_REMEDY, local_folder, resolve_model
 from lit_qrl.network.head import check_tied, output_head
 from lit_qrl.network.modes import train_without_dropout
@@ -164,6 +164,15 @@ class CausalPolicy(Described, nn.Module):
         if ids and ids[-1] == self.tokenizer.eos_token_id and not prompt.endswith(self.tokenizer.eos_token):
             ids = ids[:-1]
         return ids
+
+    def encode_turn(self, messages: Sequence[Mapping[str, Any]], chat: bool) -> list[int]:
+        """Return the token ids of messages that follow an answer, up to where the next answer begins.
+
+        Args:
+            messages: with `role` and `content`.
+            chat: through the tokenizer's template; else their contents as they are.
+        """
+        return turn_ids(self.tokenizer, messages, self.chat_template_args, chat)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""

@@ -125,7 +125,7 @@ def deal(learner: Learner, rollout: RolloutBatch) -> Iterator[MicroBatch]:
             mini_batch = rollout.select(rows, trim=False)
             with learner.iteration.timed("score"):
                 total, has_signal = correct(learner, mini_batch)
-            lengths = (mini_batch.prompt_length + mini_batch.completion_length).tolist()
+            lengths = mini_batch.total_length.tolist()
             for part in deal_by_length(lengths, data.micro_batches):
                 chosen = torch.tensor(part, device=rows.device)
                 yield MicroBatch(mini_batch.select(chosen), total, rows[chosen], has_signal)
