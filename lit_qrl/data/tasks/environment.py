@@ -3,6 +3,8 @@
 import importlib
 import json
 import re
+import signal
+import threading
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +60,8 @@ class Environment(MultiTurnTask):
     def environment(self) -> Any:
         """The environment of verifiers."""
         if self._env is None:
+            # verifiers takes the signals of the process, which end this run in order.
+            handlers = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
             try:
                 self._env = importlib.import_module("verifiers").load_environment(self.env_name, **self.args)
             except ImportError as error:
@@ -72,6 +76,10 @@ class Environment(MultiTurnTask):
                     given=self.args or None,
                     remedy="Install it (`vf-install NAME`), or correct data.task.args.",
                 ) from error
+            finally:
+                if threading.current_thread() is threading.main_thread():
+                    for name, handler in handlers.items():
+                        signal.signal(name, handler)
         return self._env
 
     @property
