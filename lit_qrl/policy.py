@@ -151,14 +151,16 @@ class CausalPolicy(Described, nn.Module):
         """Id of the padding token."""
         return self.tokenizer.pad_token_id
 
-    def encode(self, prompt: str | Sequence[dict[str, str]]) -> list[int]:
+    def encode(self, prompt: str | Sequence[dict[str, str]], tools: Sequence[Any] | None = None) -> list[int]:
         """Return the token ids of a prompt: text as it is, chat messages through the tokenizer's template.
 
         Args:
             prompt: a text, or messages with `role` and `content`.
+            tools: descriptions of tools, for the template.
         """
         if not isinstance(prompt, str):
-            return chat_ids(self.tokenizer, prompt, self.chat_template_args, self.source)
+            arguments = self.chat_template_args if tools is None else {**self.chat_template_args, "tools": list(tools)}
+            return chat_ids(self.tokenizer, prompt, arguments, self.source)
         ids = self.tokenizer(prompt)["input_ids"]
         # Some tokenizers end every text; a completion cannot follow an end token.
         if ids and ids[-1] == self.tokenizer.eos_token_id and not prompt.endswith(self.tokenizer.eos_token):

@@ -47,6 +47,10 @@ class TakesTurns(Protocol):
     max_message_tokens: int
     """Tokens that the environment may say at a time."""
 
+    def prompt(self, row: Mapping[str, Any]) -> Any:
+        """Return the prompt: a text, or messages."""
+        ...
+
     async def play(self, row: Mapping[str, Any], say: Say) -> float | None:
         """Return the score of one sequence; `say([])` answers the prompt itself."""
         ...
@@ -84,6 +88,7 @@ class Conversations:
         max_tokens: of a sequence after its prompt, the environment's included.
         seed: each turn's is derived from it, the sequence and the number of the turn.
         progress: called with (sequences finished, tokens drawn).
+        numbers: of the sequences, in the seeds of their turns; by default their positions.
     """
 
     def __init__(
@@ -96,7 +101,9 @@ class Conversations:
         max_tokens: int,
         seed: int,
         progress: Progress | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> None:
+        self.numbers = range(len(rows)) if numbers is None else numbers
         self.task, self.rows, self.encode, self.decode = task, rows, encode, decode
         self.max_tokens, self.seed, self.progress = max_tokens, seed, progress
         self._sequences = [_Sequence(list(prompt)) for prompt in prompts]
@@ -190,7 +197,7 @@ class Conversations:
         one.logprobs += [0.0] * len(said)
         one.drawn += [False] * len(said)
         one.answer = asyncio.get_running_loop().create_future()
-        seed = derive_seed(self.seed, "turn", index, one.turns)
+        seed = derive_seed(self.seed, "turn", self.numbers[index], one.turns)
         with self._changed:
             self._turns.append(Turn(index=index, tokens=[*one.prompt, *one.tokens], max_tokens=room, seed=seed))
             self._changed.notify()
