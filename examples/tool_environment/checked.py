@@ -42,5 +42,5 @@ class CheckedCountdown(MultiTurnTask):
         shown = "" if value is None else f"={value}"
         return f"{shown} {self.prompt(row)}"
 
-    def score(self, state):
+    def finish(self, state):
         return float(state["right"])

@@ -17,7 +17,7 @@ from lit_qrl.rewards.episode import EpisodeReward
 class MultiTurnTask(Task):
     """A task whose environment answers the policy's answers, such as tools, a game or a user.
 
-    A subclass gives rows and prompts as any task, and three methods: `start`, `reply` and `score`. They are plain
+    A subclass gives rows and prompts as any task, and three methods: `start`, `reply` and `finish`. They are plain
     functions, run in threads side by side, or `async` ones, which must not block. One that raises, does not come back
     within `time_limit`, or says more than `max_message_tokens` ends its own sequence, which is left out of the update;
     `environment/*` counts how sequences ended.
@@ -59,7 +59,7 @@ class MultiTurnTask(Task):
         """Return what the environment says to the policy's answer: messages, or a user's text; None ends it."""
 
     @abstractmethod
-    def score(self, state: Any) -> float | None:
+    def finish(self, state: Any) -> float | None:
         """Return the score of a conversation that has ended, at a limit or by `reply`; None leaves it out."""
 
     async def play(self, row: Row, say: Say) -> float | None:
@@ -74,7 +74,7 @@ class MultiTurnTask(Task):
                 messages = [{"role": "user", "content": reply}] if isinstance(reply, str) else reply
         except TurnsOver:
             pass
-        return await called(self.score, state)
+        return await called(self.finish, state)
 
     def reference(self, row: Row) -> Any:
         """Return None: the environment judges."""

@@ -38,7 +38,7 @@ class Echo(MultiTurnTask):
         state["answers"].append(answer)
         return state["left"].pop(0) if state["left"] else None
 
-    def score(self, state):
+    def finish(self, state):
         return float(len(state["answers"]))
 
 
@@ -110,8 +110,8 @@ class Broken(Echo):
             time.sleep(60)
         return "7" * 10_000_000 if kind == "shout" else super().reply(state, answer)
 
-    def score(self, state):
-        return float("nan") if state["left"] == ["nan"] else super().score(state)
+    def finish(self, state):
+        return float("nan") if state["left"] == ["nan"] else super().finish(state)
 
 
 def test_a_bad_environment_costs_its_own_sequence():

@@ -119,7 +119,7 @@ class Environment(MultiTurnTask):
     def reply(self, state: Any, answer: str) -> None:
         raise NotImplementedError("verifiers plays the conversation itself")
 
-    def score(self, state: Any) -> float | None:
+    def finish(self, state: Any) -> float | None:
         raise NotImplementedError("verifiers plays the conversation itself")
 
 

@@ -105,7 +105,7 @@ class Counting(MultiTurnTask):
     train_rows = evaluation_rows = lambda self: [{}]
     prompt = lambda self, row: ""
     start = lambda self, row: []
-    score = lambda self, state: float(len(state))
+    finish = lambda self, state: float(len(state))
 
     def reply(self, state, answer):
         state.append(answer)
