@@ -90,7 +90,7 @@ class GRPOModule(Described, LightningModule):
     def score(self, rollout: RolloutBatch, chunks: int = 1) -> Tensor:
         """Return the learner's log-probs "b t" of a rollout's completions, in the learner's own arithmetic."""
         scored = torch.zeros_like(rollout.sampler_logprobs)
-        lengths = (rollout.prompt_length + rollout.completion_length).tolist()
+        lengths = rollout.total_length.tolist()
         with evaluating(self.policy), self.trainer.precision_plugin.forward_context():
             for part in deal_by_length(lengths, min(chunks, len(rollout))):
                 rows = torch.tensor(part, device=scored.device)

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from lit_qrl.formats.base import NumberFormat
 from lit_qrl.functional.logprobs import token_logprobs
 from lit_qrl.network.adapters import check_adapter, merged_weights, starts_from_base, with_adapter
 from lit_qrl.network.attention import implementation
-from lit_qrl.network.chat import chat_ids
+from lit_qrl.network.chat import chat_ids, turn_ids
 from lit_qrl.network.folder import FOLDER_REMEDY, HUB_REMEDY, local_folder, resolve_model
 from lit_qrl.network.head import check_tied, output_head
 from lit_qrl.network.modes import train_without_dropout
@@ -152,19 +152,30 @@ class CausalPolicy(Described, nn.Module):
         """Id of the padding token."""
         return self.tokenizer.pad_token_id
 
-    def encode(self, prompt: str | Sequence[dict[str, str]]) -> list[int]:
+    def encode(self, prompt: str | Sequence[dict[str, str]], tools: Sequence[Any] | None = None) -> list[int]:
         """Return the token ids of a prompt: text as it is, chat messages through the tokenizer's template.
 
         Args:
             prompt: a text, or messages with `role` and `content`.
+            tools: descriptions of tools, for the template.
         """
         if not isinstance(prompt, str):
-            return chat_ids(self.tokenizer, prompt, self.chat_template_args, self.source)
+            arguments = self.chat_template_args if tools is None else {**self.chat_template_args, "tools": list(tools)}
+            return chat_ids(self.tokenizer, prompt, arguments, self.source)
         ids = self.tokenizer(prompt)["input_ids"]
         # Some tokenizers end every text; a completion cannot follow an end token.
         if ids and ids[-1] == self.tokenizer.eos_token_id and not prompt.endswith(self.tokenizer.eos_token):
             ids = ids[:-1]
         return ids
+
+    def encode_turn(self, messages: Sequence[Mapping[str, Any]], chat: bool) -> list[int]:
+        """Return the token ids of messages that follow an answer, up to where the next answer begins.
+
+        Args:
+            messages: with `role` and `content`.
+            chat: through the tokenizer's template; else their contents as they are.
+        """
+        return turn_ids(self.tokenizer, messages, self.chat_template_args, chat)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""

@@ -27,6 +27,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
+EpisodeEnd = Literal["done", "turns", "length", "time", "error"]
 
 
 @runtime_checkable
@@ -67,15 +68,55 @@ class SamplingParams:
         return self.top_p < 1.0 or self.top_k > 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """What an environment says of a sequence whose turns it answered.
+
+    Args:
+        score: the environment's own; None where it failed, which leaves the sequence out.
+        ended: `done` by the environment, at the limit of `turns`, `length` (tokens) or `time`, or by an `error` of the
+            environment.
+        turns: answers that the sampler gave.
+        error: the environment's, in a line; empty without one.
+    """
+
+    score: float | None
+    ended: EpisodeEnd
+    turns: int
+    error: str = ""
+
+
 @dataclass(slots=True, kw_only=True)
 class Completion:
-    """One sampled completion: token ids (with the stop token), their processed log-probs, why it ended."""
+    """One sampled completion.
+
+    Args:
+        token_ids: with the stop token; of several turns, what the environment said in between too.
+        logprobs: processed log-probs of the tokens, 0 where the environment's are.
+        finish_reason: why it ended.
+        version: of the weights.
+        drawn: True for the sampler's tokens, False for the environment's; None where all are the sampler's.
+        episode: of several turns, how they went.
+        routed_experts: which experts each token took, where the engine records them.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
     version: int
+    drawn: list[bool] | None = None
+    episode: Episode | None = None
     routed_experts: Tensor | None = None
+
+    def cut(self, tokens: int) -> "Completion":
+        """Return the first tokens of it; the same where it is not longer.
+
+        >>> Completion(token_ids=[5, 6], logprobs=[-1.0, -2.0], finish_reason="stop", version=0).cut(1).finish_reason
+        'length'
+        """
+        if len(self.token_ids) <= tokens:
+            return self
+        return replace(self, token_ids=self.token_ids[:tokens], logprobs=self.logprobs[:tokens], finish_reason="length")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,6 +149,12 @@ class RolloutBatch:
     def completion_length(self) -> Int[Tensor, " b"]:
         """Number of unmasked completion tokens of each sequence."""
         return self.mask.sum(dim=1)
+
+    @property
+    def total_length(self) -> Int[Tensor, " b"]:
+        """Tokens of each sequence: its prompt, and its completion up to the last unmasked token."""
+        columns = torch.arange(1, self.mask.shape[1] + 1, device=self.mask.device)
+        return self.prompt_length + (self.mask * columns).amax(dim=1)
 
     @property
     def attention_mask(self) -> Int[Tensor, "b s"]:

@@ -193,7 +193,7 @@ def measured(
         completions = engine.generate(prompts, n, seed)
         batch = assemble(prompts, completions, n, policy.pad_token_id).to(device)
         learner = torch.zeros_like(batch.sampler_logprobs)
-        lengths = (batch.prompt_length + batch.completion_length).tolist()
+        lengths = batch.total_length.tolist()
         with torch.no_grad():
             for part in deal_by_length(lengths, len(prompts)):
                 rows = torch.tensor(part, device=device)

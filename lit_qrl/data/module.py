@@ -18,9 +18,10 @@ from lit_qrl.data.task import Task
 from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.loop.generation import scoring_progress
 from lit_qrl.loop.hooks import Learner
+from lit_qrl.loop.turns import TakesTurns
 from lit_qrl.network.structure import check_positions, check_tokens
 from lit_qrl.rewards.base import Sample, as_tensor, weigh_by_name
-from lit_qrl.rollout.engine import RolloutEngine
+from lit_qrl.rollout.engine import Converses, RolloutEngine
 from lit_qrl.run.description import Described
 from lit_qrl.run.stop import stop_run
 from lit_qrl.types import Completion, SamplingParams
@@ -200,6 +201,13 @@ class RolloutDataModule(Described, LightningDataModule):
                 remedy=f"Set data.micro_batches to {fits[0]}." if fits else "One sequence alone exceeds the limit.",
             )
         policy, limits = self.module.policy, (self.max_prompt_tokens, self.long_prompt)
+        for task in (self.task, *(one.task for one in self.evaluations)):
+            if isinstance(task, TakesTurns) and not isinstance(self.engine, Converses):
+                raise ConfigError(
+                    f"{type(task).__name__} has several turns, which {type(self.engine).__name__} does not draw.",
+                    expected="an engine with `converse`, such as TransformersEngine or VLLMEngine",
+                    remedy="Set data.engine.",
+                )
         self.task.setup()
         for one in self.evaluations:
             one.task.setup()
@@ -241,7 +249,7 @@ class RolloutDataModule(Described, LightningDataModule):
         self.position += sum(counts)
         if self._order is None:
             sources = [self.task.source(problem.row) for problem in problems]
-            self._order = PromptOrder(sources, self.task.weights, self.base_seed)
+            self._order = PromptOrder(sources, self.task.weights, self.base_seed, self.task.in_order)
         return [problems[self._order.index(start + i)] for i in range(counts[rank])]
 
     @contextmanager
@@ -258,7 +266,13 @@ class RolloutDataModule(Described, LightningDataModule):
         n = len(completions) // max(len(problems), 1)
         decode, reference = self.module.policy.decode, (task or self.task).reference
         return [
-            Sample(problem.prompt_text, decode(completion.token_ids), reference(problem.row), dict(problem.row))
+            Sample(
+                problem.prompt_text,
+                decode(completion.token_ids),
+                reference(problem.row),
+                dict(problem.row),
+                completion.episode,
+            )
             for problem, completion in ((problems[i // n], completion) for i, completion in enumerate(completions))
         ]
 

@@ -46,7 +46,7 @@ def admit(
         raise ConfigError(f"The task has no {what} rows.", remedy=f"Check data.task{remedy and f', and {remedy}'}.")
     problems = []
     for row in rows:
-        ids = policy.encode(task.prompt(row))
+        ids = policy.encode(task.prompt(row), task.tools)
         problems.append(Problem(row, ids, policy.decode(ids)))
     kept = [problem for problem in problems if len(problem.prompt_ids) <= limit]
     dropped = len(rows) - len(kept)
@@ -89,6 +89,7 @@ class PromptOrder:
         sources: of each problem, the source that it is from.
         weights: of the sources; empty poses all problems equally often.
         seed: of every order.
+        in_order: pose the problems as they stand, each pass anew.
 
     Raises:
         ConfigError: a source has no problem.
@@ -98,8 +99,10 @@ class PromptOrder:
     50
     """
 
-    def __init__(self, sources: Sequence[str], weights: Mapping[str, float], seed: int) -> None:
-        self.seed = seed
+    def __init__(
+        self, sources: Sequence[str], weights: Mapping[str, float], seed: int, in_order: bool = False
+    ) -> None:
+        self.seed, self.in_order = seed, in_order
         names = list(weights) or [""]
         self._members = [[i for i, source in enumerate(sources) if not weights or source == name] for name in names]
         for name, members in zip(names, self._members, strict=True):
@@ -130,6 +133,8 @@ class PromptOrder:
         return members[int(self._order(("order", *self._names[source]), lap, len(members))[offset])]
 
     def _order(self, name: tuple[str, ...], lap: int, size: int) -> torch.Tensor:
+        if self.in_order:
+            return torch.arange(size)
         if name not in self._orders or self._orders[name][0] != lap:
             generator = torch.Generator().manual_seed(derive_seed(self.seed, *name, lap))
             self._orders[name] = (lap, torch.randperm(size, generator=generator))

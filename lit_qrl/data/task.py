@@ -21,6 +21,10 @@ class Task(Described, ABC):
     rewards: Sequence[Reward]
     weights: Mapping[str, float] = {}
     """How often each source of the training rows is posed, by its name; without, every row equally often."""
+    tools: Sequence[Any] | None = None
+    """Descriptions of tools, as chat templates take them."""
+    in_order: bool = False
+    """Pose the training rows in their own order, as for a difficulty that rises."""
 
     def setup(self) -> None:
         """Read or generate the rows; raise `ConfigError` for what is missing."""

@@ -29,7 +29,7 @@ def assemble(
     for row, completion in enumerate(completions):
         prompt, n = prompts[row // group_size], len(completion.token_ids)
         tokens[row, width - len(prompt) : width + n] = torch.tensor([*prompt, *completion.token_ids])
-        mask[row, :n] = True
+        mask[row, :n] = True if completion.drawn is None else torch.tensor(completion.drawn)
         logprobs[row, :n] = torch.tensor(completion.logprobs)
     return RolloutBatch(
         tokens=tokens,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_qrl.loop.generation import draw
+from lit_qrl.loop.generation import draw, played_by
 from lit_qrl.loop.hooks import Learner
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import Completion
@@ -45,7 +45,8 @@ def answer(learner: Learner, share: Any, stage: str) -> Mapping[str, Answers]:
     for kind, (n, sampling) in evaluated.decodings(learner.policy.stop_token_ids).items():
         shown = f"{stage} {evaluated.name} {kind}".replace("  ", " ")
         # More processes than problems leave some without any.
-        completions = draw(learner, ids, n, seed, shown, sampling, share.positions) if problems else []
+        played = played_by(evaluated.task, [problem.row for problem in problems])
+        completions = draw(learner, ids, n, seed, shown, sampling, share.positions, played) if problems else []
         correct = evaluated.task.is_correct(data.samples(problems, completions, evaluated.task)) if problems else []
         found[kind] = Answers(completions, torch.tensor(correct, dtype=torch.bool).view(len(problems), n))
     return found

@@ -1,11 +1,18 @@
 """Drawing completions: from the engine of a run, again from a new one when it died, and what follows the last one."""
 
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from lit_qrl.loop.hooks import Learner, rl_callbacks
+from lit_qrl.loop.turns import Conversations, TakesTurns
 from lit_qrl.rollout.engine import EngineDiedError, Progress
-from lit_qrl.types import Completion, SamplingParams
+from lit_qrl.types import Completion, EpisodeEnd, SamplingParams
+
+log = logging.getLogger(__name__)
+
+Played = tuple[Any, Sequence[Any]]
+"""A task of several turns and the rows of the prompts."""
 
 
 def draw(
@@ -16,8 +23,11 @@ def draw(
     stage: str,
     sampling: SamplingParams | None = None,
     positions: Sequence[int] | None = None,
+    played: Played | None = None,
 ) -> list[Completion]:
     """Return `n` completions of each prompt; when the engine dies and a callback revives it, the same once more.
+
+    A task of several turns gives whole conversations as completions.
 
     Args:
         learner: whose data module owns the engine.
@@ -27,6 +37,7 @@ def draw(
         stage: named on the progress bar.
         sampling: instead of the rollout's.
         positions: of the prompts among those that several processes share; see `RolloutEngine.generate`.
+        played: the task, where its completions are conversations, and the row of each prompt.
 
     Raises:
         EngineDiedError: when no callback built the engine again.
@@ -36,11 +47,74 @@ def draw(
     while True:
         progress = progress_of(trainer, stage, len(prompts) * n)
         try:
+            if played is not None:
+                return _conversations(learner, prompts, n, seed, progress, sampling, positions, played)
             return learner.data.engine.generate(prompts, n, seed, progress, sampling, **shared)
         except EngineDiedError as error:
             revived = [callback.on_engine_died(trainer, learner, error) for callback in rl_callbacks(trainer)]
             if not any(revived):
                 raise
+
+
+def played_by(task: Any, rows: Sequence[Any]) -> Played | None:
+    """Return a task and the rows of its prompts where their completions are conversations."""
+    return (task, rows) if isinstance(task, TakesTurns) else None
+
+
+def _conversations(
+    learner: Learner,
+    prompts: Sequence[Sequence[int]],
+    n: int,
+    seed: int,
+    progress: Progress | None,
+    sampling: SamplingParams | None,
+    positions: Sequence[int] | None,
+    played: Played,
+) -> list[Completion]:
+    task, rows = played
+    policy, data = learner.policy, learner.data
+    chat = not isinstance(task.prompt(rows[0]), str)
+    numbers = range(len(prompts)) if positions is None else positions
+    talks = Conversations(
+        task,
+        [row for row in rows for _ in range(n)],
+        [prompt for prompt in prompts for _ in range(n)],
+        lambda messages: policy.encode_turn(messages, chat),
+        policy.decode,
+        (sampling or data.sampling).max_tokens,
+        seed,
+        progress,
+        [number * n + i for number in numbers for i in range(n)],
+    )
+    with talks:
+        data.engine.converse(talks, sampling)
+    return talks.completions()
+
+
+def tell_episodes(learner: Learner, completions: Sequence[Completion]) -> None:
+    """Log how the conversations of a rollout went; nothing where completions have one turn.
+
+    Args:
+        learner: whose iteration it is.
+        completions: of a rollout.
+    """
+    episodes = [completion.episode for completion in completions if completion.episode is not None]
+    if not episodes:
+        return
+    metrics, count = learner.iteration.metrics, len(episodes)
+    metrics.value("environment/turns", sum(one.turns for one in episodes) / count)
+    said = sum(len(one.token_ids) - sum(one.drawn or ()) for one in completions)
+    metrics.value("environment/tokens", said / max(sum(len(one.token_ids) for one in completions), 1))
+    for end in get_args(EpisodeEnd):
+        metrics.value(f"environment/ended_{end}", sum(one.ended == end for one in episodes) / count)
+    failed = [one for one in episodes if one.error]
+    if failed:
+        log.warning(
+            "The environment failed in %d of %d conversations, which are left out; the first: %s",
+            len(failed),
+            count,
+            failed[0].error,
+        )
 
 
 def drawn(learner: Learner) -> None:

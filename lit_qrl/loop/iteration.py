@@ -22,7 +22,7 @@ import torch
 from lit_qrl.functional.advantage import differing
 from lit_qrl.loop.batching import assemble, concatenate, deal_by_length, rows_of
 from lit_qrl.loop.correction import correct, needs_learner_old
-from lit_qrl.loop.generation import draw, drawn
+from lit_qrl.loop.generation import draw, drawn, played_by, tell_episodes
 from lit_qrl.loop.hooks import Learner, rl_callbacks
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import MicroBatch, RolloutBatch
@@ -85,7 +85,9 @@ def _draw_groups(learner: Learner, counts: list[int], attempt: int) -> RolloutBa
     ids = [problem.prompt_ids for problem in problems]
     seed = derive_seed(data.base_seed, "rollout", learner.trainer.current_epoch, attempt, learner.global_rank)
     with state.timed("generate"):
-        completions = draw(learner, ids, data.group_size, seed, "rollout")
+        played = played_by(data.task, [problem.row for problem in problems])
+        completions = draw(learner, ids, data.group_size, seed, "rollout", played=played)
+    tell_episodes(learner, completions)
     batch = assemble(ids, completions, data.group_size, learner.policy.pad_token_id)
     with state.timed("reward"):
         batch.rewards, batch.reward_parts, failed = data.reward(problems, completions)
@@ -125,7 +127,7 @@ def deal(learner: Learner, rollout: RolloutBatch) -> Iterator[MicroBatch]:
             mini_batch = rollout.select(rows, trim=False)
             with learner.iteration.timed("score"):
                 total, has_signal = correct(learner, mini_batch)
-            lengths = (mini_batch.prompt_length + mini_batch.completion_length).tolist()
+            lengths = mini_batch.total_length.tolist()
             for part in deal_by_length(lengths, data.micro_batches):
                 chosen = torch.tensor(part, device=rows.device)
                 yield MicroBatch(mini_batch.select(chosen), total, rows[chosen], has_signal)

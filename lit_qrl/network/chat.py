@@ -47,3 +47,29 @@ def chat_ids(
     return tokenizer.apply_chat_template(
         list(messages), add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
     )
+
+
+ANSWER = "lit-qrl-answer"
+
+
+def turn_ids(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], chat: bool
+) -> list[int]:
+    """Return the token ids that stand between an answer, with its stop token, and where the next answer begins.
+
+    Args:
+        tokenizer: with a chat template, where the conversation has one.
+        messages: what follows the answer, with `role` and `content`.
+        arguments: further ones of the template.
+        chat: by the chat template; else the contents stand there as they are.
+    """
+    if not chat:
+        return tokenizer("".join(str(message["content"]) for message in messages), add_special_tokens=False)["input_ids"]
+    before = [{"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER}]
+    text = tokenizer.apply_chat_template(
+        [*before, *map(dict, messages)], add_generation_prompt=True, tokenize=False, **arguments
+    )
+    after = text.rpartition(ANSWER)[2]
+    # The answer's own stop token stands in the place of the template's.
+    ends = sorted((token for token in tokenizer.all_special_tokens if after.startswith(token)), key=len)
+    return tokenizer(after.removeprefix(ends[-1]) if ends else after, add_special_tokens=False)["input_ids"]

@@ -16,6 +16,8 @@ from lit_qrl.run.description import Described
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lit_qrl.types import Episode
+
 log = logging.getLogger(__name__)
 
 MAX_FAILED_CALLS = 3
@@ -34,12 +36,14 @@ class Sample:
         completion: the completion's text, without special tokens.
         reference: the gold answer of the row, whatever the task makes of it.
         columns: the whole row.
+        episode: of a conversation, how it went.
     """
 
     prompt: str
     completion: str
     reference: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
+    episode: "Episode | None" = None
 
 
 class Reward(Described, ABC):

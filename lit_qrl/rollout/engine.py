@@ -6,7 +6,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,48 @@ class SamplerSpec:
     sequence_limit: int | None = None
     outlives_update: bool = False
     on_hang: Callable[[str], None] | None = None
+
+
+Wait = Literal["no", "any", "all"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One answer that a sequence waits for.
+
+    Args:
+        index: number of the sequence.
+        tokens: all of it so far, the prompt first.
+        max_tokens: of this answer.
+        seed: of this answer's own generator.
+    """
+
+    index: int
+    tokens: list[int]
+    max_tokens: int
+    seed: int
+
+
+class Dialogue(Protocol):
+    """Sequences whose answers somebody else answers in turn, such as an environment."""
+
+    @property
+    def open(self) -> bool:
+        """True while some sequence has not ended."""
+        ...
+
+    def waiting(self, wait: Wait) -> list[Turn]:
+        """Return the turns that can be drawn now; an empty list after about a second in which there was none.
+
+        Args:
+            wait: `no` returns what is there, `any` waits for the first, `all` until no more are about to come, for an
+                engine that draws them in one batch.
+        """
+        ...
+
+    def answered(self, turn: Turn, completion: Completion) -> None:
+        """Take the answer of a turn."""
+        ...
 
 
 class EnginePolicy(Protocol):
@@ -130,6 +172,23 @@ class RolloutEngine(Described, ABC):
 
     def close(self) -> None:
         """Free everything."""
+
+
+@runtime_checkable
+class Converses(Protocol):
+    """An engine that draws the answers of a dialogue."""
+
+    def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
+        """Draw every turn of a dialogue until it has none.
+
+        Args:
+            dialogue: gives turns and takes their answers; an answer has at most its turn's `max_tokens`.
+            sampling: replaces that of the spec; its own `max_tokens` is not used.
+
+        Raises:
+            EngineDiedError: as `generate` does; the dialogue is then begun again.
+        """
+        ...
 
 
 @runtime_checkable

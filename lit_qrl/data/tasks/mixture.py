@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lit_qrl.data.environment import MultiTurnTask
 from lit_qrl.data.task import Message, Row, Task
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards.base import Reward, RewardProgress, Sample, Score, Scores, no_progress
@@ -29,7 +30,7 @@ class Mixture(Task):
         name: of the mixture.
 
     Raises:
-        ConfigError: there is no task, two have one name, or the weights are not as many positive numbers; in `setup`,
+        ConfigError: there is no task, two have one name, the weights are not as many positive numbers, or a task has several turns; in `setup`,
             what a task of them refuses.
     """
 
@@ -42,6 +43,12 @@ class Mixture(Task):
                 given=", ".join(names) or "none",
                 remedy="Give each a `name`.",
             )
+        for task in tasks:
+            if isinstance(task, MultiTurnTask):
+                raise ConfigError(
+                    f"A mixture cannot hold {task.name!r}, which has several turns.",
+                    remedy="Train on it alone, and list the others under data.benchmarks.",
+                )
         if weights is not None and (
             len(weights) != len(tasks) or not all(math.isfinite(weight) and weight > 0 for weight in weights)
         ):

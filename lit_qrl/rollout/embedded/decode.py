@@ -10,11 +10,15 @@ from torch import Tensor
 from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.structure import body
 from lit_qrl.rollout.embedded.cache import SlotCache
-from lit_qrl.rollout.embedded.sampling import TokenSampler, uniforms
+from lit_qrl.rollout.embedded.sampling import TokenSampler
 from lit_qrl.types import SamplingParams
 
 PREFILL_TOKENS = 16384
 """Padded prompt tokens of one prefill forward: enough to fill a GPU, with activations of a few hundred MB."""
+
+
+Random = Callable[[int, int], Tensor]
+"""Gives the uniform numbers "n steps" of a prompt's completions, by the prompt's position and the steps."""
 
 
 @dataclass(slots=True)
@@ -131,9 +135,7 @@ class Decoder:
         self,
         prompts: Sequence[Sequence[int]],
         pieces: list[Piece],
-        n: int,
-        seed: int,
-        positions: Sequence[int],
+        random: Random,
         report: Callable[[int, int], None],
     ) -> Drawn:
         """Return the completions of one batch.
@@ -141,9 +143,7 @@ class Decoder:
         Args:
             prompts: all prompts of the call.
             pieces: the rows of this batch.
-            n: completions per prompt in the whole call.
-            seed: of the call.
-            positions: of each prompt, its own number in the randomness.
+            random: what the tokens are drawn with; not asked for where decoding is greedy.
             report: called after each step with (sequences ended in this batch, tokens drawn in this batch).
         """
         steps, width = self.sampling.max_tokens, max(piece.length for piece in pieces)
@@ -152,10 +152,10 @@ class Decoder:
         cache = SlotCache(self.layers, rows, width + steps)
         lengths = torch.tensor([piece.length for piece in pieces])
         logits = self._prefill([prompts[piece.prompt] for piece in pieces], counts, width, cache)
-        random = None
+        numbers = None
         if not self.sampler.greedy:
-            parts = [uniforms(seed, positions[p.prompt], n, steps)[p.first : p.first + p.count] for p in pieces]
-            random = torch.cat(parts).to(self.device)
+            parts = [random(p.prompt, steps)[p.first : p.first + p.count] for p in pieces]
+            numbers = torch.cat(parts).to(self.device)
         positions = lengths.repeat_interleave(counts).to(self.device)
         valid = None
         if self.windowed or int(lengths.min()) < width:
@@ -167,7 +167,7 @@ class Decoder:
             length=torch.full((rows,), steps, device=self.device),
             stopped=torch.zeros(rows, dtype=torch.bool, device=self.device),
         )
-        self._decode(cache, logits, positions, valid, random, drawn, report)
+        self._decode(cache, logits, positions, valid, numbers, drawn, report)
         return drawn
 
     def _prefill(self, prompts: list[Sequence[int]], counts: Tensor, width: int, cache: SlotCache) -> Tensor:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -15,11 +16,11 @@ from lit_qrl.network.structure import body, check_positions, check_tokens
 from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger, RefusedError
 from lit_qrl.rollout.embedded.adapter import EmbeddedAdapter
 from lit_qrl.rollout.embedded.cache import SlotCache, free_memory
-from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Piece, plan
+from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Piece, Random, plan
 from lit_qrl.rollout.embedded.loading import Loader, Modules, skeleton
-from lit_qrl.rollout.embedded.sampling import check_sampling
+from lit_qrl.rollout.embedded.sampling import check_sampling, uniforms
 from lit_qrl.rollout.embedded.shortage import Shortage, freed
-from lit_qrl.rollout.engine import EnginePolicy, Progress, RolloutEngine, SamplerSpec
+from lit_qrl.rollout.engine import Dialogue, EnginePolicy, Progress, RolloutEngine, SamplerSpec, Turn
 from lit_qrl.types import Completion, SamplingParams
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -201,6 +202,47 @@ class TransformersEngine(RolloutEngine):
         check_sampling(sampling)
         self._check_prompts(prompts, sampling)
         self._check_current()
+
+        def random(prompt: int, steps: int) -> Tensor:
+            return uniforms(seed, positions[prompt], n, steps)
+
+        return self._draw(prompts, n, random, progress, sampling)
+
+    def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
+        """Draw every turn of a dialogue, those that wait at a time in one call."""
+        sampling = sampling or self.spec.sampling
+        while dialogue.open:
+            turns = dialogue.waiting("all")
+            if not turns:
+                continue
+            # Sequences of a group share the prefill of their first turn.
+            same: dict[tuple[int, ...], list[Turn]] = {}
+            for turn in turns:
+                same.setdefault(tuple(turn.tokens), []).append(turn)
+            n = min(map(len, same.values())) if len({len(equal) for equal in same.values()}) == 1 else 1
+            ordered = [turn for equal in same.values() for turn in equal]
+            params = replace(sampling, max_tokens=max(turn.max_tokens for turn in turns))
+            check_sampling(params)
+            prompts = [turn.tokens for turn in ordered[::n]]
+            self._check_prompts(prompts, params)
+            self._check_current()
+
+            def random(prompt: int, steps: int, ordered: list[Turn] = ordered, n: int = n) -> Tensor:
+                turns = ordered[prompt * n : (prompt + 1) * n]
+                return torch.cat([uniforms(turn.seed, 0, 1, steps) for turn in turns])
+
+            drawn = self._draw(prompts, n, random, None, params)
+            for turn, completion in zip(ordered, drawn, strict=True):
+                dialogue.answered(turn, completion.cut(turn.max_tokens))
+
+    def _draw(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        random: Random,
+        progress: Progress | None,
+        sampling: SamplingParams,
+    ) -> list[Completion]:
         decoder = Decoder(self.network, sampling, self.spec.head_dtype)
         results: list[Completion | None] = [None] * (len(prompts) * n)
         finished = tokens = 0
@@ -213,7 +255,7 @@ class TransformersEngine(RolloutEngine):
         for batch in plan([len(p) for p in prompts], n, sampling.max_tokens, room, self.max_batch):
             longest = max(piece.length for piece in batch) + sampling.max_tokens
             for pieces, drawn in self._shortage.halving(
-                batch, longest, lambda part: decoder.run(prompts, part, n, seed, positions, report)
+                batch, longest, lambda part: decoder.run(prompts, part, random, report)
             ):
                 tokens += self._collect(drawn, pieces, n, results)
                 finished += len(drawn.tokens)

@@ -4,6 +4,8 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +16,15 @@ from lit_qrl.errors import ConfigError, within_memory
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.network.structure import check_tokens
 from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
-from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, Progress, RolloutEngine, SamplerSpec
+from lit_qrl.rollout.engine import (
+    Dialogue,
+    EngineDiedError,
+    EnginePolicy,
+    Progress,
+    RolloutEngine,
+    SamplerSpec,
+    Turn,
+)
 from lit_qrl.rollout.vllm import cpu, folder, requests
 from lit_qrl.rollout.vllm.adapter import LiveAdapter, adapted_layers, check_adapter
 from lit_qrl.rollout.vllm.checks import (
@@ -328,6 +338,24 @@ class VLLMEngine(MarlinLender, RolloutEngine):
         self._poisoned |= not all(math.isfinite(value) for one in drawn.values() for value in one.logprobs)
         return [drawn[i] for i in range(len(order))]
 
+    def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
+        """Draw every turn of a dialogue as soon as it is there, beside those that are being drawn.
+
+        Raises:
+            EngineDiedError: as `generate` does.
+        """
+        self._awake(complete=True)
+        drawn_with = sampling or self.spec.sampling
+
+        def draw(turn: Turn) -> Any:
+            seed = requests.request_seed(turn.seed, 0, 0) if self.request_seeds else None
+            return requests.drawing(replace(drawn_with, max_tokens=turn.max_tokens), seed)
+
+        with kept_process_state(), self._sampling():
+            watch = self._watchdog("one step")
+            finite = requests.converse(self.llm, dialogue, draw, self.version, self._adapter_active, watch)
+        self._poisoned |= not finite
+
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
         self._awake(complete=True)
@@ -340,10 +368,16 @@ class VLLMEngine(MarlinLender, RolloutEngine):
     def _run(self, prompts: Sequence[Sequence[int]], params: list[Any], progress: Progress | None) -> list[Any]:
         requests.check_lengths(prompts, params, self._longest())
         check_tokens(self.policy.network.config, prompts)
+        with self._sampling():
+            return requests.run(self.llm, prompts, params, self._adapter_active, progress, self._watchdog("one step"))
+
+    @contextmanager
+    def _sampling(self) -> Iterator[None]:
+        """Draw from a cache that is sound; an engine that dies of it cannot be used."""
         if self._poisoned:  # it woke, or drew NaN, and no publish came since
             self._reset_caches()
         try:
-            return requests.run(self.llm, prompts, params, self._adapter_active, progress, self._watchdog("one step"))
+            yield
         except EngineDiedError:
             self._usable = False
             raise

@@ -1,13 +1,16 @@
 """Requests to an in-process vLLM engine: how they are written, run to their end, and read."""
 
 import inspect
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_qrl.rollout.engine import EngineDiedError, Progress
+from lit_qrl.errors import StoppedError
+from lit_qrl.rollout.engine import Dialogue, EngineDiedError, Progress, Turn
 from lit_qrl.rollout.vllm.adapter import ADAPTER_ID
 from lit_qrl.rollout.vllm.watchdog import Watchdog
 from lit_qrl.seeding import derive_seed
@@ -103,34 +106,95 @@ def run(
     Raises:
         EngineDiedError: when vLLM fails, or a step takes longer than the watchdog allows.
     """
+    tokens = 0
+    outputs: dict[int, Any] = {}
+    with _stepping(llm, adapter, watchdog) as requests:
+        ids = requests.add(prompts, params)
+        while requests.unfinished:
+            finished = requests.step()
+            for name, output in finished:
+                outputs[name] = output
+                tokens += sum(len(drawn.token_ids) for drawn in output.outputs)
+            if finished and progress is not None:
+                progress(len(outputs), tokens)
+    return [outputs[name] for name in ids]
+
+
+def converse(
+    llm: Any, dialogue: Dialogue, draw: Callable[[Turn], Any], version: int, adapter: bool, watchdog: Watchdog
+) -> bool:
+    """Draw the turns of a dialogue, each as soon as it is there, and return whether all log-probs were finite.
+
+    Args:
+        llm: the engine.
+        dialogue: gives turns and takes answers.
+        draw: vLLM's parameters of a turn.
+        version: of the weights.
+        adapter: draw through the published adapter.
+        watchdog: of the steps.
+
+    Raises:
+        EngineDiedError: as in `run`.
+    """
+    asked: dict[int, Turn] = {}
+    finite = True
+    with _stepping(llm, adapter, watchdog) as requests:
+        while dialogue.open or asked:
+            watchdog.beat()
+            turns = dialogue.waiting("no" if asked else "any")
+            if turns:
+                ids = requests.add([turn.tokens for turn in turns], [draw(turn) for turn in turns])
+                asked |= dict(zip(ids, turns, strict=True))
+            for name, output in requests.step() if asked else ():
+                answer = completion(output, version)
+                finite &= all(map(math.isfinite, answer.logprobs))
+                dialogue.answered(asked.pop(name), answer)
+    return finite
+
+
+class _Requests:
+    """The requests of one call, by the number that vLLM gave each."""
+
+    def __init__(self, llm: Any, lora: Any, watchdog: Watchdog) -> None:
+        self.llm, self.lora, self.watchdog = llm, lora, watchdog
+        self.ids: list[str] = []
+
+    @property
+    def unfinished(self) -> bool:
+        return self.llm.llm_engine.has_unfinished_requests()
+
+    def add(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[int]:
+        inputs: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        ids = self.llm.enqueue(inputs, list(params), use_tqdm=False, lora_request=self.lora)
+        self.ids += ids
+        return [_number(name) for name in ids]
+
+    def step(self) -> list[tuple[int, Any]]:
+        self.watchdog.beat()
+        finished = [output for output in self.llm.llm_engine.step() if output.finished]
+        self.watchdog.check()
+        return [(_number(output.request_id), output) for output in finished]
+
+
+def _number(name: str) -> int:
+    """The ids come back as they were given, or with a suffix; both count up in the order of submission."""
+    return int(name.split("-")[0])
+
+
+@contextmanager
+def _stepping(llm: Any, adapter: bool, watchdog: Watchdog) -> Iterator[_Requests]:
+    """Give requests to add and step; what vLLM raises is the engine's death, an interruption takes them back."""
     from vllm.lora.request import LoRARequest
 
-    engine = llm.llm_engine
-    request = LoRARequest("policy", ADAPTER_ID, "in-memory") if adapter else None
-    inputs: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-    outputs: dict[str, Any] = {}
-    ids: list[str] = []
-    tokens = 0
+    requests = _Requests(llm, LoRARequest("policy", ADAPTER_ID, "in-memory") if adapter else None, watchdog)
     try:
         with watchdog:
-            ids = llm.enqueue(inputs, list(params), use_tqdm=False, lora_request=request)
-            while engine.has_unfinished_requests():
-                watchdog.beat()
-                finished = [output for output in engine.step() if output.finished]
-                watchdog.check()
-                for output in finished:
-                    outputs[output.request_id] = output
-                    tokens += sum(len(drawn.token_ids) for drawn in output.outputs)
-                if finished and progress is not None:
-                    progress(len(outputs), tokens)
-    except (KeyboardInterrupt, SystemExit):
-        engine.abort_request(ids)
+            yield requests
+    except (KeyboardInterrupt, SystemExit, StoppedError):
+        llm.llm_engine.abort_request(requests.ids)
         raise
     except Exception as error:
         raise EngineDiedError(f"vLLM failed while generating: {type(error).__name__}: {error}") from error
-    # Either the ids come back as they were given, or with a suffix; both count up in the order of submission.
-    names = ids if all(name in outputs for name in ids) else sorted(outputs, key=lambda name: int(name.split("-")[0]))
-    return [outputs[name] for name in names]
 
 
 def completion(output: Any, version: int) -> Completion:

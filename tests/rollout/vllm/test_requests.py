@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lit_qrl.data.environment import MultiTurnTask
+from lit_qrl.loop.turns import Conversations
 from lit_qrl.rollout.vllm import requests
 from lit_qrl.rollout.vllm.requests import (
     SEED_RANGE,
@@ -14,6 +16,16 @@ from lit_qrl.rollout.vllm.requests import (
     forget_prefixes,
     request_seed,
     scores,
+)
+from lit_qrl.types import SamplingParams
+from tests.vllm_engines import (
+    COMPLETION_LIMIT,
+    VOCABULARY,
+    build_engine,
+    prompts,
+    publish,
+    reference_logprobs,
+    tiny_network,
 )
 
 
@@ -85,3 +97,42 @@ def test_a_connector_is_reset_where_there_is_one_and_vllm_can(connector):
     assert forget_prefixes(SimpleNamespace(reset_prefix_cache=new), connector)
     assert not forget_prefixes(SimpleNamespace(reset_prefix_cache=old), connector)
     assert asked == [connector, False]
+
+
+class Counting(MultiTurnTask):
+    """Three answers to each row; every message is one token."""
+
+    train_rows = evaluation_rows = lambda self: [{}]
+    prompt = lambda self, row: ""
+    start = lambda self, row: []
+    finish = lambda self, state: float(len(state))
+
+    def reply(self, state, answer):
+        state.append(answer)
+        return "more" if len(state) < 3 else None
+
+
+@pytest.mark.vllm
+def test_turns_of_many_conversations_interleave_and_are_scored_over_the_whole_sequence():
+    network = tiny_network()
+    engine = build_engine(network)
+    try:
+        publish(network, engine, None, 0)
+        sampling = SamplingParams(stop_token_ids=tuple(range(0, VOCABULARY, 4)))
+        starts = prompts(count=6, length=20)
+        drawn = []
+        for _ in range(2):
+            with Conversations(Counting(), [{}] * 6, starts, lambda said: [7], str, COMPLETION_LIMIT, seed=3) as talks:
+                engine.converse(talks, sampling)
+            drawn.append(talks.completions())
+        first, again = drawn
+        assert [one.token_ids for one in first] == [one.token_ids for one in again]
+        assert max(one.episode.turns for one in first) == 3
+        for prompt, one in zip(starts, first, strict=True):
+            expected = reference_logprobs(network, prompt, one.token_ids)
+            mask = torch.tensor(one.drawn)
+            torch.testing.assert_close(torch.tensor(one.logprobs)[mask], expected[mask], atol=1e-4, rtol=0)
+            assert (~mask).sum() == one.episode.turns - 1 or one.episode.ended == "length"
+            assert one.version == 0
+    finally:
+        engine.close()
