@@ -19,7 +19,7 @@ from lit_qrl.formats.base import NumberFormat
 from lit_qrl.functional.logprobs import token_logprobs
 from lit_qrl.network.adapters import check_adapter, merged_weights, starts_from_base, with_adapter
 from lit_qrl.network.attention import implementation
-from lit_qrl.network.chat import chat_ids, turn_ids
+from lit_qrl.network.chat import chat_ids, turn_ids, with_special_tokens
 from lit_qrl.network.folder import FOLDER_REMEDY, HUB_REMEDY, local_folder, resolve_model
 from lit_qrl.network.head import check_tied, output_head
 from lit_qrl.network.modes import train_without_dropout
@@ -118,24 +118,7 @@ class CausalPolicy(Described, nn.Module):
 
     def _load_tokenizer(self, name: str | None, pad_token: str | None, eos_token: str | None) -> Any:
         source = self.source if name is None else resolve_model(name, weights=False, what="tokenizer")
-        tokenizer = self._load(AutoTokenizer, source, "tokenizer")
-        for kind, given in (("pad", pad_token), ("eos", eos_token)):
-            if given is not None:
-                if given not in tokenizer.get_vocab():
-                    raise ConfigError(
-                        f"model.policy.{kind}_token is not in the tokenizer's vocabulary.",
-                        expected="a token that the model knows",
-                        given=repr(given),
-                    )
-                setattr(tokenizer, f"{kind}_token", given)
-            if getattr(tokenizer, f"{kind}_token_id") is None:
-                end = tokenizer.eos_token
-                hint = f"such as {end!r}" if kind == "pad" and end else "from its vocabulary"
-                raise ConfigError(
-                    f"The tokenizer of {source} has no {'padding' if kind == 'pad' else 'end'} token.",
-                    remedy=f"Set model.policy.{kind}_token to one {hint}.",
-                )
-        return tokenizer
+        return with_special_tokens(self._load(AutoTokenizer, source, "tokenizer"), source, pad_token, eos_token)
 
     def _stop_tokens(self) -> tuple[int, ...]:
         """A chat model may end with more tokens than its tokenizer's `eos`: its generation config lists them."""

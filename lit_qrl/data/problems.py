@@ -99,9 +99,7 @@ class PromptOrder:
     50
     """
 
-    def __init__(
-        self, sources: Sequence[str], weights: Mapping[str, float], seed: int, in_order: bool = False
-    ) -> None:
+    def __init__(self, sources: Sequence[str], weights: Mapping[str, float], seed: int, in_order: bool = False) -> None:
         self.seed, self.in_order = seed, in_order
         names = list(weights) or [""]
         self._members = [[i for i, source in enumerate(sources) if not weights or source == name] for name in names]

@@ -23,7 +23,7 @@ Say = Callable[[Messages], Coroutine[Any, Any, str]]
 """Adds an environment's messages to the sequence and returns the text of the sampler's answer."""
 
 PATIENCE = 1.0
-"""Seconds after which `Conversations.waiting` comes back without a turn, so that an engine can look at its own clock."""
+"""Seconds after which `Conversations.waiting` comes back without a turn, so that an engine can look at its clock."""
 TOGETHER = 0.25
 """Seconds without a new turn after which a batch is drawn without the sequences whose environment is still busy."""
 

@@ -1,4 +1,4 @@
-"""Chat messages as token ids, by the tokenizer's own template."""
+"""A tokenizer's special tokens, and chat messages as token ids by its own template."""
 
 import difflib
 import inspect
@@ -10,6 +10,37 @@ from lit_qrl.errors import ConfigError
 
 # Said here, since a completion follows and token ids are wanted.
 OURS = {"conversation", "add_generation_prompt", "tokenize", "return_dict"}
+
+
+def with_special_tokens(tokenizer: Any, source: str, pad_token: str | None, eos_token: str | None) -> Any:
+    """Return a tokenizer with the padding and end token that were asked for, or its own.
+
+    Args:
+        tokenizer: as it was loaded.
+        source: from where, for errors.
+        pad_token: instead of its own.
+        eos_token: instead of its own.
+
+    Raises:
+        ConfigError: a token is not in its vocabulary, or it has none and none was asked for.
+    """
+    for kind, given in (("pad", pad_token), ("eos", eos_token)):
+        if given is not None:
+            if given not in tokenizer.get_vocab():
+                raise ConfigError(
+                    f"model.policy.{kind}_token is not in the tokenizer's vocabulary.",
+                    expected="a token that the model knows",
+                    given=repr(given),
+                )
+            setattr(tokenizer, f"{kind}_token", given)
+        if getattr(tokenizer, f"{kind}_token_id") is None:
+            end = tokenizer.eos_token
+            hint = f"such as {end!r}" if kind == "pad" and end else "from its vocabulary"
+            raise ConfigError(
+                f"The tokenizer of {source} has no {'padding' if kind == 'pad' else 'end'} token.",
+                remedy=f"Set model.policy.{kind}_token to one {hint}.",
+            )
+    return tokenizer
 
 
 def chat_ids(
@@ -64,7 +95,9 @@ def turn_ids(
         chat: by the chat template; else the contents stand there as they are.
     """
     if not chat:
-        return tokenizer("".join(str(message["content"]) for message in messages), add_special_tokens=False)["input_ids"]
+        return tokenizer("".join(str(message["content"]) for message in messages), add_special_tokens=False)[
+            "input_ids"
+        ]
     before = [{"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER}]
     text = tokenizer.apply_chat_template(
         [*before, *map(dict, messages)], add_generation_prompt=True, tokenize=False, **arguments

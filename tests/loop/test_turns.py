@@ -182,7 +182,9 @@ def test_the_embedded_engine_draws_what_the_model_says_of_the_whole_sequence(net
         logits = network(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1].detach()
         expected = logits.double().log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         drawn = torch.tensor(completion.drawn)
-        torch.testing.assert_close(torch.tensor(completion.logprobs).double()[drawn], expected[drawn], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs).double()[drawn], expected[drawn], atol=1e-5, rtol=0
+        )
         assert not torch.tensor(completion.logprobs)[~drawn].any()
         ends = [i for i, (one, after) in enumerate(pairwise([*completion.drawn, False])) if one and not after]
         assert all(completion.token_ids[i] == EOS for i in ends[:-1])

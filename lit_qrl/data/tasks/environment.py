@@ -21,9 +21,9 @@ TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 class Environment(MultiTurnTask):
     """An environment of verifiers (`vf.load_environment`); needs `pip install lit-qrl[environments]`.
 
-    The environment believes that it talks to a server of the chat protocol; its requests go to the engine instead, whose
-    token ids are kept over the turns. It must add to the conversation: one that rewrites earlier messages is refused.
-    Calls of tools are read in the form `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Hermes, Qwen).
+    The environment believes that it talks to a server of the chat protocol; its requests go to the engine instead,
+    whose token ids are kept over the turns. It must add to the conversation: one that rewrites earlier messages is
+    refused. Calls of tools are read in the form `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Hermes, Qwen).
 
     Args:
         env: name of an installed environment.

@@ -30,7 +30,8 @@ class Mixture(Task):
         name: of the mixture.
 
     Raises:
-        ConfigError: there is no task, two have one name, the weights are not as many positive numbers, or a task has several turns; in `setup`,
+        ConfigError: there is no task, two have one name, the weights are not as many positive numbers,
+            or a task has several turns; in `setup`,
             what a task of them refuses.
     """
 

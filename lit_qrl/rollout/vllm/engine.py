@@ -1,11 +1,8 @@
 """A vLLM engine inside the trainer's process that receives low-bit weights in memory and proves that they arrived."""
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,16 +11,12 @@ from torch import Tensor
 
 from lit_qrl.errors import ConfigError, within_memory
 from lit_qrl.formats.base import NumberFormat
-from lit_qrl.network.structure import check_tokens
 from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
 from lit_qrl.rollout.engine import (
-    Dialogue,
     EngineDiedError,
     EnginePolicy,
-    Progress,
     RolloutEngine,
     SamplerSpec,
-    Turn,
 )
 from lit_qrl.rollout.vllm import cpu, folder, requests
 from lit_qrl.rollout.vllm.adapter import LiveAdapter, adapted_layers, check_adapter
@@ -37,6 +30,7 @@ from lit_qrl.rollout.vllm.checks import (
     check_processes,
     check_same_format,
 )
+from lit_qrl.rollout.vllm.drawing import Drawing
 from lit_qrl.rollout.vllm.errors import Sender, blamed, deadly
 from lit_qrl.rollout.vllm.installation import check_installation
 from lit_qrl.rollout.vllm.lending import MarlinLender
@@ -48,7 +42,6 @@ from lit_qrl.rollout.vllm.shutdown import collect_memory, shutdown
 from lit_qrl.rollout.vllm.start import undone_on_failure
 from lit_qrl.rollout.vllm.warm_up import warm_up
 from lit_qrl.rollout.vllm.watchdog import Watchdog
-from lit_qrl.types import Completion, SamplingParams
 
 Tensors = Iterator[tuple[str, Tensor]]
 Load = Callable[[Tensors, ReceivedLedger], None]
@@ -57,7 +50,7 @@ WAKE_REMEDY = "Lower data.engine.gpu_memory_utilization, or set trainer.strategy
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-class VLLMEngine(MarlinLender, RolloutEngine):
+class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
     """Draws completions with vLLM, in process, on CPU or one GPU.
 
     The engine starts with random weights in a folder of its own that holds a config alone; the first publish fills it.
@@ -309,78 +302,6 @@ class VLLMEngine(MarlinLender, RolloutEngine):
     def read_columns(self, layer: str, columns: Sequence[int]) -> Tensor | None:
         """Return columns ("out columns") of a layer's weight as its GEMM multiplies with them, or None if unknown."""
         return None if self.live is None else self.live.read_columns(layer, columns)
-
-    # ------------------------------------------------------------------------------------------------------ generating
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        n: int,
-        seed: int,
-        progress: Progress | None = None,
-        sampling: SamplingParams | None = None,
-        positions: Sequence[int] | None = None,
-    ) -> list[Completion]:
-        """Return `n` completions of each prompt, prompt-major.
-
-        Raises:
-            EngineDiedError: when vLLM fails or a step takes longer than `step_timeout`.
-        """
-        self._awake(complete=True)
-        drawn_with = sampling or self.spec.sampling
-        order = requests.by_length(prompts, n)
-        number = range(len(prompts)) if positions is None else positions
-        rows = [(number[i // n], i % n) for i in order]
-        params = requests.drawings(drawn_with, rows, seed if self.request_seeds else None)
-        with kept_process_state(None if self.request_seeds else seed):
-            outputs = self._run([prompts[i // n] for i in order], params, progress)
-        drawn = {i: requests.completion(output, self.version) for i, output in zip(order, outputs, strict=True)}
-        self._poisoned |= not all(math.isfinite(value) for one in drawn.values() for value in one.logprobs)
-        return [drawn[i] for i in range(len(order))]
-
-    def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
-        """Draw every turn of a dialogue as soon as it is there, beside those that are being drawn.
-
-        Raises:
-            EngineDiedError: as `generate` does.
-        """
-        self._awake(complete=True)
-        drawn_with = sampling or self.spec.sampling
-
-        def draw(turn: Turn) -> Any:
-            seed = requests.request_seed(turn.seed, 0, 0) if self.request_seeds else None
-            return requests.drawing(replace(drawn_with, max_tokens=turn.max_tokens), seed)
-
-        with kept_process_state(), self._sampling():
-            watch = self._watchdog("one step")
-            finite = requests.converse(self.llm, dialogue, draw, self.version, self._adapter_active, watch)
-        self._poisoned |= not finite
-
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
-        self._awake(complete=True)
-        with kept_process_state():
-            outputs = self._run(sequences, [requests.scoring() for _ in sequences], None)
-        scores = [requests.scores(output, tokens) for output, tokens in zip(outputs, sequences, strict=True)]
-        self._poisoned |= not all(bool(values.isfinite().all()) for values in scores)
-        return scores
-
-    def _run(self, prompts: Sequence[Sequence[int]], params: list[Any], progress: Progress | None) -> list[Any]:
-        requests.check_lengths(prompts, params, self._longest())
-        check_tokens(self.policy.network.config, prompts)
-        with self._sampling():
-            return requests.run(self.llm, prompts, params, self._adapter_active, progress, self._watchdog("one step"))
-
-    @contextmanager
-    def _sampling(self) -> Iterator[None]:
-        """Draw from a cache that is sound; an engine that dies of it cannot be used."""
-        if self._poisoned:  # it woke, or drew NaN, and no publish came since
-            self._reset_caches()
-        try:
-            yield
-        except EngineDiedError:
-            self._usable = False
-            raise
 
     def _watchdog(self, what: str, timeout: float | None = None) -> Watchdog:
         return Watchdog(timeout or self.step_timeout, self.spec.on_hang, what=what)

@@ -102,10 +102,19 @@ def test_a_connector_is_reset_where_there_is_one_and_vllm_can(connector):
 class Counting(MultiTurnTask):
     """Three answers to each row; every message is one token."""
 
-    train_rows = evaluation_rows = lambda self: [{}]
-    prompt = lambda self, row: ""
-    start = lambda self, row: []
-    finish = lambda self, state: float(len(state))
+    def train_rows(self):
+        return [{}]
+
+    evaluation_rows = train_rows
+
+    def prompt(self, row):
+        return ""
+
+    def start(self, row):
+        return []
+
+    def finish(self, state):
+        return float(len(state))
 
     def reply(self, state, answer):
         state.append(answer)

@@ -1,0 +1,111 @@
+"""The part of a vLLM engine that draws: completions, conversations, and the log-probs of given sequences."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from lit_qrl.network.structure import check_tokens
+from lit_qrl.rollout.engine import Dialogue, EngineDiedError, Progress, SamplerSpec, Turn
+from lit_qrl.rollout.vllm import requests
+from lit_qrl.rollout.vllm.process import kept_process_state
+from lit_qrl.rollout.vllm.watchdog import Watchdog
+from lit_qrl.types import Completion, SamplingParams
+
+
+class Drawing:
+    """The part of `VLLMEngine` that sends requests; the engine itself builds, publishes and sleeps."""
+
+    spec: SamplerSpec
+    version: int
+    llm: Any
+    policy: Any
+    request_seeds: bool
+    _adapter_active: bool
+    _usable: bool
+    _poisoned: bool
+
+    def _awake(self, complete: bool = False) -> Any:
+        raise NotImplementedError
+
+    def _longest(self) -> int:
+        raise NotImplementedError
+
+    def _reset_caches(self) -> bool:
+        raise NotImplementedError
+
+    def _watchdog(self, what: str, timeout: float | None = None) -> Watchdog:
+        raise NotImplementedError
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        seed: int,
+        progress: Progress | None = None,
+        sampling: SamplingParams | None = None,
+        positions: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        """Return `n` completions of each prompt, prompt-major.
+
+        Raises:
+            EngineDiedError: when vLLM fails or a step takes longer than `step_timeout`.
+        """
+        self._awake(complete=True)
+        drawn_with = sampling or self.spec.sampling
+        order = requests.by_length(prompts, n)
+        number = range(len(prompts)) if positions is None else positions
+        rows = [(number[i // n], i % n) for i in order]
+        params = requests.drawings(drawn_with, rows, seed if self.request_seeds else None)
+        with kept_process_state(None if self.request_seeds else seed):
+            outputs = self._run([prompts[i // n] for i in order], params, progress)
+        drawn = {i: requests.completion(output, self.version) for i, output in zip(order, outputs, strict=True)}
+        self._poisoned |= not all(math.isfinite(value) for one in drawn.values() for value in one.logprobs)
+        return [drawn[i] for i in range(len(order))]
+
+    def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
+        """Draw every turn of a dialogue as soon as it is there, beside those that are being drawn.
+
+        Raises:
+            EngineDiedError: as `generate` does.
+        """
+        self._awake(complete=True)
+        drawn_with = sampling or self.spec.sampling
+
+        def draw(turn: Turn) -> Any:
+            seed = requests.request_seed(turn.seed, 0, 0) if self.request_seeds else None
+            return requests.drawing(replace(drawn_with, max_tokens=turn.max_tokens), seed)
+
+        with kept_process_state(), self._sampling():
+            watch = self._watchdog("one step")
+            finite = requests.converse(self.llm, dialogue, draw, self.version, self._adapter_active, watch)
+        self._poisoned |= not finite
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
+        self._awake(complete=True)
+        with kept_process_state():
+            outputs = self._run(sequences, [requests.scoring() for _ in sequences], None)
+        scores = [requests.scores(output, tokens) for output, tokens in zip(outputs, sequences, strict=True)]
+        self._poisoned |= not all(bool(values.isfinite().all()) for values in scores)
+        return scores
+
+    def _run(self, prompts: Sequence[Sequence[int]], params: list[Any], progress: Progress | None) -> list[Any]:
+        requests.check_lengths(prompts, params, self._longest())
+        check_tokens(self.policy.network.config, prompts)
+        with self._sampling():
+            return requests.run(self.llm, prompts, params, self._adapter_active, progress, self._watchdog("one step"))
+
+    @contextmanager
+    def _sampling(self) -> Iterator[None]:
+        """Draw from a cache that is sound; an engine that dies of it cannot be used."""
+        if self._poisoned:  # it woke, or drew NaN, and no publish came since
+            self._reset_caches()
+        try:
+            yield
+        except EngineDiedError:
+            self._usable = False
+            raise
