@@ -11,6 +11,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,8 +64,6 @@ class Shared:
         return self.talks.open
 
     def waiting(self, wait: Any) -> list[Any]:
-        from dataclasses import replace
-
         return [replace(turn, max_tokens=min(turn.max_tokens, self.tokens)) for turn in self.talks.waiting(wait)]
 
     def answered(self, turn: Any, completion: Any) -> None:
