@@ -268,7 +268,10 @@ KNOWN_BEFORE_A_MODEL = {
         ["--data.max_prompt_tokens", 4, "--data.long_prompt", "error"],
         ["prompts are too long", "data.max_prompt_tokens = 4", "up to 5 tokens", "set data.long_prompt to drop"],
     ),
-    "all prompts are too long": (["--data.max_prompt_tokens", 2], ["8 of 8", "too long", "Raise the limit."]),
+    "all prompts are too long": (
+        ["--data.max_prompt_tokens", 2],
+        ["evaluation prompts are too long", "Raise the limit."],
+    ),
     "no pad token": (["--model.policy.model", "nopad"], ["no padding token", "model.policy.pad_token", "'<eos>'"]),
     "no end token": (["--model.policy.model", "noend"], ["no end token", "model.policy.eos_token"]),
     "group of one": (

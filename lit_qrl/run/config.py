@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 LIMITS = ("trainer.max_epochs", "trainer.max_steps")
 """How long a run is: a reason to resume it, but also the scale of a learning rate that decays."""
 NOT_LEARNING = (
-    *("ckpt_path", "resume_if_possible", "return_predictions", "verbose", "weights_only"),
+    *("ckpt_path", "dry_run", "resume_if_possible", "return_predictions", "verbose", "weights_only"),
     *("checkpoint.*", "monitor.*", "progress.*", "report.*"),
     *("trainer.min_*", "trainer.max_*", "trainer.limit_val_*", "trainer.limit_test_*", "trainer.limit_predict_*"),
     *("trainer.*check*", "trainer.num_sanity_*", "trainer.log_every_*", "trainer.enable_*", "trainer.logger*"),
@@ -94,7 +94,7 @@ def changed_settings(former: dict[str, Any], now: dict[str, Any], everything: bo
     """
     differing = sorted(key for key in former.keys() | now.keys() if former.get(key) != now.get(key))
     if everything:
-        return [key for key in differing if key not in ("ckpt_path", "resume_if_possible")]
+        return [key for key in differing if key not in ("ckpt_path", "dry_run", "resume_if_possible")]
     decays = now.get("model.lr_schedule", "constant") != "constant" or now.get("model.warmup")
     named: list[str] = []
     for key in differing:

@@ -129,7 +129,9 @@ def test_predictions_are_kept_in_the_run_whose_checkpoint_is_taken(lit):
     assert "Taking runs/sums/1/checkpoints/last.ckpt." in text
     assert "Predictions: runs/sums/1/predict/1/predictions.jsonl (4 completions, mean reward" in text
     records = (RUNS / "1" / "predict" / "1" / "predictions.jsonl").read_text().splitlines()
-    assert [set(json.loads(line)) for line in records] == [{"prompt", "completion", "reward", "parts", "correct"}] * 4
+    assert [set(json.loads(line)) for line in records] == [
+        {"benchmark", "prompt", "completion", "reward", "parts", "correct"}
+    ] * 4
     assert {path.name: path.read_bytes() for path in (RUNS / "1").iterdir() if path.is_file()} == before
     assert "runs/sums/predict/1/predictions.jsonl" in lit("predict")[1]
 

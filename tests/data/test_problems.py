@@ -65,8 +65,8 @@ def test_a_source_without_a_problem_is_named():
         PromptOrder(SOURCES, {"a": 1, "d": 1}, 0)
 
 
-POLICY = SimpleNamespace(encode=lambda prompt: list(prompt), decode=lambda ids: "".join(ids))
-TASK = SimpleNamespace(prompt=lambda row: row["q"])
+POLICY = SimpleNamespace(encode=lambda prompt, tools: list(prompt), decode=lambda ids: "".join(ids))
+TASK = SimpleNamespace(prompt=lambda row: row["q"], tools=None)
 
 
 def test_long_prompts_are_dropped_or_refused(caplog):

@@ -32,7 +32,8 @@ BUILT = {
 
 def test_every_task_that_ships_is_here():
     shipped = {name for name, value in vars(tasks).items() if isinstance(value, type) and issubclass(value, Task)}
-    assert shipped - {"Task"} == set(BUILT)
+    elsewhere = {"Environment", "ReasoningGym"}  # their libraries are extras
+    assert shipped - {"Task"} - elsewhere == set(BUILT)
 
 
 @pytest.fixture(params=sorted(BUILT))

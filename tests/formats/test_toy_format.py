@@ -21,6 +21,7 @@ from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.precision import QATAligned
 from lit_qrl.rollout.vllm.checks import check_format
 from tests.formats.int6_channel import ROW, Int6Channel
+from tests.networks import build_network
 from tests.tiny_run import fit, model_folder
 
 LAYERS = 14  # two decoder layers of seven
@@ -90,7 +91,12 @@ def test_audit_measures_it_unless_told_otherwise(tmp_path, capsys, format_rows):
     arguments = ["--model", model, "--prompts", prompts, "--chat", "false", "--max_tokens", "8", "--device", "cpu"]
     run(audit, [*arguments, "--formats", "int6_channel", "nvfp4", "--out", str(tmp_path / "a.json")])
     figures = json.loads((tmp_path / "a.json").read_text())["formats"]
-    assert figures["int6_channel"]["bits"] == 6
+    parameters = dict(build_network(hidden_size=64, intermediate_size=64, head_dim=16).named_parameters())
+    numbers = {name: parameter.numel() for name, parameter in parameters.items()}
+    quantized = sum(count for name, count in numbers.items() if name.endswith("_proj.weight"))
+    # Rows of 64 codes share a scale in fp32; what is not quantized is the learner's, in fp32 on a CPU.
+    bits = (6 + 32 / 64) * quantized + 32 * (sum(numbers.values()) - quantized)
+    assert figures["int6_channel"]["bits"] == pytest.approx(bits / sum(numbers.values()))
     distances = [figures[name]["abs_log_ratio"] for name in ("learner", "int6_channel", "nvfp4")]
     assert distances == sorted(distances)
     assert distances[1] > 1e-3

@@ -27,7 +27,7 @@ class Echo:
 
 
 TASK = SimpleNamespace(is_correct=lambda samples: [ids[0] % 2 == ids[-1] % 2 for ids in samples])
-PROBLEMS = [SimpleNamespace(prompt_ids=[4]), SimpleNamespace(prompt_ids=[5])]
+PROBLEMS = [SimpleNamespace(prompt_ids=[4], row={}), SimpleNamespace(prompt_ids=[5], row={})]
 
 
 def learner():

@@ -51,7 +51,11 @@ def test_the_folder_gives_the_base_that_packing_on_load_gives(name, tmp_path):
         expected = other.packed(on_load)[layer].weight
         assert torch.equal(packed.weight.codes, expected.codes), layer
         assert torch.equal(packed.weight.scales.float(), expected.scales.float()), layer
-    assert torch.equal(from_codes(BATCH).logprobs, on_load(BATCH).logprobs)
+    # A folder of NVFP4 or MXFP4 keeps its other tensors in bf16.
+    plain = 0.05 if name in ("nvfp4", "mxfp4") else 0.0
+    torch.testing.assert_close(
+        from_codes(BATCH).logprobs, on_load(BATCH).logprobs, atol=plain, rtol=0, check_dtype=False
+    )
     trained = [name for name, parameter in from_codes.named_parameters() if parameter.requires_grad]
     assert trained
     assert all("lora_" in name for name in trained)

@@ -15,8 +15,10 @@ from lit_qrl.publish.spec import PublishSettings, sampler_spec
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import RolloutEngine, SamplerSpec
 from lit_qrl.types import SamplingParams
+from tests.networks import build_network
 
 LORA, SAMPLING = LoraConfig(r=8, target_modules=["q_proj"]), SamplingParams(max_tokens=7)
+NETWORK = build_network()
 
 
 def spec(plugin=None, adapter=None, tied=False, engine=None, **settings):
@@ -24,7 +26,7 @@ def spec(plugin=None, adapter=None, tied=False, engine=None, **settings):
     config.get_text_config = lambda: config
     learner = SimpleNamespace(
         trainer=SimpleNamespace(precision_plugin=plugin or Precision(), strategy=SingleDeviceStrategy()),
-        policy=SimpleNamespace(config=config, lora=adapter, head_dtype=torch.float32),
+        policy=SimpleNamespace(config=config, lora=adapter, head_dtype=torch.float32, model=NETWORK, network=NETWORK),
         data=SimpleNamespace(
             engine=engine or TransformersEngine(), sampling=SAMPLING, max_prompt_tokens=11, longest_evaluation=30
         ),

@@ -23,7 +23,7 @@ def test_text_is_escaped(tmp_path):
     html = written(tmp_path, tiles=[page.Tile(HOSTILE, HOSTILE, HOSTILE)], status=HOSTILE, footer=HOSTILE)
     assert "<script" not in html
     assert "</pre></td>" not in html
-    assert html.count(str(escape(HOSTILE))) == 17  # title 2, subtitle 1, navigation 2, tile 3, footer 1, sections 8
+    assert html.count(str(escape(HOSTILE))) == 18  # title 2, subtitle 1, navigation 2, tile 3, footer 1, sections 9
 
 
 def test_a_closed_section_opens_at_a_click_and_an_open_one_does_not(tmp_path):

@@ -1,0 +1,84 @@
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from lit_qrl.rollout.engine import EngineDiedError, SamplerSpec
+from lit_qrl.rollout.vllm import drawing, requests
+from lit_qrl.rollout.vllm.drawing import Drawing
+from lit_qrl.types import Completion, SamplingParams
+
+
+class Engine(Drawing):
+    """Draws without vLLM: every request is answered with its own parameters."""
+
+    def __init__(self):
+        self.spec, self.version, self.llm, self.request_seeds = SamplerSpec(), 4, None, True
+        self.policy = SimpleNamespace(network=SimpleNamespace(config=SimpleNamespace()))
+        self._adapter_active = self._poisoned = False
+        self._usable, self.resets = True, 0
+
+    def _awake(self, complete=False):
+        return None
+
+    def _longest(self):
+        return 99
+
+    def _reset_caches(self):
+        self.resets += 1
+        self._poisoned = False
+        return True
+
+    def _watchdog(self, what, timeout=None):
+        return None
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    monkeypatch.setattr(requests, "drawing", lambda sampling, seed: SimpleNamespace(max_tokens=2, seed=seed))
+    monkeypatch.setattr(drawing, "check_tokens", lambda config, prompts: None)
+    made = Engine()
+    made.logprob = -0.5
+
+    def run(llm, prompts, params, adapter, progress, watchdog):
+        return [(prompt, param.seed) for prompt, param in zip(prompts, params, strict=True)]
+
+    def completion(output, version):
+        prompt, seed = output
+        return Completion(
+            token_ids=[*prompt, seed], logprobs=[made.logprob], finish_reason="stop", version=version
+        )  # fmt: skip
+
+    monkeypatch.setattr(requests, "run", run)
+    monkeypatch.setattr(requests, "completion", completion)
+    return made
+
+
+def test_completions_come_prompt_major_whatever_the_order_of_the_requests(engine):
+    drawn = engine.generate([[1], [2, 3]], 2, seed=5)
+    assert [one.token_ids[:-1] for one in drawn] == [[1], [1], [2, 3], [2, 3]]
+    seeds = [one.token_ids[-1] for one in drawn]
+    assert seeds == [requests.request_seed(5, row, sample) for row in (0, 1) for sample in (0, 1)]
+    (shared,) = engine.generate([[2, 3]], 1, seed=5, positions=[1])
+    assert shared.token_ids[-1] == seeds[2]
+    assert shared.version == 4
+
+
+def test_a_cache_that_gave_no_number_is_cleared_before_the_next_draw(engine):
+    engine.logprob = math.nan
+    engine.generate([[1]], 1, seed=0, sampling=SamplingParams())
+    assert engine._poisoned
+    engine.logprob = -1.0
+    engine.generate([[1]], 1, seed=0)
+    assert engine.resets == 1
+    assert not engine._poisoned
+
+
+def test_an_engine_that_dies_of_drawing_cannot_be_used(engine, monkeypatch):
+    def die(*_):
+        raise EngineDiedError("it hung")
+
+    monkeypatch.setattr(requests, "run", die)
+    with pytest.raises(EngineDiedError):
+        engine.generate([[1]], 1, seed=0)
+    assert not engine._usable
