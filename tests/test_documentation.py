@@ -106,14 +106,3 @@ def test_every_module_of_the_library_has_its_row():
     folder = DOCS.parent / "lit_qrl" / "functional"
     assert rows | {"diagnostics"} == {path.stem for path in folder.glob("[!_]*.py")}
     assert len(elsewhere()) > 20
-
-
-@pytest.mark.parametrize("page", ["functional.md", "python.md"])
-def test_programs_of_a_page_run(page, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lit_qrl.callbacks.report.render", lambda folder: None)  # drawing takes seconds
-    programs = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
-    assert programs
-    shared = {"__name__": "__main__"}
-    for program in programs:
-        exec(compile(program.replace("max_epochs=20", "max_epochs=1"), page, "exec"), shared)
