@@ -6,16 +6,7 @@ import griffe
 
 
 def fenced(text: str) -> str:
-    """Return a docstring in which every paragraph that is a doctest or a table is a block of code.
-
-    >>> print(fenced("Sum.\\n\\n>>> [1][0]\\n1"))
-    Sum.
-    <BLANKLINE>
-    ```python
-    >>> [1][0]
-    1
-    ```
-    """
+    """Return a docstring in which every paragraph that is a doctest or a table is a block of code."""
     lines: list[str] = []
     margin: str | None = None
     for line in [*text.split("\n"), ""]:

@@ -119,7 +119,10 @@ def parts(shape: str, row: Row, groups: int = GROUPS, completion: int = COMPLETI
         micro_batches=1,
     )
     module: Any = SimpleNamespace(
-        policy=policy, objective=GRPO(), master_weights=True, optimizer=lambda named: torch.optim.AdamW(dict(named).values())
+        policy=policy,
+        objective=GRPO(),
+        master_weights=True,
+        optimizer=lambda named: torch.optim.AdamW(dict(named).values()),
     )
     found = {part.name: part.size / dry_run.GIB for part in dry_run.parts(trainer, module, data, held)}
     if row.optimizer == "AdamW8bit":  # two states of one byte, as the test of docs/numerics.md counts

@@ -1,7 +1,7 @@
-"""Every snippet of the pages is run: YAML by the parser on top of the quickstart, Python by Python, commands by their parsers.
+"""Every snippet of the pages is run: YAML on top of the quickstart, Python, and the options of commands.
 
 A snippet behind `<!-- not run: why -->` is left out. A Python snippet whose first line is `# name.py` is a file of that
-name for those after it on its page; the others share their names, so that a later one goes on where an earlier one ended.
+name for those after it on its page; the others share their names, so that one goes on where the one before it ended.
 """
 
 import importlib
@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 import tomllib
+import unicodedata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +31,9 @@ from tests.command_line import fit_parser
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.md")])
-BLOCK = re.compile(r"^(?:<!-- not run: (?P<why>.+) -->\n+)?```(?P<kind>\w*)\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^(?:<!-- not run: (?P<why>.+) -->\n+)?```(?P<kind>\w*)\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL
+)
 SHELL = ("bash", "sh", "shell", "console")
 KNOWN = {"yaml", "python", "json", "text", *SHELL}
 MODULE = re.compile(r"# ((\w+)\.py)\n")
@@ -142,7 +145,7 @@ def test_python(page, here, monkeypatch, capsys):
 
 
 def words(text):
-    """Yield the commands of a shell snippet as lists of words, without what is assigned before them and piped behind."""
+    """Yield the commands of a shell snippet as words, without what is assigned before them and piped behind."""
     joined = text.replace("\\\n", " ")
     for line in joined.splitlines():
         try:
@@ -150,7 +153,9 @@ def words(text):
         except ValueError:
             continue
         while found and re.fullmatch(r"\w+=.*", found[0]):
-            found.pop(0)
+            name, _, value = found.pop(0).partition("=")
+            if name == "PYTHONPATH" and str(ROOT / value) not in sys.path:
+                sys.path.append(str(ROOT / value))
         if found[:1] == ["srun"]:
             found.pop(0)
         if found:
@@ -159,7 +164,7 @@ def words(text):
 
 def check_training(given):
     """Parse the options of a training; of a file that only a run makes, the rest."""
-    given = [word for word in given if word not in ("--dry_run", "--print_config")]
+    given = [word for word in given if word not in ("--dry_run", "--print_config", "--help")]
     for at in reversed(range(len(given))):
         if given[at] == "--config" and not Path(given[at + 1]).exists():
             assert re.match(r"(runs/|\w+\.yaml$|…)", given[at + 1]), f"{given[at + 1]} is not in the checkout"
@@ -211,19 +216,62 @@ INLINE = [
 @pytest.mark.parametrize(("page", "text"), INLINE, ids=[f"{page.name}: {text[:60]}" for page, text in INLINE])
 def test_commands_within_the_text(page, text, here):
     for given in words(" ".join(text.split())):
-        if given != ["lit-qrl"] and len(given) > 1 and not (given[0] == "lit-qrl" and given[1:] in ([n] for n in COMMANDS)):
+        if (
+            given != ["lit-qrl"]
+            and len(given) > 1
+            and not (given[0] == "lit-qrl" and given[1:] in ([n] for n in COMMANDS))
+        ):
             check_command(given, page, here)
 
 
 def test_a_wrong_snippet_is_found(here):
-    for wrong in ("fit --data.group_sise 4", "fit --data.task.class_path Countdwn", "report --outt x", "fti", "fit --config no/such.yaml"):
+    for wrong in (
+        "fit --data.group_sise 4",
+        "fit --data.task.class_path Countdwn",
+        "report --outt x",
+        "fti",
+        "fit --config no/such.yaml",
+    ):
         with pytest.raises((ConfigError, AssertionError)):
             check_command(["lit-qrl", *wrong.split()], ROOT / "README.md", here)
     with pytest.raises(AssertionError):
         check_command(["make", "quickstrat"], ROOT / "README.md", here)
 
 
-# ----------------------------------------------------------------------------------------------------- a job on a cluster
+# ----------------------------------------------------------------------------------------------------------- links
+
+
+def slug(heading):
+    """Return the anchor that mkdocs and GitHub give a heading."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+    text = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", text).strip().lower())
+
+
+def anchors(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), target
+
+
+def test_every_page_is_in_the_navigation():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    listed = re.findall(r"[\w/]+\.md", json.dumps(nav))
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+# --------------------------------------------------------------------------------------------------- a job on a cluster
 
 JOBS = [one for one in snippets(ROOT / "docs" / "cluster.md") if "status=$?" in one.text]
 
