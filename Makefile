@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help install quickstart test test-slow test-vllm lint format clean
+.PHONY: help install quickstart test test-slow test-vllm docs lint format clean
 
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -23,6 +23,10 @@ $(VENV)/.test: $(VENV)/.base
 
 $(VENV)/.dev: $(VENV)/.test
 	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.base
+	@$(PIP) --editable '.[docs]'
 	@touch $@
 
 # The CPU build of vLLM asks for torchvision, torchaudio and torchcodec, which text models do not need.
@@ -45,6 +49,9 @@ test-slow: $(VENV)/.test  ## run the tests that take minutes
 
 test-vllm: $(VENV)/.vllm  ## install the CPU build of vLLM and run the tests that use it
 	@$(BIN)/pytest -q -m 'vllm and not gpu' $(ARGS)
+
+docs: $(VENV)/.docs  ## build the pages into out/docs; links that lead nowhere fail
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: $(VENV)/.dev  ## ruff, codespell and pyright
 	@$(BIN)/ruff check .

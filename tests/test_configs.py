@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from lit_qrl.cli.config_files import config_files, expanded
-from lit_qrl.cli.training import QRLCLI
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.errors import ConfigError
+from tests.command_line import fit_parser
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
@@ -22,25 +22,10 @@ CORRECTIONS = sorted(CONFIGS.glob("correction/*.yaml"))
 OTHERS = sorted(path for path in FRAGMENTS if path.parent.name != "correction")
 
 
-class _Parsed(Exception):
-    pass
-
-
-class _ParserOnly(QRLCLI):
-    def parse_arguments(self, parser, args):
-        raise _Parsed(parser)
-
-
 @pytest.fixture(scope="module")
 def parse():
-    with pytest.raises(_Parsed) as caught:
-        _ParserOnly.run(["fit"])
-    parser = caught.value.args[0]
-
-    def parse(*paths):
-        return parser.parse_args(arguments(*paths), _skip_validation=False).fit
-
-    return parse
+    read = fit_parser()
+    return lambda *paths: read.parse_args(arguments(*paths), _skip_validation=False).fit
 
 
 def arguments(*paths):
@@ -122,13 +107,6 @@ def test_no_base_file_sets_the_precision():
 
 
 DATA_PAGE = (ROOT / "docs" / "data.md").read_text()
-SNIPPETS = re.findall(r"^```yaml\n(.*?)^```", DATA_PAGE, re.MULTILINE | re.DOTALL)
-
-
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
-def test_the_snippets_of_the_page_on_data_are_accepted(parse, snippet, tmp_path):
-    (tmp_path / "snippet.yaml").write_text(snippet)
-    assert accepted(parse, CONFIGS / "quickstart.yaml", tmp_path / "snippet.yaml")
 
 
 def test_the_page_on_data_names_every_key_of_the_evaluation():

@@ -1,13 +1,16 @@
 """The pages in docs/ name what the code has."""
 
-import importlib
+import importlib.util
 import re
+import sys
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import yaml
 
-from lit_qrl import callbacks, objective
+from lit_qrl import __version__, callbacks, objective
 from lit_qrl.functional.mismatch import mismatch_metrics
 from lit_qrl.functional.objective import clipped_surrogate
 from lit_qrl.loop.combine import combine
@@ -108,12 +111,85 @@ def test_every_module_of_the_library_has_its_row():
     assert len(elsewhere()) > 20
 
 
-@pytest.mark.parametrize("page", ["functional.md", "python.md"])
-def test_programs_of_a_page_run(page, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lit_qrl.callbacks.report.render", lambda folder: None)  # drawing takes seconds
-    programs = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
-    assert programs
-    shared = {"__name__": "__main__"}
-    for program in programs:
-        exec(compile(program.replace("max_epochs=20", "max_epochs=1"), page, "exec"), shared)
+def script(name):
+    """Return a script of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_sizing_table_is_what_the_script_computes():
+    sizing, page = script("sizing"), (DOCS / "one_gpu.md").read_text()
+    header = next(line for line in page.splitlines() if line.startswith("| trained | sampler"))
+    place = [cell.strip() for cell in header.split("|")].index("1.5B")
+    column = [line.split("|")[place].strip() for line in page.splitlines() if re.match(r"\| (full|LoRA)", line)]
+    assert column == [f"{sum(sizing.parts('1.5B', row).values()):.1f}" for row in sizing.ROWS]
+
+
+@pytest.mark.slow
+def test_the_whole_sizing_page_is_what_the_script_computes():
+    sizing, page = script("sizing"), (DOCS / "one_gpu.md").read_text()
+    for line in (*sizing.lines(), *sizing.comparison()):
+        assert line in page
+
+
+def test_measured_peaks_of_the_sizing_page_are_those_of_the_study():
+    sizing = script("sizing")
+    qerl = (DOCS / "qerl.md").read_text()
+    peaks = re.search(r"Memory of the whole process.*?\n\n(.*?)\n\n", qerl, re.DOTALL)[1]
+    rows = {cells[1].strip(): cells for cells in (line.split("|") for line in peaks.splitlines()[2:])}
+    for shape, row, measured in sizing.MEASURED:
+        if row.trained.endswith("shared"):
+            assert f"{measured}" in qerl.split("### The same over one base")[1].split("###")[0]
+        else:
+            assert float(rows[shape][5 - ("bf16" in row.trained)]) == measured
+
+
+def test_messages_of_the_page_on_symptoms_are_those_of_the_code():
+    joined = re.sub(r'"\s*\n\s*f?"', "", "".join(path.read_text() for path in (DOCS.parent / "lit_qrl").rglob("*.py")))
+    quoted = re.findall(r"“([^”]+)”", (DOCS / "troubleshooting.md").read_text())
+    assert len(quoted) > 25
+    for message in quoted:
+        for part in message.split("…"):
+            assert part.strip() in joined, message
+
+
+def test_metrics_of_the_page_on_symptoms_exist():
+    known = (DOCS / "metrics.md").read_text() + "".join(
+        f"`time/{name}`" for name in ("iteration", "rollout", "reward", "score", "update", "checkpoint")
+    )
+    for section in ("mismatch", "correction", "update"):
+        known += "".join(f"`{section}/{name}`" for name in documented(section))
+    pages = ("troubleshooting.md", "choosing.md")
+    named = set(
+        re.findall(
+            r"`((?:mismatch|correction|update|rollout|guard|time|publish|val)/\w+)`",
+            "".join((DOCS / p).read_text() for p in pages),
+        )
+    )
+    assert len(named) > 15
+    assert {name for name in named if f"`{name}`" not in known} == set()
+
+
+def test_the_reference_has_every_room():
+    rooms = script("reference").rooms()
+    folder = DOCS.parent / "lit_qrl"
+    public = {
+        path.stem for path in folder.iterdir() if not path.name.startswith("_") and path.stem not in ("aliases", "py")
+    }
+    assert set(rooms) == public
+    assert "lit_qrl.rewards.math.reward" in rooms["rewards"]
+
+
+def test_doctests_and_tables_of_docstrings_are_fenced(monkeypatch):
+    monkeypatch.setitem(sys.modules, "griffe", SimpleNamespace(Extension=object, Object=object))
+    fenced = script("docstrings").fenced
+    assert fenced("Sum.\n>>> [1][0]\n1\n\nMore.") == "Sum.\n\n```python\n>>> [1][0]\n1\n```\n\nMore."
+    assert fenced("==== ==\na    b\n==== ==") == "```text\n==== ==\na    b\n==== ==\n```"
+
+
+def test_the_citation_is_of_this_version():
+    cited = yaml.safe_load((DOCS.parent / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors", "license"} <= set(cited)
+    assert cited["version"] == __version__

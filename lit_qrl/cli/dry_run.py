@@ -132,14 +132,16 @@ def parts(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, learner
         weights += learner.count(packed) * plugin.format.bits_per_weight / 8
         held = f"{plugin.format.name} and {name}"
     trained = learner.count(learner.trained)
-    masters = getattr(module, "master_weights", False) and item < 4
+    step = max(item, 4) if learner.adapter else item  # an adapter's own weights stay fp32 over a base of 16 bits
+    exact = f"float{8 * step}"
+    masters = getattr(module, "master_weights", False) and step < 4
     spec: SamplerSpec = next(one.publisher.spec for one in trainer.callbacks if isinstance(one, WeightPublisher))  # pyright: ignore
     return [
         Part("weights", weights, held),
-        Part("adapters", learner.count(learner.adapter) * item, name if learner.adapter else "none"),
+        Part("adapters", learner.count(learner.adapter) * step, exact if learner.adapter else "none"),
         Part("master bits", trained * 2 if masters else 0, "16 bits beside each weight" if masters else "none"),
-        Part("gradients", trained * item, name),
-        optimizer_states(module, learner, torch.float32 if masters else learner.dtype),
+        Part("gradients", trained * step, exact if learner.adapter else name),
+        optimizer_states(module, learner, torch.float32 if masters or step > item else learner.dtype),
         Part(
             "reference",
             weights if module.objective.kl_coefficient > 0 and module.policy.lora is None else 0,

@@ -71,7 +71,8 @@ def test_an_adapter_in_16_bits_and_another_optimizer(run):
     sgd = ("--model.optimizer", "torch.optim.SGD", "--model.optimizer.momentum", 0)
     _, sizes, text = run(*lora, *sgd, "--trainer.precision", "bf16-true", "--publisher.format", "auto")
     trained = int(text.split(" of ")[0].replace(",", ""))
-    assert sizes["adapters"] == sizes["gradients"] == 2 * trained
+    assert sizes["adapters"] == sizes["gradients"] == 4 * trained  # docs/numerics.md, "Adapters"
+    assert sizes["master bits"] == 0
     assert sizes["weights"] == 2 * 987_776
     assert sizes["optimizer states"] == 0
     assert sizes["sampler's weights"] == 0  # the learner's own tensors

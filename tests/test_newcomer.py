@@ -1,0 +1,98 @@
+"""What a newcomer does with nothing but the pages: their files, their commands, the policy that ships."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.accelerators import CUDAAccelerator
+from transformers import AutoTokenizer
+
+from lit_qrl.cli.main import main
+from lit_qrl.run.diary import read_jsonl
+from tests.test_snippets import ROOT, here, snippets, words, write_modules
+
+__all__ = ["here"]
+MODEL = ROOT / "models" / "tiny-countdown"
+PROBLEMS = [((3, 5, b), 3 * 5 + b) for b in range(1, 10)] + [((b, 2, 4), b - 2 + 4) for b in range(3, 10)]
+TEMPLATE = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
+
+
+@pytest.fixture
+def newcomer(here, monkeypatch):
+    monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: False))
+    monkeypatch.setattr("lit_qrl.callbacks.report.render", lambda folder: None)  # drawing takes seconds
+    return here
+
+
+def of(page, kind, having=""):
+    return [one.text for one in snippets(ROOT / "docs" / page) if one.kind == kind and having in one.text]
+
+
+def write_rows(name, rows):
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def fit(*more):
+    """Train for one iteration without evaluations; return its metrics and its samples."""
+    small = ["--trainer.max_epochs", "1", "--trainer.limit_val_batches", "0", "--data.prompts_per_iteration", "4"]
+    main(["fit", *more, *small, "--trainer.default_root_dir", "run"])
+    with open("run/metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    return {key: value for row in rows for key, value in row.items() if value}, list(read_jsonl("run/samples.jsonl"))
+
+
+def with_template():
+    """Write the tokenizer that ships with a chat template of plain text; return the options that take it."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained("tokenizer")
+    return ["--model.policy.tokenizer", "tokenizer"]
+
+
+def test_rows_and_a_function_of_ones_own(newcomer):
+    page = ROOT / "docs" / "index.md"
+    write_modules(page, newcomer)
+    (config,) = of("index.md", "yaml")
+    Path("mine.yaml").write_text(config)
+    (shown,) = of("index.md", "json")
+    rows = [
+        {"question": f"{','.join(map(str, n))}:{total}=", "answer": f"{n[0]}*{n[1]}+{n[2]}"} for n, total in PROBLEMS
+    ]
+    assert json.loads(shown) in rows
+    write_rows("problems.jsonl", rows)
+    (command,) = (given for text in of("index.md", "bash", "mine.yaml") for given in words(text))
+    metrics, samples = fit(*command[2:])
+    brief = [float(len(one["completion"].strip()) <= len("3*5+7")) for one in samples]
+    assert [one["reward"] for one in samples] == brief
+    assert float(metrics["reward/brief"]) == float(metrics["reward/mean"])
+    assert Path("run/checkpoints/last.ckpt").is_file()
+
+
+def test_chats(newcomer):
+    (config,) = of("data.md", "yaml", "path: chats.jsonl")
+    Path("chats.yaml").write_text(config)
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{n[0]},{n[1]},{n[2]}:{total}="}], "answer": str(total)}
+        for n, total in PROBLEMS
+    ]
+    write_rows("chats.jsonl", rows)
+    given = ["--config", "configs/quickstart.yaml", "--config", "chats.yaml", "--data.task.evaluation_size", "4"]
+    metrics, samples = fit(*given, *with_template())
+    posed = {row["prompt"][0]["content"] for row in rows}
+    assert samples
+    assert all(any(text in one["prompt"] for text in posed) for one in samples)
+    assert "reward/mean" in metrics
+
+
+@pytest.mark.slow
+def test_an_environment(newcomer):
+    write_modules(ROOT / "docs" / "environments.md", newcomer)
+    config = of("environments.md", "yaml", "guess.Guess")[0].replace(
+        "max_completion_tokens: 2048", "max_completion_tokens: 64"
+    )
+    Path("guess.yaml").write_text(config)
+    given = ["--config", "configs/quickstart.yaml", "--config", "guess.yaml", "--data.max_prompt_tokens", "64"]
+    metrics, _ = fit(*given, *with_template())
+    assert float(metrics["environment/turns"]) >= 1
+    assert not float(metrics.get("environment/ended_error", 0))
