@@ -7,12 +7,16 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_qrl.report.run import Run, Series
+from lit_qrl.report.seeds import Seeds
+from lit_qrl.report.timing import PHASES, phase_series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Sheet
 
 Theme = Literal["light", "dark"]
+Source = Run | Seeds
+"""What a line is drawn of: a run, or several of one configuration."""
 
 COLORS = ("#3b76e8", "#e8812c", "#2a9d77", "#9a63d8", "#d94f5c", "#20a0b8", "#c79a14", "#8a6a55")
 """Told apart with the usual kinds of colour blindness, and legible on white and on near-black."""
@@ -75,7 +79,7 @@ class Figure:
     panels: tuple[Panel, ...] = field(default=())
 
 
-def figures_for(runs: Sequence[Run]) -> list[Figure]:
+def figures_for(runs: Sequence[Source]) -> list[Figure]:
     """Return the figures for which the runs have data, with the panels and lines that have any."""
     chosen = []
     for figure in _catalogue(runs):
@@ -89,7 +93,7 @@ def figures_for(runs: Sequence[Run]) -> list[Figure]:
     return chosen
 
 
-def draw(figure: Figure, runs: Sequence[Run], labels: Sequence[str], theme: Theme) -> bytes:
+def draw(figure: Figure, runs: Sequence[Source], labels: Sequence[str], theme: Theme) -> bytes:
     """Return the PNG of a figure: the lines of one run, or each panel's first line for every run."""
     from matplotlib import rc_context
 
@@ -111,7 +115,16 @@ def draw(figure: Figure, runs: Sequence[Run], labels: Sequence[str], theme: Them
                 _legend(axes, panel.stacked and len(runs) == 1, ink)
         image = io.BytesIO()
         sheet.savefig(image, format="png", facecolor=ink["paper"])
-    return image.getvalue()
+    return fewer_colors(image.getvalue())
+
+
+def fewer_colors(png: bytes) -> bytes:
+    """Return a plot with at most 256 colours, which takes about a third of the bytes."""
+    from PIL import Image
+
+    small = io.BytesIO()
+    Image.open(io.BytesIO(png)).convert("RGB").quantize(256).save(small, format="png", optimize=True)
+    return small.getvalue()
 
 
 def grid(count: int, ink: dict[str, str]) -> "tuple[Sheet, list[Axes]]":
@@ -130,7 +143,7 @@ def grid(count: int, ink: dict[str, str]) -> "tuple[Sheet, list[Axes]]":
     return sheet, all_axes[:count]
 
 
-def _catalogue(runs: Sequence[Run]) -> list[Figure]:
+def _catalogue(runs: Sequence[Source]) -> list[Figure]:
     def every(prefix: str, *known: str) -> tuple[Line, ...]:
         names = sorted({name for run in runs for name in run.prefixed(prefix)} - set(known))
         return tuple(Line(name, name.removeprefix(prefix).strip("_").replace("_", " ")) for name in names)
@@ -152,12 +165,26 @@ def _catalogue(runs: Sequence[Run]) -> list[Figure]:
         Figure(
             "learning",
             "Learning",
-            "Mean reward of the rollouts, and accuracy on held-out problems that are never trained on.",
+            "Mean reward of the rollouts, and accuracy on held-out problems that are never trained on. The sampler's "
+            "accuracy is that of the rollouts, in its own format; the learner's that of the evaluation.",
             (
                 Panel("Reward", (Line("reward/mean", "mean"),)),
                 Panel(
                     "Held-out accuracy",
                     (Line("val/accuracy", "sampled"), Line("val/greedy_pass@1", "greedy", dashed=True), *best),
+                ),
+                *(
+                    (
+                        Panel(
+                            "Accuracy of learner and sampler",
+                            (
+                                Line("rollout/accuracy", "sampler, training prompts"),
+                                Line("val/accuracy", "learner, held-out"),
+                            ),
+                        ),
+                    )
+                    if any(run.series("rollout/accuracy") for run in runs)
+                    else ()
                 ),
                 *(
                     Panel(
@@ -241,7 +268,9 @@ def _catalogue(runs: Sequence[Run]) -> list[Figure]:
                 Panel(
                     "Seconds per iteration",
                     tuple(
-                        Line(f"time/{phase}", phase) for phase in ("rollout", "score", "update", "publish", "evaluate")
+                        Line(f"time/{phase}", shown)
+                        for phase, shown in PHASES.items()
+                        if any(any(phase_series(run, phase).values) for run in runs)
                     )
                     if len(runs) == 1
                     else (Line("time/iteration"),),
@@ -272,8 +301,8 @@ def prepare(axes: "Axes", title: str, ink: dict[str, str]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
-def _lines(axes: "Axes", panel: Panel, runs: Sequence[Run], labels: Sequence[str]) -> list[Series]:
-    chosen: list[tuple[Run, Line, str]]
+def _lines(axes: "Axes", panel: Panel, runs: Sequence[Source], labels: Sequence[str]) -> list[Series]:
+    chosen: list[tuple[Source, Line, str]]
     if len(runs) == 1:
         chosen = [(runs[0], line, line.label) for line in panel.lines]
     else:
@@ -300,11 +329,11 @@ def _lines(axes: "Axes", panel: Panel, runs: Sequence[Run], labels: Sequence[str
 
 
 def _stack(axes: "Axes", panel: Panel, run: Run) -> list[Series]:
-    series = [(line, run.series(line.metric)) for line in panel.lines]
+    series = [(line, phase_series(run, line.metric.removeprefix("time/"))) for line in panel.lines]
     iterations = sorted({i for _, one in series for i in one.iterations})
     heights = []
     for _, one in series:
-        values = dict(zip(*_pair(one), strict=True))
+        values = dict(zip(one.iterations, one.values, strict=True))
         heights.append([values.get(i, 0.0) for i in iterations])
     colors = [COLORS[i % len(COLORS)] for i in range(len(series))]
     if len(iterations) <= BARS_UP_TO:
@@ -352,7 +381,7 @@ def _legend(axes: "Axes", above: bool, ink: dict[str, str]) -> None:
     )  # fmt: skip
 
 
-def _mark_events(axes: "Axes", run: Run, ink: dict[str, str]) -> None:
+def _mark_events(axes: "Axes", run: Source, ink: dict[str, str]) -> None:
     quiet = ("start", "finish", "resume", "report", "checkpoint")
     marks = {event.get("iteration") for event in run.events if event.get("kind") not in quiet}
     marks = {mark for mark in marks if isinstance(mark, int) and 0 < mark <= max(run.iterations, 1)}
@@ -373,7 +402,3 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
         window = values[max(0, i - half) : i + half + 1]
         means.append(math.fsum(window) / len(window))
     return means
-
-
-def _pair(series: Series) -> tuple[list[int], list[float]]:
-    return series.iterations, series.values

@@ -9,6 +9,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from lit_qrl.report.seeds import standard_error
+
 TONES = {"finished": "good", "running": "", "interrupted": "warn", "failed": "bad"}
 """Colour of a run's status."""
 
@@ -52,17 +54,27 @@ def write(
     status: str = "",
     tiles: Sequence[Tile] = (),
     footer: str = "",
+    reload_seconds: float | None = None,
 ) -> Path:
     """Write a whole HTML document without any outside resource and return the path of its `index.html`."""
     environment = Environment(
         loader=PackageLoader("lit_qrl.report"), autoescape=True, trim_blocks=True, undefined=StrictUndefined
     )
-    environment.filters.update(number=number, png=png)
+    environment.filters.update(number=number, png=png, duration=duration)
     html = environment.get_template("page.html").render(
-        title=title, subtitle=subtitle, sections=sections, status=status, tiles=tiles, footer=footer, tones=TONES
+        title=title,
+        subtitle=subtitle,
+        sections=sections,
+        status=status,
+        tiles=tiles,
+        footer=footer,
+        tones=TONES,
+        reload_seconds=reload_seconds,
     )
     index = folder / "index.html"
-    index.write_text(html, encoding="utf-8", errors="replace")
+    partial = folder / ".index.html.partial"
+    partial.write_text(html, encoding="utf-8", errors="replace")
+    partial.replace(index)  # a browser that loads it meanwhile gets the whole page
     return index
 
 
@@ -83,6 +95,20 @@ def number(value: float | None, digits: int = 3) -> str:
     if size == 0 or size >= 10.0 ** (1 - digits):
         return f"{value:.{digits if size < 10 else 1}f}"
     return f"{value:.3g}"
+
+
+def mean_and_error(values: Sequence[float | None], digits: int = 3, signed: bool = False) -> str:
+    """Return the mean of those that are there ± its standard error.
+
+    >>> mean_and_error([1.0, 2.0, 3.0, None]), mean_and_error([0.5], signed=True), mean_and_error([])
+    ('2.000 ± 0.577', '+0.500', '–')
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    mean = math.fsum(known) / len(known)
+    text = ("+" if signed and mean > 0 else "") + number(mean, digits)
+    return text if len(known) < 2 else f"{text} ± {number(standard_error(known), digits)}"
 
 
 def duration(seconds: float | None) -> str:
