@@ -247,7 +247,9 @@ def _log_ratios(measured: RolloutBatch, row: int, count: int) -> list[float | No
     if learner_old is None:
         return []
     d, mask = (learner_old - measured.sampler_logprobs)[row, :count].tolist(), measured.mask[row, :count].tolist()
-    return [round(value, 4) if used and math.isfinite(value) else None for value, used in zip(d, mask, strict=True)]
+    return [
+        round(value, 4) + 0.0 if used and math.isfinite(value) else None for value, used in zip(d, mask, strict=True)
+    ]
 
 
 def _drop_samples(path: Path, after: int) -> None:

@@ -294,7 +294,7 @@ class RolloutDataModule(Described, LightningDataModule):
         return as_tensor(total), {name: as_tensor(values) for name, values in parts.items()}, float(failed)
 
     def solved(self, parts: Mapping[str, Tensor]) -> Tensor | None:
-        """Return which completions of a rollout are correct, where a reward of theirs judges evaluations too, else None."""
+        """Return which completions of a rollout are correct, where one of its rewards judges evaluations too."""
         judge = self.task.judge
         if judge is None or not any(one.name == judge.name and type(one) is type(judge) for one in self.task.rewards):
             return None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lit_qrl.report.run import Run, Series
 from lit_qrl.report.seeds import Seeds
-from lit_qrl.report.timing import PHASES, phase_series
+from lit_qrl.report.timing import PHASES, SMALLEST, phase_series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,6 +20,9 @@ Source = Run | Seeds
 
 COLORS = ("#3b76e8", "#e8812c", "#2a9d77", "#9a63d8", "#d94f5c", "#20a0b8", "#c79a14", "#8a6a55")
 """Told apart with the usual kinds of colour blindness, and legible on white and on near-black."""
+PHASE_COLORS = dict(zip(PHASES.values(), (*COLORS, "#b0569a", "#6b8e23", "#4a55b0"), strict=True))
+REST_COLOR = "#98a1b2"
+"""Of a phase that has no colour of its own."""
 
 INK = {
     "light": {"paper": "#ffffff", "text": "#3a4150", "faint": "#8b93a1", "grid": "#e9ecf1", "edge": "#c9ced8"},
@@ -148,7 +151,7 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
         names = sorted({name for run in runs for name in run.prefixed(prefix)} - set(known))
         return tuple(Line(name, name.removeprefix(prefix).strip("_").replace("_", " ")) for name in names)
 
-    parts = every("reward/", "reward/mean", "reward/std")
+    parts = every("reward/", "reward/mean", "reward/std", "reward/unscored")
     best = tuple(Line(line.metric, f"pass@{line.label}") for line in every("val/pass@") if line.label.isdigit())
     benchmarks = {name: metrics for run in runs for name, metrics in run.benchmarks.items()}
     signals = {
@@ -268,9 +271,7 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
                 Panel(
                     "Seconds per iteration",
                     tuple(
-                        Line(f"time/{phase}", shown)
-                        for phase, shown in PHASES.items()
-                        if any(any(phase_series(run, phase).values) for run in runs)
+                        Line(f"time/{phase}", shown) for phase, shown in PHASES.items() if _takes_time(runs[0], phase)
                     )
                     if len(runs) == 1
                     else (Line("time/iteration"),),
@@ -281,6 +282,11 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
             ),
         ),
     ]
+
+
+def _takes_time(run: Source, phase: str) -> bool:
+    whole = math.fsum(run.series("time/iteration").values)
+    return math.fsum(phase_series(run, phase).values) > SMALLEST * whole
 
 
 def prepare(axes: "Axes", title: str, ink: dict[str, str]) -> None:
@@ -335,7 +341,7 @@ def _stack(axes: "Axes", panel: Panel, run: Run) -> list[Series]:
     for _, one in series:
         values = dict(zip(one.iterations, one.values, strict=True))
         heights.append([values.get(i, 0.0) for i in iterations])
-    colors = [COLORS[i % len(COLORS)] for i in range(len(series))]
+    colors = [PHASE_COLORS.get(line.label, REST_COLOR) for line, _ in series]
     if len(iterations) <= BARS_UP_TO:
         floor = [0.0] * len(iterations)
         for (line, _), height, color in zip(series, heights, colors, strict=True):
@@ -348,7 +354,9 @@ def _stack(axes: "Axes", panel: Panel, run: Run) -> list[Series]:
     # One slow iteration, such as an evaluation, would press all others to the ground.
     usual = sorted(total)[int(0.9 * (len(total) - 1))]
     # The rest of the height is room for the legend.
-    axes.set_ylim(0, 1.3 * (max(total) if max(total) <= 3 * usual else 1.3 * usual) or None)
+    axes.set_ylim(
+        0, (1.2 + 0.1 * math.ceil(len(series) / 4)) * (max(total) if max(total) <= 3 * usual else 1.3 * usual) or None
+    )
     return [Series(iterations, total)]
 
 
@@ -373,7 +381,7 @@ def _legend(axes: "Axes", above: bool, ink: dict[str, str]) -> None:
     handles, names = axes.get_legend_handles_labels()
     if len([name for name in names if name]) < 2:
         return
-    columns = len(names) if above else 2 if len(names) > 4 else 1
+    columns = min(len(names), 4) if above else 2 if len(names) > 4 else 1
     axes.legend(
         handles, names, fontsize=7.5, labelcolor=ink["text"], ncols=columns, loc="upper left" if above else "best",
         facecolor=ink["paper"], edgecolor="none", framealpha=0.75, handlelength=1.3, handletextpad=0.5,
@@ -382,7 +390,7 @@ def _legend(axes: "Axes", above: bool, ink: dict[str, str]) -> None:
 
 
 def _mark_events(axes: "Axes", run: Source, ink: dict[str, str]) -> None:
-    quiet = ("start", "finish", "resume", "report", "checkpoint")
+    quiet = ("start", "finish", "resume", "report", "checkpoint", "sampler")
     marks = {event.get("iteration") for event in run.events if event.get("kind") not in quiet}
     marks = {mark for mark in marks if isinstance(mark, int) and 0 < mark <= max(run.iterations, 1)}
     if len(marks) <= MARKS_UP_TO:

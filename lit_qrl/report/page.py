@@ -114,11 +114,13 @@ def mean_and_error(values: Sequence[float | None], digits: int = 3, signed: bool
 def duration(seconds: float | None) -> str:
     """Return a time for reading.
 
-    >>> duration(9.4), duration(128), duration(7300)
-    ('9.4 s', '2 min 8 s', '2 h 1 min')
+    >>> duration(0.02), duration(9.4), duration(128), duration(7300)
+    ('20 ms', '9.4 s', '2 min 8 s', '2 h 1 min')
     """
     if seconds is None or not math.isfinite(seconds):
         return "–"
+    if 0 < seconds < 0.9995:
+        return f"{1000 * seconds:.0f} ms" if seconds >= 0.0005 else "< 1 ms"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_qrl.report import page
-from lit_qrl.report.figures import COLORS, Figure, draw, figures_for
+from lit_qrl.report.figures import PHASE_COLORS, REST_COLOR, Figure, draw, figures_for
 from lit_qrl.report.histograms import draw_histograms, histograms_of
 from lit_qrl.report.run import BOUNDS, Run
 from lit_qrl.report.samples import samples_section, shorten
@@ -141,7 +141,7 @@ def _timing(run: Run) -> page.Section | None:
     caption = f"The {page.duration(sum(row.seconds for row in rows))} of the run by phase."
     if rows[-1].mean is None:
         caption += " Outside of iterations are the start, the evaluation before the first, and what was cut short."
-    colors = [COLORS[i % len(COLORS)] for i in range(len(rows))]
+    colors = [PHASE_COLORS.get(row.name, REST_COLOR) for row in rows]
     return page.Section("phases", "Where the time went", "timing.html", caption=caption, rows=rows, colors=colors)
 
 
@@ -184,7 +184,15 @@ def _histograms(run: Run, out: Path) -> page.Section | None:
 def _events(run: Run) -> page.Section | None:
     if not run.events:
         return None
-    tones = {"exception": "bad", "stopped": "bad", "interrupt": "warn", "finish": "good", "start": "", "resume": ""}
+    tones = {
+        "exception": "bad",
+        "stopped": "bad",
+        "interrupt": "warn",
+        "finish": "good",
+        "start": "",
+        "resume": "",
+        "sampler": "",
+    }
     shown = []
     for event in run.events[-EVENTS_SHOWN:]:
         kind, iteration, moment = str(event.get("kind", "")), event.get("iteration"), event.get("time")

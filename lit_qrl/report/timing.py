@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from lit_qrl.report.run import Run, Series
+from lit_qrl.report.seeds import Seeds
 
 PHASES = {
     "publish": "publish",
@@ -37,7 +38,7 @@ class Phase:
     iteration: int | None = None
 
 
-def phase_series(run: Run, phase: str) -> Series:
+def phase_series(run: Run | Seeds, phase: str) -> Series:
     """Return a phase's own seconds over iterations: without those of the phases within it, never negative."""
     series = run.series(f"time/{phase}")
     values = dict(zip(series.iterations, series.values, strict=True))
