@@ -179,9 +179,9 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
                 *(
                     (
                         Panel(
-                            "Accuracy of learner and sampler",
+                            "Accuracy",
                             (
-                                Line("rollout/accuracy", "sampler, training prompts"),
+                                Line("rollout/accuracy", "sampler, rollouts"),
                                 Line("val/accuracy", "learner, held-out"),
                             ),
                         ),

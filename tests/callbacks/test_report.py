@@ -13,7 +13,7 @@ from lit_qrl.report.run import Run
 from lit_qrl.run.loggers import RunCSVLogger
 from tests.callbacks.tiny_loop import COMPLETION, GROUP_SIZE, GROUPS, Module, trainer_of
 from tests.networks import rollout_of
-from tests.tiny_run import fit
+from tests.tiny_run import DigitTask, fit
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -83,8 +83,9 @@ def test_samples_are_the_texts_of_the_rollout(tmp_path):
         }
 
 
-def test_a_sample_has_answer_log_ratios_and_what_counts_as_correct(tmp_path):
+def test_a_sample_has_the_gold_answer_and_its_log_ratios(tmp_path, monkeypatch):
     """Of a real loop, with learner_old's log-probs as the training forward found them."""
+    monkeypatch.setattr(DigitTask, "reference", lambda self, row: {"of": row["question"]})
     seen = []
 
     class Watch(RLCallback):
@@ -100,7 +101,7 @@ def test_a_sample_has_answer_log_ratios_and_what_counts_as_correct(tmp_path):
         row = n % 3 * len(rollout) // 3
         problem = problems[row // data.group_size]
         assert sample["prompt"] == problem.prompt_text
-        assert sample["answer"] == str(data.task.reference(problem.row))
+        assert sample["answer"] == str({"of": problem.row["question"]})
         d = rollout.learner_old_logprobs[row] - rollout.sampler_logprobs[row]
         count = int(rollout.mask[row].sum())
         assert sample["log_ratio"] == pytest.approx(d[:count].tolist(), abs=6e-5)
