@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from lit_qrl.report.page import fewer_colors
 from lit_qrl.report.run import Run, Series
 from lit_qrl.report.seeds import Seeds
-from lit_qrl.report.timing import PHASES, SMALLEST, phase_series
+from lit_qrl.report.timing import PHASES, phase_series, takes_time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -119,15 +120,6 @@ def draw(figure: Figure, runs: Sequence[Source], labels: Sequence[str], theme: T
         image = io.BytesIO()
         sheet.savefig(image, format="png", facecolor=ink["paper"])
     return fewer_colors(image.getvalue())
-
-
-def fewer_colors(png: bytes) -> bytes:
-    """Return a plot with at most 256 colours, which takes about a third of the bytes."""
-    from PIL import Image
-
-    small = io.BytesIO()
-    Image.open(io.BytesIO(png)).convert("RGB").quantize(256).save(small, format="png", optimize=True)
-    return small.getvalue()
 
 
 def grid(count: int, ink: dict[str, str]) -> "tuple[Sheet, list[Axes]]":
@@ -270,9 +262,7 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
             (
                 Panel(
                     "Seconds per iteration",
-                    tuple(
-                        Line(f"time/{phase}", shown) for phase, shown in PHASES.items() if _takes_time(runs[0], phase)
-                    )
+                    tuple(Line(f"time/{phase}", shown) for phase, shown in PHASES.items() if takes_time(runs[0], phase))
                     if len(runs) == 1
                     else (Line("time/iteration"),),
                     stacked=True,
@@ -282,11 +272,6 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
             ),
         ),
     ]
-
-
-def _takes_time(run: Source, phase: str) -> bool:
-    whole = math.fsum(run.series("time/iteration").values)
-    return math.fsum(phase_series(run, phase).values) > SMALLEST * whole
 
 
 def prepare(axes: "Axes", title: str, ink: dict[str, str]) -> None:

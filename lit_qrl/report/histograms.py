@@ -11,7 +11,8 @@ import math
 from itertools import pairwise
 from typing import Any
 
-from lit_qrl.report.figures import COLORS, INK, Theme, fewer_colors, grid, prepare
+from lit_qrl.report.figures import COLORS, INK, Theme, grid, prepare
+from lit_qrl.report.page import fewer_colors
 from lit_qrl.report.run import Run
 
 

@@ -51,6 +51,12 @@ def phase_series(run: Run | Seeds, phase: str) -> Series:
     return Series(list(values), [max(value, 0.0) for value in values.values()])
 
 
+def takes_time(run: Run | Seeds, phase: str) -> bool:
+    """Return whether a phase has a share of the iterations that can be seen."""
+    whole = math.fsum(run.series("time/iteration").values)
+    return math.fsum(phase_series(run, phase).values) > SMALLEST * whole
+
+
 def where_time_went(run: Run) -> list[Phase]:
     """Return the phases of a run, the known ones in their order, then others, then what no iteration has.
 

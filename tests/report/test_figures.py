@@ -3,7 +3,8 @@ import struct
 
 import pytest
 
-from lit_qrl.report.figures import draw, fewer_colors, figures_for, running_mean
+from lit_qrl.report.figures import draw, figures_for, running_mean
+from lit_qrl.report.page import fewer_colors
 from lit_qrl.report.run import Run
 from lit_qrl.report.seeds import Seeds
 
