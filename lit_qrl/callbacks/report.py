@@ -1,12 +1,15 @@
 """Keeps samples of what the policy writes, and makes the report when the run ends, however it ends."""
 
 import logging
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.hooks import RLCallback, overrides, rl_callbacks
@@ -21,9 +24,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TOKENS_TOLD = 2048
+"""Of a sample, those whose log-ratios are kept: more than the page shows of one."""
+
 
 class Report(RLCallback):
     """Writes `samples.jsonl`, the diary's beginning and end, and `report/index.html` in the run folder.
+
+    A sample has its texts, its reward, the gold answer, the log-ratio of each of its tokens, and which of them an
+    environment said; it is written when its iteration has been trained on.
 
     The page is made at the end of `fit`, at an error and at an interrupt. It is made from files, so that one that
     cannot be made loses nothing: `lit-qrl report RUN_FOLDER` makes it again.
@@ -46,6 +55,7 @@ class Report(RLCallback):
         self.every_n_iterations, self.samples_per_iteration = every_n_iterations, samples_per_iteration
         self._active = False
         self._ended = False
+        self._kept: list[tuple[int, dict[str, Any]]] = []
 
     # ----------------------------------------------------------------------------------------------------------- hooks
 
@@ -88,23 +98,31 @@ class Report(RLCallback):
 
     def on_rollout_end(self, trainer: Trainer, module: "GRPOModule", batch: RolloutBatch) -> None:
         """Keep a few samples."""
-        if not self._active or not self.samples_per_iteration or len(batch) == 0:
-            return
-        try:
-            samples = self._samples(trainer, module, batch)
-            append_jsonl(Path(trainer.default_root_dir) / SAMPLES_FILE, samples)
-        except OSError as error:
-            log.warning("Samples could not be written: %s", error)
+        if self._active and self.samples_per_iteration and len(batch):
+            self._kept = list(_samples(module, batch, trainer.current_epoch + 1, self.samples_per_iteration))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: "GRPOModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write the samples once learner_old's log-probs of them are known."""
+        if self._kept and trainer.is_last_batch:
+            measured = pl_module.iteration.measured()
+            if measured is not None and measured.learner_old_logprobs is not None:
+                for row, sample in self._kept:
+                    sample["log_ratio"] = _log_ratios(measured, row, len(sample["token_lengths"]))
+            self._write(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Make the report of the iterations so far, when due; the last one's metrics are logged by now."""
         done = trainer.current_epoch
         if self._active and self.every_n_iterations and done and done % self.every_n_iterations == 0:
-            self._render(trainer)
+            with pl_module.iteration.timed("report"):
+                self._render(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Close the diary."""
         if self._active:
+            self._write(trainer)
             self._log(trainer, "finish", "Training ended.", iteration=trainer.current_epoch)
             self._ended = True
 
@@ -112,6 +130,7 @@ class Report(RLCallback):
         """Say in the diary what happened, and make the report of what there is."""
         if not self._active:
             return
+        self._write(trainer)
         if not self._ended:
             interrupt = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
             kind, what = ("interrupt", "Interrupted") if interrupt else ("exception", "Stopped by an error")
@@ -145,6 +164,13 @@ class Report(RLCallback):
             self._log(trainer, "report", f"The report could not be made: {type(error).__name__}: {error}")
             return None
 
+    def _write(self, trainer: Trainer) -> None:
+        kept, self._kept = self._kept, []
+        try:
+            append_jsonl(Path(trainer.default_root_dir) / SAMPLES_FILE, [sample for _, sample in kept])
+        except OSError as error:
+            log.warning("Samples could not be written: %s", error)
+
     @staticmethod
     def _log(trainer: Trainer, kind: str, message: str, **fields: Any) -> None:
         try:
@@ -152,30 +178,78 @@ class Report(RLCallback):
         except OSError as error:
             log.warning("The diary could not be written: %s", error)
 
-    def _samples(self, trainer: Trainer, module: "GRPOModule", batch: RolloutBatch) -> list[dict[str, Any]]:
-        s, t = batch.tokens.shape[1], batch.mask.shape[1]
-        count = min(self.samples_per_iteration, len(batch))
-        decode = module.policy.decode
-        samples = []
-        for row in (i * len(batch) // count for i in range(count)):
-            ids = batch.tokens[row].tolist()
-            used = batch.mask[row].nonzero()
-            unscored = bool(batch.rewards[row].isnan())  # whose tokens are masked
-            end = t if unscored else int(used.max()) + 1 if len(used) else 0
-            parts = {name: number(values[row]) for name, values in batch.reward_parts.items()}
-            correct = parts.pop("correct", None)
-            samples.append(
-                {
-                    "iteration": trainer.current_epoch + 1,
-                    "version": int(batch.version[row]),
-                    "prompt": decode(ids[s - t - int(batch.prompt_length[row]) : s - t]),
-                    "completion": decode(ids[s - t : s - t + end]),
-                    "reward": number(batch.rewards[row]),
-                    "parts": parts,
-                    "correct": None if correct is None else correct > 0,
-                }
-            )
-        return samples
+
+def _samples(
+    module: "GRPOModule", batch: RolloutBatch, iteration: int, wanted: int
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield rows of a rollout, spread evenly, and what is kept of each."""
+    s, t = batch.tokens.shape[1], batch.mask.shape[1]
+    count = min(wanted, len(batch))
+    decode, problems = module.policy.decode, module.iteration.problems
+    solved = module.data.solved(batch.reward_parts) if problems else None
+    for row in (i * len(batch) // count for i in range(count)):
+        ids = batch.tokens[row].tolist()
+        used = batch.mask[row].nonzero()
+        unscored = bool(batch.rewards[row].isnan())  # whose tokens are masked
+        end = t if unscored else int(used.max()) + 1 if len(used) else 0
+        completion = ids[s - t : s - t + end]
+        answer = module.data.task.reference(problems[int(batch.group[row])].row) if problems else None
+        yield (
+            row,
+            {
+                "iteration": iteration,
+                "version": int(batch.version[row]),
+                "prompt": decode(ids[s - t - int(batch.prompt_length[row]) : s - t]),
+                "completion": decode(completion),
+                "answer": None if answer is None else str(answer),
+                "reward": number(batch.rewards[row]),
+                "parts": {name: number(values[row]) for name, values in batch.reward_parts.items()},
+                "correct": None if solved is None or unscored else bool(solved[row]),
+                "token_lengths": token_lengths(decode, completion[:TOKENS_TOLD]),
+                "environment": [] if unscored else _spans(~batch.mask[row, :end]),
+            },
+        )
+
+
+def token_lengths(decode: Callable[[list[int]], str], ids: list[int]) -> list[int]:
+    """Return how many characters of the text each token adds; the last token of a character has all of it.
+
+    >>> token_lengths(lambda ids: bytes(ids).decode(errors="replace"), [*"a".encode(), *"é".encode(), *"b".encode()])
+    [1, 0, 1, 1]
+    """
+    alone = [decode([i]) for i in ids]
+    if "".join(alone) == decode(ids):
+        return [len(text) for text in alone]
+    lengths, start, read = [], 0, 0
+    for end in range(1, len(ids) + 1):  # in the context of the tokens before, without those that are long past
+        before, now = decode(ids[start:read]), decode(ids[start:end])
+        added = 0 if now.endswith("\ufffd") and end < len(ids) else max(len(now) - len(before), 0)
+        if added:
+            start, read = read, end
+        lengths.append(added)
+    return lengths
+
+
+def _spans(marked: Tensor) -> list[list[int]]:
+    """Return [start, end) of each run of True."""
+    spans: list[list[int]] = []
+    for i in marked.nonzero().flatten().tolist():
+        if spans and spans[-1][1] == i:
+            spans[-1][1] = i + 1
+        else:
+            spans.append([i, i + 1])
+    return spans
+
+
+def _log_ratios(measured: RolloutBatch, row: int, count: int) -> list[float | None]:
+    """Return the log-ratios of a sequence's first tokens, None where there is none."""
+    learner_old = measured.learner_old_logprobs
+    if learner_old is None:
+        return []
+    d, mask = (learner_old - measured.sampler_logprobs)[row, :count].tolist(), measured.mask[row, :count].tolist()
+    return [
+        round(value, 4) + 0.0 if used and math.isfinite(value) else None for value, used in zip(d, mask, strict=True)
+    ]
 
 
 def _drop_samples(path: Path, after: int) -> None:

@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -292,6 +292,13 @@ class RolloutDataModule(Described, LightningDataModule):
                 raise
             stop_run(self.trainer, "reward_failed", str(error), save=True, error=error)
         return as_tensor(total), {name: as_tensor(values) for name, values in parts.items()}, float(failed)
+
+    def solved(self, parts: Mapping[str, Tensor]) -> Tensor | None:
+        """Return which completions of a rollout are correct, where one of its rewards judges evaluations too."""
+        judge = self.task.judge
+        if judge is None or not any(one.name == judge.name and type(one) is type(judge) for one in self.task.rewards):
+            return None
+        return parts[judge.name] >= 1.0
 
     # -------------------------------------------------------------------------------------------------------- loaders
 

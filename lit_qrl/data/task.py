@@ -23,6 +23,8 @@ class Task(Described, ABC):
     """How often each source of the training rows is posed, by its name; without, every row equally often."""
     tools: Sequence[Any] | None = None
     """Descriptions of tools, as chat templates take them."""
+    judge: Reward | None = None
+    """What decides, by a score of 1, that a completion is correct; None where no single reward does."""
     in_order: bool = False
     """Pose the training rows in their own order, as for a difficulty that rises."""
 

@@ -15,7 +15,8 @@ module's `training_step`. With one update per rollout the forward pass of that s
 before only for what has to be known of the whole batch (`needs_learner_old`), and else corrected there (`weigh_here`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -49,6 +50,7 @@ def roll_out(learner: Learner) -> RolloutBatch:
     data, objective = learner.data, learner.objective
     wanted, g = data.prompts_per_rank, data.group_size
     parts: list[RolloutBatch] = []
+    posed: list[Any] = []
     kept = 0
     rounds = 1 + (objective.max_resample if objective.filter_zero_variance else 0)
     with data.rolling_out():
@@ -56,16 +58,21 @@ def roll_out(learner: Learner) -> RolloutBatch:
             missing = [wanted] * learner.trainer.world_size if attempt == 0 else _missing(learner, wanted - kept)
             if not any(missing):
                 break
-            drawn_now = _draw_groups(learner, missing, attempt)
-            if drawn_now is None:  # the others' groups alone are missing
+            problems = data.next_problems(missing)
+            if not problems:  # the others' groups alone are missing
                 continue
+            drawn_now = _draw_groups(learner, problems, attempt)
             if objective.filter_zero_variance:
                 varied = differing(drawn_now.rewards.view(-1, g))
                 learner.iteration.metrics.value("rollout/zero_variance_groups", (~varied).float().mean())
                 if attempt < rounds - 1 and not bool(varied.all()):
-                    drawn_now = drawn_now.select(rows_of(varied.nonzero().flatten().tolist(), g), trim=False)
+                    groups = varied.nonzero().flatten().tolist()
+                    drawn_now = drawn_now.select(rows_of(groups, g), trim=False)
+                    problems = [problems[group] for group in groups]
             parts.append(drawn_now)
+            posed += problems
             kept += len(drawn_now) // g
+    learner.iteration.problems = posed
     return concatenate(parts, learner.policy.pad_token_id, g)
 
 
@@ -76,12 +83,9 @@ def _missing(learner: Learner, groups: int) -> list[int]:
     return learner.reduce(counts).tolist()
 
 
-def _draw_groups(learner: Learner, counts: list[int], attempt: int) -> RolloutBatch | None:
-    """Return G completions of each of this rank's next prompts, with their rewards; None where it draws none."""
+def _draw_groups(learner: Learner, problems: Sequence[Any], attempt: int) -> RolloutBatch:
+    """Return G completions of each problem, with their rewards."""
     data, state = learner.data, learner.iteration
-    problems = data.next_problems(counts)
-    if not problems:
-        return None
     ids = [problem.prompt_ids for problem in problems]
     seed = derive_seed(data.base_seed, "rollout", learner.trainer.current_epoch, attempt, learner.global_rank)
     with state.timed("generate"):
@@ -95,6 +99,9 @@ def _draw_groups(learner: Learner, counts: list[int], attempt: int) -> RolloutBa
     batch.mask &= ~unscored[:, None]  # its tokens are in no loss, no correction and no metric
     state.metrics.value("reward/unscored", unscored.float().mean())
     state.metrics.value("guard/reward_errors", failed)
+    solved = data.solved(batch.reward_parts)
+    if solved is not None:
+        state.metrics.value("rollout/accuracy", solved.float().mean())
     return batch
 
 

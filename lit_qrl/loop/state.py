@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ class IterationState:
         metrics: sums of scalars; callbacks add theirs by `metrics.value` and `metrics.update`.
         seconds: by phase, see `timed`.
         rollout: scored, from the end of its generation to the last update on it.
+        problems: of the rollout, one for each of its groups.
         logprobs: of the last training forward, "b t" of its micro-batch, detached.
         skip_step: True when the mini-batch under way has nothing to learn from.
         row: the metrics of the iteration that was closed last, until they are logged.
@@ -32,6 +34,7 @@ class IterationState:
         self.metrics = IterationMetrics()
         self.seconds: dict[str, float] = defaultdict(float)
         self.rollout: RolloutBatch | None = None
+        self.problems: list[Any] = []
         self.logprobs: Tensor | None = None
         self.skip_step = False
         self.row: dict[str, float] = {}

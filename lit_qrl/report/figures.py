@@ -6,16 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from lit_qrl.report.page import fewer_colors
 from lit_qrl.report.run import Run, Series
+from lit_qrl.report.seeds import Seeds
+from lit_qrl.report.timing import PHASES, phase_series, takes_time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Sheet
 
 Theme = Literal["light", "dark"]
+Source = Run | Seeds
+"""What a line is drawn of: a run, or several of one configuration."""
 
 COLORS = ("#3b76e8", "#e8812c", "#2a9d77", "#9a63d8", "#d94f5c", "#20a0b8", "#c79a14", "#8a6a55")
 """Told apart with the usual kinds of colour blindness, and legible on white and on near-black."""
+PHASE_COLORS = dict(zip(PHASES.values(), (*COLORS, "#b0569a", "#6b8e23", "#4a55b0"), strict=True))
+REST_COLOR = "#98a1b2"
+"""Of a phase that has no colour of its own."""
 
 INK = {
     "light": {"paper": "#ffffff", "text": "#3a4150", "faint": "#8b93a1", "grid": "#e9ecf1", "edge": "#c9ced8"},
@@ -75,7 +83,7 @@ class Figure:
     panels: tuple[Panel, ...] = field(default=())
 
 
-def figures_for(runs: Sequence[Run]) -> list[Figure]:
+def figures_for(runs: Sequence[Source]) -> list[Figure]:
     """Return the figures for which the runs have data, with the panels and lines that have any."""
     chosen = []
     for figure in _catalogue(runs):
@@ -89,7 +97,7 @@ def figures_for(runs: Sequence[Run]) -> list[Figure]:
     return chosen
 
 
-def draw(figure: Figure, runs: Sequence[Run], labels: Sequence[str], theme: Theme) -> bytes:
+def draw(figure: Figure, runs: Sequence[Source], labels: Sequence[str], theme: Theme) -> bytes:
     """Return the PNG of a figure: the lines of one run, or each panel's first line for every run."""
     from matplotlib import rc_context
 
@@ -111,7 +119,7 @@ def draw(figure: Figure, runs: Sequence[Run], labels: Sequence[str], theme: Them
                 _legend(axes, panel.stacked and len(runs) == 1, ink)
         image = io.BytesIO()
         sheet.savefig(image, format="png", facecolor=ink["paper"])
-    return image.getvalue()
+    return fewer_colors(image.getvalue())
 
 
 def grid(count: int, ink: dict[str, str]) -> "tuple[Sheet, list[Axes]]":
@@ -130,12 +138,12 @@ def grid(count: int, ink: dict[str, str]) -> "tuple[Sheet, list[Axes]]":
     return sheet, all_axes[:count]
 
 
-def _catalogue(runs: Sequence[Run]) -> list[Figure]:
+def _catalogue(runs: Sequence[Source]) -> list[Figure]:
     def every(prefix: str, *known: str) -> tuple[Line, ...]:
         names = sorted({name for run in runs for name in run.prefixed(prefix)} - set(known))
         return tuple(Line(name, name.removeprefix(prefix).strip("_").replace("_", " ")) for name in names)
 
-    parts = every("reward/", "reward/mean", "reward/std")
+    parts = every("reward/", "reward/mean", "reward/std", "reward/unscored")
     best = tuple(Line(line.metric, f"pass@{line.label}") for line in every("val/pass@") if line.label.isdigit())
     benchmarks = {name: metrics for run in runs for name, metrics in run.benchmarks.items()}
     signals = {
@@ -152,12 +160,26 @@ def _catalogue(runs: Sequence[Run]) -> list[Figure]:
         Figure(
             "learning",
             "Learning",
-            "Mean reward of the rollouts, and accuracy on held-out problems that are never trained on.",
+            "Mean reward of the rollouts, and accuracy on held-out problems that are never trained on. The sampler's "
+            "accuracy is that of the rollouts, in its own format; the learner's that of the evaluation.",
             (
                 Panel("Reward", (Line("reward/mean", "mean"),)),
                 Panel(
                     "Held-out accuracy",
                     (Line("val/accuracy", "sampled"), Line("val/greedy_pass@1", "greedy", dashed=True), *best),
+                ),
+                *(
+                    (
+                        Panel(
+                            "Accuracy",
+                            (
+                                Line("rollout/accuracy", "sampler, rollouts"),
+                                Line("val/accuracy", "learner, held-out"),
+                            ),
+                        ),
+                    )
+                    if any(run.series("rollout/accuracy") for run in runs)
+                    else ()
                 ),
                 *(
                     Panel(
@@ -240,9 +262,7 @@ def _catalogue(runs: Sequence[Run]) -> list[Figure]:
             (
                 Panel(
                     "Seconds per iteration",
-                    tuple(
-                        Line(f"time/{phase}", phase) for phase in ("rollout", "score", "update", "publish", "evaluate")
-                    )
+                    tuple(Line(f"time/{phase}", shown) for phase, shown in PHASES.items() if takes_time(runs[0], phase))
                     if len(runs) == 1
                     else (Line("time/iteration"),),
                     stacked=True,
@@ -272,8 +292,8 @@ def prepare(axes: "Axes", title: str, ink: dict[str, str]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
-def _lines(axes: "Axes", panel: Panel, runs: Sequence[Run], labels: Sequence[str]) -> list[Series]:
-    chosen: list[tuple[Run, Line, str]]
+def _lines(axes: "Axes", panel: Panel, runs: Sequence[Source], labels: Sequence[str]) -> list[Series]:
+    chosen: list[tuple[Source, Line, str]]
     if len(runs) == 1:
         chosen = [(runs[0], line, line.label) for line in panel.lines]
     else:
@@ -300,13 +320,13 @@ def _lines(axes: "Axes", panel: Panel, runs: Sequence[Run], labels: Sequence[str
 
 
 def _stack(axes: "Axes", panel: Panel, run: Run) -> list[Series]:
-    series = [(line, run.series(line.metric)) for line in panel.lines]
+    series = [(line, phase_series(run, line.metric.removeprefix("time/"))) for line in panel.lines]
     iterations = sorted({i for _, one in series for i in one.iterations})
     heights = []
     for _, one in series:
-        values = dict(zip(*_pair(one), strict=True))
+        values = dict(zip(one.iterations, one.values, strict=True))
         heights.append([values.get(i, 0.0) for i in iterations])
-    colors = [COLORS[i % len(COLORS)] for i in range(len(series))]
+    colors = [PHASE_COLORS.get(line.label, REST_COLOR) for line, _ in series]
     if len(iterations) <= BARS_UP_TO:
         floor = [0.0] * len(iterations)
         for (line, _), height, color in zip(series, heights, colors, strict=True):
@@ -319,7 +339,9 @@ def _stack(axes: "Axes", panel: Panel, run: Run) -> list[Series]:
     # One slow iteration, such as an evaluation, would press all others to the ground.
     usual = sorted(total)[int(0.9 * (len(total) - 1))]
     # The rest of the height is room for the legend.
-    axes.set_ylim(0, 1.3 * (max(total) if max(total) <= 3 * usual else 1.3 * usual) or None)
+    axes.set_ylim(
+        0, (1.2 + 0.1 * math.ceil(len(series) / 4)) * (max(total) if max(total) <= 3 * usual else 1.3 * usual) or None
+    )
     return [Series(iterations, total)]
 
 
@@ -344,7 +366,7 @@ def _legend(axes: "Axes", above: bool, ink: dict[str, str]) -> None:
     handles, names = axes.get_legend_handles_labels()
     if len([name for name in names if name]) < 2:
         return
-    columns = len(names) if above else 2 if len(names) > 4 else 1
+    columns = min(len(names), 4) if above else 2 if len(names) > 4 else 1
     axes.legend(
         handles, names, fontsize=7.5, labelcolor=ink["text"], ncols=columns, loc="upper left" if above else "best",
         facecolor=ink["paper"], edgecolor="none", framealpha=0.75, handlelength=1.3, handletextpad=0.5,
@@ -352,8 +374,8 @@ def _legend(axes: "Axes", above: bool, ink: dict[str, str]) -> None:
     )  # fmt: skip
 
 
-def _mark_events(axes: "Axes", run: Run, ink: dict[str, str]) -> None:
-    quiet = ("start", "finish", "resume", "report", "checkpoint")
+def _mark_events(axes: "Axes", run: Source, ink: dict[str, str]) -> None:
+    quiet = ("start", "finish", "resume", "report", "checkpoint", "sampler")
     marks = {event.get("iteration") for event in run.events if event.get("kind") not in quiet}
     marks = {mark for mark in marks if isinstance(mark, int) and 0 < mark <= max(run.iterations, 1)}
     if len(marks) <= MARKS_UP_TO:
@@ -373,7 +395,3 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
         window = values[max(0, i - half) : i + half + 1]
         means.append(math.fsum(window) / len(window))
     return means
-
-
-def _pair(series: Series) -> tuple[list[int], list[float]]:
-    return series.iterations, series.values

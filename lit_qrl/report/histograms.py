@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from lit_qrl.report.figures import COLORS, INK, Theme, grid, prepare
+from lit_qrl.report.page import fewer_colors
 from lit_qrl.report.run import Run
 
 
@@ -50,7 +51,7 @@ def draw_histograms(histograms: list[dict[str, Any]], theme: Theme) -> bytes:
             axes.set_xlabel(str(one["x"].get("label", "")), fontsize=8, color=ink["faint"])
         image = io.BytesIO()
         sheet.savefig(image, format="png", facecolor=ink["paper"])
-    return image.getvalue()
+    return fewer_colors(image.getvalue())
 
 
 def _is_whole(one: Any) -> bool:

@@ -1,6 +1,7 @@
 """How a page is filled in from the templates beside this file, which escape every text that comes from a run."""
 
 import base64
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from lit_qrl.report.seeds import standard_error
 
 TONES = {"finished": "good", "running": "", "interrupted": "warn", "failed": "bad"}
 """Colour of a run's status."""
@@ -52,17 +55,27 @@ def write(
     status: str = "",
     tiles: Sequence[Tile] = (),
     footer: str = "",
+    reload_seconds: float | None = None,
 ) -> Path:
     """Write a whole HTML document without any outside resource and return the path of its `index.html`."""
     environment = Environment(
         loader=PackageLoader("lit_qrl.report"), autoescape=True, trim_blocks=True, undefined=StrictUndefined
     )
-    environment.filters.update(number=number, png=png)
+    environment.filters.update(number=number, png=png, duration=duration)
     html = environment.get_template("page.html").render(
-        title=title, subtitle=subtitle, sections=sections, status=status, tiles=tiles, footer=footer, tones=TONES
+        title=title,
+        subtitle=subtitle,
+        sections=sections,
+        status=status,
+        tiles=tiles,
+        footer=footer,
+        tones=TONES,
+        reload_seconds=reload_seconds,
     )
     index = folder / "index.html"
-    index.write_text(html, encoding="utf-8", errors="replace")
+    partial = folder / ".index.html.partial"
+    partial.write_text(html, encoding="utf-8", errors="replace")
+    partial.replace(index)  # a browser that loads it meanwhile gets the whole page
     return index
 
 
@@ -85,14 +98,30 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.3g}"
 
 
+def mean_and_error(values: Sequence[float | None], digits: int = 3, signed: bool = False) -> str:
+    """Return the mean of those that are there ± its standard error.
+
+    >>> mean_and_error([1.0, 2.0, 3.0, None]), mean_and_error([0.5], signed=True), mean_and_error([])
+    ('2.000 ± 0.577', '+0.500', '–')
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    mean = math.fsum(known) / len(known)
+    text = ("+" if signed and mean > 0 else "") + number(mean, digits)
+    return text if len(known) < 2 else f"{text} ± {number(standard_error(known), digits)}"
+
+
 def duration(seconds: float | None) -> str:
     """Return a time for reading.
 
-    >>> duration(9.4), duration(128), duration(7300)
-    ('9.4 s', '2 min 8 s', '2 h 1 min')
+    >>> duration(0.02), duration(9.4), duration(128), duration(7300)
+    ('20 ms', '9.4 s', '2 min 8 s', '2 h 1 min')
     """
     if seconds is None or not math.isfinite(seconds):
         return "–"
+    if 0 < seconds < 0.9995:
+        return f"{1000 * seconds:.0f} ms" if seconds >= 0.0005 else "< 1 ms"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -108,3 +137,12 @@ def png(image: bytes) -> str:
     'data:image/png;base64,bGlnaHQ='
     """
     return f"data:image/png;base64,{base64.b64encode(image).decode('ascii')}"
+
+
+def fewer_colors(png: bytes) -> bytes:
+    """Return a plot with at most 256 colours, which takes about a third of the bytes."""
+    from PIL import Image
+
+    small = io.BytesIO()
+    Image.open(io.BytesIO(png)).convert("RGB").quantize(256).save(small, format="png", optimize=True)
+    return small.getvalue()

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from lit_qrl.report import page
-from lit_qrl.report.figures import Figure, draw, figures_for
+from lit_qrl.report.figures import PHASE_COLORS, REST_COLOR, Figure, draw, figures_for
 from lit_qrl.report.histograms import draw_histograms, histograms_of
 from lit_qrl.report.run import BOUNDS, Run
+from lit_qrl.report.samples import samples_section, shorten
+from lit_qrl.report.timing import where_time_went
 
 EVENTS_SHOWN = 200
 """A run with a broken reward can log an event for every sample; the file has them all."""
-CHARACTERS_SHOWN = 6000
-"""Of a prompt or completion."""
 
 
-def render(run_folder: str | Path, out: str | Path | None = None) -> Path:
+def render(run_folder: str | Path, out: str | Path | None = None, reload_seconds: float | None = None) -> Path:
     """Write the report of a run and return the path of its `index.html`.
 
     The page needs nothing but itself: images and styles are inside. The same images lie beside it as PNG files.
@@ -26,6 +26,7 @@ def render(run_folder: str | Path, out: str | Path | None = None) -> Path:
     Args:
         run_folder: the folder of a finished, running or broken run.
         out: folder to write into; `<run_folder>/report` when None.
+        reload_seconds: after so many the page loads itself again; None for one that stays as it is.
 
     Raises:
         FileNotFoundError: when the run folder does not exist.
@@ -33,13 +34,23 @@ def render(run_folder: str | Path, out: str | Path | None = None) -> Path:
     folder = Path(run_folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no run folder at {folder}.")
+    began = time.perf_counter()
     run = Run(folder)
     out = folder / "report" if out is None else Path(out)
     out.mkdir(parents=True, exist_ok=True)
     sections = [figure_section(figure, [run], [run.name], out) for figure in figures_for([run])]
     if not sections:
         sections = [page.Section("empty", "Nothing to plot", caption="No metrics have been logged yet.")]
-    others = (_evaluation(run), _histograms(run, out), _samples(run), _events(run), _layers(run), _config(run))
+    others = (
+        _timing(run),
+        _evaluation(run),
+        _histograms(run, out),
+        samples_section(run),
+        _events(run),
+        _layers(run),
+        _config(run),
+    )
+    took = page.duration(time.perf_counter() - began)
     return page.write(
         out,
         run.name,
@@ -47,7 +58,8 @@ def render(run_folder: str | Path, out: str | Path | None = None) -> Path:
         [*sections, *filter(None, others)],
         status=run.status,
         tiles=_tiles(run),
-        footer=f"{folder.resolve()} · written {time.strftime('%Y-%m-%d %H:%M')}",
+        footer=f"{folder.resolve()} · written {time.strftime('%Y-%m-%d %H:%M:%S')} in {took}",
+        reload_seconds=reload_seconds,
     )
 
 
@@ -99,6 +111,8 @@ def _tiles(run: Run) -> list[page.Tile]:
         ),
         page.Tile("Tokens per second", page.number(speed.mean), "drawn by the sampler" if speed else ""),
         page.Tile("Sampler format", run.format or "–"),
+        page.Tile("Weights quantized", _percent(run.share("quantized")), "of the parameters" if run.layers else ""),
+        page.Tile("Weights verified", _percent(run.share("verified")), "of the bytes sent" if run.layers else ""),
         page.Tile("Correction", run.correction or "–"),
     ]
 
@@ -114,6 +128,21 @@ def _subtitle(run: Run) -> str:
         time.strftime("%Y-%m-%d %H:%M", time.localtime(started["time"])) if _is_time(started.get("time")) else None,
     ]
     return " · ".join(str(piece) for piece in pieces if piece)
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f} %"
+
+
+def _timing(run: Run) -> page.Section | None:
+    rows = where_time_went(run)
+    if not rows:
+        return None
+    caption = f"The {page.duration(sum(row.seconds for row in rows))} of the run by phase."
+    if rows[-1].mean is None:
+        caption += " Outside of iterations are the start, the evaluation before the first, and what was cut short."
+    colors = [PHASE_COLORS.get(row.name, REST_COLOR) for row in rows]
+    return page.Section("phases", "Where the time went", "timing.html", caption=caption, rows=rows, colors=colors)
 
 
 def _evaluation(run: Run) -> page.Section | None:
@@ -152,51 +181,18 @@ def _histograms(run: Run, out: Path) -> page.Section | None:
     return _picture(out, "histograms", "Histograms", caption, description, light, dark)
 
 
-def _samples(run: Run) -> page.Section | None:
-    groups = [
-        {"iteration": iteration, "version": chosen[0].get("version"), "samples": [_sample(one) for one in chosen]}
-        for iteration, chosen in first_middle_last(run.samples)
-    ]
-    caption = "What the policy wrote in the first, the middle and the last iteration; not selected by reward."
-    return page.Section("samples", "Samples", "samples.html", caption=caption, groups=groups) if groups else None
-
-
-def _sample(sample: dict[str, Any]) -> dict[str, Any]:
-    reward = sample.get("reward")
-    value = float(reward) if isinstance(reward, (int, float)) else None
-    correct = sample.get("correct")
-    good = correct if isinstance(correct, bool) else None if value is None else value > 0
-    parts = sample.get("parts")
-    listed = parts.items() if isinstance(parts, dict) and len(parts) > 1 else ()
-    return {
-        "prompt": _shorten(sample.get("prompt", "")),
-        "completion": _shorten(sample.get("completion", "")),
-        "reward": _value(reward),
-        "tone": "" if good is None else "good" if good else "bad",
-        "parts": [f"{name} {_value(part)}" for name, part in listed],
-    }
-
-
-def first_middle_last(samples: Sequence[dict[str, Any]]) -> list[tuple[Any, list[dict[str, Any]]]]:
-    """Return the samples of the first, the middle and the last iteration that have any.
-
-    >>> [i for i, _ in first_middle_last([{"iteration": i} for i in range(1, 10)])]
-    [1, 5, 9]
-    """
-    by_iteration: dict[Any, list[dict[str, Any]]] = {}
-    for sample in samples:
-        by_iteration.setdefault(sample.get("iteration", 0), []).append(sample)
-    keys = list(by_iteration)
-    if not keys:
-        return []
-    chosen = sorted({0, len(keys) // 2, len(keys) - 1})
-    return [(keys[i], by_iteration[keys[i]]) for i in chosen]
-
-
 def _events(run: Run) -> page.Section | None:
     if not run.events:
         return None
-    tones = {"exception": "bad", "stopped": "bad", "interrupt": "warn", "finish": "good", "start": "", "resume": ""}
+    tones = {
+        "exception": "bad",
+        "stopped": "bad",
+        "interrupt": "warn",
+        "finish": "good",
+        "start": "",
+        "resume": "",
+        "sampler": "",
+    }
     shown = []
     for event in run.events[-EVENTS_SHOWN:]:
         kind, iteration, moment = str(event.get("kind", "")), event.get("iteration"), event.get("time")
@@ -206,7 +202,7 @@ def _events(run: Run) -> page.Section | None:
                 "iteration": "" if iteration is None else iteration,
                 "kind": kind,
                 "tone": tones.get(kind, "warn"),
-                "message": _shorten(event.get("message", "")),
+                "message": shorten(event.get("message", "")),
             }
         )
     caption = "Dotted lines mark them in the plots."
@@ -247,16 +243,6 @@ def _config(run: Run) -> page.Section | None:
         if text
         else None
     )
-
-
-def _value(value: Any) -> str:
-    return page.number(value) if value is None or isinstance(value, (int, float)) else str(value)
-
-
-def _shorten(text: Any) -> str:
-    text = str(text)
-    cut = len(text) - CHARACTERS_SHOWN
-    return text if cut <= 0 else f"{text[:CHARACTERS_SHOWN]} … ({cut} more characters)"
 
 
 def _is_time(value: Any) -> bool:

@@ -2,15 +2,18 @@ import csv
 import json
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lit_qrl.callbacks.report import Report
+from lit_qrl.callbacks.report import Report, _log_ratios, _samples, token_lengths
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.report.run import Run
 from lit_qrl.run.loggers import RunCSVLogger
 from tests.callbacks.tiny_loop import COMPLETION, GROUP_SIZE, GROUPS, Module, trainer_of
+from tests.networks import rollout_of
+from tests.tiny_run import DigitTask, fit
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -72,9 +75,60 @@ def test_samples_are_the_texts_of_the_rollout(tmp_path):
             "prompt": f"{100 * row + 1} {100 * row + 2} {100 * row + 3}",
             "completion": " ".join(str(100 * row + 51 + i) for i in range(1 + row % COMPLETION)),
             "reward": float(row),
-            "parts": {"half": row / 2},
-            "correct": row > 5,
+            "answer": None,
+            "parts": {"half": row / 2, "correct": float(row > 5)},
+            "correct": None,
+            "token_lengths": [len(str(100 * row + 51))] + [1 + len(str(100 * row + 52))] * (row % COMPLETION),
+            "environment": [],
         }
+
+
+def test_a_sample_has_the_gold_answer_and_its_log_ratios(tmp_path, monkeypatch):
+    """Of a real loop, with learner_old's log-probs as the training forward found them."""
+    monkeypatch.setattr(DigitTask, "reference", lambda self, row: {"of": row["question"]})
+    seen = []
+
+    class Watch(RLCallback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.is_last_batch:
+                seen.append((pl_module.iteration.measured(), pl_module.iteration.problems))
+
+    _, _, data = fit(tmp_path, callbacks=[Watch(), Report(samples_per_iteration=3)])
+    samples = lines(tmp_path / "run" / "samples.jsonl")
+    assert len(samples) == 3 * len(seen)
+    for n, sample in enumerate(samples):
+        rollout, problems = seen[n // 3]
+        row = n % 3 * len(rollout) // 3
+        problem = problems[row // data.group_size]
+        assert sample["prompt"] == problem.prompt_text
+        assert sample["answer"] == str({"of": problem.row["question"]})
+        d = rollout.learner_old_logprobs[row] - rollout.sampler_logprobs[row]
+        count = int(rollout.mask[row].sum())
+        assert sample["log_ratio"] == pytest.approx(d[:count].tolist(), abs=6e-5)
+        assert len(sample["token_lengths"]) == count
+        assert sum(sample["token_lengths"]) == len(sample["completion"])
+
+
+def test_tokens_of_the_environment_are_told_apart():
+    mask = torch.tensor([[True, False, False, True, False]])
+    batch = rollout_of(mask, tokens=torch.tensor([[1, 2, 3, 4, 5, 6]]), prompt_length=torch.tensor([1]))
+    ((row, sample),) = _samples(Module(), batch, 7, 4)
+    assert (row, sample["iteration"], sample["completion"]) == (0, 7, "2 3 4 5")
+    assert sample["environment"] == [[1, 3]]
+    batch.learner_old_logprobs = batch.sampler_logprobs + torch.tensor([0.25, 9.0, 9.0, -0.5, 9.0])
+    assert _log_ratios(batch, 0, 4) == [0.25, None, None, -0.5]
+
+
+@pytest.mark.parametrize("text", ["plain", "naïve 3 × 4 → 12", "漢字 and 🙂🙂", "", "\ufffd broken"])
+def test_the_lengths_of_tokens_add_up_to_the_text(text):
+    """A tokenizer of bytes, whose single tokens are not always text."""
+    ids = list(text.encode())
+    lengths = token_lengths(lambda some: bytes(some).decode(errors="replace"), ids)
+    assert len(lengths) == len(ids)
+    assert sum(lengths) == len(text)
+    ends = {len(text[: i + 1].encode()) for i in range(len(text))}
+    if "\ufffd" not in text:
+        assert {i + 1 for i, length in enumerate(lengths) if length} == ends
 
 
 @pytest.mark.parametrize("wanted, written", [(0, 0), (1, 1), (12, 12), (99, 12)])

@@ -5,6 +5,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, IterableDataset
 
 from lit_qrl.loop.hooks import rl_callbacks
+from lit_qrl.loop.state import IterationState
 from lit_qrl.run.loggers import RunCSVLogger
 from tests.networks import rollout_of
 
@@ -64,6 +65,7 @@ class Module(LightningModule):
     def __init__(self, fail_at=None, error=None):
         super().__init__()
         self.policy = Policy()
+        self.iteration = IterationState()
         self.fail_at, self.error = fail_at, error
         self.rolled_out = -1
 

@@ -67,3 +67,15 @@ def test_a_place_that_cannot_be_written(run, tmp_path):
 def test_no_run_is_an_error_of_usage():
     with pytest.raises(ConfigError, match=r"required: RUN\. See lit-qrl report --help"):
         called(report, [])
+
+
+def test_watching_a_run_that_is_over_writes_the_page_once(run, capsys):
+    called(report, ["--watch", str(run)])
+    assert capsys.readouterr().out.strip() == str(run / "report" / "index.html")
+    assert "data-seconds" not in (run / "report" / "index.html").read_text()
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "1e9"])
+def test_the_time_between_two_looks_is_checked(run, seconds):
+    with pytest.raises(ConfigError, match="--every is out of range"):
+        called(report, [str(run), "--watch", "--every", seconds])

@@ -98,6 +98,16 @@ def test_samples_are_prompt_major():
     assert failed == 0.0
 
 
+def test_what_a_rollout_solved_is_known_of_a_reward_that_judges_the_evaluation_too():
+    data = module()
+    parts = {"digits": torch.tensor([1.0, 0.5, torch.nan])}
+    assert data.solved(parts) is None
+    data.task.judge = DigitReward()
+    assert data.solved(parts).tolist() == [True, False, False]
+    data.task.judge = Judge()
+    assert data.solved(parts) is None
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -135,6 +135,8 @@ def test_ranks_that_resample_different_numbers_of_groups_draw_no_prompt_twice_an
     def one(rank, all_reduce):
         learner = rank_of(2, rank, all_reduce, rounds)
         batch = roll_out(learner)
+        posed = [problem.prompt_ids[0] for problem in learner.iteration.problems]
+        assert posed == batch.tokens[::2, 0].tolist()  # one for each group that was kept
         return learner.data.engine.seen, learner.data.position, batch, learner.iteration.metrics.compute(no_all_reduce)
 
     (first, second) = Ranks(2).run(one)

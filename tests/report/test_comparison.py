@@ -1,9 +1,12 @@
+import re
+import statistics
 from pathlib import Path
 
 import pytest
 
 from lit_qrl.report import render_comparison
-from lit_qrl.report.comparison import labels_of
+from lit_qrl.report.comparison import label_of, labels_of
+from lit_qrl.report.run import Run
 
 
 def test_runs_side_by_side(make_run, tmp_path):
@@ -13,7 +16,8 @@ def test_runs_side_by_side(make_run, tmp_path):
     assert "ais/1" in html
     assert "none/1" in html
     assert "interrupted" in html
-    assert html.count("<tr>") == 4
+    assert html.count('<tr class="') == 3
+    assert "seeds" not in html  # three configurations
     assert (tmp_path / "out" / "mismatch.png").stat().st_size > 1000
 
 
@@ -40,3 +44,26 @@ def test_bad_input(make_run, tmp_path):
 )
 def test_labels_tell_runs_apart(folders, labels):
     assert labels_of([Path(folder) for folder in folders]) == labels
+
+
+def test_runs_that_differ_in_their_seed_are_one_line_with_a_band(make_run, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("lit_qrl.report.single.draw", lambda figure, sources, labels, theme: seen.append(labels) or b"")
+    runs = [make_run(f"ais/{seed}", seed=seed, iterations=4) for seed in (0, 1, 2)]
+    for seed, run in enumerate(runs):
+        path = run / "config.yaml"
+        path.write_text(path.read_text().replace('"seed_everything": 0', f'"seed_everything": {seed}'))
+    other = make_run("none/0", correction="none", iterations=4)
+    html = render_comparison([*runs, other, runs[0]], tmp_path / "out").read_text()
+    assert seen[0] == ["ais (3 seeds)", "none/0"]
+    assert "± one standard error of the mean" in html
+    assert html.count('<tr class="of"') == 3
+    (row,) = re.findall(r'<tr class="mean">.*?</tr>', html, re.DOTALL)
+    last = [Run(run).accuracy.last for run in runs]
+    shown = [[float(number) for number in pair] for pair in re.findall(r">(0\.\d+) ± ([\d.]+)<", row)]
+    assert pytest.approx([statistics.mean(last), statistics.stdev(last) / 3**0.5], abs=5e-4) in shown
+
+
+def test_names_of_several_runs():
+    assert label_of(["a/1", "a/2"]) == "a (2 seeds)"
+    assert label_of(["x", "y"]) == "x … y (2 seeds)"

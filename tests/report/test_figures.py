@@ -4,7 +4,9 @@ import struct
 import pytest
 
 from lit_qrl.report.figures import draw, figures_for, running_mean
+from lit_qrl.report.page import fewer_colors
 from lit_qrl.report.run import Run
+from lit_qrl.report.seeds import Seeds
 
 
 def keys(runs):
@@ -120,3 +122,30 @@ def test_running_mean_shrinks_at_the_ends():
         for i, mean in enumerate(running_mean(values, width)):
             window = [values[j] for j in range(9) if abs(i - j) <= half]
             assert mean == pytest.approx(sum(window) / len(window))
+
+
+def test_seeds_are_drawn_as_a_band(make_run):
+    runs = [Run(make_run(str(seed), seed=seed)) for seed in (0, 1, 2)]
+    together, alone = Seeds(runs), Seeds(runs[:1])
+    figure = figures_for([together])[1]
+    one, band = (draw(figure, [source], ["a"], "light") for source in (alone, together))
+    assert (pixels(one) != pixels(band)).any()
+
+
+def test_a_phase_that_takes_no_time_is_no_bar(tmp_path):
+    run = write(tmp_path, "epoch,step,time/iteration,time/update,time/checkpoint,time/score\n0,0,1,0.5,0.2,0.0001\n")
+    (figure,) = (one for one in figures_for([run]) if one.key == "time")
+    assert [line.label for line in figure.panels[0].lines] == ["update", "checkpoint"]
+    assert draw(figure, [run], ["a"], "light")
+
+
+def test_fewer_colors_are_fewer_bytes(make_run):
+    from matplotlib.figure import Figure as Sheet
+
+    image = io.BytesIO()
+    sheet = Sheet((4, 3))
+    sheet.subplots().plot(range(9))
+    sheet.savefig(image, format="png")
+    small = fewer_colors(image.getvalue())
+    assert len(small) < 0.7 * len(image.getvalue())
+    assert abs(pixels(small)[..., :3] - pixels(image.getvalue())[..., :3]).max() < 0.1

@@ -19,11 +19,15 @@ def written(folder, **options):
     return page.write(folder, HOSTILE, HOSTILE, SECTIONS, **options).read_text()
 
 
+def seen(html):
+    return html.count(str(escape(HOSTILE)))
+
+
 def test_text_is_escaped(tmp_path):
     html = written(tmp_path, tiles=[page.Tile(HOSTILE, HOSTILE, HOSTILE)], status=HOSTILE, footer=HOSTILE)
-    assert "<script" not in html
+    assert html.count("<script") == 1  # the page's own
     assert "</pre></td>" not in html
-    assert html.count(str(escape(HOSTILE))) == 18  # title 2, subtitle 1, navigation 2, tile 3, footer 1, sections 9
+    assert seen(html) == 18  # title 2, subtitle 1, navigation 2, tile 3, footer 1, sections 9
 
 
 def test_a_closed_section_opens_at_a_click_and_an_open_one_does_not(tmp_path):
@@ -62,7 +66,25 @@ def test_numbers():
 def test_durations():
     assert page.duration(59.97) == "1 min 0 s"
     assert page.duration(3599.7) == "1 h 0 min"
+    assert [page.duration(s) for s in (0.0, 0.0001, 0.0126, 0.9994, 0.9996)] == [
+        "0.0 s",
+        "< 1 ms",
+        "13 ms",
+        "999 ms",
+        "1.0 s",
+    ]
     assert page.duration(None) == page.duration(math.nan) == "–"
+
+
+def test_a_page_is_replaced_as_a_whole(tmp_path):
+    written(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["index.html"]
+
+
+def test_means_with_their_error():
+    assert page.mean_and_error([2.0, 4.0]) == "3.000 ± 1.000"  # sd √2, over √2
+    assert page.mean_and_error([-1.0, None], signed=True) == "-1.000"
+    assert page.mean_and_error([None]) == "–"
 
 
 def test_a_page_carries_everything_with_it(tmp_path):

@@ -6,9 +6,10 @@ import pytest
 
 from lit_qrl.report import render
 from lit_qrl.report.run import Run
-from lit_qrl.report.single import CHARACTERS_SHOWN, accuracy_change, first_middle_last
+from lit_qrl.report.samples import CHARACTERS_SHOWN
+from lit_qrl.report.single import accuracy_change
 
-VOID = {"meta", "img", "source", "col", "br"}
+VOID = {"meta", "img", "source", "col", "br", "input"}
 
 
 class Balanced(HTMLParser):
@@ -87,7 +88,7 @@ def test_what_a_policy_writes_is_only_text(make_run, without_plots):
     (folder / "publish.json").write_text(json.dumps({"layers": {hostile: hostile}, "version": hostile}))
     (folder / "config.yaml").write_text(hostile)
     html, text = read(render(folder))
-    assert "<script" not in html
+    assert html.count("<script") == html.count("</script") == 1  # the page's own
     assert "<img src=x" not in html
     assert text.count(hostile) >= 7
 
@@ -145,15 +146,6 @@ def test_long_completions_and_many_events_are_shortened(make_run, without_plots)
     assert "The last 200 of 503 events" in text
 
 
-def test_samples_of_first_middle_and_last_iteration():
-    samples = [{"iteration": i, "n": n} for i in (1, 2, 3, 4, 5, 7) for n in range(2)]
-    chosen = first_middle_last(samples)
-    assert [iteration for iteration, _ in chosen] == [1, 4, 7]
-    assert all(len(group) == 2 for _, group in chosen)
-    assert [iteration for iteration, _ in first_middle_last(samples[:2])] == [1]
-    assert first_middle_last([]) == []
-
-
 def test_the_change_of_accuracy(tmp_path):
     path = tmp_path / "metrics.csv"
     path.write_text("epoch,step,val/accuracy,reward/mean\n0,0,0.5,\n0,1,,0.1\n1,3,0.25,\n")
@@ -177,3 +169,43 @@ def test_the_last_evaluation_is_a_table_with_intervals(tmp_path):
     table = page.split('id="evaluation"')[1].split("</table>")[0]
     for text in ("math", "pass@1", "0.125", "0.500", "0.375 – 0.625"):
         assert text in table, text
+
+
+def test_the_shares_of_weights_are_tiles(make_run, without_plots):
+    folder = make_run(iterations=1)
+    receipts = json.loads((folder / "publish.json").read_text())
+    (folder / "publish.json").write_text(json.dumps({**receipts, "quantized_share": 0.9876, "verified_share": 1.0}))
+    text = " ".join(read(render(folder))[1].split())
+    assert "Weights quantized 98.8 % of the parameters" in text
+    assert "Weights verified 100.0 % of the bytes sent" in text
+
+
+@pytest.mark.parametrize("missing", ["samples.jsonl", "events.jsonl", "publish.json", "config.yaml", "metrics.csv"])
+def test_a_run_without_one_of_its_files_has_a_page(make_run, without_plots, missing):
+    folder = make_run(iterations=2)
+    (folder / missing).unlink()
+    html, _ = read(render(folder))
+    assert ('id="samples"' in html) == (missing != "samples.jsonl")
+
+
+def test_a_run_of_an_older_version_has_a_page(tmp_path, without_plots):
+    """One row of a few columns under former names, samples of texts alone, receipts without shares."""
+    (tmp_path / "metrics.csv").write_text("epoch,step,reward/mean,val/pass@1,time/rollout\n0,0,0.5,,2.5\n0,0,,0.25,\n")
+    (tmp_path / "samples.jsonl").write_text('{"iteration": 1, "prompt": "1+1=", "completion": "2", "reward": 1.0}\n')
+    (tmp_path / "publish.json").write_text('{"version": 0, "layers": {"a": "bf16"}}')
+    html, text = read(render(tmp_path))
+    assert "1+1=" in text
+    assert "Gold answer" not in text
+    assert 'class="legend"' not in html
+    assert re.search(r"rollout, the rest\s+2\.5 s", text)
+
+
+def test_a_page_reloads_only_while_it_is_told_to(make_run, without_plots):
+    folder = make_run(iterations=1)
+    html, text = read(render(folder, reload_seconds=7.5))
+    assert 'data-seconds="7.5"' in html
+    assert '<noscript><meta http-equiv="refresh" content="8"></noscript>' in html
+    assert "reload every 7.5 s" in text
+    html, _ = read(render(folder))
+    assert "data-seconds" not in html
+    assert "http-equiv" not in html

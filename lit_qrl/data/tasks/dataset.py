@@ -94,6 +94,7 @@ class DatasetTask(Task):
         check_names(self.rewards)
         judges = [reward for reward in self.rewards if not isinstance(reward, (FormatReward, ConstantReward))]
         self.correct: Reward = as_rewards([correct or (judges[0] if judges else MathReward())])[0]
+        self.judge = self.correct
         self._train: list[dict[str, Any]] = []
         self._evaluation: list[dict[str, Any]] = []
 
