@@ -56,7 +56,9 @@ def test_scales_that_have_the_weights_dtype_come_in_the_engines():
     assert torch.equal(made[f"{layer}.weight_packed"], expected.codes)
     assert made[f"{layer}.weight_scale"].dtype == torch.bfloat16
     held = format.quantize(weight)
-    lent = dict(weight_stream(stream(), format, LAYERS, torch.bfloat16, lambda name, _: held if name == layer else None))
+    lent = dict(
+        weight_stream(stream(), format, LAYERS, torch.bfloat16, lambda name, _: held if name == layer else None)
+    )
     assert torch.equal(lent[f"{layer}.weight_scale"], held.scales.bfloat16())
     assert torch.equal(lent[f"{layer}.weight_packed"], held.codes)
     kept = dict(weight_stream(stream(), formats.get("fp8_row"), LAYERS, torch.bfloat16))
