@@ -29,6 +29,7 @@ COMMANDS = {
     "audit": "measure the mismatch of each number format for a model, without training",
     "export": "write a run's policy as a Hugging Face folder: plain, quantized, or its adapter",
     "quantize": "write a model in a weight-only number format, for vLLM, transformers and fit",
+    "models": "show which number formats and methods work for each family of models",
     "report": "make the HTML report of one run folder, or compare several",
 }
 

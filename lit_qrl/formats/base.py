@@ -56,6 +56,9 @@ class NumberFormat(ABC):
     shares_amax: ClassVar[bool] = False
     """True when layers that the engine fuses (q, k, v; gate, up) must share one amax (a per-tensor or global scale)."""
 
+    scales_like_weight: ClassVar[bool] = False
+    """True when scales have the dtype of the weight, which is cast to the engine's before it is quantized."""
+
     def __str__(self) -> str:
         """Return name and settings, as in `int4_group (group_size 64)`."""
         settings = {one.name: getattr(self, one.name) for one in fields(self)} if is_dataclass(self) else {}

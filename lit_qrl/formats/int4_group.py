@@ -41,6 +41,7 @@ class Int4Group(NumberFormat):
 
     name: ClassVar[str] = "int4_group"
     suffixes: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale")
+    scales_like_weight: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.group_size <= 0 or self.group_size % _PER_INT32:

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -129,6 +129,7 @@ class FolderReader:
         self.dtypes: dict[str, str] = {}
         self.bytes = 0
         self._files: dict[str, Path] = {}
+        self._stored: dict[str, str] = {}
         listed = self._listed()
         for path in sorted(set(listed.values())) if listed else [folder / _SINGLE]:
             self._read_header(path)
@@ -182,6 +183,21 @@ class FolderReader:
         """Names of all tensors."""
         return list(self._files)
 
+    def rename(self, stored: Mapping[str, str]) -> None:
+        """Know all tensors by other names from here on.
+
+        Args:
+            stored: names in the files by those that they shall have (`network.names.stored_names`).
+        """
+        self._stored = dict(stored)
+        self.shapes = {name: self.shapes[other] for name, other in stored.items()}
+        self.dtypes = {name: self.dtypes[other] for name, other in stored.items()}
+        self._files = {name: self._files[other] for name, other in stored.items()}
+
+    def stored(self, name: str) -> str:
+        """Return the name that a tensor has in the files."""
+        return self._stored.get(name, name)
+
     def dtype(self, name: str) -> torch.dtype | None:
         """Return the dtype of a floating tensor of 16 bits or more, else None."""
         return _DTYPES.get(self.dtypes[name])
@@ -192,7 +208,7 @@ class FolderReader:
         found: dict[str, Tensor] = {}
         for path, part in groupby(wanted, key=lambda name: self._files[name]):
             with safe_open(path, framework="pt") as file:
-                found.update({name: file.get_tensor(name) for name in part})
+                found.update({name: file.get_tensor(self.stored(name)) for name in part})
         return found
 
 

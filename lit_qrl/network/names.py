@@ -1,13 +1,15 @@
 """A network as its checkpoint names it, whatever PEFT put into it; nothing else knows PEFT's names for that."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 _BASE, _TRAINED_COPIES = "base_layer", "modules_to_save"
 _TRAINED_ROWS = "token_adapter"
@@ -85,6 +87,30 @@ def checkpoint_modules(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from walk(f"{name}.{child}" if name else child, part)
 
     yield from walk("", network)
+
+
+def stored_names(network: Any, names: Iterable[str]) -> dict[str, str]:
+    """Return by the names of the model's tensors those under which a checkpoint holds them, as transformers reads it.
+
+    A tensor that transformers would compute of several, such as experts that it stacks, keeps its own name.
+
+    Args:
+        network: a Hugging Face model.
+        names: of the checkpoint's tensors.
+
+    >>> from lit_qrl.network.structure import outline
+    >>> from transformers import GPTNeoXConfig
+    >>> stored_names(outline(GPTNeoXConfig(num_hidden_layers=1)), ["embed_out.weight"])
+    {'lm_head.weight': 'embed_out.weight'}
+    """
+    conversions = get_model_conversion_mapping(network)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    others = [one for one in conversions if not isinstance(one, WeightRenaming)]
+    found: dict[str, str] = {}
+    for name in names:
+        renamed, computed = rename_source_key(name, renamings, others)
+        found[name if computed else renamed] = name
+    return found
 
 
 def kept_in_fp32(network: nn.Module) -> frozenset[str]:

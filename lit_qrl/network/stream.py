@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -37,8 +38,8 @@ def weight_stream(
         named: checkpoint names and tensors of the plain model.
         format: of the quantizable layers; None quantizes nothing.
         quantizable: names of layers, without `.weight`.
-        dtype: what floating tensors outside these layers are cast to; None leaves them, and with a dense format
-            takes that format's dtype.
+        dtype: what floating tensors outside these layers are cast to, and inside them where the format's scales have
+            the weight's dtype; None leaves them, and with a dense format takes that format's dtype.
         quantized: from a layer's name and its tensor to codes that exist already, or None where they must be made.
         kept: names of tensors that are never cast; see `kept_in_fp32`.
 
@@ -51,6 +52,7 @@ def weight_stream(
         dtype = dtype or format.dtype
     chosen = set(quantizable) if format is not None else set()
     groups = fused_groups(name for name in quantizable if name in chosen)
+    cast = dtype if format is not None and format.scales_like_weight else None
     waiting: dict[str, dict[str, Tensor]] = {}
     seen: set[str] = set()
     finite = _Finite()
@@ -64,7 +66,7 @@ def weight_stream(
         parts = waiting.setdefault(key, {})
         parts[layer] = tensor.detach()
         if len(parts) == len(groups[key]):
-            yield from _quantized(waiting.pop(key), format, quantized or _none, finite)
+            yield from _quantized(waiting.pop(key), format, quantized or _none, finite, cast)
     missing = sorted(chosen - seen)
     if missing:
         held = f", while {', '.join(sorted(waiting))} waited for them" if waiting else ""
@@ -143,6 +145,7 @@ def _quantized(
     format: NumberFormat,
     existing: Callable[[str, Tensor], QuantizedWeight | None],
     finite: _Finite,
+    cast: torch.dtype | None,
 ) -> Iterator[tuple[str, Tensor]]:
     made = {layer: existing(layer, tensor) for layer, tensor in parts.items()}
     shared = None
@@ -159,7 +162,9 @@ def _quantized(
         tensor, q = parts.pop(layer), made.pop(layer)
         if q is None:
             with finite.of(layer):
-                q = quantize_named(format, layer, tensor, shared)
+                q = quantize_named(format, layer, tensor if cast is None else tensor.to(cast), shared)
+        elif cast is not None and q.scales is not None:
+            q = replace(q, scales=q.scales.to(cast))
         yield from format.export(q, layer)
 
 

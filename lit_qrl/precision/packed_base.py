@@ -14,7 +14,7 @@ from lit_qrl.formats import MXFP4, NF4, NVFP4, Int4Group
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.network.adapters import starts_from_base
 from lit_qrl.network.folder import FolderReader
-from lit_qrl.network.names import base_of, checkpoint_modules
+from lit_qrl.network.names import base_of, checkpoint_modules, stored_names
 from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.precision.deferred import DeferredWeights
 
@@ -109,15 +109,19 @@ class PackedBase:
     def __init__(self, folder: Path, format: NumberFormat) -> None:
         self.folder, self.format = folder, format
         self.reader = FolderReader(folder)
-        self._parts: dict[str, list[str]] = {}
+        self._parts = self._found()
+
+    def _found(self) -> dict[str, list[str]]:
+        parts: dict[str, list[str]] = {}
         for name in self.reader.names:
             for mark in _MARKS:
                 if name.endswith(mark):
-                    self._parts[name.removesuffix(mark)] = []
+                    parts[name.removesuffix(mark)] = []
         for name in self.reader.names:
             layer, found, _ = name.partition(".weight")
-            if found and layer in self._parts:
-                self._parts[layer].append(name)
+            if found and layer in parts:
+                parts[layer].append(name)
+        return parts
 
     @property
     def layers(self) -> list[str]:
@@ -135,6 +139,8 @@ class PackedBase:
             ConfigError: when the folder's tensors are not those of the model.
         """
         network = DeferredWeights(model).network
+        self.reader.rename(stored_names(network, self.reader.names))
+        self._parts = self._found()
         self._check(network)
         shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
         device = torch.get_default_device()

@@ -19,7 +19,7 @@ from lit_qrl.formats.numerics import NONFINITE_REMEDY
 from lit_qrl.formats.support import row_of
 from lit_qrl.network.folder import FolderReader, FolderWriter, appearing, copy_side_files, read_config
 from lit_qrl.network.linears import check_quantizable, fused_group, fused_groups, quantizable_linears
-from lit_qrl.network.names import kept_in_fp32
+from lit_qrl.network.names import kept_in_fp32, stored_names
 from lit_qrl.network.stream import quantize_named, shared_amax
 from lit_qrl.network.structure import decoder_layers, outline
 from lit_qrl.precision.base import check_shapes
@@ -128,11 +128,14 @@ def quantize_checkpoint(
     checkpoint = FolderReader(source)
     network = _skeleton(source)
     layers = _chosen(network, format, exclude)
+    checkpoint.rename(stored_names(network, checkpoint.names))
     _check_names(network, checkpoint)
     parameters = sum(linear.weight.numel() for linear in layers.values())
     stored = next((bytes for name in layers if (bytes := _item(checkpoint, f"{name}.weight"))), 2)
     expected_bytes = checkpoint.bytes - int(parameters * (stored - format.bits_per_weight / 8))
     plain = [name for name, part in network.named_modules() if isinstance(part, nn.Linear) and name not in layers]
+    # transformers asks for a layer by its name in the model, vLLM by that in the checkpoint
+    plain = list(dict.fromkeys(other for name in plain for other in (name, _stored_layer(checkpoint, name))))
     worker = _Worker(network, checkpoint, format, layers, dtype, torch.device(device), sequences)
     with appearing(output, expected_bytes) as folder:
         writer = FolderWriter(folder, shard_bytes)
@@ -199,6 +202,11 @@ def _chosen(network: Any, format: NumberFormat, exclude: Sequence[str]) -> dict[
 def _item(checkpoint: FolderReader, name: str) -> int:
     dtype = checkpoint.dtype(name)
     return 0 if dtype is None else dtype.itemsize
+
+
+def _stored_layer(checkpoint: FolderReader, name: str) -> str:
+    """Return the name in the files of a layer with a weight."""
+    return checkpoint.stored(f"{name}.weight").removesuffix(".weight")
 
 
 def _check_names(network: Any, checkpoint: FolderReader) -> None:
@@ -296,12 +304,14 @@ class _Worker:
             parts = {name: tensors.pop(f"{name}.weight") for name in names}
             shared = shared_amax(parts) if self.format.shares_amax and len(parts) > 1 else None
             for name in names:
-                yield from self.format.checkpoint(quantize_named(self.format, name, parts.pop(name), shared), name)
+                quantized = quantize_named(self.format, name, parts.pop(name), shared)
+                yield from self.format.checkpoint(quantized, _stored_layer(self.checkpoint, name))
         for name, tensor in tensors.items():
             # smallest and largest, which a NaN becomes too: `isfinite` would need memory for every element
             if tensor.is_floating_point() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
                 raise ConfigError(f"{name} holds NaN or inf.", remedy=NONFINITE_REMEDY)
-            yield name, tensor if self.plain is None or name in self.kept else _cast(tensor, self.plain)
+            plain = tensor if self.plain is None or name in self.kept else _cast(tensor, self.plain)
+            yield self.checkpoint.stored(name), plain
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

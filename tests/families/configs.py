@@ -79,6 +79,8 @@ _GPT2 = (*_NO_GROUPS, "hidden_size", "intermediate_size", "num_hidden_layers", "
 _GPT2 += ("max_position_embeddings",)
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
 _LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _WINDOW = {"sliding_window": 8}
 
 FAMILIES: tuple[Family, ...] = (
@@ -227,7 +229,7 @@ FAMILIES: tuple[Family, ...] = (
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "layer_types": ["sliding_attention", "full_attention"],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "rope_parameters": _YARN,  # vLLM builds no other for this family
         },
         vllm="GptOssForCausalLM",
         kind="experts",

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.families.configs import FAMILIES, absent
-from tests.families.table import DOCUMENT, document, kept, measured
+from tests.families.table import DOCUMENT, MEASURED, document, kept, measured, packaged
 
 CHECKED = ("fit/auto", "fit/fp8_row", "fit/int4_group", "lora/fp8_row", "qat/int4_group", "quantize/int4_group")
 """Formats of three kinds: plain, quantized activations, packed weights."""
@@ -46,3 +46,7 @@ def test_all_of_a_family_works_or_is_refused(family):
 
 def test_the_page_is_what_is_kept():
     assert DOCUMENT.read_text() == document()
+
+
+def test_the_command_shows_what_is_kept():
+    assert MEASURED.read_text() == packaged()

@@ -1,13 +1,10 @@
 """One cell of the table of families through vLLM on this host: two publishes far apart, compared with the learner.
 
-`python -m tests.families.vllm_cells FOLDER [TYPE …] [FORMAT …]` writes FOLDER/<model type>.json for every family, or
-those named.
+`python -m tests.families.table --engines vllm` measures and keeps them.
 """
 
-import json
-import sys
+from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +16,7 @@ from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.receipts.ledger import PublishError, SentLedger, compare, compare_columns, compare_read_back
 from lit_qrl.types import SamplingParams
-from tests.families.configs import BY_TYPE, FAMILIES, Family, random_network
+from tests.families.configs import Family, random_network
 from tests.networks import WORDS
 from tests.vllm_engines import reference_logprobs, sampler_format
 
@@ -102,6 +99,12 @@ def disagreement(network: Any, engine: Any) -> tuple[float, float]:
     return float(every.mean()), float(every.max())
 
 
+def _share(network: Any, unread: Iterable[str]) -> float:
+    """Return the share of the model's numbers that are in the tensors of those names."""
+    sizes = {name: tensor.numel() for name, tensor in merged_weights(network)}
+    return sum(sizes.get(name, 0) for name in unread) / sum(sizes.values())
+
+
 def run_cell(family: Family, format_name: str) -> dict[str, Any]:
     """Return what two publishes far apart gave: `outcome` is works, refused, faulty, wrong or traceback.
 
@@ -122,9 +125,10 @@ def run_cell(family: Family, format_name: str) -> dict[str, Any]:
             faults, _, report = publish(network, engine, version)
             cell["faults"] = [str(fault) for fault in faults]
             cell["unread"] = sorted(report.received.unread)
-            cell["mean"], cell["max"] = disagreement(network, engine)
+            cell["verified"] = 1 - _share(network, report.received.unread)
+            cell["difference"], cell["largest"] = disagreement(network, engine)
             cell["along_routes"] = engine.live.routes is not None
-            outcome = "faulty" if faults else "works" if cell["mean"] <= bound else "wrong"
+            outcome = "faulty" if faults else "works" if cell["difference"] <= bound else "wrong"
             cell["publish"] = version
             if outcome != "works":
                 break
@@ -138,27 +142,3 @@ def run_cell(family: Family, format_name: str) -> dict[str, Any]:
     finally:
         if engine is not None:
             engine.close()
-
-
-def sweep(folder: Path, families: list[Family], formats: list[str]) -> None:
-    """Write one JSON per family, a cell per format; cells that are there already are made again."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for family in families:
-        path = folder / f"{family.model_type}.json"
-        cells = json.loads(path.read_text()) if path.exists() else {}
-        for name in formats:
-            cells[name] = run_cell(family, name)
-            path.write_text(json.dumps(cells, indent=1))
-            print(json.dumps(cells[name]), flush=True)
-
-
-def main(arguments: list[str]) -> None:
-    """Run the sweep: FOLDER, then model types and formats in any order."""
-    folder, *rest = arguments
-    formats = [word for word in rest if word in FORMATS] or list(FORMATS)
-    families = [BY_TYPE[word] for word in rest if word not in FORMATS] or [one for one in FAMILIES if one.vllm]
-    sweep(Path(folder), families, formats)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -161,3 +161,13 @@ def test_a_repository_that_cannot_be_fetched_names_the_way_around(tmp_path, monk
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     with pytest.raises(ConfigError, match=r"'org/name' cannot be fetched.*OSError: no route.*hf download NAME"):
         local_folder("org/name")
+
+
+def test_tensors_are_known_by_other_names_once_they_are_told(tmp_path):
+    save_file({"old.weight": torch.arange(6.0).view(2, 3), "same": torch.zeros(1)}, tmp_path / "model.safetensors")
+    reader = FolderReader(tmp_path)
+    reader.rename({"new.weight": "old.weight", "same": "same"})
+    assert reader.names == ["new.weight", "same"]
+    assert reader.shapes["new.weight"] == (2, 3)
+    assert reader.stored("new.weight") == "old.weight"
+    assert torch.equal(reader.read(["new.weight"])["new.weight"], torch.arange(6.0).view(2, 3))

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from peft import IA3Config, LoHaConfig, LoraConfig, VeraConfig, get_peft_model
+from safetensors import safe_open
 from torch import nn
 
 from lit_qrl.network.names import (
@@ -13,9 +14,10 @@ from lit_qrl.network.names import (
     is_saved_with_adapter,
     kept_in_fp32,
     put_layer,
+    stored_names,
 )
 from lit_qrl.network.structure import outline
-from tests.families.configs import BY_TYPE
+from tests.families.configs import BY_TYPE, random_network
 from tests.networks import build_network
 
 TARGETS = ["q_proj", "down_proj"]
@@ -89,3 +91,20 @@ def test_a_model_says_what_it_keeps_in_fp32():
     network = outline(BY_TYPE["deepseek_v3"].config())
     assert kept_in_fp32(network) == {"model.layers.1.mlp.gate.e_score_correction_bias"}
     assert kept_in_fp32(build_network()) == frozenset()
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "gemma3", "llama"])
+def test_stored_names_are_those_that_the_library_writes(model_type, tmp_path):
+    network = random_network(BY_TYPE[model_type])
+    network.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        for name, stored in stored_names(outline(network.config), file.keys()).items():
+            assert torch.equal(network.state_dict()[name], file.get_tensor(stored)), name
+        names = list(file.keys())
+    assert stored_names(network, names).keys() <= network.state_dict().keys()
+    assert (model_type == "llama") == all(name in network.state_dict() for name in names)
+
+
+def test_experts_that_are_stored_one_by_one_keep_their_names():
+    stored = "model.layers.0.mlp.experts.1.gate_proj.weight"
+    assert stored_names(outline(BY_TYPE["qwen3_moe"].config()), [stored]) == {stored: stored}

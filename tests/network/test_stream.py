@@ -46,6 +46,25 @@ def test_every_layer_is_exported_once_in_its_format(name):
         assert torch.equal(tensor, plain[key].to(dtype))
 
 
+def test_scales_that_have_the_weights_dtype_come_in_the_engines():
+    """vLLM keeps the scales of INT4 in bf16 on a CPU, also where the learner is fp32."""
+    format, layer = formats.get("int4_group"), LAYERS[0]
+    weight = dict(stream())[f"{layer}.weight"]
+    made = dict(weight_stream(stream(), format, LAYERS, torch.bfloat16))
+    expected = format.quantize(weight.bfloat16())
+    assert torch.equal(made[f"{layer}.weight_scale"], expected.scales)
+    assert torch.equal(made[f"{layer}.weight_packed"], expected.codes)
+    assert made[f"{layer}.weight_scale"].dtype == torch.bfloat16
+    held = format.quantize(weight)
+    lent = dict(
+        weight_stream(stream(), format, LAYERS, torch.bfloat16, lambda name, _: held if name == layer else None)
+    )
+    assert torch.equal(lent[f"{layer}.weight_scale"], held.scales.bfloat16())
+    assert torch.equal(lent[f"{layer}.weight_packed"], held.codes)
+    kept = dict(weight_stream(stream(), formats.get("fp8_row"), LAYERS, torch.bfloat16))
+    assert kept[f"{layer}.weight_scale"].dtype == torch.float32
+
+
 def test_parts_of_a_fused_layer_come_out_together():
     names = [name for name, _ in weight_stream(stream(), formats.get("fp8_tensor"), LAYERS)]
     weights = [name for name in names if name.startswith("model.layers.0") and ".weight" in name and "norm" not in name]

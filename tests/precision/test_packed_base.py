@@ -13,6 +13,8 @@ from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision.packed_base import packed_format
 from lit_qrl.precision.packed_lora import NVFP4LoRA
 from lit_qrl.quantize.folder import quantize_checkpoint
+from tests.families.configs import BY_TYPE
+from tests.families.configs import model_folder as family_folder
 from tests.networks import batch_of
 from tests.tiny_run import build, model_folder
 
@@ -59,6 +61,16 @@ def test_the_folder_gives_the_base_that_packing_on_load_gives(name, tmp_path):
     trained = [name for name, parameter in from_codes.named_parameters() if parameter.requires_grad]
     assert trained
     assert all("lora_" in name for name in trained)
+
+
+def test_a_folder_whose_names_are_those_of_the_hub(tmp_path):
+    format = formats.get("int4_group")
+    source = family_folder(BY_TYPE["gpt_neox"], tmp_path / "model")
+    quantize_checkpoint(Path(source), tmp_path / "out", format)
+    from_codes, packer = configured(str(tmp_path / "out"), format)
+    on_load, _ = configured(source, format)
+    assert len(packer.packed(from_codes)) == 8
+    assert torch.equal(from_codes(BATCH).logprobs, on_load(BATCH).logprobs)
 
 
 def test_transformers_and_the_policy_agree_on_the_folder(tmp_path):

@@ -15,6 +15,7 @@ from lit_qrl.network.folder import INDEX, FolderReader, appearing
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.quantize.calibration import LayerRunner
 from lit_qrl.quantize.folder import RECORD, quantize_checkpoint, weight_only
+from tests.families.configs import BY_TYPE, model_folder
 from tests.networks import build_network, build_tokenizer
 
 FORMATS = {"nvfp4": {}, "mxfp4": {}, "nf4": {}, "int4_group": {"group_size": 32}}
@@ -72,6 +73,28 @@ def test_transformers_reads_the_output_as_the_format_computes_it(name, source, t
     got = logprobs(loaded(tmp_path / "out"))
     torch.testing.assert_close(got, expected, rtol=0, atol=0.03 if name == "nf4" else 0)
     assert (logprobs(loaded(source)) - expected).abs().max() > 0.05
+
+
+@pytest.mark.parametrize(
+    "model_type, other", [("gpt_neox", "embed_out.weight"), ("gemma3", "language_model.model.norm.weight")]
+)
+def test_names_of_a_checkpoint_that_are_not_the_models_own(model_type, other, tmp_path):
+    """transformers saves some tensors under the names that the hub has, and reads them back by its own mapping."""
+    source, format = tmp_path / "source", formats.get("int4_group")
+    model_folder(BY_TYPE[model_type], source)
+    report = quantize_checkpoint(source, tmp_path / "out", format)
+    before, after = FolderReader(source), FolderReader(tmp_path / "out")
+    assert other in before.names
+    assert torch.equal(before.read([other])[other], after.read([other])[other])
+    plain = {name for name in before.names if f"{name}_packed" not in after.names}
+    assert len(before.names) - len(plain) == len(report.layers) > 0
+    assert plain <= set(after.names)
+    ours, theirs = in_format(source, format, dtype=torch.float32), loaded(tmp_path / "out", torch.float32)
+    assert torch.equal(logprobs(theirs), logprobs(ours))
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert {name for name in ignored if "lm_head" in name or "embed_out" in name} >= (
+        {"lm_head", "embed_out"} if model_type == "gpt_neox" else {"lm_head"}
+    )
 
 
 def test_layers_that_are_left_out_stay_bit_for_bit(source, tmp_path):
