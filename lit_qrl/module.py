@@ -143,7 +143,8 @@ class GRPOModule(Described, LightningModule):
         """Check what can be known before any weight is loaded."""
         objective, data = self.objective, self.data
         check_combination(list(rl_callbacks(self.trainer)), objective)
-        for former in {getattr(callback, "monitor", None) for callback in self.trainer.callbacks} & METRICS.keys():  # pyright: ignore
+        monitored: set[Any] = {getattr(callback, "monitor", None) for callback in self.trainer.callbacks}  # pyright: ignore
+        for former in monitored & METRICS.keys():
             log.warning("The metric %s is called %s now; monitoring the former name goes on.", former, METRICS[former])
         follow_iterations(self.trainer)
         if stage == "fit":

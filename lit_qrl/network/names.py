@@ -105,7 +105,7 @@ def stored_names(network: Any, names: Iterable[str]) -> dict[str, str]:
     """
     conversions = get_model_conversion_mapping(network)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
-    others = [one for one in conversions if not isinstance(one, WeightRenaming)]
+    others: list[Any] = [one for one in conversions if not isinstance(one, WeightRenaming)]
     found: dict[str, str] = {}
     for name in names:
         renamed, computed = rename_source_key(name, renamings, others)

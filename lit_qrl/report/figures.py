@@ -319,7 +319,7 @@ def _lines(axes: "Axes", panel: Panel, runs: Sequence[Source], labels: Sequence[
     return drawn
 
 
-def _stack(axes: "Axes", panel: Panel, run: Run) -> list[Series]:
+def _stack(axes: "Axes", panel: Panel, run: Source) -> list[Series]:
     series = [(line, phase_series(run, line.metric.removeprefix("time/"))) for line in panel.lines]
     iterations = sorted({i for _, one in series for i in one.iterations})
     heights = []

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_qrl.report import page
-from lit_qrl.report.figures import PHASE_COLORS, REST_COLOR, Figure, draw, figures_for
+from lit_qrl.report.figures import PHASE_COLORS, REST_COLOR, Figure, Source, draw, figures_for
 from lit_qrl.report.histograms import draw_histograms, histograms_of
 from lit_qrl.report.run import BOUNDS, Run
 from lit_qrl.report.samples import samples_section, shorten
@@ -63,7 +63,7 @@ def render(run_folder: str | Path, out: str | Path | None = None, reload_seconds
     )
 
 
-def figure_section(figure: Figure, runs: Sequence[Run], labels: Sequence[str], out: Path) -> page.Section:
+def figure_section(figure: Figure, runs: Sequence[Source], labels: Sequence[str], out: Path) -> page.Section:
     """Return the section of a figure, and write its PNG into `out`."""
     light, dark = draw(figure, runs, labels, "light"), draw(figure, runs, labels, "dark")
     description = f"{figure.heading}: {', '.join(panel.title for panel in figure.panels)} over iterations"

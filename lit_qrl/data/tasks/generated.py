@@ -89,7 +89,7 @@ class GeneratedTask(Task):
             )
         self.train_size, self.evaluation_size, self.seed = train_size, evaluation_size, seed
         self.prompt_format, self.evaluation_path, self.exclude = prompt_format, evaluation_path, list(exclude or [])
-        self.judge = self.reward()
+        self.judge = self._judge = self.reward()
         self.rewards = [self.reward()] if rewards is None else as_rewards(rewards)
         check_names(self.rewards)
         self._train: list[dict[str, Any]] = []
@@ -184,4 +184,4 @@ class GeneratedTask(Task):
         return [{"role": "user", "content": self.instruction(row)}]
 
     def is_correct(self, samples: Sequence[Sample]) -> list[bool]:
-        return solved(self.judge, samples)
+        return solved(self._judge, samples)

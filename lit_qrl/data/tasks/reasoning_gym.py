@@ -79,7 +79,7 @@ class ReasoningGym(Task):
         self.train_size, self.evaluation_size, self.seed = train_size, evaluation_size, seed
         self.template = prompt
         self.tags = prompt is None if tags is None else tags
-        self.judge = ReasoningGymReward(self.tags)
+        self.judge = self._judge = ReasoningGymReward(self.tags)
         self.rewards = [self.judge] if rewards is None else list(rewards)
         self.in_order = levels is not None
         check_names(self.rewards)
@@ -175,7 +175,7 @@ class ReasoningGym(Task):
         return row["answer"]
 
     def is_correct(self, samples: Sequence[Sample]) -> list[bool]:
-        return solved(self.judge, samples)
+        return solved(self._judge, samples)
 
 
 def _library() -> Any:

@@ -40,7 +40,7 @@ class Naming:
         self._renamings.append((f"{prefix}." if prefix else "", rename() if rename is not None else mapper))
         for old, (new, shard) in getattr(mapper, "orig_to_new_stacked", {}).items():
             given: list[Any] = list(shard) if isinstance(shard, (list, tuple)) else [shard]
-            shards = tuple(_LETTERS.get(one, one) for one in given if one is not None)
+            shards: tuple[Any, ...] = tuple(_LETTERS.get(one, one) for one in given if one is not None)
             if shards and all(isinstance(one, int) for one in shards):
                 part, fused = (one.strip(".").rpartition(".")[2] for one in (old, new))
                 self._parts.setdefault(fused, {})[part] = shards
