@@ -1,10 +1,12 @@
 """Tab completion: one script that knows every command and its options, made by shtab from the parsers."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
+from jsonargparse import _completions
 from lightning.pytorch.cli import LightningCLI
 
 from lit_qrl.cli.parser import CommandParser
@@ -37,6 +39,25 @@ class _BuiltError(Exception):
     """Carries the parser out of the constructor."""
 
 
+@contextmanager
+def _no_class_within_itself() -> Iterator[None]:
+    """Complete the options of a class once: a task may be a mixture of tasks, without end."""
+    original, above = _completions.add_subactions_and_get_subclass_choices, []
+
+    def once(typehint: Any, prefix: str | None, *args: Any, **kwargs: Any) -> list[str]:
+        above.append(typehint)
+        try:
+            return original(typehint, None if typehint in above[:-1] else prefix, *args, **kwargs)
+        finally:
+            above.pop()
+
+    _completions.add_subactions_and_get_subclass_choices = once
+    try:
+        yield
+    finally:
+        _completions.add_subactions_and_get_subclass_choices = original
+
+
 def completion(shell: str, commands: Mapping[str, str]) -> str:
     """Return the script that completes `lit-qrl` in a shell.
 
@@ -62,5 +83,6 @@ def completion(shell: str, commands: Mapping[str, str]) -> str:
     except _BuiltError as built:
         parser: Any = built.args[0]
         parser.prog = "lit-qrl"
-        return parser.get_completion_script(f"shtab-{shell}")
+        with _no_class_within_itself():
+            return parser.get_completion_script(f"shtab-{shell}")
     raise AssertionError("no parser was built")
