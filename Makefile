@@ -44,11 +44,11 @@ quickstart: $(VENV)/.base  ## train the tiny policy with an FP8 sampler and AIS 
 test: $(VENV)/.test  ## run the CPU tests in two processes (ARGS="-n 0 -k name" for one test by name in one)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 $(ARGS)
 
-test-slow: $(VENV)/.test  ## run the tests that take minutes
+test-slow: $(VENV)/.vllm  ## run the tests that take minutes
 	@$(BIN)/pytest -q -m slow $(ARGS)
 
 test-vllm: $(VENV)/.vllm  ## install the CPU build of vLLM and run the tests that use it
-	@$(BIN)/pytest -q -m 'vllm and not gpu' $(ARGS)
+	@$(BIN)/pytest -q -m 'vllm and not gpu and not slow' $(ARGS)
 
 docs: $(VENV)/.docs  ## build the pages into out/docs; links that lead nowhere fail
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
