@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help install quickstart test test-slow test-vllm docs lint format clean
+.PHONY: help install quickstart test test-environments test-slow test-vllm docs lint format clean
 
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -27,6 +27,10 @@ $(VENV)/.dev: $(VENV)/.test
 
 $(VENV)/.docs: $(VENV)/.base
 	@$(PIP) --editable '.[docs]'
+	@touch $@
+
+$(VENV)/.environments: $(VENV)/.test
+	@$(PIP) --editable '.[environments]'
 	@touch $@
 
 # The CPU build of vLLM asks for torchvision, torchaudio and torchcodec, which text models do not need.
@@ -52,6 +56,9 @@ test-vllm: $(VENV)/.vllm  ## install the CPU build of vLLM and run the tests tha
 
 docs: $(VENV)/.docs  ## build the pages into out/docs; links that lead nowhere fail
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+test-environments: $(VENV)/.environments  ## install reasoning-gym and verifiers and run the tests that use them
+	@$(BIN)/pytest -q -m environments $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff, codespell and pyright
 	@$(BIN)/ruff check .

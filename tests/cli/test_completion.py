@@ -6,8 +6,6 @@ from lit_qrl.cli.completion import completion
 from lit_qrl.cli.main import COMMANDS, TRAINING, main
 from lit_qrl.errors import ConfigError
 
-pytest.importorskip("shtab")
-
 
 @pytest.fixture(scope="module")
 def script():

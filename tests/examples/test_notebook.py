@@ -1,11 +1,8 @@
 import json
 from pathlib import Path
 
-import pytest
-
-nbclient = pytest.importorskip("nbclient")
-nbformat = pytest.importorskip("nbformat")
-pytest.importorskip("ipykernel")
+import nbclient
+import nbformat
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 

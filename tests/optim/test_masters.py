@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import math
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def adamw(named):
 
 
 def adamw_of_8_bits(named):
-    return pytest.importorskip("bitsandbytes").optim.AdamW8bit(named, lr=1e-6, weight_decay=0.01)
+    return import_module("bitsandbytes").optim.AdamW8bit(named, lr=1e-6, weight_decay=0.01)
 
 
 def muon(named):
@@ -259,7 +260,7 @@ def recipe(path):
 def realized_by(kind, settings, dtype):
     found = {"MuonAdamW": MuonAdamW, "torch.optim.AdamW": torch.optim.AdamW}.get(kind)
     if found is None:
-        found = pytest.importorskip(kind.partition(".")[0]).optim.AdamW8bit
+        found = import_module(kind.partition(".")[0]).optim.AdamW8bit
     return realized_update(
         lambda named: found(named, **json.loads(settings)),
         lambda named, build: trained_by(build, named, True),

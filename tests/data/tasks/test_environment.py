@@ -45,8 +45,8 @@ def test_a_missing_library_is_named(monkeypatch):
         Environment("adds").setup()
 
 
+@pytest.mark.environments
 def test_calls_of_tools_are_read_out_of_an_answer():
-    pytest.importorskip("openai")
     choice = _response(f"Let me see. {CALL} <tool_call>{{bad}}</tool_call>").choices[0]
     assert choice.finish_reason == "tool_calls"
     (call,) = choice.message.tool_calls
@@ -56,7 +56,6 @@ def test_calls_of_tools_are_read_out_of_an_answer():
 
 @pytest.fixture
 def adds(tmp_path, monkeypatch):
-    pytest.importorskip("verifiers", reason="the extra `environments` is not installed")
     (tmp_path / "adds.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
@@ -83,6 +82,7 @@ def play(task, answers, rows, **limits):
     return talks.completions(), heard
 
 
+@pytest.mark.environments
 def test_a_tool_answers_and_the_rubric_scores(adds):
     task = Environment(adds)
     task.setup()
@@ -96,6 +96,7 @@ def test_a_tool_answers_and_the_rubric_scores(adds):
     assert completions[0].drawn == [True, True, False, False, True, True]
 
 
+@pytest.mark.environments
 def test_limits_and_rewritten_histories_end_a_conversation_by_name(adds):
     tasks = Environment(adds, max_turns=1), Environment(adds, args={"rewrites": True})
     before = signal.getsignal(signal.SIGTERM)
@@ -110,6 +111,7 @@ def test_limits_and_rewritten_histories_end_a_conversation_by_name(adds):
     assert "rewrites earlier messages" in rewritten.episode.error
 
 
+@pytest.mark.environments
 def test_an_unknown_environment_is_named(adds):
     with pytest.raises(ConfigError, match="'no_such_env' of verifiers cannot be loaded"):
         Environment("no_such_env").setup()

@@ -1,4 +1,5 @@
 import sys
+from importlib import import_module
 
 import pytest
 
@@ -20,9 +21,10 @@ def test_sizes_are_checked_at_once():
 
 @pytest.fixture(scope="module")
 def library():
-    return pytest.importorskip("reasoning_gym", reason="the extra `environments` is not installed")
+    return import_module("reasoning_gym")
 
 
+@pytest.mark.environments
 def test_every_gold_answer_is_right_and_another_is_not(library):
     task = ReasoningGym(["chain_sum", "gcd"], train_size=20, evaluation_size=10, tags=False)
     rows = [*task.train_rows(), *task.evaluation_rows()]
@@ -34,12 +36,14 @@ def test_every_gold_answer_is_right_and_another_is_not(library):
     assert task.reference(rows[0]) == rows[0]["answer"]
 
 
+@pytest.mark.environments
 def test_the_answer_is_read_between_its_last_tags(library):
     row = ReasoningGym("chain_sum", train_size=1, evaluation_size=1).train_rows()[0]
     texts = [f"<answer>7</answer> no: <answer> {row['answer']} </answer>", row["answer"], "<answer>7.5</answer>"]
     assert ReasoningGymReward(tags=True)([Sample("", text, None, dict(row)) for text in texts])[:2] == [1.0, 0.0]
 
 
+@pytest.mark.environments
 def test_no_held_out_question_is_trained_on_and_the_seed_decides(library):
     config = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     options = {"config": config, "train_size": 60, "evaluation_size": 40}
@@ -50,6 +54,7 @@ def test_no_held_out_question_is_trained_on_and_the_seed_decides(library):
     assert task.train_rows() == same.train_rows() != other.train_rows()
 
 
+@pytest.mark.environments
 def test_levels_rise_in_the_order_of_training(library):
     task = ReasoningGym("chain_sum", levels=[0, 2], train_size=40, evaluation_size=10)
     terms = [row["metadata"]["num_terms"] for row in task.train_rows()]
@@ -59,6 +64,7 @@ def test_levels_rise_in_the_order_of_training(library):
     assert task.evaluation_rows()[0]["metadata"]["difficulty"]["num_terms"][1] > 2
 
 
+@pytest.mark.environments
 def test_the_prompt_is_a_chat_question_or_a_template_of_its_fields(library):
     row = {"question": "1 + 2 =", "answer": "3", "metadata": {"source_dataset": "chain_sum", "expression": "1 + 2"}}
     assert ReasoningGym("chain_sum", prompt="{metadata[expression]}=").prompt(row) == "1 + 2="
@@ -68,6 +74,7 @@ def test_the_prompt_is_a_chat_question_or_a_template_of_its_fields(library):
         ReasoningGym("chain_sum", prompt="{expression}").prompt(row)
 
 
+@pytest.mark.environments
 @pytest.mark.parametrize(
     "given, match",
     [
