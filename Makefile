@@ -52,7 +52,7 @@ test-slow: $(VENV)/.vllm  ## run the tests that take minutes
 	@$(BIN)/pytest -q -m slow $(ARGS)
 
 test-vllm: $(VENV)/.vllm  ## install the CPU build of vLLM and run the tests that use it
-	@$(BIN)/pytest -q -m 'vllm and not gpu and not slow' $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m 'vllm and not gpu and not slow' $(ARGS)
 
 docs: $(VENV)/.docs  ## build the pages into out/docs; links that lead nowhere fail
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

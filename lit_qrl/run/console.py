@@ -22,14 +22,15 @@ def kept_from_the_screen(folder: Path) -> Iterator[None]:
     """Send what the libraries log to `<folder>/libraries.log`; on the screen stand warnings and errors, each once.
 
     vLLM sets up its own logging when it is imported, unless it is told not to, which this does. The file is made with
-    its first line.
+    its first line. `VLLM_LOGGING_LEVEL`, INFO by default, sets how much is written.
 
     Args:
         folder: of the run.
     """
     level = os.environ.get("VLLM_LOGGING_LEVEL", "INFO")
-    before = os.environ.get("VLLM_CONFIGURE_LOGGING")
-    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
+    settings = {"VLLM_CONFIGURE_LOGGING": "0", "VLLM_LOGGING_LEVEL": level}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     file = _File(folder / LOG_FILE, encoding="utf-8", delay=True)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     screen = _Screen()
@@ -45,10 +46,11 @@ def kept_from_the_screen(folder: Path) -> Iterator[None]:
             one.handlers[:], one.propagate = handlers, propagate
             one.setLevel(level_before)
         file.close()
-        if before is None:
-            del os.environ["VLLM_CONFIGURE_LOGGING"]
-        else:
-            os.environ["VLLM_CONFIGURE_LOGGING"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class _File(logging.FileHandler):

@@ -7,7 +7,15 @@ import sys
 
 import pytest
 
+from lit_qrl.rollout.vllm.process import prepare_environment
 from lit_qrl.run.console import LOG_FILE, kept_from_the_screen
+
+
+@pytest.fixture(autouse=True)
+def no_level(monkeypatch):
+    """An engine built by a test before has set a level for its process."""
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "")
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL")
 
 
 def test_messages_go_to_the_file_and_warnings_to_the_screen_once(tmp_path, capsys, monkeypatch):
@@ -52,6 +60,25 @@ def test_where_nothing_is_said_there_is_no_file(tmp_path):
     with kept_from_the_screen(tmp_path / "run"):
         logging.getLogger("vllm").info("a line")
     assert (tmp_path / "run" / LOG_FILE).read_text().endswith("INFO vllm: a line\n")
+
+
+def test_the_level_is_the_run_s_and_not_that_of_an_engine_s_process(tmp_path, monkeypatch):
+    for name in (
+        "VLLM_USE_DEEP_GEMM_E8M0",
+        "VLLM_USE_DEEP_GEMM",
+        "VLLM_NO_USAGE_STATS",
+        "VLLM_CPU_KVCACHE_SPACE",
+        "VLLM_CPU_OMP_THREADS_BIND",
+        "VLLM_CPU_INT4_W4A8",
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+    ):
+        monkeypatch.setenv(name, "0")
+    for run in ("first", "second"):
+        with kept_from_the_screen(tmp_path / run):
+            prepare_environment(deep_gemm=False, kv_cache_gib=None)
+            logging.getLogger("vllm").info("a line")
+        assert (tmp_path / run / LOG_FILE).read_text().endswith("INFO vllm: a line\n")
+        assert "VLLM_LOGGING_LEVEL" not in os.environ
 
 
 SAYS = """
