@@ -147,6 +147,7 @@ class GRPOModule(Described, LightningModule):
         for former in monitored & METRICS.keys():
             log.warning("The metric %s is called %s now; monitoring the former name goes on.", former, METRICS[former])
         follow_iterations(self.trainer)
+        self.policy.batch_invariant = data.engine.batch_invariant
         if stage == "fit":
             check_optimizer(self.optimizer, self.trainer.strategy.root_device, vectors=self.policy.lora is None)
             # An objective of the user's own may have a baseline of another kind.

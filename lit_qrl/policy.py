@@ -22,6 +22,7 @@ from lit_qrl.network.attention import implementation
 from lit_qrl.network.chat import chat_ids, turn_ids, with_special_tokens
 from lit_qrl.network.folder import FOLDER_REMEDY, HUB_REMEDY, local_folder, resolve_model
 from lit_qrl.network.head import check_tied, output_head
+from lit_qrl.network.invariant import batch_invariant, recomputation
 from lit_qrl.network.modes import train_without_dropout
 from lit_qrl.network.padding_free import enable_padding_free, flat_hidden, flatten, is_padding_free
 from lit_qrl.network.structure import body
@@ -111,6 +112,8 @@ class CausalPolicy(Described, nn.Module):
         self.stop_token_ids = self._stop_tokens()
         self.model: nn.Module | None = None
         self.deferred: DeferredWeights | None = None
+        self.batch_invariant = False
+        """Whether `forward` computes as an engine with `batch_invariant` does; the module sets it."""
         self._reference: list[nn.Module] = []  # no registered submodule: the state dict is the learner's alone
         self._scoring_with_reference = False
 
@@ -201,7 +204,7 @@ class CausalPolicy(Described, nn.Module):
             network = self._pretrained(dtype, options)
         network.config.use_cache = False
         if self.gradient_checkpointing:
-            network.gradient_checkpointing_enable({"use_reentrant": False})
+            network.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recomputation})
         if self.packing == "auto" and self.attn_implementation is None:
             enable_padding_free(network, self.dropout)
         if self.lora is not None:
@@ -341,6 +344,10 @@ class CausalPolicy(Described, nn.Module):
             entropy: also return the full-vocabulary entropy of each position.
             entropy_gradient: let gradients through it; else it is detached.
         """
+        with batch_invariant(self.batch_invariant):
+            return self._scores(batch, temperature, entropy, entropy_gradient)
+
+    def _scores(self, batch: RolloutBatch, temperature: float, entropy: bool, entropy_gradient: bool) -> TokenScores:
         network: Any = self._reference[0] if self._scoring_with_reference else self.network
         device, t = batch.tokens.device, batch.mask.shape[1]
         scored: tuple[Tensor, Tensor] | None

@@ -94,6 +94,8 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
         )
     if settings.quantize_head and policy.config.get_text_config().tie_word_embeddings:
         raise tied_head(policy.config)  # before the weights are loaded
+    if engine.batch_invariant:
+        _check_same_arithmetic(settings, format, aligned, learner)
     apart = published_apart(settings.lora, policy.lora, engine, plugin, same, settings.unaligned)
     check_phases(learner.trainer, engine, settings.every_n_iterations)
     if (
@@ -119,6 +121,33 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
     engine.validate(spec)
     _check_model(learner.policy, spec, engine)
     return spec
+
+
+def _check_same_arithmetic(
+    settings: PublishSettings, format: NumberFormat | None, aligned: NumberFormat | None, learner: Learner
+) -> None:
+    """Raise `ConfigError` where learner and sampler multiply differently, so that no kernel could make them equal."""
+    plugin = learner.trainer.precision_plugin
+    for differs, given, remedy in (
+        (format != aligned, f"publisher.format: {format and format.name}", _remedy_of_format(format)),
+        (learner.policy.lora is not None, "model.policy.lora", "Train all weights."),
+        ("mixed" in str(plugin.precision), f"trainer.precision: {plugin.precision}", "Choose 32-true or bf16-true."),
+        (getattr(plugin, "autocast", "none") != "none", "autocast of the precision plugin", "Set it to none."),
+        (settings.quantize_head, "publisher.quantize_head", "Set it to false."),
+    ):
+        if differs:
+            raise ConfigError(
+                "data.engine.batch_invariant makes learner and sampler equal, which compute differently in this run.",
+                expected="one arithmetic for both: plain weights, or a plugin whose format is published",
+                given=given,
+                remedy=f"{remedy} Or set batch_invariant to false.",
+            )
+
+
+def _remedy_of_format(format: NumberFormat | None) -> str:
+    if format is None or isinstance(format, Dense):
+        return "Leave publisher.format out; model.policy.dtype says what both compute in."
+    return f"Add QATAligned(weights: {format.name}) to trainer.plugins, or leave publisher.format out."
 
 
 def _check_model(policy: Any, spec: SamplerSpec, engine: RolloutEngine) -> None:

@@ -121,6 +121,8 @@ class RolloutEngine(Described, ABC):
     version: int = -1
     single_format: bool = False
     """True when the engine holds the format it was started with and no other, so that evaluations use it too."""
+    batch_invariant: bool = False
+    """True when a token's log-prob does not depend on what it is computed with; the learner then computes likewise."""
     kernels: str = "torch"
     """Whose kernels multiply packed weights: `torch`, which multiplies them out, or `vllm`."""
     plain_dtype: torch.dtype | None = None

@@ -38,7 +38,9 @@ class Piece:
     length: int
 
 
-def plan(lengths: Sequence[int], n: int, steps: int, tokens: int, max_rows: int | None) -> Iterator[list[Piece]]:
+def plan(
+    lengths: Sequence[int], n: int, steps: int, tokens: int, max_rows: int | None, padded: bool = True
+) -> Iterator[list[Piece]]:
     """Yield the pieces of each decode batch, longest prompts first.
 
     Args:
@@ -47,6 +49,7 @@ def plan(lengths: Sequence[int], n: int, steps: int, tokens: int, max_rows: int 
         steps: completion limit.
         tokens: cache columns times rows that fit into memory.
         max_rows: rows that a batch may have at most; None is no limit.
+        padded: whether prompts of different lengths may be in one batch.
 
     >>> [[(p.prompt, p.count) for p in pieces] for pieces in plan([2, 9], 2, 1, 40, None)]
     [[(1, 2), (0, 2)]]
@@ -55,6 +58,8 @@ def plan(lengths: Sequence[int], n: int, steps: int, tokens: int, max_rows: int 
     room = 0
     for prompt in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         first = 0
+        if batch and not padded and batch[0].length != lengths[prompt]:
+            room = 0
         while first < n:
             if room == 0:
                 if batch:

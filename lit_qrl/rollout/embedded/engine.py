@@ -12,6 +12,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.support import tell_emulated
 from lit_qrl.network.head import SamplerHead
+from lit_qrl.network.invariant import batch_invariant, check_invariant
 from lit_qrl.network.structure import body, check_positions, check_tokens
 from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger, RefusedError
 from lit_qrl.rollout.embedded.adapter import EmbeddedAdapter
@@ -49,6 +50,8 @@ class TransformersEngine(RolloutEngine):
         share: `auto` holds the learner's own tensors where nothing was changed, `never` copies; `never` is needed
             when weights are updated more often than published.
         keep_operands: let quantized layers keep their dequantized weights between calls: faster, more memory.
+        batch_invariant: compute every token alike in every batch, here and in the learner, so that their log-probs
+            are equal to the last bit; slower.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class TransformersEngine(RolloutEngine):
         dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
         share: Literal["auto", "never"] = "auto",
         keep_operands: bool = True,
+        batch_invariant: bool = False,
     ) -> None:
         if max_batch is not None and max_batch < 1:
             raise ConfigError("engine.max_batch is too small.", expected="at least 1", given=max_batch)
@@ -71,12 +75,13 @@ class TransformersEngine(RolloutEngine):
             )
         self.max_batch, self.cache_gigabytes = max_batch, cache_gigabytes
         self.dtype, self.share, self.keep_operands = DTYPES[dtype], share, keep_operands
+        self.batch_invariant = batch_invariant
         self.plain_dtype = self.dtype
         self.spec = SamplerSpec()
         self._modules: Modules | None = None
         self._adapter: EmbeddedAdapter | None = None
         self._borrowed: list[tuple[Tensor, int]] = []
-        self._whole = False
+        self._whole = self._checked = False
         self._shortage = Shortage()
 
     def validate(self, spec: SamplerSpec) -> None:
@@ -102,7 +107,7 @@ class TransformersEngine(RolloutEngine):
         self.check_model(learner)
         device = next(learner.parameters()).device
         self._modules, self._adapter = Modules(skeleton(learner, device), device), None
-        self._whole, self._shortage = False, Shortage()
+        self._whole, self._checked, self._shortage = False, False, Shortage()
 
     @property
     def network(self) -> Any:
@@ -128,6 +133,8 @@ class TransformersEngine(RolloutEngine):
         share = self.share == "auto" and not self.spec.outlives_update
         loader = Loader(self._modules, format, version, self.dtype, owned, share, self.keep_operands)
         loader.load(tensors)
+        if self.batch_invariant and not self._checked:
+            self._check_invariant(self._modules)
         self._borrowed, self._whole, self.version = loader.borrowed, True, version
         return PublishReport(
             version=version,
@@ -167,6 +174,15 @@ class TransformersEngine(RolloutEngine):
             modules.set_plain(name, tensor.detach().to(device=held.device, dtype=held.dtype, copy=True))
             received.record(name, network.get_parameter(name))
         return self._partial(received, start)
+
+    def _check_invariant(self, modules: Modules) -> None:
+        network: Any = modules.network
+
+        def hidden(tokens: Tensor) -> Tensor:
+            return body(network)(input_ids=tokens, use_cache=False).last_hidden_state
+
+        check_invariant(hidden, network.config.get_text_config().vocab_size, modules.device)
+        self._checked = True
 
     def _partial(self, received: ReceivedLedger, start: float) -> PublishReport:
         self.version = received.version
@@ -252,11 +268,15 @@ class TransformersEngine(RolloutEngine):
                 progress(finished + ended, tokens + drawn)
 
         room = self._cache_tokens()
-        for batch in plan([len(p) for p in prompts], n, sampling.max_tokens, room, self.max_batch):
+        lengths, padded = [len(prompt) for prompt in prompts], not self.batch_invariant
+
+        def run(part: list[Piece]) -> Drawn:
+            with batch_invariant(self.batch_invariant):
+                return decoder.run(prompts, part, random, report)
+
+        for batch in plan(lengths, n, sampling.max_tokens, room, self.max_batch, padded):
             longest = max(piece.length for piece in batch) + sampling.max_tokens
-            for pieces, drawn in self._shortage.halving(
-                batch, longest, lambda part: decoder.run(prompts, part, random, report)
-            ):
+            for pieces, drawn in self._shortage.halving(batch, longest, run):
                 tokens += self._collect(drawn, pieces, n, results)
                 finished += len(drawn.tokens)
         return results  # pyright: ignore[reportReturnType]
@@ -312,8 +332,9 @@ class TransformersEngine(RolloutEngine):
                 tokens[row, : len(sequences[index])] = torch.tensor(sequences[index])
             try:
                 tokens = tokens.to(device)
-                hidden = body(network)(input_ids=tokens, use_cache=False).last_hidden_state
-                logprobs = head.logprobs(hidden[:, :-1], tokens[:, 1:])
+                with batch_invariant(self.batch_invariant):
+                    hidden = body(network)(input_ids=tokens, use_cache=False).last_hidden_state
+                    logprobs = head.logprobs(hidden[:, :-1], tokens[:, 1:])
             except (RuntimeError, MemoryError) as error:
                 freed(error, len(share), "scored")
                 room = len(share) // 2 * width

@@ -1,0 +1,347 @@
+"""Forward passes in which a row's bits do not depend on the rows beside it: learner and sampler then agree exactly.
+
+A matrix product of m rows picks its kernel, and with it the order of its sums, by m; attention does so by the lengths.
+A sampler that decodes one token at a time and a learner that scores whole sequences therefore differ in the last bits
+under the same weights, and low-bit activations make steps of such bits. Here every product has the same shape whatever
+the batch is, and every sum over keys runs in blocks that begin at a sequence's first token:
+
+    y[i : i + R] = x[i : i + R] Wᵀ            for rows in tiles of R, the last one filled up with zeros
+    s = Q_tile K_blockᵀ · scale, then the running softmax over blocks in the order of the keys:
+    m' = max(m, max s);  l' = l e^(m − m') + Σ e^(s − m');  o' = o e^(m − m') + e^(s − m') V_block;  out = o / l
+
+A key that a query may not see adds exactly 0. On a CPU even e^x has other last bits where it is computed for one number
+instead of a vector of them, which happens at the end of a tensor and where threads divide it; so functions of single
+numbers are computed in pieces of whole vectors. Backward passes are the usual ones, in one product each.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lit_qrl.errors import ConfigError
+
+ROWS = 64
+"""Rows of every matrix product with a weight."""
+QUERIES, KEYS = 16, 64
+"""Rows and columns of every product of attention."""
+PIECE, VECTOR = 2**14, 128
+"""Numbers of which a function is computed at once on a CPU: few enough for one thread, and whole vectors of them."""
+CHECKED_LENGTH = KEYS + 9
+"""Tokens of the sequences that `check_invariant` computes: more than one block of keys."""
+
+
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `x @ weight.T + bias`, of which no row depends on how many rows there are.
+
+    Args:
+        x: "... in".
+        weight: "out in".
+        bias: " out", or None.
+
+    >>> invariant_linear(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
+    tensor([[11.]])
+    """
+    return _TiledLinear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
+
+
+class _TiledLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.biased = bias is not None
+        rows = x.reshape(-1, x.shape[-1])
+        out = rows.new_empty(len(rows), len(weight))
+        with torch._C.DisableTorchFunction():
+            for start in range(0, len(rows), ROWS):
+                tile = rows[start : start + ROWS]
+                count = len(tile)
+                if count < ROWS:
+                    tile = F.pad(tile, (0, 0, 0, ROWS - count))
+                out[start : start + count] = F.linear(tile, weight, bias)[:count]
+        return out.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # pyright: ignore
+        x, weight = ctx.saved_tensors
+        grad = grads[0].reshape(-1, len(weight))
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        return (
+            (grad @ weight).view(x.shape) if wants_x else None,
+            grad.t() @ x.reshape(-1, x.shape[-1]) if wants_weight else None,
+            grad.sum(dim=0) if ctx.biased and wants_bias else None,
+        )
+
+
+def invariant_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Return softmax(Q Kᵀ · scale) V "b heads m dim", of which no query's row depends on the others or on later keys.
+
+    Column 0 of the keys must be the sequence's first token, which is why batches here have no padding on the left.
+
+    Args:
+        query: "b heads m d".
+        key: "b key_heads n d"; heads a multiple of key_heads.
+        value: "b key_heads n dim".
+        mask: broadcastable to "b heads m n": True where a query sees a key; None is all.
+        is_causal: query i sees keys 0 to i.
+        scale: factor of the scores; None is 1/√d.
+
+    >>> one = torch.ones(1, 1, 1, 2)
+    >>> invariant_attention(one, one, 3 * one)
+    tensor([[[[3., 3.]]]])
+    """
+    return _BlockAttention.apply(query, key, value, mask, is_causal, scale)  # pyright: ignore[reportReturnType]
+
+
+class _BlockAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.options = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
+        b, heads, m, d = query.shape
+        n, key_heads = key.shape[2], key.shape[1]
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        scale = d**-0.5 if scale is None else scale
+        with torch._C.DisableTorchFunction():
+            # The query heads of a key head are rows of one matrix, cut into tiles.
+            sees = _visible(mask, is_causal, m, n, query.device).expand(b, heads, m, n)
+            rows = _tiles(query.to(dtype).reshape(b * key_heads, -1, d), QUERIES)
+            sees = _tiles(sees.reshape(b * key_heads, -1, n), QUERIES)
+            count, tiles = len(rows) // (b * key_heads), len(rows)
+            top = rows.new_full((tiles, QUERIES, 1), -torch.inf)
+            total, out = torch.zeros_like(top), rows.new_zeros(tiles, QUERIES, value.shape[3])
+            for start in range(0, n, KEYS):
+                k, v = (_block(part, start, count, dtype) for part in (key, value))
+                seen = F.pad(sees[..., start : start + KEYS], (0, max(0, start + KEYS - n)))
+                scores = torch.bmm(rows, k.transpose(1, 2)).mul_(scale).masked_fill_(~seen, -torch.inf)
+                raised = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
+                finite = raised.masked_fill(raised == -torch.inf, 0.0)
+                shares, shrunk = (scores - finite).exp_(), (top - finite).exp_()
+                total = total * shrunk + shares.sum(dim=-1, keepdim=True)
+                out = out * shrunk + torch.bmm(shares, v)
+                top = raised
+            out = (out / total).to(query.dtype).view(b * key_heads, -1, value.shape[3])
+            return out[:, : heads // key_heads * m].reshape(b, heads, m, value.shape[3])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        grouped = inputs[0].shape[1] != inputs[1].shape[1]
+        with torch.enable_grad():
+            out = F.scaled_dot_product_attention(*inputs, **ctx.options, enable_gqa=grouped)
+        return *torch.autograd.grad(out, inputs, grads[0]), None, None, None
+
+
+def _visible(mask: Tensor | None, is_causal: bool, m: int, n: int, device: torch.device) -> Tensor:
+    """Return "… m n", True where a query sees a key."""
+    if is_causal:
+        return torch.ones(m, n, dtype=torch.bool, device=device).tril()
+    if mask is None:
+        return torch.ones(m, n, dtype=torch.bool, device=device)
+    if mask.dtype != torch.bool:
+        raise TypeError("Batch-invariant attention takes masks of True and False.")
+    return mask
+
+
+def _tiles(rows: Tensor, size: int) -> Tensor:
+    """Return "g r d" as "g·tiles size d", filled up with zeros."""
+    rows = F.pad(rows, (0, 0, 0, -rows.shape[1] % size))
+    return rows.reshape(-1, size, rows.shape[2])
+
+
+def _block(part: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Return keys or values of a block, "b·key_heads·count KEYS d", as often as there are tiles of queries."""
+    block = part[:, :, start : start + KEYS].to(dtype).flatten(0, 1)
+    block = F.pad(block, (0, 0, 0, KEYS - block.shape[1]))
+    return block.repeat_interleave(count, dim=0)
+
+
+class _ByPieces(torch.autograd.Function):
+    """A function of single numbers, in pieces of whole vectors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.function = function
+        numbers = x.reshape(-1)
+        out = torch.empty_like(numbers)
+        with torch._C.DisableTorchFunction():
+            for start in range(0, len(numbers), PIECE):
+                piece = numbers[start : start + PIECE]
+                count = len(piece)
+                out[start : start + count] = function(F.pad(piece, (0, -count % VECTOR)))[:count]
+        return out.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.function(x)
+        return torch.autograd.grad(out, x, grads[0])[0], None
+
+
+def _by_pieces(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def apply(x: Tensor, *args: Any, inplace: bool = False, **kwargs: Any) -> Tensor:
+        def alone(piece: Tensor) -> Tensor:
+            return function(piece, *args, **kwargs)
+
+        return _ByPieces.apply(x, alone) if x.device.type == "cpu" else alone(x)  # pyright: ignore
+
+    return apply
+
+
+def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    pieces = _by_pieces(function)
+    return lambda x: x.copy_(pieces(x))
+
+
+def _logsumexp(input: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    """Return log Σ e^x over the last dimension, as the sampler computes it."""
+    top = input.amax(dim=dim, keepdim=True)
+    total = _by_pieces(torch.exp)(input - top).sum(dim=dim, keepdim=True)
+    out = _by_pieces(torch.log)(total) + top
+    return out if keepdim else out.squeeze(dim)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return invariant_linear(input, weight, bias)
+
+
+def _matmul(input: Tensor, other: Tensor) -> Tensor:
+    if other.ndim == 2 and input.ndim >= 2:
+        return invariant_linear(input, other.t())
+    if input.shape[-1] == 1:  # an outer product has no sums
+        return torch.matmul(input, other)
+    raise _unknown("a product of two activations")
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if dropout_p:
+        raise _unknown("dropout in attention")
+    return invariant_attention(query, key, value, attn_mask, is_causal, scale)
+
+
+def _refused(name: str) -> Callable[..., Tensor]:
+    def refuse(*args: object, **kwargs: object) -> Tensor:
+        raise _unknown(name)
+
+    return refuse
+
+
+def _unknown(what: str) -> ConfigError:
+    return ConfigError(
+        f"This model computes {what}, of which there is no batch-invariant kernel here.",
+        expected="linear layers and scaled dot-product attention",
+        remedy="Set data.engine.batch_invariant to false, or model.policy.attn_implementation to sdpa.",
+    )
+
+
+ELEMENTWISE = ("exp", "log", "tanh", "sigmoid", "cos", "sin", "rsqrt", "erf")
+"""Functions of single numbers that models and samplers compute."""
+KERNELS: Mapping[Any, Callable[..., Tensor]] = {
+    F.linear: _linear,
+    torch.matmul: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.__matmul__: _matmul,
+    torch.mm: _matmul,
+    Tensor.mm: _matmul,
+    F.scaled_dot_product_attention: _attention,
+    **{getattr(F, name): _by_pieces(getattr(F, name)) for name in ("silu", "gelu", "softplus", "mish")},
+    **{getattr(of, name): _by_pieces(getattr(torch, name)) for name in ELEMENTWISE for of in (torch, Tensor)},
+    **{getattr(Tensor, f"{name}_"): _in_place(getattr(torch, name)) for name in ELEMENTWISE},
+    torch.logsumexp: _logsumexp,
+    Tensor.logsumexp: _logsumexp,
+    **{getattr(torch, name): _refused(f"torch.{name}") for name in ("bmm", "baddbmm", "einsum", "conv1d")},
+}
+"""Functions of torch, and what takes their place."""
+
+
+class BatchInvariant(TorchFunctionMode):
+    """While it is entered, products with weights and attention are the invariant ones of this module."""
+
+    depth = 0
+    """How often the mode is entered now."""
+
+    def __enter__(self) -> "BatchInvariant":
+        """Begin."""
+        BatchInvariant.depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """End."""
+        BatchInvariant.depth -= 1
+        super().__exit__(*error)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Return what the invariant kernel gives, or the function itself where every row is computed alone."""
+        return KERNELS.get(func, func)(*args, **(kwargs or {}))
+
+
+def batch_invariant(enabled: bool) -> AbstractContextManager[object]:
+    """Return a context in which forward passes are batch-invariant, where that is asked for."""
+    return BatchInvariant() if enabled else nullcontext()
+
+
+def recomputation() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """Return the contexts of a checkpointed layer's forward pass and of its repetition, which must be the same."""
+    return nullcontext(), batch_invariant(BatchInvariant.depth > 0)
+
+
+@torch.no_grad()
+def check_invariant(hidden: Callable[[Tensor], Tensor], vocabulary: int, device: torch.device) -> None:
+    """Raise `ConfigError` where a model's hidden states depend on what else is in the batch.
+
+    Args:
+        hidden: from tokens "b s" to the last hidden states "b s h".
+        vocabulary: number of token ids.
+        device: of the tokens.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (3, CHECKED_LENGTH), generator=generator).to(device)
+    with batch_invariant(True):
+        together = hidden(tokens)
+        for name, alone in (
+            ("the sequences beside it", hidden(tokens[1:2])[0]),
+            ("the tokens behind it", hidden(tokens[1:2, : CHECKED_LENGTH - 4])[0]),
+        ):
+            if not torch.equal(alone, together[1, : len(alone)]):
+                raise ConfigError(
+                    f"The hidden states of a sequence depend on {name}, on this device and in this model.",
+                    expected="the same bits in every batch",
+                    given=f"{float((alone - together[1, : len(alone)]).abs().max()):.1e} apart",
+                    remedy="Set data.engine.batch_invariant to false.",
+                )
