@@ -112,8 +112,7 @@ class CausalPolicy(Described, nn.Module):
         self.stop_token_ids = self._stop_tokens()
         self.model: nn.Module | None = None
         self.deferred: DeferredWeights | None = None
-        self.batch_invariant = False
-        """Whether `forward` computes as an engine with `batch_invariant` does; the module sets it."""
+        self.batch_invariant = False  # as the engine's, which the module passes on
         self._reference: list[nn.Module] = []  # no registered submodule: the state dict is the learner's alone
         self._scoring_with_reference = False
 

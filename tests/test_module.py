@@ -9,10 +9,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from lit_qrl import formats
 from lit_qrl.callbacks import AIS, GeometricRejection, MaskedIS, RLCallback, TokenVeto, TruncatedIS
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.metrics import BOUNDS
 from lit_qrl.objective import DAPO, GRPO, GSPO, TBPO, DrGRPO
+from lit_qrl.precision import QATAligned
+from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.types import Correction, no_all_reduce
 from tests.tiny_run import build, fit, parameters_of
 
@@ -134,6 +137,32 @@ def test_a_correction_of_ones_leaves_the_gradient_bit_for_bit(tmp_path):
 
     gradients = [first_gradient(tmp_path / str(i), callbacks=[c]) for i, c in enumerate((Ones(), Nothing()))]
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize(
+    ("policy", "plugin"),
+    [
+        ({"dtype": "fp32"}, None),
+        ({"dtype": "bf16"}, None),
+        ({"gradient_checkpointing": True, "packing": "never"}, None),
+        ({}, QATAligned(formats.get("int4_group", group_size=32))),
+    ],
+)
+def test_with_a_batch_invariant_engine_learner_and_sampler_agree_to_the_last_bit(tmp_path, policy, plugin):
+    fit(
+        tmp_path,
+        format="auto",
+        policy=policy,
+        engine=TransformersEngine(batch_invariant=True),
+        trainer={"plugins": [plugin] if plugin else None},
+        data={"mini_batches": 2, "micro_batches": 2},
+    )
+    rows = [row for row in rows_of(tmp_path) if row["mismatch/ratio_max"]]
+    assert len(rows) == 2
+    for row in rows:
+        assert float(row["mismatch/ratio_max"]) == float(row["mismatch/ratio_min"]) == 1
+        assert float(row["mismatch/abs_log_ratio"]) == 0
+        assert float(row["update/grad_norm"]) > 0
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])

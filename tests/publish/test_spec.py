@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from peft import LoraConfig
 
@@ -87,3 +87,23 @@ def test_master_weights_are_not_promised_of_an_engine_that_holds_one_format(capl
         caplog.clear()
         spec(QATAligned("fp8_row"), engine=engine, evaluation_format=choice)
         assert ("OneFormat holds fp8_row alone, so evaluations are in it." in caplog.text) == told
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ({"format": formats.get("fp8_row")}, "publisher.format: fp8_row"),
+        ({"format": formats.get("bf16")}, "publisher.format: bf16"),
+        ({"adapter": LORA}, "model.policy.lora"),
+        ({"plugin": MixedPrecision("bf16-mixed", "cpu")}, "trainer.precision: bf16-mixed"),
+        ({"plugin": QATAligned("fp8_row", autocast="bf16")}, "autocast"),
+        ({"plugin": QATAligned("fp8_row"), "format": formats.get("nvfp4"), "unaligned": True}, "nvfp4"),
+    ],
+)
+def test_a_batch_invariant_engine_wants_one_arithmetic_for_learner_and_sampler(options, given):
+    engine = TransformersEngine(batch_invariant=True)
+    with pytest.raises(ConfigError, match="compute differently") as error:
+        spec(engine=engine, **options)
+    assert given in str(error.value)
+    assert spec(engine=engine).format is None
+    assert spec(QATAligned("fp8_row"), engine=engine).format == formats.get("fp8_row")

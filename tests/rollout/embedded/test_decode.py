@@ -26,3 +26,9 @@ def test_every_completion_is_planned_once_and_batches_fit(lengths, n, steps, tok
 def test_prompts_of_similar_length_come_together():
     batches = list(plan([3, 30, 4, 29], n=2, steps=10, tokens=160, max_rows=None))
     assert [{piece.prompt for piece in batch} for batch in batches] == [{1, 3}, {2, 0}]
+
+
+def test_where_no_row_is_padded_the_prompts_of_a_batch_are_of_one_length():
+    batches = list(plan([3, 30, 3, 29], n=2, steps=10, tokens=10_000, max_rows=None, padded=False))
+    assert [{piece.length for piece in batch} for batch in batches] == [{30}, {29}, {3}]
+    assert sorted(piece.prompt for batch in batches for piece in batch) == [0, 1, 2, 3]

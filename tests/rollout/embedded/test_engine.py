@@ -163,6 +163,24 @@ def test_long_prompts_are_prefilled_in_parts(network, monkeypatch):
     assert [c.token_ids for c in parts] == [c.token_ids for c in whole]
 
 
+@pytest.mark.parametrize("format", [None, "int4_group"])
+def test_batch_invariant_log_probs_are_the_same_bits_alone_in_every_batch_and_in_scoring(network, format):
+    engine = engine_of(network, format and formats.get(format, group_size=16), batch_invariant=True)
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8], [9] * 11]
+    whole = engine.generate(prompts, n=3, seed=5)
+    alone = engine.generate(prompts[2:3], n=3, seed=5, positions=[2])
+    assert [c.token_ids for c in alone] == [c.token_ids for c in whole[6:9]]
+    assert [c.logprobs for c in alone] == [c.logprobs for c in whole[6:9]]
+    sequences = [[*prompts[i // 3], *c.token_ids] for i, c in enumerate(whole)]
+    for i, (scores, completion) in enumerate(zip(engine.score(sequences), whole, strict=True)):
+        assert scores[len(prompts[i // 3]) - 1 :].tolist() == completion.logprobs
+
+
+def test_a_format_with_one_scale_for_the_batch_cannot_be_batch_invariant(network):
+    with pytest.raises(ConfigError, match="depend on the sequences beside it"):
+        engine_of(network, formats.get("fp8_tensor"), batch_invariant=True)
+
+
 def test_greedy_takes_the_likeliest_token(network):
     sampling = SamplingParams(max_tokens=12, temperature=0, stop_token_ids=(EOS,))
     completions = engine_of(network).generate(PROMPTS, 1, seed=0, sampling=sampling)
