@@ -122,7 +122,7 @@ class _BlockAttention(torch.autograd.Function):
         b, heads, m, d = query.shape
         n, key_heads = key.shape[2], key.shape[1]
         dtype = torch.promote_types(query.dtype, torch.float32)
-        scale = d**-0.5 if scale is None else scale
+        factor = d**-0.5 if scale is None else scale
         with torch._C.DisableTorchFunction():
             # The query heads of a key head are rows of one matrix, cut into tiles.
             sees = _visible(mask, is_causal, m, n, query.device).expand(b, heads, m, n)
@@ -134,7 +134,7 @@ class _BlockAttention(torch.autograd.Function):
             for start in range(0, n, KEYS):
                 k, v = (_block(part, start, count, dtype) for part in (key, value))
                 seen = F.pad(sees[..., start : start + KEYS], (0, max(0, start + KEYS - n)))
-                scores = torch.bmm(rows, k.transpose(1, 2)).mul_(scale).masked_fill_(~seen, -torch.inf)
+                scores = torch.bmm(rows, k.transpose(1, 2)).mul_(factor).masked_fill_(~seen, -torch.inf)
                 raised = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
                 finite = raised.masked_fill(raised == -torch.inf, 0.0)
                 shares, shrunk = (scores - finite).exp_(), (top - finite).exp_()

@@ -1,5 +1,7 @@
 """The same bits in every batch: products, attention, whole models; gradients as without."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -70,7 +72,8 @@ def test_gradients_of_attention_are_those_of_the_library():
     inputs = [torch.randn(2, heads, 20, 8, requires_grad=True) for heads in (4, 2, 2)]
     upstream = torch.randn(2, 4, 20, 8)
     found = torch.autograd.grad(invariant_attention(*inputs, is_causal=True, scale=0.3), inputs, upstream)
-    plain = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=0.3, enable_gqa=True)
+    q, k, v = inputs
+    plain = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
     for a, b in zip(found, torch.autograd.grad(plain, inputs, upstream), strict=True):
         torch.testing.assert_close(a, b)
 
@@ -144,7 +147,8 @@ def hidden_of(network):
 def test_a_model_passes_and_one_that_looks_at_the_batch_is_refused():
     network = tiny()
     check_invariant(hidden_of(network), 50, torch.device("cpu"))
-    network.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * len(out))
+    mlp: Any = network.model.layers[1].mlp
+    mlp.register_forward_hook(lambda module, args, out: out * len(out))
     with pytest.raises(ConfigError, match="depend on the sequences beside it"):
         check_invariant(hidden_of(network), 50, torch.device("cpu"))
 
