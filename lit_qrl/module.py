@@ -15,7 +15,7 @@ from lit_qrl.data.benchmark import Share
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.batching import deal_by_length
-from lit_qrl.loop.combine import check_combination
+from lit_qrl.loop.combine import check_combination, check_estimated
 from lit_qrl.loop.correction import close, weigh_here
 from lit_qrl.loop.evaluation import answer
 from lit_qrl.loop.generation import drawn
@@ -143,6 +143,8 @@ class GRPOModule(Described, LightningModule):
         """Check what can be known before any weight is loaded."""
         objective, data = self.objective, self.data
         check_combination(list(rl_callbacks(self.trainer)), objective)
+        if self.policy.denoises:
+            check_estimated(list(rl_callbacks(self.trainer)), objective)
         monitored: set[Any] = {getattr(callback, "monitor", None) for callback in self.trainer.callbacks}  # pyright: ignore
         for former in monitored & METRICS.keys():
             log.warning("The metric %s is called %s now; monitoring the former name goes on.", former, METRICS[former])

@@ -20,11 +20,12 @@ from lit_qrl.functional.logprobs import token_logprobs
 from lit_qrl.network.adapters import check_adapter, merged_weights, starts_from_base, with_adapter
 from lit_qrl.network.attention import implementation
 from lit_qrl.network.chat import chat_ids, turn_ids, with_special_tokens
+from lit_qrl.network.denoising import check_causal
 from lit_qrl.network.folder import FOLDER_REMEDY, HUB_REMEDY, local_folder, resolve_model
 from lit_qrl.network.head import check_tied, output_head
 from lit_qrl.network.invariant import batch_invariant, recomputation
 from lit_qrl.network.modes import train_without_dropout
-from lit_qrl.network.padding_free import enable_padding_free, flat_hidden, flatten, is_padding_free
+from lit_qrl.network.padding_free import enable_padding_free, flat_hidden, flatten, is_padding_free, spread
 from lit_qrl.network.structure import body
 from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, weights_are_deferred
 from lit_qrl.precision.layers.lora_linear import keep_factors, swap_lora_linears
@@ -73,6 +74,10 @@ class CausalPolicy(Described, nn.Module):
         ConfigError: for a folder without config or weights, an unknown name, or a tokenizer without pad or end token.
     """
 
+    denoises: bool = False
+    """True when completions fill in masks, in any order, and log-probs are estimates."""
+    check_kind = staticmethod(check_causal)
+
     def __init__(
         self,
         model: str,
@@ -105,6 +110,7 @@ class CausalPolicy(Described, nn.Module):
         self.head_dtype, self.dropout = DTYPES.get(head_dtype), dropout
         self._hub = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
         self.config = self._load(AutoConfig, self.source, "config")
+        self.check_kind(self.config)
         self.attn_implementation = implementation(self.config, attn_implementation)
         self.packed_format = take_packed_format(self.config, self.source, lora, random_weights)
         self.packed_base: PackedBase | None = None
@@ -366,8 +372,8 @@ class CausalPolicy(Described, nn.Module):
             **output_head(network),
         )
         return TokenScores(
-            _spread(logprobs, batch.mask, scored),
-            None if entropies is None else _spread(entropies, batch.mask, scored),
+            spread(logprobs, batch.mask, scored),
+            None if entropies is None else spread(entropies, batch.mask, scored),
         )
 
     def _padded_hidden(self, network: Any, batch: RolloutBatch) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
@@ -391,10 +397,3 @@ class CausalPolicy(Described, nn.Module):
     def _scores_all(mask: Tensor) -> bool:
         """Looking at the mask to score less would stall an accelerator."""
         return mask.device.type != "cpu"
-
-
-def _spread(values: Tensor, mask: Tensor, scored: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Return values "b t", 0 where nothing is scored."""
-    if scored is None:
-        return torch.where(mask, values, 0.0)
-    return values.new_zeros(mask.shape).index_put(scored, values)

@@ -98,6 +98,9 @@ class Completion:
         drawn: True for the sampler's tokens, False for the environment's; None where all are the sampler's.
         episode: of several turns, how they went.
         routed_experts: which experts each token took, where the engine records them.
+        mask_seed: of masked diffusion: the seed of the masks under which its log-probs are estimated.
+        drawn_over: of masked diffusion: positions that it was drawn over, those behind its end too.
+        unmasked_at: of masked diffusion: the step at which each token was unmasked, from 0.
     """
 
     token_ids: list[int]
@@ -107,6 +110,9 @@ class Completion:
     drawn: list[bool] | None = None
     episode: Episode | None = None
     routed_experts: Tensor | None = None
+    mask_seed: int | None = None
+    drawn_over: int | None = None
+    unmasked_at: list[int] | None = None
 
     def cut(self, tokens: int) -> "Completion":
         """Return the first tokens of it; the same where it is not longer.
@@ -124,6 +130,7 @@ class RolloutBatch:
     """All sequences of one iteration, or any slice of them; see the module docstring for padding.
 
     A reward that is NaN was not given: the sequence is left out of its group's statistics, and its mask is False.
+    The last three are of masked diffusion, as in `Completion`.
     """
 
     tokens: Int[Tensor, "b s"]
@@ -141,6 +148,9 @@ class RolloutBatch:
     routed_experts: Tensor | None = None
     weights: Float[Tensor, "b t"] | None = None
     keep: Bool[Tensor, "b t"] | None = None
+    mask_seed: Int[Tensor, " b"] | None = None
+    drawn_over: Int[Tensor, " b"] | None = None
+    unmasked_at: Int[Tensor, "b t"] | None = None
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

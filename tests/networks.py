@@ -2,7 +2,7 @@
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from lit_qrl.types import RolloutBatch
 
@@ -82,3 +82,13 @@ def rollout_of(mask, **fields):
         "stopped": torch.ones(b, dtype=torch.bool),
     }
     return RolloutBatch(**{**absent, "mask": mask, **fields})
+
+
+MASK = len(WORDS)
+"""Id of the mask token of `build_denoiser`'s networks, for which the tokenizer has no word."""
+
+
+def build_denoiser(**changes):
+    """Return a random masked-diffusion network: a Llama that looks both ways."""
+    options = {"vocab_size": len(WORDS) + 1, "is_causal": False, "mask_token_id": MASK, "gain": 2, **changes}
+    return build_network(LlamaConfig, **options)

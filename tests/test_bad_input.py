@@ -19,7 +19,7 @@ from lit_qrl.rewards import Reward
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.embedded.loading import Modules
 from lit_qrl.run.diary import EVENTS_FILE, read_jsonl
-from tests.networks import build_tokenizer
+from tests.networks import build_denoiser, build_tokenizer
 from tests.tiny_run import model_folder
 
 ROOT = Path(__file__).parent.parent
@@ -126,6 +126,13 @@ def chat(name, *more):
 
 def reward(cls):
     return ["--data.task.rewards", json.dumps([{"class_path": f"tests.test_bad_input.{cls.__name__}"}])]
+
+
+MASKED = [
+    *("--model.policy", "DiffusionPolicy", "--model.policy.model", "denoiser"),
+    *("--data.engine", "DiffusionEngine", "--data.engine.block", 4),
+]
+"""A masked-diffusion policy and its engine."""
 
 
 @pytest.fixture(scope="module")
@@ -325,6 +332,46 @@ KNOWN_BEFORE_A_MODEL = {
     "folder without weights": (["--model.policy.model", "noweights"], ["no weights", "*.safetensors"]),
     "folder that is missing": (["--model.policy.model", "./nothing"], ["does not exist", "./nothing"]),
     "folder without config": (["--model.policy.model", "empty"], ["no config.json", "Hugging Face checkpoint"]),
+    "completion that blocks do not fill": (
+        [*MASKED, "--data.max_completion_tokens", 6],
+        ["data.max_completion_tokens is no multiple of a block", "Given: 6", "Set it to 8 or 4"],
+    ),
+    "steps that do not divide a block": (
+        [*MASKED, "--data.engine.steps", 3],
+        ["data.engine.steps does not divide a block", "a divisor of 4: 1, 2, 4", "Set it to"],
+    ),
+    "causal model in a diffusion policy": (
+        [*MASKED, "--model.policy.model", "causal"],
+        ["This model is causal", "Set model.policy to CausalPolicy"],
+    ),
+    "causal policy in a diffusion engine": (
+        ["--data.engine", "DiffusionEngine", "--data.engine.block", 4],
+        ["DiffusionEngine fills in masks", "CausalPolicy", "Set data.engine to TransformersEngine"],
+    ),
+    "diffusion model in a causal policy": (
+        ["--model.policy.model", "denoiser"],
+        ["looks both ways", "Set model.policy to DiffusionPolicy"],
+    ),
+    "diffusion policy in the embedded engine": (
+        [*MASKED, "--data.engine", "TransformersEngine"],
+        ["TransformersEngine draws from left to right", "Set data.engine to DiffusionEngine"],
+    ),
+    "diffusion policy in vLLM": (
+        [*MASKED, "--data.engine", "VLLMEngine"],
+        ["VLLMEngine draws from left to right", "Set data.engine to DiffusionEngine"],
+    ),
+    "no mask token": (
+        [*MASKED, "--model.policy.model", "maskless"],
+        ["no mask token", "126336 for LLaDA-8B", "Add it to config.json"],
+    ),
+    "correction of sequences in masked diffusion": (
+        [*MASKED, "--config", CORRECTIONS / "sequence_tis.yaml"],
+        ["TruncatedIS multiplies the ratios", "autoregressive log-probs", "to token"],
+    ),
+    "objective of sequences in masked diffusion": (
+        [*MASKED, "--model.objective", "GSPO"],
+        ["GSPO multiplies the ratios", "autoregressive log-probs", "GRPO, DAPO"],
+    ),
     "name that cannot be reached": (
         ["--model.policy.model", "no-body/nothing"],
         ["cannot be loaded", "no-body/nothing", "hf download NAME"],
@@ -465,6 +512,9 @@ def files(tmp_path, model):
     (tmp_path / "empty").mkdir()
     for name, turns in CHATS.items():
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": turns, "answer": "2"}) + "\n")
+    model_folder(tmp_path / "denoiser", build_denoiser)
+    model_folder(tmp_path / "maskless", build_denoiser, mask_token_id=None)
+    model_folder(tmp_path / "causal")
     for name, special in (("nopad", {"eos_token": "<eos>"}), ("noend", {"pad_token": "<pad>"})):
         shutil.copytree(model, tmp_path / name)
         (tmp_path / name / "special_tokens_map.json").unlink(missing_ok=True)

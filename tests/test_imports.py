@@ -20,6 +20,7 @@ FLOORS = (
     ("network",),
     ("precision",),
     ("policy",),
+    ("diffusion_policy",),
     ("rollout",),
     ("strategies",),
     ("loop",),

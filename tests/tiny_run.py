@@ -50,10 +50,10 @@ class DigitTask(Task):
         return [sample.completion[:1].isdigit() for sample in samples]
 
 
-def model_folder(folder: Path, **changes) -> str:
+def model_folder(folder: Path, network=build_network, **changes) -> str:
     """Write a random network and its tokenizer; the same seed gives the same weights."""
     if not (folder / "config.json").exists():
-        build_network(**{"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, **changes}).save_pretrained(folder)
+        network(**{"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, **changes}).save_pretrained(folder)
         build_tokenizer(pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
     return str(folder)
 
@@ -74,11 +74,13 @@ def build(
     lr=3e-3,
     optimizer=None,
     engine=None,
+    kind=CausalPolicy,
+    network=build_network,
 ):
     """Return (trainer, module, data) of a run in `folder`; nothing has happened yet."""
     torch.manual_seed(0)
     module = GRPOModule(
-        CausalPolicy(model_folder(folder / "model"), **(policy or {})),
+        kind(model_folder(folder / "model", network), **(policy or {})),
         objective=objective or GRPO(scale="none"),
         optimizer=optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=lr)),
         **(model or {}),

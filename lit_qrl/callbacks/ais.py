@@ -56,6 +56,7 @@ class AIS(RLCallback):
             eps,
         )
         self.level: Literal["token", "sequence"] = level
+        self.takes_sequence_ratio = level == "sequence"
         self.scope: Literal["minibatch", "rollout"] = scope
         self.gates: deque[Tensor] = deque(maxlen=HISTORY)
 

@@ -27,6 +27,7 @@ class MaskedIS(RLCallback):
         check_choice("level of MaskedIS", level, "token", "sequence", "geometric")
         upper = DEFAULT_UPPER[level] if upper is None else upper
         self.level: Level = level
+        self.takes_sequence_ratio = level != "token"
         check_band(lower, upper, what="The band of MaskedIS")
         self.lower, self.upper = lower, upper
         self.needs = "sequence" if upper <= EXTREME else "batch"

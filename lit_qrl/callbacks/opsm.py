@@ -19,6 +19,8 @@ class OffPolicySequenceMask(RLCallback):
         count_rejected: leave rejected sequences in the loss's denominator.
     """
 
+    takes_sequence_ratio = True
+
     def __init__(self, delta: float, count_rejected: bool = False) -> None:
         check_delta(delta)
         self.delta, self.count_rejected = delta, count_rejected

@@ -45,6 +45,7 @@ class RatioRejection(RLCallback):
         self.upper, self.lower, self.count_rejected = upper, lower, count_rejected
         self.divergence: Divergence = divergence
         self.over: Over = over
+        self.takes_sequence_ratio = over in ("mean", "sum")
         self.metric = f"rejected_{over}_{divergence}"
 
     @property

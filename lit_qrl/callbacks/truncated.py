@@ -49,6 +49,7 @@ class TruncatedIS(RLCallback):
             upper = DEFAULT_UPPER[level] if upper is None else upper
             check_band(lower, upper, what="The band of TruncatedIS")
         self.level: Level = level
+        self.takes_sequence_ratio = level != "token"
         self.upper: float | Literal["auto"] = upper
         self.lower = lower
         self.needs = "sequence" if upper != "auto" and upper <= EXTREME else "batch"

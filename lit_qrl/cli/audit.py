@@ -96,21 +96,19 @@ def audit(
     from lit_qrl.formats import get
     from lit_qrl.formats.support import names_where
     from lit_qrl.network.structure import check_positions, outline_of
-    from lit_qrl.policy import CausalPolicy
-    from lit_qrl.rollout.embedded.engine import TransformersEngine
     from lit_qrl.types import SamplingParams
 
     disable_progress_bar()
     chosen = [get(name) for name in formats or names_where(lambda row: row.audited)]
     rows = _rows(prompts, split, subset, prompt_column)
-    policy = CausalPolicy(model, dtype=dtype)
+    policy, engine = _sides(model, dtype, max_tokens)
     encoded = [policy.encode([{"role": "user", "content": row}] if chat else row) for row in rows]
     encoded = [ids for ids in encoded if len(ids) <= max_prompt_tokens][:samples]
     if not encoded:
         raise ConfigError("Every prompt is longer than --max_prompt_tokens.", given=max_prompt_tokens)
     check_positions(policy.config, max(map(len, encoded)), max_tokens, "Lower --max_tokens.")
     place = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    TransformersEngine().check_model(outline_of(policy))
+    engine.check_model(outline_of(policy))
     with torch.device(place):  # weights of half precision are kept so on an accelerator
         policy.configure()
     policy.to(place).eval()
@@ -119,7 +117,7 @@ def audit(
     print(f"{'format':<14}{'bits':>6}{'tokens':>8}" + "".join(f"{title:>11}" for title in COLUMNS), flush=True)
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop_token_ids=policy.stop_token_ids)
     results: dict[str, dict[str, float]] = {}
-    for title, metrics in measured(policy, encoded, chosen, sampling, completions, seed):
+    for title, metrics in measured(policy, encoded, chosen, sampling, completions, seed, engine):
         results[title] = metrics
         figures = "".join(f"{metrics[key]:>11.3g}" for key in COLUMNS.values())
         print(f"{title:<14}{metrics['bits']:>6.3g}{metrics['tokens']:>8.0f}{figures}", flush=True)
@@ -134,6 +132,23 @@ def _rows(prompts: str, split: str, subset: str | None, column: str) -> list[str
     rows = read_rows(prompts, split, subset)
     check_columns(rows, [column], prompts)
     return [str(row[column]) for row in rows]
+
+
+def _sides(model: str, dtype: Any, max_tokens: int) -> tuple[Any, Any]:
+    """Return the policy and the engine for a model, a causal or a masked-diffusion one."""
+    from lit_qrl.diffusion_policy import DiffusionPolicy
+    from lit_qrl.network.denoising import is_denoiser
+    from lit_qrl.network.folder import resolve_model
+    from lit_qrl.policy import CausalPolicy
+    from lit_qrl.rollout import DiffusionEngine, TransformersEngine
+    from lit_qrl.rollout.engine import SamplerSpec
+    from lit_qrl.types import SamplingParams
+
+    if not is_denoiser(resolve_model(model, weights=False)):
+        return CausalPolicy(model, dtype=dtype), TransformersEngine()
+    engine = DiffusionEngine(block=min(32, max_tokens))
+    engine.validate(SamplerSpec(sampling=SamplingParams(max_tokens=max_tokens)))
+    return DiffusionPolicy(model, dtype=dtype), engine
 
 
 def _fitting(chosen: "Sequence[NumberFormat]", network: Any) -> "Iterator[NumberFormat]":
@@ -161,6 +176,7 @@ def measured(
     sampling: "SamplingParams",
     n: int,
     seed: int,
+    engine: Any = None,
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield each format's name and its metrics, the learner's own arithmetic first.
 
@@ -171,6 +187,7 @@ def measured(
         sampling: length, temperature and stop tokens.
         n: completions of each prompt.
         seed: of the completions.
+        engine: that samples; None is `TransformersEngine`.
     """
     import torch
 
@@ -182,8 +199,8 @@ def measured(
     from lit_qrl.rollout.embedded.engine import TransformersEngine
     from lit_qrl.rollout.engine import SamplerSpec
 
-    engine, layers = TransformersEngine(), quantizable_linears(policy.network)
-    engine.setup(SamplerSpec(sampling=sampling), policy)
+    engine, layers = engine or TransformersEngine(), quantizable_linears(policy.network)
+    engine.setup(SamplerSpec(sampling=sampling, estimator=getattr(policy, "estimator", None)), policy)
     device = next(policy.parameters()).device
     engine_dtype, kept = engine.plain_dtype, kept_in_fp32(policy.network)
     parameters = sum(tensor.numel() for _, tensor in policy.named_weights())

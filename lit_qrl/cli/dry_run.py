@@ -20,7 +20,8 @@ from lit_qrl.module import GRPOModule
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.policy import DTYPES
 from lit_qrl.precision.packed_lora import PackedLoRA
-from lit_qrl.rollout import TransformersEngine, VLLMEngine
+from lit_qrl.rollout import DiffusionEngine, TransformersEngine, VLLMEngine
+from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
 from lit_qrl.rollout.engine import SamplerSpec
 
 GIB = 2**30
@@ -190,7 +191,7 @@ def engine_parts(
     note = _format_name(format, plain)
     if quantized and format is not None:
         size += learner.count(quantized) * format.bits_per_weight / 8
-    if isinstance(engine, TransformersEngine):
+    if isinstance(engine, EmbeddedSampler):
         shared = engine.share == "auto" and not spec.outlives_update and plain == learner.dtype
         if shared:
             size -= learner.count(base - quantized) * plain.itemsize
@@ -203,6 +204,8 @@ def engine_parts(
         total = torch.cuda.get_device_properties(device).total_memory
         note += f", inside the engine's {share:g} of the GPU: {share * total / GIB:.1f} GiB"
     yield Part("sampler's weights", size, note)
+    if isinstance(engine, DiffusionEngine) and engine.reuse == "none":
+        return
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     tokens = data.max_prompt_tokens + data.max_completion_tokens

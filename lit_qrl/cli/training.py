@@ -22,7 +22,18 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from torch.optim import Optimizer
 
 # Imported so that `class_path: AIS` resolves without a module path.
-from lit_qrl import callbacks, formats, objective, optim, policy, precision, rewards, rollout, strategies
+from lit_qrl import (
+    callbacks,
+    diffusion_policy,
+    formats,
+    objective,
+    optim,
+    policy,
+    precision,
+    rewards,
+    rollout,
+    strategies,
+)
 from lit_qrl.aliases import current
 from lit_qrl.callbacks.checkpoint import resolve_checkpoint
 from lit_qrl.callbacks.defaults import FORCED
@@ -307,11 +318,12 @@ def known_classes(key: str = "") -> list[str]:
     """Return the names that a `class_path` may have without a module path, at that key (none if unknown) or at any.
 
     >>> known_classes("data.engine")
-    ['TransformersEngine', 'VLLMEngine']
+    ['DiffusionEngine', 'TransformersEngine', 'VLLMEngine']
     """
     kinds = tuple(KINDS[part] for part in key.split(".") if part in KINDS) if key else tuple(KINDS.values())
     modules = (
         callbacks,
+        diffusion_policy,
         formats,
         loggers,
         objective,

@@ -1,6 +1,7 @@
 """How sequences become a padded batch, and how a mini-batch is cut into micro-batches."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,21 @@ def assemble(
         version=torch.tensor([completion.version for completion in completions]),
         stopped=torch.tensor([completion.finish_reason == "stop" for completion in completions]),
         routed_experts=None,
+        **_denoising(completions, t),
     )
+
+
+def _denoising(completions: Sequence[Completion], t: int) -> dict[str, Any]:
+    """Return what a batch holds of masked diffusion; nothing of other completions."""
+    seeds = [completion.mask_seed for completion in completions if completion.mask_seed is not None]
+    if len(seeds) < len(completions):
+        return {}
+    steps = torch.full((len(completions), t), -1)
+    for row, completion in enumerate(completions):
+        known = completion.unmasked_at or []
+        steps[row, : len(known)] = torch.tensor(known)
+    over = [completion.drawn_over or len(completion.token_ids) for completion in completions]
+    return {"mask_seed": torch.tensor(seeds), "drawn_over": torch.tensor(over), "unmasked_at": steps}
 
 
 def concatenate(parts: list[RolloutBatch], pad_token_id: int, group_size: int) -> RolloutBatch:
@@ -74,7 +89,15 @@ def concatenate(parts: list[RolloutBatch], pad_token_id: int, group_size: int) -
         version=torch.cat([part.version for part in parts]),
         stopped=torch.cat([part.stopped for part in parts]),
         reward_parts={name: torch.cat([part.reward_parts[name] for part in parts]) for name in names},
+        mask_seed=_joined([part.mask_seed for part in parts]),
+        drawn_over=_joined([part.drawn_over for part in parts]),
+        unmasked_at=_joined([None if part.unmasked_at is None else right(part.unmasked_at) for part in parts]),
     )
+
+
+def _joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    given = [tensor for tensor in tensors if tensor is not None]
+    return torch.cat(given) if len(given) == len(tensors) else None
 
 
 def deal_by_length(lengths: Sequence[int], parts: int) -> list[list[int]]:

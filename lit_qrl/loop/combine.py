@@ -115,3 +115,23 @@ def check_combination(callbacks: Iterable[Callback], objective: Objective | None
             given="bypass",
             remedy=f"Change old_logprobs, or remove {carriers[0]}.",
         )
+
+
+def check_estimated(callbacks: Iterable[Callback], objective: Objective) -> None:
+    """Raise `ConfigError` for what needs autoregressive log-probs, beside a policy whose log-probs are estimates.
+
+    Args:
+        callbacks: all callbacks of the trainer.
+        objective: what they correct.
+    """
+    parts: list[RLCallback | Objective] = [one for one in callbacks if isinstance(one, RLCallback)]
+    odd = [type(one).__name__ for one in (*parts, objective) if one.takes_sequence_ratio]
+    if odd:
+        raise ConfigError(
+            f"{odd[0]} multiplies the ratios of a sequence's tokens into one of its probabilities, which needs "
+            "autoregressive log-probs; those of a masked-diffusion policy are estimated token by token.",
+            expected="corrections and objectives that weigh each token by its own ratio",
+            given=", ".join(odd),
+            remedy="Set level (of AIS, TruncatedIS, MaskedIS) or over (of RatioRejection) to token, take TokenVeto for "
+            "GeometricRejection and OffPolicySequenceMask, and GRPO, DAPO, DrGRPO, CISPO or SAPO for GSPO and TBPO.",
+        )

@@ -73,6 +73,9 @@ class RLCallback(Described, Callback):
 
     carries_ratio: bool = False
     """True when the weights hold the ratio learner_old / sampler; two such callbacks would square it."""
+    takes_sequence_ratio: bool = False
+    """True when it takes the product of a sequence's ratios, or their mean, for the ratio of its probabilities: so it
+    is for autoregressive log-probs, not for the estimates of masked diffusion."""
     needs: Literal["sequence", "batch"] = "batch"
     """What `correct` looks at: `sequence` where the weights of a sequence depend on that sequence alone and nothing is
     rejected. With one update per rollout they are then taken from the training forward's own log-probs."""

@@ -16,6 +16,7 @@ before only for what has to be known of the whole batch (`needs_learner_old`), a
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from lit_qrl.loop.batching import assemble, concatenate, deal_by_length, rows_of
 from lit_qrl.loop.correction import correct, needs_learner_old
 from lit_qrl.loop.generation import draw, drawn, played_by, tell_episodes
 from lit_qrl.loop.hooks import Learner, rl_callbacks
+from lit_qrl.rollout.engine import Estimates
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import MicroBatch, RolloutBatch
 
@@ -33,14 +35,14 @@ def iterate(learner: Learner) -> Iterator[MicroBatch]:
     """Yield the micro-batches of one iteration; nothing runs before the first is asked for."""
     state, trainer = learner.iteration, learner.trainer
     with state.timed("rollout"):
-        rollout = roll_out(learner)
+        passes = masked_anew(learner, roll_out(learner))
         drawn(learner)
     with state.timed("score"):
-        rollout = score(learner, rollout.to(learner.device))
-    state.rollout = rollout
+        passes = [score(learner, rollout.to(learner.device)) for rollout in passes]
+    state.rollout = passes[0]
     for callback in rl_callbacks(trainer):
-        callback.on_rollout_end(trainer, learner, rollout)
-    yield from deal(learner, rollout)
+        callback.on_rollout_end(trainer, learner, passes[0])
+    yield from deal(learner, passes)
 
 
 def roll_out(learner: Learner) -> RolloutBatch:
@@ -106,6 +108,23 @@ def _draw_groups(learner: Learner, problems: Sequence[Any], attempt: int) -> Rol
 
 
 @torch.no_grad()
+def masked_anew(learner: Learner, rollout: RolloutBatch) -> list[RolloutBatch]:
+    """Return the rollout as each pass sees it, the first as it is: alone where log-probs are no estimates.
+
+    Those of masked diffusion are under masks, which each pass draws anew; so the sampler's are estimated again.
+    """
+    if rollout.mask_seed is None or not isinstance(learner.data.engine, Estimates):
+        return [rollout]
+    passes = [rollout]
+    for number in range(1, learner.data.passes):
+        seeds = [derive_seed(seed, "pass", number) for seed in rollout.mask_seed.tolist()]
+        again = replace(rollout, mask_seed=torch.tensor(seeds))
+        again.sampler_logprobs = learner.data.engine.estimate(again)
+        passes.append(again)
+    return passes
+
+
+@torch.no_grad()
 def score(learner: Learner, rollout: RolloutBatch) -> RolloutBatch:
     """Return the rollout with learner_old's and the reference's log-probs, where needed, and advantages."""
     data, objective = learner.data, learner.objective
@@ -121,13 +140,19 @@ def score(learner: Learner, rollout: RolloutBatch) -> RolloutBatch:
     return rollout
 
 
-def deal(learner: Learner, rollout: RolloutBatch) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of every pass; groups stay whole within a mini-batch."""
+def deal(learner: Learner, passes: Sequence[RolloutBatch]) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of every pass; groups stay whole within a mini-batch.
+
+    Args:
+        learner: that is updated.
+        passes: the rollout as each pass sees it, or one for all.
+    """
     data = learner.data
-    groups = len(rollout) // data.group_size
+    groups = len(passes[0]) // data.group_size
     share = groups // data.mini_batches
     generator = torch.Generator().manual_seed(derive_seed(data.base_seed, "deal", learner.trainer.current_epoch))
-    for _ in range(data.passes):
+    for number in range(data.passes):
+        rollout = passes[min(number, len(passes) - 1)]
         order = torch.randperm(groups, generator=generator).tolist()
         for start in range(0, data.mini_batches * share, share):
             rows = rows_of(order[start : start + share], data.group_size).to(learner.device)

@@ -161,6 +161,19 @@ def _bucket_rows(length: Tensor) -> list[Tensor]:
     return [order[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(lengths)], strict=True)]
 
 
+def spread(values: Tensor, mask: Tensor, scored: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Return values "b t", 0 where nothing is scored.
+
+    Args:
+        values: "b t", or of the scored positions alone.
+        mask: "b t".
+        scored: rows and columns of the scored positions; None where all are.
+    """
+    if scored is None:
+        return torch.where(mask, values, 0.0)
+    return values.new_zeros(mask.shape).index_put(scored, values)
+
+
 def attend(
     module: Any,
     query: Tensor,

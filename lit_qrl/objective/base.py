@@ -53,6 +53,9 @@ class Objective(Described, ABC):
 
     carries_ratio: ClassVar[bool] = False
     """True when the loss itself holds the ratio learner_old / sampler."""
+    takes_sequence_ratio: ClassVar[bool] = False
+    """True when it takes the product of a sequence's ratios, or their mean, for the ratio of its probabilities: so it
+    is for autoregressive log-probs, not for the estimates of masked diffusion."""
 
     def __init__(
         self,

@@ -135,6 +135,7 @@ class GSPO(_Clipped):
     """
 
     formula = staticmethod(objective.gspo)
+    takes_sequence_ratio = True
 
     def __init__(self, clip_low: float = 3e-4, clip_high: float = 4e-4, **kwargs) -> None:
         super().__init__(clip_low=clip_low, clip_high=clip_high, **kwargs)
@@ -154,6 +155,7 @@ class TBPO(Objective):
     """
 
     carries_ratio = True
+    takes_sequence_ratio = True
 
     def __init__(
         self,

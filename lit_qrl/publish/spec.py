@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lit_qrl.diffusion_policy import DiffusionPolicy
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
@@ -13,6 +14,7 @@ from lit_qrl.network.adapters import check_fits
 from lit_qrl.network.head import tied_head
 from lit_qrl.network.linears import check_quantizable
 from lit_qrl.network.structure import outline_of
+from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision.source import PublishingPrecision
 from lit_qrl.publish.adapter import published_apart
 from lit_qrl.rollout.engine import ChecksModel, RolloutEngine, SamplerSpec, Scores
@@ -70,6 +72,7 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
             given=settings.format.name,
             remedy="Set publisher.unaligned to true to study the mismatch.",
         )
+    _check_kind(policy, engine)
     format = settings.format if settings.format is not None else aligned
     same = aligned is not None and format == aligned
     if same and settings.exclude:
@@ -115,6 +118,8 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
         adapter=policy.lora if apart else None,
         prompt_limit=data.max_prompt_tokens,
         sequence_limit=data.longest_evaluation,
+        evaluation_limits=tuple(one.completion_tokens for one in data.evaluations),
+        estimator=policy.estimator if isinstance(policy, DiffusionPolicy) else None,
         outlives_update=settings.every_n_iterations > 1,
         on_hang=on_hang,
     )
@@ -148,6 +153,24 @@ def _remedy_of_format(format: NumberFormat | None) -> str:
     if format is None or isinstance(format, Dense):
         return "Leave publisher.format out; model.policy.dtype says what both compute in."
     return f"Add QATAligned(weights: {format.name}) to trainer.plugins, or leave publisher.format out."
+
+
+def _check_kind(policy: CausalPolicy, engine: RolloutEngine) -> None:
+    """Raise `ConfigError` for a masked-diffusion policy in an engine of causal models, or the reverse."""
+    if policy.denoises and not engine.denoises:
+        raise ConfigError(
+            f"{type(engine).__name__} draws from left to right, and {type(policy).__name__} fills in masks.",
+            expected="data.engine: DiffusionEngine",
+            given=type(engine).__name__,
+            remedy="Set data.engine to DiffusionEngine.",
+        )
+    if engine.denoises and not policy.denoises:
+        raise ConfigError(
+            f"{type(engine).__name__} fills in masks, and {type(policy).__name__} writes from left to right.",
+            expected="model.policy: DiffusionPolicy, with a masked-diffusion model",
+            given=type(policy).__name__,
+            remedy="Set data.engine to TransformersEngine or VLLMEngine, or model.policy to DiffusionPolicy.",
+        )
 
 
 def _check_model(policy: Any, spec: SamplerSpec, engine: RolloutEngine) -> None:

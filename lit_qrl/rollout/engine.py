@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.formats.base import NumberFormat
+from lit_qrl.network.denoising import Estimator
 from lit_qrl.precision.vllm_kernels.borrowed import WeightStore
 from lit_qrl.receipts.ledger import PublishReport
 from lit_qrl.run.description import Described
-from lit_qrl.types import Completion, SamplingParams
+from lit_qrl.types import Completion, RolloutBatch, SamplingParams
 
 Progress = Callable[[int, int], None]
 """Called during generation with (sequences finished, tokens drawn so far)."""
@@ -34,6 +35,8 @@ class SamplerSpec:
         adapter: the PEFT config of an adapter that is published beside its base; None where there is none, or merged.
         prompt_limit: longest prompt in tokens, where it is known.
         sequence_limit: longest prompt and completion together, where evaluations draw longer ones than rollouts.
+        evaluation_limits: longest completion, in tokens, of each evaluation.
+        estimator: of the log-probs of a masked-diffusion policy; None for a causal one.
         outlives_update: completions are drawn after updates that were not published, so that an engine which shares
             the learner's tensors must copy them.
         on_hang: called with a sentence, in a thread of its own, when the engine hangs beyond recovery, just before it
@@ -51,6 +54,8 @@ class SamplerSpec:
     adapter: Any = None
     prompt_limit: int | None = None
     sequence_limit: int | None = None
+    evaluation_limits: tuple[int, ...] = ()
+    estimator: Estimator | None = None
     outlives_update: bool = False
     on_hang: Callable[[str], None] | None = None
 
@@ -119,6 +124,8 @@ class RolloutEngine(Described, ABC):
     """
 
     version: int = -1
+    denoises: bool = False
+    """True when it draws completions of masked-diffusion models, and of no others."""
     single_format: bool = False
     """True when the engine holds the format it was started with and no other, so that evaluations use it too."""
     batch_invariant: bool = False
@@ -230,6 +237,15 @@ class Scores(Protocol):
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
+        ...
+
+
+@runtime_checkable
+class Estimates(Protocol):
+    """An engine of masked diffusion, whose log-probs are estimated under masks."""
+
+    def estimate(self, rollout: RolloutBatch) -> Tensor:
+        """Return the sampler's estimates "b t" of a rollout's log-probs, under the masks of its seeds."""
         ...
 
 

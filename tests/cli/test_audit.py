@@ -11,6 +11,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.support import names_where
 from lit_qrl.policy import CausalPolicy
 from tests.families import configs as families
+from tests.networks import build_denoiser
 from tests.tiny_run import model_folder
 
 
@@ -100,3 +101,12 @@ def test_a_model_that_the_engine_cannot_run_is_refused_before_its_weights_are_lo
     monkeypatch.setattr(CausalPolicy, "configure", lambda self: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match="carry a state"):
         called(audit, [*arguments, "--model", folder])
+
+
+def test_a_masked_diffusion_model_is_measured_by_its_own_engine(arguments, tmp_path):
+    folder = model_folder(tmp_path / "denoiser", build_denoiser)
+    results = called(audit, [*arguments, "--model", folder, "--formats", "bf16", "fp8_row", "--max_tokens", "8"])
+    assert list(results) == ["learner", "bf16", "fp8_row"]
+    assert results["learner"]["abs_log_ratio"] < 1e-5 < results["fp8_row"]["abs_log_ratio"] < 0.5
+    with pytest.raises(ConfigError, match="no multiple of a block"):
+        called(audit, [*arguments, "--model", folder, "--max_tokens", "40"])

@@ -12,7 +12,7 @@ from lit_qrl.callbacks.veto import TokenVeto
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional.importance import batch_normalized
 from lit_qrl.functional.mismatch import mismatch_metrics
-from lit_qrl.loop.combine import check_combination, combine
+from lit_qrl.loop.combine import check_combination, check_estimated, combine
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.objective import CISPO, GRPO, GSPO, SAPO, TBPO, DualClipGRPO, PositiveGRPO
 from lit_qrl.types import Correction
@@ -164,3 +164,17 @@ def test_on_a_device_nothing_waits_for_it():
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(normalized[given.mask], torch.ones_like(normalized[given.mask]))
     assert all(loss.isfinite().all() for loss in losses)
+
+
+def test_estimated_log_probs_are_weighed_token_by_token():
+    allowed = [AIS(), TruncatedIS(), MaskedIS(), RatioRejection(2.0, over="token"), RatioRejection(2.0, over="max")]
+    for callback in [*allowed, TokenVeto(), Half()]:
+        for objective in (GRPO(), CISPO(), SAPO(), DualClipGRPO(), PositiveGRPO()):
+            check_estimated([callback], objective)
+    refused = [AIS(level="sequence"), TruncatedIS("geometric"), MaskedIS("sequence"), OffPolicySequenceMask(0.1)]
+    for callback in [*refused, GeometricRejection(), RatioRejection(2.0, over="sum")]:
+        with pytest.raises(ConfigError, match=rf"{type(callback).__name__} multiplies.*token"):
+            check_estimated([TokenVeto(), callback], GRPO())
+    for objective in (GSPO(), TBPO()):
+        with pytest.raises(ConfigError, match="needs autoregressive log-probs"):
+            check_estimated([], objective)

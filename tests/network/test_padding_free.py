@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from lit_qrl.network import padding_free
-from lit_qrl.network.padding_free import enable_padding_free, flat_hidden, flatten, is_padding_free
+from lit_qrl.network.padding_free import enable_padding_free, flat_hidden, flatten, is_padding_free, spread
 from lit_qrl.policy import CausalPolicy
 from tests.networks import WORDS, batch_of, build_network, build_tokenizer
 
@@ -188,3 +188,9 @@ def test_packed_equals_padded_on_a_gpu(dtype):
 
 def test_attention_whose_dropout_is_off_is_plain():
     assert enable_padding_free(build_network(LlamaConfig, attention_dropout=0.1))
+
+
+def test_values_are_spread_over_the_scored_positions_or_kept():
+    mask = torch.tensor([[True, False], [True, True]])
+    assert spread(torch.tensor([1.0, 2.0, 3.0]), mask, mask.nonzero(as_tuple=True)).tolist() == [[1, 0], [2, 3]]
+    assert spread(torch.ones(2, 2), mask, None).tolist() == [[1, 0], [1, 1]]

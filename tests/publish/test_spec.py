@@ -26,9 +26,15 @@ def spec(plugin=None, adapter=None, tied=False, engine=None, **settings):
     config.get_text_config = lambda: config
     learner = SimpleNamespace(
         trainer=SimpleNamespace(precision_plugin=plugin or Precision(), strategy=SingleDeviceStrategy()),
-        policy=SimpleNamespace(config=config, lora=adapter, head_dtype=torch.float32, model=NETWORK, network=NETWORK),
+        policy=SimpleNamespace(
+            config=config, lora=adapter, head_dtype=torch.float32, model=NETWORK, network=NETWORK, denoises=False
+        ),
         data=SimpleNamespace(
-            engine=engine or TransformersEngine(), sampling=SAMPLING, max_prompt_tokens=11, longest_evaluation=30
+            engine=engine or TransformersEngine(),
+            sampling=SAMPLING,
+            max_prompt_tokens=11,
+            longest_evaluation=30,
+            evaluations=[SimpleNamespace(completion_tokens=19)],
         ),
     )
     return sampler_spec(PublishSettings(**settings), learner, print)
@@ -37,7 +43,12 @@ def spec(plugin=None, adapter=None, tied=False, engine=None, **settings):
 def test_what_the_engine_is_told():
     fp8 = formats.get("fp8_row")
     expected = SamplerSpec(
-        sampling=SAMPLING, head_dtype=torch.float32, prompt_limit=11, sequence_limit=30, on_hang=print
+        sampling=SAMPLING,
+        head_dtype=torch.float32,
+        prompt_limit=11,
+        sequence_limit=30,
+        evaluation_limits=(19,),
+        on_hang=print,
     )
     assert spec() == expected
     told = spec(format=fp8, exclude=("*.o_proj",), every_n_iterations=2, quantize_head=True)

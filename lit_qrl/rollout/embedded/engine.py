@@ -1,7 +1,6 @@
 """The embedded engine: the sampler as Hugging Face modules in this process, on the CPU or the learner's GPU."""
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -9,22 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats.base import NumberFormat
-from lit_qrl.formats.support import tell_emulated
 from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.invariant import batch_invariant, check_invariant
-from lit_qrl.network.structure import body, check_positions, check_tokens
-from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger, RefusedError
-from lit_qrl.rollout.embedded.adapter import EmbeddedAdapter
+from lit_qrl.network.structure import body
 from lit_qrl.rollout.embedded.cache import SlotCache, free_memory
 from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Piece, Random, plan
-from lit_qrl.rollout.embedded.loading import Loader, Modules, skeleton
+from lit_qrl.rollout.embedded.loading import Modules
+from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
 from lit_qrl.rollout.embedded.sampling import check_sampling, uniforms
-from lit_qrl.rollout.embedded.shortage import Shortage, freed
-from lit_qrl.rollout.engine import Dialogue, EnginePolicy, Progress, RolloutEngine, SamplerSpec, Turn
+from lit_qrl.rollout.embedded.shortage import freed
+from lit_qrl.rollout.engine import Dialogue, EnginePolicy, Progress, SamplerSpec, Turn
 from lit_qrl.types import Completion, SamplingParams
 
-DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 """What a config calls layers whose only state are keys and values."""
 CPU_CACHE_BYTES = 2**29
@@ -35,7 +30,7 @@ SCORE_TOKENS = 2**14
 """Padded tokens of one scoring forward."""
 
 
-class TransformersEngine(RolloutEngine):
+class TransformersEngine(EmbeddedSampler):
     """Decodes with the Hugging Face modules themselves; needs nothing beyond the base install.
 
     The sampler has modules of its own. Weights that are published as they are (no format, no noise) are not copied:
@@ -63,29 +58,11 @@ class TransformersEngine(RolloutEngine):
         keep_operands: bool = True,
         batch_invariant: bool = False,
     ) -> None:
-        if max_batch is not None and max_batch < 1:
-            raise ConfigError("engine.max_batch is too small.", expected="at least 1", given=max_batch)
+        super().__init__(max_batch, dtype, share, keep_operands)
         if cache_gigabytes is not None and cache_gigabytes <= 0:
             raise ConfigError("engine.cache_gigabytes is too small.", expected="above 0", given=cache_gigabytes)
-        if dtype not in DTYPES or share not in ("auto", "never"):
-            raise ConfigError(
-                "An option of TransformersEngine is unknown.",
-                expected=f"dtype in {', '.join(DTYPES)}; share in auto, never",
-                given=f"dtype={dtype}, share={share}",
-            )
-        self.max_batch, self.cache_gigabytes = max_batch, cache_gigabytes
-        self.dtype, self.share, self.keep_operands = DTYPES[dtype], share, keep_operands
-        self.batch_invariant = batch_invariant
-        self.plain_dtype = self.dtype
-        self.spec = SamplerSpec()
-        self._modules: Modules | None = None
-        self._adapter: EmbeddedAdapter | None = None
-        self._borrowed: list[tuple[Tensor, int]] = []
-        self._whole = self._checked = False
-        self._shortage = Shortage()
-
-    def validate(self, spec: SamplerSpec) -> None:
-        check_sampling(spec.sampling)
+        self.cache_gigabytes = cache_gigabytes
+        self.batch_invariant, self._checked = batch_invariant, False
 
     def check_model(self, network: nn.Module) -> None:
         """Raise `ConfigError` for a model with layers that carry a state from token to token beside keys and values."""
@@ -101,81 +78,13 @@ class TransformersEngine(RolloutEngine):
             )
 
     def setup(self, spec: SamplerSpec, policy: EnginePolicy) -> None:
-        check_sampling(spec.sampling)
-        self.spec, self.policy = spec, policy
-        learner: Any = policy.network
-        self.check_model(learner)
-        device = next(learner.parameters()).device
-        self._modules, self._adapter = Modules(skeleton(learner, device), device), None
-        self._whole, self._checked, self._shortage = False, False, Shortage()
+        super().setup(spec, policy)
+        self._checked = False
 
-    @property
-    def network(self) -> Any:
-        """The sampler's Hugging Face model."""
-        if self._modules is None or not self._whole:
-            raise RuntimeError("The engine holds no whole set of weights: publish to it first.")
-        return self._modules.network
-
-    # -------------------------------------------------------------------------------------------------------- weights
-
-    @torch.no_grad()
-    def load_weights(
-        self, tensors: Iterator[tuple[str, Tensor]], format: NumberFormat | None, version: int
-    ) -> PublishReport:
-        if self._modules is None:
-            raise RuntimeError("The engine is not set up: call setup(spec, policy) first.")
-        start = time.perf_counter()
-        tell_emulated(type(self).__name__, format, self._modules.device)
-        self._whole = False
-        if self._adapter is not None:
-            self._adapter.remove()
-        owned = {parameter.untyped_storage().data_ptr() for parameter in self.policy.network.parameters()}
-        share = self.share == "auto" and not self.spec.outlives_update
-        loader = Loader(self._modules, format, version, self.dtype, owned, share, self.keep_operands)
-        loader.load(tensors)
-        if self.batch_invariant and not self._checked:
-            self._check_invariant(self._modules)
-        self._borrowed, self._whole, self.version = loader.borrowed, True, version
-        return PublishReport(
-            version=version,
-            seconds=time.perf_counter() - start,
-            bytes=loader.bytes,
-            layers=loader.layers,
-            received=loader.received,
-        )
-
-    def read_back(self, name: str) -> Tensor | None:
-        """Return the tensor that the sampler's modules hold under a checkpoint name, or None."""
-        return None if self._modules is None else self._modules.held(name)
-
-    @torch.no_grad()
-    def load_adapter(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> PublishReport:
-        """Replace the LoRA adapter over an unchanged base; the low-rank term is added unmerged, in its own dtype."""
-        start, _ = time.perf_counter(), self.network
-        assert self._modules is not None
-        if self._adapter is None:
-            self._adapter = EmbeddedAdapter(self._modules, self.spec.adapter)
-        received = ReceivedLedger(version)
-        self._adapter.load(tensors, received)
-        return self._partial(received, start)
-
-    @torch.no_grad()
-    def perturb(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> PublishReport:
-        """Replace the given norms in place, nothing else."""
-        start, received = time.perf_counter(), ReceivedLedger(version)
-        network, modules = self.network, self._modules
-        assert modules is not None
-        for name, tensor in tensors:
-            if modules.shapes.get(name) != tuple(tensor.shape) or tensor.ndim != 1:
-                raise RefusedError(
-                    f"{name} is not a norm of the sampler. Expected: the name and shape of a norm's weight."
-                )
-            held = network.get_parameter(name)
-            modules.set_plain(name, tensor.detach().to(device=held.device, dtype=held.dtype, copy=True))
-            received.record(name, network.get_parameter(name))
-        return self._partial(received, start)
-
-    def _check_invariant(self, modules: Modules) -> None:
+    def loaded(self, modules: Modules) -> None:
+        """Check once for each setup that tokens compute alike in every batch, where they have to."""
+        if not self.batch_invariant or self._checked:
+            return
         network: Any = modules.network
 
         def hidden(tokens: Tensor) -> Tensor:
@@ -183,24 +92,6 @@ class TransformersEngine(RolloutEngine):
 
         check_invariant(hidden, network.config.get_text_config().vocab_size, modules.device)
         self._checked = True
-
-    def _partial(self, received: ReceivedLedger, start: float) -> PublishReport:
-        self.version = received.version
-        return PublishReport(
-            version=received.version,
-            seconds=time.perf_counter() - start,
-            bytes=received.bytes,
-            layers={name: receipt.dtype for name, receipt in received.receipts().items()},
-            received=received,
-        )
-
-    def _check_current(self) -> None:
-        """The learner's own tensors may have moved on since they were published."""
-        if any(tensor._version != version for tensor, version in self._borrowed):
-            raise RuntimeError(
-                f"The sampler shares the learner's weights, and they changed after version {self.version} was "
-                "published. Publish before generating, or set data.engine.share to never to sample from older weights."
-            )
 
     # ----------------------------------------------------------------------------------------------------- generation
 
@@ -296,13 +187,6 @@ class TransformersEngine(RolloutEngine):
                 row += 1
         return sum(length)
 
-    def _check_prompts(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
-        if not prompts or min(map(len, prompts)) == 0:
-            raise ValueError("A prompt is empty. Expected: at least one prompt, each of at least one token.")
-        check_tokens(self.network.config, prompts)
-        remedy = "Lower data.max_prompt_tokens or data.max_completion_tokens."
-        check_positions(self.network.config, max(map(len, prompts)), sampling.max_tokens, remedy)
-
     def _cache_tokens(self) -> int:
         """Return how many tokens of one sequence fit into the cache's memory."""
         weight = self.network.get_input_embeddings().weight
@@ -343,6 +227,3 @@ class TransformersEngine(RolloutEngine):
             for row, index in enumerate(share):
                 scores[index] = logprobs[row, : len(sequences[index]) - 1].clone()
         return scores
-
-    def close(self) -> None:
-        self._modules, self._adapter, self._borrowed, self._whole = None, None, [], False

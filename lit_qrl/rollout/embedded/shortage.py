@@ -3,14 +3,16 @@
 import logging
 import traceback
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
 from lit_qrl.errors import asked, out_of_memory
-from lit_qrl.rollout.embedded.decode import Drawn, Piece, split
+from lit_qrl.rollout.embedded.decode import Piece, split
 from lit_qrl.rollout.engine import EngineDiedError
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 UNLIMITED = 2**62
 """Tokens that fit as long as memory has not run out."""
@@ -23,8 +25,8 @@ class Shortage:
         self.fitting = UNLIMITED
 
     def halving(
-        self, batch: list[Piece], longest: int, draw: Callable[[list[Piece]], Drawn]
-    ) -> Iterator[tuple[list[Piece], Drawn]]:
+        self, batch: list[Piece], longest: int, draw: Callable[[list[Piece]], Result]
+    ) -> Iterator[tuple[list[Piece], Result]]:
         """Yield what is drawn for a batch, in halves where memory runs out; later batches are not larger than those.
 
         Args:

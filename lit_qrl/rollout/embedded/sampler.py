@@ -1,0 +1,175 @@
+"""What engines of Hugging Face modules in this process share: the sampler's modules, and how they are published to."""
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.formats.base import NumberFormat
+from lit_qrl.formats.support import tell_emulated
+from lit_qrl.network.structure import check_positions, check_tokens
+from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger, RefusedError
+from lit_qrl.rollout.embedded.adapter import EmbeddedAdapter
+from lit_qrl.rollout.embedded.loading import Loader, Modules, skeleton
+from lit_qrl.rollout.embedded.sampling import check_sampling
+from lit_qrl.rollout.embedded.shortage import Shortage
+from lit_qrl.rollout.engine import EnginePolicy, RolloutEngine, SamplerSpec
+from lit_qrl.types import SamplingParams
+
+DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class EmbeddedSampler(RolloutEngine):
+    """Holds the sampler as Hugging Face modules of its own; a subclass draws with them.
+
+    Weights that are published as they are (no format, no noise) are not copied: the sampler then holds the learner's
+    very tensors, so that there is one copy in memory. A format whose GEMM the device lacks is emulated, with the same
+    numbers at the speed of fp32.
+
+    Args:
+        max_batch: sequences drawn at once; None takes what memory allows.
+        dtype: what unquantized tensors are cast to; `auto` keeps them as they are published.
+        share: `auto` holds the learner's own tensors where nothing was changed, `never` copies.
+        keep_operands: let quantized layers keep their dequantized weights between calls: faster, more memory.
+    """
+
+    def __init__(
+        self,
+        max_batch: int | None = None,
+        dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+        share: Literal["auto", "never"] = "auto",
+        keep_operands: bool = True,
+    ) -> None:
+        if max_batch is not None and max_batch < 1:
+            raise ConfigError("engine.max_batch is too small.", expected="at least 1", given=max_batch)
+        if dtype not in DTYPES or share not in ("auto", "never"):
+            raise ConfigError(
+                f"An option of {type(self).__name__} is unknown.",
+                expected=f"dtype in {', '.join(DTYPES)}; share in auto, never",
+                given=f"dtype={dtype}, share={share}",
+            )
+        self.max_batch = max_batch
+        self.dtype, self.share, self.keep_operands = DTYPES[dtype], share, keep_operands
+        self.plain_dtype = self.dtype
+        self.spec = SamplerSpec()
+        self._modules: Modules | None = None
+        self._adapter: EmbeddedAdapter | None = None
+        self._borrowed: list[tuple[Tensor, int]] = []
+        self._whole = False
+        self._shortage = Shortage()
+
+    def validate(self, spec: SamplerSpec) -> None:
+        check_sampling(spec.sampling)
+
+    @abstractmethod
+    def check_model(self, network: nn.Module) -> None:
+        """Raise `ConfigError` for an architecture that it does not draw from; called before any weight is loaded."""
+
+    def setup(self, spec: SamplerSpec, policy: EnginePolicy) -> None:
+        check_sampling(spec.sampling)
+        self.spec, self.policy = spec, policy
+        learner: Any = policy.network
+        self.check_model(learner)
+        device = next(learner.parameters()).device
+        self._modules, self._adapter = Modules(skeleton(learner, device), device), None
+        self._whole, self._shortage = False, Shortage()
+
+    @property
+    def network(self) -> Any:
+        """The sampler's Hugging Face model."""
+        if self._modules is None or not self._whole:
+            raise RuntimeError("The engine holds no whole set of weights: publish to it first.")
+        return self._modules.network
+
+    # -------------------------------------------------------------------------------------------------------- weights
+
+    @torch.no_grad()
+    def load_weights(
+        self, tensors: Iterator[tuple[str, Tensor]], format: NumberFormat | None, version: int
+    ) -> PublishReport:
+        if self._modules is None:
+            raise RuntimeError("The engine is not set up: call setup(spec, policy) first.")
+        start = time.perf_counter()
+        tell_emulated(type(self).__name__, format, self._modules.device)
+        self._whole = False
+        if self._adapter is not None:
+            self._adapter.remove()
+        owned = {parameter.untyped_storage().data_ptr() for parameter in self.policy.network.parameters()}
+        share = self.share == "auto" and not self.spec.outlives_update
+        loader = Loader(self._modules, format, version, self.dtype, owned, share, self.keep_operands)
+        loader.load(tensors)
+        self.loaded(self._modules)
+        self._borrowed, self._whole, self.version = loader.borrowed, True, version
+        return PublishReport(
+            version=version,
+            seconds=time.perf_counter() - start,
+            bytes=loader.bytes,
+            layers=loader.layers,
+            received=loader.received,
+        )
+
+    def loaded(self, modules: Modules) -> None:
+        """Called when the weights of a publish are whole, before anything is drawn with them."""
+
+    def read_back(self, name: str) -> Tensor | None:
+        """Return the tensor that the sampler's modules hold under a checkpoint name, or None."""
+        return None if self._modules is None else self._modules.held(name)
+
+    @torch.no_grad()
+    def load_adapter(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> PublishReport:
+        """Replace the LoRA adapter over an unchanged base; the low-rank term is added unmerged, in its own dtype."""
+        start, _ = time.perf_counter(), self.network
+        assert self._modules is not None
+        if self._adapter is None:
+            self._adapter = EmbeddedAdapter(self._modules, self.spec.adapter)
+        received = ReceivedLedger(version)
+        self._adapter.load(tensors, received)
+        return self._partial(received, start)
+
+    @torch.no_grad()
+    def perturb(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> PublishReport:
+        """Replace the given norms in place, nothing else."""
+        start, received = time.perf_counter(), ReceivedLedger(version)
+        network, modules = self.network, self._modules
+        assert modules is not None
+        for name, tensor in tensors:
+            if modules.shapes.get(name) != tuple(tensor.shape) or tensor.ndim != 1:
+                raise RefusedError(
+                    f"{name} is not a norm of the sampler. Expected: the name and shape of a norm's weight."
+                )
+            held = network.get_parameter(name)
+            modules.set_plain(name, tensor.detach().to(device=held.device, dtype=held.dtype, copy=True))
+            received.record(name, network.get_parameter(name))
+        return self._partial(received, start)
+
+    def _partial(self, received: ReceivedLedger, start: float) -> PublishReport:
+        self.version = received.version
+        return PublishReport(
+            version=received.version,
+            seconds=time.perf_counter() - start,
+            bytes=received.bytes,
+            layers={name: receipt.dtype for name, receipt in received.receipts().items()},
+            received=received,
+        )
+
+    def _check_current(self) -> None:
+        """The learner's own tensors may have moved on since they were published."""
+        if any(tensor._version != version for tensor, version in self._borrowed):
+            raise RuntimeError(
+                f"The sampler shares the learner's weights, and they changed after version {self.version} was "
+                "published. Publish before generating, or set data.engine.share to never to sample from older weights."
+            )
+
+    def _check_prompts(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
+        if not prompts or min(map(len, prompts)) == 0:
+            raise ValueError("A prompt is empty. Expected: at least one prompt, each of at least one token.")
+        check_tokens(self.network.config, prompts)
+        remedy = "Lower data.max_prompt_tokens or data.max_completion_tokens."
+        check_positions(self.network.config, max(map(len, prompts)), sampling.max_tokens, remedy)
+
+    def close(self) -> None:
+        self._modules, self._adapter, self._borrowed, self._whole = None, None, [], False

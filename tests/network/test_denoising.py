@@ -1,0 +1,154 @@
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.network.denoising import (
+    Estimator,
+    Layout,
+    check_causal,
+    check_denoises,
+    denoises,
+    is_denoiser,
+    without_mask_token,
+)
+from lit_qrl.types import RolloutBatch
+from tests.networks import MASK, build_denoiser, build_network
+
+PROMPTS = [[5, 6, 7, 8, 9], [4], [3, 3, 12]]
+COMPLETIONS = [[4, 5, 1], [6, 7, 8, 9], [1]]
+LENGTH, BLOCK = 6, 2
+
+
+@pytest.fixture(scope="module")
+def network():
+    return build_denoiser()
+
+
+def denoised_batch(prompts=PROMPTS, completions=COMPLETIONS, length=LENGTH, seeds=(11, 12, 13)):
+    width, t = max(map(len, prompts)), max(map(len, completions))
+    b = len(prompts)
+    batch = RolloutBatch(
+        tokens=torch.zeros(b, width + t, dtype=torch.long),
+        prompt_length=torch.tensor([len(p) for p in prompts]),
+        mask=torch.zeros(b, t, dtype=torch.bool),
+        sampler_logprobs=torch.zeros(b, t),
+        rewards=torch.zeros(b),
+        advantages=torch.zeros(b),
+        group=torch.arange(b),
+        version=torch.zeros(b, dtype=torch.long),
+        stopped=torch.zeros(b, dtype=torch.bool),
+        mask_seed=torch.tensor(seeds[:b]),
+        drawn_over=torch.full((b,), length),
+    )
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        batch.tokens[row, width - len(prompt) : width + len(completion)] = torch.tensor(prompt + completion)
+        batch.mask[row, : len(completion)] = True
+    return batch
+
+
+def estimated(network, prompt, completion, hidden, length=LENGTH, block=None, temperature=1.0):
+    """One row alone, without padding, position by position, in fp64."""
+    shown = [MASK if one else token for one, token in zip(hidden, prompt, strict=True)]
+    found = []
+    for place, token in enumerate(completion):
+        known = 0 if block is None else place // block * block
+        canvas = [*shown, *completion[:known], *[MASK] * (length - known)]
+        with torch.no_grad():
+            logits = network(torch.tensor([canvas])).logits[0, len(prompt) + place].double() / temperature
+        logits[MASK] = float("-inf")
+        found.append(float(logits.log_softmax(0)[token]))
+    return found
+
+
+def log_softmax_head(network):
+    def head(hidden, tokens):
+        logits = network.lm_head(hidden).double()
+        logits[..., MASK] = float("-inf")
+        return logits.log_softmax(-1).gather(-1, tokens[..., None])[None, ..., 0]
+
+    return head
+
+
+def test_which_models_denoise(network):
+    causal = LlamaConfig()
+    assert denoises(network.config)
+    assert not denoises(causal)
+    check_denoises(network.config)
+    check_causal(causal)
+    with pytest.raises(ConfigError, match="DiffusionPolicy"):
+        check_causal(network.config)
+    with pytest.raises(ConfigError, match=r"causal.*CausalPolicy"):
+        check_denoises(causal)
+    for mask in (None, 99):
+        with pytest.raises(ConfigError, match=r"no mask token.*126336"):
+            check_denoises(LlamaConfig(is_causal=False, mask_token_id=mask, vocab_size=50))
+
+
+def test_a_folder_says_what_it_is(network, tmp_path):
+    network.config.save_pretrained(tmp_path / "denoiser")
+    LlamaConfig().save_pretrained(tmp_path / "causal")
+    found = [is_denoiser(str(tmp_path / name)) for name in ("denoiser", "causal", "nothing")]
+    assert found == [True, False, False]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_states_look_both_ways_and_at_no_padding(attention):
+    network = build_denoiser(attn_implementation=attention)
+    batch = denoised_batch()
+    width = batch.tokens.shape[1] - batch.mask.shape[1]
+    lengths = [len(completion) for completion in COMPLETIONS]
+    layout = Layout.of([len(p) for p in PROMPTS], lengths, width, batch.mask.shape[1], torch.device("cpu"))
+    with torch.no_grad():
+        states = layout.states(network, batch.tokens)
+        for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+            alone = network.model(torch.tensor([prompt + completion])).last_hidden_state[0]
+            own = states[row, width - len(prompt) : width + len(completion)]
+            torch.testing.assert_close(own, alone, atol=1e-5, rtol=1e-5)
+        changed = network.model(torch.tensor([[5, 6, 7, 8, 9, 4, 5, 2]])).last_hidden_state[0]
+    assert (changed[0] - states[0, 0]).abs().max() > 1e-3
+
+
+def test_masks_of_the_prompt_follow_from_the_row_alone():
+    estimator = Estimator(masks=3, prompt_masking=0.4)
+    together = estimator.hidden([7, 8], [4, 60], 60)
+    alone = estimator.hidden([7], [4], 9)
+    assert torch.equal(together[:, 0, -4:], alone[:, 0, -4:])
+    assert not together[:, 0, :-4].any()
+    assert not alone[:, 0, :-4].any()
+    assert not torch.equal(together[0, 1], together[1, 1])
+    many = Estimator(prompt_masking=0.15).hidden([1], [40_000], 40_000)
+    assert abs(float(many.float().mean()) - 0.15) < 0.01
+    assert not Estimator(prompt_masking=0.0).hidden([1], [50], 50).any()
+
+
+@pytest.mark.parametrize("kind", ["one_step", "blocks"])
+def test_estimates_are_those_of_each_row_alone(network, kind):
+    estimator = Estimator(kind=kind, block=BLOCK, masks=2, prompt_masking=0.5)
+    batch = denoised_batch()
+    with torch.no_grad():
+        got = estimator(network, log_softmax_head(network), batch)[0]
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        masks = estimator.hidden([int(batch.mask_seed[row])], [len(prompt)], len(prompt))[:, 0].tolist()
+        block = BLOCK if kind == "blocks" else None
+        each = torch.tensor([estimated(network, prompt, completion, one, block=block) for one in masks])
+        torch.testing.assert_close(got[row, : len(completion)].float(), each.mean(0), atol=1e-4, rtol=1e-4)
+
+
+def test_a_batch_of_a_causal_sampler_is_refused(network):
+    batch = denoised_batch()
+    batch.mask_seed = None
+    with pytest.raises(ValueError, match="DiffusionEngine"):
+        Estimator()(network, log_softmax_head(network), batch)
+
+
+def test_the_mask_token_is_no_word():
+    weight = torch.zeros(3, 2, dtype=torch.bfloat16)
+    assert without_mask_token(None, weight, 2).tolist() == [0, 0, float("-inf")]
+    bias = torch.tensor([1.0, 2.0, 3.0])
+    assert without_mask_token(bias, weight, 0).tolist() == [float("-inf"), 2, 3]
+    assert bias.tolist() == [1, 2, 3]
+
+
+def test_a_causal_network_is_none():
+    assert not denoises(build_network().config)

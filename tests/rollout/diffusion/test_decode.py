@@ -1,0 +1,124 @@
+import pytest
+import torch
+
+from lit_qrl.rollout.diffusion.decode import Denoiser
+from lit_qrl.rollout.embedded.decode import Piece
+from lit_qrl.types import SamplingParams
+from tests.networks import MASK, build_denoiser
+
+PROMPTS = [[5, 6, 7, 8, 9], [4], [3, 3, 12]]
+PIECES = [Piece(0, 0, 2, 5), Piece(1, 0, 1, 1), Piece(2, 1, 2, 3)]
+ROWS = [(0, 0), (0, 1), (1, 0), (2, 1), (2, 2)]
+LENGTH = 8
+
+
+@pytest.fixture(scope="module")
+def network():
+    return build_denoiser()
+
+
+def seed_of(prompt, index):
+    return 100 * prompt + index
+
+
+def run(network, block, steps, reuse="none", stops=(), pieces=PIECES, report=lambda *done: None, **sampling):
+    params = SamplingParams(max_tokens=LENGTH, stop_token_ids=stops, **sampling)
+    return Denoiser(network, params, block, steps, reuse).run(PROMPTS, pieces, seed_of, report)
+
+
+def slowly(network, prompt, index, block, steps, temperature):
+    """The published loop, one row alone and one position at a time; returns tokens and the step of each."""
+    canvas = [*PROMPTS[prompt], *[MASK] * LENGTH]
+    width, when = len(PROMPTS[prompt]), [-1] * LENGTH
+    noise = torch.Generator().manual_seed(seed_of(prompt, index))
+    number = 0
+    for start in range(0, LENGTH, block):
+        for _ in range(steps):
+            with torch.no_grad():
+                logits = network(torch.tensor([canvas])).logits[0, width + start : width + start + block]
+            logits[:, MASK] = float("-inf")
+            scores = logits.double()
+            if temperature:
+                uniform = torch.rand(block, logits.shape[1], generator=noise, dtype=torch.float64)
+                scores = scores.exp() / (-uniform.log()) ** temperature
+            drawn = scores.argmax(-1).tolist()
+            sure = [float(logits[i].softmax(0)[token]) for i, token in enumerate(drawn)]
+            left = [i for i in range(block) if canvas[width + start + i] == MASK]
+            for i in sorted(left, key=lambda i: (-sure[i], i))[: block // steps]:
+                canvas[width + start + i] = drawn[i]
+                when[start + i] = number
+            number += 1
+    return canvas[width:], when
+
+
+@pytest.mark.parametrize(("block", "steps"), [(8, 8), (4, 2), (2, 2), (1, 1)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_and_their_order_are_those_of_the_published_loop(network, block, steps, temperature):
+    drawn = run(network, block, steps, temperature=temperature)
+    for row, (prompt, index) in enumerate(ROWS):
+        tokens, when = slowly(network, prompt, index, block, steps, temperature)
+        assert drawn.tokens[row].tolist() == tokens
+        assert drawn.unmasked_at[row].tolist() == when
+    assert (drawn.length == LENGTH).all()
+    assert not drawn.stopped.any()
+
+
+def test_one_block_and_one_token_at_a_time_is_plain_confidence_decoding(network):
+    drawn = run(network, LENGTH, LENGTH, temperature=0.0)
+    assert all(sorted(row) == list(range(LENGTH)) for row in drawn.unmasked_at.tolist())
+
+
+@pytest.mark.parametrize("reuse", ["prompt", "blocks"])
+def test_reuse_changes_nothing_where_a_block_has_one_step(network, reuse):
+    exact = run(network, 2, 1, temperature=1.0)
+    kept = run(network, 2, 1, reuse, temperature=1.0)
+    assert torch.equal(exact.tokens, kept.tokens)
+
+
+@pytest.mark.parametrize("reuse", ["prompt", "blocks"])
+def test_reuse_is_exact_in_the_first_step_of_the_first_block_alone(network, reuse):
+    exact = run(network, 4, 2, temperature=0.0)
+    kept = run(network, 4, 2, reuse, temperature=0.0)
+    first = exact.unmasked_at == 0
+    assert torch.equal(first, kept.unmasked_at == 0)
+    assert torch.equal(exact.tokens[first], kept.tokens[first])
+    assert (kept.tokens != MASK).all()
+
+
+def test_what_is_reused_is_of_the_first_step(network):
+    """The states of a later step, by hand: keys and values of the other columns are those of the first."""
+    kept = run(network, 8, 4, "prompt", temperature=0.0)
+    again = run(network, 8, 4, "prompt", temperature=0.0)
+    whole = run(network, 8, 4, "blocks", temperature=0.0)
+    assert torch.equal(kept.tokens, again.tokens)
+    assert torch.equal(kept.tokens, whole.tokens)  # with one block, nothing is right of it
+
+
+def test_a_sequence_ends_with_the_block_that_holds_its_stop_token(network):
+    free = run(network, 2, 1, temperature=1.0)
+    stop = int(free.tokens[0, 3])
+    calls = []
+    cut = run(network, 2, 1, stops=(stop,), temperature=1.0, report=lambda *done: calls.append(done))
+    for row in range(len(ROWS)):
+        found = (free.tokens[row] == stop).nonzero()
+        assert bool(cut.stopped[row]) == bool(len(found))
+        end = int(found[0]) + 1 if len(found) else LENGTH
+        assert int(cut.length[row]) == end
+        assert torch.equal(cut.tokens[row, :end], free.tokens[row, :end])
+        decoded = -(-end // 2) * 2
+        assert (cut.tokens[row, decoded:] == MASK).all()
+    assert calls[0] == (0 if int(cut.length.min()) > 2 else int((cut.length <= 2).sum()), 2 * len(ROWS))
+    assert calls[-1][0] == len(ROWS)
+
+
+def test_a_completion_does_not_depend_on_its_batch(network):
+    together = run(network, 4, 2, temperature=1.0)
+    alone = run(network, 4, 2, pieces=[Piece(2, 2, 1, 3)], temperature=1.0)
+    assert torch.equal(alone.tokens[0], together.tokens[4])
+
+
+def test_truncation_draws_likely_tokens_alone(network):
+    narrow = run(network, 1, 1, temperature=1.0, top_k=1)
+    greedy = run(network, 1, 1, temperature=0.0)
+    assert torch.equal(narrow.tokens, greedy.tokens)
+    assert not torch.equal(run(network, 1, 1, temperature=1.0).tokens, greedy.tokens)
