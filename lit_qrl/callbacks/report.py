@@ -31,8 +31,9 @@ TOKENS_TOLD = 2048
 class Report(RLCallback):
     """Writes `samples.jsonl`, the diary's beginning and end, and `report/index.html` in the run folder.
 
-    A sample has its texts, its reward, the gold answer, the log-ratio of each of its tokens, and which of them an
-    environment said; it is written when its iteration has been trained on.
+    A sample has its texts, its reward, the gold answer, the log-ratio of each of its tokens, which of them an
+    environment said, and of masked diffusion the step at which each was unmasked; it is written when its iteration has
+    been trained on.
 
     The page is made at the end of `fit`, at an error and at an interrupt. It is made from files, so that one that
     cannot be made loses nothing: `lit-qrl report RUN_FOLDER` makes it again.
@@ -187,6 +188,7 @@ def _samples(
     count = min(wanted, len(batch))
     decode, problems = module.policy.decode, module.iteration.problems
     solved = module.data.solved(batch.reward_parts) if problems else None
+    steps = batch.unmasked_at
     for row in (i * len(batch) // count for i in range(count)):
         ids = batch.tokens[row].tolist()
         used = batch.mask[row].nonzero()
@@ -207,6 +209,7 @@ def _samples(
                 "correct": None if solved is None or unscored else bool(solved[row]),
                 "token_lengths": token_lengths(decode, completion[:TOKENS_TOLD]),
                 "environment": [] if unscored else _spans(~batch.mask[row, :end]),
+                **({} if steps is None else {"unmasked_at": steps[row, : len(completion[:TOKENS_TOLD])].tolist()}),
             },
         )
 

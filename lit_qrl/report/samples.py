@@ -1,5 +1,6 @@
 """The samples of a run as a page shows them: every iteration that fits, tokens coloured by their log-ratio."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ PAGE_CHARACTERS = 600_000
 """Of all samples on a page, as they are written there; with more, iterations are left out evenly."""
 EDGES = (0.02, 0.1, 0.5)
 """Nats: |log-ratio| from which a token has the first, second and third shade."""
+STAGES = 8
+"""Of the order in which a completion was unmasked."""
 MARKUP = 24
 """Characters that the markup of a coloured stretch takes, about."""
 
@@ -58,6 +61,7 @@ def shown(sample: dict[str, Any]) -> dict[str, Any]:
     return {
         "prompt": shorten(sample.get("prompt", "")),
         "pieces": pieces,
+        "stages": stages_of(sample),
         "turns": any(piece["said"] for piece in pieces),
         "answer": None if answer is None else shorten(answer),
         "reward": "not scored" if reward is None else page.number(reward) if value is not None else str(reward),
@@ -98,6 +102,30 @@ def pieces_of(sample: dict[str, Any]) -> list[dict[str, Any]]:
     return pieces
 
 
+def stages_of(sample: dict[str, Any]) -> list[tuple[int, str]]:
+    """Return how a completion of masked diffusion came about: steps, from 1, and the text after each, `·` for masks.
+
+    At most `STAGES` of them, evenly spread, the first and the last among them; none of other completions.
+
+    >>> stages_of({"completion": "abc", "token_lengths": [1, 1, 1], "unmasked_at": [1, 0, 1]})
+    [(1, '·b·'), (2, 'abc')]
+    """
+    text, lengths = str(sample.get("completion", "")), _numbers(sample.get("token_lengths"))
+    when = [None if step is None else int(step) for step in _numbers(sample.get("unmasked_at"))]
+    steps = sorted({step for step in when if step is not None and step >= 0})
+    if len(when) != len(lengths) or not steps or len(text) > CHARACTERS_SHOWN:
+        return []
+    stages = []
+    for step in fitting(steps, [1] * len(steps), STAGES):
+        shown, position = "", 0
+        for length, at in zip(lengths, when, strict=True):
+            piece = text[position : position + int(length or 0)]
+            position += len(piece)
+            shown += piece if at is not None and at <= step else re.sub(r"[^\n]", "·", piece)
+        stages.append((step + 1, shown))
+    return stages
+
+
 def _add(pieces: list[dict[str, Any]], text: str, said: bool, level: int, d: float | None) -> None:
     if level:
         pieces.append({"text": text, "said": said, "shade": level, "ratio": f"{d:+.3f}"})
@@ -129,6 +157,7 @@ def shorten(text: Any) -> str:
 
 def _size(sample: dict[str, Any]) -> int:
     own = sum(len(piece["text"]) + (MARKUP if "shade" in piece else 0) for piece in sample["pieces"])
+    own += sum(len(text) + 2 * MARKUP for _, text in sample["stages"])
     return own + len(sample["prompt"]) + len(sample["answer"] or "") + 20 * MARKUP
 
 

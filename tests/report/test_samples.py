@@ -5,7 +5,15 @@ import pytest
 
 from lit_qrl.report.page import Section, write
 from lit_qrl.report.run import Run
-from lit_qrl.report.samples import CHARACTERS_SHOWN, PAGE_CHARACTERS, fitting, pieces_of, samples_section
+from lit_qrl.report.samples import (
+    CHARACTERS_SHOWN,
+    PAGE_CHARACTERS,
+    STAGES,
+    fitting,
+    pieces_of,
+    samples_section,
+    stages_of,
+)
 
 HOSTILE = "</pre><script>alert(1)</script>\"'&amp;<img src=x onerror=alert(2)>"
 
@@ -132,3 +140,19 @@ def test_what_fits_is_as_much_as_any_even_choice(room):
     assert chosen[-1] == 9
     assert len(chosen) == 1 or (chosen[0] == 0 and sum(sizes[i] for i in chosen) <= room)
     assert chosen == sorted(set(chosen))
+
+
+def test_the_order_of_unmasking_is_shown_in_a_few_stages():
+    sample = {"completion": "12\n34", "token_lengths": [1, 1, 1, 1, 1], "unmasked_at": [0, 3, 1, 1, 3]}
+    assert stages_of(sample) == [(1, "1·\n··"), (2, "1·\n3·"), (4, "12\n34")]
+    long = {"completion": "x" * 40, "token_lengths": [1] * 40, "unmasked_at": list(range(40))}
+    stages = stages_of(long)
+    assert len(stages) == STAGES
+    assert stages[0] == (1, "x" + "·" * 39)
+    assert stages[-1] == (40, "x" * 40)
+
+
+@pytest.mark.parametrize("unmasked_at", [None, [], [0], "ab", [-1, -1], [None, "x"]])
+def test_samples_without_an_order_show_none(unmasked_at):
+    sample = {"completion": "ab", "token_lengths": [1, 1]}
+    assert stages_of(sample if unmasked_at is None else {**sample, "unmasked_at": unmasked_at}) == []
