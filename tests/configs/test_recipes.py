@@ -179,3 +179,41 @@ def test_the_recipe_with_dapo_steps_at_tiny_scale(train):
     assert len(column(rows, "reward/mean")) == 3
     assert min(column(rows, "update/grad_norm")) > 0
     assert all(0 < value < 1 for value in column(rows, "reward/mean"))
+
+
+LLADA = sorted((CONFIGS / "recipes").glob("llada_*.yaml"))
+STEPS = {"gsm8k": 7700, "math": 6600, "countdown": 5000, "sudoku": 3800}
+CORRECTED = {"none": [], "tis": ["TruncatedIS"], "ais": ["AIS"]}
+
+
+def test_there_is_a_llada_recipe_for_every_task_and_correction():
+    assert [path.stem for path in LLADA] == sorted(f"llada_{task}_fp8_{how}" for task in STEPS for how in CORRECTED)
+
+
+@pytest.mark.parametrize("path", LLADA, ids=lambda path: path.stem)
+def test_the_values_are_those_of_the_ais_papers_table_3(path):
+    config = content(path)
+    _, task, _, how = path.stem.split("_")
+    policy, objective = config["model"]["policy"]["init_args"], config["model"]["objective"]["init_args"]
+    data, optimizer = config["data"], config["model"]["optimizer"]
+    assert (config["model"]["policy"]["class_path"], policy["model"]) == (
+        "DiffusionPolicy",
+        "GSAI-ML/LLaDA-8B-Instruct",
+    )
+    assert (policy["prompt_masking"], policy["lora"]["init_args"]["r"]) == (0.15, 128)
+    assert len(policy["lora"]["init_args"]["target_modules"]) == 7
+    assert (objective["clip_low"], objective["clip_high"], objective["scale"]) == (0.2, 0.2, "none")
+    assert (optimizer["class_path"], optimizer["init_args"]["betas"]) == ("torch.optim.AdamW", [0.9, 0.99])
+    assert optimizer["init_args"]["weight_decay"] == 0.1
+    assert 1e-6 <= optimizer["init_args"]["lr"] <= 3e-6
+    assert data["engine"] == {"class_path": "DiffusionEngine", "init_args": {"block": 32, "steps": 16}}
+    assert (data["group_size"], data["prompts_per_iteration"] * data["group_size"]) == (8, 96)
+    assert (data["max_prompt_tokens"], data["max_completion_tokens"]) == (256, 256)
+    assert [one["completion_tokens"] for one in data["benchmarks"]] == [128, 256, 512]
+    assert all(one["task"] == data["task"] and one["samples"] == 0 for one in data["benchmarks"])
+    assert config["publisher"]["format"] == "fp8_tensor"
+    assert (config["trainer"]["gradient_clip_val"], config["trainer"]["max_epochs"]) == (0.2, STEPS[task])
+    assert [one["class_path"] for one in config["trainer"]["callbacks"]] == CORRECTED[how]
+    if how == "ais":
+        expected = {"clip": 5.0, "saturation": 0.02, "tolerance": 1.2}
+        assert config["trainer"]["callbacks"][0]["init_args"] == expected
