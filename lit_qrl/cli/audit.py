@@ -154,10 +154,10 @@ def _sides(model: str, dtype: Any, max_tokens: int) -> tuple[Any, Any]:
 def _fitting(chosen: "Sequence[NumberFormat]", network: Any) -> "Iterator[NumberFormat]":
     """Yield the formats that the model's layers fit, and say which are left out."""
     from lit_qrl.formats import Dense
-    from lit_qrl.network.linears import check_quantizable, quantizable_linears
+    from lit_qrl.network.linears import check_quantizable, quantizable_layers
     from lit_qrl.precision.base import check_shapes
 
-    layers = quantizable_linears(network)
+    layers = quantizable_layers(network)
     for format in chosen:
         try:
             if not isinstance(format, Dense):
@@ -193,19 +193,16 @@ def measured(
 
     from lit_qrl.functional.mismatch import mismatch_metrics
     from lit_qrl.loop.batching import assemble, deal_by_length
-    from lit_qrl.network.linears import quantizable_linears
-    from lit_qrl.network.names import kept_in_fp32
-    from lit_qrl.network.stream import weight_stream
+    from lit_qrl.precision.source import WeightSource, unchanged
     from lit_qrl.rollout.embedded.engine import TransformersEngine
     from lit_qrl.rollout.engine import SamplerSpec
 
-    engine, layers = engine or TransformersEngine(), quantizable_linears(policy.network)
+    engine = engine or TransformersEngine()
     engine.setup(SamplerSpec(sampling=sampling, estimator=getattr(policy, "estimator", None)), policy)
     device = next(policy.parameters()).device
-    engine_dtype, kept = engine.plain_dtype, kept_in_fp32(policy.network)
     parameters = sum(tensor.numel() for _, tensor in policy.named_weights())
     for version, format in enumerate((None, *formats)):
-        tensors = weight_stream(policy.named_weights(), format, list(layers), dtype=engine_dtype, kept=kept)
+        tensors = WeightSource(policy, format).whole(unchanged, engine.plain_dtype)
         report = engine.load_weights(tensors, format, version)
         completions = engine.generate(prompts, n, seed)
         batch = assemble(prompts, completions, n, policy.pad_token_id).to(device)

@@ -17,6 +17,7 @@ from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
 from lit_qrl.functional.logprobs import CHUNK_ELEMENTS
 from lit_qrl.module import GRPOModule
+from lit_qrl.network.experts import expert_stacks
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.policy import DTYPES
 from lit_qrl.precision.packed_lora import PackedLoRA
@@ -104,12 +105,14 @@ def tensors(module: GRPOModule, trainer: Trainer) -> Tensors:
         policy.random_weights, policy.packed_format = kept
     named = dict(policy.named_parameters())
     trained = {name for name, one in named.items() if one.requires_grad}
-    linears = {id(one.weight) for one in quantizable_linears(policy.network).values()}
+    matrices = {id(one.weight) for one in quantizable_linears(policy.network).values()}
+    for name, stack in expert_stacks(policy.network).items():
+        matrices |= {id(policy.network.get_parameter(f"{name}.{matrix}")) for matrix in stack.parts}
     return Tensors(
         shapes={name: one.shape for name, one in named.items()},
         trained=trained,
         adapter=trained if policy.lora is not None else set(),
-        quantizable={name for name, one in named.items() if id(one) in linears},
+        quantizable={name for name, one in named.items() if id(one) in matrices},
         dtype=dtype,
     )
 

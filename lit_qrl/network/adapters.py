@@ -1,18 +1,26 @@
 """Adapters around a network: how one is put there, and the model's weights with it merged in or beside it."""
 
 import copy
+import logging
+import re
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from peft import LoftQConfig, LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
+from peft.utils import transformers_weight_conversion
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.linears import expert_weights, quantizable_linears, routers_of
+from lit_qrl.network.expert_list import ExpertList
+from lit_qrl.network.experts import expert_stacks, expert_weights
+from lit_qrl.network.linears import quantizable_linears, routers_of
 from lit_qrl.network.names import base_of, checkpoint_modules, checkpoint_name, is_adapted
 from lit_qrl.network.quantized_linear import QuantizedLinear
+
+log = logging.getLogger(__name__)
 
 
 def check_adapter(config: Any) -> None:
@@ -39,8 +47,14 @@ def with_adapter(network: Any, config: Any, source: object) -> Any:
     config.task_type = config.task_type or "CAUSAL_LM"
     linears = sorted({name.rpartition(".")[2] for name in quantizable_linears(network)})
     routers = routers_of(network)
+    names_meant: AbstractContextManager[None] = nullcontext()
+    if getattr(config, "target_modules", None) == "all-linear" and expert_stacks(network):
+        config.target_modules = rf"(?!.*\bexperts\.).*\.({'|'.join(map(re.escape, linears))})"
+        names_meant = _taken_literally()
+        log.info("target_modules: all-linear adapts %s; experts and routers stay as they are.", ", ".join(linears))
     try:
-        adapted = get_peft_model(network, config)
+        with names_meant:
+            adapted = get_peft_model(network, config)
     except ValueError as error:
         raise ConfigError(
             f"model.policy.lora does not fit {source}: {str(error).rstrip('.')}.",
@@ -57,6 +71,17 @@ def with_adapter(network: Any, config: Any, source: object) -> Any:
             remedy="Name them in model.policy.lora.target_modules in place of all-linear.",
         )
     return adapted
+
+
+@contextmanager
+def _taken_literally() -> Iterator[None]:
+    """Keep PEFT from taking `gate_proj` of a dense layer for the experts', which had that name before the stack."""
+    kept = transformers_weight_conversion.convert_peft_config_for_transformers
+    transformers_weight_conversion.convert_peft_config_for_transformers = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        transformers_weight_conversion.convert_peft_config_for_transformers = kept
 
 
 def check_fits(network: Any, config: Any, source: object) -> None:
@@ -138,18 +163,27 @@ def base_weights(network: nn.Module, multiply_out: bool = True) -> Iterator[tupl
 
     def read(module: nn.Module) -> dict[str, Tensor]:
         base = base_of(module)
-        if not multiply_out and isinstance(base, QuantizedLinear):
-            return {"weight": torch.empty(0)}
-        return _multiplied_out(base)
+        if multiply_out:
+            return _multiplied_out(base)
+        return {"weight": torch.empty(0)} if isinstance(base, QuantizedLinear) else {}
 
-    yield from _weights(network, read)
+    yield from _weights(network, read, apart=not multiply_out)
 
 
-def _weights(network: nn.Module, read: Callable[[nn.Module], dict[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights and persistent buffers; `read` says what is yielded in place of a module's own, or beside them."""
+def _weights(
+    network: nn.Module, read: Callable[[nn.Module], dict[str, Tensor]], apart: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights and persistent buffers; `read` says what is yielded in place of a module's own, or beside them.
+
+    Experts that are held apart come in the stack that the model has of them, or one by one where `apart` is True.
+    """
+    lists = [] if apart else [one for one in network.modules() if isinstance(one, ExpertList)]
+    inside = {part for one in lists for part in one.modules() if part is not one}
     seen: set[int] = set()
     replaced: dict[int, Tensor] = {}
     for prefix, module in checkpoint_modules(network):
+        if module in inside:
+            continue
         prefix, base = f"{prefix}." if prefix else "", base_of(module)
         for name, tensor in read(module).items():
             if (parameter := _parameter(base, name)) is None:
@@ -167,6 +201,8 @@ def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:
 
 
 def _multiplied_out(module: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    if isinstance(module, ExpertList):
+        return module.joined(lambda layer: layer.dequantized(dtype or torch.get_default_dtype()))
     if not isinstance(module, QuantizedLinear):
         return {}
     return {"weight": module.dequantized(dtype or torch.get_default_dtype())}

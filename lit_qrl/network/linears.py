@@ -6,10 +6,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
 from lit_qrl.errors import ConfigError, listed
+from lit_qrl.network.experts import ExpertStack, expert_stacks, unknown_experts
 from lit_qrl.network.names import base_of, checkpoint_modules, copy_in_use
 from lit_qrl.network.structure import FUSED_LAYERS, SAME_AS_LINEAR, STAY_PLAIN, text_part
 
@@ -63,34 +63,33 @@ def quantizable_linears(root: nn.Module, exclude: Collection[str] = (), head: bo
     }
 
 
-def expert_weights(root: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the matrices of experts that lie in one tensor "experts · ·", by their names in the checkpoint.
+def quantizable_layers(
+    root: nn.Module, exclude: Collection[str] = (), head: bool = False
+) -> dict[str, tuple[int, int]]:
+    """Return (out, in) of all that a format applies to by checkpoint name: linear layers, and experts one by one.
 
-    >>> import torch
-    >>> moe = nn.Module()
-    >>> moe.up_proj = nn.Parameter(torch.zeros(4, 2, 2))
-    >>> list(expert_weights(nn.ModuleDict({"experts": moe, "mixer": nn.Conv1d(2, 2, 2)})))
-    ['experts.up_proj']
+    The arguments are those of `quantizable_linears`; globs over experts are those of `expert_stacks`.
+
+    >>> quantizable_layers(nn.ModuleDict({"up_proj": nn.Linear(2, 4)}))
+    {'up_proj': (4, 2)}
     """
-    text = set(text_part(root).modules())
-    return {
-        f"{prefix}.{name}" if prefix else name: parameter
-        for prefix, module in checkpoint_modules(root)
-        if (base := base_of(module)) in text and not isinstance(base, _ConvNd)
-        for name, parameter in base._parameters.items()
-        if parameter is not None and parameter.ndim == 3
-    }
+    linears = quantizable_linears(root, exclude, head)
+    shapes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+    for stack in expert_stacks(root, exclude).values():
+        shapes |= stack.layers()
+    return shapes
 
 
 def routers_of(root: nn.Module) -> set[nn.Module]:
     """Return the linear layers beside experts that write one number for each of them, or one for all."""
     found = set()
     for module in root.modules():
-        held = [p for child in module.children() for p in base_of(child)._parameters.values() if p is not None]
+        bases = [base_of(child) for child in module.children()]
+        held = [p for base in bases for p in base._parameters.values() if p is not None]
         counts = {1} | {p.shape[0] for p in held if p.ndim == 3}
+        counts |= {base.stack.count for base in bases if isinstance(getattr(base, "stack", None), ExpertStack)}
         if len(counts) > 1:
-            beside = (base_of(child) for child in module.children() if isinstance(base_of(child), nn.Linear))
-            found |= {linear for linear in beside if linear.out_features in counts}
+            found |= {base for base in bases if isinstance(base, nn.Linear) and base.out_features in counts}
     return found
 
 
@@ -105,19 +104,15 @@ def check_quantizable(
         exclude: globs over names of layers and of experts' weights.
         where: the setting that holds them, for the error.
     """
-    text = text_part(root)
-    total = sum(parameter.numel() for parameter in text.parameters())
-    experts = {
-        name: parameter.numel()
-        for name, parameter in expert_weights(root).items()
-        if not any(fnmatchcase(name, p) or fnmatchcase(name.rpartition(".")[0], p) for p in exclude)
-    }
-    if experts:
+    expert_stacks(root, exclude)  # raises for globs that split a layer's experts
+    unknown = unknown_experts(root, exclude)
+    if unknown:
         raise ConfigError(
-            f"{format} applies to linear layers, and {sum(experts.values()) / total:.0%} of this model's parameters "
-            "are weights of experts.",
-            expected="a model without experts, or publisher.format: bf16",
-            given=listed(experts, 2),
+            f"{format} does not apply to the experts of {type(root).__name__}: how their matrices lie in one tensor is "
+            "not known.",
+            expected="experts stacked as transformers' own implementations of experts take them, or publisher.format: "
+            "bf16",
+            given=listed({name: tuple(one.shape) for name, one in unknown.items()}, 2),
             remedy=f"Set the format to bf16, or add '*.experts' to {where} to quantize the other layers alone.",
         )
     transposed = [

@@ -173,7 +173,7 @@ def quantize_named(format: NumberFormat, layer: str, weight: Tensor, shared: Ten
     size = weight.numel() * weight.element_size() / 2**30
     try:
         with within_memory(f"quantizing {layer}{_WEIGHT} ({size:.2f} GiB) to {format.name}", _QUANTIZER_REMEDY):
-            return format.quantize(weight, shared)
+            return format.quantize(weight.contiguous(), shared)  # an expert's may be a view that is turned
     except ValueError as error:
         raise _named(layer, error) from None
 

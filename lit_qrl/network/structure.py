@@ -18,6 +18,8 @@ STAY_PLAIN = frozenset({"lm_head", "embed_out", "output_embedding", "score", "ro
 error of 4 or 8 bits there costs far more than the memory it saves."""
 SAME_AS_LINEAR = frozenset({"FalconLinear"})
 """Subclasses of `nn.Linear` whose forward pass is written anew and computes the same."""
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {"Llama4TextExperts": {"is_transposed": True}}
+"""Classes of stacked experts that do not say how they lie, and what they would say in transformers' words."""
 FUSED_LAYERS = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_qrl.network.linears import expert_weights, quantizable_linears
+from lit_qrl.network.experts import expert_stacks, expert_weights
+from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.names import base_of, checkpoint_modules
 from lit_qrl.network.quantized_linear import QuantizedLinear
 
@@ -24,10 +25,8 @@ def norms_before_projections(network: Any) -> dict[str, list[str]]:
     """
     modules = list(checkpoint_modules(network))
     packed = {name for name, module in modules if isinstance(base_of(module), QuantizedLinear)}
-    linears, experts = (
-        packed | set(quantizable_linears(network)),
-        {n.rpartition(".")[0] for n in expert_weights(network)},
-    )
+    linears = packed | set(quantizable_linears(network))
+    experts = set(expert_stacks(network)) | {name.rpartition(".")[0] for name in expert_weights(network)}
     written: list[tuple[str, Tensor]] = []
     readers: dict[str, list[str]] = {}
 

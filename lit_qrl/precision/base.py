@@ -1,9 +1,8 @@
-"""What the precision plugins share: a linear layer with cached low-bit weights, and the Lightning plugin around it."""
+"""What the precision plugins share: the Lightning plugin that swaps layers and publishes what they hold."""
 
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from typing import Any, Literal
 
 import torch
@@ -11,103 +10,21 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight
-from lit_qrl.network.linears import SwapReport, check_quantizable, fused_groups, quantizable_linears, swap_linears
+from lit_qrl.formats.base import NumberFormat, QuantizedWeight
+from lit_qrl.network.experts import expert_stacks
+from lit_qrl.network.linears import (
+    SwapReport,
+    check_quantizable,
+    fused_groups,
+    quantizable_layers,
+    quantizable_linears,
+    swap_linears,
+)
 from lit_qrl.network.names import is_adapted
-from lit_qrl.network.stream import quantize_named
+from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitExperts, LowBitLinear, LowBitWeight, StepClock
 from lit_qrl.precision.source import Held, PublishingPrecision, WeightSource
 
 log = logging.getLogger(__name__)
-
-
-class StepClock:
-    """Counts optimizer steps, so that a cached weight cannot outlive an update that no version counter saw."""
-
-    ticks: int = 0
-
-
-class LowBitLinear(nn.Linear):
-    """A linear layer of the learner that also holds its weight in a number format, made anew after each update.
-
-    Parameters keep their names, shapes and dtypes; what is derived from them is no buffer, so a checkpoint of the
-    plain model fits. Subclasses say how the low-bit weight is used.
-    """
-
-    layer_name: str
-    format: NumberFormat
-    clock: StepClock
-    siblings: tuple["LowBitLinear", ...]
-    _cached: tuple[Any, QuantizedWeight] | None
-    _amax: tuple[Any, Tensor] | None
-    _prepared: dict[Any, Any]
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, name: str, format: NumberFormat, clock: StepClock) -> "LowBitLinear":
-        """Return the layer that takes the place of `linear` and owns its parameters."""
-        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        layer.weight, layer.bias = linear.weight, linear.bias
-        layer.train(linear.training)
-        layer.layer_name, layer.format, layer.clock = name, format, clock
-        layer.siblings = (layer,)
-        object.__setattr__(layer, "_prepared", {})
-        layer.drop_cache()
-        return layer
-
-    def _weight_version(self) -> tuple[int, int, int]:
-        # Optimizers and checkpoints write in place, which raises the version; a replaced tensor has another address.
-        return self.weight._version, self.weight.data_ptr(), self.clock.ticks
-
-    def quantized(self) -> QuantizedWeight:
-        """Return the weight in the format, quantized once per version of it."""
-        shares = self.format.shares_amax and len(self.siblings) > 1
-        key = tuple(part._weight_version() for part in self.siblings) if shares else self._weight_version()
-        if self._cached is None or self._cached[0] != key:
-            # not an inference tensor, even when a validation comes first: the next training step reuses it
-            with torch.inference_mode(False), torch.no_grad():
-                shared = torch.stack([part._own_amax() for part in self.siblings]).amax() if shares else None
-                self._cached = (key, quantize_named(self.format, self.layer_name, self.weight, shared))
-            self._prepared.clear()
-        return self._cached[1]
-
-    def _own_amax(self) -> Tensor:
-        key = self._weight_version()
-        if self._amax is None or self._amax[0] != key:
-            self._amax = (key, self.weight.detach().abs().amax())
-        return self._amax[1]
-
-    def prepared(self, dtype: torch.dtype) -> PreparedWeight:
-        """Return the operand of the format's GEMM for inputs of `dtype`, made once per version of the weight."""
-        q = self.quantized()
-        if dtype not in self._prepared:
-            with torch.inference_mode(False), torch.no_grad():
-                self._prepared[dtype] = self.format.prepare(q, dtype)
-        return self._prepared[dtype]
-
-    def drop_cache(self) -> None:
-        """Forget the low-bit weight, as after a move to another device."""
-        self._cached, self._amax = None, None
-        self._prepared.clear()
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "LowBitLinear":
-        super()._apply(fn, recurse)
-        self.drop_cache()
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LowBitLinear":
-        copied = self.__class__.__new__(self.__class__)
-        memo[id(self)] = copied
-        copied.__dict__.update({key: deepcopy(value, memo) for key, value in self.__getstate__().items()})
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        # what is derived from the weight is made again from the copy's own
-        return {**self.__dict__, "_cached": None, "_amax": None, "_prepared": {}}
-
-
-def autocast_input(x: Tensor) -> Tensor:
-    """Return `x` in the autocast dtype of its device, as a plain linear layer would cast it."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 class QuantizedPrecision(PublishingPrecision):
@@ -123,6 +40,7 @@ class QuantizedPrecision(PublishingPrecision):
     """
 
     layer_class: type[LowBitLinear]
+    expert_class: type[LowBitExpert]
     trains_format = True
 
     def __init__(
@@ -157,18 +75,22 @@ class QuantizedPrecision(PublishingPrecision):
             )
         check_quantizable(network, self.format.name, self.exclude, "the plugin's exclude")
         chosen = quantizable_linears(network, self.exclude)
-        check_shapes(self.format, chosen)
+        check_shapes(self.format, quantizable_layers(network, self.exclude))
         clock, format, layer_class = self.clock, self.format, self.layer_class
         report = swap_linears(
             network,
             lambda name, linear: layer_class.from_linear(linear, name, format, clock),
             lambda name, linear: name in chosen,
         )
-        layers = self.layers(module)
-        for names in fused_groups(layers).values():
-            group = tuple(layers[name] for name in names)
+        linears = {name: layer for name, layer in self.layers(module).items() if isinstance(layer, LowBitLinear)}
+        for names in fused_groups(linears).values():
+            group = tuple(linears[name] for name in names)
             for layer in group:
                 layer.siblings = group
+        for name, stack in expert_stacks(network, self.exclude).items():
+            plain = network.get_submodule(name)
+            if not isinstance(plain, LowBitExperts):
+                network.set_submodule(name, LowBitExperts(stack, plain, self.expert_class, format, clock))
         if self.report is None:
             log.info("%s: %s, as %s", type(self).__name__, report, self.format.name)
         if report.swapped or self.report is None:
@@ -181,9 +103,15 @@ class QuantizedPrecision(PublishingPrecision):
         self.clock.ticks += 1
         return result
 
-    def layers(self, module: nn.Module) -> dict[str, LowBitLinear]:
-        """Return the low-bit layers of a module or a policy, by checkpoint name."""
-        return {name: part for name, part in network_of(module).named_modules() if isinstance(part, LowBitLinear)}
+    def layers(self, module: nn.Module) -> dict[str, LowBitWeight]:
+        """Return the low-bit layers of a module or a policy by checkpoint name, experts one by one."""
+        found: dict[str, LowBitWeight] = {}
+        for name, part in network_of(module).named_modules():
+            if isinstance(part, LowBitLinear):
+                found[name] = part
+            elif isinstance(part, LowBitExperts):
+                found |= part.weights
+        return found
 
     @override
     def source(
@@ -210,9 +138,7 @@ class LowBitSource(WeightSource):
 
     @override
     def shapes(self) -> dict[str, tuple[int, int]]:
-        return {
-            name: (layer.out_features, layer.in_features) for name, layer in self.plugin.layers(self.policy).items()
-        }
+        return {name: layer.shape for name, layer in self.plugin.layers(self.policy).items()}
 
     @override
     def held(self) -> Held:

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lit_qrl import formats
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, listed
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.network.adapters import base_weights, merged_weights
+from lit_qrl.network.expert_list import ExpertList
+from lit_qrl.network.experts import ExpertStack, expert_stacks
 from lit_qrl.network.linears import SwapReport, check_quantizable, fused_groups, quantizable_linears
 from lit_qrl.network.names import base_of, checkpoint_modules, checkpoint_name, is_adapter, put_layer
 from lit_qrl.network.quantized_linear import leave_to_each_rank
@@ -103,7 +105,15 @@ class PackedLoRA(QuantizedPrecision):
             for name, layer in quantizable_linears(network, self.exclude).items()
             if not layer.weight.requires_grad  # a copy that is trained beside the adapter stays as it is
         }
-        if not linears:
+        stacks = expert_stacks(network, self.exclude)
+        if stacks and self.share_weights:
+            raise ConfigError(
+                f"{type(self).__name__} cannot share experts with the engine, whose layout of them is not known.",
+                expected="share_weights: false, or a model without experts",
+                given=f"share_weights: true with {next(iter(stacks))}",
+                remedy="Set it to false.",
+            )
+        if not linears and not stacks:
             raise ConfigError(
                 "No linear layer of the policy matched, so nothing would be packed.",
                 expected="at least one nn.Linear beside the output embedding and the routers",
@@ -111,10 +121,18 @@ class PackedLoRA(QuantizedPrecision):
                 remedy="Correct the plugin's `exclude` globs, or use a model made of nn.Linear layers.",
             )
         base: PackedBase | None = getattr(policy, "packed_base", None)
+        if base is not None and stacks:
+            raise ConfigError(
+                f"{type(self).__name__} packs no experts over {base.folder}, which is quantized already.",
+                expected="the plain checkpoint, or '*.experts' in the plugin's exclude",
+                given=listed(stacks, 2),
+                remedy="Start from the plain checkpoint, whose experts are packed when it is read.",
+            )
         if base is not None:
             held = base.select(self.format, self.exclude, linears)
             linears = {name: linears[name] for name in linears if name in held}
-        check_shapes(self.format, linears)
+        experts = {name: shape for stack in stacks.values() for name, shape in stack.layers().items()}
+        check_shapes(self.format, {**linears, **experts})
         deferred: DeferredWeights | None = getattr(policy, "deferred", None)
         for names in fused_groups(linears).values():
             if base is not None:
@@ -132,6 +150,11 @@ class PackedLoRA(QuantizedPrecision):
             del parts
             for name in names:
                 self._pack(network, name, linears.pop(name), shared)
+        for name, stack in stacks.items():
+            plain = network.get_submodule(name)
+            if deferred is not None:
+                deferred.fill(plain)
+            self._pack_experts(network, stack, plain)
         if deferred is not None:
             deferred.fill_all()
             policy.deferred = None
@@ -148,12 +171,29 @@ class PackedLoRA(QuantizedPrecision):
             yield
 
     def _pack(self, network: nn.Module, name: str, linear: nn.Linear, shared: Tensor | None) -> None:
-        home = linear.weight.device
+        self._place(network, name, linear, self._quantized(name, linear.weight.detach(), shared))
+
+    def _quantized(self, name: str, weight: Tensor, shared: Tensor | None) -> QuantizedWeight:
+        home = weight.device
         # a weight waiting on the host is packed where that is fast, one layer at a time
         device = torch.device("cuda") if torch.cuda.is_available() else home
-        q = quantize_named(self.format, name, linear.weight.detach().to(device), shared)
+        q = quantize_named(self.format, name, weight.to(device), shared)
         held = [None if part is None else part.to(home) for part in (q.scales, q.global_scale)]
-        self._place(network, name, linear, QuantizedWeight(q.codes.to(home), held[0], held[1], q.format, q.shape))
+        return QuantizedWeight(q.codes.to(home), held[0], held[1], q.format, q.shape)
+
+    def _pack_experts(self, network: nn.Module, stack: ExpertStack, plain: nn.Module) -> None:
+        """Put experts that are packed one by one in the place of a stack."""
+        weights = {matrix: plain.get_parameter(matrix).detach() for matrix in stack.parts}
+        apart = ExpertList(stack, plain, lambda shape: PackedLinear(self.format, shape, cache=False))
+        layers = {name: layer for name, layer in apart.named_modules() if isinstance(layer, PackedLinear)}
+        for matrix in stack.parts:
+            slices = dict(stack.named(matrix, weights.pop(matrix)))
+            for names in fused_groups(slices).values():
+                parts = {name: slices[name] for name in names}
+                shared = shared_amax(parts) if self.format.shares_amax and len(parts) > 1 else None
+                for name, part in parts.items():
+                    layers[name.removeprefix(f"{stack.name}.")].set_weight(self._quantized(name, part, shared))
+        network.set_submodule(stack.name, apart)
 
     def _place(self, network: nn.Module, name: str, linear: nn.Linear, q: QuantizedWeight) -> None:
         packed: Any = PackedLinear.from_linear(linear, self.format, cache=False)

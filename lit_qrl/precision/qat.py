@@ -13,7 +13,8 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats import FP8Block
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.support import require_fp8, tell_emulated
-from lit_qrl.precision.base import LowBitLinear, QuantizedPrecision, autocast_input, device_of, network_of
+from lit_qrl.precision.base import QuantizedPrecision, device_of, network_of
+from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitLinear, LowBitWeight
 from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
 from lit_qrl.precision.vllm_kernels.choice import Kernel, KernelChoice
 
@@ -25,7 +26,7 @@ class _StraightThrough(torch.autograd.Function):
     """The format's GEMM forward; backward the gradients of `x @ W.T + b`, of its own operands or of those before."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "AlignedLinear") -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "AlignedWeight") -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.has_bias = layer, bias is not None
         out = layer.multiply(x, None if bias is None else bias.to(x.dtype))
@@ -47,16 +48,11 @@ class _StraightThrough(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-class AlignedLinear(LowBitLinear):
-    """A linear layer that multiplies as the sampler does and learns as a plain one."""
+class AlignedWeight(LowBitWeight):
+    """A weight that is multiplied as the sampler does and learns as a plain one."""
 
     choice: KernelChoice | None = None
     backward_operands: Backward = "dequantized"
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in) of the weight."""
-        return self.out_features, self.in_features
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return `x @ Q(W).T + b`, by the sampler's kernel where the plugin takes it."""
@@ -83,9 +79,17 @@ class AlignedLinear(LowBitLinear):
         """Return what the output's gradient is multiplied by for that of the weight: Q(x) multiplied out, or x."""
         return x if self.backward_operands == "high_precision" else self.format.dequantized_input(x)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return `x @ Q(W).T + b` in the format's arithmetic: "... in" -> "... out"."""
-        return _StraightThrough.apply(autocast_input(input), self.weight, self.bias, self)  # pyright: ignore
+    @override
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _StraightThrough.apply(x, weight, bias, self)  # pyright: ignore
+
+
+class AlignedLinear(AlignedWeight, LowBitLinear):
+    """A linear layer that multiplies as the sampler does and learns as a plain one."""
+
+
+class AlignedExpert(AlignedWeight, LowBitExpert):
+    """A matrix of one expert that multiplies as the sampler does and learns as a plain one."""
 
 
 class QATAligned(QuantizedPrecision):
@@ -120,6 +124,7 @@ class QATAligned(QuantizedPrecision):
     """
 
     layer_class = AlignedLinear
+    expert_class = AlignedExpert
 
     def __init__(
         self,
@@ -170,10 +175,9 @@ class QATAligned(QuantizedPrecision):
         tell_emulated("QATAligned", self.format, device)
         if layers:
             dtype = torch.bfloat16 if self.autocast == "bf16" else next(iter(layers.values())).weight.dtype
-            shapes = {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
-            self.choice.require(shapes, dtype)
+            self.choice.require({name: layer.shape for name, layer in layers.items()}, dtype)
         for layer in layers.values():
-            assert isinstance(layer, AlignedLinear)
+            assert isinstance(layer, AlignedWeight)
             layer.choice, layer.backward_operands = self.choice, self.backward_operands
         if isinstance(self.format, FP8Block):
             quantize_in_passing(network_of(module), AlignedLinear, columns=False, choice=self.fuse)

@@ -1,7 +1,7 @@
 """What a publish is made of: the learner's weights as streams, and the plugin that says which streams those are."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.formats.dense import Dense
 from lit_qrl.network.adapters import base_weights
-from lit_qrl.network.linears import quantizable_linears
+from lit_qrl.network.experts import expert_stacks, unstacked
+from lit_qrl.network.linears import quantizable_layers, quantizable_linears
 from lit_qrl.network.names import kept_in_fp32
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.precision.vllm_kernels.borrowed import WeightStore
@@ -52,8 +53,11 @@ class WeightSource:
 
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Return (out, in) of every layer that goes out in the format, by checkpoint name."""
-        linears = quantizable_linears(self.policy.network, self.exclude, self.head)
-        return {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+        network = self.policy.network
+        if self.format is None or isinstance(self.format, Dense):  # experts go out as the learner has them, in one
+            linears = quantizable_linears(network, self.exclude, self.head)
+            return {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+        return quantizable_layers(network, self.exclude, self.head)
 
     def held(self) -> Held | None:
         """Return how codes that the learner holds are had, or None where all are made for the publish."""
@@ -72,8 +76,12 @@ class WeightSource:
         """Yield the learner's weights in its own dtype, an adapter merged in."""
         return self._stream(self.policy.named_weights(), None, (), dtype)
 
-    def _stream(self, *arguments: Any) -> Named:
-        return weight_stream(*arguments, kept=kept_in_fp32(self.policy.network))
+    def _stream(self, named: Named, format: NumberFormat | None, layers: Collection[str], *more: Any) -> Named:
+        network = self.policy.network
+        if not isinstance(format, Dense):
+            chosen = frozenset(layers)
+            named = unstacked(named, {name: one for name, one in expert_stacks(network).items() if one.within(chosen)})
+        return weight_stream(named, format, layers, *more, kept=kept_in_fp32(network))
 
     def adapter(self, dtype: torch.dtype | None) -> Named:
         """Yield the adapter's factors under PEFT's names."""

@@ -11,10 +11,11 @@ from typing_extensions import override
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.fp8_block import BLOCK, FP8Block
 from lit_qrl.formats.support import tell_emulated
-from lit_qrl.network.linears import quantizable_linears
-from lit_qrl.precision.base import LowBitLinear, QuantizedPrecision, autocast_input, device_of, network_of
+from lit_qrl.network.linears import quantizable_layers
+from lit_qrl.precision.base import QuantizedPrecision, device_of, network_of
 from lit_qrl.precision.layers import block_fp8
 from lit_qrl.precision.layers.block_fp8 import Backend, Operand
+from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitLinear, LowBitWeight
 from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ class _BlockScaled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "UnifiedLinear", learns: bool
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "UnifiedWeight", learns: bool
     ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         # The weight's gradient sums over tokens, so the input is kept quantized along them.
@@ -35,7 +36,8 @@ class _BlockScaled(torch.autograd.Function):
         out = layer.backend.multiply(along, layer.operands()[0], x.dtype, added)[: flat.shape[0]]
         ctx.layer, ctx.shape, ctx.has_bias, ctx.weight_dtype = layer, x.shape, bias is not None, weight.dtype
         ctx.save_for_backward(*(() if across is None else (across.codes, across.scale)))
-        return out.view(*x.shape[:-1], out.shape[-1])
+        # no view in autograd's eyes: a model may add to it in place, as Llama 4's does
+        return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], out.shape[-1]])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -55,8 +57,8 @@ class _BlockScaled(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None
 
 
-class UnifiedLinear(LowBitLinear):
-    """A linear layer whose three GEMMs are block-scaled FP8."""
+class UnifiedWeight(LowBitWeight):
+    """A weight whose three GEMMs are block-scaled FP8."""
 
     backend: Backend
 
@@ -68,10 +70,18 @@ class UnifiedLinear(LowBitLinear):
                 self._prepared["operands"] = self.backend.weight(q)
         return self._prepared["operands"]
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return `x @ W.T + b`: "... in" -> "... out"."""
-        learns = self.weight.requires_grad and torch.is_grad_enabled()
-        return _BlockScaled.apply(autocast_input(input), self.weight, self.bias, self, learns)  # pyright: ignore
+    @override
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        learns = weight.requires_grad and torch.is_grad_enabled()
+        return _BlockScaled.apply(x, weight, bias, self, learns)  # pyright: ignore
+
+
+class UnifiedLinear(UnifiedWeight, LowBitLinear):
+    """A linear layer whose three GEMMs are block-scaled FP8."""
+
+
+class UnifiedExpert(UnifiedWeight, LowBitExpert):
+    """A matrix of one expert whose three GEMMs are block-scaled FP8."""
 
 
 class UnifiedFP8(QuantizedPrecision):
@@ -95,6 +105,7 @@ class UnifiedFP8(QuantizedPrecision):
     """
 
     layer_class = UnifiedLinear
+    expert_class = UnifiedExpert
 
     def __init__(
         self,
@@ -127,23 +138,19 @@ class UnifiedFP8(QuantizedPrecision):
             block_fp8.require(self._asked, device)
         assert self.backend is not None
         if self.backend.name != "emulate":
-            self._check_shapes(quantizable_linears(network_of(module), self.exclude))
+            self._check_shapes(quantizable_layers(network_of(module), self.exclude))
         elif self._asked == "auto":
             tell_emulated("UnifiedFP8", self.format, device)
         super().convert_module(module)
         for layer in self.layers(module).values():
-            assert isinstance(layer, UnifiedLinear)
+            assert isinstance(layer, UnifiedWeight)
             layer.backend = self.backend
         if self.fuse is True or self.backend.name == "torch":
             quantize_in_passing(network_of(module), UnifiedLinear, columns=True, choice=self.fuse)
         return module
 
-    def _check_shapes(self, layers: dict[str, nn.Linear]) -> None:
-        odd = [
-            f"{name} {(layer.out_features, layer.in_features)}"
-            for name, layer in layers.items()
-            if layer.out_features % BLOCK or layer.in_features % BLOCK
-        ]
+    def _check_shapes(self, layers: dict[str, tuple[int, int]]) -> None:
+        odd = [f"{name} {shape}" for name, shape in layers.items() if shape[0] % BLOCK or shape[1] % BLOCK]
         if odd:
             raise ConfigError(
                 f"{len(odd)} layers do not fit the FP8 GEMM: {', '.join(odd[:4])}{' …' if len(odd) > 4 else ''}.",

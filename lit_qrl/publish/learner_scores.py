@@ -10,6 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.network.adapters import merged_tensors
+from lit_qrl.network.experts import ExpertStack, expert_stacks, experts_output
 from lit_qrl.network.linears import fused_groups, quantizable_linears
 from lit_qrl.network.modes import evaluating
 from lit_qrl.network.names import base_of, checkpoint_modules, is_adapted
@@ -94,6 +95,8 @@ def computing_as(
         yield
         return
     layers: dict[str, nn.Module] = dict(quantizable_linears(network, exclude, head))
+    modules = {name: base_of(module) for name, module in checkpoint_modules(network)}
+    stacks = {modules[name]: stack for name, stack in expert_stacks(network, exclude).items()}
     if merged:
         layers = {name: module for name, module in checkpoint_modules(network) if name in layers}
     try:
@@ -101,9 +104,11 @@ def computing_as(
             group = {name: layers[name] for name in members}
             for name, module in group.items():
                 module.forward = _forward(name, group, format, dtype)
+        for module, stack in stacks.items():
+            module.forward = _experts_forward(stack, module, format, dtype)
         yield
     finally:
-        for module in layers.values():
+        for module in (*layers.values(), *stacks):
             del module.forward
 
 
@@ -114,6 +119,20 @@ def _forward(name: str, group: Mapping[str, nn.Module], format: NumberFormat, dt
             shared = shared_amax({key: _weight(module, dtype) for key, module in group.items()})
         module = group[name]
         return format.linear(x, format.quantize(_weight(module, dtype), shared), base_of(module).bias)
+
+    return forward
+
+
+def _experts_forward(stack: ExpertStack, module: Any, format: NumberFormat, dtype: torch.dtype | None) -> Any:
+    def multiply(expert: int, matrix: str, rows: Tensor) -> list[Tensor]:
+        one = module.get_parameter(matrix).detach()[expert].to(dtype)
+        parts = dict(zip(stack.parts[matrix], stack.parts_of(matrix, one), strict=True))
+        shared = shared_amax(parts) if format.shares_amax and len(parts) > 1 else None
+        made = [format.quantize(part.contiguous(), shared) for part in parts.values()]
+        return [format.linear(rows, q) for q in made]
+
+    def forward(hidden: Tensor, chosen: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        return experts_output(stack, module, multiply, hidden, chosen, weights)
 
     return forward
 

@@ -17,6 +17,7 @@ from lit_qrl.errors import ConfigError, listed
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.numerics import NONFINITE_REMEDY
 from lit_qrl.formats.support import row_of
+from lit_qrl.network.experts import expert_stacks
 from lit_qrl.network.folder import FolderReader, FolderWriter, appearing, copy_side_files, read_config
 from lit_qrl.network.linears import check_quantizable, fused_group, fused_groups, quantizable_linears
 from lit_qrl.network.names import kept_in_fp32, stored_names
@@ -170,6 +171,15 @@ def _skeleton(source: Path) -> Any:
 
 def _chosen(network: Any, format: NumberFormat, exclude: Sequence[str]) -> dict[str, nn.Linear]:
     check_quantizable(network, format.name, exclude, "--exclude")
+    stacks = expert_stacks(network, exclude)
+    if stacks:
+        raise ConfigError(
+            f"Experts are quantized at each publish alone; a folder with experts in {format.name} is not written.",
+            expected="a model without experts",
+            given=listed(stacks, 2),
+            remedy="Set publisher.format, or a precision plugin's format, to have them so in a run; the plain folder "
+            "(lit-qrl export --format bf16 or fp32) is what other tools start from.",
+        )
     layers = quantizable_linears(network, exclude)
     if not layers:
         raise ConfigError(

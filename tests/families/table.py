@@ -473,7 +473,7 @@ def settings(family: Family) -> list[str]:
     options = ["--data.max_prompt_tokens", "64"]
     if family.kind == "state":
         options += ["--data.engine", "VLLMEngine"]
-    if family.kind in ("experts", "state") or family.model_type == "gpt2":
+    if family.kind == "state" or family.model_type == "gpt2":
         options += ["--publisher.format", "bf16"]
     return options
 

@@ -12,10 +12,11 @@ from lit_qrl.network.adapters import (
     starts_from_base,
     with_adapter,
 )
-from lit_qrl.network.names import base_of, put_layer
+from lit_qrl.network.linears import quantizable_linears
+from lit_qrl.network.names import base_of, checkpoint_modules, is_adapted, put_layer
 from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.network.structure import outline
-from tests.families.configs import BY_TYPE
+from tests.families.configs import BY_TYPE, random_network
 from tests.networks import build_network
 
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"
@@ -139,13 +140,25 @@ def test_an_adapter_that_does_not_fit_names_the_layers():
         with_adapter(build_network(), lora(target_modules=["nowhere"]), "it")
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3", "llama4_text"])
-def test_an_adapter_of_experts_is_refused_and_names_what_it_may_adapt(kind):
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3", "llama4_text", "gpt_oss"])
+def test_all_linear_adapts_linear_layers_and_leaves_experts_and_routers(kind):
     lora = LoraConfig(r=2, target_modules="all-linear")
-    with pytest.raises(ConfigError, match=r"experts or routers.*o_proj.*target_modules"):
-        check_fits(outline(BY_TYPE[kind].config()), lora, "a model")
+    check_fits(outline(BY_TYPE[kind].config()), lora, "a model")
     assert lora.target_modules == "all-linear"  # the user's own is left alone
-    check_fits(outline(BY_TYPE[kind].config()), LoraConfig(r=2, target_modules=["o_proj"]), "a model")
+    network = random_network(BY_TYPE[kind])
+    expected = set(quantizable_linears(network))
+    with_adapter(network, lora, "a model")
+    assert {name for name, module in checkpoint_modules(network) if is_adapted(module)} == expected
+    assert expected
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "llama4_text"])
+def test_an_adapter_of_experts_is_refused_and_names_what_it_may_adapt(kind):
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    with pytest.raises(ConfigError, match=r"experts or routers.*o_proj.*target_modules"):
+        check_fits(
+            outline(BY_TYPE[kind].config()), LoraConfig(r=2, target_modules=["o_proj"], target_parameters=names), "it"
+        )
 
 
 def test_rows_of_an_embedding_that_are_trained_are_merged_under_the_models_own_name():

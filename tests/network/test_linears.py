@@ -1,13 +1,17 @@
+import math
+
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.network.experts import expert_weights
 from lit_qrl.network.linears import (
     check_quantizable,
-    expert_weights,
     fused_group,
     fused_groups,
+    quantizable_layers,
     quantizable_linears,
     swap_linears,
 )
@@ -143,10 +147,22 @@ def test_experts_are_found_by_their_shape_and_routers_beside_them(kind):
     network = outline(BY_TYPE[kind].config())
     assert {name.rpartition(".")[2] for name in expert_weights(network)} == {"gate_up_proj", "down_proj"}
     assert not any(name.endswith(("router", "gate")) for name in quantizable_linears(network))
-    with pytest.raises(ConfigError, match=r"parameters are weights of experts.*exclude"):
+    check_quantizable(network, "nvfp4")
+    layers, linears = quantizable_layers(network), quantizable_linears(network)
+    numbers = sum(math.prod(shape) for name, shape in layers.items() if name not in linears)
+    assert numbers == sum(parameter.numel() for parameter in expert_weights(network).values())
+    assert set(quantizable_layers(network, ["*.experts"])) == set(linears)
+    with pytest.raises(ConfigError, match=r"split the experts.*'\*.experts'"):
+        check_quantizable(network, "nvfp4", ["*.experts.1.*"])
+
+
+def test_experts_that_lie_in_an_unknown_way_are_refused_until_they_are_left_out():
+    network = nn.ModuleDict({"up_proj": nn.Linear(2, 2), "experts": nn.Module()})
+    network["experts"].weight = nn.Parameter(torch.zeros(4, 2, 2))
+    with pytest.raises(ConfigError, match=r"does not apply to the experts.*experts.weight.*publisher.exclude"):
         check_quantizable(network, "nvfp4")
-    check_quantizable(network, "nvfp4", ["*.experts"])
-    check_quantizable(network, "nvfp4", ["*.experts.*"])
+    check_quantizable(network, "nvfp4", ["experts"])
+    check_quantizable(network, "nvfp4", ["experts.*"])
 
 
 def test_transposed_layers_are_refused():

@@ -8,7 +8,8 @@ from torch import nn
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.precision import QATAligned
-from lit_qrl.precision.base import StepClock, autocast_input, check_shapes, network_of
+from lit_qrl.precision.base import check_shapes, network_of
+from lit_qrl.precision.layers.low_bit import StepClock, autocast_input
 from lit_qrl.precision.qat import AlignedLinear
 from lit_qrl.precision.source import unchanged
 from tests.precision.toy import LINEARS, Module, Policy, network

@@ -13,8 +13,8 @@ from lit_qrl.formats.base import QuantizedWeight
 from lit_qrl.formats.kernels import activations as acts
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.precision import NVFP4LoRA, QATAligned, UnifiedFP8
-from lit_qrl.precision.base import StepClock
 from lit_qrl.precision.layers import block_fp8
+from lit_qrl.precision.layers.low_bit import StepClock
 from lit_qrl.precision.packed_lora import PackedLinear
 from lit_qrl.precision.source import unchanged
 from lit_qrl.precision.unified_fp8 import UnifiedLinear

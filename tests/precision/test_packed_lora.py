@@ -1,3 +1,6 @@
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import LoraConfig
@@ -5,17 +8,23 @@ from torch import nn
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
+from lit_qrl.network.adapters import merged_weights, with_adapter
 from lit_qrl.network.linears import swap_linears
+from lit_qrl.network.names import is_adapted
 from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.precision.packed_lora import NVFP4LoRA, PackedLoRA, fingerprint_of
+from lit_qrl.precision.source import WeightSource, unchanged
+from tests.families.configs import BY_TYPE, random_network
 from tests.precision.toy import LINEARS, Module, Policy, batches, fit, network, resumed_equals_uninterrupted, trainer
+from tests.stacked_experts import rounded
 
 FORMATS = {"nvfp4": {}, "mxfp4": {}, "nf4": {}, "int4_group": {"group_size": 32}}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def lora(targets=ALL, **options):
-    return LoraConfig(r=4, lora_alpha=8, target_modules=list(targets), init_lora_weights=False, **options)
+    targets = targets if isinstance(targets, str) else list(targets)
+    return LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False, **options)
 
 
 def plugin(name="nvfp4", **options):
@@ -246,3 +255,63 @@ def test_dequantization_compiles_into_one_graph(name):
 
     compiled = torch.compile(dequantize, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(q.codes, q.scales, q.global_scale), format.dequantize(q, torch.bfloat16))
+
+
+def packed_experts(kind, format="nvfp4"):
+    """Return a model with stacked experts under an adapter, its base packed, and what the base was before."""
+    plain = random_network(BY_TYPE[kind])
+    torch.manual_seed(1)
+    model = with_adapter(copy.deepcopy(plain), lora("all-linear"), "it")
+    policy = SimpleNamespace(network=model.get_base_model(), model=model, lora=True)
+    policy.named_weights = lambda: merged_weights(policy.network)
+    packer = plugin(format)
+    packer.configure_policy(policy)
+    return policy, packer, plain
+
+
+def lora_off(policy):
+    for module in policy.network.modules():
+        if is_adapted(module):
+            module.enable_adapters(False)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "llama4_text"])
+def test_packed_experts_compute_as_their_codes_stand_for_and_pass_gradients_on(kind):
+    policy, packer, plain = packed_experts(kind)
+    network, ids = policy.network, torch.arange(3, 13)[None]
+    expected = rounded(kind, plain, packer.format)
+    trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
+    assert all("lora_" in name for name in trained)
+    assert not any(parameter.ndim == 3 for parameter in network.parameters())
+    network(ids).logits.log_softmax(-1)[..., 5].sum().backward()
+    first = network.get_parameter(next(name for name in trained if ".layers.0." in name and "lora_B" in name))
+    assert first.grad.abs().sum() > 0  # through the experts of both layers
+    lora_off(policy)
+    with torch.no_grad():
+        torch.testing.assert_close(network(ids).logits, expected(ids).logits, atol=1e-4, rtol=1e-5)
+    merged = dict(merged_weights(network))
+    assert set(merged) == {name for name, _ in plain.named_parameters()}
+    for name, parameter in expected.named_parameters():
+        if parameter.ndim == 3:
+            torch.testing.assert_close(merged[name], parameter.detach(), atol=1e-6, rtol=1e-6)
+
+
+def test_a_packed_base_with_experts_goes_out_as_it_is_held():
+    policy, packer, plain = packed_experts("qwen3_moe")
+    source = packer.source(policy, packer.format)
+    sent = dict(source.base(None))
+    codes = dict(
+        WeightSource(SimpleNamespace(network=plain, named_weights=plain.named_parameters), packer.format).base(None)
+    )
+    assert set(sent) == set(codes)
+    assert all(torch.equal(tensor.view(torch.uint8), sent[name].view(torch.uint8)) for name, tensor in codes.items())
+    assert len([name for name in sent if ".experts." in name and name.endswith("packed")]) == 2 * 4 * 3
+    other = packer.source(policy, formats.get("fp8_row"))  # the sum of base and adapter, in another format
+    names = set(dict(other.whole(unchanged, None)))
+    assert "model.layers.1.mlp.experts.3.up_proj.weight_scale" in names
+
+
+def test_experts_cannot_be_shared_with_the_engine():
+    model = with_adapter(random_network(BY_TYPE["qwen3_moe"]), lora("all-linear"), "it")
+    with pytest.raises(ConfigError, match=r"cannot share experts.*share_weights: false"):
+        plugin(share_weights=True).configure_policy(SimpleNamespace(network=model.get_base_model(), lora=True))

@@ -7,7 +7,7 @@ from torch import nn
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.stream import weight_stream
-from lit_qrl.precision.base import StepClock
+from lit_qrl.precision.layers.low_bit import StepClock
 from lit_qrl.precision.qat import AlignedLinear, QATAligned
 from lit_qrl.precision.source import unchanged
 from tests.precision.toy import (

@@ -8,8 +8,9 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats import FP8Block
 from lit_qrl.formats.kernels import gemm
 from lit_qrl.network.stream import weight_stream
-from lit_qrl.precision.base import StepClock, device_of
+from lit_qrl.precision.base import device_of
 from lit_qrl.precision.layers import block_fp8
+from lit_qrl.precision.layers.low_bit import StepClock
 from lit_qrl.precision.source import unchanged
 from lit_qrl.precision.unified_fp8 import UnifiedFP8, UnifiedLinear
 from tests.formats.oracle import rounded_blocks, rounded_groups

@@ -10,7 +10,9 @@ from lit_qrl import formats
 from lit_qrl.network.linears import fused_groups, quantizable_linears
 from lit_qrl.network.stream import shared_amax
 from lit_qrl.publish.learner_scores import learner_scores
+from tests.families.configs import BY_TYPE, random_network
 from tests.networks import build_network
+from tests.stacked_experts import rounded
 
 TOKENS = [[3, 5, 7, 11, 2, 9, 4, 6], [8, 8, 3, 1, 0, 10, 12, 5]]
 
@@ -55,6 +57,20 @@ def test_weight_only_formats_are_those_of_the_dequantized_network(name, options)
         assert torch.allclose(score.double(), reference, atol=1e-4)
     assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
     assert "forward" not in vars(network.model.layers[0].mlp.up_proj)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_experts_are_those_of_the_rounded_network(kind):
+    network, format = random_network(BY_TYPE[kind]), formats.get("nvfp4")
+    network.set_experts_implementation("eager")  # the library's grouped GEMM takes no fp64
+    expected = loop_scores(rounded(kind, network, format), TOKENS)
+    for score, reference in zip(learner_scores(network, TOKENS, format), expected, strict=True):
+        assert torch.allclose(score.double(), reference, atol=1e-4)
+    plain = loop_scores(copy.deepcopy(network), TOKENS)
+    assert not torch.allclose(expected[0], plain[0], atol=1e-2)
+    left_out = learner_scores(network, TOKENS, format, exclude=["*"])
+    assert torch.allclose(left_out[0].double(), plain[0], atol=1e-4)
+    assert "forward" not in vars(network.model.layers[0].mlp.experts)
 
 
 def test_activations_are_quantized_too():

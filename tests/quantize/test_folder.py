@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -273,6 +274,13 @@ def test_shapes_excludes_and_values_that_do_not_fit(source, tmp_path):
     before = sorted(path.name for path in tmp_path.iterdir())
     failing("layers.1.mlp.up_proj", source, tmp_path / "out", formats.get("nvfp4"))
     nothing_left(tmp_path, before)
+
+
+def test_experts_are_not_written(tmp_path):
+    source = Path(model_folder(BY_TYPE["gpt_oss"], tmp_path / "model"))
+    with pytest.raises(ConfigError, match=r"at each publish alone.*layers.0.mlp.experts.*export --format bf16"):
+        quantize_checkpoint(source, tmp_path / "out", formats.get("int4_group"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_is_quantized_already(source, tmp_path):

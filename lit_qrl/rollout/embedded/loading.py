@@ -1,7 +1,7 @@
 """The embedded sampler's own modules, and how a stream of published tensors becomes their weights."""
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from lit_qrl.errors import nearest
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.network.attention import takes_registered
+from lit_qrl.network.expert_list import ExpertList
+from lit_qrl.network.experts import ExpertStack, expert_stacks
 from lit_qrl.network.names import kept_in_fp32
 from lit_qrl.network.padding_free import padded_attention
 from lit_qrl.network.quantized_linear import QuantizedLinear
@@ -64,6 +66,11 @@ class Modules:
             self.aliases.setdefault(owners.setdefault(id(parameter), name), []).append(name)
         self.shapes = {name: tuple(network.get_parameter(name).shape) for name in self.aliases}
         self.linears = {name for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+        self.stacks = expert_stacks(network)
+        self.experts: dict[str, ExpertStack] = {}
+        for stack in self.stacks.values():
+            for layer, shape in stack.layers().items():
+                self.experts[layer], self.shapes[f"{layer}.weight"] = stack, shape
         self.kept = kept_in_fp32(network)
         self.buffers = set(network.state_dict()) - {name for names in self.aliases.values() for name in names}
 
@@ -71,6 +78,14 @@ class Modules:
     def expected(self) -> set[str]:
         """Names of all tensors of the plain model; a tied weight counts once."""
         return set(self.aliases) | self.buffers
+
+    def expected_with(self, arrived: Collection[str]) -> set[str]:
+        """Return `expected` with the matrices of those experts of which any `arrived` in place of their stack."""
+        names = self.expected
+        for stack in {id(one): one for layer, one in self.experts.items() if f"{layer}.weight" in arrived}.values():
+            names -= {f"{stack.name}.{matrix}" for matrix in stack.parts}
+            names |= {f"{layer}.weight" for layer in stack.layers()}
+        return names
 
     def held(self, name: str) -> Tensor | None:
         """Return the tensor that the modules hold under a checkpoint name, or None."""
@@ -92,6 +107,9 @@ class Modules:
         for alias in self.aliases[name]:
             layer, _, suffix = alias.rpartition(".")
             module = self.network.get_submodule(layer)
+            if isinstance(module, ExpertList) and suffix in module.stack.parts:
+                module = module.plain
+                self.network.set_submodule(layer, module)
             if isinstance(module, QuantizedLinear) and suffix == "weight":
                 linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
                 linear._parameters["bias"] = module.bias
@@ -100,7 +118,9 @@ class Modules:
             module._parameters[suffix] = parameter
 
     def set_quantized(self, layer: str, tensors: dict[str, Tensor], format: NumberFormat, cache: bool) -> None:
-        """Give a layer its codes and scales, keyed by suffix."""
+        """Give a layer, or a matrix of one expert, its codes and scales, keyed by suffix."""
+        if layer in self.experts:
+            self._take_apart(self.experts[layer], format, cache)
         module: Any = self.network.get_submodule(layer)
         if not (isinstance(module, QuantizedLinear) and module.format == format):
             module = QuantizedLinear(format, self.shapes[f"{layer}.weight"], module.bias, cache)
@@ -112,6 +132,14 @@ class Modules:
                 f"{layer} arrived without {error.args[0]}. Expected: all tensors of a {format.name} layer together. "
                 f"Given: {', '.join(sorted(tensors))}."
             ) from None
+
+    def _take_apart(self, stack: ExpertStack, format: NumberFormat, cache: bool) -> None:
+        """Hold experts one by one, in a format."""
+        module: Any = self.network.get_submodule(stack.name)
+        if isinstance(module, ExpertList):
+            return
+        apart = ExpertList(stack, module, lambda shape: QuantizedLinear(format, shape, cache=cache))
+        self.network.set_submodule(stack.name, apart)
 
 
 class Loader:
@@ -155,10 +183,11 @@ class Loader:
         for name, tensor in tensors:
             self._take(name, tensor)
         self._close()
-        missing = sorted(self.modules.expected - set(self.layers))
+        expected = self.modules.expected_with(self.layers)
+        missing = sorted(expected - set(self.layers))
         if missing:
             raise RefusedError(
-                f"The publish is incomplete: {len(missing)} of {len(self.modules.expected)} tensors are missing. "
+                f"The publish is incomplete: {len(missing)} of {len(expected)} tensors are missing. "
                 f"Expected: {', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}. "
                 "The sampler is unusable until a whole publish arrives."
             )
@@ -176,10 +205,11 @@ class Loader:
         if layer != self._open[0]:
             self._close()
         modules = self.modules
-        codes = layer in modules.linears and tensor.dtype not in DTYPE_NAMES
+        quantizable = layer in modules.linears or layer in modules.experts
+        codes = quantizable and tensor.dtype not in DTYPE_NAMES
         if name in modules.buffers or (name in modules.aliases and not codes):
             self._plain(name, tensor)
-        elif layer in modules.linears and self.format is not None:
+        elif quantizable and self.format is not None:
             self._open = (layer, self._open[1])
             self._open[1][suffix] = tensor
         elif not any(name in names for names in modules.aliases.values()):

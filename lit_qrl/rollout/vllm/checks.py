@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, listed
 from lit_qrl.formats import support
+from lit_qrl.network.experts import expert_stacks
 from lit_qrl.network.linears import fused_groups, quantizable_linears
 from lit_qrl.network.names import base_of, checkpoint_modules
 from lit_qrl.rollout.vllm import cpu as vllm_cpu
@@ -222,6 +223,26 @@ def check_device_memory(network: nn.Module, bits_per_weight: float, share: float
             expected=f"more than {weights / 0.9 / GIB:.1f} GiB",
             given=f"{asked / GIB:.1f} GiB (data.engine.gpu_memory_utilization {share:g})",
             remedy="Raise it, or publish in a format of fewer bits.",
+        )
+
+
+def check_experts(network: nn.Module, format: "NumberFormat | None", exclude: Collection[str]) -> None:
+    """Raise `ConfigError` for experts in a format of 8 bits or less, whose places in vLLM's layers are not known.
+
+    Args:
+        network: the learner's model.
+        format: of the sampler's layers.
+        exclude: name patterns of the publisher.
+    """
+    if format is None or not format.quantization_config():
+        return
+    stacks = expert_stacks(network, exclude)
+    if stacks:
+        raise ConfigError(
+            f"VLLMEngine is not sent experts in {format.name}.",
+            expected="publisher.format: bf16, or '*.experts' in publisher.exclude, which leaves them plain",
+            given=listed(stacks, 2),
+            remedy="Set one of them, or use TransformersEngine, which holds experts in every format.",
         )
 
 

@@ -24,6 +24,7 @@ from lit_qrl.rollout.vllm.checks import (
     automatic_dtype,
     check_arguments,
     check_device_memory,
+    check_experts,
     check_format,
     check_length,
     check_operators,
@@ -132,6 +133,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
 
     def validate(self, spec: SamplerSpec) -> None:
         """Raise `ConfigError` for what cannot work on this host; called before any weight is loaded."""
+        self.spec = spec
         if spec.adapter is not None:
             check_adapter(spec.adapter, self.max_lora_rank)
         check_processes(self._arguments)
@@ -143,6 +145,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
     def check_model(self, network: torch.nn.Module) -> None:
         """Raise `ConfigError` for a model that the installed vLLM lacks or this host cannot run."""
         check_model(network)
+        check_experts(network, self.spec.format, self.spec.exclude)
 
     def setup(self, spec: SamplerSpec, policy: EnginePolicy) -> None:
         """Check the model against vLLM and the GPU's memory; the engine itself starts with the first weights."""
@@ -151,6 +154,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         learner = next(network.parameters()).dtype
         self.plain_dtype = dtype = DTYPES.get(self.dtype) or automatic_dtype(spec.format, learner)
         check_model(network, dtype)
+        check_experts(network, spec.format, spec.exclude)
         if torch.cuda.is_available():
             bits = self.format.bits_per_weight if self.format is not None else 8.0 * dtype.itemsize
             check_device_memory(network, bits, self.gpu_memory_utilization, sleeps=self.sleep_level > 0)

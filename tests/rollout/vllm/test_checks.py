@@ -9,12 +9,14 @@ from peft import LoraConfig
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.kernels import gemm
+from lit_qrl.network.structure import outline
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.vllm import checks as vllm_checks
 from lit_qrl.rollout.vllm import cpu as vllm_cpu
 from lit_qrl.rollout.vllm.checks import check_processes
 from lit_qrl.rollout.vllm.engine import VLLMEngine
 from lit_qrl.types import SamplingParams
+from tests.families.configs import BY_TYPE
 from tests.networks import build_network
 from tests.vllm_engines import build_engine, publish, sampler_format, tiny_network
 
@@ -23,6 +25,16 @@ def test_missing_installation_names_the_remedy(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"not installed.*0\.26.*pip install 'lit-qrl\[vllm\]'"):
         VLLMEngine().validate(SamplerSpec())
+
+
+def test_experts_in_few_bits_are_refused_and_left_out_or_plain_are_not():
+    network = outline(BY_TYPE["qwen3_moe"].config())
+    with pytest.raises(ConfigError, match=r"not sent experts in fp8_row.*bf16.*layers.0.mlp.experts.*TransformersEng"):
+        vllm_checks.check_experts(network, formats.get("fp8_row"), ())
+    vllm_checks.check_experts(network, formats.get("fp8_row"), ["*.experts"])
+    vllm_checks.check_experts(network, formats.get("bf16"), ())
+    vllm_checks.check_experts(network, None, ())
+    vllm_checks.check_experts(build_network(), formats.get("fp8_row"), ())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""Experts of one layer that are held apart, each with linear layers of its own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_qrl.network.experts import ExpertStack, activation, experts_output
+
+
+class ExpertList(nn.Module):
+    """What stands in the place of stacked experts: `0.gate_proj`, `0.up_proj`, `0.down_proj`, `1.gate_proj`, …
+
+    It computes as the family's own module does, with the same activation and biases, whose names and values it keeps.
+
+    Args:
+        stack: how they lay.
+        plain: the family's own module, which gives its matrices up.
+        linear: from a matrix's (out, in) to the layer that multiplies by it, without a bias.
+    """
+
+    is_swapped = True
+
+    def __init__(self, stack: ExpertStack, plain: nn.Module, linear: Callable[[tuple[int, int]], nn.Module]) -> None:
+        super().__init__()
+        self.stack = stack
+        self._plain = (plain,)  # no submodule: its matrices are gone, and its activation is wanted
+        for name, parameter in plain._parameters.items():
+            if name in stack.parts:
+                assert parameter is not None
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                plain._parameters[name] = nn.Parameter(empty, requires_grad=False)
+            else:
+                self._parameters[name] = parameter
+        leaves = [leaf for own in stack.parts.values() for leaf in own]
+        for expert in range(stack.count):
+            self.add_module(str(expert), nn.ModuleDict({leaf: linear(stack.shapes[leaf]) for leaf in leaves}))
+        self.train(plain.training)
+
+    @property
+    def plain(self) -> Any:
+        """The family's own module, with the biases that are held here."""
+        (plain,) = self._plain
+        for name, parameter in self._parameters.items():
+            plain._parameters[name] = parameter
+        return plain
+
+    def joined(self, read: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+        """Return the stacked parameters by name.
+
+        Args:
+            read: from a matrix's layer to its weight "out in".
+        """
+        start = len(self.stack.name) + 1 if self.stack.name else 0
+        return {
+            matrix: self.stack.joined(
+                matrix, {name: read(self.get_submodule(name[start:])) for name in self.stack.layers(matrix)}
+            )
+            for matrix in self.stack.parts
+        }
+
+    def forward(self, hidden_states: Tensor, chosen: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        """Return what the experts make of their tokens; the arguments are those of `routed`."""
+
+        def multiply(expert: int, matrix: str, rows: Tensor) -> list[Tensor]:
+            held: Any = self._modules[str(expert)]
+            return [held[leaf](rows) for leaf in self.stack.parts[matrix]]
+
+        return experts_output(self.stack, self, multiply, hidden_states, chosen, weights)
+
+    def _apply_gate(self, rows: Tensor) -> Tensor:
+        """Return what lies between the two products, as the family's module computes it."""
+        return activation(self._plain[0])(rows)

@@ -1,0 +1,332 @@
+"""Experts that a model holds in one tensor: which slice is whose matrix, under which name, and how they multiply.
+
+transformers stacks the experts of a layer into 3-D parameters, and checkpoints, engines and number formats know them
+one by one. An `ExpertStack` says how the two belong together; a number format sees every slice as the weight "out in"
+of a linear layer, named as checkpoints name it (`experts.3.gate_proj`), so that gate and up of one expert are a fused
+group like those of a dense layer. The way of such a weight:
+
+1. The learner holds the stack. `unstacked` cuts a stream of its tensors into slices, which are views, before
+   `weight_stream` quantizes them; in a publish without a format the stack goes out as it is.
+2. The embedded sampler, and a packed base, hold an `ExpertList`: a linear layer of codes for each slice
+   (`expert_list.py`). Precision plugins put layers over the learner's own stack (`precision/layers/experts.py`).
+3. All of them compute by `routed`, as do transformers' own implementations (`ALL_EXPERTS_FUNCTIONS`): tokens sorted by
+   expert, products of an expert's rows, the family's activation between them, and the sum over a token's experts.
+
+Routers are no part of it: they keep the learner's precision.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from lit_qrl.errors import ConfigError, listed
+from lit_qrl.network.names import base_of, checkpoint_modules
+from lit_qrl.network.structure import EXPERT_LAYOUTS, text_part
+
+_GATED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_UNGATED = {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """How the experts of one layer lie in its 3-D parameters.
+
+    Args:
+        name: of the module that holds them.
+        count: experts.
+        parts: by the name of a parameter, what its slices are called in a checkpoint: gate and up of one, or a single.
+        shapes: (out, in) of the matrices of one expert, by those names.
+        transposed: the parameters are "experts in out" rather than "experts out in".
+        interleaved: rows of gate and up alternate, rather than follow one another.
+    """
+
+    name: str
+    count: int
+    parts: Mapping[str, tuple[str, ...]]
+    shapes: Mapping[str, tuple[int, int]]
+    transposed: bool = False
+    interleaved: bool = False
+
+    def layers(self, matrix: str | None = None) -> dict[str, tuple[int, int]]:
+        """Return (out, in) of every expert's matrices by name, in the order of a stream.
+
+        Args:
+            matrix: the parameter that they lie in; None for all.
+
+        >>> shapes = {"up_proj": (4, 2), "down_proj": (2, 4)}
+        >>> stack = ExpertStack("experts", 1, _UNGATED, shapes)
+        >>> stack.layers()
+        {'experts.0.up_proj': (4, 2), 'experts.0.down_proj': (2, 4)}
+        """
+        return {
+            f"{self.name}.{expert}.{leaf}": self.shapes[leaf]
+            for one, leaves in self.parts.items()
+            if matrix in (None, one)
+            for expert in range(self.count)
+            for leaf in leaves
+        }
+
+    def within(self, layers: Collection[str]) -> bool:
+        """Return whether `layers` names the experts' matrices, which it does for all of them or for none."""
+        return next(iter(self.layers())) in layers
+
+    def split(self, matrix: str, stack: Tensor) -> list[tuple[Tensor, ...]]:
+        """Return for every expert its matrices "out in" that lie in a parameter: views, through which gradients flow.
+
+        Args:
+            matrix: the parameter's name.
+            stack: its values "experts · ·".
+        """
+        return [self.parts_of(matrix, one) for one in stack.unbind(0)]
+
+    def parts_of(self, matrix: str, one: Tensor) -> tuple[Tensor, ...]:
+        """Return the matrices "out in" that lie in one expert's part of a parameter."""
+        rows = one.t() if self.transposed else one
+        if len(self.parts[matrix]) == 1:
+            return (rows,)
+        return rows.unflatten(0, (-1, 2)).unbind(1) if self.interleaved else rows.chunk(2, dim=0)
+
+    def named(self, matrix: str, stack: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names of `layers` and their weights, views of a parameter's values."""
+        return zip(self.layers(matrix), (part for parts in self.split(matrix, stack) for part in parts), strict=True)
+
+    def joined(self, matrix: str, weights: Mapping[str, Tensor]) -> Tensor:
+        """Return what `named` takes apart.
+
+        Args:
+            matrix: the parameter's name.
+            weights: by the names of `layers`, "out in".
+        """
+        names, leaves = list(self.layers(matrix)), self.parts[matrix]
+        stack = []
+        for first in range(0, len(names), len(leaves)):
+            rows = [weights[name] for name in names[first : first + len(leaves)]]
+            one = _beside([row.t() for row in rows], self.interleaved).t()
+            stack.append(one.t() if self.transposed else one)
+        return torch.stack(stack)
+
+    def outputs(self, parts: list[Tensor]) -> Tensor:
+        """Return the products "rows out" with an expert's matrices of one parameter as the model's own code has it."""
+        return _beside(parts, self.interleaved)
+
+
+def _beside(parts: list[Tensor], interleaved: bool) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    return torch.stack(parts, dim=-1).flatten(-2) if interleaved else torch.cat(parts, dim=-1)
+
+
+def expert_weights(root: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the matrices of experts that lie in one tensor "experts · ·", by their names in the checkpoint.
+
+    >>> moe = nn.Module()
+    >>> moe.up_proj = nn.Parameter(torch.zeros(4, 2, 2))
+    >>> list(expert_weights(nn.ModuleDict({"experts": moe, "mixer": nn.Conv1d(2, 2, 2)})))
+    ['experts.up_proj']
+    """
+    return {f"{name}.{key}" if name else key: one for name, _, held in _holders(root) for key, one in held.items()}
+
+
+def _holders(root: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, nn.Parameter]]]:
+    """Yield the modules of the text decoder that hold 3-D parameters: their names, themselves, and these."""
+    text = set(text_part(root).modules())
+    for name, module in checkpoint_modules(root):
+        base = base_of(module)
+        held = {key: one for key, one in base._parameters.items() if one is not None and one.ndim == 3}
+        if held and base in text and not isinstance(base, _ConvNd):
+            yield name, base, held
+
+
+def expert_stacks(root: nn.Module, exclude: Collection[str] = ()) -> dict[str, ExpertStack]:
+    """Return how the experts of every layer lie, or lay before they were held apart, by the names of their modules.
+
+    Experts that lie in a way that is not known are left out; `unknown_experts` names them.
+
+    Args:
+        root: the model; its weights need not be there.
+        exclude: globs over names of modules, of their parameters (`*.experts.gate_up_proj`) and of single matrices
+            (`*.experts.3.gate_proj`); a layer's experts are left out together.
+
+    Raises:
+        ConfigError: for globs that name some of a layer's matrices and not all.
+    """
+    leaves: dict[str, tuple[str, ...]] = {}
+    found: dict[str, ExpertStack] = {}
+    for name, module in checkpoint_modules(root):
+        stack = getattr(base_of(module), "stack", None)
+        if isinstance(stack, ExpertStack):
+            found[name] = stack
+    for name, module, held in _holders(root):
+        if name not in found and (stack := _stack(root, name, module, held, leaves)) is not None:
+            found[name] = stack
+    return {name: stack for name, stack in found.items() if not _excluded(stack, exclude)}
+
+
+def unknown_experts(root: nn.Module, exclude: Collection[str] = ()) -> dict[str, nn.Parameter]:
+    """Return the matrices of experts that lie in a way that is not known, by name, but for what `exclude` names."""
+    known = expert_stacks(root)
+    return {
+        name: one
+        for name, one in expert_weights(root).items()
+        if (holder := name.rpartition(".")[0]) not in known
+        and not any(fnmatchcase(name, glob) or fnmatchcase(holder, glob) for glob in exclude)
+    }
+
+
+def _stack(
+    root: nn.Module, name: str, module: nn.Module, held: Mapping[str, Tensor], leaves: dict[str, tuple[str, ...]]
+) -> ExpertStack | None:
+    says = {**EXPERT_LAYOUTS.get(type(module).__name__, {}), **vars(module)}
+    parts = next((parts for parts in (_GATED, _UNGATED) if set(parts) == set(held)), None)
+    if parts is None or "is_transposed" not in says:
+        return None
+    transposed, interleaved = bool(says["is_transposed"]), not says.get("is_concatenated", True)
+    parts = {key: _leaves(root, f"{name}.{key}", held[key], own, leaves) for key, own in parts.items()}
+    shapes = {}
+    for key, own in parts.items():
+        _, rows, columns = held[key].shape
+        rows, columns = (columns, rows) if transposed else (rows, columns)
+        shapes |= dict.fromkeys(own, (rows // len(own), columns))
+    (first, last), counts = (shapes[own[0]] for own in parts.values()), {one.shape[0] for one in held.values()}
+    if first != (last[1], last[0]) or len(counts) > 1:
+        return None
+    return ExpertStack(name, counts.pop(), parts, shapes, transposed, interleaved)
+
+
+def _leaves(
+    root: nn.Module, name: str, stack: Tensor, own: tuple[str, ...], known: dict[str, tuple[str, ...]]
+) -> tuple[str, ...]:
+    """Return what a checkpoint calls the matrices of one expert, such as w1 and w3; `own` where it stacks them too."""
+    key = name.rpartition(".")[2]
+    if key not in known:
+        stored = revert_weight_conversion(root, {name: stack.detach()}) if isinstance(root, PreTrainedModel) else {}
+        ends = list(dict.fromkeys(one.removesuffix(".weight").rpartition(".")[2] for one in stored))
+        known[key] = tuple(ends) if len(stored) == len(own) * stack.shape[0] and len(ends) == len(own) else own
+    return known[key]
+
+
+def _excluded(stack: ExpertStack, exclude: Collection[str]) -> bool:
+    if not exclude:
+        return False
+    named = []
+    for matrix in stack.parts:
+        whole = (stack.name, f"{stack.name}.{matrix}")
+        if any(fnmatchcase(name, glob) for name in whole for glob in exclude):
+            named += stack.layers(matrix)
+        else:
+            named += [name for name in stack.layers(matrix) if any(fnmatchcase(name, glob) for glob in exclude)]
+    left = [name for name in stack.layers() if name not in set(named)]
+    if named and left:
+        raise ConfigError(
+            f"The globs that leave layers out split the experts of {stack.name}, which engines hold in one format.",
+            expected="all matrices of a layer's experts, or none",
+            given=f"{listed(named, 2)} without {left[0]}",
+            remedy="Add '*.experts' to them, or take these out.",
+        )
+    return bool(named)
+
+
+def unstacked(named: Iterable[tuple[str, Tensor]], stacks: Mapping[str, ExpertStack]) -> Iterator[tuple[str, Tensor]]:
+    """Yield a stream of a model's tensors with the experts of `stacks` one by one, as views.
+
+    Args:
+        named: checkpoint names and tensors.
+        stacks: from `expert_stacks`.
+    """
+    for name, tensor in named:
+        holder, _, matrix = name.rpartition(".")
+        stack = stacks.get(holder)
+        if stack is None or matrix not in stack.parts:
+            yield name, tensor
+        else:
+            yield from ((f"{layer}.weight", part) for layer, part in stack.named(matrix, tensor))
+
+
+def activation(module: Any) -> Callable[[Tensor], Tensor]:
+    """Return what lies between the two products of a family's experts: from "rows gate+up" to "rows inner".
+
+    Args:
+        module: the family's own.
+    """
+    own = getattr(module, "_apply_gate", None)
+    if not getattr(module, "has_gate", True):
+        return module.act_fn
+    if own is not None:
+        return own
+
+    def gated(rows: Tensor) -> Tensor:
+        gate, up = rows.chunk(2, dim=-1)
+        return module.act_fn(gate) * up
+
+    return gated
+
+
+def experts_output(
+    stack: ExpertStack,
+    module: Any,
+    multiply: Callable[[int, str, Tensor], list[Tensor]],
+    hidden: Tensor,
+    chosen: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Return what a layer's experts make of its tokens, "tokens hidden".
+
+    Args:
+        stack: how they lie.
+        module: the family's own, or one that has its biases and its activation.
+        multiply: from an expert, the name of a parameter, and rows, to their products with the expert's matrices there.
+        hidden: as `routed` takes it.
+        chosen: as `routed` takes it.
+        weights: as `routed` takes it.
+    """
+    between, (first, last) = activation(module), stack.parts
+
+    def product(expert: int, matrix: str, rows: Tensor) -> Tensor:
+        out, bias = stack.outputs(multiply(expert, matrix, rows)), getattr(module, f"{matrix}_bias", None)
+        return out if bias is None else out + bias[expert].to(out.dtype)
+
+    def one(expert: int, rows: Tensor) -> Tensor:
+        return product(expert, last, between(product(expert, first, rows)))
+
+    return routed(one, stack.count, hidden, chosen, weights)
+
+
+def routed(
+    one: Callable[[int, Tensor], Tensor],
+    count: int,
+    hidden: Tensor,
+    chosen: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Return the sum over each token's experts of what they make of it: "tokens hidden".
+
+    Args:
+        one: from the number of an expert and its rows "rows hidden" to what it makes of them.
+        count: experts.
+        hidden: "tokens hidden"; without `chosen` the rows of all experts, each as many, one expert after another.
+        chosen: the experts of each token, "tokens k".
+        weights: of these experts, "tokens k".
+
+    >>> rows, chosen = torch.tensor([[1.0], [2.0]]), torch.tensor([[0, 1], [1, 1]])
+    >>> routed(lambda expert, x: x * (expert + 1), 2, rows, chosen, torch.tensor([[1.0, 0.5], [0.0, 1.0]])).tolist()
+    [[2.0], [4.0]]
+    """
+    if chosen is None or weights is None:
+        return torch.cat([one(expert, rows) for expert, rows in enumerate(hidden.chunk(count))])
+    if not len(hidden):
+        return torch.zeros_like(hidden)
+    order = chosen.flatten().argsort(stable=True)
+    rows = hidden[order // chosen.shape[-1]].split(chosen.flatten().bincount(minlength=count).tolist())
+    made = torch.cat([one(expert, part) for expert, part in enumerate(rows) if len(part)])
+    # back in the order of the tokens, so that each sum runs over its own experts, whatever else is in the batch
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    made = made[back].view(*chosen.shape, -1) * weights.unsqueeze(-1)
+    return made.sum(dim=1).to(hidden.dtype)

@@ -1,0 +1,207 @@
+"""Weights of the learner that are also held in a number format: linear layers, and experts in a stack."""
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight
+from lit_qrl.network.experts import ExpertStack, activation, experts_output
+from lit_qrl.network.linears import fused_groups
+from lit_qrl.network.stream import quantize_named
+
+
+class StepClock:
+    """Counts optimizer steps, so that a cached weight cannot outlive an update that no version counter saw."""
+
+    ticks: int = 0
+
+
+class LowBitWeight:
+    """A weight of the learner that is also held in a number format, made anew after each update.
+
+    What is derived from it is no buffer, so a checkpoint of the plain model fits. Subclasses say where the weight is,
+    and how the low-bit one is used.
+    """
+
+    layer_name: str
+    format: NumberFormat
+    clock: StepClock
+    weight: Any
+    out_features: int
+    in_features: int
+    siblings: tuple["LowBitWeight", ...]
+    _cached: tuple[Any, QuantizedWeight] | None
+    _amax: tuple[Any, Tensor] | None
+    _prepared: dict[Any, Any]
+
+    def begin(self, name: str, format: NumberFormat, clock: StepClock) -> None:
+        """Set what every low-bit weight has; it stands alone until it is told its siblings."""
+        self.layer_name, self.format, self.clock = name, format, clock
+        self.siblings = (self,)
+        object.__setattr__(self, "_prepared", {})
+        self.drop_cache()
+
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `x @ W.T + b` as the low-bit weight has it, with gradients: "... in" -> "... out".
+
+        Args:
+            x: in the dtype that is multiplied in.
+            weight: the learner's own, through which its gradient flows.
+            bias: " out", or None.
+        """
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in) of the weight."""
+        return self.out_features, self.in_features
+
+    def _weight_version(self) -> tuple[int, int, int]:
+        # Optimizers and checkpoints write in place, which raises the version; a replaced tensor has another address.
+        weight = self.weight
+        return weight._version, weight.data_ptr(), self.clock.ticks
+
+    def quantized(self) -> QuantizedWeight:
+        """Return the weight in the format, quantized once per version of it."""
+        shares = self.format.shares_amax and len(self.siblings) > 1
+        key = tuple(part._weight_version() for part in self.siblings) if shares else self._weight_version()
+        if self._cached is None or self._cached[0] != key:
+            # not an inference tensor, even when a validation comes first: the next training step reuses it
+            with torch.inference_mode(False), torch.no_grad():
+                shared = torch.stack([part._own_amax() for part in self.siblings]).amax() if shares else None
+                self._cached = (key, quantize_named(self.format, self.layer_name, self.weight, shared))
+            self._prepared.clear()
+        return self._cached[1]
+
+    def _own_amax(self) -> Tensor:
+        key = self._weight_version()
+        if self._amax is None or self._amax[0] != key:
+            self._amax = (key, self.weight.detach().abs().amax())
+        return self._amax[1]
+
+    def prepared(self, dtype: torch.dtype) -> PreparedWeight:
+        """Return the operand of the format's GEMM for inputs of `dtype`, made once per version of the weight."""
+        q = self.quantized()
+        if dtype not in self._prepared:
+            with torch.inference_mode(False), torch.no_grad():
+                self._prepared[dtype] = self.format.prepare(q, dtype)
+        return self._prepared[dtype]
+
+    def drop_cache(self) -> None:
+        """Forget the low-bit weight, as after a move to another device."""
+        self._cached, self._amax = None, None
+        self._prepared.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # what is derived from the weight is made again from the copy's own
+        return {**self.__dict__, "_cached": None, "_amax": None, "_prepared": {}}
+
+
+class LowBitLinear(LowBitWeight, nn.Linear):
+    """A linear layer with a low-bit weight; parameters keep their names, shapes and dtypes."""
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, name: str, format: NumberFormat, clock: StepClock) -> "LowBitLinear":
+        """Return the layer that takes the place of `linear` and owns its parameters."""
+        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        layer.weight, layer.bias = linear.weight, linear.bias
+        layer.train(linear.training)
+        layer.begin(name, format, clock)
+        return layer
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return `x @ W.T + b` in the format's arithmetic: "... in" -> "... out"."""
+        return self.compute(autocast_input(input), self.weight, self.bias)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "LowBitLinear":
+        super()._apply(fn, recurse)
+        self.drop_cache()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LowBitLinear":
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied.__dict__.update({key: deepcopy(value, memo) for key, value in self.__getstate__().items()})
+        return copied
+
+
+class LowBitExpert(LowBitWeight):
+    """One matrix of one expert: a slice of the stack that the learner trains."""
+
+    def __init__(self, stack: "LowBitExperts", matrix: str, expert: int, leaf: int, shape: tuple[int, int]) -> None:
+        self._stack, self._where = stack, (matrix, expert, leaf)
+        self.out_features, self.in_features = shape
+
+    @property
+    def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The slice "out in", a view of what the stack holds now."""
+        matrix, expert, leaf = self._where
+        held = self._stack.get_parameter(matrix).detach()
+        return self._stack.stack.parts_of(matrix, held[expert])[leaf]
+
+
+class LowBitExperts(nn.Module):
+    """Stacked experts with low-bit weights; it holds their parameters under the names that they had.
+
+    Args:
+        stack: how they lie.
+        plain: the family's own module.
+        kind: of the weights.
+        format: their number format.
+        clock: the plugin's.
+    """
+
+    is_swapped = True
+
+    def __init__(
+        self, stack: ExpertStack, plain: nn.Module, kind: type[LowBitExpert], format: NumberFormat, clock: StepClock
+    ) -> None:
+        super().__init__()
+        self.stack = stack
+        self._parameters.update(plain._parameters)
+        # no submodule: its activation is wanted, and its parameters are here
+        self._plain = (plain,)
+        plain._parameters = {}
+        self.weights: dict[str, LowBitExpert] = {}
+        for matrix in stack.parts:
+            each = len(stack.parts[matrix])
+            for index, (name, shape) in enumerate(stack.layers(matrix).items()):
+                weight = kind(self, matrix, index // each, index % each, shape)
+                weight.begin(name, format, clock)
+                self.weights[name] = weight
+        for names in fused_groups(self.weights).values():
+            group = tuple(self.weights[name] for name in names)
+            for weight in group:
+                weight.siblings = group
+        self.train(plain.training)
+
+    def forward(self, hidden_states: Tensor, chosen: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        """Return what the experts make of their tokens; the arguments are those of `routed`."""
+        stack = self.stack
+        slices = {matrix: stack.split(matrix, self.get_parameter(matrix)) for matrix in stack.parts}
+
+        def multiply(expert: int, matrix: str, rows: Tensor) -> list[Tensor]:
+            return [
+                self.weights[f"{stack.name}.{expert}.{leaf}"].compute(autocast_input(rows), weight, None)
+                for leaf, weight in zip(stack.parts[matrix], slices[matrix][expert], strict=True)
+            ]
+
+        return experts_output(stack, self, multiply, hidden_states, chosen, weights)
+
+    def _apply_gate(self, rows: Tensor) -> Tensor:
+        """Return what lies between the two products, as the family's module computes it."""
+        return activation(self._plain[0])(rows)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "LowBitExperts":
+        super()._apply(fn, recurse)
+        for weight in self.weights.values():
+            weight.drop_cache()
+        return self
+
+
+def autocast_input(x: Tensor) -> Tensor:
+    """Return `x` in the autocast dtype of its device, as a plain linear layer would cast it."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x

@@ -1,0 +1,156 @@
+"""Stacked experts against slices taken by hand and sums written out token by token."""
+
+import pytest
+import torch
+from torch import nn
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.network.experts import (
+    ExpertStack,
+    activation,
+    expert_stacks,
+    expert_weights,
+    experts_output,
+    routed,
+    unknown_experts,
+    unstacked,
+)
+from lit_qrl.network.structure import outline
+from tests.families.configs import BY_TYPE, random_network
+from tests.stacked_experts import by_hand
+
+FUSED = ("gate_proj", "up_proj", "down_proj")
+NAMES = {
+    "qwen3_moe": ("model.layers.{}.mlp.experts", FUSED, (0, 1)),
+    "mixtral": ("model.layers.{}.mlp.experts", ("w1", "w3", "w2"), (0, 1)),
+    "deepseek_v3": ("model.layers.{}.mlp.experts", FUSED, (1,)),
+    "glm4_moe": ("model.layers.{}.mlp.experts", FUSED, (1,)),
+    "gpt_oss": ("model.layers.{}.mlp.experts", FUSED, (0, 1)),
+    "llama4_text": ("model.layers.{}.feed_forward.experts", FUSED, (0, 1)),
+}
+"""Where the experts of each family are, what a checkpoint calls the matrices of one, and which layers have them."""
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_stacks_are_found_and_sliced_as_checkpoints_name_them(kind):
+    network = random_network(BY_TYPE[kind])
+    pattern, (gate, up, down), layers = NAMES[kind]
+    stacks = expert_stacks(network)
+    assert list(stacks) == [pattern.format(layer) for layer in layers]
+    name = pattern.format(layers[0])
+    stack, module = stacks[name], network.get_submodule(name)
+    assert stack.count == 4
+    found = {
+        layer: weight
+        for matrix in stack.parts
+        for layer, weight in stack.named(matrix, module.get_parameter(matrix).detach())
+    }
+    assert {layer: tuple(weight.shape) for layer, weight in found.items()} == stack.layers()
+    for expert in range(4):
+        expected = by_hand(kind, module.gate_up_proj[expert].detach(), module.down_proj[expert].detach())
+        for leaf, weight in zip((gate, up, down), expected, strict=True):
+            assert torch.equal(found[f"{name}.{expert}.{leaf}"], weight)
+    for matrix in stack.parts:
+        assert torch.equal(stack.joined(matrix, found), module.get_parameter(matrix))
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_the_sum_over_experts_is_that_of_the_models_own_code(kind):
+    network = random_network(BY_TYPE[kind])
+    (name, stack), *_ = expert_stacks(network).items()
+    module = network.get_submodule(name)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(12, 128, generator=generator)
+    chosen = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(12)])
+    chosen[:, 0] = chosen[:, 0].where(chosen[:, 0] != 3, 2)  # one expert gets nothing of the first choice
+    chosen[:, 1] = (chosen[:, 0] + 1) % 3
+    weights = torch.rand(12, 2, generator=generator)
+    given = (hidden,) if kind == "llama4_text" else (hidden, chosen, weights)
+    slices = {matrix: stack.split(matrix, module.get_parameter(matrix)) for matrix in stack.parts}
+
+    def multiply(expert, matrix, rows):
+        return [rows @ weight.T for weight in slices[matrix][expert]]
+
+    with torch.no_grad():
+        ours, own = experts_output(stack, module, multiply, *given), module(*given)
+    torch.testing.assert_close(ours, own, atol=1e-5, rtol=1e-5)
+
+
+def test_each_token_sums_its_own_experts():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weights = torch.randn(7, 3, generator=generator).double(), torch.rand(7, 2, generator=generator).double()
+    chosen = torch.tensor([[0, 4], [4, 0], [2, 2], [1, 3], [3, 1], [0, 2], [4, 3]])
+    matrices = torch.randn(5, 3, 3, generator=generator).double()
+    out = routed(lambda expert, rows: rows @ matrices[expert], 5, hidden, chosen, weights)
+    for token in range(7):
+        expected = sum(weights[token, k] * (hidden[token] @ matrices[chosen[token, k]]) for k in range(2))
+        torch.testing.assert_close(out[token], expected)
+        alone = routed(
+            lambda e, rows: rows @ matrices[e], 5, hidden[token, None], chosen[token, None], weights[[token]]
+        )
+        torch.testing.assert_close(alone[0], out[token])
+    assert routed(lambda expert, rows: rows, 5, hidden[:0], chosen[:0], weights[:0]).shape == (0, 3)
+
+
+def test_gradients_flow_into_the_stack():
+    stack = ExpertStack("e", 3, {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}, {"up_proj": (4, 2)})
+    parameter = nn.Parameter(torch.ones(3, 4, 2))
+    (used,) = stack.split("up_proj", parameter)[1]
+    (2 * used).sum().backward()
+    assert parameter.grad is not None
+    assert parameter.grad.flatten(1).sum(dim=1).tolist() == [0.0, 16.0, 0.0]
+
+
+def test_experts_without_a_gate():
+    class Experts(nn.Module):
+        has_gate, act_fn = False, nn.ReLU()
+
+    rows = torch.tensor([[-1.0, 2.0]])
+    assert activation(Experts())(rows).tolist() == [[0.0, 2.0]]
+
+
+def test_a_stream_comes_apart_and_the_rest_of_it_passes():
+    network = random_network(BY_TYPE["qwen3_moe"])
+    stacks = expert_stacks(network)
+    plain = dict(network.named_parameters())
+    stream = dict(unstacked(plain.items(), stacks))
+    gone = {f"{name}.{matrix}" for name in stacks for matrix in ("gate_up_proj", "down_proj")}
+    assert set(plain) - set(stream) == gone
+    assert set(stream) - set(plain) == {f"{layer}.weight" for stack in stacks.values() for layer in stack.layers()}
+    assert sum(one.numel() for one in stream.values()) == sum(one.numel() for one in plain.values())
+    one = stream["model.layers.0.mlp.experts.2.up_proj.weight"]
+    assert one.data_ptr() == plain["model.layers.0.mlp.experts.gate_up_proj"][2, 128:].data_ptr()  # no copy
+
+
+@pytest.mark.parametrize(
+    "globs", [["*.experts"], ["*.experts.*"], ["model.layers.0.*"], ["*.gate_up_proj", "*.experts.*.down_proj"]]
+)
+def test_globs_leave_a_layers_experts_out_together(globs):
+    network = outline(BY_TYPE["qwen3_moe"].config())
+    left = expert_stacks(network, globs)
+    assert list(left) == (["model.layers.1.mlp.experts"] if globs == ["model.layers.0.*"] else [])
+
+
+@pytest.mark.parametrize("glob", ["*.down_proj", "*.experts.3.*", "*.up_proj", "*.gate_up_proj"])
+def test_globs_that_split_a_layers_experts_are_refused(glob):
+    with pytest.raises(ConfigError, match=r"split the experts of model.layers.0.mlp.experts.*all matrices"):
+        expert_stacks(outline(BY_TYPE["qwen3_moe"].config()), [glob])
+
+
+def test_experts_that_lie_in_another_way_are_named():
+    class Experts(nn.Module):
+        def __init__(self, rows, is_transposed=False):
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.zeros(2, rows, 4))
+            self.down_proj = nn.Parameter(torch.zeros(2, 4, 8))
+            if is_transposed is not None:
+                self.is_transposed = is_transposed
+
+    known = nn.ModuleDict({"experts": Experts(16)})
+    assert list(expert_stacks(known)) == ["experts"]
+    assert not unknown_experts(known)
+    for odd in (Experts(16, None), Experts(16, True), Experts(10)):
+        root = nn.ModuleDict({"experts": odd})
+        assert not expert_stacks(root)
+        assert list(unknown_experts(root)) == list(expert_weights(root))
+        assert not unknown_experts(root, ["experts"])
