@@ -159,8 +159,9 @@ class Routing:
     """Records, and where a choice is given replays, the experts of every token of one forward pass.
 
     >>> from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-    >>> sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 4}
-    >>> network = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2))
+    >>> sizes = {"vocab_size": 8, "hidden_size": 8, "head_dim": 4, "num_attention_heads": 2, "num_key_value_heads": 2}
+    >>> sizes |= {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    >>> network = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
     >>> with Routing(network) as routing:
     ...     _ = network(input_ids=torch.tensor([[1, 2, 3]]))
     >>> tuple(routing.own.shape), routing.own.dtype
