@@ -21,6 +21,7 @@ from lit_qrl.loop.evaluation import answer
 from lit_qrl.loop.generation import drawn
 from lit_qrl.loop.hooks import PreparesTrainer, corrected, rl_callbacks, trainer_all_reduce
 from lit_qrl.loop.metrics import BOUNDS, EvaluationMetrics, log_row
+from lit_qrl.loop.routing import record_difference
 from lit_qrl.loop.state import IterationState
 from lit_qrl.loop.stopping import expect_metrics, follow_iterations
 from lit_qrl.network.modes import evaluating
@@ -87,22 +88,34 @@ class GRPOModule(Described, LightningModule):
     # ---------------------------------------------------------------------------------------------------- the algorithm
 
     @torch.no_grad()
-    def score(self, rollout: RolloutBatch, chunks: int = 1) -> Tensor:
-        """Return the learner's log-probs "b t" of a rollout's completions, in the learner's own arithmetic."""
+    def score(self, rollout: RolloutBatch, chunks: int = 1, routes: Tensor | None = None) -> Tensor:
+        """Return the learner's log-probs "b t" of a rollout's completions, in the learner's own arithmetic.
+
+        Args:
+            rollout: the sequences.
+            chunks: forward passes.
+            routes: "b s layers k", into which the experts that its own routers choose are written.
+        """
+        prompts = rollout.tokens.shape[1] - rollout.mask.shape[1]
         scored = torch.zeros_like(rollout.sampler_logprobs)
         lengths = rollout.total_length.tolist()
         with evaluating(self.policy), self.trainer.precision_plugin.forward_context():
             for part in deal_by_length(lengths, min(chunks, len(rollout))):
                 rows = torch.tensor(part, device=scored.device)
                 piece = rollout.select(rows)
-                scored[rows, : piece.mask.shape[1]] = self.policy(piece, self.temperature).logprobs.float()
+                forward = self.policy(piece, self.temperature, routes=routes is not None)
+                t = piece.mask.shape[1]
+                scored[rows, :t] = forward.logprobs.float()
+                if routes is not None:
+                    routes[rows, prompts + t - piece.tokens.shape[1] : prompts + t] = forward.routes
         return scored.masked_fill_(~rollout.mask, 0.0)
 
     def training_step(self, micro_batch: MicroBatch, batch_idx: int) -> Tensor:
         """Return the loss of one micro-batch, so scaled that the optimizer sees the whole mini-batch's gradient."""
         batch = micro_batch.batch
         bonus = self.objective.entropy_coefficient != 0
-        forward = self.policy(batch, self.temperature, entropy=True, entropy_gradient=bonus)
+        replays = batch.routed_experts is not None
+        forward = self.policy(batch, self.temperature, entropy=True, entropy_gradient=bonus, routes=replays)
         self.iteration.logprobs = forward.logprobs.detach()
         if batch_idx < self.data.micro_batches:
             self.iteration.remember_old(micro_batch, forward.logprobs)
@@ -110,6 +123,8 @@ class GRPOModule(Described, LightningModule):
         terms = self.objective.terms(forward.logprobs, batch, forward.entropy)
         loss = self.objective.loss(terms.loss, batch, micro_batch.total)
         self._record(micro_batch, forward.entropy, terms.metrics, loss)
+        if batch.routed_experts is not None:
+            record_difference(self.iteration.metrics, forward.routes, batch.routed_experts)
         # Lightning divides by the number of micro-batches and averages over ranks; the loss is a sum over both.
         return loss * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
 

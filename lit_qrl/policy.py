@@ -23,10 +23,10 @@ from lit_qrl.network.chat import chat_ids, turn_ids, with_special_tokens
 from lit_qrl.network.denoising import check_causal
 from lit_qrl.network.folder import FOLDER_REMEDY, HUB_REMEDY, local_folder, resolve_model
 from lit_qrl.network.head import check_tied, output_head
-from lit_qrl.network.invariant import batch_invariant, recomputation
+from lit_qrl.network.hidden import recomputation, scored_hidden
+from lit_qrl.network.invariant import batch_invariant
 from lit_qrl.network.modes import train_without_dropout
-from lit_qrl.network.padding_free import enable_padding_free, flat_hidden, flatten, is_padding_free, spread
-from lit_qrl.network.structure import body
+from lit_qrl.network.padding_free import enable_padding_free, spread
 from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, weights_are_deferred
 from lit_qrl.precision.layers.lora_linear import keep_factors, swap_lora_linears
 from lit_qrl.precision.layers.one_pass import Fuse, take_one_pass
@@ -40,10 +40,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class TokenScores(NamedTuple):
-    """What the policy says of a batch's completion tokens: log-probs "b t" and, where asked for, entropies "b t"."""
+    """What the policy says of a batch: log-probs "b t" and, where asked for, entropies "b t" and its routers' choices.
+
+    The choices are "b s layers k", as in `network.routing`.
+    """
 
     logprobs: Tensor
     entropy: Tensor | None
+    routes: Tensor | None = None
 
 
 class CausalPolicy(Described, nn.Module):
@@ -337,63 +341,40 @@ class CausalPolicy(Described, nn.Module):
     # -------------------------------------------------------------------------------------------------------- forward
 
     def forward(
-        self, batch: RolloutBatch, temperature: float = 1.0, entropy: bool = False, entropy_gradient: bool = False
+        self,
+        batch: RolloutBatch,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        entropy_gradient: bool = False,
+        routes: bool = False,
     ) -> TokenScores:
         """Return fp32 log-probs "b t" of the completion tokens, exactly 0 where the mask is False.
 
-        Only the hidden states that predict a completion token meet the output embedding.
+        Only the hidden states that predict a completion token meet the output embedding. Where the batch says which
+        experts its tokens took, they take them again, weighed by the policy's own routers.
 
         Args:
             batch: the sequences.
             temperature: positive; the log-probs are those of the distribution at it.
             entropy: also return the full-vocabulary entropy of each position.
             entropy_gradient: let gradients through it; else it is detached.
+            routes: also return which experts the routers chose themselves.
         """
-        with batch_invariant(self.batch_invariant):
-            return self._scores(batch, temperature, entropy, entropy_gradient)
-
-    def _scores(self, batch: RolloutBatch, temperature: float, entropy: bool, entropy_gradient: bool) -> TokenScores:
         network: Any = self._reference[0] if self._scoring_with_reference else self.network
-        device, t = batch.tokens.device, batch.mask.shape[1]
-        scored: tuple[Tensor, Tensor] | None
-        if is_padding_free(network):
-            flat = flatten(batch.to("cpu")).to(device)
-            hidden, scored = flat_hidden(network, flat), flat.scored
-        else:
-            hidden, scored = self._padded_hidden(network, batch)
-        completions = batch.tokens[:, -t:]
-        logprobs, entropies = token_logprobs(
-            hidden,
-            tokens=completions if scored is None else completions[scored],
-            temperature=temperature,
-            entropy=entropy,
-            entropy_gradient=entropy_gradient,
-            head_dtype=self.head_dtype,
-            **output_head(network),
-        )
+        completions = batch.tokens[:, -batch.mask.shape[1] :]
+        with batch_invariant(self.batch_invariant):
+            hidden, scored, own = scored_hidden(network, batch, routes)
+            logprobs, entropies = token_logprobs(
+                hidden,
+                tokens=completions if scored is None else completions[scored],
+                temperature=temperature,
+                entropy=entropy,
+                entropy_gradient=entropy_gradient,
+                head_dtype=self.head_dtype,
+                **output_head(network),
+            )
         return TokenScores(
             spread(logprobs, batch.mask, scored),
             None if entropies is None else spread(entropies, batch.mask, scored),
+            own,
         )
-
-    def _padded_hidden(self, network: Any, batch: RolloutBatch) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Return the hidden states that predict the completions: of the scored positions, or all of them (None).
-
-        Each row is turned so that its left padding comes last: attention is then plainly causal, needs no mask, and
-        the positions count from 0.
-        """
-        s, t = batch.tokens.shape[1], batch.mask.shape[1]
-        padding = (s - t - batch.prompt_length)[:, None]
-        columns = torch.arange(s, device=batch.tokens.device)
-        tokens = batch.tokens.gather(1, (columns + padding) % s)
-        hidden = body(network)(input_ids=tokens, use_cache=False).last_hidden_state
-        predictors = columns[s - t - 1 : s - 1] - padding
-        if self._scores_all(batch.mask):
-            return hidden[torch.arange(len(batch), device=tokens.device)[:, None], predictors], None
-        rows, steps = batch.mask.nonzero(as_tuple=True)
-        return hidden[rows, predictors[rows, steps]], (rows, steps)
-
-    @staticmethod
-    def _scores_all(mask: Tensor) -> bool:
-        """Looking at the mask to score less would stall an accelerator."""
-        return mask.device.type != "cpu"

@@ -97,7 +97,8 @@ class Completion:
         version: of the weights.
         drawn: True for the sampler's tokens, False for the environment's; None where all are the sampler's.
         episode: of several turns, how they went.
-        routed_experts: which experts each token took, where the engine records them.
+        routed_experts: "tokens layers k", which experts each token of prompt and completion took, where the engine
+            records them; see `network.routing`. The last token's are not known: nothing is computed of it.
         mask_seed: of masked diffusion: the seed of the masks under which its log-probs are estimated.
         drawn_over: of masked diffusion: positions that it was drawn over, those behind its end too.
         unmasked_at: of masked diffusion: the step at which each token was unmasked, from 0.
@@ -122,7 +123,14 @@ class Completion:
         """
         if len(self.token_ids) <= tokens:
             return self
-        return replace(self, token_ids=self.token_ids[:tokens], logprobs=self.logprobs[:tokens], finish_reason="length")
+        routes = self.routed_experts
+        return replace(
+            self,
+            token_ids=self.token_ids[:tokens],
+            logprobs=self.logprobs[:tokens],
+            finish_reason="length",
+            routed_experts=None if routes is None else routes[: len(routes) - len(self.token_ids) + tokens],
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,6 +138,8 @@ class RolloutBatch:
     """All sequences of one iteration, or any slice of them; see the module docstring for padding.
 
     A reward that is NaN was not given: the sequence is left out of its group's statistics, and its mask is False.
+    `routed_experts` "b s layers k" is the choice of experts that the learner's forward passes replay, whoever recorded
+    it; None where its routers choose.
     The last three are of masked diffusion, as in `Completion`.
     """
 

@@ -198,6 +198,10 @@ KNOWN_BEFORE_A_MODEL = {
     "abbreviated key": (["--trainer.max_epoch", 8], ["--trainer.max_epoch is not", "'--trainer.max_epochs'"]),
     "unknown key of a class": (["--model.objective", "GRPO", "--model.objective.clip", 1], ["'clip'"]),
     "unknown callback": (["--trainer.callbacks+=AISS"], ["no class 'AISS'", "Did you mean 'AIS'?"]),
+    "replay of routes on a dense model": (
+        ["--trainer.callbacks+=RouterReplay"],
+        ["RouterReplay replays which experts each token took", "Qwen3ForCausalLM", "Remove RouterReplay"],
+    ),
     "unknown objective": (["--model.objective", "GRPOO"], ["no class 'GRPOO'", "Did you mean 'GRPO'?"]),
     "unknown optimizer": (["--model.optimizer", "MuonAdam"], ["no class 'MuonAdam'", "Did you mean 'MuonAdamW'?"]),
     "optimizer of a library that is missing": (["--model.optimizer", "nosuch.AdamW"], ["No module named 'nosuch'"]),

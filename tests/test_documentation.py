@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 from lit_qrl import __version__, callbacks, objective
@@ -15,6 +16,9 @@ from lit_qrl.functional.mismatch import mismatch_metrics
 from lit_qrl.functional.objective import clipped_surrogate
 from lit_qrl.loop.combine import combine
 from lit_qrl.loop.hooks import RLCallback
+from lit_qrl.loop.metrics import IterationMetrics
+from lit_qrl.loop.routing import load_balance, record_difference
+from lit_qrl.types import no_all_reduce
 from tests.callbacks.corrections import context
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -58,6 +62,15 @@ def test_every_correction_metric_is_documented_and_no_other():
         correction = callback.correct(None, None, given)
         names |= combine([correction], given.mask)[2].keys()
     assert documented("correction") == {name.removeprefix("correction/") for name in names}
+
+
+def test_every_routing_metric_is_documented():
+    metrics, routes = IterationMetrics(), torch.zeros(1, 2, 1, 2, dtype=torch.uint8)
+    for prefix in ("", "free_"):
+        record_difference(metrics, routes, routes, prefix)
+    names = {name.removeprefix("routing/").replace("layer_0", "layer_<i>") for name in metrics.compute(no_all_reduce)}
+    known = documented("routing")
+    assert names | load_balance(routes, 4).keys() | {"free_kl_k3", "replayed_kl_k3", "megabytes"} == known
 
 
 def test_every_update_metric_of_the_objectives_is_documented():

@@ -1,4 +1,5 @@
-"""Build the small policy that ships: a one-million-parameter Qwen3 that has a rough idea of Countdown.
+"""Build the small policies that ship: a Qwen3 of one million parameters that has a rough idea of Countdown, and a
+mixture of experts of two, half of which compute for each token.
 
 It is trained by imitation, in two stages, on problems of the training side of the `Countdown` task:
 
@@ -9,6 +10,10 @@ It is trained by imitation, in two stages, on problems of the training side of t
 
 Run `python examples/tiny_model/build.py` to rebuild `models/tiny-countdown`. The result repeats bit for bit on one
 machine with one version of torch and one number of threads.
+
+With `--mixture` it makes `models/tiny-moe-countdown` of that model by sparse upcycling (Komatsuzaki et al.,
+arXiv:2212.05055), and trains it in the same two stages, the first of which is short: everything but the feed-forward
+parts is copied, and each expert begins with a third of a layer's neurons, drawn at random.
 """
 
 import argparse
@@ -19,12 +24,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from lit_qrl.data.tasks.countdown import Countdown, problem_key
 from lit_qrl.data.tasks.countdown_solver import expressions
@@ -33,6 +48,7 @@ from lit_qrl.rewards.base import Sample
 from lit_qrl.rewards.countdown import CountdownReward
 
 ROOT = Path(__file__).parents[2]
+DENSE, MOE = (ROOT / "models" / name for name in ("tiny-countdown", "tiny-moe-countdown"))
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 CHARACTERS = "0123456789+-*/()=,: "
 ACCURACY_BAND = (0.30, 0.45)
@@ -48,7 +64,9 @@ class Recipe:
         max_number: largest number of the problems.
         max_target: largest target.
         layers: transformer blocks; every linear layer has input and output sizes that are multiples of 128.
-        intermediate: width of the feed-forward part.
+        intermediate: width of the feed-forward part; of each expert, where there are experts.
+        experts: of each layer, two of which compute for a token; 0 is a dense model.
+        balance: weight of the auxiliary loss that spreads the tokens over the experts.
         batch: sequences per step.
         steps: of the first stage.
         unsure_steps: of the second stage.
@@ -63,6 +81,8 @@ class Recipe:
     max_target: int = 30
     layers: int = 4
     intermediate: int = 384
+    experts: int = 0
+    balance: float = 0.01
     batch: int = 256
     steps: int = 1200
     unsure_steps: int = 120
@@ -71,6 +91,10 @@ class Recipe:
     unsure_lr: float = 1.5e-3
     weight_decay: float = 0.05
     seed: int = 0
+
+
+MIXTURE = {"experts": 8, "intermediate": 128, "batch": 128, "steps": 360, "lr": 3e-3}
+"""What differs for the mixture of experts."""
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -92,26 +116,62 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_network(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def build_network(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """Return the untrained network in fp32."""
     torch.manual_seed(recipe.seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        head_dim=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=recipe.layers,
-        intermediate_size=recipe.intermediate,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+    options: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "head_dim": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": recipe.layers,
+        "intermediate_size": recipe.intermediate,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
         # The default attention's backward pass in bf16 is several times slower at twenty tokens.
-        attn_implementation="eager",
-    )
-    return Qwen3ForCausalLM(config)
+        "attn_implementation": "eager",
+    }
+    if not recipe.experts:
+        return Qwen3ForCausalLM(Qwen3Config(**options))
+    experts = {
+        "num_experts": recipe.experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": recipe.intermediate,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": recipe.balance,
+    }
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**options, **experts))
+
+
+@torch.no_grad()
+def upcycle(network: PreTrainedModel, dense: PreTrainedModel, seed: int) -> None:
+    """Begin a mixture of experts with the weights of a dense model.
+
+    A token meets two experts, whose gates add up to 1, of a part of the neurons each; the output is scaled by the
+    inverse of that share, so that it is right in the mean over the draws of neurons.
+
+    Args:
+        network: the mixture; its routers stay as they are.
+        dense: of the same sizes but for the feed-forward parts.
+        seed: of the draws.
+    """
+    copied = dense.state_dict()
+    network.load_state_dict({k: v for k, v in copied.items() if ".mlp." not in k}, strict=False)
+    generator = torch.Generator().manual_seed(seed)
+    for name, experts in network.named_modules():
+        if name.endswith(".mlp.experts"):
+            mlp = dense.get_submodule(name.removesuffix(".experts"))
+            gate, up, down = (mlp.get_parameter(f"{part}_proj.weight") for part in ("gate", "up", "down"))
+            gate_up, held = experts.get_parameter("gate_up_proj"), experts.get_parameter("down_proj")
+            width = held.shape[2]
+            for expert in range(len(held)):
+                neurons = torch.randperm(len(gate), generator=generator)[:width]
+                gate_up[expert] = torch.cat([gate[neurons], up[neurons]])
+                held[expert] = down[:, neurons] * (len(gate) / width)
 
 
 class Teacher:
@@ -177,12 +237,15 @@ def train(network: nn.Module, teacher: Teacher, steps: int, lr: float, wrong_sha
         torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 30, (1 - step / steps) / 0.4))
         for o in optimizers
     ]
+    balanced = {"output_router_logits": True} if teacher.recipe.experts else {}
     network.train()
     for _ in range(steps):
         tokens, labels = teacher.batch(wrong_share)
         with torch.autocast("cpu", torch.bfloat16):
-            logits = network(input_ids=tokens).logits
-        loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+            output = network(input_ids=tokens, **balanced)
+        loss = F.cross_entropy(output.logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        if balanced:
+            loss = loss + teacher.recipe.balance * output.aux_loss
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss.backward()
@@ -195,7 +258,7 @@ def train(network: nn.Module, teacher: Teacher, steps: int, lr: float, wrong_sha
 
 @torch.no_grad()
 def evaluate(
-    network: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Countdown, temperature: float, seed: int = 0
+    network: Any, tokenizer: PreTrainedTokenizerFast, task: Countdown, temperature: float, seed: int = 0
 ) -> tuple[float, float]:
     """Return the share of correct and the share of valid answers on the task's held-out problems.
 
@@ -226,7 +289,7 @@ def evaluate(
     return sum(s == 1.0 for s in scores) / len(scores), sum(s > 0.0 for s in scores) / len(scores)
 
 
-def save(network: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save(network: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write the model in bf16 and the tokenizer, ready for `from_pretrained`."""
     network.generation_config = GenerationConfig(
         do_sample=True,
@@ -249,6 +312,8 @@ def build(output: Path, recipe: Recipe, evaluation_size: int = 500) -> dict[str,
     started = time.perf_counter()
     tokenizer = build_tokenizer()
     network = build_network(recipe, tokenizer)
+    if recipe.experts:
+        upcycle(network, AutoModelForCausalLM.from_pretrained(DENSE, dtype=torch.float32), recipe.seed)
     teacher = Teacher(recipe, tokenizer)
     print(f"{sum(p.numel() for p in network.parameters())} parameters, {len(teacher.problems)} problems", flush=True)
     stages = ((recipe.steps, recipe.lr, 0.0), (recipe.unsure_steps, recipe.unsure_lr, recipe.wrong_share))
@@ -260,7 +325,7 @@ def build(output: Path, recipe: Recipe, evaluation_size: int = 500) -> dict[str,
                 mean = sum(losses[-50:]) / 50
                 print(f"stage {stage} step {step} loss {mean:.3f} {time.perf_counter() - started:.0f} s", flush=True)
     save(network, tokenizer, output)
-    reloaded = Qwen3ForCausalLM.from_pretrained(output, dtype=torch.float32)
+    reloaded = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
     task = Countdown(
         max_number=recipe.max_number, max_target=recipe.max_target, train_size=1, evaluation_size=evaluation_size
     )
@@ -271,16 +336,19 @@ def build(output: Path, recipe: Recipe, evaluation_size: int = 500) -> dict[str,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=ROOT / "models" / "tiny-countdown")
+    parser.add_argument("--mixture", action="store_true", help="make the mixture of experts, from the dense model")
+    parser.add_argument("--output", type=Path)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--evaluation_size", type=int, default=500)
     parser.add_argument("--any_accuracy", action="store_true", help="succeed outside the accuracy band too")
     for name, value in vars(Recipe()).items():
-        parser.add_argument(f"--{name}", type=type(value), default=value)
+        parser.add_argument(f"--{name}", type=type(value))
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    recipe = Recipe(**{name: getattr(options, name) for name in vars(Recipe())})
-    result = build(options.output, recipe, options.evaluation_size)
+    given = {name: value for name in vars(Recipe()) if (value := getattr(options, name)) is not None}
+    recipe = Recipe(**{**(MIXTURE if options.mixture else {}), **given})
+    output = options.output or (MOE if options.mixture else DENSE)
+    result = build(output, recipe, options.evaluation_size)
     print(json.dumps(result))
     low, high = ACCURACY_BAND
     in_band = low <= result["accuracy"] <= high and result["valid"] >= MIN_VALID

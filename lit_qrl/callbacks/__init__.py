@@ -11,6 +11,7 @@ from lit_qrl.callbacks.progress import RLProgress
 from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.callbacks.rejection import GeometricRejection, RatioRejection
 from lit_qrl.callbacks.report import Report
+from lit_qrl.callbacks.router_replay import RouterReplay
 from lit_qrl.callbacks.truncated import TruncatedIS
 from lit_qrl.callbacks.veto import TokenVeto
 from lit_qrl.loop.hooks import RLCallback
@@ -27,6 +28,7 @@ __all__ = [
     "RLProgress",
     "RatioRejection",
     "Report",
+    "RouterReplay",
     "RunCheckpoint",
     "TokenVeto",
     "TruncatedIS",

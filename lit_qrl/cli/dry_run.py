@@ -16,9 +16,11 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
 from lit_qrl.functional.logprobs import CHUNK_ELEMENTS
+from lit_qrl.loop.routing import replayed_level
 from lit_qrl.module import GRPOModule
 from lit_qrl.network.experts import expert_stacks
 from lit_qrl.network.linears import quantizable_linears
+from lit_qrl.network.routing import route_dtype, routers
 from lit_qrl.policy import DTYPES
 from lit_qrl.precision.packed_lora import PackedLoRA
 from lit_qrl.rollout import DiffusionEngine, TransformersEngine, VLLMEngine
@@ -153,6 +155,7 @@ def parts(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, learner
         ),
         *engine_parts(data, spec, learner, module.policy.config.get_text_config(), trainer.strategy.root_device),
         logits(data, module.policy.config.get_text_config(), trainer.strategy.root_device),
+        *([routes(data, module.policy.network)] if replayed_level(trainer) else []),
     ]
 
 
@@ -236,6 +239,14 @@ def logits(data: RolloutDataModule, config: Any, device: torch.device) -> Part:
     chunk = max(1, CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"]) // config.vocab_size)
     held = min(positions, chunk)
     return Part("logits", 2 * held * config.vocab_size * 4, f"{held} of {positions} positions at a time")
+
+
+def routes(data: RolloutDataModule, network: nn.Module) -> Part:
+    """Return the memory of the experts that the rollout's tokens took, which the learner replays."""
+    found = routers(network)
+    size = sum(router.chosen for router in found) * route_dtype(max(router.experts for router in found)).itemsize
+    rows, tokens = data.prompts_per_rank * data.group_size, data.max_prompt_tokens + data.max_completion_tokens
+    return Part("routes", size * rows * tokens, f"{size} bytes a token, {rows} sequences of {tokens} tokens, at most")
 
 
 def as_table(table: Sequence[Part]) -> str:

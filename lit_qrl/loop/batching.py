@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lit_qrl.errors import StoppedError
+from lit_qrl.network.routing import unrouted
 from lit_qrl.types import Completion, RolloutBatch
+
+
+class LostRoutesError(StoppedError):
+    """An engine did not say which experts a token took, and the learner must not choose others in silence."""
 
 
 def assemble(
@@ -20,6 +26,9 @@ def assemble(
         completions: `group_size` per prompt, prompt-major.
         group_size: completions per prompt.
         pad_token_id: fills both sides.
+
+    Raises:
+        LostRoutesError: when the engine recorded experts, and not those of every token.
     """
     b = len(completions)
     width = max(map(len, prompts))
@@ -42,8 +51,38 @@ def assemble(
         group=torch.arange(b) // group_size,
         version=torch.tensor([completion.version for completion in completions]),
         stopped=torch.tensor([completion.finish_reason == "stop" for completion in completions]),
-        routed_experts=None,
+        routed_experts=_routes(completions, tokens.shape[1], t),
         **_denoising(completions, t),
+    )
+
+
+def _routes(completions: Sequence[Completion], s: int, t: int) -> Tensor | None:
+    """Return the experts of a batch's tokens "b s layers k", or None where none were recorded."""
+    recorded = [completion.routed_experts for completion in completions]
+    given = [routes for routes in recorded if routes is not None]
+    if not given:
+        return None
+    absent = unrouted(given[0].dtype)
+    batch = given[0].new_full((len(recorded), s, *given[0].shape[1:]), absent)
+    for row, (routes, completion) in enumerate(zip(recorded, completions, strict=True)):
+        n = len(completion.token_ids)
+        if routes is None and n == 0:  # a conversation that failed before the first answer
+            continue
+        if routes is None:
+            raise LostRoutesError(_lost(row, "any token", "asked for"))
+        # The last token is predicted, but nothing after it is computed, so no engine routes it.
+        lost = (routes[:-1] == absent).flatten(1).any(dim=1).nonzero().flatten().tolist()
+        if lost:
+            raise LostRoutesError(_lost(row, f"token {lost[0]}", f"{len(lost)} of {len(routes) - 1} are missing"))
+        batch[row, s - t + n - len(routes) : s - t + n] = routes
+    return batch
+
+
+def _lost(row: int, token: str, how: str) -> str:
+    return (
+        f"The engine did not say which experts {token} of completion {row} took ({how}). Expected: those of every "
+        "token of prompt and completion but the last, since the learner replays them. Remove RouterReplay, or set its "
+        "level to old, which needs nothing of the engine."
     )
 
 
@@ -67,7 +106,7 @@ def concatenate(parts: list[RolloutBatch], pad_token_id: int, group_size: int) -
     width = max(part.tokens.shape[1] - part.mask.shape[1] for part in parts)
     t = max(part.mask.shape[1] for part in parts)
 
-    def right(tensor: torch.Tensor) -> torch.Tensor:
+    def right(tensor: Tensor) -> Tensor:
         return F.pad(tensor, (0, t - tensor.shape[1]))
 
     tokens = [
@@ -75,6 +114,15 @@ def concatenate(parts: list[RolloutBatch], pad_token_id: int, group_size: int) -
             part.tokens, (width - part.tokens.shape[1] + part.mask.shape[1], t - part.mask.shape[1]), value=pad_token_id
         )
         for part in parts
+    ]
+    routes = [
+        F.pad(
+            part.routed_experts,
+            (0, 0, 0, 0, width - part.tokens.shape[1] + part.mask.shape[1], t - part.mask.shape[1]),
+            value=unrouted(part.routed_experts.dtype),
+        )
+        for part in parts
+        if part.routed_experts is not None
     ]
     names = parts[0].reward_parts
     b = sum(map(len, parts))
@@ -92,6 +140,7 @@ def concatenate(parts: list[RolloutBatch], pad_token_id: int, group_size: int) -
         mask_seed=_joined([part.mask_seed for part in parts]),
         drawn_over=_joined([part.drawn_over for part in parts]),
         unmasked_at=_joined([None if part.unmasked_at is None else right(part.unmasked_at) for part in parts]),
+        routed_experts=torch.cat(routes) if routes else None,
     )
 
 

@@ -47,8 +47,14 @@ class Learner(Protocol):
         """How a tensor is reduced over all ranks."""
         ...
 
-    def score(self, rollout: RolloutBatch, chunks: int = 1) -> Tensor:
-        """Return the learner's log-probs "b t" of a rollout's completions, in the learner's own arithmetic."""
+    def score(self, rollout: RolloutBatch, chunks: int = 1, routes: Tensor | None = None) -> Tensor:
+        """Return the learner's log-probs "b t" of a rollout's completions, in the learner's own arithmetic.
+
+        Args:
+            rollout: the sequences.
+            chunks: forward passes.
+            routes: "b s layers k", into which the experts that its own routers choose are written.
+        """
         ...
 
 
@@ -81,6 +87,8 @@ class RLCallback(Described, Callback):
     rejected. With one update per rollout they are then taken from the training forward's own log-probs."""
     needs_learner_old: bool = False
     """True when `on_rollout_end` reads learner_old's log-probs."""
+    replays: Literal["rollout", "old"] | None = None
+    """Whose choice of experts the learner's forward passes take instead of their own; see `loop.routing`."""
 
     def on_rollout_start(self, trainer: Trainer, module: "Learner", version: int) -> None:
         """Called before the weights of `version` are published."""

@@ -13,6 +13,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+from torch import Tensor
+
 from lit_qrl.errors import StoppedError
 from lit_qrl.rollout.engine import Progress, Turn, Wait
 from lit_qrl.seeding import derive_seed
@@ -70,6 +73,7 @@ class _Sequence:
     limit: EpisodeEnd = "done"
     answer: "asyncio.Future[Completion] | None" = None
     busy_since: float = 0.0
+    routes: Tensor | None = None
     episode: Episode | None = None
 
 
@@ -206,6 +210,8 @@ class Conversations:
         one.tokens += answer.token_ids
         one.logprobs += answer.logprobs
         one.drawn += [True] * len(answer.token_ids)
+        if answer.routed_experts is not None:
+            one.routes = joined(one.routes, answer.routed_experts)
         one.turns, one.version, one.finish_reason = one.turns + 1, answer.version, answer.finish_reason
         if answer.finish_reason == "length":
             self._end(one, "length")
@@ -263,9 +269,22 @@ class Conversations:
                 version=one.version,
                 drawn=one.drawn,
                 episode=one.episode,
+                routed_experts=one.routes,
             )
             for one in self._sequences
         ]
+
+
+def joined(known: Tensor | None, routes: Tensor) -> Tensor:
+    """Return the experts of a sequence's tokens after one more turn, "tokens layers k".
+
+    An engine computes the turns before again, where a token may take other experts than those with which it was drawn.
+
+    Args:
+        known: of the turns before; None at the first. Its last token's are not known yet.
+        routes: of the whole sequence, as the last turn computed it.
+    """
+    return routes if known is None else torch.cat([known[:-1], routes[len(known) - 1 :]])
 
 
 def _finite(value: Any) -> float | None:

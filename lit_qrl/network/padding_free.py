@@ -4,7 +4,7 @@ Every layer but attention works on tokens alone, so it gets the real tokens only
 once, then the completions. Attention puts the sequences together again, in buckets of similar length.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class FlatBatch:
         restored: " n", where each token's output is among the flattened buckets.
         predictors: " m", where in the flat row each scored token is predicted.
         scored: positions "m" of the scored tokens in the mask: rows, steps.
+        place: "b s", where in the flat row each token of the batch is; −1 for padding and last tokens.
     """
 
     tokens: Tensor
@@ -43,6 +44,7 @@ class FlatBatch:
     restored: Tensor
     predictors: Tensor
     scored: tuple[Tensor, Tensor]
+    place: Tensor
 
     def to(self, device: torch.device) -> "FlatBatch":
         """Return the layout on a device."""
@@ -56,7 +58,21 @@ class FlatBatch:
             self.restored.to(device),
             self.predictors.to(device),
             (rows, steps),
+            self.place.to(device),
         )
+
+    def laid_out(self, values: Tensor) -> Tensor:
+        """Return "n …" of values "b s …" that are equal where rows share a prompt."""
+        there = self.place.flatten() >= 0
+        source = torch.empty(len(self.tokens), dtype=torch.long, device=self.place.device)
+        source[self.place.flatten()[there]] = there.nonzero()[:, 0]
+        return values.flatten(0, 1).index_select(0, source)
+
+    def put_back(self, values: Tensor, absent: int) -> Tensor:
+        """Return "b s …" of values "n …", with `absent` where the flat row holds no token."""
+        index = self.place.clamp(min=0)
+        held = (self.place >= 0).view(*self.place.shape, *(1,) * (values.ndim - 1))
+        return torch.where(held, values[index], absent)
 
 
 def enable_padding_free(network: Any, dropout: bool = False) -> bool:
@@ -96,14 +112,15 @@ def flatten(batch: RolloutBatch) -> FlatBatch:
     """Return the layout of a batch on the CPU; completions count up to their last unmasked token.
 
     Args:
-        batch: the sequences; rows of one group whose prompts are equal share it.
+        batch: the sequences; rows of one group whose prompts are equal, and took the same experts, share it.
     """
+    routes, batch = batch.routed_experts, replace(batch, routed_experts=None).to("cpu")
     b, t = batch.mask.shape
     width = batch.tokens.shape[1] - t
     steps = torch.arange(1, t + 1)
     completion = (batch.mask * steps).amax(dim=1)
     inputs = (completion - 1).clamp_(min=0)  # the last token is predicted, but predicts nothing
-    first, owner = _owners(batch, width)
+    first, owner = _owners(batch, width, routes)
     prompt = batch.prompt_length
     prompt_start = torch.zeros(b, dtype=torch.long)
     prompt_start[first] = prompt[first].cumsum(0) - prompt[first]
@@ -135,16 +152,20 @@ def flatten(batch: RolloutBatch) -> FlatBatch:
         buckets.append(bucket)
     rows, scored_steps = batch.mask.nonzero(as_tuple=True)
     predictors = flat[rows, prompt[rows] - 1 + scored_steps]
-    return FlatBatch(tokens, positions, buckets, restored, predictors, (rows, scored_steps))
+    place = torch.full_like(batch.tokens, -1)
+    place[used.nonzero()[:, 0], source[used]] = where
+    return FlatBatch(tokens, positions, buckets, restored, predictors, (rows, scored_steps), place)
 
 
-def _owners(batch: RolloutBatch, width: int) -> tuple[Tensor, Tensor]:
+def _owners(batch: RolloutBatch, width: int, routes: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the rows that own a prompt, and for every row the row whose prompt it uses."""
     groups, inverse = batch.group.unique(return_inverse=True)
     rows = torch.arange(len(batch))
     owner = torch.full((len(groups),), len(batch)).scatter_reduce(0, inverse, rows, "amin")[inverse]
     prompts = batch.tokens[:, :width]
     equal = (prompts == prompts[owner]).all(dim=1) & (batch.prompt_length == batch.prompt_length[owner])
+    if routes is not None:  # a prompt that was computed twice may have gone two ways
+        equal &= (routes[:, :width] == routes[owner.to(routes.device), :width]).flatten(1).all(dim=1).cpu()
     owner = torch.where(equal, owner, rows)
     return (owner == rows).nonzero()[:, 0], owner
 

@@ -46,6 +46,8 @@ NORM_READERS = {"input_layernorm": "self_attn.q_proj", "post_attention_layernorm
 FINAL_NORM = "norm"
 GATED_MLP = frozenset({"gate_proj", "up_proj", "down_proj", "act_fn"})
 """The parts of an MLP that is down(act(gate(x)) · up(x))."""
+MASKS_SCORES = frozenset({"group_limited_greedy"})
+"""Values of a router's `topk_method` with which an expert outside of the chosen groups has no score of its own left."""
 PLAIN_ATTENTION = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "granite", "olmo2"})
 """Model types whose attention is softmax(q·kᵀ·scaling)·v over the whole past, by way of the library's registry."""
 

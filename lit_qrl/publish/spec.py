@@ -10,6 +10,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
 from lit_qrl.loop.hooks import Learner
+from lit_qrl.loop.routing import replayed_level
 from lit_qrl.network.adapters import check_fits
 from lit_qrl.network.head import tied_head
 from lit_qrl.network.linears import check_quantizable
@@ -121,6 +122,7 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
         evaluation_limits=tuple(one.completion_tokens for one in data.evaluations),
         estimator=policy.estimator if isinstance(policy, DiffusionPolicy) else None,
         outlives_update=settings.every_n_iterations > 1,
+        routes=replayed_level(learner.trainer) == "rollout",
         on_hang=on_hang,
     )
     engine.validate(spec)

@@ -39,6 +39,8 @@ class SamplerSpec:
         estimator: of the log-probs of a masked-diffusion policy; None for a causal one.
         outlives_update: completions are drawn after updates that were not published, so that an engine which shares
             the learner's tensors must copy them.
+        routes: record which experts each token takes, in `Completion.routed_experts`; only where the engine is one of
+            `RecordsRoutes`.
         on_hang: called with a sentence, in a thread of its own, when the engine hangs beyond recovery, just before it
             ends the process.
 
@@ -57,6 +59,7 @@ class SamplerSpec:
     evaluation_limits: tuple[int, ...] = ()
     estimator: Estimator | None = None
     outlives_update: bool = False
+    routes: bool = False
     on_hang: Callable[[str], None] | None = None
 
 
@@ -255,6 +258,18 @@ class ChecksModel(Protocol):
 
     def check_model(self, network: nn.Module) -> None:
         """Raise `ConfigError` for an architecture that it does not run; called before any weight is loaded."""
+
+
+@runtime_checkable
+class RecordsRoutes(Protocol):
+    """An engine that can say which experts its tokens took."""
+
+    def check_routes(self, user: str) -> None:
+        """Raise `ConfigError` where this installation cannot; called before any weight is loaded.
+
+        Args:
+            user: what needs them, for the error.
+        """
 
 
 @runtime_checkable

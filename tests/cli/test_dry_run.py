@@ -105,3 +105,11 @@ def test_bits_of_a_packed_base_count_as_bits():
     learner = dry.Tensors(shapes, {"norm.weight"}, set(), {"up.weight"}, torch.bfloat16)
     assert learner.count({"up.weight"}) == 4096
     assert dry.as_table([dry.Part("weights", 3 * 2**30), dry.Part("unknown", float("nan"))]).endswith("3.00 GiB")
+
+
+def test_routes_of_a_mixture_are_told(run):
+    mixture = ["--model.policy.model", ROOT / "models" / "tiny-moe-countdown", "--publisher.exclude", '["*.experts"]']
+    status, sizes, text = run(*mixture, "--trainer.callbacks+=RouterReplay")
+    assert status == 0
+    assert sizes["routes"] == 32 * 8 * (16 + 16) * 4 * 2  # four layers of two experts, a byte each
+    assert "8 bytes a token, 256 sequences of 32 tokens, at most" in text

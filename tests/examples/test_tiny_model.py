@@ -9,9 +9,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_qrl.data.tasks.countdown import Countdown
 from lit_qrl.data.tasks.countdown_solver import expressions
+from lit_qrl.network.linears import expert_weights
+from lit_qrl.network.routing import routers
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "models" / "tiny-countdown"
+MIXTURE = ROOT / "models" / "tiny-moe-countdown"
 MAX_BYTES = 4_000_000
 
 
@@ -46,6 +49,38 @@ def test_shipped_model_is_a_small_qwen3_of_kernel_friendly_sizes(shipped):
     assert network.get_output_embeddings().weight is network.get_input_embeddings().weight
 
 
+def test_shipped_mixture_takes_two_of_eight_experts_for_each_token():
+    network = AutoModelForCausalLM.from_pretrained(MIXTURE, dtype=torch.float32)
+    assert size(MIXTURE) < MAX_BYTES
+    assert network.config.model_type == "qwen3_moe"
+    assert {(one.experts, one.chosen) for one in routers(network)} == {(8, 2)}
+    assert len(routers(network)) == network.config.num_hidden_layers
+    widths = {width for weight in expert_weights(network).values() for width in weight.shape[1:]}
+    assert {width % 128 for width in widths} == {0}
+    dense = AutoTokenizer.from_pretrained(SHIPPED)
+    assert AutoTokenizer.from_pretrained(MIXTURE).get_vocab() == dense.get_vocab()
+
+
+def test_an_upcycled_model_begins_with_parts_of_the_dense_one(script, shipped):
+    dense, tokenizer = shipped
+    recipe = script.Recipe(**script.MIXTURE)
+    network = script.build_network(recipe, tokenizer)
+    script.upcycle(network, dense, seed=0)
+    assert torch.equal(network.model.layers[1].self_attn.q_proj.weight, dense.model.layers[1].self_attn.q_proj.weight)
+    experts, mlp = network.model.layers[2].mlp.experts, dense.model.layers[2].mlp
+    x = torch.randn(50, 128, generator=torch.Generator().manual_seed(0))
+    outputs = []
+    for expert in range(8):  # each a part of the neurons; the mean over many draws would be the whole
+        gate, up = (x @ experts.gate_up_proj[expert].T).chunk(2, dim=-1)
+        outputs.append((torch.nn.functional.silu(gate) * up) @ experts.down_proj[expert].T)
+        rows = (experts.gate_up_proj[expert][:128, None] == mlp.gate_proj.weight[None]).all(-1)
+        assert rows.any(1).all()
+    whole, mean = mlp(x), torch.stack(outputs).mean(0)
+    cosine = torch.nn.functional.cosine_similarity(mean.flatten(), whole.flatten(), dim=0)
+    assert cosine > 0.7
+    assert 0.7 < mean.norm() / whole.norm() < 1.5
+
+
 def test_shipped_tokenizer_round_trip(shipped):
     _, tokenizer = shipped
     for text in ["3,5,7=22:", "(30-29)*12/4+10", "1 + 2 = 3"]:
@@ -58,8 +93,10 @@ def test_shipped_tokenizer_round_trip(shipped):
     assert tokenizer.decode([tokenizer.eos_token_id, *tokenizer("1+2").input_ids], skip_special_tokens=True) == "1+2"
 
 
-def test_shipped_model_writes_valid_expressions_and_solves_some(shipped, script):
-    network, tokenizer = shipped
+@pytest.mark.parametrize("folder", [SHIPPED, MIXTURE], ids=lambda folder: folder.name)
+def test_shipped_model_writes_valid_expressions_and_solves_some(folder, script):
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     task = Countdown(train_size=1, evaluation_size=200)
     accuracy, valid = script.evaluate(network, tokenizer, task, temperature=1.0, seed=1)
     assert valid >= 0.93

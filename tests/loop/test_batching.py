@@ -4,7 +4,7 @@ import random
 import pytest
 import torch
 
-from lit_qrl.loop.batching import assemble, concatenate, deal_by_length, rows_of
+from lit_qrl.loop.batching import LostRoutesError, assemble, concatenate, deal_by_length, rows_of
 from lit_qrl.types import Completion
 from tests.networks import batch_of
 
@@ -112,3 +112,39 @@ def test_batches_of_other_widths_are_joined_row_by_row():
 def test_a_single_batch_is_left_as_it_is():
     only = part([[5, 6]], [[7]], 1)
     assert concatenate([only], 0, 1) is only
+
+
+def routed(ids, *numbers):
+    """A completion whose tokens, the prompt's first, took the experts of those numbers in one layer."""
+    one = completion(ids)
+    one.routed_experts = torch.tensor(numbers, dtype=torch.uint8)[:, None, None]
+    return one
+
+
+def test_routes_are_laid_out_like_tokens_and_stay_so():
+    long, short = routed([5, 6], 11, 12, 13, 15, 255), routed([7], 24, 255)
+    batch = assemble([[1, 2, 3], [4]], [long, short], group_size=1, pad_token_id=0)
+    assert batch.routed_experts.flatten(1).tolist() == [[11, 12, 13, 15, 255], [255, 255, 24, 255, 255]]
+    trimmed = batch.select(torch.tensor([1]))
+    assert trimmed.routed_experts.flatten(1).tolist() == [[24, 255]]
+    joined = concatenate([trimmed, batch], 0, 1)
+    assert joined.routed_experts.flatten(1).tolist()[0] == [255, 255, 24, 255, 255]
+    assert torch.equal(joined.routed_experts[1:], batch.routed_experts)
+    assert joined.to("cpu").routed_experts.dtype == torch.uint8
+    cut = long.cut(1)
+    assert cut.routed_experts.flatten().tolist() == [11, 12, 13, 15]
+    assert assemble([[1]], [completion([5])], group_size=1, pad_token_id=0).routed_experts is None
+    failed = assemble([[4]], [routed([5], 1, 255), completion([])], group_size=2, pad_token_id=0)
+    assert failed.routed_experts.flatten(1).tolist() == [[1, 255], [255, 255]]
+
+
+@pytest.mark.parametrize(
+    "lost, said",
+    [
+        (lambda: routed([6, 7], 1, 255, 255), r"token 1 of completion 1 took \(1 of 2 are missing\)"),
+        (lambda: completion([6]), "any token of completion 1 took"),
+    ],
+)
+def test_a_token_whose_experts_are_lost_is_named(lost, said):
+    with pytest.raises(LostRoutesError, match=said):
+        assemble([[4]], [routed([5], 1, 255), lost()], group_size=2, pad_token_id=0)

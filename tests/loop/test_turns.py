@@ -7,11 +7,13 @@ import torch
 from lit_qrl.data.environment import MultiTurnTask
 from lit_qrl.errors import StoppedError
 from lit_qrl.loop.batching import assemble
-from lit_qrl.loop.turns import Conversations, TakesTurns, TurnsOver
-from lit_qrl.rollout.engine import Converses
+from lit_qrl.loop.turns import Conversations, TakesTurns, TurnsOver, joined
+from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.rollout.engine import Converses, SamplerSpec
 from lit_qrl.types import Completion, SamplingParams
 from tests.networks import build_network, build_tokenizer
-from tests.rollout.embedded.test_engine import engine_of
+from tests.rollout.embedded.test_engine import engine_of, policy_of, publish
+from tests.routes import CHOSEN, LAYERS, build_mixture
 
 TOKENIZER = build_tokenizer(pad_token="<pad>", eos_token="<eos>")
 EOS = TOKENIZER.eos_token_id
@@ -197,3 +199,27 @@ def test_the_batch_of_conversations_trains_on_what_was_drawn_alone():
     assert batch.completion_length.tolist() == [4, 2]
     assert batch.total_length.tolist() == [8, 4]
     assert batch.tokens[0].tolist() == [5, 6, *completions[0].token_ids]
+
+
+def test_a_token_keeps_the_experts_with_which_it_was_drawn():
+    def routes(*numbers):
+        return torch.tensor(numbers, dtype=torch.uint8)[:, None, None]
+
+    first = joined(None, routes(1, 2, 3, 255))  # two tokens of prompt, two drawn
+    both = joined(first, routes(7, 7, 7, 4, 5, 6, 255))  # one said, two drawn
+    assert both.flatten().tolist() == [1, 2, 3, 4, 5, 6, 255]
+
+
+def test_conversations_say_which_experts_every_token_took():
+    network = build_mixture()
+    engine = TransformersEngine()
+    spec = SamplerSpec(sampling=SamplingParams(max_tokens=24, stop_token_ids=tuple(range(1, 14))), routes=True)
+    engine.setup(spec, policy_of(network))
+    publish(engine, network)
+    rows, prompts = [{"says": ["1+", "2+"]}] * 2, [[5, 6, 7], [8]]
+    with Conversations(Echo(), rows, prompts, encode, TOKENIZER.decode, 24, seed=3) as talks:
+        engine.converse(talks)
+    completions = talks.completions()
+    assert max(completion.episode.turns for completion in completions) > 1
+    batch = assemble(prompts, completions, 1, 0)
+    assert batch.routed_experts.shape == (*batch.tokens.shape, LAYERS, CHOSEN)

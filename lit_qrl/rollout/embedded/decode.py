@@ -1,13 +1,16 @@
 """Batched decoding over a static cache: one prefill per prompt, ended rows dropped at once."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lit_qrl.network.head import SamplerHead
+from lit_qrl.network.routing import Routing, routers, unrouted
 from lit_qrl.network.structure import body
 from lit_qrl.rollout.embedded.cache import SlotCache
 from lit_qrl.rollout.embedded.sampling import TokenSampler
@@ -103,12 +106,15 @@ class Drawn:
         logprobs: "b steps", fp32.
         length: " b", tokens of each row with the stop token.
         stopped: " b", True where a stop token ended the row.
+        routes: "b width+steps layers k", the experts of each token behind the left padding of its prompt; None where
+            they are not recorded.
     """
 
     tokens: Tensor
     logprobs: Tensor
     length: Tensor
     stopped: Tensor
+    routes: Tensor | None = None
 
 
 class Decoder:
@@ -118,10 +124,14 @@ class Decoder:
         network: the model, in eval mode.
         sampling: how tokens are drawn.
         head_dtype: that the output head computes in; None is its own.
+        routes: record which experts every token takes.
     """
 
-    def __init__(self, network: Any, sampling: SamplingParams, head_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, network: Any, sampling: SamplingParams, head_dtype: torch.dtype | None = None, routes: bool = False
+    ) -> None:
         self.network, self.sampling = network, sampling
+        self.routers = routers(network) if routes else []
         self.head = SamplerHead.of(network, head_dtype)
         self.device = network.get_input_embeddings().weight.device
         self.sampler = TokenSampler(sampling)
@@ -156,7 +166,7 @@ class Decoder:
         rows = int(counts.sum())
         cache = SlotCache(self.layers, rows, width + steps)
         lengths = torch.tensor([piece.length for piece in pieces])
-        logits = self._prefill([prompts[piece.prompt] for piece in pieces], counts, width, cache)
+        logits, routes = self._prefill([prompts[piece.prompt] for piece in pieces], counts, width, cache)
         numbers = None
         if not self.sampler.greedy:
             parts = [random(p.prompt, steps)[p.first : p.first + p.count] for p in pieces]
@@ -171,13 +181,25 @@ class Decoder:
             logprobs=torch.zeros(rows, steps, dtype=torch.float32, device=self.device),
             length=torch.full((rows,), steps, device=self.device),
             stopped=torch.zeros(rows, dtype=torch.bool, device=self.device),
+            routes=None if routes is None else F.pad(routes, (0, 0, 0, 0, 0, steps), value=unrouted(routes.dtype)),
         )
         self._decode(cache, logits, positions, valid, numbers, drawn, report)
         return drawn
 
-    def _prefill(self, prompts: list[Sequence[int]], counts: Tensor, width: int, cache: SlotCache) -> Tensor:
-        """Fill the cache with every prompt's keys and values and return the logits "rows v" of the first token."""
-        logits, row = [], 0
+    def _hidden(self, **inputs: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the last hidden state "rows h" of some columns, and their experts "rows columns layers k"."""
+        with Routing(self.network, found=self.routers) if self.routers else nullcontext() as routing:
+            hidden = body(self.network)(**inputs, use_cache=True).last_hidden_state[:, -1]
+        shape = inputs["input_ids"].shape
+        return hidden, None if routing is None else routing.own.unflatten(0, shape)
+
+    def _prefill(
+        self, prompts: list[Sequence[int]], counts: Tensor, width: int, cache: SlotCache
+    ) -> tuple[Tensor, Tensor | None]:
+        """Fill the cache with every prompt's keys and values; return the logits "rows v" of the first token, and the
+        prompts' experts "rows width layers k" where they are recorded.
+        """
+        logits, taken, row = [], [], 0
         share = max(1, PREFILL_TOKENS // width)
         for start in range(0, len(prompts), share):
             part = prompts[start : start + share]
@@ -189,36 +211,36 @@ class Decoder:
             tokens, mask = tokens.to(self.device), mask.to(self.device)
             padded = any(len(prompt) < width for prompt in part)
             once = SlotCache(self.layers, len(part), width)
-            hidden = body(self.network)(
+            hidden, routes = self._hidden(
                 input_ids=tokens,
                 attention_mask=mask if padded else None,
                 position_ids=(mask.cumsum(1) - 1).clamp_(min=0),
                 past_key_values=once,
-                use_cache=True,
-            ).last_hidden_state[:, -1]
+            )
             once.filled = width
-            share_counts = counts[start : start + share]
-            cache.take(once, share_counts.to(self.device), row)
+            share_counts = counts[start : start + share].to(self.device)
+            cache.take(once, share_counts, row)
             row += int(share_counts.sum())
-            logits.append(self.head.logits(hidden).repeat_interleave(share_counts.to(self.device), dim=0))
+            logits.append(self.head.logits(hidden).repeat_interleave(share_counts, dim=0))
+            if routes is not None:
+                routes = routes.masked_fill(mask[:, :, None, None] == 0, unrouted(routes.dtype))
+                taken.append(routes.repeat_interleave(share_counts, dim=0))
         cache.filled = width
-        return torch.cat(logits)
+        return torch.cat(logits), torch.cat(taken) if taken else None
 
-    def _forward(self, tokens: Tensor, positions: Tensor, valid: Tensor | None, cache: SlotCache) -> Tensor:
-        """Return the logits "rows v" after one more token of every live row."""
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, valid: Tensor | None, cache: SlotCache
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the logits "rows v" after one more token of every live row, and that token's experts."""
         mask = None
         if valid is not None:
             mask = valid[:, : cache.filled + 1]
             mask = mask.long() if self.windowed else mask[:, None, None, :]
-        hidden = body(self.network)(
-            input_ids=tokens[:, None],
-            attention_mask=mask,
-            position_ids=positions[:, None],
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state[:, -1]
+        hidden, routes = self._hidden(
+            input_ids=tokens[:, None], attention_mask=mask, position_ids=positions[:, None], past_key_values=cache
+        )
         cache.filled += 1
-        return self.head.logits(hidden)
+        return self.head.logits(hidden), routes
 
     def _decode(
         self,
@@ -257,5 +279,8 @@ class Decoder:
             report(len(drawn.tokens) if last else len(drawn.tokens) - len(rows), total)
             if last or len(rows) == 0:
                 return
-            logits = self._forward(tokens, positions, valid, cache)
+            column = cache.filled
+            logits, routes = self._forward(tokens, positions, valid, cache)
+            if routes is not None and drawn.routes is not None:
+                drawn.routes[rows, column] = routes[:, 0]
             positions = positions + 1

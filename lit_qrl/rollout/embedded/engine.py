@@ -77,6 +77,9 @@ class TransformersEngine(EmbeddedSampler):
                 remedy="Use VLLMEngine for this architecture.",
             )
 
+    def check_routes(self, user: str) -> None:
+        """Do nothing: what a model's routers choose is seen as it decodes."""
+
     def setup(self, spec: SamplerSpec, policy: EnginePolicy) -> None:
         super().setup(spec, policy)
         self._checked = False
@@ -150,7 +153,7 @@ class TransformersEngine(EmbeddedSampler):
         progress: Progress | None,
         sampling: SamplingParams,
     ) -> list[Completion]:
-        decoder = Decoder(self.network, sampling, self.spec.head_dtype)
+        decoder = Decoder(self.network, sampling, self.spec.head_dtype, self.spec.routes)
         results: list[Completion | None] = [None] * (len(prompts) * n)
         finished = tokens = 0
 
@@ -175,7 +178,8 @@ class TransformersEngine(EmbeddedSampler):
     def _collect(self, drawn: Drawn, pieces: list[Piece], n: int, results: list[Completion | None]) -> int:
         length, stopped = drawn.length.tolist(), drawn.stopped.tolist()
         tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
-        row = 0
+        routes = None if drawn.routes is None else drawn.routes.cpu()
+        width, row = max(piece.length for piece in pieces), 0
         for piece in pieces:
             for index in range(piece.first, piece.first + piece.count):
                 results[piece.prompt * n + index] = Completion(
@@ -183,6 +187,7 @@ class TransformersEngine(EmbeddedSampler):
                     logprobs=logprobs[row][: length[row]],
                     finish_reason="stop" if stopped[row] else "length",
                     version=self.version,
+                    routed_experts=None if routes is None else routes[row, width - piece.length : width + length[row]],
                 )
                 row += 1
         return sum(length)

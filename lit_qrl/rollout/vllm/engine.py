@@ -33,7 +33,7 @@ from lit_qrl.rollout.vllm.checks import (
 )
 from lit_qrl.rollout.vllm.drawing import Drawing
 from lit_qrl.rollout.vllm.errors import Sender, blamed, deadly
-from lit_qrl.rollout.vllm.installation import check_installation
+from lit_qrl.rollout.vllm.installation import check_installation, check_routes
 from lit_qrl.rollout.vllm.lending import MarlinLender
 from lit_qrl.rollout.vllm.live_model import LiveModel
 from lit_qrl.rollout.vllm.models import check_model, recurrent, refused_model
@@ -146,6 +146,10 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         """Raise `ConfigError` for a model that the installed vLLM lacks or this host cannot run."""
         check_model(network)
         check_experts(network, self.spec.format, self.spec.exclude)
+
+    def check_routes(self, user: str) -> None:
+        """Raise `ConfigError`: this engine does not say which experts its tokens took."""
+        check_routes(user)
 
     def setup(self, spec: SamplerSpec, policy: EnginePolicy) -> None:
         """Check the model against vLLM and the GPU's memory; the engine itself starts with the first weights."""

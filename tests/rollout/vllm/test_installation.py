@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.rollout.vllm.installation import ANY, check_installation, installed_version
+from lit_qrl.rollout.vllm.installation import ANY, check_installation, check_routes, installed_version
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.26.2+cpu", "0.32.0"])
@@ -45,3 +45,10 @@ def test_gpu_build_needs_a_gpu(install):
     install("0.32.0", cpu=False)
     with pytest.raises(ConfigError, match="built for CUDA, but this host has no GPU"):
         check_installation()
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.0"])
+def test_routes_are_refused_by_name_and_version(install, version):
+    install(version, cpu=True)
+    with pytest.raises(ConfigError, match=rf"RouterReplay needs the experts.*VLLMEngine with vLLM {version}.*engine"):
+        check_routes("RouterReplay")

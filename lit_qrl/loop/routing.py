@@ -1,0 +1,85 @@
+"""Whose choice of experts the learner's forward passes take, and how far its own routers would go from it.
+
+========= =====================================================================================================
+replayed  what the learner's forward passes take
+========= =====================================================================================================
+nothing   what its own routers choose, in each pass anew
+`rollout` what the sampler took when it drew the tokens, in scoring and training: Rollout Routing Replay (R3),
+          Ma et al., arXiv:2510.11370
+`old`     what learner_old took when it was scored, in the training passes of all updates of the iteration: Routing
+          Replay (R2), Zheng et al., arXiv:2507.18071, § 4.4
+========= =====================================================================================================
+
+Either way the choice is `RolloutBatch.routed_experts` from then on: the engine fills it in, or `scored_routes`.
+"""
+
+from typing import Literal
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lit_qrl.loop.hooks import Learner, rl_callbacks
+from lit_qrl.loop.metrics import IterationMetrics
+from lit_qrl.network.routing import differing, experts_taken, route_dtype, routers, unrouted
+from lit_qrl.types import RolloutBatch
+
+
+def replayed_level(trainer: Trainer) -> Literal["rollout", "old"] | None:
+    """Return whose choice of experts the callbacks want replayed."""
+    return next((callback.replays for callback in rl_callbacks(trainer) if callback.replays), None)
+
+
+def scored_routes(learner: Learner, rollout: RolloutBatch) -> Tensor | None:
+    """Return "b s layers k" for what learner_old chooses when it is scored, or None where nobody replays that."""
+    if replayed_level(learner.trainer) != "old":
+        return None
+    found = routers(learner.policy.network)
+    dtype = route_dtype(max(router.experts for router in found))
+    shape = (*rollout.tokens.shape, len(found), found[0].chosen)
+    return torch.full(shape, unrouted(dtype), dtype=dtype, device=rollout.tokens.device)
+
+
+def record_difference(metrics: IterationMetrics, own: Tensor, replayed: Tensor, prefix: str = "") -> None:
+    """Add what shares of tokens the learner's routers would send elsewhere than the replayed choice does.
+
+    `routing/differing_tokens` in some layer, `routing/differing_choices` of all tokens in all layers, and
+    `routing/differing_layer_<i>`; each router is asked after the layers before it took the replayed experts.
+
+    Args:
+        metrics: of the iteration.
+        own: "b s layers k".
+        replayed: "b s layers k".
+        prefix: of the metrics' names; such as come from routers that took their own experts before, too.
+    """
+    absent = unrouted(replayed.dtype)
+    known = ((own != absent) & (replayed != absent)).flatten(2).all(dim=2)
+    elsewhere = differing(own, replayed) & known[..., None]
+    count = known.sum().float()
+    by_layer = elsewhere.flatten(0, 1).sum(dim=0).float()
+    metrics.add(f"routing/{prefix}differing_tokens", torch.stack([elsewhere.any(dim=2).sum().float(), count]))
+    metrics.add(f"routing/{prefix}differing_choices", torch.stack([by_layer.sum(), count * len(by_layer)]))
+    for layer, total in enumerate(by_layer):
+        metrics.add(f"routing/{prefix}differing_layer_{layer}", torch.stack([total, count]))
+
+
+def load_balance(routes: Tensor, experts: int) -> dict[str, Tensor]:
+    """Return how evenly tokens are spread over the experts: means over layers.
+
+    `load_max` is the load of the busiest expert over the mean (1 is even, `experts / k` is collapsed), `load_cv` the
+    coefficient of variation of the loads, `unused_experts` the share of experts that no token took.
+
+    Args:
+        routes: "… layers k".
+        experts: of each layer.
+
+    >>> load_balance(torch.tensor([[[0, 1]], [[0, 2]]], dtype=torch.uint8), 4)["load_max"]
+    tensor(2.)
+    """
+    loads = experts_taken(routes.flatten(0, -3), experts).float()
+    mean = loads.mean(dim=1).clamp(min=1e-9)
+    return {
+        "load_max": (loads.amax(dim=1) / mean).mean(),
+        "load_cv": (loads.std(dim=1, correction=0) / mean).mean(),
+        "unused_experts": (loads == 0).float().mean(),
+    }

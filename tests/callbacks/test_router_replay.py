@@ -1,0 +1,167 @@
+import csv
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lit_qrl.callbacks import AIS, RouterReplay, TruncatedIS
+from lit_qrl.errors import ConfigError
+from lit_qrl.loop.hooks import RLCallback
+from lit_qrl.objective import GRPO
+from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.rollout.vllm.engine import VLLMEngine
+from tests.loop.test_routing import choose_otherwise
+from tests.routes import LAYERS, MOE
+from tests.tiny_run import build, model_folder
+
+
+class Watching(RLCallback):
+    """Keeps what the learner said and took."""
+
+    def __init__(self):
+        self.rollout, self.forwards = None, []
+
+    def on_rollout_end(self, trainer, module, batch):
+        self.rollout = batch
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.forwards.append((batch, pl_module.iteration.logprobs))
+
+
+class OddEngine(TransformersEngine):
+    """A sampler whose routers choose otherwise than the learner's would."""
+
+    def load_weights(self, tensors, format, version):
+        report = super().load_weights(tensors, format, version)
+        choose_otherwise(self.network)
+        return report
+
+
+def trained(folder, *callbacks, engine=None, **options):
+    model_folder(folder / "model", gain=2, **MOE)
+    watching = Watching()
+    options = {"format": "bf16", "trainer": {"max_epochs": 1}, **options}
+    if engine is not None:  # the probe would rightly find that it is another model
+        options["publisher"] = {"probe_every": 0}
+    trainer, module, data = build(folder, callbacks=[*callbacks, watching], engine=engine, **options)
+    trainer.fit(module, data)
+    with (folder / "run" / "metrics.csv").open() as file:
+        return watching, list(csv.DictReader(file))[-1], module
+
+
+def column(row, name):
+    return float(row[f"routing/{name}"])
+
+
+@pytest.mark.parametrize("policy", [{}, {"gradient_checkpointing": True, "packing": "never"}])
+def test_the_samplers_experts_are_taken_in_scoring_and_training(tmp_path, policy):
+    watching, row, _ = trained(
+        tmp_path,
+        RouterReplay(compare_every=1),
+        AIS(),
+        engine=OddEngine(dtype="fp32"),
+        format="auto",
+        policy=policy,
+        data={"mini_batches": 2, "micro_batches": 2},
+    )
+    batch = watching.rollout
+    assert (batch.learner_old_logprobs - batch.sampler_logprobs).abs().max() < 2e-6
+    parts, logprobs = zip(*watching.forwards[:2], strict=True)  # the first mini-batch, before any update
+    for part, said in zip(parts, logprobs, strict=True):
+        assert (said - part.batch.sampler_logprobs).abs().max() < 2e-6
+    assert column(row, "replayed_kl_k3") < 1e-10 < 1e-3 < column(row, "free_kl_k3")
+    assert column(row, "free_differing_tokens") > 0.5
+    assert column(row, "differing_tokens") > 0.5
+    assert {f"routing/differing_layer_{layer}" for layer in range(LAYERS)} <= row.keys()
+    assert column(row, "megabytes") == pytest.approx(batch.routed_experts.numel() / 1e6)
+    assert 1 <= column(row, "load_max") <= 4
+
+
+def test_without_replay_the_same_run_disagrees_and_nothing_is_recorded(tmp_path):
+    watching, row, _ = trained(tmp_path, AIS(), engine=OddEngine(dtype="fp32"), format="auto")
+    assert (watching.rollout.learner_old_logprobs - watching.rollout.sampler_logprobs).abs().max() > 0.01
+    assert watching.rollout.routed_experts is None
+    assert not [name for name in row if name.startswith("routing/")]
+
+
+def test_later_updates_take_what_the_learner_took_when_it_was_scored(tmp_path):
+    watching, row, _ = trained(tmp_path, RouterReplay("old"), data={"mini_batches": 2}, lr=0.1)
+    routes = watching.rollout.routed_experts
+    inputs = watching.rollout.mask.roll(-1, 1)
+    inputs[:, -1] = False
+    known = (routes != 255).flatten(2).all(2)
+    assert torch.equal(known[:, -watching.rollout.mask.shape[1] :], inputs)  # the last token is not computed
+    assert column(row, "differing_tokens") > 0  # after the first update the routers would choose others
+    part, said = watching.forwards[0]
+    old = watching.rollout.learner_old_logprobs[part.rows, : said.shape[1]]
+    torch.testing.assert_close(said, old, atol=1e-5, rtol=0)
+    part, said = watching.forwards[1]
+    assert torch.equal(part.batch.routed_experts, watching.rollout.select(part.rows).routed_experts)
+    assert (said - watching.rollout.learner_old_logprobs[part.rows, : said.shape[1]]).abs().max() > 1e-3
+
+
+def test_a_reference_routes_for_itself(tmp_path):
+    """The frozen copy of an untrained learner says what the free learner says, not what the replayed one does."""
+    watching, _, module = trained(
+        tmp_path,
+        RouterReplay(),
+        engine=OddEngine(dtype="fp32"),
+        format="auto",
+        objective=GRPO(scale="none", kl_coefficient=0.1),
+        lr=0.0,
+    )
+    batch = watching.rollout
+    with torch.no_grad():
+        free = module.policy(replace(batch, routed_experts=None)).logprobs
+    torch.testing.assert_close(batch.reference_logprobs, free, atol=1e-5, rtol=0)
+    assert (batch.reference_logprobs - batch.sampler_logprobs).abs().max() > 0.01
+
+
+def refusal(folder, *callbacks, model=None, **options):
+    model_folder(folder / "model", **(MOE if model is None else model))
+    trainer, module, data = build(folder, callbacks=callbacks, format="bf16", **options)
+    with pytest.raises(ConfigError) as caught:
+        trainer.fit(module, data)
+    assert module.policy.model is None  # before any weight is loaded
+    return str(caught.value)
+
+
+def test_a_dense_model_is_refused_before_its_weights(tmp_path):
+    said = refusal(tmp_path, RouterReplay(), model={})
+    assert "RouterReplay replays which experts each token took, and no router is found in this model." in said
+    assert "Given: Qwen3ForCausalLM. Remove RouterReplay from trainer.callbacks." in said
+
+
+def test_an_engine_that_records_nothing_is_refused(tmp_path):
+    said = refusal(tmp_path, RouterReplay(), engine=VLLMEngine())
+    assert "RouterReplay" in said
+    assert "VLLMEngine" in said or "vLLM is not installed" in said
+
+
+def test_one_update_for_each_rollout_has_nothing_to_replay(tmp_path):
+    assert "there is one update for each rollout" in refusal(tmp_path, RouterReplay("old"))
+
+
+def test_two_levels_at_once_are_refused(tmp_path):
+    data = {"mini_batches": 2}
+    assert "RouterReplay twice" in refusal(tmp_path, RouterReplay(), RouterReplay("old"), data=data)
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ({"level": "sampler"}, "level of RouterReplay"),
+        ({"compare_every": -1}, "0 or more"),
+        ({"level": "old", "compare_every": 5}, "0 with level: old"),
+    ],
+)
+def test_bad_arguments_are_refused_at_construction(arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        RouterReplay(**arguments)
+
+
+def test_a_correction_without_scoring_sees_replayed_ratios(tmp_path):
+    """With one update TruncatedIS takes the training forward's log-probs, which are replayed, too."""
+    _, row, _ = trained(tmp_path, RouterReplay(), TruncatedIS(), engine=OddEngine(dtype="fp32"), format="auto")
+    assert float(row["mismatch/abs_log_ratio"]) < 1e-6
+    assert float(row["correction/truncated_tokens"]) == 0

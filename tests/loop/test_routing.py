@@ -1,0 +1,119 @@
+import types
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lit_qrl.callbacks.router_replay import RouterReplay
+from lit_qrl.loop.batching import assemble
+from lit_qrl.loop.metrics import IterationMetrics
+from lit_qrl.loop.routing import load_balance, record_difference, replayed_level
+from lit_qrl.network.routing import Routing, routers
+from lit_qrl.policy import CausalPolicy
+from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.rollout.engine import SamplerSpec
+from lit_qrl.types import SamplingParams, no_all_reduce
+from tests.rollout.embedded.test_engine import publish
+from tests.routes import CHOSEN, EXPERTS, LAYERS, MOE
+from tests.tiny_run import model_folder
+
+PROMPTS = [[5, 6, 7, 8, 9], [4], [3, 3, 12]]
+
+
+def choose_otherwise(network):
+    """Let the routers choose by scores that swing with the hidden states; gates stay the model's own."""
+    torch.manual_seed(3)
+    for router in routers(network):
+        swing = torch.randn(router.module.weight.shape[1], EXPERTS)
+
+        def forward(hidden, weight=router.module.weight, swing=swing):
+            x = hidden.flatten(0, -2)
+            logits = F.linear(x, weight)
+            probabilities = logits.softmax(-1)
+            chosen = (probabilities + torch.sin(40 * x @ swing)).topk(CHOSEN).indices
+            gates = probabilities.gather(1, chosen)
+            return logits, gates / gates.sum(-1, keepdim=True), chosen
+
+        router.module.forward = forward
+
+
+@pytest.mark.parametrize("packing", ["auto", "never"])
+@pytest.mark.parametrize("max_batch", [None, 4])
+def test_with_the_samplers_routes_the_learner_says_what_the_sampler_said(tmp_path, packing, max_batch):
+    policy = CausalPolicy(model_folder(tmp_path, gain=2, **MOE), packing=packing)
+    policy.configure()
+    engine = TransformersEngine(max_batch=max_batch)
+    spec = SamplerSpec(sampling=SamplingParams(max_tokens=10, stop_token_ids=(1, 4, 5)), routes=True)
+    engine.setup(spec, policy)
+    publish(engine, policy.network)
+    choose_otherwise(engine.network)
+    batch = assemble(PROMPTS, engine.generate(PROMPTS, 4, seed=1), 4, 0)
+    with torch.no_grad():
+        replayed = policy(batch, routes=True)
+    d = (replayed.logprobs - batch.sampler_logprobs)[batch.mask]
+    assert d.abs().max() <= 1e-6
+
+    taken = []
+    network = policy.network
+    for router in routers(network):
+        router.module.register_forward_hook(lambda module, args, output: taken.append(output[2]))
+    known = (batch.routed_experts[0] != 255).all(-1).all(-1)
+    with torch.no_grad():
+        policy(batch.select(torch.tensor([0]), trim=False))
+    for layer in range(LAYERS):
+        expected = batch.routed_experts[0, known, layer].long()
+        assert torch.equal(taken[layer][: len(expected)], expected)
+
+    routes, batch.routed_experts = batch.routed_experts, None
+    with torch.no_grad():
+        free = policy(batch, routes=True)
+    assert (free.logprobs - batch.sampler_logprobs)[batch.mask].abs().max() > 0.01
+    metrics = IterationMetrics()
+    record_difference(metrics, free.routes, routes)
+    row = metrics.compute(no_all_reduce)
+    assert row["routing/differing_tokens"] > 0.5
+    assert row["routing/differing_choices"] == pytest.approx(
+        sum(row[f"routing/differing_layer_{layer}"] for layer in range(LAYERS)) / LAYERS
+    )
+
+
+def test_shares_of_differing_routes_count_known_tokens():
+    def routes(*tokens):
+        return torch.tensor(tokens, dtype=torch.uint8)[None, :, :, None]
+
+    own, replayed = routes((1, 2), (1, 2), (1, 2), (255, 255)), routes((1, 2), (1, 3), (255, 255), (4, 4))
+    metrics = IterationMetrics()
+    record_difference(metrics, own, replayed, "free_")
+    assert metrics.compute(no_all_reduce) == {
+        "routing/free_differing_choices": 0.25,
+        "routing/free_differing_layer_0": 0.0,
+        "routing/free_differing_layer_1": 0.5,
+        "routing/free_differing_tokens": 0.5,
+    }
+
+
+def test_load_balance_of_even_and_collapsed_routers():
+    even = torch.arange(8, dtype=torch.uint8).view(1, 4, 1, 2)
+    assert [float(value) for value in load_balance(even, 8).values()] == [1.0, 0.0, 0.0]
+    collapsed = torch.tensor([0, 1], dtype=torch.uint8).expand(3, 5, 2, 2)
+    found = load_balance(collapsed, 8)
+    assert float(found["load_max"]) == 4.0
+    assert float(found["load_cv"]) == pytest.approx(3**0.5)
+    assert float(found["unused_experts"]) == 0.75
+
+
+def test_the_level_is_that_of_the_callback():
+    trainer = types.SimpleNamespace(callbacks=[RouterReplay("old")])
+    assert replayed_level(trainer) == "old"
+    assert replayed_level(types.SimpleNamespace(callbacks=[])) is None
+
+
+def test_a_routing_leaves_a_patched_router_as_it_was(tmp_path):
+    policy = CausalPolicy(model_folder(tmp_path, **MOE))
+    policy.configure()
+    choose_otherwise(policy.network)
+    gate = policy.network.model.layers[0].mlp.gate
+    patched = gate.forward
+    with Routing(policy.network):
+        assert gate.forward is not patched
+    assert gate.forward is patched

@@ -1,0 +1,67 @@
+import pytest
+import torch
+
+from lit_qrl.network.hidden import scored_hidden
+from lit_qrl.network.padding_free import enable_padding_free, flatten
+from lit_qrl.network.routing import Routing
+from tests.networks import batch_of
+from tests.routes import build_mixture, random_routes
+
+PROMPTS = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9], [4], [3, 3, 12]]
+COMPLETIONS = [[4, 5, 1], [6, 7, 8, 9, 10, 11], [1], [7, 7]]
+
+
+def batch_with_routes(same_prompt=True):
+    """Four sequences, the first two of one group, with random routes; without, the prompts of the two go two ways."""
+    batch = batch_of(PROMPTS, COMPLETIONS)
+    batch.group = torch.tensor([0, 0, 1, 2])
+    routes = random_routes(*batch.tokens.shape)
+    width = batch.tokens.shape[1] - batch.mask.shape[1]
+    if same_prompt:
+        routes[1, :width] = routes[0, :width]
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        routes[row, : width - len(prompt)] = 255
+        routes[row, width + len(completion) - 1 :] = 255
+    batch.routed_experts = routes
+    return batch
+
+
+def alone(network, batch, row):
+    """Hidden states and own routes of one sequence by itself, every token on the experts that its row says."""
+    tokens = PROMPTS[row] + COMPLETIONS[row]
+    start = batch.tokens.shape[1] - batch.mask.shape[1] - len(PROMPTS[row])
+    with Routing(network, batch.routed_experts[row, start : start + len(tokens)]) as routing:
+        hidden = network.model(torch.tensor([tokens])).last_hidden_state[0]
+    return hidden[len(PROMPTS[row]) - 1 : -1], routing.own, slice(start, start + len(tokens) - 1)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("same_prompt", [True, False])
+def test_every_token_of_a_batch_takes_its_own_route(packed, same_prompt):
+    network, batch = build_mixture(), batch_with_routes(same_prompt)
+    expected = [alone(network, batch, row) for row in range(len(PROMPTS))]
+    assert enable_padding_free(network) if packed else True
+    states, scored, own = scored_hidden(network, batch, routes=True)
+    torch.testing.assert_close(states, torch.cat([hidden for hidden, _, _ in expected]))
+    assert scored is not None
+    assert own is not None
+    for row, (_, routes, columns) in enumerate(expected):
+        assert torch.equal(own[row, columns], routes[:-1])
+    free = scored_hidden(network, batch_of(PROMPTS, COMPLETIONS))
+    assert free.routes is None
+    assert (free.states - states).abs().max() > 1e-2
+
+
+def test_a_prompt_is_computed_once_where_its_routes_are_equal_alone():
+    tokens = [len(flatten(batch_with_routes(same_prompt=same)).tokens) for same in (True, False)]
+    assert tokens[1] - tokens[0] == len(PROMPTS[0])
+
+
+def test_all_positions_are_there_where_the_mask_is_not_looked_at(monkeypatch):
+    network, batch = build_mixture(), batch_with_routes()
+    some = scored_hidden(network, batch, routes=True)
+    monkeypatch.setattr("lit_qrl.network.hidden.scores_all", lambda mask: True)
+    states, scored, own = scored_hidden(network, batch, routes=True)
+    assert scored is None
+    torch.testing.assert_close(states[batch.mask], some.states)
+    assert torch.equal(own, some.routes)
