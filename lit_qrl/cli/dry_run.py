@@ -252,7 +252,7 @@ def _amount(size: float) -> str:
 def first_prompts(data: RolloutDataModule) -> Iterator[tuple[list[int], str]]:
     """Yield token ids and text, special tokens included, of the prompts that the run draws first."""
     before = data.position
-    problems = data.next_problems([PROMPTS])
+    problems = data.next_problems(PROMPTS)
     data.position = before
     for problem in problems:
         yield problem.prompt_ids, data.module.policy.tokenizer.decode(problem.prompt_ids)
