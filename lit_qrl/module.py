@@ -35,6 +35,7 @@ from lit_qrl.run.diary import number
 from lit_qrl.run.identity import check_frozen, check_identity, describe_frozen, identity
 from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.strategies.peers import Peers
+from lit_qrl.strategies.sharded import ShardedStrategy
 from lit_qrl.types import AllReduce, MicroBatch, RolloutBatch
 
 log = logging.getLogger(__name__)
@@ -150,6 +151,8 @@ class GRPOModule(Described, LightningModule):
             log.warning("The metric %s is called %s now; monitoring the former name goes on.", former, METRICS[former])
         follow_iterations(self.trainer)
         self.policy.batch_invariant = data.engine.batch_invariant
+        if isinstance(self.trainer.strategy, ShardedStrategy):
+            self.trainer.strategy.check(self)
         if stage == "fit":
             check_optimizer(self.optimizer, self.trainer.strategy.root_device, vectors=self.policy.lora is None)
             # An objective of the user's own may have a baseline of another kind.
@@ -190,6 +193,9 @@ class GRPOModule(Described, LightningModule):
             self.policy.packed_base.require_packed(self.policy.network)
         if self.objective.kl_coefficient > 0:
             self.policy.keep_reference()
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ShardedStrategy):
+            strategy.shard(self.policy)
         if not self.accuracy:
             self.accuracy.extend(EvaluationMetrics(one.accuracies) for one in self.data.evaluations)
 

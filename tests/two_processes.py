@@ -24,8 +24,21 @@ def join(rank: int, port: int) -> None:
 def in_two(function, folder: Path) -> list:
     """Return `function(rank, port, folder)` of both processes."""
     port = free_port()
-    torch.multiprocessing.spawn(_process, (port, function, folder), nprocs=RANKS)
+    processes = started(_process, port, function, folder)
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * RANKS
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+
+
+def started(target, *arguments) -> list:
+    """Return both processes, started with their rank first; they share one import of everything."""
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.test_processes"])
+    processes = [context.Process(target=target, args=(rank, *arguments)) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    return processes
 
 
 def _process(rank: int, port: int, function, folder: Path) -> None:

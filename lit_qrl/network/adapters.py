@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.network.linears import expert_weights, quantizable_linears, routers_of
 from lit_qrl.network.names import base_of, checkpoint_modules, checkpoint_name, is_adapted
 from lit_qrl.network.quantized_linear import QuantizedLinear
+from lit_qrl.network.shards import gathered, whole
 
 
 def check_adapter(config: Any) -> None:
@@ -151,7 +153,9 @@ def _weights(network: nn.Module, read: Callable[[nn.Module], dict[str, Tensor]])
     replaced: dict[int, Tensor] = {}
     for prefix, module in checkpoint_modules(network):
         prefix, base = f"{prefix}." if prefix else "", base_of(module)
-        for name, tensor in read(module).items():
+        with gathered(module) if module is not base else nullcontext():
+            found = read(module)
+        for name, tensor in found.items():
             if (parameter := _parameter(base, name)) is None:
                 yield prefix + name, tensor
             else:
@@ -159,7 +163,7 @@ def _weights(network: nn.Module, read: Callable[[nn.Module], dict[str, Tensor]])
         for name, tensor in {**base._parameters, **base._buffers}.items():
             if tensor is not None and name not in base._non_persistent_buffers_set and id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield prefix + name, replaced.pop(id(tensor), tensor).detach()
+                yield prefix + name, whole(replaced.pop(id(tensor), tensor).detach())
 
 
 def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:

@@ -222,3 +222,10 @@ def flat_hidden(network: Any, flat_batch: FlatBatch) -> Tensor:
         flat_batch=flat_batch,
     ).last_hidden_state
     return hidden[0].index_select(0, flat_batch.predictors)
+
+
+def spread(values: Tensor, mask: Tensor, scored: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Return values "b t", 0 where nothing is scored."""
+    if scored is None:
+        return torch.where(mask, values, 0.0)
+    return values.new_zeros(mask.shape).index_put(scored, values)
