@@ -1,4 +1,6 @@
-"""Write the table of docs/one_gpu.md: memory of a run by model, format and what is trained, by the sums of `--dry_run`.
+"""Write the tables of docs/one_gpu.md and docs/scale.md: memory by model, format and what is trained.
+
+The sums are those of `--dry_run`.
 
     python docs/sizing.py
 
@@ -31,7 +33,8 @@ from lit_qrl.precision import NVFP4LoRA  # noqa: E402
 from lit_qrl.rollout import VLLMEngine  # noqa: E402
 from lit_qrl.rollout.engine import SamplerSpec  # noqa: E402
 
-PAGE = ROOT / "docs" / "one_gpu.md"
+PAGE, SCALE = ROOT / "docs" / "one_gpu.md", ROOT / "docs" / "scale.md"
+LAYOUTS = "<!-- docs/sizing.py writes the layouts -->\n"
 TABLE, COMPARISON = (f"<!-- docs/sizing.py writes {what} -->\n" for what in ("this table", "the comparison"))
 END = "<!-- end -->\n"
 GROUPS, GROUP, PROMPT, COMPLETION = 4, 8, 256, 768
@@ -154,13 +157,41 @@ def comparison() -> Iterator[str]:
         yield f"| {shape} | {row.trained} | {whole:.1f} | {measured:.1f} | {measured - whole:.1f} |"
 
 
+def per_gpu(shape: str, row: Row, gpus: int, divided: bool) -> float:
+    """Return GiB on each of so many GPUs that share 32 sequences, with a learner that is whole or in fp32 parts.
+
+    A part is 16 bytes a trained weight: itself, its gradient and AdamW's two states. Beside it there are, whole and in
+    bf16, two decoder layers (the next is fetched while one computes), what is no layer, and a sum in fp32.
+    """
+    found = parts(shape, row, groups=max(GROUPS // gpus, 1))
+    if not divided:
+        return sum(found.values())
+    _, held = learner(shape, row.trained != "full")
+    layers = {name for name in held.shapes if ".layers." in name}
+    one, rest = held.count(layers) / SHAPES[shape]["num_hidden_layers"], held.count(set(held.shapes) - layers)
+    trained, whole = held.count(held.trained), held.count(set(held.shapes))
+    kept = (4 * (whole - trained) + 16 * trained) / gpus + 2 * (2 * one + rest) + 4 * max(one, rest)
+    learners = ("weights", "adapters", "master bits", "gradients", "optimizer states")
+    return kept / dry_run.GIB + sum(size for name, size in found.items() if name not in learners)
+
+
+def layouts(shapes: tuple[str, ...] = tuple(SHAPES)) -> Iterator[str]:
+    """Yield the lines of the table of layouts."""
+    yield f"| strategy | trained | sampler | GPUs | {' | '.join(shapes)} |"
+    yield f"| --- | --- | --- | ---: |{' ---: |' * len(shapes)}"
+    for divided, row in ((False, ROWS[1]), (True, ROWS[0]), (True, ROWS[1]), (True, ROWS[4])):
+        for gpus in (2,) if not divided else (2, 4, 8):
+            sums = (f"{per_gpu(shape, row, gpus, divided):.1f}" for shape in shapes)
+            name = "`ShardedStrategy`" if divided else "`ddp`"
+            trained = row.trained.replace("bf16", "fp32") if divided else row.trained
+            yield f"| {name} | {trained} | `{row.sampler}` | {gpus} | {' | '.join(sums)} |"
+
+
 def main() -> None:
     """Put the tables into their page."""
-    text = PAGE.read_text()
-    for begin, made in ((TABLE, lines()), (COMPARISON, comparison())):
-        before, _, rest = text.partition(begin)
-        text = before + begin + "\n" + "\n".join(made) + "\n\n" + END + rest.partition(END)[2]
-    PAGE.write_text(text)
+    for page, begin, made in ((PAGE, TABLE, lines()), (PAGE, COMPARISON, comparison()), (SCALE, LAYOUTS, layouts())):
+        before, _, rest = page.read_text().partition(begin)
+        page.write_text(before + begin + "\n" + "\n".join(made) + "\n\n" + END + rest.partition(END)[2])
 
 
 if __name__ == "__main__":

@@ -99,18 +99,9 @@ class DiffusionPolicy(CausalPolicy):
         )
         self.estimator = Estimator(kind=estimate, block=block, masks=masks, prompt_masking=prompt_masking)
 
-    def forward(
-        self, batch: RolloutBatch, temperature: float = 1.0, entropy: bool = False, entropy_gradient: bool = False
-    ) -> TokenScores:
-        """Return fp32 estimates "b t" of the completion tokens' log-probs, exactly 0 where the mask is False.
-
-        Args:
-            batch: the sequences, with the seeds of their masks.
-            temperature: positive; the log-probs are those of the distributions at it.
-            entropy: also return the full-vocabulary entropy of each position, the mean over the masks.
-            entropy_gradient: let gradients through it; else it is detached.
-        """
-        network: Any = self._reference[0] if self._scoring_with_reference else self.network
+    def _scores(self, network: Any, batch: RolloutBatch, temperature: float, *asked: bool) -> TokenScores:
+        """Return estimates of the completion tokens' log-probs; an entropy is the mean over the masks."""
+        entropy, entropy_gradient, _ = asked
         options = output_head(network)
         options["bias"] = without_mask_token(options["bias"], options["weight"], network.config.mask_token_id)
 

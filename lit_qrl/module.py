@@ -35,6 +35,8 @@ from lit_qrl.run.description import Described
 from lit_qrl.run.diary import number
 from lit_qrl.run.identity import check_frozen, check_identity, describe_frozen, identity
 from lit_qrl.run.interrupt import Interrupted
+from lit_qrl.strategies.peers import Peers
+from lit_qrl.strategies.sharded import ShardedStrategy
 from lit_qrl.types import AllReduce, MicroBatch, RolloutBatch
 
 log = logging.getLogger(__name__)
@@ -135,7 +137,8 @@ class GRPOModule(Described, LightningModule):
         for name, pair in metrics.items():
             record.add(name, pair)
         record.add("update/entropy", torch.stack([(entropy.detach() * mask).sum(), mask.sum().float()]))
-        record.add("update/loss", torch.stack([loss.detach(), loss.new_tensor(1 / self.data.micro_batches)]))
+        parts = self.data.micro_batches * self.trainer.world_size  # of a mini-batch, whose loss is their sum
+        record.add("update/loss", torch.stack([loss.detach(), loss.new_tensor(1 / parts)]))
 
     @property
     def data(self) -> RolloutDataModule:
@@ -165,6 +168,8 @@ class GRPOModule(Described, LightningModule):
             log.warning("The metric %s is called %s now; monitoring the former name goes on.", former, METRICS[former])
         follow_iterations(self.trainer)
         self.policy.batch_invariant = data.engine.batch_invariant
+        if isinstance(self.trainer.strategy, ShardedStrategy):
+            self.trainer.strategy.check(self)
         if stage == "fit":
             check_optimizer(self.optimizer, self.trainer.strategy.root_device, vectors=self.policy.lora is None)
             # An objective of the user's own may have a baseline of another kind.
@@ -186,11 +191,14 @@ class GRPOModule(Described, LightningModule):
                 )
 
     def configure_callbacks(self) -> list[Callback]:
-        """Let the callbacks that ask for it prepare the Trainer, before its loggers and the data are set up."""
+        """Let the callbacks that ask for it prepare the Trainer, before its loggers and the data are set up.
+
+        Several processes watch each other.
+        """
         for callback in self.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if isinstance(callback, PreparesTrainer):
                 callback.prepare(self.trainer, self)
-        return []
+        return [Peers()] if self.trainer.world_size > 1 else []
 
     def configure_model(self) -> None:
         """Load the policy's weights; plugins that rename parameters act here, before a checkpoint is restored."""
@@ -202,6 +210,9 @@ class GRPOModule(Described, LightningModule):
             self.policy.packed_base.require_packed(self.policy.network)
         if self.objective.kl_coefficient > 0:
             self.policy.keep_reference()
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ShardedStrategy):
+            strategy.shard(self.policy)
         if not self.accuracy:
             self.accuracy.extend(EvaluationMetrics(one.accuracies) for one in self.data.evaluations)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from peft import LoraConfig, PeftConfig
+from peft import LoraConfig, PeftConfig, get_peft_model_state_dict
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -27,6 +27,8 @@ from lit_qrl.network.hidden import recomputation, scored_hidden
 from lit_qrl.network.invariant import batch_invariant
 from lit_qrl.network.modes import train_without_dropout
 from lit_qrl.network.padding_free import enable_padding_free, spread
+from lit_qrl.network.reference import Reference
+from lit_qrl.network.shards import whole
 from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, weights_are_deferred
 from lit_qrl.precision.layers.lora_linear import keep_factors, swap_lora_linears
 from lit_qrl.precision.layers.one_pass import Fuse, take_one_pass
@@ -123,7 +125,7 @@ class CausalPolicy(Described, nn.Module):
         self.model: nn.Module | None = None
         self.deferred: DeferredWeights | None = None
         self.batch_invariant = False  # as the engine's, which the module passes on
-        self._reference: list[nn.Module] = []  # no registered submodule: the state dict is the learner's alone
+        self.frozen_copies: list[Reference] = []  # no registered submodule: the state dict is the learner's alone
         self._scoring_with_reference = False
 
     # ----------------------------------------------------------------------------------------------------- tokenizer
@@ -249,8 +251,9 @@ class CausalPolicy(Described, nn.Module):
 
     def _may_defer(self) -> bool:
         """Return whether a precision plugin asks for it, and no part of an adapter starts from the base's weights."""
-        lora = self.lora if isinstance(self.lora, LoraConfig) else None
-        return lora is not None and not (lora.modules_to_save or starts_from_base(lora)) and weights_are_deferred()
+        lora = self.lora
+        fits = lora is None or (isinstance(lora, LoraConfig) and not (lora.modules_to_save or starts_from_base(lora)))
+        return fits and weights_are_deferred(adapted=lora is not None)
 
     def _packed(self, format: NumberFormat, dtype: Any, options: dict[str, Any]) -> Any:
         """Return the model of a quantized folder; its packed layers take their codes in `NVFP4LoRA`."""
@@ -297,9 +300,7 @@ class CausalPolicy(Described, nn.Module):
         """Return the adapter's tensors under PEFT's checkpoint names; empty without an adapter."""
         if self.lora is None:
             return {}
-        from peft import get_peft_model_state_dict
-
-        return get_peft_model_state_dict(self.model)
+        return {name: whole(tensor) for name, tensor in get_peft_model_state_dict(self.model).items()}
 
     def frozen_names(self) -> list[str]:
         """Return the names of the weights under an adapter that are not trained and can be loaded again.
@@ -314,9 +315,9 @@ class CausalPolicy(Described, nn.Module):
 
     def keep_reference(self) -> None:
         """Keep a frozen copy of the current weights for `reference`; under an adapter the base serves and none is."""
-        if self.lora is None and not self._reference:
+        if self.lora is None and not self.frozen_copies:
             frozen = copy.deepcopy(self.network).requires_grad_(False)
-            self._reference.append(frozen.eval())
+            self.frozen_copies.append(Reference(frozen.eval()))
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -329,9 +330,9 @@ class CausalPolicy(Described, nn.Module):
             with self.model.disable_adapter():  # pyright: ignore
                 yield
             return
-        if not self._reference:
+        if not self.frozen_copies:
             raise RuntimeError("There is no reference policy: call keep_reference() after configure().")
-        self._reference[0].to(next(self.network.parameters()).device)
+        self.frozen_copies[0].to(next(self.network.parameters()).device)
         self._scoring_with_reference = True
         try:
             yield
@@ -360,19 +361,25 @@ class CausalPolicy(Described, nn.Module):
             entropy_gradient: let gradients through it; else it is detached.
             routes: also return which experts the routers chose themselves.
         """
-        network: Any = self._reference[0] if self._scoring_with_reference else self.network
-        completions = batch.tokens[:, -batch.mask.shape[1] :]
+        asked = batch, temperature, entropy, entropy_gradient, routes
         with batch_invariant(self.batch_invariant):
-            hidden, scored, own = scored_hidden(network, batch, routes)
-            logprobs, entropies = token_logprobs(
-                hidden,
-                tokens=completions if scored is None else completions[scored],
-                temperature=temperature,
-                entropy=entropy,
-                entropy_gradient=entropy_gradient,
-                head_dtype=self.head_dtype,
-                **output_head(network),
-            )
+            if self._scoring_with_reference:
+                return self.frozen_copies[0](self._scores, *asked)
+            return self._scores(self.network, *asked)
+
+    def _scores(self, network: Any, batch: RolloutBatch, temperature: float, *asked: bool) -> TokenScores:
+        entropy, gradient, routes = asked
+        hidden, scored, own = scored_hidden(network, batch, routes)
+        completions = batch.tokens[:, -batch.mask.shape[1] :]
+        logprobs, entropies = token_logprobs(
+            hidden,
+            tokens=completions if scored is None else completions[scored],
+            temperature=temperature,
+            entropy=entropy,
+            entropy_gradient=gradient,
+            head_dtype=self.head_dtype,
+            **output_head(network),
+        )
         return TokenScores(
             spread(logprobs, batch.mask, scored),
             None if entropies is None else spread(entropies, batch.mask, scored),

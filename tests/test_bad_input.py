@@ -322,7 +322,7 @@ KNOWN_BEFORE_A_MODEL = {
             "--trainer.devices",
             2,
         ],
-        ["ModelParallelStrategy shards the learner", "auto, ddp or ColocatedStrategy"],
+        ["ModelParallelStrategy shards the learner", "ShardedStrategy, which gathers them"],
     ),
     "precision": (
         ["--trainer.precision", "bf17"],

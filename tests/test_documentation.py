@@ -145,6 +145,16 @@ def test_the_whole_sizing_page_is_what_the_script_computes():
     sizing, page = script("sizing"), (DOCS / "one_gpu.md").read_text()
     for line in (*sizing.lines(), *sizing.comparison()):
         assert line in page
+    assert "\n".join(sizing.layouts()) in (DOCS / "scale.md").read_text()
+
+
+def test_the_table_of_layouts_is_what_the_script_computes():
+    lines = (DOCS / "scale.md").read_text().splitlines()
+    header = next(line for line in lines if line.startswith("| strategy | trained"))
+    place = [cell.strip() for cell in header.split("|")].index("1.5B")
+    column = [line.split("|")[place].strip() for line in lines if re.match(r"\| `\w+` \| (full|LoRA)", line)]
+    made = [line.split("|")[5].strip() for line in script("sizing").layouts(("1.5B",))]
+    assert column == made[2:]
 
 
 def test_measured_peaks_of_the_sizing_page_are_those_of_the_study():

@@ -10,6 +10,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.functional.importance import log_ratio
 from lit_qrl.functional.mismatch import mismatch_metrics
 from lit_qrl.loop.hooks import RLCallback
+from lit_qrl.network.shards import whole
 from lit_qrl.run.diary import event
 from lit_qrl.run.stop import stop_run
 from lit_qrl.types import RolloutBatch
@@ -134,7 +135,7 @@ class Guard(RLCallback):
         ]
         if not gradients:
             return
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = whole(torch.nn.utils.get_total_norm(gradients))
         bad = pl_module.reduce((~torch.isfinite(norm)).to(torch.int32), op="max")
         if self._skip_iteration or pl_module.iteration.skip_step:
             self._clear(optimizer)

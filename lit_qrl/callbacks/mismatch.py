@@ -64,7 +64,7 @@ class MismatchMonitor(RLCallback):
         updates, self._updates = self._updates, UpdateCounts()
         pl_module.iteration.metrics.update(updates.quantiles(pl_module.reduce))
         completions = rollout.tokens[:, rollout.tokens.shape[1] - rollout.mask.shape[1] :]
-        pl_module.iteration.metrics.value("rollout/repeated_4grams", repeated_ngrams(completions, rollout.mask).mean())
+        pl_module.iteration.metrics.values("rollout/repeated_4grams", repeated_ngrams(completions, rollout.mask))
         measured = pl_module.iteration.measured()
         if measured is None or measured.learner_old_logprobs is None:
             return

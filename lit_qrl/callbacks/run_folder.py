@@ -27,6 +27,7 @@ from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.run.lock import RunLock
 from lit_qrl.run.loggers import RunCSVLogger
 from lit_qrl.run.quiet import quiet
+from lit_qrl.strategies.peers import Peers
 
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
@@ -215,7 +216,7 @@ def configuration(
 
 def _trainer_settings(trainer: Trainer, groups: Mapping[str, type[Callback]]) -> dict[str, Any]:
     """Return the arguments with which a Trainer is made again, except its loggers."""
-    ours = (*groups.values(), RunFolder)
+    ours = (*groups.values(), RunFolder, Peers)
     plugin, strategy, clip = trainer.precision_plugin, trainer.strategy, trainer.gradient_clip_algorithm
     quantized = isinstance(plugin, PublishingPrecision)
     callbacks = [one for one in trainer.callbacks if type(one) not in ours]  # pyright: ignore[reportAttributeAccessIssue]

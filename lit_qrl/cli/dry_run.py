@@ -26,6 +26,7 @@ from lit_qrl.precision.packed_lora import PackedLoRA
 from lit_qrl.rollout import DiffusionEngine, TransformersEngine, VLLMEngine
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
 from lit_qrl.rollout.engine import SamplerSpec
+from lit_qrl.strategies.sharded import ShardedStrategy
 
 GIB = 2**30
 TRIAL = 64
@@ -94,9 +95,9 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> No
 def tensors(module: GRPOModule, trainer: Trainer) -> Tensors:
     """Return the parameters that the run would have; the model is built without weights."""
     policy = module.policy
-    on_cpu = trainer.strategy.root_device.type == "cpu"
+    in_fp32 = trainer.strategy.root_device.type == "cpu" or isinstance(trainer.strategy, ShardedStrategy)
     own = getattr(policy.config, "dtype", None) or torch.float32
-    dtype = DTYPES.get(policy.dtype, torch.float32 if on_cpu else own)
+    dtype = DTYPES.get(policy.dtype, torch.float32 if in_fp32 else own)
     dtype = TRUE_PRECISIONS.get(str(trainer.precision), dtype)
     kept = policy.random_weights, policy.packed_format
     policy.random_weights, policy.packed_format = True, None
@@ -142,7 +143,7 @@ def parts(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, learner
     exact = f"float{8 * step}"
     masters = getattr(module, "master_weights", False) and step < 4
     spec: SamplerSpec = next(one.publisher.spec for one in trainer.callbacks if isinstance(one, WeightPublisher))  # pyright: ignore
-    return [
+    learners = [
         Part("weights", weights, held),
         Part("adapters", learner.count(learner.adapter) * step, exact if learner.adapter else "none"),
         Part("master bits", trained * 2 if masters else 0, "16 bits beside each weight" if masters else "none"),
@@ -153,6 +154,12 @@ def parts(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, learner
             weights if module.objective.kl_coefficient > 0 and module.policy.lora is None else 0,
             "a frozen copy, for the KL penalty" if module.objective.kl_coefficient > 0 else "none",
         ),
+    ]
+    if isinstance(trainer.strategy, ShardedStrategy):
+        ranks = trainer.world_size
+        learners = [Part(part.name, part.size / ranks, f"{part.note}, 1 of {ranks} parts") for part in learners]
+    return [
+        *learners,
         *engine_parts(data, spec, learner, module.policy.config.get_text_config(), trainer.strategy.root_device),
         logits(data, module.policy.config.get_text_config(), trainer.strategy.root_device),
         *([routes(data, module.policy.network)] if replayed_level(trainer) else []),
@@ -269,7 +276,7 @@ def _amount(size: float) -> str:
 def first_prompts(data: RolloutDataModule) -> Iterator[tuple[list[int], str]]:
     """Yield token ids and text, special tokens included, of the prompts that the run draws first."""
     before = data.position
-    problems = data.next_problems([PROMPTS])
+    problems = data.next_problems(PROMPTS)
     data.position = before
     for problem in problems:
         yield problem.prompt_ids, data.module.policy.tokenizer.decode(problem.prompt_ids)

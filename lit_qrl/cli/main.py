@@ -86,8 +86,11 @@ def print_completion(words: Sequence[str]) -> None:
 
 
 def fail(message: str, status: int = EXIT_CONFIG) -> NoReturn:
-    """Print one paragraph and exit."""
+    """Print one paragraph, on the first rank of a run, and exit."""
     import textwrap
+
+    if any(int(os.environ.get(name) or 0) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK")):
+        sys.exit(status)
 
     paragraph = textwrap.fill(f"lit-qrl: {message}", 110, break_long_words=False, break_on_hyphens=False)
     print(f"\n{paragraph}\n", file=sys.stderr)

@@ -18,11 +18,14 @@ from lit_qrl.data.task import Task
 from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.loop.generation import scoring_progress
 from lit_qrl.loop.hooks import Learner
+from lit_qrl.loop.ranks import Slots, gather_objects, several_processes
 from lit_qrl.loop.turns import TakesTurns
 from lit_qrl.network.structure import check_positions, check_tokens
 from lit_qrl.rewards.base import Sample, as_tensor, weigh_by_name
 from lit_qrl.rollout.engine import Converses, RolloutEngine
-from lit_qrl.run.description import Described
+from lit_qrl.run.config import flat
+from lit_qrl.run.description import Described, describe
+from lit_qrl.run.peers import check_same
 from lit_qrl.run.stop import stop_run
 from lit_qrl.types import Completion, SamplingParams
 
@@ -153,6 +156,25 @@ class RolloutDataModule(Described, LightningDataModule):
                 remedy="Change data.micro_batches.",
             )
 
+    def _check_ranks(self, ranks: int) -> None:
+        unit = ranks * self.mini_batches
+        if self.prompts_per_iteration % unit:
+            raise ConfigError(
+                "data.prompts_per_iteration does not divide over the ranks.",
+                expected=f"a multiple of {ranks} ranks × {self.mini_batches} mini-batches",
+                given=self.prompts_per_iteration,
+                remedy=f"Set it to {-(-self.prompts_per_iteration // unit) * unit}, or trainer.devices to a divisor of "
+                f"{self.prompts_per_iteration // self.mini_batches}, the groups of a mini-batch.",
+            )
+        rows = self.prompts_per_iteration // unit * self.group_size
+        if rows < self.micro_batches:
+            raise ConfigError(
+                "A rank has fewer sequences of a mini-batch than data.micro_batches.",
+                expected=f"at most {rows}, since {ranks} ranks share a mini-batch",
+                given=self.micro_batches,
+                remedy="Lower data.micro_batches: a micro-batch is a rank's, and grows smaller with more ranks.",
+            )
+
     @property
     def sampling(self) -> SamplingParams:
         """How rollouts are drawn."""
@@ -177,18 +199,24 @@ class RolloutDataModule(Described, LightningDataModule):
         return self.passes * self.mini_batches
 
     @property
+    def slots(self) -> Slots:
+        """Which groups of an iteration this rank draws and learns from."""
+        ranks = {} if self.trainer is None else {"world_size": self.trainer.world_size}
+        if self.trainer is not None and self.trainer.world_size > 1:
+            ranks["rank"] = self.module.global_rank
+        return Slots(groups=self.prompts_per_iteration, mini_batches=self.mini_batches, **ranks)
+
+    @property
     def prompts_per_rank(self) -> int:
         """Prompts that this rank answers each iteration."""
         return self.prompts_per_iteration // (self.trainer.world_size if self.trainer else 1)
 
     def setup(self, stage: str) -> None:
         """Read the task's rows and check every size; runs before any weight is loaded."""
-        if self.trainer is not None and self.prompts_per_iteration % (self.trainer.world_size * self.mini_batches):
-            raise ConfigError(
-                "data.prompts_per_iteration does not divide over the ranks.",
-                expected=f"a multiple of {self.trainer.world_size} ranks × {self.mini_batches} mini-batches",
-                given=self.prompts_per_iteration,
-            )
+        if self.trainer is not None and self.trainer.world_size > 1 and several_processes():
+            own = flat({"model": describe(self.module), "data": describe(self)})
+            check_same(gather_objects(own))
+        self._check_ranks(self.trainer.world_size if self.trainer else 1)
         longest = self.max_prompt_tokens + self.max_completion_tokens
         rows = self.prompts_per_rank // self.mini_batches * self.group_size
         limit = self.max_tokens_per_micro_batch
@@ -238,19 +266,19 @@ class RolloutDataModule(Described, LightningDataModule):
 
     # ------------------------------------------------------------------------------------------------------ prompts
 
-    def next_problems(self, counts: Sequence[int]) -> list[Problem]:
+    def next_problems(self, count: int, numbers: Sequence[int] | None = None) -> list[Problem]:
         """Return this rank's share of the next prompts; every pass over the data has an order of its own.
 
         Args:
-            counts: how many each rank draws now, the same list on all: so their shares join without gap or overlap.
+            count: how many all ranks draw now, the same on each: so the stream moves on by as much.
+            numbers: of those the ones that this rank draws, from 0; by default all.
         """
-        problems, rank = self._problems["train"], self.module.global_rank
-        start = self.position + sum(counts[:rank])
-        self.position += sum(counts)
+        problems = self._problems["train"]
+        start, self.position = self.position, self.position + count
         if self._order is None:
             sources = [self.task.source(problem.row) for problem in problems]
             self._order = PromptOrder(sources, self.task.weights, self.base_seed, self.task.in_order)
-        return [problems[self._order.index(start + i)] for i in range(counts[rank])]
+        return [problems[self._order.index(start + i)] for i in (range(count) if numbers is None else numbers)]
 
     @contextmanager
     def rolling_out(self) -> Iterator[None]:

@@ -99,12 +99,19 @@ def _denoising(completions: Sequence[Completion], t: int) -> dict[str, Any]:
     return {"mask_seed": torch.tensor(seeds), "drawn_over": torch.tensor(over), "unmasked_at": steps}
 
 
-def concatenate(parts: list[RolloutBatch], pad_token_id: int, group_size: int) -> RolloutBatch:
-    """Return one batch from several, padded to a common width; groups are numbered anew."""
-    if len(parts) == 1:
+def concatenate(parts: list[RolloutBatch], pad_token_id: int, group_size: int, length: int = 0) -> RolloutBatch:
+    """Return one batch from several, padded to a common width; groups are numbered anew.
+
+    Args:
+        parts: at least one.
+        pad_token_id: fills both sides.
+        group_size: completions per prompt.
+        length: completion tokens that the batch is at least wide.
+    """
+    if len(parts) == 1 and parts[0].mask.shape[1] >= length:
         return parts[0]
     width = max(part.tokens.shape[1] - part.mask.shape[1] for part in parts)
-    t = max(part.mask.shape[1] for part in parts)
+    t = max(length, *(part.mask.shape[1] for part in parts))
 
     def right(tensor: Tensor) -> Tensor:
         return F.pad(tensor, (0, t - tensor.shape[1]))

@@ -4,6 +4,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
+import torch
+
 from lit_qrl.loop.hooks import Learner, rl_callbacks
 from lit_qrl.loop.turns import Conversations, TakesTurns
 from lit_qrl.rollout.engine import EngineDiedError, Progress
@@ -102,11 +104,11 @@ def tell_episodes(learner: Learner, completions: Sequence[Completion]) -> None:
     if not episodes:
         return
     metrics, count = learner.iteration.metrics, len(episodes)
-    metrics.value("environment/turns", sum(one.turns for one in episodes) / count)
+    metrics.values("environment/turns", torch.tensor([float(one.turns) for one in episodes]))
     said = sum(len(one.token_ids) - sum(one.drawn or ()) for one in completions)
-    metrics.value("environment/tokens", said / max(sum(len(one.token_ids) for one in completions), 1))
+    metrics.add("environment/tokens", torch.tensor([float(said), sum(len(one.token_ids) for one in completions)]))
     for end in get_args(EpisodeEnd):
-        metrics.value(f"environment/ended_{end}", sum(one.ended == end for one in episodes) / count)
+        metrics.values(f"environment/ended_{end}", torch.tensor([float(one.ended == end) for one in episodes]))
     failed = [one for one in episodes if one.error]
     if failed:
         log.warning(

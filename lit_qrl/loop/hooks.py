@@ -138,7 +138,8 @@ def trainer_all_reduce(trainer: Trainer) -> AllReduce:
         return no_all_reduce
 
     def all_reduce(value: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
-        return trainer.strategy.reduce(value, reduce_op=op)  # pyright: ignore[reportReturnType, reportArgumentType]
+        # Lightning reduces in place, and what is reduced may be a view of what goes on to be used.
+        return trainer.strategy.reduce(value.clone(), reduce_op=op)  # pyright: ignore[reportReturnType, reportArgumentType]
 
     return all_reduce
 

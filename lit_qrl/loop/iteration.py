@@ -26,6 +26,7 @@ from lit_qrl.loop.batching import assemble, concatenate, deal_by_length, rows_of
 from lit_qrl.loop.correction import correct, needs_learner_old
 from lit_qrl.loop.generation import draw, drawn, played_by, tell_episodes
 from lit_qrl.loop.hooks import Learner, rl_callbacks
+from lit_qrl.loop.ranks import lacking, widest
 from lit_qrl.loop.routing import scored_routes
 from lit_qrl.rollout.engine import Estimates
 from lit_qrl.seeding import derive_seed
@@ -47,64 +48,79 @@ def iterate(learner: Learner) -> Iterator[MicroBatch]:
 
 
 def roll_out(learner: Learner) -> RolloutBatch:
-    """Return the completions of the iteration's prompts, with rewards; groups without variance are drawn again where
-    the objective asks for it (DAPO's dynamic sampling), in rounds that all ranks take together.
+    """Return the completions of this rank's slots, in their order, with rewards.
+
+    Where the objective asks for it (DAPO's dynamic sampling), slots whose group has no variance are filled again by the
+    next prompts of the stream, in rounds that all ranks take together; the last round's groups stay as they are.
     """
-    data, objective = learner.data, learner.objective
-    wanted, g = data.prompts_per_rank, data.group_size
+    data, objective, slots = learner.data, learner.objective, learner.data.slots
     parts: list[RolloutBatch] = []
-    posed: list[Any] = []
-    kept = 0
+    filled: dict[int, Any] = {}
     rounds = 1 + (objective.max_resample if objective.filter_zero_variance else 0)
     with data.rolling_out():
         for attempt in range(rounds):
-            missing = [wanted] * learner.trainer.world_size if attempt == 0 else _missing(learner, wanted - kept)
-            if not any(missing):
+            open_slots = list(range(slots.groups))
+            if attempt:
+                open_slots = lacking(slots, list(filled), learner.reduce, learner.device)
+            if not open_slots:
                 break
-            problems = data.next_problems(missing)
-            if not problems:  # the others' groups alone are missing
+            numbers = [number for number, slot in enumerate(open_slots) if slot % slots.width in slots.columns]
+            problems = data.next_problems(len(open_slots), numbers)
+            if not problems:  # the others' slots alone are open
                 continue
-            drawn_now = _draw_groups(learner, problems, attempt)
+            drawn_now = _draw_groups(learner, problems, attempt, numbers)
+            kept = list(range(len(problems)))
             if objective.filter_zero_variance:
-                varied = differing(drawn_now.rewards.view(-1, g))
-                learner.iteration.metrics.value("rollout/zero_variance_groups", (~varied).float().mean())
+                varied = differing(drawn_now.rewards.view(-1, data.group_size))
+                learner.iteration.metrics.values("rollout/zero_variance_groups", (~varied).float())
                 if attempt < rounds - 1 and not bool(varied.all()):
-                    groups = varied.nonzero().flatten().tolist()
-                    drawn_now = drawn_now.select(rows_of(groups, g), trim=False)
-                    problems = [problems[group] for group in groups]
+                    kept = varied.nonzero().flatten().tolist()
+                    drawn_now = drawn_now.select(rows_of(kept, data.group_size), trim=False)
             parts.append(drawn_now)
-            posed += problems
-            kept += len(drawn_now) // g
-    learner.iteration.problems = posed
-    return concatenate(parts, learner.policy.pad_token_id, g)
+            filled |= {open_slots[numbers[group]]: problems[group] for group in kept}
+    learner.iteration.problems = [filled[slot] for slot in sorted(filled)]
+    return _in_order(learner, parts, list(filled))
 
 
-def _missing(learner: Learner, groups: int) -> list[int]:
-    """Return how many groups every rank still lacks."""
-    counts = torch.zeros(learner.trainer.world_size, dtype=torch.long, device=learner.device)
-    counts[learner.global_rank] = groups
-    return learner.reduce(counts).tolist()
+def _in_order(learner: Learner, parts: list[RolloutBatch], found: list[int]) -> RolloutBatch:
+    """Return one batch of all groups by their slots, as wide as that of any rank: what is drawn by position agrees."""
+    g, pad = learner.data.group_size, learner.policy.pad_token_id
+    longest = widest(max(part.mask.shape[1] for part in parts), learner.reduce, learner.device)
+    rollout = concatenate(parts, pad, g, longest)
+    order = sorted(range(len(found)), key=found.__getitem__)
+    if order == list(range(len(found))):
+        return rollout
+    return replace(rollout.select(rows_of(order, g), trim=False), group=rollout.group)
 
 
-def _draw_groups(learner: Learner, problems: Sequence[Any], attempt: int) -> RolloutBatch:
-    """Return G completions of each problem, with their rewards."""
+def _draw_groups(learner: Learner, problems: Sequence[Any], attempt: int, numbers: Sequence[int]) -> RolloutBatch:
+    """Return G completions of each problem, with their rewards.
+
+    Args:
+        learner: whose iteration it is.
+        problems: of this rank.
+        attempt: the round.
+        numbers: of the problems among those that all ranks draw in this round; their randomness comes from it.
+    """
     data, state = learner.data, learner.iteration
     ids = [problem.prompt_ids for problem in problems]
-    seed = derive_seed(data.base_seed, "rollout", learner.trainer.current_epoch, attempt, learner.global_rank)
+    # The 0 was a rank's number once; runs of one process repeat what they drew then.
+    seed = derive_seed(data.base_seed, "rollout", learner.trainer.current_epoch, attempt, 0)
+    positions = numbers if data.slots.world_size > 1 else None
     with state.timed("generate"):
         played = played_by(data.task, [problem.row for problem in problems])
-        completions = draw(learner, ids, data.group_size, seed, "rollout", played=played)
+        completions = draw(learner, ids, data.group_size, seed, "rollout", positions=positions, played=played)
     tell_episodes(learner, completions)
     batch = assemble(ids, completions, data.group_size, learner.policy.pad_token_id)
     with state.timed("reward"):
         batch.rewards, batch.reward_parts, failed = data.reward(problems, completions)
     unscored = batch.rewards.isnan()
     batch.mask &= ~unscored[:, None]  # its tokens are in no loss, no correction and no metric
-    state.metrics.value("reward/unscored", unscored.float().mean())
-    state.metrics.value("guard/reward_errors", failed)
+    state.metrics.values("reward/unscored", unscored.float())
+    state.metrics.total("guard/reward_errors", failed)
     solved = data.solved(batch.reward_parts)
     if solved is not None:
-        state.metrics.value("rollout/accuracy", solved.float().mean())
+        state.metrics.values("rollout/accuracy", solved.float())
     return batch
 
 
@@ -144,21 +160,18 @@ def score(learner: Learner, rollout: RolloutBatch) -> RolloutBatch:
 
 
 def deal(learner: Learner, passes: Sequence[RolloutBatch]) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of every pass; groups stay whole within a mini-batch.
+    """Yield this rank's part of the micro-batches of every pass; groups stay whole within a mini-batch.
 
     Args:
         learner: that is updated.
         passes: the rollout as each pass sees it, or one for all.
     """
     data = learner.data
-    groups = len(passes[0]) // data.group_size
-    share = groups // data.mini_batches
     generator = torch.Generator().manual_seed(derive_seed(data.base_seed, "deal", learner.trainer.current_epoch))
     for number in range(data.passes):
         rollout = passes[min(number, len(passes) - 1)]
-        order = torch.randperm(groups, generator=generator).tolist()
-        for start in range(0, data.mini_batches * share, share):
-            rows = rows_of(order[start : start + share], data.group_size).to(learner.device)
+        for groups in data.slots.mini_batches_of_pass(generator):
+            rows = rows_of(groups, data.group_size).to(learner.device)
             mini_batch = rollout.select(rows, trim=False)
             with learner.iteration.timed("score"):
                 total, has_signal = correct(learner, mini_batch)

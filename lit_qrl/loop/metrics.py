@@ -14,11 +14,13 @@ from lit_qrl.types import AllReduce
 class IterationMetrics:
     """Collects the scalars of one iteration without a host synchronisation until `compute`.
 
-    Every entry is a (sum, count) pair; a plain value counts once.
+    Every entry is a (sum, count) pair; a plain value counts once. Pairs of all ranks are added, so that an entry is the
+    mean over what all of them observed.
     """
 
     def __init__(self) -> None:
         self._pairs: dict[str, Tensor] = {}
+        self._totals: set[str] = set()
 
     def add(self, name: str, pair: Tensor) -> None:
         """Add a tensor of shape [2] = (sum, count) to the entry `name`."""
@@ -30,20 +32,33 @@ class IterationMetrics:
         value = torch.as_tensor(value)
         self.add(name, torch.stack([value.detach().float(), torch.ones_like(value, dtype=torch.float)]))
 
+    def values(self, name: str, values: Tensor) -> None:
+        """Add one observation for each of the values that is not NaN."""
+        given = ~values.isnan()
+        self.add(name, torch.stack([torch.where(given, values, 0.0).double().sum(), given.sum().double()]))
+
+    def total(self, name: str, value: Tensor | float) -> None:
+        """Add to an entry that is the sum of what all ranks counted in the iteration, not a mean."""
+        self._totals.add(name)
+        value = torch.as_tensor(value, dtype=torch.float)
+        self.add(name, torch.stack([value, torch.zeros_like(value)]))
+
     def update(self, values: Mapping[str, Tensor | float]) -> None:
         """Add one observation of each entry."""
         for name, value in values.items():
             self.value(name, value)
 
     def compute(self, all_reduce: AllReduce) -> dict[str, float]:
-        """Return the means over all ranks and start anew; an entry that counted nothing is left out."""
+        """Return the means and totals over all ranks and start anew; a mean of nothing is left out."""
         if not self._pairs:
             return {}
         names = sorted(self._pairs)
         device = next(iter(self._pairs.values())).device
         stacked = all_reduce(torch.stack([self._pairs[name].to(device) for name in names])).tolist()
-        self._pairs = {}
-        return {name: total / count for name, (total, count) in zip(names, stacked, strict=True) if count}
+        totals = self._totals
+        self._pairs, self._totals = {}, set()
+        found = zip(names, stacked, strict=True)
+        return {name: sum_ / (count or 1) for name, (sum_, count) in found if count or name in totals}
 
 
 def log_row(trainer: Any, row: Mapping[str, float]) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_qrl.functional._statistics import masked_sums
 from lit_qrl.loop.metrics import IterationMetrics
-from lit_qrl.types import AllReduce, MicroBatch, RolloutBatch
+from lit_qrl.types import AllReduce, MicroBatch, RolloutBatch, no_all_reduce
 
 
 class IterationState:
@@ -21,7 +22,8 @@ class IterationState:
     (checkpoint, evaluation) included; the phases and `time/other` add up to it.
 
     Attributes:
-        metrics: sums of scalars; callbacks add theirs by `metrics.value` and `metrics.update`.
+        metrics: sums of scalars; callbacks add theirs by `metrics.value` and `metrics.update`, what they observe of
+            each of this rank's sequences by `metrics.values`, and counts by `metrics.total`.
         seconds: by phase, see `timed`.
         rollout: scored, from the end of its generation to the last update on it.
         problems: of the rollout, one for each of its groups.
@@ -99,7 +101,7 @@ class IterationState:
         rollout = self.rollout
         if rollout is None:
             return
-        tokens = float(rollout.mask.sum())  # waits for the device, so that the update is over
+        tokens = float(all_reduce(rollout.mask.sum()))  # waits for the device, so that the update is over
         self.update_ends()
         scored = ~rollout.rewards.isnan()
         of_scored = {
@@ -108,17 +110,10 @@ class IterationState:
             **{f"reward/{name}": values for name, values in rollout.reward_parts.items()},
         }
         for name, values in of_scored.items():
-            self.metrics.add(name, mean_of_given(values))
-        spread = mean_of_given((rollout.rewards - mean_of_given(rollout.rewards)[0]).square())
-        count = scored.sum()
-        spread[0] = (spread[0] * count / (count - 1).clamp(min=1)).sqrt()
-        self.metrics.add("reward/std", spread)
-        self.metrics.update(
-            {
-                "rollout/stopped": rollout.stopped.float().mean(),
-                "rollout/tokens_per_second": tokens / max(self.seconds["generate"], 1e-9),
-            }
-        )
+            self.metrics.values(name, values)
+        self.metrics.values("rollout/stopped", rollout.stopped.float())
+        self.metrics.add("reward/std", deviation(rollout.rewards, all_reduce))
+        self.metrics.value("rollout/tokens_per_second", tokens / max(self.seconds["generate"], 1e-9))
         now, began = time.perf_counter(), self._closed
         self.seconds["iteration"] = now - (now if began is None else began)
         self.seconds["other"] = self.seconds["iteration"] - self._accounted
@@ -134,12 +129,13 @@ class IterationState:
         return row
 
 
-def mean_of_given(values: Tensor) -> Tensor:
-    """Return (mean of the values that are not NaN, 1), or (0, 0) where all are: an observation of a metric.
+def deviation(values: Tensor, all_reduce: AllReduce = no_all_reduce) -> Tensor:
+    """Return (sample standard deviation of the values that are not NaN, 1), over all ranks, or (0, 0) where all are.
 
-    >>> mean_of_given(torch.tensor([1.0, torch.nan, 2.0])), mean_of_given(torch.tensor([torch.nan]))
-    (tensor([1.5000, 1.0000]), tensor([0., 0.]))
+    >>> deviation(torch.tensor([1.0, torch.nan, 3.0]))[0]
+    tensor(1.4142)
     """
     given = ~values.isnan()
-    count = given.sum()
-    return torch.stack([torch.where(given, values, 0.0).sum() / count.clamp(min=1), (count > 0).to(values.dtype)])
+    count, total = masked_sums(given, values, all_reduce=all_reduce).unbind()
+    _, squares = masked_sums(given, (values - total / count.clamp(min=1)).square(), all_reduce=all_reduce).unbind()
+    return torch.stack([(squares / (count - 1).clamp(min=1)).sqrt(), (count > 0).to(values.dtype)])

@@ -19,6 +19,7 @@ from lit_qrl.network.experts import expert_stacks, expert_weights
 from lit_qrl.network.linears import quantizable_linears, routers_of
 from lit_qrl.network.names import base_of, checkpoint_modules, checkpoint_name, is_adapted
 from lit_qrl.network.quantized_linear import QuantizedLinear
+from lit_qrl.network.shards import gathered, whole
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +186,9 @@ def _weights(
         if module in inside:
             continue
         prefix, base = f"{prefix}." if prefix else "", base_of(module)
-        for name, tensor in read(module).items():
+        with gathered(module) if module is not base else nullcontext():
+            found = read(module)
+        for name, tensor in found.items():
             if (parameter := _parameter(base, name)) is None:
                 yield prefix + name, tensor
             else:
@@ -193,7 +196,7 @@ def _weights(
         for name, tensor in {**base._parameters, **base._buffers}.items():
             if tensor is not None and name not in base._non_persistent_buffers_set and id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield prefix + name, replaced.pop(id(tensor), tensor).detach()
+                yield prefix + name, whole(replaced.pop(id(tensor), tensor).detach())
 
 
 def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:

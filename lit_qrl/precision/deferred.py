@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,21 +13,28 @@ from torch import Tensor, nn
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.folder import FolderReader
 
-_wanted: ContextVar[bool] = ContextVar("lit_qrl_deferred_weights", default=False)
+_wanted: ContextVar[Literal["", "bases", "all"]] = ContextVar("lit_qrl_deferred_weights", default="")
 
 
 @contextmanager
-def deferred_weights() -> Iterator[None]:
-    """Let policies that are configured inside leave their weights to `DeferredWeights`."""
-    token = _wanted.set(True)
+def deferred_weights(whole_policies: bool = False) -> Iterator[None]:
+    """Let policies that are configured inside leave their weights to `DeferredWeights`.
+
+    Args:
+        whole_policies: those that train all their weights too, not bases under an adapter alone.
+    """
+    token = _wanted.set("all" if whole_policies else "bases")
     try:
         yield
     finally:
         _wanted.reset(token)
 
 
-def weights_are_deferred() -> bool:
+def weights_are_deferred(adapted: bool = True) -> bool:
     """Return whether the code runs inside `deferred_weights`.
+
+    Args:
+        adapted: the weights are the base of an adapter.
 
     >>> with deferred_weights():
     ...     weights_are_deferred()
@@ -35,7 +42,7 @@ def weights_are_deferred() -> bool:
     >>> weights_are_deferred()
     False
     """
-    return _wanted.get()
+    return _wanted.get() in (("bases", "all") if adapted else ("all",))
 
 
 class DeferredWeights:

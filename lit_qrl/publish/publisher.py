@@ -15,6 +15,7 @@ from lit_qrl.errors import MemoryShortageError, listed, within_memory
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
 from lit_qrl.loop.hooks import Learner, overrides, rl_callbacks
+from lit_qrl.network.shards import is_sharded
 from lit_qrl.precision.source import Change, WeightSource, unchanged
 from lit_qrl.publish.adapter import AdapterBeside
 from lit_qrl.publish.delivery import Delivery
@@ -133,7 +134,8 @@ class Publisher:
         perturbing = [callback for callback in rl_callbacks(trainer) if overrides(callback, "on_publish")]
 
         def publish(connection: Connection) -> PublishReport:
-            compared = self.scores.due(self._published, self._rebuilt)
+            # A learner in parts scores through the strategy's hooks alone, not layer by layer in a format.
+            compared = self.scores.due(self._published, self._rebuilt) and not is_sharded(learner.policy.network)
             # Each attempt starts the callbacks anew: what a repeated one draws is what the first drew.
             for callback in rl_callbacks(trainer):
                 callback.on_rollout_start(trainer, learner, self.version)

@@ -72,7 +72,16 @@ def describe(value: Any) -> Any:
         return _path(value)
     if isinstance(value, _PLAIN):  # a subclass of a plain type
         return str(value) if isinstance(value, str) else value
-    return {"class_path": _path(type(value)), "init_args": describe(_arguments(value))}
+    return {"class_path": _path(plain_class(value)), "init_args": describe(_arguments(value))}
+
+
+def plain_class(value: Any) -> type:
+    """Return the class that an object was made of: FSDP makes a subclass of it on the fly.
+
+    >>> plain_class(1)
+    <class 'int'>
+    """
+    return next(c for c in type(value).__mro__ if not c.__name__.startswith("FSDP"))
 
 
 def _arguments(value: Any) -> dict[str, Any]:

@@ -62,7 +62,8 @@ def describe_frozen(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     digest, samples = blake2b(digest_size=8), []
     for name, tensor in tensors.items():
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        flat = tensor.detach().flatten()
+        # What processes share (a DTensor) is made whole, one at a time.
+        flat = getattr(tensor.detach(), "full_tensor", tensor.detach)().flatten()
         if flat.is_floating_point():
             samples.append(flat[:: max(flat.numel() // SAMPLED, 1)][:SAMPLED].float())
     if samples:  # one transfer

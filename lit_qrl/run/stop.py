@@ -26,10 +26,11 @@ def stop_run(
         trainer: the run's.
         kind: of the condition, for the diary.
         message: one sentence for a person.
-        save: write a checkpoint first, of before this iteration, where the learner's state is good.
+        save: write a checkpoint first, of before this iteration, where the learner's state is good; one process does.
         error: the cause.
     """
-    if save:
+    # Of several processes one alone cannot save: the others would have to take part.
+    if save and trainer.world_size == 1:
         for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if isinstance(callback, SavesBeforeUpdate):
                 callback.save_before_update(trainer)

@@ -29,8 +29,8 @@ def module(rank=0, world_size=1, problems=10, **options):
 
 
 def drawn(data, count, times=1):
-    counts = [count] * data.trainer.world_size
-    return [problem.row["question"] for _ in range(times) for problem in data.next_problems(counts)]
+    own = [slot for slot in range(count) if slot % data.slots.width in data.slots.columns]
+    return [problem.row["question"] for _ in range(times) for problem in data.next_problems(count, own)]
 
 
 def test_every_pass_over_the_problems_has_each_once_in_an_order_of_its_own():
@@ -42,26 +42,42 @@ def test_every_pass_over_the_problems_has_each_once_in_an_order_of_its_own():
     assert drawn(module(seed=1), 5, 2) != laps[0]
 
 
-def test_ranks_share_what_one_process_would_draw():
-    alone = module()
-    whole = [drawn(alone, 4) for _ in range(5)]
-    ranks = [module(rank=rank, world_size=2) for rank in range(2)]
-    assert [drawn(ranks[0], 2) + drawn(ranks[1], 2) for _ in range(5)] == whole
-    assert [rank.prompts_per_rank for rank in ranks] == [2, 2]
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_share_what_one_process_would_draw(ranks):
+    sizes = {"prompts_per_iteration": 8, "mini_batches": 2, "problems": 30}
+    whole = drawn(module(**sizes), 8, 5)
+    parts = [module(rank=rank, world_size=ranks, **sizes) for rank in range(ranks)]
+    shares = [[drawn(part, 8) for part in parts] for _ in range(5)]
+    for i, share in enumerate(shares):
+        dealt = {
+            slot: q for part, own in zip(parts, share, strict=True) for slot, q in zip(part.slots.own, own, strict=True)
+        }
+        assert [dealt[slot] for slot in range(8)] == whole[i * 8 : (i + 1) * 8]
+    assert {part.position for part in parts} == {40}
+    assert {part.prompts_per_rank for part in parts} == {8 // ranks}
 
 
-def test_ranks_that_draw_different_numbers_share_the_stream_too():
+def test_a_rank_draws_the_numbers_that_it_asks_for_and_the_stream_moves_on_for_all():
     alone = module()
-    whole = drawn(alone, 6) + drawn(alone, 4)
-    ranks = [module(rank=rank, world_size=3) for rank in range(3)]
-    shares = [
-        [problem.row["question"] for problem in rank.next_problems(counts)]
-        for counts in ([3, 0, 3], [0, 4, 0])
-        for rank in ranks
-    ]
-    assert [len(share) for share in shares] == [3, 0, 3, 0, 4, 0]
-    assert [question for share in shares for question in share] == whole
-    assert [rank.position for rank in ranks] == [10, 10, 10]
+    whole = drawn(alone, 4) + drawn(alone, 4)
+    rank = module()
+    assert [problem.row["question"] for problem in rank.next_problems(4, [1, 3])] == [whole[1], whole[3]]
+    assert rank.next_problems(3, []) == []
+    assert [problem.row["question"] for problem in rank.next_problems(1, [0])] == [whole[7]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"prompts_per_iteration": 2}, r"multiple of 4 ranks × 1 mini-batches.*Given: 2.*Set it to 4.*divisor of 2"),
+        ({"prompts_per_iteration": 12, "mini_batches": 2}, "multiple of 4 ranks × 2.*Set it to 16"),
+        ({"prompts_per_iteration": 4, "group_size": 2, "micro_batches": 4}, "fewer sequences.*at most 2.*Lower data"),
+    ],
+)
+def test_more_ranks_than_groups_or_sequences_are_refused(sizes, message):
+    data = module(world_size=4, **sizes)
+    with pytest.raises(ConfigError, match=message):
+        data.setup("fit")
 
 
 def test_a_restored_stream_goes_on_where_it_was():

@@ -6,6 +6,7 @@ import torch
 from lit_qrl.callbacks import RLCallback
 from lit_qrl.data.dataset import RolloutDataset
 from lit_qrl.data.module import Problem, RolloutDataModule
+from lit_qrl.loop.batching import rows_of
 from lit_qrl.loop.iteration import roll_out
 from lit_qrl.loop.state import IterationState
 from lit_qrl.objective import DAPO, GRPO
@@ -95,10 +96,11 @@ class Echo:
     """An engine whose completions repeat the prompt; it notes which prompts it was given."""
 
     def __init__(self):
-        self.seen = []
+        self.seen, self.positions = [], []
 
-    def generate(self, prompts, n, seed, progress, sampling):
+    def generate(self, prompts, n, seed, progress, sampling, positions=()):
         self.seen += [ids[0] for ids in prompts]
+        self.positions += positions
         return [
             Completion(token_ids=list(ids), logprobs=[0.0], finish_reason="stop", version=0)
             for ids in prompts
@@ -106,9 +108,10 @@ class Echo:
         ]
 
 
-def rank_of(world_size, rank, all_reduce, rounds):
+def rank_of(world_size, rank, all_reduce, rounds, mini_batches=1, groups=8):
     """A learner with all that `roll_out` asks of it; of its prompts, those whose number is a multiple of 3 vary."""
-    data = RolloutDataModule(DigitTask(), Echo(), prompts_per_iteration=4 * world_size, group_size=2, seed=2)
+    sizes = {"prompts_per_iteration": groups, "group_size": 2, "mini_batches": mini_batches}
+    data = RolloutDataModule(DigitTask(), Echo(), seed=2, **sizes)
     trainer = SimpleNamespace(world_size=world_size, callbacks=[], progress_bar_callback=None, current_epoch=0)
     learner = SimpleNamespace(
         data=data,
@@ -130,26 +133,34 @@ def rank_of(world_size, rank, all_reduce, rounds):
     return learner
 
 
+@pytest.mark.parametrize("mini_batches", [1, 2])
 @pytest.mark.parametrize("rounds", [1, 3, 10])
-def test_ranks_that_resample_different_numbers_of_groups_draw_no_prompt_twice_and_leave_none_out(rounds):
-    def one(rank, all_reduce):
-        learner = rank_of(2, rank, all_reduce, rounds)
+def test_ranks_that_resample_different_numbers_of_groups_hold_what_one_process_holds(rounds, mini_batches):
+    def one(rank, all_reduce, ranks=2):
+        learner = rank_of(ranks, rank, all_reduce, rounds, mini_batches)
         batch = roll_out(learner)
         posed = [problem.prompt_ids[0] for problem in learner.iteration.problems]
         assert posed == batch.tokens[::2, 0].tolist()  # one for each group that was kept
-        return learner.data.engine.seen, learner.data.position, batch, learner.iteration.metrics.compute(no_all_reduce)
+        assert batch.group.tolist() == [i // 2 for i in range(len(batch))]
+        return learner.data, batch, learner.iteration.metrics.compute(all_reduce)
 
-    (first, second) = Ranks(2).run(one)
-    whole = rank_of(1, 0, no_all_reduce, 0).data
-    stream = [problem.prompt_ids[0] for problem in whole.next_problems([first[1]])]
-    assert first[1] == second[1] > 8
-    assert sorted(first[0] + second[0]) == sorted(stream)
-    assert len(first[0]) != len(second[0])
-    for _, _, batch, metrics in (first, second):
-        assert len(batch) == 8
-        varied = batch.rewards.view(-1, 2).sum(1) > 0
-        assert bool(varied.all()) or rounds < 10
-        assert set(metrics) == {"rollout/zero_variance_groups", "guard/reward_errors", "reward/unscored"}
+    alone, whole, metrics = one(0, no_all_reduce, 1)
+    ranks = Ranks(2).run(one)
+    seen = [data.engine.seen for data, _, _ in ranks]
+    assert sorted(seen[0] + seen[1]) == sorted(alone.engine.seen)  # no prompt twice, and none left out
+    assert len(seen[0]) != len(seen[1])
+    assert {data.position for data, _, _ in ranks} == {alone.position}
+    drawn = {position for data, _, _ in ranks for position in data.engine.positions}
+    assert drawn >= set(range(8))
+    assert alone.engine.positions == []  # numbered by the call itself
+    for data, batch, own_metrics in ranks:
+        rows = rows_of(data.slots.own, 2)
+        assert torch.equal(batch.tokens, whole.tokens[rows])
+        assert torch.equal(batch.rewards, whole.rewards[rows])
+        assert own_metrics == pytest.approx(metrics)
+    varied = whole.rewards.view(-1, 2).sum(1) > 0
+    assert bool(varied.all()) or rounds < 10
+    assert set(metrics) == {"rollout/zero_variance_groups", "guard/reward_errors", "reward/unscored"}
 
 
 class Undecided(DigitReward):
@@ -199,7 +210,7 @@ def test_a_rollout_without_any_score_changes_nothing_and_the_run_goes_on(tmp_pat
 
 
 def test_dynamic_sampling_looks_at_the_scores_that_were_given():
-    learner = rank_of(1, 0, no_all_reduce, 1)
+    learner = rank_of(1, 0, no_all_reduce, 1, groups=4)
     learner.iteration = IterationState()
     nan = float("nan")
     given = iter([[nan, 1.0, nan, nan, 0.0, 1.0, 1.0, 1.0], [0.0, 1.0] * 3])

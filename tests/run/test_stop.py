@@ -16,10 +16,10 @@ class Saves:
         path.touch()
 
 
-def trainer(folder):
-    return SimpleNamespace(
-        folder=folder, default_root_dir=str(folder), callbacks=[object(), Saves()], is_global_zero=True, current_epoch=6
-    )
+def trainer(folder, processes=1):
+    found = SimpleNamespace(folder=folder, default_root_dir=str(folder), callbacks=[object(), Saves()])
+    vars(found).update(is_global_zero=True, current_epoch=6, world_size=processes)
+    return found
 
 
 @pytest.mark.parametrize("save", [True, False])
@@ -32,3 +32,8 @@ def test_it_says_which_checkpoint_is_left_and_writes_one_only_where_asked(tmp_pa
     assert caught.value.__cause__ is cause
     (event,) = read_jsonl(tmp_path / "events.jsonl")
     assert (event["kind"], event["cause"], event["iteration"]) == ("stopped", "engine_died", 7)
+
+
+def test_one_of_several_processes_does_not_wait_for_the_others_to_save_with_it(tmp_path):
+    with pytest.raises(StoppedError, match="No checkpoint had been written"):
+        stop_run(trainer(tmp_path, processes=2), "engine_died", "It broke.", save=True)

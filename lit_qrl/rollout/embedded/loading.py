@@ -18,6 +18,7 @@ from lit_qrl.network.padding_free import padded_attention
 from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.receipts.ledger import ReceivedLedger, RefusedError
 from lit_qrl.rollout.embedded.attention import FOLDED
+from lit_qrl.run.description import plain_class
 
 DTYPE_NAMES = {
     torch.float32: "fp32",
@@ -34,8 +35,7 @@ def skeleton(network: Any, device: torch.device) -> Any:
         network: the learner's Hugging Face model.
         device: of the buffers.
     """
-    # FSDP makes a subclass of the model's class on the fly; the sampler is the plain one.
-    kind = next(c for c in type(network).__mro__ if not c.__name__.startswith("FSDP"))
+    kind: Any = plain_class(network)
     config = copy.deepcopy(network.config)
     with init_empty_weights(include_buffers=False):
         attention = padded_attention(config.get_text_config()._attn_implementation)

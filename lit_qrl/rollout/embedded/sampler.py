@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.support import tell_emulated
+from lit_qrl.network.shards import is_sharded
 from lit_qrl.network.structure import check_positions, check_tokens
 from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger, RefusedError
 from lit_qrl.rollout.embedded.adapter import EmbeddedAdapter
@@ -98,7 +99,9 @@ class EmbeddedSampler(RolloutEngine):
         self._whole = False
         if self._adapter is not None:
             self._adapter.remove()
-        owned = {parameter.untyped_storage().data_ptr() for parameter in self.policy.network.parameters()}
+        learner = self.policy.network
+        # Of a learner in parts whole tensors are made for the publish, and are nobody else's.
+        owned = set() if is_sharded(learner) else {p.untyped_storage().data_ptr() for p in learner.parameters()}
         share = self.share == "auto" and not self.spec.outlives_update
         loader = Loader(self._modules, format, version, self.dtype, owned, share, self.keep_operands)
         loader.load(tensors)

@@ -70,7 +70,7 @@ def drawn(tasks, count, weights, state=None):
     data.setup("fit")
     if state is not None:
         data.load_state_dict(state)
-    problems = [problem for _ in range(count) for problem in data.next_problems([4])]
+    problems = [problem for _ in range(count) for problem in data.next_problems(4)]
     return problems, data.state_dict()
 
 

@@ -1,0 +1,63 @@
+"""Parameters of which this process holds a part: whole again, one at a time."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether processes share the parameters of a module.
+
+    >>> is_sharded(nn.Linear(2, 2))
+    False
+    """
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor with all its parts; every process must ask for the same tensors in the same order.
+
+    >>> whole(torch.ones(1))
+    tensor([1.])
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    found = tensor.full_tensor()
+    # Of a single process the part is the whole: its memory must not be taken for that of a copy.
+    return found.clone() if tensor.device_mesh.size() == 1 else found
+
+
+def own_part(value: Tensor, like: Tensor) -> Tensor:
+    """Return what this process holds of a whole tensor, divided as `like` is, on its device; nothing is sent.
+
+    Args:
+        value: the whole tensor, the same on all processes.
+        like: a parameter; one that is not divided gives `value` itself, on its device.
+    """
+    value = value.to(like.device)
+    if not isinstance(like, DTensor):
+        return value
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Let a module hold its parameters whole inside; what is written to them then is lost.
+
+    Args:
+        module: a small one, such as a linear layer with its adapter.
+    """
+    kept: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if isinstance(parameter, DTensor):
+                kept.append((part._parameters, name, parameter))
+                part._parameters[name] = nn.Parameter(whole(parameter.detach()), parameter.requires_grad)
+    try:
+        yield
+    finally:
+        for parameters, name, parameter in kept:
+            parameters[name] = parameter

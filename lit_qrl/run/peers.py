@@ -1,0 +1,174 @@
+"""The processes of one run: whether they were given the same settings, and what ends the others when one is gone."""
+
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from lit_qrl.errors import ConfigError, listed
+
+ENDED, FAILED, LOST = b"e", b"f", b"l"
+"""What a process says: that it ends as it should, that it ends by an error, that another one is gone."""
+GRACE = 20.0
+"""Seconds in which a process may end by the same error as another, before that one's is told for all."""
+CONNECT = 60.0
+SILENCE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
+"""Of a host that is gone no connection is closed: after 30 s without an answer it counts as gone."""
+
+
+def check_same(settings: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `ConfigError` where the processes of a run were started with different settings.
+
+    Args:
+        settings: of each rank, by their keys.
+
+    >>> check_same([{"data.group_size": 4}, {"data.group_size": 4}])
+    """
+    first = settings[0]
+    for rank, other in enumerate(settings):
+        differing = [key for key in sorted(first.keys() | other.keys()) if first.get(key) != other.get(key)]
+        if differing:
+            shown = [f"{key} {first.get(key)} on rank 0 and {other.get(key)} on rank {rank}" for key in differing]
+            raise ConfigError(
+                "The processes of the run were started with different settings.",
+                expected="the same on every rank",
+                given=listed(shown, 3),
+                remedy="Start all of them with one command and the same configuration files.",
+            )
+
+
+class PeerWatch:
+    """Tells when another process of the run ends before this one, at once and whatever this one is waiting for.
+
+    Every process holds a connection to the first one, which the system closes when either is killed. Nothing is sent
+    while all live, so a process that computes for long is not taken for dead.
+
+    Args:
+        gone: called in a thread of its own with a rank and its last words, which are empty where it was killed.
+    """
+
+    def __init__(self, gone: Callable[[int, str], None]) -> None:
+        self._gone = gone
+        self._peers: dict[int, socket.socket] = {}
+        self._thread: threading.Thread | None = None
+        self._own_end = threading.Event()
+
+    def start(self, rank: int, size: int, broadcast: Callable[[Any], Any]) -> None:
+        """Connect the processes; a second call before `stop` changes nothing.
+
+        Args:
+            rank: of this process.
+            size: how many there are.
+            broadcast: gives an object of the first process to all.
+        """
+        if self._thread is not None:
+            return
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        if rank == 0:
+            local = host in ("127.0.0.1", "localhost")
+            with socket.create_server(("127.0.0.1" if local else "", 0)) as server:
+                token = secrets.token_bytes(16)
+                broadcast((server.getsockname()[1], token))
+                server.settimeout(CONNECT)
+                while len(self._peers) < size - 1:
+                    self._admit(server.accept()[0], token)
+        else:
+            port, token = broadcast(None)
+            connection = socket.create_connection((host, port), timeout=CONNECT)
+            connection.sendall(token + struct.pack("!I", rank))
+            self._peers[0] = connection
+        for connection in self._peers.values():
+            connection.settimeout(None)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in SILENCE:
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._own_end.clear()
+        self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
+        self._thread.start()
+
+    def _admit(self, connection: socket.socket, token: bytes) -> None:
+        connection.settimeout(CONNECT)
+        with suppress(OSError):
+            hello = _exactly(connection, len(token) + 4)
+            if secrets.compare_digest(hello[: len(token)], token):
+                self._peers[struct.unpack("!I", hello[len(token) :])[0]] = connection
+                return
+        connection.close()
+
+    def stop(self) -> None:
+        """End as a process does whose work is done."""
+        self._say(ENDED, 0, "")
+        self._close()
+
+    def fail(self, words: str) -> None:
+        """Tell the others that this process ends by an error of its own.
+
+        Args:
+            words: a paragraph that says why.
+        """
+        self._say(FAILED, 0, words)
+
+    def wait(self, seconds: float) -> None:
+        """Give the thread time to find out which process is gone: a broken collective says less than that."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _close(self) -> None:
+        self._own_end.set()
+        for connection in self._peers.values():
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(5)
+        for connection in self._peers.values():
+            connection.close()
+        self._peers, self._thread = {}, None
+
+    def _say(self, kind: bytes, rank: int, words: str) -> None:
+        text = words.encode()[:4000]
+        for connection in list(self._peers.values()):
+            with suppress(OSError):
+                connection.sendall(kind + struct.pack("!II", rank, len(text)) + text)
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank, connection in self._peers.items():
+                selector.register(connection, selectors.EVENT_READ, rank)
+            while selector.get_map() and not self._own_end.is_set():
+                for key, _ in selector.select(timeout=1.0):
+                    selector.unregister(key.fileobj)
+                    lost = self._heard(key.fileobj, key.data)
+                    if lost is not None and not self._own_end.is_set():
+                        self._say(LOST, *lost)
+                        self._gone(*lost)
+                        return
+
+    def _heard(self, connection: Any, rank: int) -> tuple[int, str] | None:
+        """Return which process is gone, and its last words, or None where one has ended as it should."""
+        try:
+            kind, (about, size) = _exactly(connection, 1), struct.unpack("!II", _exactly(connection, 8))
+            words = _exactly(connection, size).decode(errors="replace")
+        except OSError:
+            return rank, ""
+        if kind == ENDED:
+            return None
+        if kind == LOST:
+            return about, words
+        # Most errors are the same on all ranks: then this process ends by its own.
+        return None if self._own_end.wait(GRACE) else (rank, words)
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    """Return so many bytes; `OSError` where the connection is closed before."""
+    found = b""
+    while len(found) < size:
+        part = connection.recv(size - len(found))
+        if not part:
+            raise ConnectionError("closed")
+        found += part
+    return found

@@ -1,0 +1,71 @@
+"""Ends a process of a run when another one is gone, with one paragraph, instead of waiting for it for ever."""
+
+import os
+import re
+import sys
+import textwrap
+import threading
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+from lit_qrl.run.diary import event
+from lit_qrl.run.folder import last_checkpoint
+from lit_qrl.run.peers import PeerWatch
+
+EXIT_AGAIN = 75
+"""Exit status of a run that nothing is wrong with: start it again."""
+BROKEN = re.compile(r"gloo|nccl|connection (closed|reset)|broken pipe|process ?group", re.IGNORECASE)
+"""What a collective says when another process is gone."""
+
+
+class Peers(Callback):
+    """Watches the other processes of a run; `GRPOModule` adds it where there are several."""
+
+    def __init__(self) -> None:
+        self._watch = PeerWatch(self._gone)
+        self._trainer: Trainer | None = None
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Connect to the others, before anything is loaded."""
+        self._trainer = trainer
+        relieve_lightning()
+        self._watch.start(trainer.global_rank, trainer.world_size, trainer.strategy.broadcast)
+
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Part from the others."""
+        self._watch.stop()
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Tell the others; an error of a collective is one that a process which is gone has caused."""
+        if isinstance(exception, (RuntimeError, OSError)) and BROKEN.search(f"{type(exception)} {exception}"):
+            self._watch.wait(10)
+        self._watch.fail(f"{type(exception).__name__}: {exception}")
+        self._watch.stop()
+
+    def _gone(self, rank: int, words: str) -> None:
+        assert self._trainer is not None
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":  # what is being written is the state to go on from
+                thread.join(30)
+        if self._trainer.global_rank == (1 if rank == 0 else 0):
+            print(f"\n{self._paragraph(rank, words)}\n", file=sys.stderr, flush=True)
+        os._exit(EXIT_AGAIN)  # the main thread may wait for ever in a collective
+
+    def _paragraph(self, rank: int, words: str) -> str:
+        trainer = self._trainer
+        assert trainer is not None
+        how = f"by an error: {words}" if words else "without a word, as a process does that is killed"
+        saved = last_checkpoint(trainer.default_root_dir)
+        where = f"The last checkpoint is {saved}." if saved else "No checkpoint had been written."
+        message = f"Rank {rank} of {trainer.world_size} ended {how}, so the others end too."
+        event(trainer, "stopped", f"{message} {where}", cause="lost_rank")
+        again = "Start the run again with --resume_if_possible true; any number of processes goes on from it."
+        return textwrap.fill(f"lit-qrl: {message} {where} {again}", 110, break_long_words=False)
+
+
+def relieve_lightning() -> None:
+    """End the thread in which Lightning kills the first process, without a word, when another has ended."""
+    for thread in threading.enumerate():
+        if thread.name == "child-process-observer":
+            vars(thread)["_run"] = lambda: True

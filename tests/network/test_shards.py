@@ -1,0 +1,46 @@
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lit_qrl.network.adapters import merged_weights
+from lit_qrl.network.shards import gathered, is_sharded, own_part, whole
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def divided(mesh, *shape):
+    return nn.Parameter(distribute_tensor(torch.randn(*shape), mesh, [Shard(0)]))
+
+
+def test_a_divided_parameter_is_whole_inside_and_itself_after(mesh):
+    layer = nn.Linear(3, 2)
+    plain = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+    for name, value in plain.items():
+        setattr(layer, name, nn.Parameter(distribute_tensor(value, mesh, [Shard(0)])))
+    kept = layer.weight
+    assert is_sharded(layer)
+    with gathered(layer):
+        assert not is_sharded(layer)
+        assert torch.equal(layer.weight, plain["weight"])
+        layer.weight.data.zero_()
+    assert layer.weight is kept
+    assert torch.equal(whole(layer.weight), plain["weight"])
+    found = dict(merged_weights(layer))
+    assert all(torch.equal(found[name], value) and type(found[name]) is torch.Tensor for name, value in plain.items())
+
+
+def test_a_part_is_cut_as_another_is(mesh):
+    parameter, value = divided(mesh, 4, 2), torch.randn(4, 2)
+    part = own_part(value, parameter)
+    assert part.placements == parameter.placements
+    assert torch.equal(whole(part), value)
+    assert own_part(value, torch.empty(4, 2)) is value
+    assert whole(value) is value

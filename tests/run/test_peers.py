@@ -1,0 +1,75 @@
+import queue
+import threading
+
+import pytest
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.run import peers
+from lit_qrl.run.peers import PeerWatch, check_same
+
+
+def connected(size):
+    """The watches of a run's processes, all in this one, and what each was told."""
+    told = [queue.Queue() for _ in range(size)]
+    watches = [PeerWatch(lambda rank, words, own=own: own.put((rank, words))) for own in told]
+    address = queue.Queue()
+
+    def broadcast(value):
+        if value is None:
+            return address.get(timeout=20)
+        for _ in range(size - 1):
+            address.put(value)
+        return value
+
+    threads = [threading.Thread(target=watch.start, args=(rank, size, broadcast)) for rank, watch in enumerate(watches)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return watches, told
+
+
+def killed(watch):
+    """Let the system close what the process held, as it does when it is killed."""
+    watch._own_end.set()
+    watch._close()
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_all_others_are_told_which_process_is_gone(lost):
+    watches, told = connected(3)
+    killed(watches[lost])
+    for rank, own in enumerate(told):
+        if rank != lost:
+            assert own.get(timeout=20) == (lost, "")
+    assert told[lost].empty()
+    for watch in watches:
+        watch.stop()
+
+
+def test_processes_that_are_done_part_without_a_word():
+    watches, told = connected(3)
+    for watch in watches:
+        watch.stop()
+    assert [own.qsize() for own in told] == [0, 0, 0]
+    assert not [thread for thread in threading.enumerate() if thread.name == "peers"]
+
+
+def test_an_error_of_one_is_told_and_the_same_error_of_all_is_not(monkeypatch):
+    monkeypatch.setattr(peers, "GRACE", 0.05)
+    watches, told = connected(3)
+    watches[2].fail("RewardError: it is away")
+    watches[2].stop()
+    assert {own.get(timeout=20) for own in told[:2]} == {(2, "RewardError: it is away")}
+    monkeypatch.setattr(peers, "GRACE", 20.0)
+    watches, told = connected(2)
+    for watch in watches:
+        watch.fail("ConfigError: the same")
+        watch.stop()
+    assert [own.qsize() for own in told] == [0, 0]
+
+
+def test_settings_that_differ_are_named_with_their_ranks():
+    check_same([{"data.seed": 1}] * 3)
+    with pytest.raises(ConfigError, match=r"data\.seed 1 on rank 0 and 2 on rank 2, model\.warmup None on rank 0 and"):
+        check_same([{"data.seed": 1}, {"data.seed": 1}, {"data.seed": 2, "model.warmup": 0.1}])

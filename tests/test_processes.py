@@ -1,0 +1,318 @@
+"""A run of two processes is the run of one: completions, gradients, weights, metrics, evaluations, resumed or not."""
+
+import os
+import signal
+import traceback
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from peft import LoraConfig
+
+from lit_qrl.callbacks import AIS, GeometricRejection, RLCallback, TruncatedIS
+from lit_qrl.errors import ConfigError
+from lit_qrl.network.shards import whole
+from lit_qrl.objective import DAPO, GRPO, GSPO
+from lit_qrl.seeding import derive_seed
+from lit_qrl.strategies import ShardedStrategy
+from tests.tiny_run import DigitReward, DigitTask, build, model_folder
+from tests.two_processes import RANKS, free_port, in_two, join, started
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+"""What fp32 sums in another order may differ by."""
+CLOCKS = ("time/", "rollout/tokens_per", "publish/gigabytes")
+ITERATIONS = 5
+PARTS = partial(ShardedStrategy, "fp32")
+
+
+class Few(DigitReward):
+    """The same score within every third group, and one completion of another without any."""
+
+    def __call__(self, samples):
+        numbers = [int(sample.prompt.split(",")[0]) for sample in samples]
+        scores = [0.5 if n % 3 == 0 else score for n, score in zip(numbers, super().__call__(samples), strict=True)]
+        return [
+            None if n == 4 and s.completion[:1].isdigit() else x
+            for n, s, x in zip(numbers, samples, scores, strict=True)
+        ]
+
+
+class Disturbed(RLCallback):
+    """Makes a sampler that is not the learner: noise on its norms, of each iteration's own."""
+
+    def on_publish(self, trainer, module, name, tensor):
+        if tensor.ndim != 1:
+            return tensor
+        generator = torch.Generator().manual_seed(derive_seed(name, trainer.current_epoch))
+        return tensor * (1 + 0.1 * torch.randn(tensor.shape, generator=generator))
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def adamw(parameters):
+    # Where a gradient is smaller than eps its rounding is not blown up to a whole step.
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-3)
+
+
+RUNS = {
+    "AIS and a rejection, passes and mini-batches": lambda: {
+        "callbacks": [Disturbed(), AIS(), GeometricRejection(lower=0.8, upper=1.25)],
+        "objective": GRPO(reduction="token", kl_coefficient=0.01),
+        "data": {"passes": 2, "mini_batches": 2, "micro_batches": 2},
+        "trainer": {"limit_val_batches": 1.0, "gradient_clip_val": 0.5},
+        "optimizer": adamw,
+    },
+    "GSPO with TIS": lambda: {
+        "callbacks": [Disturbed(), TruncatedIS(upper=1.05)],
+        "objective": GSPO(),
+        "data": {"mini_batches": 4},
+    },
+    "dynamic sampling, and rewards that are not given": lambda: {
+        "callbacks": [Disturbed(), TruncatedIS(level="sequence", upper="auto")],
+        "objective": DAPO(max_resample=2, overlong_penalty=None),
+        "data": {"micro_batches": 2},
+        "task": DigitTask(reward=Few()),
+    },
+}
+
+
+SHARDED = {
+    "full weights in parts": RUNS["AIS and a rejection, passes and mini-batches"],
+    "adapter in parts": lambda: {
+        **RUNS["GSPO with TIS"](),
+        "policy": {"lora": LoraConfig(r=4, target_modules="all-linear"), "gradient_checkpointing": True},
+    },
+}
+
+
+class Watch(Callback):
+    def __init__(self):
+        self.gradients, self.rows, self.tokens, self.prompts, self.evaluated = [], [], [], [], {}
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if pl_module.iteration.rollout is not None and len(self.gradients) < 2:
+            found = {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
+            self.gradients.append({name: whole(gradient).clone() for name, gradient in found.items()})
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 0:
+            rollout, iteration = pl_module.iteration.rollout, pl_module.iteration
+            width = rollout.mask.shape[1]
+            rows = [ids[-width:][mask].tolist() for ids, mask in zip(rollout.tokens, rollout.mask, strict=True)]
+            self.tokens.append(rows)
+            self.prompts.append([problem.row["question"] for problem in iteration.problems])
+
+    def on_validation_end(self, trainer, pl_module):
+        found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+        self.evaluated[trainer.global_step] = found
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        row = {name: float(v) for name, v in trainer.logged_metrics.items() if not name.startswith(CLOCKS)}
+        if row:
+            self.rows.append(row)
+
+
+def learn(folder, ranks, epochs=ITERATIONS, ckpt_path=None, strategy=lambda: "ddp", options=dict):
+    options = options()
+    watch = Watch()
+    trainer = {"max_epochs": epochs, "devices": ranks, "strategy": strategy() if ranks > 1 else "auto"}
+    data = {"prompts_per_iteration": 8, **options.pop("data", {})}
+    options |= {"data": data, "trainer": {**options.get("trainer", {}), **trainer}}
+    options = {"format": "fp32", "optimizer": sgd, **options, "callbacks": [watch, *options.get("callbacks", [])]}
+    run, module, _ = build(folder, **options)
+    run.fit(module, datamodule=run.datamodule or _, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
+    weights = {name: whole(p.detach()).clone() for name, p in module.named_parameters()}
+    seen = {name: getattr(watch, name) for name in ("gradients", "rows", "tokens", "prompts", "evaluated")}
+    return {**seen, "weights": weights, "own": run.datamodule.slots.own}
+
+
+def resumed(rank, port, folder, strategy=lambda: "ddp"):
+    """Two processes, then one, then two; each learns two iterations more."""
+    options = RUNS["AIS and a rejection, passes and mini-batches"]
+    last = folder / "run" / "checkpoints" / "last.ckpt"
+    learn(folder, RANKS, 2, strategy=strategy, options=options)
+    torch.distributed.destroy_process_group()  # which outlives a Trainer
+    if rank == 0:
+        learn(folder, 1, 4, ckpt_path=last, options=options)
+    join(rank, port)
+    return learn(folder, RANKS, 6, ckpt_path=last, strategy=strategy, options=options)
+
+
+def refused(rank, port, folder):
+    """What a run says whose processes have different groups, and one with more processes than groups."""
+    said = []
+    for data in ({"group_size": 4 + rank}, {"mini_batches": 8}):
+        join(rank, port)
+        with pytest.raises(ConfigError) as caught:
+            learn(folder / "refused", RANKS, 1, options=lambda data=data: {"data": data})
+        said.append(str(caught.value))
+    return said
+
+
+def quick(rank, port, folder):
+    """What two processes do in one start, since that takes longest."""
+    steps = {name: partial(learn, folder / name.split()[0], RANKS, options=made) for name, made in RUNS.items()}
+    steps["resumed"] = partial(resumed, rank, port, folder / "resumed")
+    full = partial(learn, folder / "full", RANKS, 2, strategy=PARTS, options=SHARDED["full weights in parts"])
+    steps["full weights in parts"] = full
+    steps["refused"] = partial(refused, rank, port, folder)
+    return taken(steps, rank, port)
+
+
+def thorough(rank, port, folder):
+    """What takes longer."""
+    steps = {
+        "adapter in parts": partial(
+            learn, folder / "adapter", RANKS, strategy=PARTS, options=SHARDED["adapter in parts"]
+        ),
+        "resumed in parts": partial(resumed, rank, port, folder / "resumed in parts", PARTS),
+    }
+    return taken(steps, rank, port)
+
+
+def taken(steps, rank, port):
+    found = {}
+    for name, step in steps.items():
+        join(rank, port)
+        try:
+            found[name] = step()
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
+
+
+def with_models(folder):
+    for name in (*(name.split()[0] for name in (*RUNS, *SHARDED)), "resumed", "resumed in parts", "refused"):
+        model_folder(folder / name / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return in_two(quick, with_models(tmp_path_factory.mktemp("ranks")))
+
+
+@pytest.fixture(scope="module")
+def slow_ranks(tmp_path_factory):
+    return in_two(thorough, with_models(tmp_path_factory.mktemp("ranks")))
+
+
+def made(rank, name):
+    """What a process returned from a step; its traceback if it failed."""
+    if isinstance(rank[name], str):
+        pytest.fail(rank[name])
+    return rank[name]
+
+
+def assert_close(found, wanted, what):
+    assert found.keys() == wanted.keys(), what
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, **CLOSE, msg=lambda text, name=name: f"{what} {name}: {text}")
+
+
+def assert_same(ranks, alone):
+    """The ranks hold what one process holds: each its own groups, and everything else alike."""
+    slots = [rank["own"] for rank in ranks]
+    for i, prompts in enumerate(alone["prompts"]):
+        for part, own in zip(ranks, slots, strict=True):
+            assert part["prompts"][i] == [prompts[slot] for slot in own]
+            group = len(alone["tokens"][i]) // len(prompts)
+            rows = [row for slot in own for row in range(slot * group, slot * group + group)]
+            assert part["tokens"][i] == [alone["tokens"][i][row] for row in rows], f"iteration {i}"
+    assert sorted(slots[0] + slots[1]) == list(range(len(alone["own"])))
+    for part in ranks:
+        assert len(part["rows"]) == len(alone["rows"])
+        for i, row in enumerate(alone["rows"]):
+            assert_close(part["rows"][i], row, f"metrics of iteration {i}:")
+        for i, gradient in enumerate(alone["gradients"]):
+            assert_close(part["gradients"][i], gradient, f"gradient {i} of")
+        assert_close(part["weights"], alone["weights"], "weights of")
+        assert part["evaluated"] == alone["evaluated"]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_repeat_the_run_of_one(name, ranks, tmp_path):
+    alone = learn(tmp_path, 1, options=RUNS[name])
+    assert len(alone["rows"]) == ITERATIONS
+    assert all(any(g.abs().max() > 0 for g in gradient.values()) for gradient in alone["gradients"])
+    assert_same([made(rank, name) for rank in ranks], alone)
+    if name.startswith("dynamic"):
+        assert sum(row["rollout/zero_variance_groups"] > 0 for row in alone["rows"]) > 1
+        assert any(row["reward/unscored"] > 0 for row in alone["rows"])
+    if name.startswith("AIS"):
+        assert alone["evaluated"]
+        assert any(row["correction/rejected_sequences"] > 0 for row in alone["rows"])
+
+
+def assert_parts_are_the_whole(ranks, name, epochs, folder):
+    alone, parts = learn(folder, 1, epochs, options=SHARDED[name]), [made(rank, name) for rank in ranks]
+    for run in (alone, *parts):  # a learner in parts is not scored against its sampler
+        run["rows"] = [{k: v for k, v in row.items() if not k.startswith("publish/probe")} for row in run["rows"]]
+    assert_same(parts, alone)
+
+
+def test_a_learner_in_parts_repeats_the_run_of_a_whole_one(ranks, tmp_path):
+    assert_parts_are_the_whole(ranks, "full weights in parts", 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_an_adapter_over_parts_repeats_the_run_over_a_whole_base(slow_ranks, tmp_path):
+    assert_parts_are_the_whole(slow_ranks, "adapter in parts", ITERATIONS, tmp_path)
+
+
+def test_processes_that_cannot_share_a_run_are_all_told(ranks):
+    assert ranks[0]["refused"] == ranks[1]["refused"]
+    different, too_many = made(ranks[0], "refused")
+    assert "started with different settings" in different
+    assert "group_size 4 on rank 0 and 5 on rank 1" in different
+    assert "multiple of 2 ranks × 8 mini-batches" in too_many
+
+
+class Killed(Callback):
+    """Ends the second process in the third iteration, as the system does."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.current_epoch == 2 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def loses_one(rank, port, folder):
+    with (folder / f"{rank}.txt").open("w") as said:
+        os.dup2(said.fileno(), 2)
+        join(rank, port)
+        learn(folder, RANKS, 5, options=lambda: {"callbacks": [Killed()]})
+
+
+@pytest.mark.slow
+def test_when_a_process_is_killed_the_other_ends_and_the_run_goes_on(tmp_path):
+    model_folder(tmp_path / "model")
+    processes = started(loses_one, free_port(), tmp_path)
+    processes[1].join()
+    processes[0].join(60)
+    assert [process.exitcode for process in processes] == [75, -signal.SIGKILL]
+    said = " ".join((tmp_path / "0.txt").read_text().split())
+    assert said.count("lit-qrl: Rank 1 of 2 ended without a word, as a process does that is killed") == 1
+    assert "Traceback" not in said
+    assert learn(tmp_path, 1, 5, ckpt_path=tmp_path / "run" / "checkpoints" / "last.ckpt")["rows"]
+
+
+def assert_went_on(ranks, name, folder):
+    alone = learn(folder, 1, 6, options=RUNS["AIS and a rejection, passes and mini-batches"])
+    for rank in ranks:
+        last = made(rank, name)
+        assert_close(last["weights"], alone["weights"], "weights of")
+        for found, wanted in zip(last["rows"], alone["rows"][4:], strict=True):
+            wanted = {name: value for name, value in wanted.items() if name in found}
+            assert_close(found, wanted, "metrics:")
+
+
+def test_a_run_goes_on_with_another_number_of_processes(ranks, tmp_path):
+    assert_went_on(ranks, "resumed", tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_in_parts_goes_on_whole_and_in_parts_again(slow_ranks, tmp_path):
+    assert_went_on(slow_ranks, "resumed in parts", tmp_path)
