@@ -33,6 +33,7 @@ class LowBitLinear(nn.Linear):
     plain model fits. Subclasses say how the low-bit weight is used.
     """
 
+    is_swapped = True
     layer_name: str
     format: NumberFormat
     clock: StepClock
