@@ -6,12 +6,14 @@ captured CUDA graphs) read. The ledger's receipts are taken from the first place
 third must agree, and `read_columns` asks the kernel itself.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lit_qrl.network.linears import transposed_layers
 from lit_qrl.network.names import checkpoint_name
 from lit_qrl.receipts.checksum import Checksums
 from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError, share_of_bound
@@ -52,6 +54,7 @@ class LiveModel:
             if not isinstance(getattr(module, "base_layer", None), nn.Module)
         }
         self._naming = Naming(self.model)
+        self._turned = frozenset(transposed_layers(network) if network is not None else ())
         self._derived = {name: module for name, module in self._modules.items() if derived.names(module)}
         self.sent: dict[str, tuple[Place, tuple[int, ...], torch.dtype]] = {}
         self.pending: dict[str, list[str]] = {}
@@ -71,7 +74,8 @@ class LiveModel:
         """Return where the checkpoint tensor `name` goes, or None where only vLLM's loader knows (experts)."""
         layer, _, attribute = name.rpartition(".")
         place = self.locate_layer(layer, attribute)
-        return place if place is not None and place.attribute in checkpoint_names(place.module) else None
+        known = place is not None and place.attribute in checkpoint_names(place.module)
+        return replace(place, turned=layer in self._turned) if known else None
 
     def locate_layer(self, layer: str, attribute: str = "weight") -> Place | None:
         """Return the module that holds a layer of the checkpoint, and which part of it."""
@@ -86,6 +90,14 @@ class LiveModel:
                     module, rewritten = self._modules[fused], self._naming.rewrites(layer, None)
                     return Place(fused, module, key, part, parts, shards, rewritten)
         return None
+
+    def held(self, layers: Iterable[str]) -> dict[str, list[str]]:
+        """Return for each module the layers of the checkpoint, among `layers`, that it holds."""
+        found: dict[str, list[str]] = {}
+        for layer in layers:
+            if (place := self.locate_layer(layer)) is not None:
+                found.setdefault(place.module_name, []).append(layer)
+        return found
 
     def weight_bytes(self) -> int:
         """Return the memory of all parameters and buffers, each storage counted once."""
