@@ -189,7 +189,7 @@ FAMILIES: tuple[Family, ...] = (
         "Falcon",
         "falcon",
         "tiiuae/falcon-7b-instruct",
-        {"ffn_hidden_size": INNER},
+        {"ffn_hidden_size": 4 * HIDDEN},  # vLLM builds no other for this family
         (*_NO_GROUPS, "intermediate_size"),
         vllm="FalconForCausalLM",
     ),

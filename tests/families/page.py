@@ -1,6 +1,7 @@
 """docs/models.md, and what `lit-qrl models` shows, from the cells that were measured and kept."""
 
 import json
+import math
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -51,7 +52,9 @@ paragraph, given below. `auto` is the learner's dtype, here fp32; `–` was not 
 
 Through vLLM, a format **works** when two sets of weights far apart were published one after the other, every layer was
 compared, and the log-probs of its completions are, in the mean, within 1e-5 nats of the learner's eager forward pass in
-fp32, and within 0.05 where a kernel of vLLM's rounds to bf16 or quantizes activations.
+fp32, and within 0.05 where a kernel of vLLM's rounds to bf16 or quantizes activations. Where vLLM's loader rewrites
+tensors (experts, a state's decay), what was verified is the share given. Models that take pictures, and Qwen3.5, need
+torchvision beside vLLM, as it was here; linear attention has kernels for bf16 alone on a CPU.
 """
 
 
@@ -141,7 +144,9 @@ def _cell(cells: dict[str, dict[str, Any]]) -> str:
     marks = []
     for name, one in sorted(cells.items(), key=lambda item: (item[1]["state"] != "works", item[0])):
         what = name.partition("/")[2]
-        shown = {"refused": f"~~{what or 'all'}~~", "failed": f"**{what} fails**", "works": what or "works"}
+        part = one.get("verified")
+        share = "" if part is None or part > 0.9995 else f" ({math.floor(1000 * part) / 10:g} % verified)"
+        shown = {"refused": f"~~{what or 'all'}~~", "failed": f"**{what} fails**", "works": (what or "works") + share}
         marks.append(shown[one["state"]])
     return ", ".join(marks) or "–"
 

@@ -40,6 +40,7 @@ from lit_qrl.rollout.vllm.live_model import LiveModel
 from lit_qrl.rollout.vllm.models import check_model, latent, recurrent, refused_model
 from lit_qrl.rollout.vllm.patches import marlin_workspaces, table
 from lit_qrl.rollout.vllm.process import kept_process_state, prepare_environment
+from lit_qrl.rollout.vllm.reload import register_head_bias
 from lit_qrl.rollout.vllm.shutdown import collect_memory, shutdown
 from lit_qrl.rollout.vllm.start import undone_on_failure
 from lit_qrl.rollout.vllm.warm_up import warm_up
@@ -169,6 +170,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
         self._started = True
         self.live, self._adapter = LiveModel(self.llm, self.policy.network), None
+        register_head_bias(self.live.model, self.policy.network)
         check_groups(format, self.live.held(quantizable_linears(self.policy.network, self.spec.exclude)))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         warm_up(format, next(self.policy.network.parameters()).dtype, self.plain_dtype, device)
