@@ -1,5 +1,6 @@
 """A whole run at the smallest scale: a random network, a toy task, the real Trainer."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -56,6 +57,35 @@ def model_folder(folder: Path, network=build_network, **changes) -> str:
         network(**{"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, **changes}).save_pretrained(folder)
         build_tokenizer(pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
     return str(folder)
+
+
+def command(folder: Path, model: str, *args: str, lr: float = 0.01, epochs: int = 2) -> list[str]:
+    """The arguments of a `lit-qrl fit` on rows that it writes into `folder`, where the run is `folder / "run"`."""
+    rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(12)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {
+        "model.policy": "CausalPolicy",
+        "model.policy.model": model,
+        "model.optimizer": "torch.optim.AdamW",
+        "model.optimizer.lr": lr,
+        "model.objective": "GRPO",
+        "data.task": "DatasetTask",
+        "data.task.path": str(folder / "rows.jsonl"),
+        "data.task.chat": "false",
+        "data.task.evaluation_size": 4,
+        "data.task.rewards": json.dumps([{"class_path": "tests.tiny_run.DigitReward"}]),
+        "data.engine": "TransformersEngine",
+        "data.prompts_per_iteration": 4,
+        "data.group_size": 4,
+        "data.max_prompt_tokens": 8,
+        "data.max_completion_tokens": 4,
+        "trainer.accelerator": "cpu",
+        "trainer.max_epochs": epochs,
+        "trainer.limit_val_batches": 0,
+        "trainer.enable_progress_bar": "false",
+        "trainer.default_root_dir": str(folder / "run"),
+    }
+    return ["fit", *[part for key, value in options.items() for part in (f"--{key}", str(value))], *args]
 
 
 def build(

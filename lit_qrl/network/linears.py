@@ -3,15 +3,18 @@
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
 from lit_qrl.errors import ConfigError, listed
 from lit_qrl.network.experts import ExpertStack, expert_stacks, unknown_experts
 from lit_qrl.network.names import base_of, checkpoint_modules, copy_in_use
-from lit_qrl.network.structure import FUSED_LAYERS, SAME_AS_LINEAR, STAY_PLAIN, text_part
+from lit_qrl.network.structure import FUSED_LAYERS, text_part
 
 
 def fused_group(name: str) -> str:
@@ -44,9 +47,11 @@ def quantizable_linears(root: nn.Module, exclude: Collection[str] = (), head: bo
         exclude: globs over layer names, such as `*.down_proj` or `model.layers.0.*`.
         head: take the output embedding too.
 
-    >>> model = nn.ModuleDict({"up_proj": nn.Linear(2, 2), "lm_head": nn.Linear(2, 2)})
-    >>> list(quantizable_linears(model))
-    ['up_proj']
+    >>> from lit_qrl.network.structure import outline
+    >>> from transformers import LlamaConfig
+    >>> model = outline(LlamaConfig(num_hidden_layers=1))
+    >>> len(quantizable_linears(model)), "lm_head" in quantizable_linears(model)
+    (7, False)
     """
     get: Any = getattr(root, "get_output_embeddings", None)
     output = None if get is None else base_of(copy_in_use(get()))
@@ -57,8 +62,7 @@ def quantizable_linears(root: nn.Module, exclude: Collection[str] = (), head: bo
         for name, module in linears
         if isinstance(module, nn.Linear)
         and name
-        and (head if module is output else name.rpartition(".")[2] not in STAY_PLAIN)
-        and (module is output or (module in text and module not in routers))
+        and (head if module is output else module in text and module not in routers)
         and not any(fnmatchcase(name, pattern) for pattern in exclude)
     }
 
@@ -81,16 +85,54 @@ def quantizable_layers(
 
 
 def routers_of(root: nn.Module) -> set[nn.Module]:
-    """Return the linear layers beside experts that write one number for each of them, or one for all."""
+    """Return the linear layers beside experts that write one number for each of them, or one for all.
+
+    Routers choose experts: an error of 4 or 8 bits there costs far more than the memory it saves.
+    """
     found = set()
     for module in root.modules():
-        bases = [base_of(child) for child in module.children()]
-        held = [p for base in bases for p in base._parameters.values() if p is not None]
-        counts = {1} | {p.shape[0] for p in held if p.ndim == 3}
-        counts |= {base.stack.count for base in bases if isinstance(getattr(base, "stack", None), ExpertStack)}
-        if len(counts) > 1:
-            found |= {base for base in bases if isinstance(base, nn.Linear) and base.out_features in counts}
+        counts = set().union(*(_experts_in(base_of(child)) for child in module.children()))
+        for child in module.children() if counts else ():
+            linears = [base for _, part in checkpoint_modules(child) if isinstance(base := base_of(part), nn.Linear)]
+            if len(linears) == 1 and linears[0].out_features in {1, *counts}:  # alone in a module of its own, too
+                found.add(linears[0])
     return found
+
+
+def _experts_in(module: nn.Module) -> set[int]:
+    """Return how many experts a module holds: stacked in tensors "experts · ·", or alike in a list."""
+    stack = getattr(module, "stack", None)
+    if isinstance(stack, ExpertStack):  # held in a number format
+        return {stack.count}
+    if isinstance(module, nn.ModuleList):
+        alike = len({type(part) for part in module}) == 1 < len(module)
+        return {len(module)} if alike and any(isinstance(part, nn.Linear) for part in module[0].children()) else set()
+    if isinstance(module, _ConvNd):
+        return set()
+    return {p.shape[0] for p in module._parameters.values() if p is not None and p.ndim == 3}
+
+
+@cache
+def computes_as_linear(kind: type[nn.Linear]) -> bool:
+    """Return True for a class of linear layers whose product is that of `nn.Linear`, found by trying one.
+
+    >>> computes_as_linear(nn.Linear)
+    True
+    """
+    if kind.forward is nn.Linear.forward:
+        return True
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        try:
+            layer, rows = kind(3, 2), torch.linspace(-1, 1, 6).view(2, 3)
+            got = layer(rows)
+            return torch.allclose(got, nn.functional.linear(rows, layer.weight, layer.bias))
+        except (TypeError, ValueError, AttributeError, RuntimeError):  # made or called otherwise
+            return False
+
+
+def transposed_layers(root: nn.Module) -> list[str]:
+    """Return the names in the checkpoint of the layers whose weight is held as "in out" (transformers' Conv1D)."""
+    return [name for name, module in checkpoint_modules(root) if isinstance(base_of(module), Conv1D)]
 
 
 def check_quantizable(
@@ -116,9 +158,7 @@ def check_quantizable(
             remedy=f"Set the format to bf16, or add '*.experts' to {where} to quantize the other layers alone.",
         )
     transposed = [
-        name
-        for name, module in checkpoint_modules(root)
-        if isinstance(base_of(module), Conv1D) and not any(fnmatchcase(name, pattern) for pattern in exclude)
+        name for name in transposed_layers(root) if not any(fnmatchcase(name, pattern) for pattern in exclude)
     ]
     if transposed:
         raise ConfigError(
@@ -127,6 +167,19 @@ def check_quantizable(
             expected="a model made of nn.Linear, such as Qwen's or Llama's",
             given=f"{type(root).__name__} with {listed(transposed, 2)}",
             remedy="Set publisher.format to bf16, or take another model.",
+        )
+    own = {
+        name: type(layer)
+        for name, layer in quantizable_linears(root, exclude).items()
+        if not getattr(layer, "is_swapped", False) and not computes_as_linear(type(layer))
+    }
+    if own:
+        raise ConfigError(
+            f"{format} applies to layers that multiply by their weight, and {next(iter(own.values())).__name__} of "
+            "this model computes something else.",
+            expected="layers that compute what nn.Linear does",
+            given=listed(own, 2),
+            remedy=f"Add them to {where}.",
         )
 
 
@@ -156,9 +209,8 @@ def swap_linears(
 ) -> SwapReport:
     """Replace linear layers by what `factory` makes of them, and return which.
 
-    A second call does nothing: only layers of the class `nn.Linear`, or of a model's own that computes the same, are
-    replaced, and the new ones must be of another. A layer that is reachable by two names is replaced once, in both
-    places.
+    A second call does nothing: what a swap puts in place must say so by `is_swapped`. A layer that is reachable by two
+    names is replaced once, in both places.
 
     Args:
         root: the model; its own children are changed.
@@ -177,7 +229,7 @@ def swap_linears(
     for name, module in linears:
         if not filter_fn(name, module):
             skipped.append(name)
-        elif type(module) is not nn.Linear and type(module).__name__ not in SAME_AS_LINEAR:
+        elif getattr(module, "is_swapped", False):
             present.append(name)
         else:
             replaced[id(module)] = factory(name, module)

@@ -13,11 +13,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lit_qrl.errors import ConfigError
 
-STAY_PLAIN = frozenset({"lm_head", "embed_out", "output_embedding", "score", "router", "gate", "shared_expert_gate"})
-"""Last parts of the names of linear layers that no format applies to: heads write logits, routers choose experts; an
-error of 4 or 8 bits there costs far more than the memory it saves."""
-SAME_AS_LINEAR = frozenset({"FalconLinear"})
-"""Subclasses of `nn.Linear` whose forward pass is written anew and computes the same."""
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {"Llama4TextExperts": {"is_transposed": True}}
 """Classes of stacked experts that do not say how they lie, and what they would say in transformers' words."""
 FUSED_LAYERS = {
@@ -35,7 +30,8 @@ FUSED_LAYERS = {
     "in_proj_b": "in_proj_ba",
     "in_proj_a": "in_proj_ba",
 }
-"""Linear layers, by the last part of their names, and the one layer that engines hold and multiply them as."""
+"""Linear layers, by the last part of their names, and the one layer that engines hold and multiply them as. Where vLLM
+holds others as one, `check_groups` (`rollout/vllm/checks.py`) says so."""
 ROW_PAIRS = (("v_proj", "o_proj", "q_proj"), ("up_proj", "down_proj", "gate_proj"))
 """A layer whose output channels are another's input channels, that other, and a third beside them; what lies between is
 linear in the first."""

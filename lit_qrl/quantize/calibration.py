@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
-from lit_qrl.network.structure import ROW_PAIRS, decoder_layers
+from lit_qrl.network.structure import ROW_PAIRS, body, decoder_layers
 from lit_qrl.quantize.awq import Found, InputStatistics, fold, search
 
 # A fold that a model does not allow changes a layer's update by its own size; rounding to bf16 changes it by 1 %.
@@ -84,7 +84,7 @@ class LayerRunner:
                 layer.forward = recorder(index)  # pyright: ignore[reportAttributeAccessIssue]
             for row in sequences:
                 try:
-                    network.base_model(input_ids=row[None].to(device), use_cache=False)
+                    body(network)(input_ids=row[None].to(device), use_cache=False)
                 except _Stop:
                     continue
         finally:

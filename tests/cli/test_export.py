@@ -12,7 +12,7 @@ from lit_qrl.cli.export import export
 from lit_qrl.cli.main import main as lit_qrl
 from lit_qrl.cli.parser import run as called
 from lit_qrl.errors import ConfigError
-from tests.tiny_run import model_folder
+from tests.tiny_run import command, model_folder
 
 LORA = {"class_path": "peft.LoraConfig", "init_args": {"r": 4, "target_modules": "all-linear"}}
 PACKED = {"class_path": "NVFP4LoRA", "init_args": {"format": "nvfp4"}}
@@ -20,31 +20,7 @@ PACKED = {"class_path": "NVFP4LoRA", "init_args": {"format": "nvfp4"}}
 
 def train(folder: Path, *args: str) -> Path:
     """Return the run folder of one real iteration at a rate that moves every weight."""
-    rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(12)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {
-        "model.policy": "CausalPolicy",
-        "model.policy.model": model_folder(folder / "model"),
-        "model.optimizer": "torch.optim.AdamW",
-        "model.optimizer.lr": 0.01,
-        "model.objective": "GRPO",
-        "data.task": "DatasetTask",
-        "data.task.path": str(folder / "rows.jsonl"),
-        "data.task.chat": "false",
-        "data.task.evaluation_size": 4,
-        "data.task.rewards": json.dumps([{"class_path": "tests.tiny_run.DigitReward"}]),
-        "data.engine": "TransformersEngine",
-        "data.prompts_per_iteration": 4,
-        "data.group_size": 4,
-        "data.max_prompt_tokens": 8,
-        "data.max_completion_tokens": 4,
-        "trainer.accelerator": "cpu",
-        "trainer.max_epochs": 2,
-        "trainer.limit_val_batches": 0,
-        "trainer.enable_progress_bar": "false",
-        "trainer.default_root_dir": str(folder / "run"),
-    }
-    lit_qrl(["fit", *[part for key, value in options.items() for part in (f"--{key}", str(value))], *args])
+    lit_qrl(command(folder, model_folder(folder / "model"), *args))
     return folder / "run"
 
 

@@ -1,6 +1,10 @@
-"""Every family of the table in docs/models.md, at the smallest size that all formats fit, and a folder of each."""
+"""Every family of the table in docs/models.md, at the smallest size that all formats fit, and a folder of each.
 
-from dataclasses import dataclass, field
+`python -m tests.families.configs qwen3 /tmp/qwen3` writes such a folder, with random weights and a tokenizer.
+"""
+
+import argparse
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +189,7 @@ FAMILIES: tuple[Family, ...] = (
         "Falcon",
         "falcon",
         "tiiuae/falcon-7b-instruct",
-        {"ffn_hidden_size": INNER},
+        {"ffn_hidden_size": 4 * HIDDEN},  # vLLM builds no other for this family
         (*_NO_GROUPS, "intermediate_size"),
         vllm="FalconForCausalLM",
     ),
@@ -306,6 +310,19 @@ FAMILIES: tuple[Family, ...] = (
 BY_TYPE = {family.model_type: family for family in FAMILIES}
 
 
+SIZES = {
+    "kv_lora_rank": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    "linear_key_head_dim": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+}
+"""The sizes for which vLLM's CPU build has kernels of latent and of linear attention, by an option that tells which."""
+
+
+def sized(family: Family) -> Family:
+    """Return the family at a size that vLLM's CPU build has kernels for."""
+    changes = next((sizes for key, sizes in SIZES.items() if key in family.options), {})
+    return replace(family, options={**family.options, **changes})
+
+
 def absent() -> list[str]:
     """Return the names of the families that the installed transformers does not have."""
     return [family.name for family in FAMILIES if not family.available]
@@ -337,3 +354,11 @@ def model_folder(family: Family, folder: Path, seed: int = 0, dtype: torch.dtype
         random_network(family, seed, dtype).save_pretrained(folder)
         build_tokenizer(pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
     return str(folder)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model_type", choices=sorted(BY_TYPE), metavar="model_type")
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args()
+    print(model_folder(sized(BY_TYPE[arguments.model_type]), arguments.folder))

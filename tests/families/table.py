@@ -1,6 +1,6 @@
 """What every family does under every format, engine and method: each cell works, or is refused in a paragraph.
 
-`python -m tests.families.table --families Qwen3 Falcon --engines transformers` measures some rows, keeps them in
+`python -m tests.families.table --families Qwen3 Falcon --engines transformers` measures some rows, and keeps them in
 `docs/models/` as JSON; `--write` writes `docs/models.md`, and what `lit-qrl models` shows, from all that are kept.
 """
 
@@ -10,13 +10,13 @@ import copy
 import io
 import json
 import logging
-import re
-import subprocess
+import multiprocessing
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from lit_qrl import formats
 from lit_qrl.cli.audit import audit
 from lit_qrl.cli.export import export
-from lit_qrl.cli.models import MEASURED, METHODS
+from lit_qrl.cli.models import MEASURED
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.network.linears import fused_groups, quantizable_linears
@@ -37,16 +37,15 @@ from lit_qrl.publish.learner_scores import computing_as
 from lit_qrl.quantize.folder import quantize_checkpoint
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from tests import tiny_run
-from tests.families.configs import FAMILIES, Family, model_folder
+from tests.families.configs import FAMILIES, Family, model_folder, sized
+from tests.families.page import DOCUMENT, ROOT, document, keep, kept, packaged, settings
 from tests.families.vllm_cells import FORMATS as VLLM_FORMATS
 from tests.families.vllm_cells import run_cell
 
-ROOT = Path(__file__).parents[2]
-KEPT = ROOT / "docs" / "models"
-DOCUMENT = ROOT / "docs" / "models.md"
 FORMATS = ("auto", "bf16", "fp8_row", "fp8_tensor", "int4_group", "nvfp4")
 """Of the sampler; `auto` is the learner's own dtype."""
 WEIGHT_ONLY = ("int4_group", "nvfp4")
+EXPORTED = (None, "bf16", *WEIGHT_ONLY)
 EXACT = 1e-5
 """Largest |Δ log p| in fp32, in nats, between a sampler and a plain forward pass of the library."""
 FLIPPED = 2e-3
@@ -194,41 +193,19 @@ def quantized(family: Family, folder: Path, format: str) -> Cell:
     return Cell("works", quantized=getattr(report, "quantized_share", None))
 
 
-def exported(family: Family, folder: Path) -> dict[str, Cell]:
+def exported(family: Family, folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Cell]:
     """Train by the command line, export plainly, in bf16 and in formats, and load what was written."""
     from lit_qrl.cli.main import run_training
 
-    rows = "".join(json.dumps({"question": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(12))
-    (folder / "rows.jsonl").write_text(rows)
-    options = {
-        "model.policy": "CausalPolicy",
-        "model.policy.model": model_folder(family, folder / "model"),
-        "model.optimizer": "torch.optim.AdamW",
-        "model.optimizer.lr": LR,
-        "model.objective": "GRPO",
-        "data.task": "DatasetTask",
-        "data.task.path": str(folder / "rows.jsonl"),
-        "data.task.chat": "false",
-        "data.task.evaluation_size": 4,
-        "data.task.rewards": json.dumps([{"class_path": "tests.tiny_run.DigitReward"}]),
-        "data.engine": "TransformersEngine",
-        "data.prompts_per_iteration": 4,
-        "data.group_size": 4,
-        "data.max_prompt_tokens": 8,
-        "data.max_completion_tokens": 4,
-        "trainer.accelerator": "cpu",
-        "trainer.max_epochs": 1,
-        "trainer.limit_val_batches": 0,
-        "trainer.enable_progress_bar": "false",
-        "trainer.default_root_dir": str(folder / "cli"),
-    }
+    names = [f"export/{format or 'plain'}" for format in EXPORTED]
     try:
-        run_training(["fit", *[part for key, value in options.items() for part in (f"--{key}", str(value))]])
+        run_training(tiny_run.command(folder, model_folder(family, folder / "model"), lr=LR, epochs=1))
     except ConfigError as error:
-        return {"export/plain": Cell("refused", str(error))}
+        return {name: Cell("refused", str(error)) for name in names if wanted(name)}
     return {
         f"export/{format or 'plain'}": cell(lambda format=format: _reloaded(folder, format))
-        for format in (None, "bf16", *WEIGHT_ONLY)
+        for format in EXPORTED
+        if wanted(f"export/{format or 'plain'}")
     }
 
 
@@ -239,12 +216,12 @@ def _reloaded(folder: Path, format: str | None) -> Cell:
     output = folder / f"exported-{format}"
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            export(folder / "cli", output=output, format=format)
+            export(folder / "run", output=output, format=format)
     except ConfigError as error:
         return Cell("refused", str(error))
     loaded: Any = AutoModelForCausalLM.from_pretrained(output, attn_implementation="eager").eval()
     half = loaded.dtype == torch.bfloat16
-    policy = restore(*locate(folder / "cli", "last"))
+    policy = restore(*locate(folder / "run", "last"))
     ids = torch.arange(2, 14)[None]
     with torch.no_grad():
         applied = None if format in (None, "bf16") else formats.get(format)
@@ -293,6 +270,24 @@ def audited(family: Family, folder: Path, chosen: tuple[str, ...] = FORMATS[1:])
     return Cell("works")
 
 
+def commanded(family: Family, folder: Path) -> Cell:
+    """Run one iteration by the newcomer's command of a family, on its tiny model."""
+    from lit_qrl.cli.main import run_training
+
+    family = sized(family) if family.kind == "state" else family
+    sizes = {"data.prompts_per_iteration": 2, "data.group_size": 2, "data.evaluation_size": 4, "trainer.max_epochs": 1}
+    sizes |= {"trainer.default_root_dir": folder / "run", "trainer.check_val_every_n_epoch": 1}
+    given = [*settings(family), *(part for key, value in sizes.items() for part in (f"--{key}", str(value)))]
+    config = str(ROOT / "configs" / "quickstart.yaml")
+    try:
+        run_training(
+            ["fit", "--config", config, "--model.policy.model", model_folder(family, folder / "model"), *given]
+        )
+    except ConfigError as error:
+        return Cell("refused", str(error))
+    return Cell("works")
+
+
 def cell(measure: Callable[[], Cell]) -> Cell:
     """Return a cell; any error that is no refusal is a failure."""
     try:
@@ -329,28 +324,42 @@ def methods(engine: str, chosen: tuple[str, ...]) -> dict[str, Callable[[Family,
             columns["nvfp4_lora/nvfp4"] = lambda family, folder: fitted(family, folder, lora=True, plugin=NVFP4LoRA())
         if format in WEIGHT_ONLY:
             columns[f"quantize/{format}"] = lambda family, folder, f=format: quantized(family, folder, f)
-    columns["audit"] = audited
-    return columns
+    return {**columns, "audit": audited, "command": commanded}
 
 
 def measured(
-    family: Family, engine: str, chosen: tuple[str, ...] = FORMATS, wanted: Callable[[str], bool] = lambda name: True
+    family: Family,
+    engine: str,
+    chosen: tuple[str, ...] = FORMATS,
+    wanted: Callable[[str], bool] = lambda name: True,
+    done: Callable[[dict[str, Cell]], None] = lambda cells: None,
 ) -> dict[str, Cell]:
-    """Return the cells of one family under one engine, as many as are wanted by name."""
-    if engine == "vllm" and family.vllm is None:
-        return {"publish/auto": Cell("refused", "vLLM does not know this architecture. Use TransformersEngine.")}
+    """Return the cells of one family under one engine, as many as are wanted by name.
+
+    Args:
+        family: of `FAMILIES`.
+        engine: `transformers` or `vllm`.
+        chosen: formats.
+        wanted: True for the name of a cell that is to be measured.
+        done: is given the cells as they come.
+    """
     cells: dict[str, Cell] = {}
     with quiet():
         for name, measure in methods(engine, chosen).items():
             if wanted(name):
                 with tempfile.TemporaryDirectory() as folder:
-                    cells[name] = cell(lambda m=measure, f=folder: m(family, Path(f)))
-        if engine == "transformers" and wanted("export/plain"):
+                    found = {name: cell(lambda m=measure, f=folder: m(family, Path(f)))}
+                done(found)
+                cells |= found
+        names = [f"export/{format or 'plain'}" for format in EXPORTED]
+        if engine == "transformers" and any(map(wanted, names)):
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    cells |= exported(family, Path(folder))
+                    found = exported(family, Path(folder), wanted)
                 except Exception as error:
-                    cells["export/plain"] = Cell("failed", f"{type(error).__name__}: {str(error)[:400]}")
+                    found = {names[0]: Cell("failed", f"{type(error).__name__}: {str(error)[:400]}")}
+            done(found)
+            cells |= found
     return cells
 
 
@@ -370,135 +379,6 @@ def quiet():
         logging.disable(before)
 
 
-def keep(family: Family, engine: str, cells: dict[str, Cell]) -> None:
-    """Write a row's cells beside those that are kept already."""
-    KEPT.mkdir(exist_ok=True)
-    path = KEPT / f"{family.model_type}.json"
-    row = json.loads(path.read_text()) if path.exists() else {"name": family.name, "engines": {}}
-    kept = row["engines"].setdefault(engine, {})
-    for name, one in cells.items():
-        kept[name] = {key: _short(value) for key, value in asdict(one).items() if value not in (None, "")}
-    row["engines"][engine] = dict(sorted(kept.items()))
-    path.write_text(json.dumps(row, indent=1) + "\n")
-
-
-def kept(family: Family) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return what is kept of a family: cells by engine and name."""
-    path = KEPT / f"{family.model_type}.json"
-    return json.loads(path.read_text())["engines"] if path.exists() else {}
-
-
-ENGINES = {"transformers": "TransformersEngine", "vllm": "VLLMEngine, vLLM 0.32 on a CPU"}
-HEAD = """# Models
-
-What every family does, measured with models of its architecture at the smallest size (random weights; two layers, 128
-wide). `python -m tests.families.table` measures the cells and keeps them in `docs/models/`, `--write` writes this page
-from them, and `tests/families/test_table.py` measures a part of them again, all of them in `make test-slow`.
-
-A format in a cell **works**: two iterations of training with two publishes far apart, each verified; the sampler's
-log-probs are within 1e-5 nats, in fp32, of a plain forward pass of transformers (eager attention, no cache, no padding)
-with the dequantized weights (mean below 0.002 under 8-bit activations, of which last bits may flip a code, and
-below 0.03 in bf16); an export loads in transformers to the policy's logits. A struck-out format is **refused** in one
-paragraph, given below. `auto` is the learner's dtype, here fp32; `–` was not measured.
-
-Through vLLM, a format **works** when two sets of weights far apart were published one after the other, every layer was
-compared, and the log-probs of its completions are, in the mean, within 1e-5 nats of the learner's eager forward pass in
-fp32, and within 0.05 where a kernel of vLLM's rounds to bf16 or quantizes activations.
-"""
-
-
-def document() -> str:
-    """Return the page."""
-    parts = [HEAD]
-    for engine, title in ENGINES.items():
-        rows = [(family, kept(family).get(engine, {})) for family in FAMILIES]
-        if not any(cells for _, cells in rows):
-            continue
-        columns = [key for key in METHODS if any(name.partition("/")[0] == key for _, cells in rows for name in cells)]
-        parts.append(f"\n## {title}\n")
-        heads = " | ".join(METHODS[key] for key in columns)
-        parts.append(f"| family | {heads} |\n|{' --- |' * (len(columns) + 1)}")
-        for family, cells in rows:
-            if cells:
-                shown = [_cell({n: c for n, c in cells.items() if n.partition("/")[0] == key}) for key in columns]
-                parts.append(f"| {family.name} | {' | '.join(shown)} |")
-        parts.append("\nRefusals:\n")
-        reasons: dict[str, list[str]] = {}
-        for family, cells in rows:
-            for name, one in cells.items():
-                if one["state"] == "refused":
-                    reasons.setdefault(_general(one["text"]), []).append(f"{family.name} {name}")
-        for text, where in sorted(reasons.items()):
-            families = list(dict.fromkeys(one.rpartition(" ")[0] for one in where))
-            parts.append(f"- {', '.join(families)}: {text}")
-    parts.append(COMMANDS)
-    parts.append("| family | command |\n| --- | --- |")
-    parts += [f"| {family.name} | `{command(family)}` |" for family in FAMILIES]
-    return "\n".join(parts) + "\n"
-
-
-def packaged() -> str:
-    """Return what `lit-qrl models` shows: states and reasons, each reason once, without figures."""
-    reasons: dict[str, int] = {}
-    lines = []
-    for family in FAMILIES:
-        engines: dict[str, Any] = {}
-        for engine, cells in kept(family).items():
-            works = [name for name, one in cells.items() if one["state"] == "works"]
-            refused = {n: _general(one["text"]) for n, one in cells.items() if one["state"] == "refused"}
-            numbered = {name: reasons.setdefault(text, len(reasons)) for name, text in refused.items()}
-            engines[engine] = {"works": works, "refused": numbered}
-        row = {"name": family.name, "type": family.model_type, "command": command(family), "engines": engines}
-        lines.append(json.dumps(row))
-    every = ",\n".join(json.dumps(text) for text in reasons)
-    return '{"families": [\n' + ",\n".join(lines) + '\n],\n"reasons": [\n' + every + "\n]}\n"
-
-
-COMMANDS = """
-## One command per family
-
-Each trains on Countdown with a sampler of the family. Models of the hub could not be fetched where this is developed:
-what was run is `lit-qrl fit` on the tiny model of each family, by the column `export`, and not on those named here.
-"""
-
-
-def command(family: Family) -> str:
-    """Return a newcomer's command for a family."""
-    options = ["--model.policy.model", family.hub, *settings(family)]
-    return " ".join(["lit-qrl fit --config configs/quickstart.yaml", *options])
-
-
-def settings(family: Family) -> list[str]:
-    """Return the options beside the model that a first run of a family needs."""
-    options = ["--data.max_prompt_tokens", "64"]
-    if family.kind == "state":
-        options += ["--data.engine", "VLLMEngine"]
-    if family.kind == "state" or family.model_type == "gpt2":
-        options += ["--publisher.format", "bf16"]
-    return options
-
-
-def _cell(cells: dict[str, dict[str, Any]]) -> str:
-    marks = []
-    for name, one in sorted(cells.items(), key=lambda item: (item[1]["state"] != "works", item[0])):
-        what = name.partition("/")[2]
-        shown = {"refused": f"~~{what or 'all'}~~", "failed": f"**{what} fails**", "works": what or "works"}
-        marks.append(shown[one["state"]])
-    return ", ".join(marks) or "–"
-
-
-def _general(text: str) -> str:
-    """Return a refusal without what belongs to one model alone."""
-    text = re.sub(r"/tmp/\S+/model", "the model", text)
-    text = re.sub(r"^(fp8_row|fp8_tensor|int4_group|nvfp4) ", "The format ", text)
-    text = re.sub(r"\b\d+%", "…", text)
-    return re.sub(r" Given: .*?\. (?=[A-Z])", " ", text)
-
-
-def _short(value: Any) -> Any:
-    return float(f"{value:.3g}") if isinstance(value, float) else value
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measure what is asked for, print one line per cell, and return how many failed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -514,28 +394,47 @@ def main(arguments: list[str] | None = None) -> int:
         help="write the pages from what is kept",
     )
     given = parser.parse_args(arguments)
-    failed = 0
     if given.write:
         DOCUMENT.write_text(document())
         MEASURED.write_text(packaged())
-    for family in [] if given.write else [family for family in FAMILIES if family.name in given.families]:
-        for engine in given.engines:
-            if engine == "vllm" and len(given.families) > 1:  # an engine that dies takes its process with it
-                options = ["--engines", "vllm", "--formats", *given.formats, "--only", given.only]
-                command = [sys.executable, "-m", __spec__.name, "--families", family.name, *options]
-                failed += subprocess.run(command + ["--dry"] * given.dry, check=False).returncode
-                continue
-            there = kept(family).get(engine, {}) if given.missing else {}
-            wanted = lambda name, there=there: given.only in name and name not in there  # noqa: E731
-            cells = measured(family, engine, tuple(given.formats), wanted)
-            for name, one in cells.items():
-                failed += one.state == "failed"
-                figure = "" if one.difference is None else f"{one.difference:.1e}"
-                when = " (late)" if one.early is False else ""
-                print(f"{family.name:<20}{engine:<13}{name:<18}{one.state:<8}{when} {figure} {one.text}", flush=True)
-            if not given.dry:
-                keep(family, engine, cells)
-    return failed
+        return 0
+    chosen = [family for family in FAMILIES if family.name in given.families]
+    rows = [(family, engine) for family in chosen for engine in given.engines]
+    return sum(_row(*row, given) if len(rows) == 1 else _apart(_row, *row, given) for row in rows)
+
+
+def _row(family: Family, engine: str, given: argparse.Namespace) -> int:
+    """Measure what is asked for of one row, print and keep it, and return how many cells failed."""
+    there = kept(family).get(engine, {}) if given.missing else {}
+
+    def told(cells: dict[str, Cell]) -> None:
+        for name, one in cells.items():
+            figure = "" if one.difference is None else f"{one.difference:.1e}"
+            when = " (late)" if one.early is False else ""
+            row = f"{family.name:<20}{engine:<13}{name:<18}{one.state:<8}{when} {figure} {one.text}"
+            print(row, file=sys.__stdout__, flush=True)
+        if not given.dry:
+            keep(family, engine, cells)
+
+    wanted = lambda name: given.only in name and name not in there  # noqa: E731
+    cells = measured(family, engine, tuple(given.formats), wanted, told)
+    return sum(one.state == "failed" for one in cells.values())
+
+
+def _apart(row: Callable[..., int], family: Family, engine: str, given: argparse.Namespace) -> int:
+    """Measure a row in a copy of this process, which an engine that dies takes with it."""
+    from lit_qrl.rollout.vllm.process import prepare_environment
+
+    if "vllm" in given.engines:
+        prepare_environment(deep_gemm=False, kv_cache_gib=None)
+        import_module("vllm").LLM  # noqa: B018  once, for all copies
+
+    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(row(family, engine, given)))
+    process.start()
+    process.join()
+    if (process.exitcode or 0) < 0:
+        print(f"{family.name:<20}{engine:<13}ended by signal {-process.exitcode}", flush=True)  # pyright: ignore
+    return abs(process.exitcode or 0)
 
 
 if __name__ == "__main__":

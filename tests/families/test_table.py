@@ -2,8 +2,10 @@
 
 import pytest
 
+from lit_qrl.cli.models import MEASURED
 from tests.families.configs import FAMILIES, absent
-from tests.families.table import DOCUMENT, MEASURED, document, kept, measured, packaged
+from tests.families.page import DOCUMENT, document, kept, packaged
+from tests.families.table import measured
 
 CHECKED = ("fit/auto", "fit/fp8_row", "fit/int4_group", "lora/fp8_row", "qat/int4_group", "quantize/int4_group")
 """Formats of three kinds: plain, quantized activations, packed weights."""

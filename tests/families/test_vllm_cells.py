@@ -7,7 +7,8 @@ from tests.families.configs import BY_TYPE, FAMILIES
 
 pytestmark = pytest.mark.vllm
 
-IN_CI = {("phi3", "fp8_tensor"), ("phi3", "nvfp4"), ("deepseek_v3", "plain")}
+IN_CI = {("phi3", "fp8_tensor"), ("phi3", "nvfp4"), ("deepseek_v3", "plain"), ("gpt2", "plain")}
+"""A layer that the checkpoint fuses, latent attention, and matrices that vLLM's loader turns; the others are `slow`."""
 CELLS = [
     pytest.param(
         family.model_type,

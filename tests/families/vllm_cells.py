@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,32 +11,19 @@ import torch
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.adapters import merged_weights
-from lit_qrl.network.linears import quantizable_linears
+from lit_qrl.network.linears import check_quantizable, quantizable_linears
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.receipts.ledger import PublishError, SentLedger, compare, compare_columns, compare_read_back
 from lit_qrl.types import SamplingParams
-from tests.families.configs import Family, random_network
+from tests.families.configs import Family, random_network, sized
 from tests.networks import WORDS
 from tests.vllm_engines import reference_logprobs, sampler_format
 
-FORMATS = ("plain", "fp8_row", "fp8_tensor", "int4_group", "nvfp4")
+FORMATS = ("plain", "bf16", "fp8_row", "fp8_tensor", "int4_group", "nvfp4")
 PROMPT, COMPLETION, PROMPTS = 40, 8, 4
 TOLERANCE = {"plain": 1e-5}
 """Largest mean |Δ log p| that a cell may show; the formats' kernels round to bf16 or quantize activations."""
 LOW_BIT = 0.05
-
-
-SIZES = {
-    "kv_lora_rank": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
-    "linear_key_head_dim": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
-}
-"""The sizes for which vLLM's CPU build has kernels of latent and of linear attention, by an option that tells which."""
-
-
-def sized(family: Family) -> Family:
-    """Return the family at a size that vLLM's CPU build has kernels for."""
-    changes = next((sizes for key, sizes in SIZES.items() if key in family.options), {})
-    return replace(family, options={**family.options, **changes})
 
 
 def prompts() -> list[list[int]]:
@@ -68,6 +54,8 @@ def start(network: Any, format: Any, **options: Any) -> Any:
     sampling = SamplingParams(max_tokens=COMPLETION, ignore_stop=True)
     spec = SamplerSpec(sampling=sampling, format=format, prompt_limit=PROMPT + PROMPTS)
     engine.validate(spec)
+    if format is not None and format.quantization_config():
+        check_quantizable(network, format.name)
     engine.check_model(network)
     policy: Any = SimpleNamespace(network=network)
     engine.setup(spec, policy)

@@ -9,11 +9,14 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.network.experts import expert_weights
 from lit_qrl.network.linears import (
     check_quantizable,
+    computes_as_linear,
     fused_group,
     fused_groups,
     quantizable_layers,
     quantizable_linears,
+    routers_of,
     swap_linears,
+    transposed_layers,
 )
 from lit_qrl.network.structure import outline
 from tests.families.configs import BY_TYPE
@@ -30,6 +33,8 @@ class Experts(nn.Module):
     def __init__(self):
         super().__init__()
         self.gate = nn.Linear(64, 4, bias=False)
+        self.experts = nn.Module()
+        self.experts.up_proj = nn.Parameter(torch.zeros(4, 64, 64))
         self.gate_proj, self.up_proj = nn.Linear(64, 128), nn.Linear(64, 128)
         self.down_proj = nn.Linear(128, 64)
 
@@ -94,7 +99,7 @@ def test_fused_groups_are_those_of_the_engines():
 
 
 class Marked(nn.Linear):
-    pass
+    is_swapped = True
 
 
 def marked(name, linear):
@@ -165,9 +170,63 @@ def test_experts_that_lie_in_an_unknown_way_are_refused_until_they_are_left_out(
     check_quantizable(network, "nvfp4", ["experts.*"])
 
 
+@pytest.mark.parametrize(
+    ("kind", "layers"), [("qwen3_5_text", ["in_proj_qkv", "in_proj_z"]), ("lfm2", ["in_proj", "out_proj"])]
+)
+def test_a_layer_as_wide_as_a_convolution_is_no_router(kind, layers):
+    network = outline(BY_TYPE[kind].config())
+    assert not routers_of(network)
+    found = [name for name in quantizable_linears(network) if ".conv." in name or ".linear_attn." in name]
+    assert {name.rpartition(".")[2] for name in found} >= set(layers)
+
+
+def test_routers_of_experts_in_a_list_and_in_a_module_of_their_own():
+    class Router(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 3)
+
+    experts = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(8, 3), "down": nn.Linear(3, 8)}) for _ in range(3)])
+    parts = {"router": Router(), "experts": experts, "shared": nn.Linear(8, 8), "shared_gate": nn.Linear(8, 1)}
+    network = nn.ModuleDict({"mlp": nn.ModuleDict(parts), "head": nn.Linear(8, 3)})
+    assert routers_of(network) == {parts["router"].layer, parts["shared_gate"]}
+    layers = nn.ModuleList([nn.ModuleDict({"mlp": nn.ModuleDict({"up": nn.Linear(8, 8)})}) for _ in range(3)])
+    assert not routers_of(nn.ModuleDict({"layers": layers, "into": nn.Linear(8, 3)}))
+
+
 def test_transposed_layers_are_refused():
-    with pytest.raises(ConfigError, match="Conv1D"):
-        check_quantizable(outline(BY_TYPE["gpt2"].config()), "nvfp4")
+    network = outline(BY_TYPE["gpt2"].config())
+    assert len(transposed_layers(network)) == 8
+    with pytest.raises(ConfigError, match=r"Conv1D.*Given: GPT2LMHeadModel with transformer\.h\.0\.attn\.c_attn"):
+        check_quantizable(network, "nvfp4")
+    assert transposed_layers(outline(BY_TYPE["llama"].config())) == []
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Written(nn.Linear):
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+class Sized(Written):
+    def __init__(self, config):
+        super().__init__(*config)
+
+
+def test_a_layer_that_computes_something_of_its_own_is_refused():
+    state = torch.random.get_rng_state()
+    assert [computes_as_linear(kind) for kind in (Written, Doubled, Sized)] == [True, False, False]
+    assert torch.equal(torch.random.get_rng_state(), state)
+    network = outline(BY_TYPE["llama"].config())
+    network.model.layers[1].mlp.up_proj = Doubled(128, 256)
+    name = "model.layers.1.mlp.up_proj"
+    with pytest.raises(ConfigError, match=rf"Doubled of this model computes something else.*Given: {name}.*exclude"):
+        check_quantizable(network, "fp8_row")
+    check_quantizable(network, "fp8_row", ["*.1.mlp.up_proj"])
 
 
 def test_a_familys_own_class_that_computes_the_same_is_swapped():

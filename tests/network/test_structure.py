@@ -1,6 +1,6 @@
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.structure import (
@@ -10,7 +10,6 @@ from lit_qrl.network.structure import (
     PLAIN_ATTENTION,
     RMS_NORMS,
     ROW_PAIRS,
-    STAY_PLAIN,
     body,
     cached_numbers,
     check_positions,
@@ -44,13 +43,6 @@ def test_the_tables_name_what_is_in_the_families(config_class):
     assert leaves & set(FUSED_LAYERS) == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
     assert leaves >= {leaf for pair in ROW_PAIRS for leaf in pair}
     assert config_class.model_type in PLAIN_ATTENTION
-
-
-def test_a_router_is_among_what_stays_plain():
-    config = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-    names = [name for name, _ in AutoModelForCausalLM.from_config(config).named_modules()]
-    assert "model.layers.0.mlp.gate" in names
-    assert "gate" in STAY_PLAIN
 
 
 def test_a_sequence_must_have_positions():

@@ -1,6 +1,6 @@
 """What is checked before a vLLM engine is built, with numbers and a remedy."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 from lit_qrl.errors import ConfigError, listed
 from lit_qrl.formats import support
 from lit_qrl.network.experts import expert_stacks
-from lit_qrl.network.linears import fused_groups, quantizable_linears
+from lit_qrl.network.linears import fused_group, fused_groups, quantizable_linears
 from lit_qrl.network.names import base_of, checkpoint_modules
 from lit_qrl.rollout.vllm import cpu as vllm_cpu
 
@@ -97,6 +97,23 @@ def check_same_format(given: "NumberFormat | None", held: "NumberFormat | None")
             f"A vLLM engine holds one format. Expected: {expected}. Given: {found}. "
             "Publish evaluations in the rollout format, or use TransformersEngine."
         )
+
+
+def check_groups(format: "NumberFormat | None", held: Mapping[str, Sequence[str]]) -> None:
+    """Raise `ConfigError` where vLLM multiplies layers as one that got a scale each.
+
+    Args:
+        format: of the layers.
+        held: names of the checkpoint's layers by the module of vLLM's that holds them.
+    """
+    for module, layers in held.items() if format is not None and format.shares_amax else ():
+        if len({fused_group(layer) for layer in layers}) > 1:
+            raise ConfigError(
+                f"vLLM multiplies {', '.join(layers)} as one layer, and {format.name} would give each a scale.",
+                expected="layers that share one scale there and here",
+                given=f"{module}, which no row of FUSED_LAYERS (lit_qrl/network/structure.py) names",
+                remedy="Add the row, set publisher.format to fp8_row or int4_group, or use TransformersEngine.",
+            )
 
 
 def check_operators(format: "NumberFormat | None") -> None:

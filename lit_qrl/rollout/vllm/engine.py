@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lit_qrl.errors import ConfigError, within_memory
 from lit_qrl.formats.base import NumberFormat
+from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
 from lit_qrl.rollout.engine import (
     EngineDiedError,
@@ -26,6 +27,7 @@ from lit_qrl.rollout.vllm.checks import (
     check_device_memory,
     check_experts,
     check_format,
+    check_groups,
     check_length,
     check_operators,
     check_processes,
@@ -36,9 +38,10 @@ from lit_qrl.rollout.vllm.errors import Sender, blamed, deadly
 from lit_qrl.rollout.vllm.installation import check_installation, check_routes
 from lit_qrl.rollout.vllm.lending import MarlinLender
 from lit_qrl.rollout.vllm.live_model import LiveModel
-from lit_qrl.rollout.vllm.models import check_model, recurrent, refused_model
+from lit_qrl.rollout.vllm.models import check_model, latent, recurrent, refused_model
 from lit_qrl.rollout.vllm.patches import marlin_workspaces, table
 from lit_qrl.rollout.vllm.process import kept_process_state, prepare_environment
+from lit_qrl.rollout.vllm.reload import register_head_bias
 from lit_qrl.rollout.vllm.shutdown import collect_memory, shutdown
 from lit_qrl.rollout.vllm.start import undone_on_failure
 from lit_qrl.rollout.vllm.warm_up import warm_up
@@ -175,6 +178,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
         self._started = True
         self.live, self._adapter = LiveModel(self.llm, self.policy.network), None
+        register_head_bias(self.live.model, self.policy.network)
+        check_groups(format, self.live.held(quantizable_linears(self.policy.network, self.spec.exclude)))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         warm_up(format, next(self.policy.network.parameters()).dtype, self.plain_dtype, device)
 
@@ -195,6 +200,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         }
         if not torch.cuda.is_available():
             arguments = cpu.whole_prefills(arguments, recurrent(type(policy.network).__name__))
+            if latent(policy.network.config):
+                arguments = cpu.reference_attention(arguments)
         if self.kv_cache_gib is not None and torch.cuda.is_available():
             arguments.setdefault("kv_cache_memory_bytes", int(self.kv_cache_gib * 2**30))
         if self.max_lora_rank:

@@ -6,12 +6,14 @@ captured CUDA graphs) read. The ledger's receipts are taken from the first place
 third must agree, and `read_columns` asks the kernel itself.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lit_qrl.network.linears import transposed_layers
 from lit_qrl.network.names import checkpoint_name
 from lit_qrl.receipts.checksum import Checksums
 from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError, share_of_bound
@@ -52,6 +54,7 @@ class LiveModel:
             if not isinstance(getattr(module, "base_layer", None), nn.Module)
         }
         self._naming = Naming(self.model)
+        self._turned = frozenset(transposed_layers(network) if network is not None else ())
         self._derived = {name: module for name, module in self._modules.items() if derived.names(module)}
         self.sent: dict[str, tuple[Place, tuple[int, ...], torch.dtype]] = {}
         self.pending: dict[str, list[str]] = {}
@@ -62,16 +65,16 @@ class LiveModel:
         self._repacked = Checksums()
         self._inexact: list[tuple[str, Tensor]] = []
         self._opaque: list[str] = []
+        self._untouched: set[str] = set()
         self._names = {id(module): name for name, module in self._modules.items()}
         self._watch_repacking()
-
-    # -------------------------------------------------------------------------------------------------------- places
 
     def locate(self, name: str) -> Place | None:
         """Return where the checkpoint tensor `name` goes, or None where only vLLM's loader knows (experts)."""
         layer, _, attribute = name.rpartition(".")
         place = self.locate_layer(layer, attribute)
-        return place if place is not None and place.attribute in checkpoint_names(place.module) else None
+        known = place is not None and place.attribute in checkpoint_names(place.module)
+        return replace(place, turned=layer in self._turned) if known else None
 
     def locate_layer(self, layer: str, attribute: str = "weight") -> Place | None:
         """Return the module that holds a layer of the checkpoint, and which part of it."""
@@ -87,6 +90,14 @@ class LiveModel:
                     return Place(fused, module, key, part, parts, shards, rewritten)
         return None
 
+    def held(self, layers: Iterable[str]) -> dict[str, list[str]]:
+        """Return for each module the layers of the checkpoint, among `layers`, that it holds."""
+        found: dict[str, list[str]] = {}
+        for layer in layers:
+            if (place := self.locate_layer(layer)) is not None:
+                found.setdefault(place.module_name, []).append(layer)
+        return found
+
     def weight_bytes(self) -> int:
         """Return the memory of all parameters and buffers, each storage counted once."""
         sizes: dict[int, int] = {}
@@ -95,8 +106,6 @@ class LiveModel:
                 storage = tensor.untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()
         return sum(sizes.values())
-
-    # ------------------------------------------------------------------------------------------------------- loading
 
     def load(self, tensors: Iterator[tuple[str, Tensor]], ledger: ReceivedLedger) -> None:
         """Replace every weight by the stream's and write into `ledger` what the modules hold.
@@ -107,7 +116,7 @@ class LiveModel:
             PublishError: for a fused or quantized layer of which a part is missing; that layer keeps its old weights.
         """
         self._ledger, self.sent, self.pending = ledger, {}, {}
-        self._repacked, self._inexact, self._opaque = Checksums(), [], []
+        self._repacked, self._inexact, self._opaque, self._untouched = Checksums(), [], [], set()
         routes = self.routes
         try:
             if routes is not None:
@@ -224,8 +233,9 @@ class LiveModel:
             tensor = getattr(self._modules[module_name], attribute, None)
             if tensor is not None:
                 live.add(key, tensor)
-        for key, (value, _) in live.finish().items():
-            if value != wanted[key][0]:
+        found = live.finish()
+        for key, (value, _) in wanted.items():
+            if key not in found or found[key][0] != value:
                 self._ledger.faults.append(Fault("not_copied", key.replace("\0", ".")))
         inexact = torch.stack([wrong for _, wrong in self._inexact]).tolist() if self._inexact else []
         for (name, _), wrong in zip(self._inexact, inexact, strict=True):
@@ -244,6 +254,8 @@ class LiveModel:
         faults = []
         for module_name, module in self._modules.items():
             attributes, info = seen.get(module_name, {}), get_layerwise_info(module)
+            if info.can_load() and not info.load_numel:
+                self._untouched.add(module_name)  # a loader that wrote past the reload has lost what it wrote
             parts = parts_of.get(module_name, ())
             lacking = sorted({parts[i] for got in attributes.values() for i in range(len(parts)) if i not in got})
             short = info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0)
@@ -302,10 +314,8 @@ class LiveModel:
                 for key, tensor in module._parameters.items()
                 if key not in derived.names(module)
             )
-            and not any(name.startswith(layer) or layer.startswith(name) for layer in unlocated)
+            and (name in self._untouched or not any(name.startswith(n) or n.startswith(name) for n in unlocated))
         ]
-
-    # ------------------------------------------------------------------------------------------------- reading back
 
     def replace(self, tensors: Iterator[tuple[str, Tensor]], ledger: ReceivedLedger) -> None:
         """Overwrite plain parameters in place (norms); their memory stays, as captured CUDA graphs need.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class Place:
         parts: names of the checkpoint's layers that the module holds as one; empty where it holds one as it is.
         shards: the module's logical widths that it fills, where those are not `part` alone.
         rewritten: vLLM's loader writes other numbers than it gets, so that nothing can be compared.
+        turned: the checkpoint holds the matrix as "in out", which vLLM's loader turns.
     """
 
     module_name: str
@@ -35,6 +36,7 @@ class Place:
     parts: tuple[str, ...] = ()
     shards: tuple[int, ...] = ()
     rewritten: bool = False
+    turned: bool = False
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -57,6 +59,9 @@ class Place:
 
     def cut(self, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
         """Return this tensor's slice of the module's, viewed in the shape that was sent; None if it does not fit."""
+        if self.turned and len(shape) == 2:
+            straight = replace(self, turned=False).cut(tensor, shape[::-1])
+            return None if straight is None else straight.t()
         if self.parts:
             sizes = [int(size) for size in self.module.output_sizes]  # pyright: ignore
             if tensor.numel() == 1:  # one number for all parts

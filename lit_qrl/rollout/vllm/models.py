@@ -13,6 +13,9 @@ LONGEST = 400
 DELTA_HEAD = 128
 """Numbers of a head of linear attention for which vLLM's CPU build is known to have kernels; of 32 it has none."""
 
+PAST_RELOAD = {"GptOssForCausalLM": "experts and attention sinks"}
+"""Models whose loaders write some tensors into the parameters themselves, which a reload of vLLM's has emptied."""
+
 
 def latent(config: Any) -> bool:
     """Return True for a model with latent attention (MLA)."""
@@ -53,6 +56,13 @@ def check_model(network: nn.Module, dtype: torch.dtype | None = None) -> None:
             given=f"no module {error.name}" if error.name else str(error),
             remedy=f"Install {error.name or 'it'}, or use TransformersEngine.",
         ) from error
+    if name in PAST_RELOAD:
+        raise ConfigError(
+            f"vLLM's loader of {name} writes {PAST_RELOAD[name]} past vLLM's reload: no publish would reach them.",
+            expected="a model whose loader vLLM can run again",
+            given=name,
+            remedy="Use TransformersEngine.",
+        )
     if not torch.cuda.is_available():
         config: Any = network.config
         _check_latent(name, config)

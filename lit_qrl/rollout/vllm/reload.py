@@ -1,4 +1,4 @@
-"""The bracket around vLLM's own reload of weights."""
+"""The bracket around vLLM's own reload of weights, and what must be there before it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,3 +26,21 @@ def reloading(llm: Any, model: nn.Module) -> Iterator[None]:
             yield
         finally:
             reload.finalize_layerwise_reload(model, config.model_config)
+
+
+def register_head_bias(model: nn.Module, network: Any) -> None:
+    """Register the bias of an output head, where vLLM does so when the bias first comes.
+
+    A reload puts back what was there when it began, and would drop the bias.
+
+    Args:
+        model: vLLM's.
+        network: the learner's Hugging Face model.
+    """
+    if getattr(network.get_output_embeddings(), "bias", None) is None:
+        return
+    for module in model.modules():
+        register = getattr(module, "_register_bias", None)
+        if register is not None and getattr(module, "bias", None) is None:
+            with torch.device(module.weight.device):  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+                register()

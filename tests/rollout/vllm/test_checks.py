@@ -252,6 +252,16 @@ def test_plain_layers_are_listed_and_fused_ones_stay_together():
         vllm_checks.plain_layers(network, ["*.k_proj"])
 
 
+def test_layers_that_vllm_holds_as_one_must_share_their_scale():
+    known = {"layers.0.qkv_proj": ["layers.0.q_proj", "layers.0.k_proj"], "layers.0.o_proj": ["layers.0.o_proj"]}
+    unknown = {"layers.0.wqkv": ["layers.0.wq", "layers.0.wk"]}
+    vllm_checks.check_groups(formats.get("nvfp4"), known)
+    vllm_checks.check_groups(formats.get("fp8_row"), unknown)  # a scale for each row, of whichever layer
+    vllm_checks.check_groups(None, unknown)
+    with pytest.raises(ConfigError, match=r"layers\.0\.wq, layers\.0\.wk as one.*FUSED_LAYERS.*TransformersEngine"):
+        vllm_checks.check_groups(formats.get("nvfp4"), unknown)
+
+
 def test_nothing_is_drawn_or_published_before_its_time():
     engine = VLLMEngine(max_lora_rank=8)
     for call in (

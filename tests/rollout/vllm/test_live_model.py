@@ -45,6 +45,11 @@ def test_parts_of_a_fused_layer_are_located(live):
     assert live.locate("attn.o_proj.weight").parts == ()  # a single part is no fusion
 
 
+def test_layers_are_told_by_the_module_that_holds_them(live):
+    parts = [f"attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "no_such_layer")]
+    assert live.held(parts) == {"attn.qkv_proj": parts[:3], "attn.o_proj": parts[3:4]}
+
+
 def test_what_no_module_holds_is_not_located(live):
     assert live.locate("attn.o_proj.bias_of_another_kind") is None
     assert live.locate("mlp.up_proj.weight") is None

@@ -42,6 +42,17 @@ def test_a_padded_vocabulary_is_cut_and_a_wrong_shape_does_not_fit():
     assert place.cut(padded, (12,)).shape == (12,)
 
 
+def test_a_matrix_that_the_loader_turns_is_seen_as_it_was_sent():
+    held = torch.arange(12.0).view(4, 3)  # "out in"
+    place = Place("c_attn", nn.Module(), "weight", turned=True)
+    cut = place.cut(held, (3, 4))
+    assert torch.equal(cut, held.t())
+    cut.copy_(torch.zeros(3, 4))  # a view, along which a later publish writes
+    assert not held.any()
+    assert place.cut(held, (4, 3)) is None
+    assert torch.equal(place.cut(torch.arange(4.0), (4,)), torch.arange(4.0))
+
+
 def test_tensors_of_a_module_are_its_own_that_exist():
     module = nn.Sequential(nn.Linear(2, 2))
     module.register_buffer("scale", torch.ones(1))

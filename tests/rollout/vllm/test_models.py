@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.network.structure import outline
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.vllm import models as vllm_models
 from lit_qrl.rollout.vllm.engine import VLLMEngine
@@ -26,6 +27,13 @@ def test_model_type_that_vllm_lacks_is_named():
     vllm_models.check_model(build_network(head_dim=32))
     with pytest.raises(ConfigError, match=r"does not know the model type _UnknownForCausalLM.*TransformersEngine"):
         vllm_models.check_model(_UnknownForCausalLM())
+
+
+def test_a_model_whose_loader_writes_past_the_reload_is_named():
+    with pytest.raises(
+        ConfigError, match=r"GptOssForCausalLM writes experts and attention sinks past.*TransformersEngine"
+    ):
+        vllm_models.check_model(outline(BY_TYPE["gpt_oss"].config()))
 
 
 @pytest.mark.parametrize("size", [8, 16, 40, 144])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_qrl.rollout.vllm.reload import reloading
+from lit_qrl.rollout.vllm.reload import register_head_bias, reloading
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -34,3 +34,24 @@ def test_a_reload_is_closed_whatever_happens_inside(fails, monkeypatch):
             if fails:
                 raise RuntimeError
     assert story == ["open", "inside", "closed"]
+
+
+class Head(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4, 2))
+        self.register_parameter("bias", None)
+
+    def _register_bias(self):
+        self.bias = torch.nn.Parameter(torch.empty(4))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_head_has_its_bias_before_the_first_reload(bias):
+    model = torch.nn.ModuleDict({"head": Head(), "norm": torch.nn.LayerNorm(2)})
+    network = SimpleNamespace(get_output_embeddings=lambda: torch.nn.Linear(2, 4, bias=bias))
+    register_head_bias(model, network)
+    kept = model["head"].bias
+    assert (kept is not None) == bias
+    register_head_bias(model, network)
+    assert model["head"].bias is kept

@@ -1,0 +1,162 @@
+"""docs/models.md, and what `lit-qrl models` shows, from the cells that were measured and kept."""
+
+import json
+import math
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lit_qrl.cli.models import METHODS
+from tests.families.configs import FAMILIES, Family
+
+ROOT = Path(__file__).parents[2]
+KEPT = ROOT / "docs" / "models"
+DOCUMENT = ROOT / "docs" / "models.md"
+
+
+def keep(family: Family, engine: str, cells: dict[str, Any]) -> None:
+    """Write a row's cells beside those that are kept already."""
+    KEPT.mkdir(exist_ok=True)
+    path = KEPT / f"{family.model_type}.json"
+    row = json.loads(path.read_text()) if path.exists() else {"name": family.name, "engines": {}}
+    kept = row["engines"].setdefault(engine, {})
+    for name, one in cells.items():
+        kept[name] = {key: _short(value) for key, value in asdict(one).items() if value not in (None, "")}
+    row["engines"][engine] = dict(sorted(kept.items()))
+    path.write_text(json.dumps(row, indent=1) + "\n")
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.3g}") if isinstance(value, float) else value
+
+
+def kept(family: Family) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return what is kept of a family: cells by engine and name."""
+    path = KEPT / f"{family.model_type}.json"
+    return json.loads(path.read_text())["engines"] if path.exists() else {}
+
+
+ENGINES = {"transformers": "TransformersEngine", "vllm": "VLLMEngine, vLLM 0.32 on a CPU"}
+HEAD = """# Models
+
+What every family does, measured with models of its architecture at the smallest size (random weights; two layers, 128
+wide). `python -m tests.families.table` measures the cells and keeps them in `docs/models/`, `--write` writes this page
+from them, and `tests/families/test_table.py` measures a part of them again, all of them in `make test-slow`.
+
+A format in a cell **works**: two iterations of training with two publishes far apart, each verified; the sampler's
+log-probs are within 1e-5 nats, in fp32, of a plain forward pass of transformers (eager attention, no cache, no padding)
+with the dequantized weights (mean below 0.002 under 8-bit activations, of which last bits may flip a code, and
+below 0.03 in bf16); an export loads in transformers to the policy's logits. A struck-out format is **refused** in one
+paragraph, given below. `auto` is the learner's dtype, here fp32; `–` was not measured.
+
+Through vLLM, a format **works** when two sets of weights far apart were published one after the other, every layer was
+compared, and the log-probs of its completions are, in the mean, within 1e-5 nats of the learner's eager forward pass in
+fp32, and within 0.05 where a kernel of vLLM's rounds to bf16 or quantizes activations. Where vLLM's loader rewrites
+tensors (experts, a state's decay), what was verified is the share given. Models that take pictures, and Qwen3.5, need
+torchvision beside vLLM, as it was here; linear attention has kernels for bf16 alone on a CPU.
+"""
+
+
+def document() -> str:
+    """Return the page."""
+    parts = [HEAD]
+    for engine, title in ENGINES.items():
+        rows = [(family, kept(family).get(engine, {})) for family in FAMILIES]
+        if not any(cells for _, cells in rows):
+            continue
+        columns = [key for key in METHODS if any(name.partition("/")[0] == key for _, cells in rows for name in cells)]
+        parts.append(f"\n## {title}\n")
+        heads = " | ".join(METHODS[key] for key in columns)
+        parts.append(f"| family | {heads} |\n|{' --- |' * (len(columns) + 1)}")
+        for family, cells in rows:
+            if cells:
+                shown = [_cell({n: c for n, c in cells.items() if n.partition("/")[0] == key}) for key in columns]
+                parts.append(f"| {family.name} | {' | '.join(shown)} |")
+        refused: dict[str, dict[str, list[str]]] = {}
+        for family, cells in rows:
+            for name, one in cells.items():
+                method = METHODS.get(name.partition("/")[0])
+                if one["state"] == "refused" and method is not None:
+                    refused.setdefault(_general(one["text"]), {}).setdefault(family.name, []).append(method)
+        parts += ["\nRefusals:\n"] * bool(refused)
+        for text, where in sorted(refused.items(), key=lambda item: list(item[1])):
+            methods = [title for title in METHODS.values() if any(title in given for given in where.values())]
+            parts.append(f"- {', '.join(where)} ({', '.join(methods)}): {text}")
+    parts.append(COMMANDS)
+    parts.append("| family | command | tried |\n| --- | --- | --- |")
+    for family in FAMILIES:
+        tried = kept(family).get("transformers", {}).get("command", {"state": "–"})
+        parts.append(f"| {family.name} | `{command(family)}` | {tried['state']} |")
+    return "\n".join(parts) + "\n"
+
+
+def packaged() -> str:
+    """Return what `lit-qrl models` shows: states and reasons, each reason once, without figures."""
+    reasons: dict[str, int] = {}
+    lines = []
+    for family in FAMILIES:
+        engines: dict[str, Any] = {}
+        for engine, cells in kept(family).items():
+            cells = {name: one for name, one in cells.items() if name.partition("/")[0] in METHODS}
+            works = [name for name, one in cells.items() if one["state"] == "works"]
+            refused = {n: _general(one["text"]) for n, one in cells.items() if one["state"] == "refused"}
+            numbered = {name: reasons.setdefault(text, len(reasons)) for name, text in refused.items()}
+            engines[engine] = {"works": works, "refused": numbered}
+        row = {"name": family.name, "type": family.model_type, "command": command(family), "engines": engines}
+        lines.append(json.dumps(row))
+    every = ",\n".join(json.dumps(text) for text in reasons)
+    return '{"families": [\n' + ",\n".join(lines) + '\n],\n"reasons": [\n' + every + "\n]}\n"
+
+
+COMMANDS = """
+## One command per family
+
+Each trains on Countdown with a sampler of the family. Models of the hub could not be fetched where this is developed:
+what was **tried** is one iteration of each command with a model of the family at the smallest size in place of the
+hub's, which this makes (`lit-qrl models` lists the names):
+
+```bash
+python -m tests.families.configs qwen3 out/qwen3
+lit-qrl fit --config configs/quickstart.yaml --model.policy.model out/qwen3 --data.max_prompt_tokens 64 \\
+    --trainer.max_epochs 1
+```
+"""
+
+
+def command(family: Family) -> str:
+    """Return a newcomer's command for a family."""
+    options = ["--model.policy.model", family.hub, *settings(family)]
+    return " ".join(["lit-qrl fit --config configs/quickstart.yaml", *options])
+
+
+def settings(family: Family) -> list[str]:
+    """Return the options beside the model that a first run of a family needs."""
+    options = ["--data.max_prompt_tokens", "64"]
+    if family.kind == "state":
+        options += ["--data.engine", "VLLMEngine"]
+    if family.kind == "state" or family.model_type == "gpt2":
+        options += ["--publisher.format", "bf16"]
+    return options
+
+
+def _cell(cells: dict[str, dict[str, Any]]) -> str:
+    marks = []
+    for name, one in sorted(cells.items(), key=lambda item: (item[1]["state"] != "works", item[0])):
+        what = name.partition("/")[2]
+        part = one.get("verified")
+        share = "" if part is None or part > 0.9995 else f" ({math.floor(1000 * part) / 10:g} % verified)"
+        shown = {"refused": f"~~{what or 'all'}~~", "failed": f"**{what} fails**", "works": (what or "works") + share}
+        marks.append(shown[one["state"]])
+    return ", ".join(marks) or "–"
+
+
+def _general(text: str) -> str:
+    """Return a refusal without what belongs to one model, one format or one command alone."""
+    text = re.sub(r"/tmp/\S+/model", "the model", text)
+    text = re.sub(r"^(fp8_row|fp8_tensor|int4_group|nvfp4) ", "The format ", text)
+    text = re.sub(r"publisher\.format (fp8_row|fp8_tensor|int4_group|nvfp4)\b", "this publisher.format", text)
+    text = re.sub(r"(--exclude|publisher\.exclude|the plugin's exclude)\b", "exclude", text)
+    text = re.sub(r"(among its linear layers): .*?\. (?=[A-Z])", r"\1. ", text)
+    text = re.sub(r"\b\d+% of", "a share of", text)
+    return re.sub(r" Given: .*?\. (?=[A-Z])", " ", text)
