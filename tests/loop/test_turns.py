@@ -148,6 +148,18 @@ def test_an_environment_that_blocks_all_others_is_named():
         talk(Blocking(time_limit=0.5), [{"says": ["1+"]}], lambda turn: said([9, EOS]))
 
 
+def test_a_machine_that_stood_still_blames_no_environment(monkeypatch):
+    late, now = [0.0], time.monotonic
+    monkeypatch.setattr("lit_qrl.loop.turns.time.monotonic", lambda: now() + late[0])
+
+    def answer(turn):
+        late[0] += 1000
+        return said([9, EOS])
+
+    (completion,), _ = talk(Echo(), [{"says": ["1+", "2+"]}], answer)
+    assert (completion.episode.ended, completion.episode.turns) == ("done", 3)
+
+
 class OwnOrder(Echo):
     async def play(self, row, say):
         try:
