@@ -179,6 +179,7 @@ class Conversations:
     async def _say(self, index: int, messages: Messages) -> str:
         """Return the answer to messages of the environment; `TurnsOver` where a limit is reached."""
         one = self._sequences[index]
+        await asyncio.sleep(0)  # an environment that asks again and again, past its limits, holds up no other
         if one.turns >= self.task.max_turns:
             self._end(one, "turns")
         said: list[int] = []

@@ -177,6 +177,26 @@ def test_a_task_may_play_in_an_order_of_its_own():
     assert (completion.episode.score, completion.episode.ended) == (-1.0, "turns")
 
 
+class Endless(Echo):
+    """Does not hear that a limit is reached."""
+
+    async def play(self, row, say):
+        while True:
+            try:
+                await say([{"role": "user", "content": "1+"}])
+            except TurnsOver:
+                if not row["says"]:
+                    return 1.0
+
+
+def test_an_environment_without_an_end_costs_its_own_sequence():
+    rows = [{"says": ["1+"]}, {"says": []}]
+    (endless, other), turns = talk(Endless(max_turns=3, time_limit=0.5), rows, lambda turn: said([9, EOS]))
+    assert (endless.episode.ended, endless.episode.score, endless.episode.turns) == ("time", None, 3)
+    assert (other.episode.ended, other.episode.score) == ("turns", 1.0)
+    assert len(turns) == 6
+
+
 @pytest.fixture(scope="module")
 def network():
     return build_network()
