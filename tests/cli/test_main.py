@@ -93,7 +93,7 @@ def test_garbage_is_looked_for_again_after_the_imports():
         with uncollected(), uncollected():
             collections.clear()
             kept = [[] for _ in range(10_000)]
-        assert not collections
+            assert not collections
         kept += [[] for _ in range(10_000)]
         assert collections
     finally:
