@@ -66,6 +66,9 @@ class Shared:
     def waiting(self, wait: Any) -> list[Any]:
         return [replace(turn, max_tokens=min(turn.max_tokens, self.tokens)) for turn in self.talks.waiting(wait)]
 
+    def has_ended(self, index: int) -> bool:
+        return self.talks.has_ended(index)
+
     def answered(self, turn: Any, completion: Any) -> None:
         completion.finish_reason = "stop"
         self.talks.answered(turn, completion)

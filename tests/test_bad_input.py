@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -543,6 +544,19 @@ def test_what_is_known_before_a_model_is_loaded(name, run, files, tmp_path):
     args, words = KNOWN_BEFORE_A_MODEL[name]
     refused(run(*args), *words)
     assert not (tmp_path / "run" / "metrics.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("library", "task"),
+    [
+        ("reasoning_gym", {"class_path": "ReasoningGym", "init_args": {"task": "chain_sum"}}),
+        ("verifiers", {"class_path": "Environment", "init_args": {"env": "wordle"}}),
+    ],
+)
+def test_an_extra_that_is_missing_is_named_with_its_command(library, task, run, monkeypatch):
+    monkeypatch.setitem(sys.modules, library, None)
+    name = f"needs the library {library.replace('_', '-')}"
+    refused(run("--data.task", json.dumps(task)), name, "pip install 'lit-qrl[environments]'")
 
 
 # ---------------------------------------------------------------------------------------------- known with the model

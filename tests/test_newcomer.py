@@ -2,6 +2,9 @@
 
 import csv
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,3 +99,40 @@ def test_an_environment(newcomer):
     metrics, _ = fit(*given, *with_template())
     assert float(metrics["environment/turns"]) >= 1
     assert not float(metrics.get("environment/ended_error", 0))
+
+
+def accuracies():
+    """Return the held-out accuracy before the first iteration, and the best of the last two evaluations."""
+    with open("run/metrics.csv") as file:
+        found = [float(row["val/accuracy"]) for row in csv.DictReader(file) if row.get("val/accuracy")]
+    return found[0], max(found[-2:])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_an_environment_of_two_turns_is_learned(newcomer):
+    sys.path.append("examples/tool_environment")
+    try:
+        configs = ["--config", "configs/quickstart.yaml", "--config", "examples/tool_environment/config.yaml"]
+        main(["fit", *configs, "--trainer.default_root_dir", "run"])
+    finally:
+        sys.path.remove("examples/tool_environment")
+    before, after = accuracies()
+    assert after >= before + 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.environments
+@pytest.mark.timeout(1800)
+def test_a_task_of_reasoning_gym_is_learned(newcomer):
+    made = subprocess.run(
+        [sys.executable, "examples/reasoning_gym/warm_start.py", "--output", "policy"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert made.returncode == 0, made.stderr
+    configs = ["--config", "configs/quickstart.yaml", "--config", "examples/reasoning_gym/config.yaml"]
+    main(["fit", *configs, "--model.policy.model", "policy", "--trainer.default_root_dir", "run"])
+    before, after = accuracies()
+    assert after >= before + 0.2

@@ -46,13 +46,17 @@ class IterationState:
         self._old: tuple[Tensor, Tensor] | None = None
 
     def start(self) -> None:
-        """Start the clock of the first iteration; each later one lasts from the end of the one before."""
+        """Start the clock of the first iteration; each later one lasts from the end of the one before.
+
+        A phase that comes before it, such as an evaluation, starts it too.
+        """
         if self._closed is None:
             self._closed = time.perf_counter()
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """Add the seconds of the enclosed work to `time/<phase>`; a phase inside another is a part of that one."""
+        self.start()
         start = time.perf_counter()
         self._open += 1
         try:

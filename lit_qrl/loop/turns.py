@@ -115,7 +115,7 @@ class Conversations:
         self._changed = threading.Condition()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
-        self._beat = time.monotonic()
+        self._beats, self._heard, self._silent = 0, -1, 0.0
         self._finished = self._drawn = 0
 
     # ------------------------------------------------------------------------------------------------- environments
@@ -140,7 +140,7 @@ class Conversations:
         self._loop.close()
 
     def _heartbeat(self) -> None:
-        self._beat = time.monotonic()
+        self._beats += 1
         self._loop.call_later(PATIENCE, self._heartbeat)
 
     async def _guarded(self, index: int) -> None:
@@ -183,6 +183,7 @@ class Conversations:
     async def _say(self, index: int, messages: Messages) -> str:
         """Return the answer to messages of the environment; `TurnsOver` where a limit is reached."""
         one = self._sequences[index]
+        await asyncio.sleep(0)  # an environment that asks again and again, past its limits, holds up no other
         if one.turns >= self.task.max_turns:
             self._end(one, "turns")
         said: list[int] = []
@@ -234,12 +235,13 @@ class Conversations:
         Raises:
             StoppedError: an environment blocks the thread in which all of them run.
         """
-        if time.monotonic() - self._beat > self.task.time_limit + 2 * PATIENCE:
+        if self._silent > self.task.time_limit + 2 * PATIENCE:
             raise StoppedError(
                 f"An environment of {type(self.task).__name__} blocks all others: an `async` method of it has not come "
                 f"back within time_limit = {self.task.time_limit:g} s. Make it a plain method, which runs in a thread."
             )
-        deadline = time.monotonic() + PATIENCE
+        begun = time.monotonic()
+        deadline = begun + PATIENCE
         with self._changed:
             while wait != "no" and self.open and (left := deadline - time.monotonic()) > 0:
                 if len(self._turns) == len(self._sequences) - self._finished or (self._turns and wait == "any"):
@@ -247,7 +249,14 @@ class Conversations:
                 if not self._changed.wait(min(left, TOGETHER) if self._turns else left) and self._turns:
                     break
             turns, self._turns = self._turns, []
+        # What counts is how long this thread waited in vain: a machine that stood still stops all threads alike.
+        waited = min(time.monotonic() - begun, PATIENCE)
+        self._heard, self._silent = self._beats, self._silent + waited if self._beats == self._heard else 0.0
         return sorted(turns, key=lambda turn: turn.index)
+
+    def has_ended(self, index: int) -> bool:
+        """Return True where a sequence has ended."""
+        return self._sequences[index].episode is not None
 
     def answered(self, turn: Turn, completion: Completion) -> None:
         """Take the answer of a turn."""

@@ -100,6 +100,10 @@ class Dialogue(Protocol):
         """
         ...
 
+    def has_ended(self, index: int) -> bool:
+        """Return True where a sequence has ended, so that an engine need keep nothing of it."""
+        ...
+
     def answered(self, turn: Turn, completion: Completion) -> None:
         """Take the answer of a turn."""
         ...

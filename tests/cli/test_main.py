@@ -1,3 +1,4 @@
+import gc
 import importlib
 import re
 import subprocess
@@ -9,7 +10,7 @@ import pytest
 
 from lit_qrl import __version__
 from lit_qrl.cli.config_files import run_folder_name
-from lit_qrl.cli.main import COMMANDS, TRAINING, fail, main, overview, prints_only, without
+from lit_qrl.cli.main import COMMANDS, TRAINING, fail, main, overview, prints_only, uncollected, without
 from lit_qrl.errors import ConfigError, StoppedError
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +84,20 @@ import bitsandbytes
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
     assert done.returncode == 0, done.stderr  # it can be imported afterwards
+
+
+def test_garbage_is_looked_for_again_after_the_imports():
+    collections = []
+    gc.callbacks.append(lambda phase, info: collections.append(phase))
+    try:
+        with uncollected(), uncollected():
+            collections.clear()
+            kept = [[] for _ in range(10_000)]
+            assert not collections
+        kept += [[] for _ in range(10_000)]
+        assert collections
+    finally:
+        gc.callbacks.pop()
 
 
 def test_a_library_is_hidden_only_while_others_are_imported():

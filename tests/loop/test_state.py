@@ -1,3 +1,5 @@
+import time
+
 import torch
 
 from lit_qrl.loop.state import IterationState
@@ -34,6 +36,18 @@ def test_a_closed_iteration_is_one_row_and_the_row_is_had_once():
     assert state.rollout is None
     assert not state.seconds
     assert state.take_row() == {}
+
+
+def test_what_was_evaluated_before_the_first_iteration_is_a_part_of_it():
+    state = IterationState()
+    with state.timed("evaluate"):
+        time.sleep(0.01)
+    state.start()
+    state.rollout = batch()
+    state.close(no_all_reduce)
+    row = state.take_row()
+    assert row["time/other"] >= 0
+    assert row["time/iteration"] >= row["time/evaluate"]
 
 
 def test_an_iteration_without_a_rollout_is_not_closed():

@@ -150,6 +150,18 @@ def test_an_environment_that_blocks_all_others_is_named():
         talk(Blocking(time_limit=0.5), [{"says": ["1+"]}], lambda turn: said([9, EOS]))
 
 
+def test_a_machine_that_stood_still_blames_no_environment(monkeypatch):
+    late, now = [0.0], time.monotonic
+    monkeypatch.setattr("lit_qrl.loop.turns.time.monotonic", lambda: now() + late[0])
+
+    def answer(turn):
+        late[0] += 1000
+        return said([9, EOS])
+
+    (completion,), _ = talk(Echo(), [{"says": ["1+", "2+"]}], answer)
+    assert (completion.episode.ended, completion.episode.turns) == ("done", 3)
+
+
 class OwnOrder(Echo):
     async def play(self, row, say):
         try:
@@ -165,6 +177,26 @@ def test_a_task_may_play_in_an_order_of_its_own():
     assert completion.episode.score == 0.25
     (completion,), _ = talk(OwnOrder(max_turns=1), [{}], lambda turn: said([9, EOS]))
     assert (completion.episode.score, completion.episode.ended) == (-1.0, "turns")
+
+
+class Endless(Echo):
+    """Does not hear that a limit is reached."""
+
+    async def play(self, row, say):
+        while True:
+            try:
+                await say([{"role": "user", "content": "1+"}])
+            except TurnsOver:
+                if not row["says"]:
+                    return 1.0
+
+
+def test_an_environment_without_an_end_costs_its_own_sequence():
+    rows = [{"says": ["1+"]}, {"says": []}]
+    (endless, other), turns = talk(Endless(max_turns=3, time_limit=0.5), rows, lambda turn: said([9, EOS]))
+    assert (endless.episode.ended, endless.episode.score, endless.episode.turns) == ("time", None, 3)
+    assert (other.episode.ended, other.episode.score) == ("turns", 1.0)
+    assert len(turns) == 6
 
 
 @pytest.fixture(scope="module")

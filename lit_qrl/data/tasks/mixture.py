@@ -20,8 +20,8 @@ class Mixture(Task):
     """Trains on several tasks at once; each poses, scores and judges its own problems.
 
     No problem is both trained on and evaluated, across the tasks too. All held-out problems are evaluated as one set;
-    list a set under `data.benchmarks` for a figure of its own. A reward that a problem's task lacks counts 0 in the
-    mean that is logged of it.
+    list a set under `data.benchmarks` for a figure of its own. A problem counts in the logged means of its own task's
+    rewards alone.
 
     Args:
         tasks: with names that differ.
@@ -120,7 +120,7 @@ class Mixture(Task):
         progress: RewardProgress = no_progress,
     ) -> Scores:
         total: list[Score] = [0.0] * len(samples)
-        parts: dict[str, list[Score]] = {reward.name: [0.0] * len(samples) for reward in self.rewards}
+        parts: dict[str, list[Score]] = {reward.name: [None] * len(samples) for reward in self.rewards}
         errors = 0
         for positions, scores in self._by_task(
             samples, lambda task, own: task.score(own, error_reward, group_size, progress)

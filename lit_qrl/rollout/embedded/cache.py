@@ -1,5 +1,7 @@
-"""A static key-value cache whose rows can be shared out, dropped and reused."""
+"""A static key-value cache whose rows can be shared out, dropped, kept and reused."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,17 +99,71 @@ class SlotCache(Cache):
                 else:
                     new[start:stop, :, :width] = old[:, :, :width].repeat_interleave(counts, dim=0)
 
-    def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy the filled part of some rows over others."""
+    def move(self, sources: Tensor, targets: Tensor, swap: bool = False) -> None:
+        """Copy the filled part of some rows over others, or exchange the two."""
         for layer in self.slots:
             for tensor in (layer.keys, layer.values):
                 filled = tensor[:, :, : self.filled]
-                filled.index_copy_(0, targets, filled.index_select(0, sources))
+                moved = filled.index_select(0, sources)
+                if swap:
+                    filled.index_copy_(0, sources, filled.index_select(0, targets))
+                filled.index_copy_(0, targets, moved)
+
+    def restore(self, rows: "Mapping[int, HeldRow]", counts: Sequence[int], ends: int) -> None:
+        """Fill the columns before `ends` with what rows of other caches hold of the sequences' beginnings, 0 elsewhere.
+
+        Args:
+            rows: what is held of this cache's rows, by their number.
+            counts: tokens to take over, one number for every row of this cache; the last of them comes to stand in
+                column `ends` − 1.
+            ends: number of columns to fill.
+        """
+        for held in {id(row.cache): row.cache for row in rows.values()}.values():
+            chosen = [target for target, row in rows.items() if row.cache is held]
+            device = held.slots[0].keys.device
+            targets = torch.tensor(chosen, device=device)
+            sources = torch.tensor([rows[target].row for target in chosen], device=device)
+            first = torch.tensor([[ends - counts[target]] for target in chosen], device=device)
+            start = torch.tensor([[rows[target].start] for target in chosen], device=device)
+            columns = torch.arange(ends, device=device)
+            empty = (columns < first)[:, None, :, None]
+            columns = (columns - first + start).clamp_(min=0)
+            for old, new in zip(held.slots, self.slots, strict=True):
+                if not new.is_initialized:
+                    new.lazy_initialization(old.keys, old.values)
+                    new.keys[:, :, :ends], new.values[:, :, :ends] = 0, 0
+                for source, target in ((old.keys, new.keys), (old.values, new.values)):
+                    taken = source[sources[:, None], :, columns].transpose(1, 2)
+                    target[targets, :, :ends] = taken.masked_fill(empty, 0)
 
     @staticmethod
     def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
         """Return the bytes that one token of one sequence takes in all layers."""
         return cached_numbers(config) * dtype.itemsize
+
+
+@dataclass(slots=True)
+class HeldRow:
+    """Keys and values of the beginning of a sequence, in a row of a cache.
+
+    Args:
+        cache: that holds them.
+        row: of it.
+        start: column of the first token.
+        tokens: ids of those tokens.
+    """
+
+    cache: SlotCache
+    row: int
+    start: int
+    tokens: Sequence[int]
+
+    def shared(self, sequence: Sequence[int]) -> int:
+        """Return how many tokens at the beginning of another sequence are held, its last one left out."""
+        most = min(len(self.tokens), len(sequence) - 1)
+        if list(self.tokens[:most]) == list(sequence[:most]):
+            return most
+        return next(index for index in range(most) if self.tokens[index] != sequence[index])
 
 
 def free_memory(device: torch.device) -> int:

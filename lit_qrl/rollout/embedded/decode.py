@@ -1,8 +1,9 @@
 """Batched decoding over a static cache: one prefill per prompt, ended rows dropped at once."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,13 +13,16 @@ from torch.nn import functional as F
 from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.routing import Routing, routers, unrouted
 from lit_qrl.network.structure import body
-from lit_qrl.rollout.embedded.cache import SlotCache
+from lit_qrl.rollout.embedded.cache import HeldRow, SlotCache
 from lit_qrl.rollout.embedded.sampling import TokenSampler
 from lit_qrl.types import SamplingParams
 
 PREFILL_TOKENS = 16384
 """Padded prompt tokens of one prefill forward: enough to fill a GPU, with activations of a few hundred MB."""
 
+
+NOTHING: Mapping[int, HeldRow] = MappingProxyType({})
+"""Of no sequence is anything held."""
 
 Random = Callable[[int, int], Tensor]
 """Gives the uniform numbers "n steps" of a prompt's completions, by the prompt's position and the steps."""
@@ -108,6 +112,9 @@ class Drawn:
         stopped: " b", True where a stop token ended the row.
         routes: "b width+steps layers k", the experts of each token behind the left padding of its prompt; None where
             they are not recorded.
+        cache: keys and values of all tokens but the last of each row, where they are kept.
+        places: " b", the cache's row of each.
+        width: columns of the cache that the prompts take; a prompt ends in the last of them.
     """
 
     tokens: Tensor
@@ -115,6 +122,9 @@ class Drawn:
     length: Tensor
     stopped: Tensor
     routes: Tensor | None = None
+    cache: SlotCache | None = None
+    places: Tensor | None = None
+    width: int = 0
 
 
 class Decoder:
@@ -152,6 +162,8 @@ class Decoder:
         pieces: list[Piece],
         random: Random,
         report: Callable[[int, int], None],
+        held: Mapping[int, HeldRow] = NOTHING,
+        keep: bool = False,
     ) -> Drawn:
         """Return the completions of one batch.
 
@@ -160,13 +172,16 @@ class Decoder:
             pieces: the rows of this batch.
             random: what the tokens are drawn with; not asked for where decoding is greedy.
             report: called after each step with (sequences ended in this batch, tokens drawn in this batch).
+            held: keys and values of the beginning of prompts, by their position in the call.
+            keep: give the cache back with what was drawn.
         """
         steps, width = self.sampling.max_tokens, max(piece.length for piece in pieces)
         counts = torch.tensor([piece.count for piece in pieces])
         rows = int(counts.sum())
         cache = SlotCache(self.layers, rows, width + steps)
         lengths = torch.tensor([piece.length for piece in pieces])
-        logits, routes = self._prefill([prompts[piece.prompt] for piece in pieces], counts, width, cache)
+        known = {row: held[piece.prompt] for row, piece in enumerate(pieces) if piece.prompt in held}
+        logits, routes = self._prefill([prompts[piece.prompt] for piece in pieces], known, counts, width, cache)
         numbers = None
         if not self.sampler.greedy:
             parts = [random(p.prompt, steps)[p.first : p.first + p.count] for p in pieces]
@@ -183,7 +198,9 @@ class Decoder:
             stopped=torch.zeros(rows, dtype=torch.bool, device=self.device),
             routes=None if routes is None else F.pad(routes, (0, 0, 0, 0, 0, steps), value=unrouted(routes.dtype)),
         )
-        self._decode(cache, logits, positions, valid, numbers, drawn, report)
+        places = self._decode(cache, logits, positions, valid, numbers, drawn, report, keep)
+        if keep:
+            drawn.cache, drawn.places, drawn.width = cache, places, width
         return drawn
 
     def _hidden(self, **inputs: Any) -> tuple[Tensor, Tensor | None]:
@@ -194,15 +211,26 @@ class Decoder:
         return hidden, None if routing is None else routing.own.unflatten(0, shape)
 
     def _prefill(
-        self, prompts: list[Sequence[int]], counts: Tensor, width: int, cache: SlotCache
+        self,
+        prompts: list[Sequence[int]],
+        held: Mapping[int, HeldRow],
+        counts: Tensor,
+        width: int,
+        cache: SlotCache,
     ) -> tuple[Tensor, Tensor | None]:
         """Fill the cache with every prompt's keys and values; return the logits "rows v" of the first token, and the
-        prompts' experts "rows width layers k" where they are recorded.
+        prompts' experts "rows width layers k" where they are recorded, which takes prompts of which nothing is held.
+
+        Of prompts whose beginning is held, the last tokens alone are computed, of all in a share as many as of the one
+        of which the least is held.
         """
         logits, taken, row = [], [], 0
         share = max(1, PREFILL_TOKENS // width)
         for start in range(0, len(prompts), share):
             part = prompts[start : start + share]
+            rows = {index: held[start + index] for index in range(len(part)) if start + index in held}
+            shared = [rows[index].shared(prompt) if index in rows else 0 for index, prompt in enumerate(part)]
+            new = max(len(prompt) - count for prompt, count in zip(part, shared, strict=True)) if rows else width
             tokens = torch.zeros(len(part), width, dtype=torch.long)
             mask = torch.zeros(len(part), width, dtype=torch.long)
             for index, prompt in enumerate(part):
@@ -211,10 +239,13 @@ class Decoder:
             tokens, mask = tokens.to(self.device), mask.to(self.device)
             padded = any(len(prompt) < width for prompt in part)
             once = SlotCache(self.layers, len(part), width)
+            if new < width:
+                once.restore(rows, [max(0, len(prompt) - new) for prompt in part], width - new)
+                once.filled = width - new
             hidden, routes = self._hidden(
-                input_ids=tokens,
+                input_ids=tokens[:, width - new :],
                 attention_mask=mask if padded else None,
-                position_ids=(mask.cumsum(1) - 1).clamp_(min=0),
+                position_ids=(mask.cumsum(1) - 1).clamp_(min=0)[:, width - new :],
                 past_key_values=once,
             )
             once.filled = width
@@ -251,8 +282,10 @@ class Decoder:
         random: Tensor | None,
         drawn: Drawn,
         report: Callable[[int, int], None],
-    ) -> None:
-        rows = torch.arange(len(logits), device=self.device)
+        keep: bool,
+    ) -> Tensor:
+        """Draw until all rows have ended, and return the cache's row of each where they are kept."""
+        order = rows = torch.arange(len(logits), device=self.device)
         total = 0
         for step in range(drawn.tokens.shape[1]):
             tokens, logprobs = self.sampler(logits, None if random is None else random[rows, step])
@@ -268,19 +301,21 @@ class Decoder:
                 # The last live rows move into the places of the ended ones, so that few rows are copied.
                 targets = over[over < live]
                 sources = (~ended[live:]).nonzero()[:, 0] + live
-                for tensor in (rows, tokens, positions, *(() if valid is None else (valid,))):
+                order[torch.cat([targets, sources])] = order[torch.cat([sources, targets])]
+                for tensor in (tokens, positions, *(() if valid is None else (valid,))):
                     tensor[targets] = tensor[sources]
                 rows, tokens, positions = rows[:live], tokens[:live], positions[:live]
                 valid = None if valid is None else valid[:live]
                 if live and len(targets):
-                    cache.move(sources, targets)
+                    cache.move(sources, targets, swap=keep)
                 cache.rows = live
             last = step + 1 == drawn.tokens.shape[1]
             report(len(drawn.tokens) if last else len(drawn.tokens) - len(rows), total)
             if last or len(rows) == 0:
-                return
+                break
             column = cache.filled
             logits, routes = self._forward(tokens, positions, valid, cache)
             if routes is not None and drawn.routes is not None:
                 drawn.routes[rows, column] = routes[:, 0]
             positions = positions + 1
+        return order.argsort()

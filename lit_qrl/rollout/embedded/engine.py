@@ -1,6 +1,6 @@
 """The embedded engine: the sampler as Hugging Face modules in this process, on the CPU or the learner's GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from lit_qrl.network.invariant import batch_invariant, check_invariant
 from lit_qrl.network.structure import body
 from lit_qrl.rollout.embedded.cache import SlotCache, free_memory
 from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Piece, Random, plan
+from lit_qrl.rollout.embedded.held import Held, grouped
 from lit_qrl.rollout.embedded.loading import Modules
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
 from lit_qrl.rollout.embedded.sampling import check_sampling, uniforms
@@ -116,42 +117,53 @@ class TransformersEngine(EmbeddedSampler):
         def random(prompt: int, steps: int) -> Tensor:
             return uniforms(seed, positions[prompt], n, steps)
 
-        return self._draw(prompts, n, random, progress, sampling)
+        batches = self._plan(prompts, n, sampling.max_tokens, self._cache_tokens())
+        return self._draw(prompts, n, batches, random, progress, sampling)
 
     def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
-        """Draw every turn of a dialogue, those that wait at a time in one call."""
+        """Draw every turn of a dialogue, those that wait at a time in one call.
+
+        Keys and values stay from turn to turn where they fit, so that of a conversation the new tokens alone are
+        computed; not in a batch-invariant run, whose rounding must not depend on the turns, nor where experts are
+        recorded, of every token.
+        """
         sampling = sampling or self.spec.sampling
+        held = Held(self._cache_tokens(), keeps=not (self.batch_invariant or self.spec.routes))
         while dialogue.open:
             turns = dialogue.waiting("all")
             if not turns:
                 continue
             # Sequences of a group share the prefill of their first turn.
-            same: dict[tuple[int, ...], list[Turn]] = {}
-            for turn in turns:
-                same.setdefault(tuple(turn.tokens), []).append(turn)
-            n = min(map(len, same.values())) if len({len(equal) for equal in same.values()}) == 1 else 1
-            ordered = [turn for equal in same.values() for turn in equal]
+            turns, n = grouped(turns)
             params = replace(sampling, max_tokens=max(turn.max_tokens for turn in turns))
             check_sampling(params)
-            prompts = [turn.tokens for turn in ordered[::n]]
+            prompts = [turn.tokens for turn in turns[::n]]
             self._check_prompts(prompts, params)
             self._check_current()
 
-            def random(prompt: int, steps: int, ordered: list[Turn] = ordered, n: int = n) -> Tensor:
-                turns = ordered[prompt * n : (prompt + 1) * n]
-                return torch.cat([uniforms(turn.seed, 0, 1, steps) for turn in turns])
+            def random(prompt: int, steps: int, turns: list[Turn] = turns, n: int = n) -> Tensor:
+                asked = turns[prompt * n : (prompt + 1) * n]
+                return torch.cat([uniforms(turn.seed, 0, 1, steps) for turn in asked])
 
-            drawn = self._draw(prompts, n, random, None, params)
-            for turn, completion in zip(ordered, drawn, strict=True):
+            batches = list(self._plan(prompts, n, params.max_tokens, held.room))
+            held.make_room(dialogue, batches, params.max_tokens)
+            batches = [held.in_order(pieces, turns, n) for pieces in batches]
+            drawn = self._draw(prompts, n, batches, random, None, params, (held, turns))
+            for turn, completion in zip(turns, drawn, strict=True):
                 dialogue.answered(turn, completion.cut(turn.max_tokens))
+
+    def _plan(self, prompts: Sequence[Sequence[int]], n: int, steps: int, room: int) -> Iterator[list[Piece]]:
+        return plan([len(prompt) for prompt in prompts], n, steps, room, self.max_batch, not self.batch_invariant)
 
     def _draw(
         self,
         prompts: Sequence[Sequence[int]],
         n: int,
+        batches: Iterable[list[Piece]],
         random: Random,
         progress: Progress | None,
         sampling: SamplingParams,
+        kept: tuple[Held, list[Turn]] | None = None,
     ) -> list[Completion]:
         decoder = Decoder(self.network, sampling, self.spec.head_dtype, self.spec.routes)
         results: list[Completion | None] = [None] * (len(prompts) * n)
@@ -161,18 +173,24 @@ class TransformersEngine(EmbeddedSampler):
             if progress is not None:
                 progress(finished + ended, tokens + drawn)
 
-        room = self._cache_tokens()
-        lengths, padded = [len(prompt) for prompt in prompts], not self.batch_invariant
-
-        def run(part: list[Piece]) -> Drawn:
+        def draw(part: list[Piece]) -> Drawn:
             with batch_invariant(self.batch_invariant):
-                return decoder.run(prompts, part, random, report)
+                if kept is None:
+                    return decoder.run(prompts, part, random, report)
+                held, turns = kept
+                try:
+                    return decoder.run(prompts, part, random, report, held.of(turns, n), held.whole)
+                except (RuntimeError, MemoryError):
+                    held.drop()
+                    raise
 
-        for batch in plan(lengths, n, sampling.max_tokens, room, self.max_batch, padded):
+        for batch in batches:
             longest = max(piece.length for piece in batch) + sampling.max_tokens
-            for pieces, drawn in self._shortage.halving(batch, longest, run):
+            for pieces, drawn in self._shortage.halving(batch, longest, draw):
                 tokens += self._collect(drawn, pieces, n, results)
                 finished += len(drawn.tokens)
+                if kept is not None:
+                    kept[0].keep(kept[1], n, pieces, drawn)
         return results  # pyright: ignore[reportReturnType]
 
     def _collect(self, drawn: Drawn, pieces: list[Piece], n: int, results: list[Completion | None]) -> int:

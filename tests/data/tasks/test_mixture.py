@@ -45,7 +45,7 @@ def test_every_row_is_posed_and_judged_by_its_own_task(tasks):
     assert mixture.is_correct(samples) == [True, True, False]
     scores = mixture.score(samples)
     assert scores.total == [1.5, 1.0, 0.5]
-    assert scores.parts == {"math": [1.0, 1.0, 0.0], "constant": [0.5, 0.0, 0.5]}
+    assert scores.parts == {"math": [1.0, 1.0, 0.0], "constant": [0.5, None, 0.5]}
 
 
 def test_no_problem_is_trained_on_that_another_task_evaluates(tmp_path, caplog):

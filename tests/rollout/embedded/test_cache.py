@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lit_qrl.rollout.embedded.cache import SlotCache, free_memory
+from lit_qrl.rollout.embedded.cache import HeldRow, SlotCache, free_memory
 from tests.networks import build_network
 
 
@@ -64,3 +64,26 @@ def test_memory_that_torch_holds_unused_counts_as_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 120)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
     assert free_memory(torch.device("cuda")) == 109
+
+
+def test_exchanged_rows_are_both_kept():
+    cache = filled(4, 4)
+    cache.move(torch.tensor([3, 2]), torch.tensor([1, 0]), swap=True)
+    assert cache.slots[1].keys[:, 0, 1, 0].tolist() == [202, 302, 2, 102]
+    assert cache.slots[0].values[:, 0, 3, 0].tolist() == [-203, -303, -3, -103]
+
+
+def test_rows_of_several_caches_are_restored_before_a_column():
+    one, other = filled(3, 4), filled(2, 6)
+    cache = SlotCache(2, 3, 7)
+    rows = {0: HeldRow(one, 2, 1, [7, 7, 7]), 2: HeldRow(other, 1, 0, [7] * 6)}
+    cache.restore(rows, [2, 0, 5], 5)
+    assert cache.slots[0].keys[:, 1, :5, 2].tolist() == [[0, 0, 0, 201, 202], [0] * 5, [100, 101, 102, 103, 104]]
+    assert cache.slots[1].values[0, 0, :5, 0].tolist() == [0, 0, 0, -201, -202]
+
+
+@pytest.mark.parametrize(
+    "sequence, shared", [([7, 8, 9, 4], 3), ([7, 8, 9], 2), ([7, 3, 9, 4], 1), ([1, 2], 0), ([7, 8, 9, 4, 5], 3)]
+)
+def test_the_last_token_of_a_sequence_is_never_among_the_shared(sequence, shared):
+    assert HeldRow(filled(1, 3), 0, 0, [7, 8, 9]).shared(sequence) == shared
