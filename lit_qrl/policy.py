@@ -84,6 +84,9 @@ class CausalPolicy(Described, nn.Module):
     """True when completions fill in masks, in any order, and log-probs are estimates."""
     check_kind = staticmethod(check_causal)
 
+    batch_invariant = False
+    """As the engine's, which the module passes on."""
+
     def __init__(
         self,
         model: str,
@@ -124,7 +127,6 @@ class CausalPolicy(Described, nn.Module):
         self.stop_token_ids = self._stop_tokens()
         self.model: nn.Module | None = None
         self.deferred: DeferredWeights | None = None
-        self.batch_invariant = False  # as the engine's, which the module passes on
         self.frozen_copies: list[Reference] = []  # no registered submodule: the state dict is the learner's alone
         self._scoring_with_reference = False
 

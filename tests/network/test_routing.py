@@ -3,6 +3,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointError
 from transformers import DeepseekV2Config, PhimoeConfig
 
 from lit_qrl.errors import ConfigError
@@ -113,7 +114,11 @@ def test_a_checkpointed_layer_takes_the_same_experts_when_it_is_computed_again(c
         loss = network(input_ids=TOKENS).logits.square().sum()
     name = "model.layers.0.mlp.experts.down_proj"
     if context is None:  # the router chooses anew in the backward pass
-        assert not torch.allclose(gradients(network, loss)[name], wanted[name])
+        try:
+            same = torch.allclose(gradients(network, loss)[name], wanted[name])
+        except CheckpointError:  # experts that no token takes save no tensors
+            same = False
+        assert not same
         return
     got = gradients(network, loss)
     for key, gradient in wanted.items():

@@ -21,7 +21,7 @@ RowSeed = Callable[[int, int], int]
 """Gives the seed of a completion's noise, by the prompt's position and the completion's number among the prompt's."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Denoised(Drawn):
     """Completions of one batch; their log-probs are estimated afterwards.
 
