@@ -2,7 +2,7 @@
 
 Both draw from the shipped policy's shape with random weights, which never stops on its own: one answer of `--tokens`,
 or `--turns` answers that share them, each after a message of the environment. Tokens that the environment says are
-not counted.
+not counted. The second rate of each is per second of processor time, which other work on the machine disturbs less.
 
     python benchmarks/environments.py --turns 2 --tokens 64
 """
@@ -122,19 +122,20 @@ def main() -> None:
             engine.converse(Shared(talks, options.tokens // options.turns), sampling)
         return sum(sum(one.drawn or ()) for one in talks.completions())
 
-    rates: dict[str, list[float]] = {"one turn": [], f"{options.turns} turns": []}
+    rates: dict[str, list[tuple[float, float]]] = {"one turn": [], f"{options.turns} turns": []}
     for repeat in range(options.repeats + 1):
         for name, draw in zip(rates, (single, several), strict=True):
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             count = draw(repeat)
-            seconds = time.perf_counter() - start
+            seconds, busy = time.perf_counter() - start, time.process_time() - busy
             assert count == drawn, (name, count, drawn)
             if repeat:  # the first warms up
-                rates[name].append(count / seconds)
-    one, more = (statistics.median(values) for values in rates.values())
-    for name, values in rates.items():
-        print(f"{name:>8}: {statistics.median(values):8.0f} tokens/s ({min(values):.0f} to {max(values):.0f})")
-    print(f"   ratio: {more / one:.2f}")
+                rates[name].append((count / seconds, count / busy))
+    medians = {name: [statistics.median(kind) for kind in zip(*pairs, strict=True)] for name, pairs in rates.items()}
+    for name, (wall, busy) in medians.items():
+        print(f"{name:>8}: {wall:8.0f} tokens/s, {busy:8.0f} per second of processor time")
+    one, more = medians.values()
+    print(f"   ratio: {more[0] / one[0]:.2f}, of processor time {more[1] / one[1]:.2f}")
     engine.close()
 
 

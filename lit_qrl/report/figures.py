@@ -238,6 +238,8 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
                 Panel("Clip fraction", every("update/clip_fraction"), limits=(0.0, None)),
                 Panel("Completion length, tokens", (Line("rollout/length"),), limits=(0.0, None)),
                 Panel("Ended by themselves, share", (Line("rollout/stopped"),), limits=(0.0, 1.0)),
+                Panel("Answers in a conversation", (Line("environment/turns"),), limits=(0.0, None)),
+                Panel("How conversations ended, share", every("environment/ended"), limits=(0.0, 1.0), compared=False),
             ),
         ),
         Figure(

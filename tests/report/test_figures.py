@@ -52,6 +52,14 @@ def test_unknown_signals_of_another_correction_are_shown(tmp_path):
     assert lines == {"Weight of a token": names[2:], "Affected share": names[1:2], "Other signals": names[:1]}
 
 
+def test_conversations_show_their_turns_and_how_they_ended(tmp_path):
+    names = ("turns", "ended_done", "ended_time")
+    run = write(tmp_path, f"epoch,step,{','.join(f'environment/{name}' for name in names)}\n0,0,1.5,0.9,0.1\n")
+    (figure,) = figures_for([run])
+    lines = {panel.title: [line.label for line in panel.lines] for panel in figure.panels}
+    assert lines == {"Answers in a conversation": [""], "How conversations ended, share": ["done", "time"]}
+
+
 def test_every_pass_at_k_gets_its_line(tmp_path):
     run = write(tmp_path, "epoch,step,val/accuracy,val/pass@1,val/pass@16\n0,0,0.1,0.2,0.6\n")
     (figure,) = figures_for([run])

@@ -87,6 +87,13 @@ def test_what_is_kept_between_turns_changes_no_log_prob(config, late):
     assert computed < more
 
 
+def test_a_batch_invariant_engine_computes_anew():
+    network = build_network()
+    script, computed = converse(network, batch_invariant=True)
+    check(network, script)
+    assert computed > converse(network)[1]
+
+
 def test_the_new_tokens_alone_are_computed():
     network = build_network()
     greedy = SamplingParams(max_tokens=8, temperature=0, ignore_stop=True)
