@@ -2,8 +2,6 @@
 
 import csv
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -119,20 +117,3 @@ def test_an_environment_of_two_turns_is_learned(newcomer):
         sys.path.remove("examples/tool_environment")
     before, after = accuracies()
     assert after >= before + 0.1
-
-
-@pytest.mark.slow
-@pytest.mark.environments
-@pytest.mark.timeout(1800)
-def test_a_task_of_reasoning_gym_is_learned(newcomer):
-    made = subprocess.run(
-        [sys.executable, "examples/reasoning_gym/warm_start.py", "--output", "policy"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert made.returncode == 0, made.stderr
-    configs = ["--config", "configs/quickstart.yaml", "--config", "examples/reasoning_gym/config.yaml"]
-    main(["fit", *configs, "--model.policy.model", "policy", "--trainer.default_root_dir", "run"])
-    before, after = accuracies()
-    assert after >= before + 0.2
