@@ -114,7 +114,7 @@ COMMANDS = """
 
 Each trains on Countdown with a sampler of the family. Models of the hub could not be fetched where this is developed:
 what was **tried** is one iteration of each command with a model of the family at the smallest size in place of the
-hub's, which this makes (`lit-qrl models` lists the names):
+hub's, which this makes (`lit-qrl models FAMILY` names its type):
 
 ```bash
 python -m tests.families.configs qwen3 out/qwen3

@@ -106,7 +106,9 @@ def check_groups(format: "NumberFormat | None", held: Mapping[str, Sequence[str]
         format: of the layers.
         held: names of the checkpoint's layers by the module of vLLM's that holds them.
     """
-    for module, layers in held.items() if format is not None and format.shares_amax else ():
+    if format is None or not format.shares_amax:
+        return
+    for module, layers in held.items():
         if len({fused_group(layer) for layer in layers}) > 1:
             raise ConfigError(
                 f"vLLM multiplies {', '.join(layers)} as one layer, and {format.name} would give each a scale.",

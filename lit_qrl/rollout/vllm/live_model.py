@@ -73,8 +73,9 @@ class LiveModel:
         """Return where the checkpoint tensor `name` goes, or None where only vLLM's loader knows (experts)."""
         layer, _, attribute = name.rpartition(".")
         place = self.locate_layer(layer, attribute)
-        known = place is not None and place.attribute in checkpoint_names(place.module)
-        return replace(place, turned=layer in self._turned) if known else None
+        if place is None or place.attribute not in checkpoint_names(place.module):
+            return None
+        return replace(place, turned=True) if layer in self._turned else place
 
     def locate_layer(self, layer: str, attribute: str = "weight") -> Place | None:
         """Return the module that holds a layer of the checkpoint, and which part of it."""
