@@ -54,7 +54,7 @@ Through vLLM, a format **works** when two sets of weights far apart were publish
 compared, and the log-probs of its completions are, in the mean, within 1e-5 nats of the learner's eager forward pass in
 fp32, and within 0.05 where a kernel of vLLM's rounds to bf16 or quantizes activations. Where vLLM's loader rewrites
 tensors (experts, a state's decay), what was verified is the share given. Models that take pictures, and Qwen3.5, need
-torchvision beside vLLM, as it was here; linear attention has kernels for bf16 alone on a CPU.
+torchvision beside vLLM, which was not there; linear attention has kernels for bf16 alone on a CPU.
 """
 
 
