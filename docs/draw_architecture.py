@@ -113,7 +113,7 @@ def draw_rooms(axes: plt.Axes) -> None:
         axes.text(4.95, y + height / 2 - 0.12, ", ".join(order), fontsize=6.2, color=FAINT, va="center")
     axes.text(4.95, 11.45, "what it is for, and what it imports from", fontsize=8, color=FAINT)
     axes.text(0.2, 11.45, "room, with its lines", fontsize=8, color=FAINT)
-    axes.set(xlim=(0, 10), ylim=(0.1, 11.8))
+    axes.set(xlim=(0, 10), ylim=(10.55 - 0.55 * (len(FLOORS) - 1), 11.8))
     axes.axis("off")
 
 

@@ -148,3 +148,17 @@ def test_what_the_two_embedded_engines_share():
     assert DiffusionEngine.denoises
     assert not TransformersEngine.denoises
     assert DiffusionEngine(block=32).steps == 16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [None, "fp8_tensor"])
+def test_a_gpu_draws_and_estimates_as_the_learner_does(name):
+    network = build_denoiser(hidden_size=128, intermediate_size=128, head_dim=32, dtype=torch.bfloat16).cuda()
+    engine = engine_of(network, None if name is None else formats.get(name))
+    completions = engine.generate(PROMPTS, 4, seed=0)
+    again = engine.generate(PROMPTS, 4, seed=0)
+    assert [one.token_ids for one in completions] == [one.token_ids for one in again]
+    batch = assemble(PROMPTS, completions, 4, pad_token_id=0).to("cuda")
+    learner = engine_of(network)
+    gap = (learner.estimate(batch) - batch.sampler_logprobs)[batch.mask].abs().mean()
+    assert float(gap) < (0.02 if name is None else 0.5)
