@@ -136,7 +136,7 @@ class ShardedStrategy(Described, ModelParallelStrategy):
             self._divide(reference, reference.network, None)
 
     def _divide(self, root: Any, network: Any, deferred: Any) -> None:
-        options = {
+        options: dict[str, Any] = {
             "mesh": self.device_mesh["data_parallel"],
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16 if self.compute_dtype == "bf16" else None, reduce_dtype=torch.float32

@@ -37,7 +37,7 @@ def both(network, batch):
     policy = CausalPolicy.__new__(CausalPolicy)
     torch.nn.Module.__init__(policy)
     policy.lora, policy._scoring_with_reference = None, False
-    policy.dropout, policy.head_dtype = False, None
+    policy.dropout, policy.head_dtype, policy.batch_invariant = False, None, False
     results = []
     for prepare in (lambda model: False, enable_padding_free):
         policy.model = copy.deepcopy(network).train()
