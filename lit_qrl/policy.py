@@ -21,7 +21,7 @@ from lit_qrl.network.adapters import check_adapter, merged_weights, starts_from_
 from lit_qrl.network.attention import implementation
 from lit_qrl.network.chat import chat_ids, turn_ids, with_special_tokens
 from lit_qrl.network.denoising import check_causal
-from lit_qrl.network.folder import FOLDER_REMEDY, HUB_REMEDY, local_folder, resolve_model
+from lit_qrl.network.folder import FOLDER_REMEDY, HUB_REMEDY, check_expert_count, local_folder, resolve_model
 from lit_qrl.network.head import check_tied, output_head
 from lit_qrl.network.hidden import recomputation, scored_hidden
 from lit_qrl.network.invariant import batch_invariant
@@ -277,9 +277,9 @@ class CausalPolicy(Described, nn.Module):
             )
             network, info = loaded
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            check_expert_count(self.source, self._hub["revision"], self.config)
             raise ConfigError(f"The weights of {self.source} cannot be loaded: {error}") from error
-        absent = sorted(info["missing_keys"])
-        if absent:
+        if absent := sorted(info["missing_keys"]):
             raise ConfigError(
                 f"The checkpoint of {self.source} lacks {len(absent)} weights of its model.",
                 expected=", ".join(absent[:3]) + (", …" if len(absent) > 3 else ""),

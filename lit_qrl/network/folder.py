@@ -3,6 +3,7 @@
 import difflib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,6 +34,9 @@ FOLDER_REMEDY = "Copy or fetch the folder again, or name another one."
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What configs call the number of experts in a layer."""
 
 
 def local_folder(source: str, revision: str | None = None) -> Path:
@@ -342,3 +346,29 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is no model config.", expected="a JSON object", given=type(config).__name__)
     return config
+
+
+def check_expert_count(source: str, revision: str | None, config: Any) -> None:
+    """Raise `ConfigError` when a checkpoint holds another number of experts than its config says.
+
+    Args:
+        source: a folder, or a model of the hub that was fetched before.
+        revision: of the hub's.
+        config: the model's.
+    """
+    text = config.get_text_config()
+    said = next((getattr(text, key) for key in _EXPERTS if isinstance(getattr(text, key, None), int)), None)
+    try:
+        shapes = FolderReader(local_folder(source, revision)).shapes
+    except (ConfigError, OSError):
+        return
+    each = [int(found[1]) + 1 for name in shapes if (found := re.search(r"\.experts\.(\d+)\.", name))]
+    stacks = [shape[0] for name, shape in shapes.items() if re.search(r"\.experts\.\w+$", name) and len(shape) == 3]
+    held = max(each or stacks, default=said)
+    if held != said:
+        raise ConfigError(
+            f"The checkpoint of {source} is of another mixture of experts than its config.",
+            expected=f"{said} experts in a layer, as the config says",
+            given=f"{held} in the checkpoint",
+            remedy="Take config and weights of one model.",
+        )

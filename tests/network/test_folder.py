@@ -19,6 +19,8 @@ from lit_qrl.network.folder import (
     refuse_existing,
     resolve_model,
 )
+from lit_qrl.policy import CausalPolicy
+from tests.families.configs import BY_TYPE, model_folder
 
 TENSORS = {f"layer.{i}": torch.arange(8.0 * (i + 1)).view(-1, 8) for i in range(5)}
 
@@ -171,3 +173,21 @@ def test_tensors_are_known_by_other_names_once_they_are_told(tmp_path):
     assert reader.shapes["new.weight"] == (2, 3)
     assert reader.stored("new.weight") == "old.weight"
     assert torch.equal(reader.read(["new.weight"])["new.weight"], torch.arange(6.0).view(2, 3))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("said", [2, 8])
+def test_another_number_of_experts_than_the_config_says_is_named(kind, said, tmp_path):
+    source = model_folder(BY_TYPE[kind], tmp_path / "model")
+    config = BY_TYPE[kind].config()
+    checkpoint.check_expert_count(source, None, config)
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_local_experts": said}))
+    with pytest.raises(ConfigError, match=rf"mixture of experts.*{said} experts in a layer.*Given: 4 in the check"):
+        CausalPolicy(source).configure()
+
+
+def test_a_model_without_experts_and_a_folder_that_is_none_have_nothing_to_compare(tmp_path):
+    save_file({"a.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    checkpoint.check_expert_count(str(tmp_path), None, BY_TYPE["llama"].config())
+    checkpoint.check_expert_count(str(tmp_path / "nowhere"), None, BY_TYPE["qwen3_moe"].config())
