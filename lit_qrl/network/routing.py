@@ -151,7 +151,7 @@ class _Choice(TorchFunctionMode):
                 f"{len(scores)}. Expected: one route for each token."
             )
         given = self.given.long()
-        chosen = torch.where(given == unrouted(self.given.dtype), self.own, given)
+        chosen = torch.where(given == unrouted(self.given.dtype), result[1], given)
         return torch.return_types.topk((scores.gather(1, chosen), chosen))
 
 

@@ -20,6 +20,7 @@ def is_sharded(module: nn.Module) -> bool:
 def whole(tensor: Tensor) -> Tensor:
     """Return a tensor with all its parts; every process must ask for the same tensors in the same order.
 
+    >>> import torch
     >>> whole(torch.ones(1))
     tensor([1.])
     """

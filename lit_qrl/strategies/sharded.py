@@ -44,9 +44,9 @@ class ShardedStrategy(Described, ModelParallelStrategy):
             what = "trainer.strategy.compute_dtype is unknown."
             raise ConfigError(what, expected="fp32 or bf16", given=compute_dtype)
         super().__init__(
-            tensor_parallel_size=1,
-            save_distributed_checkpoint=False,
-            process_group_backend="cpu:gloo,cuda:nccl" if offload else None,
+            tensor_parallel_size=1,  # pyright: ignore[reportCallIssue]
+            save_distributed_checkpoint=False,  # pyright: ignore[reportCallIssue]
+            process_group_backend="cpu:gloo,cuda:nccl" if offload else None,  # pyright: ignore[reportCallIssue]
         )
         self.compute_dtype, self.offload = compute_dtype, offload
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_qrl.data.tasks.countdown import Countdown
 from lit_qrl.data.tasks.countdown_solver import expressions
-from lit_qrl.network.linears import expert_weights
+from lit_qrl.network.experts import expert_weights
 from lit_qrl.network.routing import routers
 
 ROOT = Path(__file__).parents[2]

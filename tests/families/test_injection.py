@@ -10,7 +10,7 @@ import torch
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.adapters import merged_weights
-from lit_qrl.network.linears import expert_weights
+from lit_qrl.network.experts import expert_weights
 from lit_qrl.precision.source import unchanged
 from lit_qrl.publish.delivery import Delivery
 from lit_qrl.publish.source import source_of

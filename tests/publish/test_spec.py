@@ -25,7 +25,7 @@ def spec(plugin=None, adapter=None, tied=False, engine=None, **settings):
     config = SimpleNamespace(model_type="toy", tie_word_embeddings=tied)
     config.get_text_config = lambda: config
     learner = SimpleNamespace(
-        trainer=SimpleNamespace(precision_plugin=plugin or Precision(), strategy=SingleDeviceStrategy()),
+        trainer=SimpleNamespace(precision_plugin=plugin or Precision(), strategy=SingleDeviceStrategy(), callbacks=[]),
         policy=SimpleNamespace(
             config=config, lora=adapter, head_dtype=torch.float32, model=NETWORK, network=NETWORK, denoises=False
         ),

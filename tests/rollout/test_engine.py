@@ -105,7 +105,9 @@ def test_the_smallest_engine_runs(tmp_path):
     trainer.callbacks[0].on_train_epoch_end = lambda trainer, module: rows.append(dict(module.iteration.row))
     trainer.fit(module, datamodule=data)
     assert data.engine.version == 1
-    assert data.engine.spec == SamplerSpec(sampling=data.sampling, prompt_limit=16, on_hang=data.engine.spec.on_hang)
+    assert data.engine.spec == SamplerSpec(
+        sampling=data.sampling, prompt_limit=16, evaluation_limits=(4,), on_hang=data.engine.spec.on_hang
+    )
     assert len(rows) == 2
     assert all(row["mismatch/abs_log_ratio"] < 1e-5 for row in rows)
     assert [event["kind"] for event in read_jsonl(tmp_path / "run" / "events.jsonl")] == ["sampler"]

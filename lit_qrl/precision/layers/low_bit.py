@@ -102,6 +102,8 @@ class LowBitWeight:
 class LowBitLinear(LowBitWeight, nn.Linear):
     """A linear layer with a low-bit weight; parameters keep their names, shapes and dtypes."""
 
+    is_swapped = True
+
     @classmethod
     def from_linear(cls, linear: nn.Linear, name: str, format: NumberFormat, clock: StepClock) -> "LowBitLinear":
         """Return the layer that takes the place of `linear` and owns its parameters."""
