@@ -14,6 +14,7 @@ import torch
 from lit_qrl.formats.nf4 import NF4
 from lit_qrl.rollout.vllm import nf4 as vllm_nf4
 from lit_qrl.rollout.vllm.checks import plain_layers
+from lit_qrl.rollout.vllm.models import further_keys
 
 if TYPE_CHECKING:
     from lit_qrl.formats.base import NumberFormat
@@ -49,6 +50,8 @@ def model_folder(
         # A router with that bias scores by sigmoids and adds it; vLLM asks the config, where transformers drops both.
         for key, value in {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}.items():
             config.setdefault(key, value)
+    if config.get("sliding_window"):
+        config["sliding_window"] -= further_keys(type(network).__name__)
     if format is not None:
         if isinstance(format, NF4):
             vllm_nf4.check_shapes(network, exclude)

@@ -1,5 +1,6 @@
 """Which models the installed vLLM knows and this host can run, asked of vLLM itself, before any weight is loaded."""
 
+import inspect
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +16,25 @@ DELTA_HEAD = 128
 
 PAST_RELOAD = {"GptOssForCausalLM": "experts and attention sinks"}
 """Models whose loaders write some tensors into the parameters themselves, which a reload of vLLM's has emptied."""
+
+
+WIDER_WINDOWS = {"Cohere2ForCausalLM": "CohereAttention"}
+"""Models of whose attention vLLM may let a token see one key more than transformers does under the same config."""
+
+
+def further_keys(name: str) -> int:
+    """Return by how many keys vLLM's window of a model is wider than its config says.
+
+    vLLM 0.32 takes Cohere 2's window w for the keys before a token, transformers for those with the token itself, as
+    its masks do for every model.
+
+    Args:
+        name: of the model's class.
+    """
+    if name not in WIDER_WINDOWS:
+        return 0
+    attention = getattr(import_module(_class_of(name).__module__), WIDER_WINDOWS[name])
+    return int("config.sliding_window + 1" in inspect.getsource(attention))
 
 
 def latent(config: Any) -> bool:

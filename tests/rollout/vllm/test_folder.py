@@ -38,6 +38,15 @@ def test_a_router_that_adds_a_bias_is_said_to_do_so():
         assert f"{written.get('topk_method')} {written.get('scoring_func')}" == expected
 
 
+@pytest.mark.vllm
+@pytest.mark.parametrize(("kind", "wider"), [("cohere2", 1), ("mistral", 0)])
+def test_a_window_is_as_wide_as_transformers_takes_it(kind, wider):
+    network = random_network(BY_TYPE[kind])
+    folder = model_folder(network, None, (), False, torch.float32, longest=32)
+    written = json.loads((folder / "config.json").read_text())
+    assert written["sliding_window"] == network.config.sliding_window - wider
+
+
 def test_a_quantized_head_is_a_target_of_its_own():
     folder = model_folder(
         build_network(tie_word_embeddings=False), formats.get("fp8_row"), (), True, torch.bfloat16, longest=32
