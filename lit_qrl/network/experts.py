@@ -8,7 +8,7 @@ group like those of a dense layer. The way of such a weight:
 1. The learner holds the stack. `unstacked` cuts a stream of its tensors into slices, which are views, before
    `weight_stream` quantizes them; in a publish without a format the stack goes out as it is.
 2. The embedded sampler, and a packed base, hold an `ExpertList`: a linear layer of codes for each slice
-   (`expert_list.py`). Precision plugins put layers over the learner's own stack (`precision/layers/experts.py`).
+   (`expert_list.py`). Precision plugins put layers over the learner's own stack (`precision/layers/low_bit.py`).
 3. All of them compute by `routed`, as do transformers' own implementations (`ALL_EXPERTS_FUNCTIONS`): tokens sorted by
    expert, products of an expert's rows, the family's activation between them, and the sum over a token's experts.
 
