@@ -17,7 +17,7 @@ from lit_qrl.objective import DAPO, GRPO, GSPO
 from lit_qrl.seeding import derive_seed
 from lit_qrl.strategies import ShardedStrategy
 from tests.tiny_run import DigitReward, DigitTask, build, model_folder
-from tests.two_processes import RANKS, free_port, in_two, join, started
+from tests.two_processes import RANKS, free_ports, in_two, join, started
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 """What fp32 sums in another order may differ by."""
@@ -133,7 +133,7 @@ def learn(folder, ranks, epochs=ITERATIONS, ckpt_path=None, strategy=lambda: "dd
     return {**seen, "weights": weights, "own": run.datamodule.slots.own}
 
 
-def resumed(rank, port, folder, strategy=lambda: "ddp"):
+def resumed(rank, ports, folder, strategy=lambda: "ddp"):
     """Two processes, then one, then two; each learns two iterations more."""
     options = RUNS["AIS and a rejection, passes and mini-batches"]
     last = folder / "run" / "checkpoints" / "last.ckpt"
@@ -141,46 +141,46 @@ def resumed(rank, port, folder, strategy=lambda: "ddp"):
     torch.distributed.destroy_process_group()  # which outlives a Trainer
     if rank == 0:
         learn(folder, 1, 4, ckpt_path=last, options=options)
-    join(rank, port)
+    join(rank, ports)
     return learn(folder, RANKS, 6, ckpt_path=last, strategy=strategy, options=options)
 
 
-def refused(rank, port, folder):
+def refused(rank, ports, folder):
     """What a run says whose processes have different groups, and one with more processes than groups."""
     said = []
     for data in ({"group_size": 4 + rank}, {"mini_batches": 8}):
-        join(rank, port)
+        join(rank, ports)
         with pytest.raises(ConfigError) as caught:
             learn(folder / "refused", RANKS, 1, options=lambda data=data: {"data": data})
         said.append(str(caught.value))
     return said
 
 
-def quick(rank, port, folder):
+def quick(rank, ports, folder):
     """What two processes do in one start, since that takes longest."""
     steps = {name: partial(learn, folder / name.split()[0], RANKS, options=made) for name, made in RUNS.items()}
-    steps["resumed"] = partial(resumed, rank, port, folder / "resumed")
+    steps["resumed"] = partial(resumed, rank, ports, folder / "resumed")
     full = partial(learn, folder / "full", RANKS, 2, strategy=PARTS, options=SHARDED["full weights in parts"])
     steps["full weights in parts"] = full
-    steps["refused"] = partial(refused, rank, port, folder)
-    return taken(steps, rank, port)
+    steps["refused"] = partial(refused, rank, ports, folder)
+    return taken(steps, rank, ports)
 
 
-def thorough(rank, port, folder):
+def thorough(rank, ports, folder):
     """What takes longer."""
     steps = {
         "adapter in parts": partial(
             learn, folder / "adapter", RANKS, strategy=PARTS, options=SHARDED["adapter in parts"]
         ),
-        "resumed in parts": partial(resumed, rank, port, folder / "resumed in parts", PARTS),
+        "resumed in parts": partial(resumed, rank, ports, folder / "resumed in parts", PARTS),
     }
-    return taken(steps, rank, port)
+    return taken(steps, rank, ports)
 
 
-def taken(steps, rank, port):
+def taken(steps, rank, ports):
     found = {}
     for name, step in steps.items():
-        join(rank, port)
+        join(rank, ports)
         try:
             found[name] = step()
         except Exception:
@@ -283,17 +283,17 @@ class Killed(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def loses_one(rank, port, folder):
+def loses_one(rank, ports, folder):
     with (folder / f"{rank}.txt").open("w") as said:
         os.dup2(said.fileno(), 2)
-        join(rank, port)
+        join(rank, iter(ports))
         learn(folder, RANKS, 5, options=lambda: {"callbacks": [Killed()]})
 
 
 @pytest.mark.slow
 def test_when_a_process_is_killed_the_other_ends_and_the_run_goes_on(tmp_path):
     model_folder(tmp_path / "model")
-    processes = started(loses_one, free_port(), tmp_path)
+    processes = started(loses_one, free_ports(1), tmp_path)
     processes[1].join()
     processes[0].join(60)
     assert [process.exitcode for process in processes] == [75, -signal.SIGKILL]

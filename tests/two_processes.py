@@ -2,30 +2,43 @@
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 RANKS = 2
+MEETINGS = 16
+"""Trainers that join the two processes, at most."""
+LONGEST = 300
+"""Seconds for all of them."""
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+def free_ports(count: int = MEETINGS) -> list[int]:
+    """Ports that nobody listens on."""
+    with ExitStack() as open_ones:
+        sockets = [open_ones.enter_context(socket.socket()) for _ in range(count)]
+        for free in sockets:
+            free.bind(("127.0.0.1", 0))
+        return [free.getsockname()[1] for free in sockets]
 
 
-def join(rank: int, port: int) -> None:
-    """Make the next Trainer of this process one of two; the end of its run takes these variables away."""
-    os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def join(rank: int, ports: Iterator[int]) -> None:
+    """Make the next Trainer of this process one of two; the end of its run takes these variables away.
+
+    They meet at a port of their own: where the last meeting was, the other process may not have left yet.
+    """
+    port = str(next(ports))
+    os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 def in_two(function, folder: Path) -> list:
-    """Return `function(rank, port, folder)` of both processes."""
-    port = free_port()
-    processes = started(_process, port, function, folder)
+    """Return `function(rank, ports, folder)` of both processes."""
+    processes = started(_process, free_ports(), function, folder)
     for process in processes:
+        process.join(LONGEST)
+        process.kill()  # where it still waits for the other
         process.join()
     assert [process.exitcode for process in processes] == [0] * RANKS
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
@@ -41,6 +54,6 @@ def started(target, *arguments) -> list:
     return processes
 
 
-def _process(rank: int, port: int, function, folder: Path) -> None:
+def _process(rank: int, ports: list[int], function, folder: Path) -> None:
     torch.set_num_threads(1)
-    torch.save(function(rank, port, folder), folder / f"{rank}.pt")
+    torch.save(function(rank, iter(ports), folder), folder / f"{rank}.pt")
