@@ -11,7 +11,7 @@ import torch
 RANKS = 2
 MEETINGS = 16
 """Trainers that join the two processes, at most."""
-LONGEST = 300
+LONGEST = 600
 """Seconds for all of them."""
 
 
