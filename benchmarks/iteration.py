@@ -6,11 +6,17 @@ Each run is the command that a user would type, in a process of its own; this on
 asks the driver for the memory in use. Models have Qwen2.5's shapes and random weights, written to a folder first, so
 that loading, checkpoints and resuming are a user's too. Iterations before the third do not count; figures are medians.
 
-full-1.5b  full fine-tuning in bf16, gradient checkpointing, TIS
+full-1.5b  full fine-tuning in bf16, gradient checkpointing, TIS; full-7b the same, by default in less memory
 lora-7b    LoRA of rank 32 on all linear layers in bf16, gradient checkpointing, TIS
 qerl-32b   NVFP4 base from a quantized folder under a LoRA of rank 32
+parts-3b, parts-8b  full fine-tuning with fp32 masters in parts (`ShardedStrategy`) on `--devices` GPUs, a vLLM on each
 
-`--tiny` tries every line on a CPU.
+    python benchmarks/iteration.py --cases full-7b --arms bf16 fp8_row UnifiedFP8 QATAligned --checkpoints none
+    python benchmarks/iteration.py --cases parts-8b --devices 2 --checkpoints none
+    python benchmarks/iteration.py --cases full-1.5b --peers here trl trl here --checkpoints none
+
+`--arms`: what the sampler is published in, or a precision plugin. `--peers trl` runs `trl_iteration.py`, the
+same iteration with TRL's trainer and its vLLM in the same process. `--tiny` tries every line on a CPU.
 """
 
 import argparse
@@ -32,6 +38,14 @@ sys.path.insert(0, str(ROOT))
 
 from qerl import SHAPES, write_model  # noqa: E402  beside this script
 
+SHAPES["8b"] = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
 SHAPES["1.5b"] = {
     "hidden_size": 1536,
     "intermediate_size": 8960,
@@ -45,9 +59,14 @@ LORA = {"class_path": "peft.LoraConfig", "init_args": {"r": 32, "lora_alpha": 64
 TIS = {"class_path": "TruncatedIS"}
 CASES: dict[str, dict[str, Any]] = {
     "full-1.5b": {"shape": "1.5b", "prompts": 16, "completion": 512, "micro_batches": 8},
+    "full-7b": {"shape": "7b", "prompts": 16, "completion": 512, "micro_batches": 16},
+    "parts-3b": {"shape": "3b", "prompts": 16, "completion": 512, "micro_batches": 16, "parts": True},
+    "parts-8b": {"shape": "8b", "prompts": 16, "completion": 512, "micro_batches": 32, "parts": True},
     "lora-7b": {"shape": "7b", "prompts": 16, "completion": 512, "micro_batches": 16, "lora": LORA},
     "qerl-32b": {"shape": "32b", "prompts": 4, "completion": 300, "micro_batches": 8, "lora": LORA, "format": "nvfp4"},
 }
+ARMS = ("bf16", "fp8_row", "QATAligned", "UnifiedFP8")
+PLUGINS: dict[str, dict[str, Any]] = {"QATAligned": {"weights": "fp8_row"}, "UnifiedFP8": {}}
 WARM_UP = 2
 PHASES = ("publish", "rollout", "score", "update", "evaluate", "checkpoint", "other")
 
@@ -57,6 +76,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--checkpoints", nargs="+", choices=("none", "auto", "every"), default=["none", "auto"])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["bf16"], help="of cases without a quantized base")
+    parser.add_argument("--peers", nargs="+", choices=("here", "trl"), default=["here"], help="one run each, in order")
+    parser.add_argument("--devices", type=int, default=1, help="GPUs of the cases in parts")
     parser.add_argument("--iterations", type=int, default=7, help="of each run, the first two of which do not count")
     parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt")
     parser.add_argument("--models", type=Path, help="where model folders are kept (default: nowhere)")
@@ -80,9 +102,13 @@ def main() -> None:
             if args.tiny:
                 case |= {"shape": "tiny", "prompts": 4, "completion": 8, "micro_batches": 2}
             folder = model_folder(models, case["shape"], case.get("format"))
-            for checkpoints in args.checkpoints:
-                run = Path(temporary) / f"{name}-{checkpoints}"
-                result = {"case": name, "checkpoints": checkpoints, **measure(args, case, folder, run, checkpoints)}
+            for number, (checkpoints, arm, peer) in enumerate(
+                itertools.product(args.checkpoints, args.arms, args.peers)
+            ):
+                run = Path(temporary) / f"{name}-{number}"
+                case |= {"arm": arm, "peer": peer}
+                what = {"case": name, "arm": arm, "peer": peer, "checkpoints": checkpoints}
+                result = {**what, **measure(args, case, folder, run, checkpoints)}
                 print(json.dumps(result), flush=True)
                 results.append(result)
                 if args.out:
@@ -147,9 +173,11 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
     config = run.with_suffix(".yaml")
     config.write_text(yaml.safe_dump(configuration(args, case, model, run, checkpoints)))
     log = run.with_suffix(".log").open("w")
-    command = [sys.executable, "-c", "from lit_qrl.cli.main import main; main()", "fit", "--config", str(config)]
+    command = [sys.executable, "-m", "lit_qrl.cli", "fit", "--config", str(config), *args.set]
+    if case["peer"] == "trl":
+        command = [sys.executable, str(Path(__file__).with_name("trl_iteration.py")), str(config), str(run)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT), *sys.path[1:]])}
-    process = subprocess.Popen([*command, *args.set], stdout=log, stderr=log, env=environment, cwd=run.parent)
+    process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=run.parent)
     ends, peak, deadline = watch(process, run / "metrics.csv", time.monotonic() + args.timeout)
     rows = read_rows(run / "metrics.csv")
     if process.returncode or len(rows) <= WARM_UP + 1:
@@ -190,23 +218,33 @@ def configuration(
     data.write_text("".join(json.dumps({**row, "answer": "1"}) + "\n" for row in rows))
     engine = {"class_path": "TransformersEngine"}
     if not args.tiny:
-        share = 0.5 if case["shape"] == "32b" else 0.35
+        share = {"32b": 0.5, "8b": 0.25}.get(case["shape"], 0.35)
         options = {"gpu_memory_utilization": share, "quick_start": True, "max_lora_rank": 32 if "lora" in case else 0}
         engine = {"class_path": "VLLMEngine", "init_args": options}
-    plugin = [{"class_path": "NVFP4LoRA", "init_args": {"autocast": "bf16"}}] if case.get("format") else None
+    plugins = [{"class_path": "NVFP4LoRA", "init_args": {"autocast": "bf16"}}] if case.get("format") else None
+    if case["arm"] in PLUGINS:
+        plugins = [{"class_path": case["arm"], "init_args": PLUGINS[case["arm"]]}]
     policy = {
         "model": str(model),
         "tokenizer": str(model / "tokenizer"),
-        "dtype": "bf16",
+        "dtype": "fp32" if case.get("parts") else "bf16",
         "gradient_checkpointing": True,
         **({"lora": case["lora"]} if "lora" in case else {}),
     }
     task = {"path": str(data), "evaluation_size": 8, "chat": False, "rewards": [{"class_path": "even_words.EvenWords"}]}
+    parts = case.get("parts") and not args.tiny
     trainer = {"default_root_dir": str(run), "max_epochs": args.iterations, "limit_val_batches": 0, "devices": 1}
-    if case.get("format"):
-        trainer["plugins"] = plugin
+    if parts:
+        trainer |= {"devices": args.devices, "strategy": {"class_path": "ShardedStrategy"}}
+    elif plugins:
+        trainer["plugins"] = plugins
     else:
-        trainer |= {"precision": "bf16-true", "callbacks": [TIS]}
+        trainer["precision"] = "bf16-true"
+    if not case.get("format"):
+        trainer["callbacks"] = [TIS]
+    publisher = {"lora": "adapter" if "lora" in case and not args.tiny else "auto"}
+    if case["arm"] == "fp8_row":
+        publisher["format"] = "fp8_row"
     return {
         "seed_everything": 0,
         "model": {
@@ -218,11 +256,11 @@ def configuration(
             "engine": engine,
             "prompts_per_iteration": case["prompts"],
             "group_size": 8,
-            "micro_batches": case["micro_batches"],
+            "micro_batches": case["micro_batches"] // (args.devices if parts else 1),
             "max_prompt_tokens": prompt + 8,
             "max_completion_tokens": case["completion"],
         },
-        "publisher": {"lora": "adapter" if "lora" in case and not args.tiny else "auto"},
+        "publisher": publisher,
         "checkpoint": {"every_n_iterations": {"none": 0, "auto": "auto", "every": 1}[checkpoints]},
         "trainer": trainer,
     }
@@ -254,10 +292,12 @@ def read_rows(metrics: Path) -> list[dict[str, float]]:
 
 
 def device_memory() -> float:
-    """Return what the driver says is used on the first GPU, in GiB; 0 without one."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
+    """Return what the driver says is used on the fullest GPU that this process sees, in GiB; 0 without one."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    if seen := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command += ["-i", seen]
     try:
-        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]) / 1024
+        return max(map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())) / 1024
     except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
         return 0.0
 
@@ -265,10 +305,11 @@ def device_memory() -> float:
 def table(results: list[dict[str, Any]]) -> None:
     """Print one line a run."""
     columns = ("wall", "mean_wall", "phases_sum", *PHASES, "checkpoint_gib", "peak_gib")
-    print(" | ".join(["case", "checkpoints", *columns]))
+    what = ("case", "arm", "peer", "checkpoints")
+    print(" | ".join([*what, *columns]))
     for result in results:
         cells = [str(result.get(column, "")) for column in columns]
-        print(" | ".join([result["case"], result["checkpoints"], *cells, result.get("error", "")]))
+        print(" | ".join([*(result[name] for name in what), *cells, result.get("error", "")]))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lit_qrl.functional.evaluation import effective_size, pass_at_k, wilson_interval
+from lit_qrl.loop.ranks import gather_objects
 from lit_qrl.types import AllReduce
 
 
@@ -50,14 +51,17 @@ class IterationMetrics:
 
     def compute(self, all_reduce: AllReduce) -> dict[str, float]:
         """Return the means and totals over all ranks and start anew; a mean of nothing is left out."""
-        if not self._pairs:
+        # One rank alone may have an entry, such as the probe of an engine that it had to build again.
+        seen = gather_objects((set(self._pairs), self._totals))
+        names, totals = (set[str]().union(*found) for found in zip(*seen, strict=True))
+        if not names:
             return {}
-        names = sorted(self._pairs)
-        device = next(iter(self._pairs.values())).device
-        stacked = all_reduce(torch.stack([self._pairs[name].to(device) for name in names])).tolist()
-        totals = self._totals
+        device = next((pair.device for pair in self._pairs.values()), torch.device("cpu"))
+        nothing = torch.zeros(2, dtype=torch.float64 if device.type == "cpu" else torch.float)
+        stacked = torch.stack([self._pairs.get(name, nothing).to(device) for name in sorted(names)])
+        stacked = all_reduce(stacked).tolist()
         self._pairs, self._totals = {}, set()
-        found = zip(names, stacked, strict=True)
+        found = zip(sorted(names), stacked, strict=True)
         return {name: sum_ / (count or 1) for name, (sum_, count) in found if count or name in totals}
 
 

@@ -31,6 +31,16 @@ def whole(tensor: Tensor) -> Tensor:
     return found.clone() if tensor.device_mesh.size() == 1 else found
 
 
+def own(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds: all of one that is not divided.
+
+    >>> import torch
+    >>> own(torch.ones(3)).numel()
+    3
+    """
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def own_part(value: Tensor, like: Tensor) -> Tensor:
     """Return what this process holds of a whole tensor, divided as `like` is, on its device; nothing is sent.
 

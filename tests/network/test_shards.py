@@ -5,7 +5,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lit_qrl.network.adapters import merged_weights
-from lit_qrl.network.shards import gathered, is_sharded, own_part, whole
+from lit_qrl.network.shards import gathered, is_sharded, own, own_part, whole
 
 
 @pytest.fixture
@@ -35,6 +35,13 @@ def test_a_divided_parameter_is_whole_inside_and_itself_after(mesh):
     assert torch.equal(whole(layer.weight), plain["weight"])
     found = dict(merged_weights(layer))
     assert all(torch.equal(found[name], value) and type(found[name]) is torch.Tensor for name, value in plain.items())
+
+
+def test_the_own_part_of_a_single_process_is_all_in_the_same_memory(mesh):
+    parameter = divided(mesh, 4, 2)
+    assert type(own(parameter)) is torch.Tensor
+    assert torch.equal(own(parameter), whole(parameter))
+    assert own(parameter).data_ptr() == parameter._local_tensor.data_ptr()
 
 
 def test_a_part_is_cut_as_another_is(mesh):

@@ -11,6 +11,7 @@ from lit_qrl.formats import support
 from lit_qrl.network.experts import expert_stacks
 from lit_qrl.network.linears import fused_group, fused_groups, quantizable_linears
 from lit_qrl.network.names import base_of, checkpoint_modules
+from lit_qrl.network.shards import own
 from lit_qrl.rollout.vllm import cpu as vllm_cpu
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def check_length(limit: int | None, prompt: int, completion: int, sequence: int 
 
 
 def check_processes(arguments: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` where vLLM or the Trainer would run several processes: the engine lives in this one alone.
+    """Raise `ConfigError` where vLLM would run several processes: the engine lives in this one alone.
 
     Args:
         arguments: of `vllm.LLM`, those of `data.engine.engine_args` among them.
@@ -196,13 +197,6 @@ def check_processes(arguments: Mapping[str, Any]) -> None:
             given=", ".join(f"{name}: {value}" for name, value in spread.items()),
             remedy="For a model that is too large for one device, publish in fewer bits (publisher.format), or let the "
             "engine take turns with the learner (configs/engine/vllm_colocated.yaml).",
-        )
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        raise ConfigError(
-            "VLLMEngine runs in one process, but the Trainer has several.",
-            expected="trainer.devices: 1",
-            given=f"{torch.distributed.get_world_size()} processes",
-            remedy="Use one device, or TransformersEngine, which has one engine per process.",
         )
 
 
@@ -220,7 +214,8 @@ def check_device_memory(network: nn.Module, bits_per_weight: float, share: float
     weights = sum(p.numel() for p in network.parameters()) * bits_per_weight / 8
     learner = torch.cuda.memory_allocated()
     # Every optimizer needs the gradients; its own state depends on which it is, and is not counted.
-    gradients = sum(p.numel() * p.element_size() for p in network.parameters() if p.requires_grad)
+    trained = (own(p) for p in network.parameters() if p.requires_grad)
+    gradients = sum(p.numel() * p.element_size() for p in trained)
     beside = 0 if sleeps else gradients
     # What the learner's allocator keeps for itself can be used again for the gradients.
     spare = max(torch.cuda.memory_reserved() - learner, 0)

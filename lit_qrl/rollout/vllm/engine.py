@@ -40,7 +40,7 @@ from lit_qrl.rollout.vllm.lending import MarlinLender
 from lit_qrl.rollout.vllm.live_model import LiveModel
 from lit_qrl.rollout.vllm.models import check_model, latent, recurrent, refused_model
 from lit_qrl.rollout.vllm.patches import marlin_workspaces, table
-from lit_qrl.rollout.vllm.process import kept_process_state, prepare_environment
+from lit_qrl.rollout.vllm.process import kept_process_state, own_world, prepare_environment
 from lit_qrl.rollout.vllm.reload import register_head_bias
 from lit_qrl.rollout.vllm.shutdown import collect_memory, shutdown
 from lit_qrl.rollout.vllm.start import undone_on_failure
@@ -55,7 +55,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
-    """Draws completions with vLLM, in process, on CPU or one GPU.
+    """Draws completions with vLLM, in process, on CPU or one GPU; in a run of several processes each has its own.
 
     The engine starts with random weights in a folder of its own that holds a config alone; the first publish fills it.
     It is built at the first `load_weights`, when the format is known, and holds that format from then on.
@@ -209,7 +209,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
             arguments.setdefault("lora_target_modules", adapted_layers(policy.network, self.spec.adapter))
         if self.sleep_level and torch.cuda.is_available():
             arguments["enable_sleep_mode"] = True
-        with kept_process_state():
+        with kept_process_state(), own_world():
             table.apply_all()
             from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -4,8 +4,11 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import distributed
+from torch.distributed import distributed_c10d
 
 
 def prepare_environment(deep_gemm: bool, kv_cache_gib: float | None) -> None:
@@ -32,6 +35,39 @@ def prepare_environment(deep_gemm: bool, kv_cache_gib: float | None) -> None:
         os.environ.setdefault(name, value)
     # In process, or tensors could not be handed over without a copy through the host.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if torch.cuda.is_available():
+        # The learner's device, which it takes for that of the first of several; it would take GPU 0.
+        os.environ["VLLM_DP_RANK_LOCAL"] = str(torch.cuda.current_device())
+
+
+@contextmanager
+def own_world() -> Iterator[None]:
+    """Let this process be the only one of torch's default process group inside, where a run has several.
+
+    An engine makes its groups of all processes of the default group, at which each must arrive. Engines that have
+    nothing to say to each other are built, rebuilt and ended by each process when it needs to.
+    """
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        yield
+        return
+    whole = distributed_c10d.GroupMember.WORLD
+    # gloo, which nobody has to wait for; the engine names the backend of its own groups.
+    own = distributed.new_group([distributed.get_rank()], backend="gloo", use_local_synchronization=True)
+    distributed_c10d._update_default_pg(own)
+    try:
+        yield
+    finally:
+        distributed_c10d._update_default_pg(whole)
+
+
+def end_world() -> None:
+    """End the group of all processes that vLLM has made of this one, after the others; none may be built over it."""
+    from vllm.distributed import parallel_state
+
+    state: Any = parallel_state
+    if distributed.is_initialized() and distributed.get_world_size() > 1 and state._WORLD is not None:
+        state._WORLD.destroy()
+        state._WORLD = None
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from lit_qrl.rollout.vllm.locations import model_runner
 from lit_qrl.rollout.vllm.patches import marlin_workspaces
 from lit_qrl.rollout.vllm.patches.graph_pool import forget_graph_pool
 from lit_qrl.rollout.vllm.patches.sleeping_pools import hold_pools, release_pools
+from lit_qrl.rollout.vllm.process import end_world
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ def shutdown(llm: Any, owns_process_group: bool, keep_weights: bool = False) -> 
         parallel_state.cleanup_dist_env_and_memory()
     else:
         parallel_state.destroy_model_parallel()
+        end_world()
 
 
 def _storages(llm: Any, model: nn.Module, keep_weights: bool) -> list[torch.UntypedStorage]:

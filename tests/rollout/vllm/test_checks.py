@@ -85,14 +85,6 @@ def test_an_adapter_beside_its_base_needs_room(limit, message):
         VLLMEngine(max_lora_rank=limit).validate(SamplerSpec(adapter=lora))
 
 
-def test_several_processes_are_refused(install, monkeypatch):
-    install("0.32.0", cpu=True)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    with pytest.raises(ConfigError, match=r"devices: 1.*Given: 4 processes"):
-        VLLMEngine().validate(SamplerSpec())
-
-
 @pytest.mark.parametrize("name", ["mxfp4"])
 def test_format_without_a_kernel_is_refused(name):
     with pytest.raises(ConfigError, match=rf"no kernel for publisher\.format {name}.*TransformersEngine"):

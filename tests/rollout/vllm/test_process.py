@@ -6,8 +6,9 @@ import random
 import numpy
 import pytest
 import torch
+from torch import distributed
 
-from lit_qrl.rollout.vllm.process import kept_process_state, prepare_environment
+from lit_qrl.rollout.vllm.process import kept_process_state, own_world, prepare_environment
 
 
 def test_environment_keeps_what_the_user_set_and_the_published_scales(monkeypatch):
@@ -43,3 +44,28 @@ def test_generators_and_threads_are_the_process_own_again(seed):
         torch.set_num_threads = print
     assert torch.set_num_threads is set_num_threads
     assert (random.random(), numpy.random.rand(), float(torch.rand(()))) == expected
+
+
+def test_a_process_of_several_is_alone_inside(tmp_path):
+    torch.multiprocessing.start_processes(_alone, (tmp_path / "meeting",), nprocs=2, start_method="fork")
+
+
+def _alone(rank, meeting):
+    distributed.init_process_group("gloo", init_method=f"file://{meeting}", world_size=2, rank=rank)
+    for _ in range(1 + rank):  # one of them more often: nobody is waited for
+        with own_world():
+            assert (distributed.get_world_size(), distributed.get_rank()) == (1, 0)
+            own = distributed.new_group([0])
+            total = torch.ones(1)
+            distributed.all_reduce(total, group=own)
+            assert float(total) == 1
+        distributed.destroy_process_group(own)
+    assert (distributed.get_world_size(), distributed.get_rank()) == (2, rank)
+    distributed.all_reduce(total)
+    assert float(total) == 2
+    distributed.destroy_process_group()
+
+
+def test_a_process_by_itself_stays_as_it_is():
+    with own_world():
+        assert not distributed.is_initialized()
