@@ -23,10 +23,9 @@ class Mortal(VLLMEngine):
     died = False
 
     def generate(self, *arguments, **options):
-        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1 and self.version == 2:
-            if not Mortal.died:
-                Mortal.died = True
-                raise EngineDiedError("as it was told to")
+        if torch.distributed.get_rank() == 1 and self.version == 2 and not Mortal.died:
+            Mortal.died = True
+            raise EngineDiedError("as it was told to")
         return super().generate(*arguments, **options)
 
 
