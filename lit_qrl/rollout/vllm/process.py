@@ -50,7 +50,7 @@ def own_world() -> Iterator[None]:
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         yield
         return
-    whole = distributed_c10d.GroupMember.WORLD
+    whole: Any = distributed_c10d.GroupMember.WORLD
     # gloo, which nobody has to wait for; the engine names the backend of its own groups.
     own = distributed.new_group([distributed.get_rank()], backend="gloo", use_local_synchronization=True)
     distributed_c10d._update_default_pg(own)
