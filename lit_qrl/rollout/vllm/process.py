@@ -52,7 +52,8 @@ def own_world() -> Iterator[None]:
         return
     whole: Any = distributed_c10d.GroupMember.WORLD
     # gloo, which nobody has to wait for; the engine names the backend of its own groups.
-    own = distributed.new_group([distributed.get_rank()], backend="gloo", use_local_synchronization=True)
+    own: Any = distributed.new_group([distributed.get_rank()], backend="gloo", use_local_synchronization=True)
+    own.bound_device_id = None  # the whole group's, from whose communicator those inside would be split
     distributed_c10d._update_default_pg(own)
     try:
         yield

@@ -55,6 +55,7 @@ def _alone(rank, meeting):
     for _ in range(1 + rank):  # one of them more often: nobody is waited for
         with own_world():
             assert (distributed.get_world_size(), distributed.get_rank()) == (1, 0)
+            assert distributed.group.WORLD.bound_device_id is None
             own = distributed.new_group([0])
             total = torch.ones(1)
             distributed.all_reduce(total, group=own)
