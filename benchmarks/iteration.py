@@ -6,12 +6,12 @@ Each run is the command that a user would type, in a process of its own; this on
 asks the driver for the memory in use. Models have Qwen2.5's shapes and random weights, written to a folder first, so
 that loading, checkpoints and resuming are a user's too. Iterations before the third do not count; figures are medians.
 
-full-1.5b  full fine-tuning in bf16, gradient checkpointing, TIS; full-7b the same, by default in less memory
+full-1.5b, full-3b  full fine-tuning in bf16, gradient checkpointing, TIS
 lora-7b    LoRA of rank 32 on all linear layers in bf16, gradient checkpointing, TIS
 qerl-32b   NVFP4 base from a quantized folder under a LoRA of rank 32
 parts-3b, parts-8b  full fine-tuning with fp32 masters in parts (`ShardedStrategy`) on `--devices` GPUs, a vLLM on each
 
-    python benchmarks/iteration.py --cases full-7b --arms bf16 fp8_row UnifiedFP8 QATAligned --checkpoints none
+    python benchmarks/iteration.py --cases full-3b --arms bf16 fp8_row UnifiedFP8 QATAligned --checkpoints none
     python benchmarks/iteration.py --cases parts-8b --devices 2 --checkpoints none
     python benchmarks/iteration.py --cases full-1.5b --peers here trl trl here --checkpoints none
 
@@ -59,7 +59,7 @@ LORA = {"class_path": "peft.LoraConfig", "init_args": {"r": 32, "lora_alpha": 64
 TIS = {"class_path": "TruncatedIS"}
 CASES: dict[str, dict[str, Any]] = {
     "full-1.5b": {"shape": "1.5b", "prompts": 16, "completion": 512, "micro_batches": 8},
-    "full-7b": {"shape": "7b", "prompts": 16, "completion": 512, "micro_batches": 16},
+    "full-3b": {"shape": "3b", "prompts": 16, "completion": 512, "micro_batches": 16},
     "parts-3b": {"shape": "3b", "prompts": 16, "completion": 512, "micro_batches": 16, "parts": True},
     "parts-8b": {"shape": "8b", "prompts": 16, "completion": 512, "micro_batches": 32, "parts": True},
     "lora-7b": {"shape": "7b", "prompts": 16, "completion": 512, "micro_batches": 16, "lora": LORA},
