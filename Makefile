@@ -48,7 +48,7 @@ quickstart: $(VENV)/.base  ## train the tiny policy with an FP8 sampler and AIS 
 test: $(VENV)/.test  ## run the CPU tests in two processes (ARGS="-n 0 -k name" for one test by name in one)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 $(ARGS)
 
-test-slow: $(VENV)/.vllm  ## run the tests that take minutes
+test-slow: $(VENV)/.vllm $(VENV)/.environments  ## run the tests that take minutes
 	@$(BIN)/pytest -q -m slow $(ARGS)
 
 test-vllm: $(VENV)/.vllm  ## install the CPU build of vLLM and run the tests that use it
@@ -58,7 +58,7 @@ docs: $(VENV)/.docs  ## build the pages into out/docs; links that lead nowhere f
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 test-environments: $(VENV)/.environments  ## install reasoning-gym and verifiers and run the tests that use them
-	@$(BIN)/pytest -q -m environments $(ARGS)
+	@$(BIN)/pytest -q -m 'environments and not slow' $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff, codespell and pyright
 	@$(BIN)/ruff check .

@@ -22,6 +22,15 @@ def pytest_report_header(config):
 
 
 @pytest.fixture
+def quick_plots():
+    """Leave the plots of reports out."""
+    from tests.tiny_run import without_plots
+
+    with without_plots():
+        yield
+
+
+@pytest.fixture
 def margin(record_property):
     """Show a figure in the summary, on the line of its group: `margin(group, figure)`."""
     return lambda group, figure: record_property(MARGIN, (group, figure))

@@ -20,6 +20,7 @@ from lit_qrl.rewards import Reward
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.embedded.loading import Modules
 from lit_qrl.run.diary import EVENTS_FILE, read_jsonl
+from tests.command_line import build_once
 from tests.networks import build_denoiser, build_tokenizer
 from tests.tiny_run import model_folder
 
@@ -142,13 +143,13 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def run(model, tmp_path, monkeypatch, capsys):
+def run(model, tmp_path, monkeypatch, capsys, quick_plots):
     """Return (status, paragraph, whether weights were asked for) of `lit-qrl fit` on rows of sums."""
     rows = [{"question": f"1+{i}=", "answer": str(i + 1)} for i in range(12)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: False))
+    build_once(monkeypatch)
     loaded = []
     load = AutoModelForCausalLM.from_pretrained
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: loaded.append(a) or load(*a, **k))

@@ -1,8 +1,10 @@
 """A whole run at the smallest scale: a random network, a toy task, the real Trainer."""
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import nn
@@ -57,6 +59,15 @@ def model_folder(folder: Path, network=build_network, **changes) -> str:
         network(**{"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, **changes}).save_pretrained(folder)
         build_tokenizer(pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
     return str(folder)
+
+
+@contextmanager
+def without_plots():
+    """Make reports whose plots, which have tests of their own and take seconds to draw, are left out."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("draw", "draw_histograms"):
+            patch.setattr(f"lit_qrl.report.single.{name}", lambda *args: b"PNG")
+        yield
 
 
 def command(folder: Path, model: str, *args: str, lr: float = 0.01, epochs: int = 2) -> list[str]:

@@ -146,12 +146,9 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
     parts = every("reward/", "reward/mean", "reward/std", "reward/unscored")
     best = tuple(Line(line.metric, f"pass@{line.label}") for line in every("val/pass@") if line.label.isdigit())
     benchmarks = {name: metrics for run in runs for name, metrics in run.benchmarks.items()}
-    signals = {
-        "alpha": "α",
-        "reliability": "reliability",
-        "necessity": "necessity",
-        "variance_penalty": "variance penalty",
-    }
+    signals = ("alpha", "reliability", "necessity", "variance_penalty")
+    ended = every("environment/ended")
+    ended = tuple(line for line in ended if any(any(run.series(line.metric).values) for run in runs))
     weights = ("correction/weight_mean", "correction/weight_max")
     shares = tuple(line for line in every("correction/") if line.metric.endswith(("_tokens", "_sequences")))
     known = {*weights, *(line.metric for line in shares), *(f"correction/{name}" for name in (*signals, *RAW_SIGNALS))}
@@ -219,7 +216,7 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
                 Panel("α, strength of the correction", (Line("correction/alpha", "α"),), limits=(0.0, 1.0)),
                 Panel(
                     "The signals behind α",
-                    tuple(Line(f"correction/{name}", label) for name, label in signals.items() if name != "alpha"),
+                    tuple(Line(f"correction/{name}", name.replace("_", " ")) for name in signals[1:]),
                     limits=(0.0, 1.0),
                     compared=False,
                 ),
@@ -239,7 +236,7 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
                 Panel("Completion length, tokens", (Line("rollout/length"),), limits=(0.0, None)),
                 Panel("Ended by themselves, share", (Line("rollout/stopped"),), limits=(0.0, 1.0)),
                 Panel("Answers in a conversation", (Line("environment/turns"),), limits=(0.0, None)),
-                Panel("How conversations ended, share", every("environment/ended"), limits=(0.0, 1.0), compared=False),
+                Panel("How conversations ended, share", ended, limits=(0.0, 1.0), compared=False),
             ),
         ),
         Figure(
@@ -355,9 +352,10 @@ def _finish(axes: "Axes", panel: Panel, drawn: Sequence[Series], ink: dict[str, 
     elif values and (low is not None or high is not None) and not axes.patches and not axes.collections:
         bottom = min(values if low is None else [low, *values])
         top = max(values if high is None else [high, *values])
+        if top == bottom:  # at its limit all along: the axis goes to where it may go, not beyond the limit
+            bottom, top = (bottom, bottom + 1) if low is not None else (top - 1, top)
         margin = 0.05 * (top - bottom)
-        if margin > 0:
-            axes.set_ylim(bottom - margin, top + margin)
+        axes.set_ylim(bottom - margin, top + margin)
     axes.set_xlabel("iteration", fontsize=8, color=ink["faint"])
     points = sorted({i for series in drawn for i in series.iterations})
     if len(points) == 1:

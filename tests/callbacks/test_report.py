@@ -15,13 +15,7 @@ from tests.callbacks.tiny_loop import COMPLETION, GROUP_SIZE, GROUPS, Module, tr
 from tests.networks import rollout_of
 from tests.tiny_run import DigitTask, fit
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def quick_plots(monkeypatch):
-    """The plots have tests of their own."""
-    monkeypatch.setattr("lit_qrl.report.single.draw", lambda *args: b"PNG")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick_plots")]
 
 
 def lines(path):

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from lit_qrl.cli import dry_run as dry
 from lit_qrl.cli.main import main
 from lit_qrl.policy import CausalPolicy
+from tests.command_line import build_once
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "tiny-countdown"
@@ -18,6 +19,7 @@ MODEL = ROOT / "models" / "tiny-countdown"
 def run(tmp_path, monkeypatch, capsys):
     """Return (status, memory in bytes by part, everything printed) of `fit --dry_run`; loading weights fails."""
     monkeypatch.chdir(tmp_path)
+    build_once(monkeypatch)
     tables = []
     as_table = dry.as_table
 

@@ -12,7 +12,7 @@ from lit_qrl.cli.export import export
 from lit_qrl.cli.main import main as lit_qrl
 from lit_qrl.cli.parser import run as called
 from lit_qrl.errors import ConfigError
-from tests.tiny_run import command, model_folder
+from tests.tiny_run import command, model_folder, without_plots
 
 LORA = {"class_path": "peft.LoraConfig", "init_args": {"r": 4, "target_modules": "all-linear"}}
 PACKED = {"class_path": "NVFP4LoRA", "init_args": {"format": "nvfp4"}}
@@ -20,7 +20,8 @@ PACKED = {"class_path": "NVFP4LoRA", "init_args": {"format": "nvfp4"}}
 
 def train(folder: Path, *args: str) -> Path:
     """Return the run folder of one real iteration at a rate that moves every weight."""
-    lit_qrl(command(folder, model_folder(folder / "model"), *args))
+    with without_plots():
+        lit_qrl(command(folder, model_folder(folder / "model"), *args))
     return folder / "run"
 
 

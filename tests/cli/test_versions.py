@@ -38,6 +38,9 @@ def test_without_vllm_the_patches_are_still_listed(monkeypatch, capsys):
     assert sum("    until " in line for line in printed) == len(PATCHES)
 
 
-def test_vllm_is_not_imported_for_it():
-    code = "import sys; from lit_qrl.cli.main import main; main(['--versions']); sys.exit('vllm' in sys.modules)"
+def test_neither_vllm_nor_an_engine_is_imported_for_it():
+    code = (
+        "import sys; from lit_qrl.cli.main import main; main(['--versions']);"
+        "sys.exit(any(name in sys.modules for name in ('vllm', 'transformers', 'lightning')))"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "configs" / "recipes"
 
 
-def test_the_quickstart_replays_what_the_sampler_took(tmp_path, monkeypatch):
+def test_the_quickstart_replays_what_the_sampler_took(tmp_path, monkeypatch, quick_plots):
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # restored when the run has set it
     small = {
         "model.policy.model": ROOT / "models" / "tiny-moe-countdown",

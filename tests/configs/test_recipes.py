@@ -121,7 +121,7 @@ GAIN = 0.08  # of accuracy and of reward; the run below gains 0.14 of both
 
 
 @pytest.fixture
-def train(tmp_path, monkeypatch):
+def train(tmp_path, monkeypatch, quick_plots):
     """Return the metrics of `lit-qrl fit` with a recipe as it is and what `TINY` and the arguments override."""
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # restored when the runs have set it
 

@@ -137,7 +137,7 @@ def test_deaths_are_counted_in_a_row(tmp_path):
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_after_the_last_restart_the_run_stops_and_goes_on_from_its_checkpoint(tmp_path, every, capsys):
+def test_after_the_last_restart_the_run_stops_and_goes_on_from_its_checkpoint(tmp_path, every, capsys, quick_plots):
     folder = tmp_path / "mortal"
     _, engine, before, run = mortal(folder, {"generate": [2, 3, 4]}, 4, report=True, checkpoint_every=every)
     with pytest.raises(StoppedError, match=r"boom \(2 restarts did not help\).*checkpoint is .*last\.ckpt") as caught:
@@ -196,7 +196,7 @@ def test_a_restart_starts_the_noise_anew(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
-def test_a_hang_leaves_a_diary_and_a_report(tmp_path):
+def test_a_hang_leaves_a_diary_and_a_report(tmp_path, quick_plots):
     trainer, module, data = build(tmp_path, report=True, trainer={"max_epochs": 1})
 
     class Hangs(RLCallback):

@@ -3,9 +3,9 @@ import struct
 
 import pytest
 
-from lit_qrl.report.figures import draw, figures_for, running_mean
+from lit_qrl.report.figures import INK, Panel, _finish, draw, figures_for, grid, running_mean
 from lit_qrl.report.page import fewer_colors
-from lit_qrl.report.run import Run
+from lit_qrl.report.run import Run, Series
 from lit_qrl.report.seeds import Seeds
 
 
@@ -53,11 +53,19 @@ def test_unknown_signals_of_another_correction_are_shown(tmp_path):
 
 
 def test_conversations_show_their_turns_and_how_they_ended(tmp_path):
-    names = ("turns", "ended_done", "ended_time")
-    run = write(tmp_path, f"epoch,step,{','.join(f'environment/{name}' for name in names)}\n0,0,1.5,0.9,0.1\n")
+    names = ("turns", "ended_done", "ended_error", "ended_time")  # no line lies under another for what never happened
+    run = write(tmp_path, f"epoch,step,{','.join(f'environment/{name}' for name in names)}\n0,0,1.5,0.9,0,0.1\n")
     (figure,) = figures_for([run])
     lines = {panel.title: [line.label for line in panel.lines] for panel in figure.panels}
     assert lines == {"Answers in a conversation": [""], "How conversations ended, share": ["done", "time"]}
+
+
+@pytest.mark.parametrize("limits, value, shown", [((0.0, None), 0.0, (0, 1)), ((None, 1.0), 1.0, (0, 1))])
+def test_a_share_that_stays_at_its_limit_has_no_axis_beyond_it(limits, value, shown):
+    _, (axes,) = grid(1, INK["light"])
+    axes.plot([1, 2], [value, value])
+    _finish(axes, Panel("", (), limits=limits), [Series([1, 2], [value, value])], INK["light"])
+    assert axes.get_ylim() == pytest.approx((shown[0] - 0.05, shown[1] + 0.05))
 
 
 def test_every_pass_at_k_gets_its_line(tmp_path):

@@ -47,7 +47,7 @@ def rows_of(trainer):
     return [dict(zip(names, line.split(","), strict=True)) for line in lines[1:]]
 
 
-def test_a_run_in_fp8_with_ais_trains_and_says_its_mismatch(tmp_path):
+def test_a_run_in_fp8_with_ais_trains_and_says_its_mismatch(tmp_path, quick_plots):
     trainer, *_ = fit(tmp_path, callbacks=[AIS()], report=True)
     assert trainer.current_epoch == 2
     last = rows_of(trainer)[-1]

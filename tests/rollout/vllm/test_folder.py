@@ -1,7 +1,4 @@
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -10,6 +7,7 @@ from transformers import AutoConfig
 from lit_qrl import formats
 from lit_qrl.rollout.vllm.folder import model_folder, remove
 from tests.families.configs import BY_TYPE, random_network
+from tests.forked import run_each
 from tests.networks import build_network
 
 
@@ -69,12 +67,13 @@ def test_what_the_learner_s_own_folder_was_quantized_to_is_not_passed_on():
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
 
 
-MADE = """
+IMPORTS = """
 import os, sys
 import torch
 from lit_qrl.rollout.vllm.folder import model_folder, remove
-from tests.families.configs import BY_TYPE, random_network
 from tests.networks import build_network
+"""
+MADE = """
 folders = [model_folder(build_network(), None, (), False, torch.float32, 32) for _ in range(3)]
 remove(folders[0])
 print(*[folder.is_dir() for folder in folders], flush=True)
@@ -82,18 +81,18 @@ if os.fork() == 0:
     sys.exit()  # runs what a process runs at its end
 os.wait()
 print(*[folder.is_dir() for folder in folders], flush=True)
-{ending}
 """
 
 
-@pytest.mark.parametrize("ending", ["", "raise RuntimeError", "sys.exit(3)"])
-def test_folders_that_nobody_removed_go_with_the_process_that_made_them(ending, tmp_path):
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", MADE.format(ending=ending)], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout.splitlines() == ["False True True"] * 2, done.stderr
-    assert not list(tmp_path.glob("lit-qrl-vllm-*"))
+def test_folders_that_nobody_removed_go_with_the_process_that_made_them(tmp_path):
+    programs = [MADE + ending for ending in ("", "raise RuntimeError", "sys.exit(3)")]
+    made, said = tmp_path / "made", tmp_path / "said"
+    made.mkdir()
+    said.mkdir()
+    ended = run_each(IMPORTS, programs, said, TMPDIR=str(made))
+    assert [one.stdout.splitlines() for one in ended] == [["False True True"] * 2] * 3, ended
+    assert [one.returncode for one in ended] == [0, 1, 3]
+    assert not list(made.glob("lit-qrl-vllm-*"))
 
 
 def test_a_folder_is_removed_once():

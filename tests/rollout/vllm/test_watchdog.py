@@ -1,14 +1,13 @@
 """Steps that never return: interrupted where Python can be, and the end of the process where it cannot."""
 
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 
 from lit_qrl.rollout.vllm.watchdog import EXIT_HUNG, Watchdog
+from tests.forked import run_each
 
 
 def test_a_step_that_sleeps_for_ever_is_interrupted():
@@ -62,44 +61,58 @@ def test_the_users_signal_handler_comes_back():
         signal.signal(signal.SIGUSR2, before)
 
 
-STUCK = """
-import ctypes
+IMPORTS = """
+import ctypes, os, pathlib
+from lit_qrl.rollout.vllm import folder as model_folder
 from lit_qrl.rollout.vllm.watchdog import Watchdog
+"""
+STUCK = """
 mutex = ctypes.create_string_buffer(64)
 lock = ctypes.CDLL(None).pthread_mutex_lock
-with Watchdog(0.2, on_hang=lambda sentence: print("last words:", sentence, flush=True), grace={grace}):
+with Watchdog(0.2, on_hang=lambda sentence: {words}, grace=0.5):
     lock(mutex)
     lock(mutex)  # waits for itself in native code, which no signal ends
 print("went on")
 """
+SAID = 'print("last words:", sentence, flush=True)'
+FOLDER = """
+folder = pathlib.Path(os.environ["FOLDERS"], "lit-qrl-vllm-1")
+folder.mkdir()
+model_folder._made[folder] = os.getpid()
+"""
+PROGRAMS = {
+    "says": STUCK.format(words=SAID),
+    "has a folder": FOLDER + STUCK.format(words=SAID),
+    "fails to say": STUCK.format(words="1 / 0"),
+    "hangs when it says": STUCK.format(words="lock(mutex)"),
+}
 
 
-def test_native_code_that_never_returns_ends_the_process_with_last_words():
-    done = subprocess.run([sys.executable, "-c", STUCK.format(grace=0.5)], capture_output=True, text=True, timeout=120)
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return tmp_path_factory.mktemp("folders")
+
+
+@pytest.fixture(scope="module")
+def ended(folders, tmp_path_factory):
+    """How each program ended."""
+    done = run_each(IMPORTS, list(PROGRAMS.values()), tmp_path_factory.mktemp("said"), FOLDERS=str(folders))
+    return dict(zip(PROGRAMS, done, strict=True))
+
+
+def test_native_code_that_never_returns_ends_the_process_with_last_words(ended):
+    assert ended["says"].returncode == EXIT_HUNG
+    assert ended["says"].stdout.startswith("last words: The engine hangs: one step took longer than 0.2 s")
+
+
+def test_a_process_that_ends_so_leaves_no_folder_of_an_engine(ended, folders):
+    done = ended["has a folder"]
     assert done.returncode == EXIT_HUNG
-    assert done.stdout.startswith("last words: The engine hangs: one step took longer than 0.2 s")
-
-
-def test_a_process_that_ends_so_leaves_no_folder_of_an_engine(tmp_path):
-    code = "\n".join(
-        [
-            "import os, pathlib",
-            "from lit_qrl.rollout.vllm import folder as model_folder",
-            f"folder = pathlib.Path({str(tmp_path)!r}, 'lit-qrl-vllm-1')",
-            "folder.mkdir()",
-            "model_folder._made[folder] = os.getpid()",
-            STUCK.format(grace=0.5),
-        ]
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == EXIT_HUNG
-    assert not list(tmp_path.iterdir())
+    assert not list(folders.iterdir())
     assert "went on" not in done.stdout
     assert "most recent call first" in done.stderr
 
 
-def test_last_words_that_fail_or_hang_do_not_keep_the_process():
-    for words in ("1 / 0", "lock(mutex)"):
-        code = STUCK.format(grace=0.5).replace('print("last words:", sentence, flush=True)', words)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-        assert done.returncode == EXIT_HUNG
+@pytest.mark.parametrize("how", ["fails to say", "hangs when it says"])
+def test_last_words_that_fail_or_hang_do_not_keep_the_process(ended, how):
+    assert ended[how].returncode == EXIT_HUNG

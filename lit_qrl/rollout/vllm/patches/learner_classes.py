@@ -8,8 +8,6 @@ that the class had.
 from functools import wraps
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from lit_qrl.rollout.vllm.patches.patch import Patch, Versions
 
 
@@ -17,6 +15,7 @@ def apart(original: Any) -> Any:
     """Return vLLM's decorator of classes, whose methods act on models alone that vLLM builds."""
 
     def support(cls: type, *args: Any, **named: Any) -> type:
+        from transformers import PreTrainedModel
         from vllm.config import get_current_vllm_config_or_none
 
         init, call = cls.__init__, cls.__call__

@@ -5,12 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_qrl.formats.nf4 import BLOCK
-from lit_qrl.rollout.vllm.nf4 import NAME, linear, table
 from lit_qrl.rollout.vllm.patches.patch import Patch, Versions
 
 
 def _register() -> None:
+    from lit_qrl.formats.nf4 import BLOCK
+    from lit_qrl.rollout.vllm.nf4 import NAME, linear, table
+
     # Not in the engine's memory, which a sleep may drop, nor while a CUDA graph is captured.
     table(torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu").device)  # with its index
     from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
