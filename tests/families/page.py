@@ -15,25 +15,38 @@ KEPT = ROOT / "docs" / "models"
 DOCUMENT = ROOT / "docs" / "models.md"
 
 
-def keep(family: Family, engine: str, cells: dict[str, Any]) -> None:
+def keep(family: Family, engine: str, cells: dict[str, Any], folder: Path = KEPT) -> None:
     """Write a row's cells beside those that are kept already."""
-    KEPT.mkdir(exist_ok=True)
-    path = KEPT / f"{family.model_type}.json"
+    _add(family, engine, {name: _without_nothing(asdict(one)) for name, one in cells.items()}, folder)
+
+
+def merge(folder: Path) -> int:
+    """Keep what was measured into another folder; return how many cells."""
+    rows = [(family, *row) for family in FAMILIES for row in kept(family, folder).items()]
+    for row in rows:
+        _add(*row, KEPT)
+    return sum(len(cells) for *_, cells in rows)
+
+
+def _add(family: Family, engine: str, cells: dict[str, Any], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{family.model_type}.json"
     row = json.loads(path.read_text()) if path.exists() else {"name": family.name, "engines": {}}
-    kept = row["engines"].setdefault(engine, {})
-    for name, one in cells.items():
-        kept[name] = {key: _short(value) for key, value in asdict(one).items() if value not in (None, "")}
-    row["engines"][engine] = dict(sorted(kept.items()))
+    row["engines"][engine] = dict(sorted({**row["engines"].get(engine, {}), **cells}.items()))
     path.write_text(json.dumps(row, indent=1) + "\n")
+
+
+def _without_nothing(cell: dict[str, Any]) -> dict[str, Any]:
+    return {key: _short(value) for key, value in cell.items() if value not in (None, "")}
 
 
 def _short(value: Any) -> Any:
     return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
-def kept(family: Family) -> dict[str, dict[str, dict[str, Any]]]:
+def kept(family: Family, folder: Path = KEPT) -> dict[str, dict[str, dict[str, Any]]]:
     """Return what is kept of a family: cells by engine and name."""
-    path = KEPT / f"{family.model_type}.json"
+    path = folder / f"{family.model_type}.json"
     return json.loads(path.read_text())["engines"] if path.exists() else {}
 
 
