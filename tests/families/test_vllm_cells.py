@@ -1,7 +1,11 @@
 """Cells of the table through vLLM: each works, publishes far apart included, or is refused in one paragraph."""
 
+from dataclasses import replace
+
 import pytest
 
+from lit_qrl.network.structure import FUSED_LAYERS
+from lit_qrl.rollout.vllm import models
 from tests.families import vllm_cells
 from tests.families.configs import BY_TYPE, FAMILIES
 
@@ -29,3 +33,26 @@ def test_a_cell_works_or_is_refused(model_type, name):
     if cell["outcome"] == "refused":
         assert "Expected:" in cell["message"]
         assert "\n" not in cell["message"]
+
+
+@pytest.mark.parametrize("name", ["fp8_row", pytest.param("plain", marks=pytest.mark.slow)])
+def test_rows_that_the_loader_sorts_are_verified(name):
+    falcon = BY_TYPE["falcon"]
+    several = replace(falcon, options={**falcon.options, "new_decoder_architecture": True, "num_kv_heads": 2})
+    cell = vllm_cells.run_cell(several, name)
+    assert cell["outcome"] == "works", cell
+    assert cell["verified"] == 1.0
+    assert cell["along_routes"]
+
+
+def test_every_layer_that_vllm_makes_of_several_has_its_row():
+    packed = {}
+    for family in FAMILIES:
+        try:
+            known = models._class_of(family.vllm)
+        except ImportError:  # for want of torchvision
+            continue
+        packed |= getattr(known, "packed_modules_mapping", {})
+    fused = {part: name for name, parts in packed.items() if len(parts) > 1 for part in parts}
+    assert len(fused) >= 7
+    assert fused.items() <= FUSED_LAYERS.items()

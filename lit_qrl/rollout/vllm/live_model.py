@@ -84,7 +84,7 @@ class LiveModel:
             if found in self._modules:
                 module = self._modules[found]
                 rewritten = self._naming.rewrites(layer, getattr(module, key, None))
-                return Place(found, module, key, rewritten=rewritten)
+                return Place(found, module, key, rewritten=rewritten, groups=self._naming.groups(module))
             for fused, part, parts, shards in self._naming.fused(found):
                 if hasattr(self._modules.get(fused), "output_sizes"):
                     module, rewritten = self._modules[fused], self._naming.rewrites(layer, None)
@@ -363,6 +363,7 @@ class LiveModel:
         if place.parts:
             start, count = place.rows
             return rows[start : start + count]
+        rows = place.in_order(rows)
         # vLLM pads the vocabulary
         return rows[: place.module.org_vocab_size] if hasattr(place.module, "org_vocab_size") else rows  # pyright: ignore
 

@@ -69,12 +69,13 @@ def check_model(network: nn.Module, dtype: torch.dtype | None = None) -> None:
         )
     try:
         _class_of(name)
-    except ImportError as error:
+    except (ImportError, RuntimeError, AttributeError, OSError) as error:  # absent, or built for another torch
+        absent = getattr(error, "name", None) if isinstance(error, ImportError) else None
         raise ConfigError(
-            f"vLLM knows the model type {name}, but cannot load it here: {error}.",
-            expected="the packages that vLLM's own code of this model imports",
-            given=f"no module {error.name}" if error.name else str(error),
-            remedy=f"Install {error.name or 'it'}, or use TransformersEngine.",
+            f"vLLM knows the model type {name}, but cannot load it here: {str(error)[:LONGEST].rstrip('.')}.",
+            expected="the packages that vLLM's own code of this model imports, built for the torch that is installed",
+            given=f"no module {absent}" if absent else type(error).__name__,
+            remedy=f"Install {absent or 'what it names'}, or use TransformersEngine.",
         ) from error
     if name in PAST_RELOAD:
         raise ConfigError(

@@ -11,6 +11,10 @@ from lit_qrl.network.names import checkpoint_name
 
 _LETTERS = {"q": 0, "k": 1, "v": 2}
 """vLLM's names of the parts of an attention layer's fused projection."""
+SORTING = frozenset({"FalconModel", "GPTNeoXModel", "BloomModel"})
+"""Models of vLLM whose checkpoints hold queries, key and value of a group of heads together, and whose loaders sort
+them into all queries, all keys and all values. (vLLM 0.32 has the second and the third from transformers, as they are.)
+"""
 
 
 class Naming:
@@ -32,6 +36,8 @@ class Naming:
             mapper = getattr(module, "hf_to_vllm_mapper", None)
             if mapper is not None:
                 self._add(checkpoint_name(name), mapper)
+        sorting = (part for part in model.modules() if type(part).__name__ in SORTING)
+        self._sorted = {module for part in sorting for module in part.modules() if hasattr(module, "output_sizes")}
         self._rearranges = any(hasattr(module, "permute_qk_weight_for_rotary") for module in model.modules())
 
     def _add(self, prefix: str, mapper: Any) -> None:
@@ -70,6 +76,11 @@ class Naming:
             if leaf in parts:
                 names = tuple(sorted(parts, key=lambda part: parts[part]))
                 yield f"{parent}.{fused}" if parent else fused, names.index(leaf), names, parts[leaf]
+
+    def groups(self, module: Any) -> int:
+        """Return how many groups of rows vLLM's loader sorts in this module; 0 where it leaves them as they are."""
+        count = getattr(module, "total_num_kv_heads", 0) if module in self._sorted else 0
+        return count if count > 1 else 0
 
     def rewrites(self, layer: str, parameter: Any) -> bool:
         """Return True where vLLM's loader writes other numbers than it gets.
