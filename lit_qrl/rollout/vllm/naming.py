@@ -32,9 +32,11 @@ class Naming:
         for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
             if len(parts) > 1:
                 self._parts[fused] = {part: (index,) for index, part in enumerate(parts)}
+        added: list[Any] = []
         for name, module in model.named_modules():
             mapper = getattr(module, "hf_to_vllm_mapper", None)
-            if mapper is not None:
+            if mapper is not None and not any(mapper is one for one in added):  # a wrapper shows its inner model's, too
+                added.append(mapper)
                 self._add(checkpoint_name(name), mapper)
         sorting = (part for part in model.modules() if type(part).__name__ in SORTING)
         self._sorted = {module for part in sorting for module in part.modules() if hasattr(module, "output_sizes")}
