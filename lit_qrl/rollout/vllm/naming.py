@@ -1,6 +1,5 @@
 """From names of a checkpoint to names of vLLM's modules, by the mappings that the model itself loads with."""
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +7,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from lit_qrl.network.names import checkpoint_name
+from lit_qrl.rollout.vllm.derived import computing_loader
 
 _LETTERS = {"q": 0, "k": 1, "v": 2}
 """vLLM's names of the parts of an attention layer's fused projection."""
@@ -89,9 +89,9 @@ class Naming:
 
         State-space layers keep −exp(A) under a composed loader, and Llama 4's rows of q and k come in another order.
         """
-        loader = getattr(parameter, "weight_loader", None)
-        composed = loader is not None and "composed" in getattr(inspect.unwrap(loader), "__qualname__", "")
-        return composed or (self._rearranges and layer.rpartition(".")[2] in ("q_proj", "k_proj"))
+        return computing_loader(parameter) is not None or (
+            self._rearranges and layer.rpartition(".")[2] in ("q_proj", "k_proj")
+        )
 
 
 def stored(network: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
