@@ -66,8 +66,8 @@ paragraph, given below. `auto` is the learner's dtype, here fp32; `–` was not 
 Through vLLM, a format **works** when two sets of weights far apart were published one after the other, every layer was
 compared, and the log-probs of its completions are, in the mean, within 1e-5 nats of the learner's eager forward pass in
 fp32; where vLLM rounds to bf16 or quantizes activations, within 0.05, or twice what the learner's own forward pass in
-bf16 differs by, if that is more. Where vLLM's loader rewrites tensors of which no module is known to keep them (experts),
-what was verified is the share given. Models that take pictures, and Qwen3.5, need torchvision beside vLLM, whose build on
+bf16 differs by, if that is more. Where no module is known to keep a tensor as vLLM's loader rewrites it (experts), what
+was verified is the share given. Models that take pictures, and Qwen3.5, need torchvision beside vLLM, whose build on
 the package index loads with CUDA's torch alone; linear attention has kernels for bf16 alone on a CPU.
 """
 

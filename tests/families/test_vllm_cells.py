@@ -12,8 +12,9 @@ from tests.families.page import kept
 
 pytestmark = pytest.mark.vllm
 
-IN_CI = {("phi3", "fp8_tensor"), ("phi3", "nvfp4"), ("deepseek_v3", "plain"), ("gpt2", "plain")}
-"""A layer that the checkpoint fuses, latent attention, and matrices that vLLM's loader turns; the others are `slow`."""
+IN_CI = {("phi3", "fp8_tensor"), ("phi3", "nvfp4"), ("deepseek_v3", "plain"), ("gpt2", "plain"), ("mamba2", "bf16")}
+"""A layer that the checkpoint fuses, latent attention, matrices that vLLM's loader turns, and a convolution that a CPU
+packs beside a view of it; the others are `slow`."""
 CELLS = [
     pytest.param(
         family.model_type,
