@@ -170,6 +170,7 @@ def _general(text: str) -> str:
     text = re.sub(r"/tmp/\S+/model", "the model", text)
     text = re.sub(r"^(fp8_row|fp8_tensor|int4_group|nvfp4) ", "The format ", text)
     text = re.sub(r"publisher\.format (fp8_row|fp8_tensor|int4_group|nvfp4)\b", "this publisher.format", text)
+    text = re.sub(r"\b(experts in) (fp8_row|fp8_tensor|int4_group|nvfp4)\.", r"\1 this format.", text)
     text = re.sub(r"(--exclude|publisher\.exclude|the plugin's exclude)\b", "exclude", text)
     text = re.sub(r"(among its linear layers): .*?\. (?=[A-Z])", r"\1. ", text)
     text = re.sub(r"\b\d+% of", "a share of", text)
