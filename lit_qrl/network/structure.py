@@ -30,8 +30,9 @@ FUSED_LAYERS = {
     "in_proj_b": "in_proj_ba",
     "in_proj_a": "in_proj_ba",
 }
-"""Linear layers, by the last part of their names, and the one layer that engines hold and multiply them as. Where vLLM
-holds others as one, `check_groups` (`rollout/vllm/checks.py`) says so."""
+"""Linear layers, by the last part of their names, and the one layer that engines hold and multiply them as. A test
+holds it to what vLLM's models say that they pack; where vLLM holds others as one, `check_groups`
+(`rollout/vllm/checks.py`) says so."""
 ROW_PAIRS = (("v_proj", "o_proj", "q_proj"), ("up_proj", "down_proj", "gate_proj"))
 """A layer whose output channels are another's input channels, that other, and a third beside them; what lies between is
 linear in the first."""

@@ -15,25 +15,38 @@ KEPT = ROOT / "docs" / "models"
 DOCUMENT = ROOT / "docs" / "models.md"
 
 
-def keep(family: Family, engine: str, cells: dict[str, Any]) -> None:
+def keep(family: Family, engine: str, cells: dict[str, Any], folder: Path = KEPT) -> None:
     """Write a row's cells beside those that are kept already."""
-    KEPT.mkdir(exist_ok=True)
-    path = KEPT / f"{family.model_type}.json"
+    _add(family, engine, {name: _without_nothing(asdict(one)) for name, one in cells.items()}, folder)
+
+
+def merge(folder: Path) -> int:
+    """Keep what was measured into another folder; return how many cells."""
+    rows = [(family, *row) for family in FAMILIES for row in kept(family, folder).items()]
+    for row in rows:
+        _add(*row, KEPT)
+    return sum(len(cells) for *_, cells in rows)
+
+
+def _add(family: Family, engine: str, cells: dict[str, Any], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{family.model_type}.json"
     row = json.loads(path.read_text()) if path.exists() else {"name": family.name, "engines": {}}
-    kept = row["engines"].setdefault(engine, {})
-    for name, one in cells.items():
-        kept[name] = {key: _short(value) for key, value in asdict(one).items() if value not in (None, "")}
-    row["engines"][engine] = dict(sorted(kept.items()))
+    row["engines"][engine] = dict(sorted({**row["engines"].get(engine, {}), **cells}.items()))
     path.write_text(json.dumps(row, indent=1) + "\n")
+
+
+def _without_nothing(cell: dict[str, Any]) -> dict[str, Any]:
+    return {key: _short(value) for key, value in cell.items() if value not in (None, "")}
 
 
 def _short(value: Any) -> Any:
     return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
-def kept(family: Family) -> dict[str, dict[str, dict[str, Any]]]:
+def kept(family: Family, folder: Path = KEPT) -> dict[str, dict[str, dict[str, Any]]]:
     """Return what is kept of a family: cells by engine and name."""
-    path = KEPT / f"{family.model_type}.json"
+    path = folder / f"{family.model_type}.json"
     return json.loads(path.read_text())["engines"] if path.exists() else {}
 
 
@@ -52,9 +65,10 @@ paragraph, given below. `auto` is the learner's dtype, here fp32; `–` was not 
 
 Through vLLM, a format **works** when two sets of weights far apart were published one after the other, every layer was
 compared, and the log-probs of its completions are, in the mean, within 1e-5 nats of the learner's eager forward pass in
-fp32, and within 0.05 where a kernel of vLLM's rounds to bf16 or quantizes activations. Where vLLM's loader rewrites
-tensors (experts, a state's decay), what was verified is the share given. Models that take pictures, and Qwen3.5, need
-torchvision beside vLLM, which was not there; linear attention has kernels for bf16 alone on a CPU.
+fp32; where vLLM rounds to bf16 or quantizes activations, within 0.05, or twice what the learner's own forward pass in
+bf16 differs by, if that is more. Where no module is known to keep a tensor as vLLM's loader rewrites it (experts), what
+was verified is the share given. Models that take pictures, and Qwen3.5, need torchvision beside vLLM, whose build on
+the package index loads with CUDA's torch alone; linear attention has kernels for bf16 alone on a CPU.
 """
 
 
@@ -156,6 +170,7 @@ def _general(text: str) -> str:
     text = re.sub(r"/tmp/\S+/model", "the model", text)
     text = re.sub(r"^(fp8_row|fp8_tensor|int4_group|nvfp4) ", "The format ", text)
     text = re.sub(r"publisher\.format (fp8_row|fp8_tensor|int4_group|nvfp4)\b", "this publisher.format", text)
+    text = re.sub(r"\b(experts in) (fp8_row|fp8_tensor|int4_group|nvfp4)\.", r"\1 this format.", text)
     text = re.sub(r"(--exclude|publisher\.exclude|the plugin's exclude)\b", "exclude", text)
     text = re.sub(r"(among its linear layers): .*?\. (?=[A-Z])", r"\1. ", text)
     text = re.sub(r"\b\d+% of", "a share of", text)

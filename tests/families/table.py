@@ -2,19 +2,21 @@
 
 `python -m tests.families.table --families Qwen3 Falcon --engines transformers` measures some rows, and keeps them in
 `docs/models/` as JSON; `--write` writes `docs/models.md`, and what `lit-qrl models` shows, from all that are kept.
+On a larger machine: `--jobs 16 --minutes 8 --missing --out FOLDER`, again until nothing is missing, and here
+`--merge FOLDER --write`.
 """
 
 import argparse
 import contextlib
-import copy
 import io
 import json
 import logging
-import multiprocessing
+import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -29,23 +31,24 @@ from lit_qrl.cli.audit import audit
 from lit_qrl.cli.export import export
 from lit_qrl.cli.models import MEASURED
 from lit_qrl.errors import ConfigError
-from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.network.linears import fused_groups, quantizable_linears
 from lit_qrl.network.stream import shared_amax
 from lit_qrl.precision import NVFP4LoRA, QATAligned
-from lit_qrl.publish.learner_scores import computing_as
 from lit_qrl.quantize.folder import quantize_checkpoint
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from tests import tiny_run
 from tests.families.configs import FAMILIES, Family, model_folder, sized
-from tests.families.page import DOCUMENT, ROOT, document, keep, kept, packaged, settings
+from tests.families.jobs import LATE, side_by_side
+from tests.families.page import DOCUMENT, KEPT, ROOT, document, keep, kept, merge, packaged, settings
 from tests.families.vllm_cells import FORMATS as VLLM_FORMATS
 from tests.families.vllm_cells import run_cell
+from tests.families.witness import Difference, Witness, reference
 
 FORMATS = ("auto", "bf16", "fp8_row", "fp8_tensor", "int4_group", "nvfp4")
 """Of the sampler; `auto` is the learner's own dtype."""
 WEIGHT_ONLY = ("int4_group", "nvfp4")
 EXPORTED = (None, "bf16", *WEIGHT_ONLY)
+EXPORTS = tuple(f"export/{format or 'plain'}" for format in EXPORTED)
 EXACT = 1e-5
 """Largest |Δ log p| in fp32, in nats, between a sampler and a plain forward pass of the library."""
 FLIPPED = 2e-3
@@ -75,68 +78,6 @@ class Cell:
     quantized: float | None = None
     verified: float | None = None
     early: bool | None = None
-
-
-class Difference(AssertionError):
-    """Two sides that should agree do not."""
-
-
-class Witness(RLCallback):
-    """Compares what the engine and the learner said of each rollout with a plain forward pass of the library.
-
-    Args:
-        format: that the sampler computes in, over the merged weights; None where the merged weights are what it has.
-        bound: on the mean where the two round differently, or on the largest.
-    """
-
-    def __init__(self, format: Any = None) -> None:
-        self.format = format
-        self.sampler: list[torch.Tensor] = []
-        self.learner: list[torch.Tensor] = []
-        self.seen: list[torch.Tensor] = []
-        self.exclude: tuple[str, ...] = ()
-
-    @torch.no_grad()
-    def on_rollout_end(self, trainer, module, batch):
-        plugin = trainer.precision_plugin
-        plain = reference(module.policy)
-        rows = batch.select(torch.arange(4))
-        expected = forward(plain, rows, self.format, getattr(plugin, "exclude", ()))
-        mask = rows.mask
-        self.sampler.append((rows.sampler_logprobs - expected)[mask].abs())
-        module.policy.eval()
-        with plugin.forward_context():
-            own = module.policy(rows).logprobs
-        module.policy.train()
-        aligned = isinstance(plugin, QATAligned)
-        self.learner.append((own - (expected if aligned else forward(plain, rows)))[mask].abs())
-        self.seen.append(torch.cat([p.detach().flatten()[:64].float() for p in plain.parameters()]))
-
-
-def reference(policy: Any) -> Any:
-    """Return the library's own model with the policy's weights, adapters merged, in fp32 with eager attention."""
-    config = copy.deepcopy(policy.config)
-    network = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    with torch.no_grad():
-        weights = {name: tensor.float() for name, tensor in policy.named_weights()}
-    unknown = network.load_state_dict(weights, strict=False).unexpected_keys
-    assert not unknown, unknown
-    network.tie_weights()
-    return network.eval()
-
-
-def forward(network: Any, batch: Any, format: Any = None, exclude: Any = ()) -> torch.Tensor:
-    """Return the log-probs "b t" of the completions, one sequence at a time, without padding and without a cache."""
-    width = batch.tokens.shape[1] - batch.mask.shape[1]
-    scores = torch.zeros(batch.mask.shape)
-    for row in range(len(batch)):
-        start, length = width - int(batch.prompt_length[row]), int(batch.mask[row].sum())
-        ids = batch.tokens[row, start : width + length][None]
-        with computing_as(network, format, exclude):
-            logits = network(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
-        chosen = logits[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
-        scores[row, :length] = chosen[-length:]
-    return scores
 
 
 def sampler_format(name: str) -> Any:
@@ -197,11 +138,10 @@ def exported(family: Family, folder: Path, wanted: Callable[[str], bool] = lambd
     """Train by the command line, export plainly, in bf16 and in formats, and load what was written."""
     from lit_qrl.cli.main import run_training
 
-    names = [f"export/{format or 'plain'}" for format in EXPORTED]
     try:
         run_training(tiny_run.command(folder, model_folder(family, folder / "model"), lr=LR, epochs=1))
     except ConfigError as error:
-        return {name: Cell("refused", str(error)) for name in names if wanted(name)}
+        return {name: Cell("refused", str(error)) for name in EXPORTS if wanted(name)}
     return {
         f"export/{format or 'plain'}": cell(lambda format=format: _reloaded(folder, format))
         for format in EXPORTED
@@ -351,13 +291,12 @@ def measured(
                     found = {name: cell(lambda m=measure, f=folder: m(family, Path(f)))}
                 done(found)
                 cells |= found
-        names = [f"export/{format or 'plain'}" for format in EXPORTED]
-        if engine == "transformers" and any(map(wanted, names)):
+        if engine == "transformers" and any(map(wanted, EXPORTS)):
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     found = exported(family, Path(folder), wanted)
                 except Exception as error:
-                    found = {names[0]: Cell("failed", f"{type(error).__name__}: {str(error)[:400]}")}
+                    found = {EXPORTS[0]: Cell("failed", f"{type(error).__name__}: {str(error)[:400]}")}
             done(found)
             cells |= found
     return cells
@@ -385,56 +324,76 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--families", nargs="*", default=[family.name for family in FAMILIES])
     parser.add_argument("--engines", nargs="*", default=["transformers"], choices=["transformers", "vllm"])
     parser.add_argument("--formats", nargs="*", default=FORMATS, choices=FORMATS)
-    parser.add_argument("--only", default="", help="cells whose name holds this")
-    parser.add_argument("--missing", action="store_true", help="cells that are not kept yet")
+    parser.add_argument("--only", nargs="*", default=[""], help="cells whose name holds one of these")
+    parser.add_argument("--missing", action="store_true", help="cells that are not kept there yet")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time, each in a process of one thread")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which what runs is stopped")
+    parser.add_argument("--out", type=Path, default=KEPT, help="folder that the cells are kept in")
+    parser.add_argument("--merge", type=Path, help="keep what another folder has, and measure nothing")
     parser.add_argument("--dry", action="store_true", help="keep nothing")
-    parser.add_argument(
-        "--write",
-        action="store_true",
-        help="write the pages from what is kept",
-    )
+    parser.add_argument("--write", action="store_true", help="write the pages from what is kept")
     given = parser.parse_args(arguments)
+    if given.merge:
+        print(f"{merge(given.merge)} cells")
     if given.write:
         DOCUMENT.write_text(document())
         MEASURED.write_text(packaged())
-        return 0
-    chosen = [family for family in FAMILIES if family.name in given.families]
-    rows = [(family, engine) for family in chosen for engine in given.engines]
-    return sum(_row(*row, given) if len(rows) == 1 else _apart(_row, *row, given) for row in rows)
+    return 0 if given.merge or given.write else _measure(given)
 
 
-def _row(family: Family, engine: str, given: argparse.Namespace) -> int:
-    """Measure what is asked for of one row, print and keep it, and return how many cells failed."""
-    there = kept(family).get(engine, {}) if given.missing else {}
+def _measure(given: argparse.Namespace) -> int:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the table is of CPUs
+    if "vllm" in given.engines:
+        from lit_qrl.rollout.vllm.process import prepare_environment
 
-    def told(cells: dict[str, Cell]) -> None:
+        prepare_environment(deep_gemm=False, kv_cache_gib=None)
+        import_module("vllm").LLM  # noqa: B018  once, for all processes
+    counts: dict[str, Counter[str]] = {}
+    lacking: dict[Any, set[str]] = {}
+
+    def take(family: Family, engine: str, cells: dict[str, Cell]) -> None:
         for name, one in cells.items():
             figure = "" if one.difference is None else f"{one.difference:.1e}"
             when = " (late)" if one.early is False else ""
-            row = f"{family.name:<20}{engine:<13}{name:<18}{one.state:<8}{when} {figure} {one.text}"
-            print(row, file=sys.__stdout__, flush=True)
+            print(f"{family.name:<20}{engine:<13}{name:<18}{one.state:<8}{when} {figure} {one.text}", flush=True)
+            counts.setdefault(f"{family.name:<20}{engine:<13}", Counter())[one.state] += 1
         if not given.dry:
-            keep(family, engine, cells)
+            keep(family, engine, cells, given.out)
 
-    wanted = lambda name: given.only in name and name not in there  # noqa: E731
-    cells = measured(family, engine, tuple(given.formats), wanted, told)
-    return sum(one.state == "failed" for one in cells.values())
+    for (family, engine, names), found, ended in side_by_side(_tasks(given), given.jobs, 60 * given.minutes):
+        left = lacking.setdefault((family.name, engine, names), set(names))
+        if ended is None:
+            left.difference_update(found)
+            take(family, engine, found)
+        elif ended == LATE:
+            print(f"{family.name:<20}{engine:<13}{', '.join(sorted(left))}: {ended}", flush=True)
+        else:
+            take(family, engine, dict.fromkeys(sorted(left), Cell("failed", f"its process {ended or 'ended early'}")))
+    for row, states in counts.items():
+        print(row, ", ".join(f"{count} {state}" for state, count in sorted(states.items())))
+    return sum(states["failed"] for states in counts.values())
 
 
-def _apart(row: Callable[..., int], family: Family, engine: str, given: argparse.Namespace) -> int:
-    """Measure a row in a copy of this process, which an engine that dies takes with it."""
-    from lit_qrl.rollout.vllm.process import prepare_environment
+def _tasks(given: argparse.Namespace) -> Iterator[tuple[Any, Callable[[Callable[[Any], None]], None]]]:
+    """Yield what is to be measured: one cell, or the exports of one run."""
+    for family in (family for family in FAMILIES if family.name in given.families):
+        for engine in given.engines:
+            there = kept(family, given.out).get(engine, {}) if given.missing else {}
+            units = [(name,) for name in methods(engine, tuple(given.formats))]
+            units += [EXPORTS] if engine == "transformers" else []
+            for unit in units:
+                names = tuple(n for n in unit if n not in there and any(part in n for part in given.only))
+                if names:
+                    yield (
+                        (family, engine, names),
+                        lambda send, f=family, e=engine, n=names: _unit(f, e, given, n, send),
+                    )
 
-    if "vllm" in given.engines:
-        prepare_environment(deep_gemm=False, kv_cache_gib=None)
-        import_module("vllm").LLM  # noqa: B018  once, for all copies
 
-    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(row(family, engine, given)))
-    process.start()
-    process.join()
-    if (process.exitcode or 0) < 0:
-        print(f"{family.name:<20}{engine:<13}ended by signal {-process.exitcode}", flush=True)  # pyright: ignore
-    return abs(process.exitcode or 0)
+def _unit(
+    family: Family, engine: str, given: argparse.Namespace, names: tuple[str, ...], send: Callable[[Any], None]
+) -> None:
+    measured(family, engine, tuple(given.formats), names.__contains__, send)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 `python -m tests.families.table --engines vllm` measures and keeps them.
 """
 
+import copy
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,8 @@ PROMPT, COMPLETION, PROMPTS = 40, 8, 4
 TOLERANCE = {"plain": 1e-5}
 """Largest mean |Δ log p| that a cell may show; the formats' kernels round to bf16 or quantize activations."""
 LOW_BIT = 0.05
+ROUNDED_TWICE = 2.0
+"""Times the learner's own difference between bf16 and fp32 that an engine in bf16 may differ: each side rounds once."""
 
 
 def prompts() -> list[list[int]]:
@@ -75,16 +78,20 @@ def publish(network: Any, engine: Any, version: int, previous: Any = None, wire:
     return faults, sent, report
 
 
-def disagreement(network: Any, engine: Any) -> tuple[float, float]:
-    """Return mean and largest |Δ log p| of the engine's completions from an uncached forward of the learner."""
-    asked = prompts()
-    differences = []
+def disagreement(network: Any, engine: Any) -> tuple[float, float, float]:
+    """Return mean and largest |Δ log p| of the engine's completions from an uncached forward of the learner.
+
+    The third is the mean by which the learner's own forward in the engine's dtype differs from the same one.
+    """
+    asked, dtype = prompts(), engine.plain_dtype
+    rounded = network if dtype == torch.float32 else copy.deepcopy(network).to(dtype)
+    differences, own = [], []
     for prompt, completion in zip(asked, engine.generate(asked, 1, seed=7), strict=True):
-        dtype = engine.plain_dtype
         expected = reference_logprobs(network, prompt, completion.token_ids, engine.spec.format, dtype)
         differences.append((torch.tensor(completion.logprobs) - expected).abs())
+        own.append((reference_logprobs(rounded, prompt, completion.token_ids) - expected).abs())
     every = torch.cat(differences)
-    return float(every.mean()), float(every.max())
+    return float(every.mean()), float(every.max()), float(torch.cat(own).mean())
 
 
 def _share(network: Any, unread: Iterable[str]) -> float:
@@ -114,8 +121,10 @@ def run_cell(family: Family, format_name: str) -> dict[str, Any]:
             cell["faults"] = [str(fault) for fault in faults]
             cell["unread"] = sorted(report.received.unread)
             cell["verified"] = 1 - _share(network, report.received.unread)
-            cell["difference"], cell["largest"] = disagreement(network, engine)
+            cell["difference"], cell["largest"], cell["rounding"] = disagreement(network, engine)
             cell["along_routes"] = engine.live.routes is not None
+            if engine.plain_dtype != torch.float32:
+                bound = max(bound, ROUNDED_TWICE * cell["rounding"])
             outcome = "faulty" if faults else "works" if cell["difference"] <= bound else "wrong"
             cell["publish"] = version
             if outcome != "works":

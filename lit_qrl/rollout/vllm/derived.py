@@ -1,9 +1,11 @@
-"""Tensors that vLLM makes of other layers' weights: latent attention multiplies by pieces of `kv_b_proj` of its own.
+"""Tensors that vLLM makes of weights: latent attention multiplies by pieces of `kv_b_proj` of its own, a state decays.
 
-No checkpoint has them, so that no receipt can be taken. vLLM makes them after every reload; a load along routes must
-have them made again, and what they hold is compared with the layer that they are made of.
+No checkpoint has the former, so that no receipt can be taken. vLLM makes them after every reload; a load along routes
+must have them made again, and what they hold is compared with the layer that they are made of. Of the latter the
+checkpoint has the logarithm: a loader computes −exp(A) as it comes.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.receipts.ledger import Fault, share_of_bound
-from lit_qrl.rollout.vllm.locations import restored_names
+from lit_qrl.rollout.vllm.locations import Place, restored_names
 
 COLUMNS = 8
 """Columns of the latent space in which a derived tensor is compared with its source, spread over all."""
@@ -67,5 +69,46 @@ def stale(
         ):
             share = share_of_bound(held.reshape(-1, len(chosen)), expected.reshape(-1, len(chosen)), exact)
             wrong.append((f"{name}.{piece}", (share > 1).any()))
+    found = torch.stack([flag for _, flag in wrong]).tolist() if wrong else []
+    return [Fault("derived", name) for (name, _), flag in zip(wrong, found, strict=True) if flag]
+
+
+def computing_loader(parameter: Any) -> Callable[[Tensor, Tensor], None] | None:
+    """Return the loader of a parameter that computes what it keeps of what it gets; None where it keeps that itself."""
+    loader = getattr(parameter, "weight_loader", None)
+    inner = None if loader is None else inspect.unwrap(loader)
+    return inner if "composed" in getattr(inner, "__qualname__", "") else None
+
+
+def note(sent: dict[str, tuple[Place, Tensor]], name: str, place: Place, tensor: Tensor) -> bool:
+    """Keep what comes for a parameter whose loader computes what it keeps; return False for any other.
+
+    Args:
+        sent: where it is kept, for `other`.
+        name: in the checkpoint.
+        place: of the tensor.
+        tensor: that comes.
+    """
+    if computing_loader(getattr(place.module, place.attribute, None)) is None:
+        return False
+    sent[name] = place, tensor.clone()
+    return True
+
+
+@torch.no_grad()
+def other(sent: dict[str, tuple[Place, Tensor]]) -> list[Fault]:
+    """Return a fault for each parameter that is not what its loader makes of what was sent, and forget that.
+
+    Args:
+        sent: place and tensor by name, as `note` kept them.
+    """
+    wrong: list[tuple[str, Tensor]] = []
+    for name, (place, tensor) in sent.items():
+        held: Any = getattr(place.module, place.attribute)
+        made, load = torch.empty_like(held.data), computing_loader(held)
+        if load is not None:
+            load(made, tensor.to(made.device))
+            wrong.append((name, (made != held).any()))
+    sent.clear()
     found = torch.stack([flag for _, flag in wrong]).tolist() if wrong else []
     return [Fault("derived", name) for (name, _), flag in zip(wrong, found, strict=True) if flag]

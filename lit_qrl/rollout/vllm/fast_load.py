@@ -217,11 +217,9 @@ class DirectLoad:
         for name, tensor in group.items():
             place = self.routes.places[name]
             parameter = getattr(place.module, place.attribute).data
-            cut = place.cut(parameter, tensor.shape)
-            if cut is not None:
-                if hasattr(place.module, "num_embeddings_padded"):
-                    getattr(place.module, place.attribute).data[tensor.shape[0] :].zero_()  # as vLLM's loader does
-                cut.copy_(tensor)
+            if hasattr(place.module, "num_embeddings_padded"):
+                parameter[tensor.shape[0] :].zero_()  # as vLLM's loader does
+            place.write(parameter, tensor)
 
     def _incomplete(self, module_name: str, group: dict[str, Tensor]) -> Fault:
         parts = next(self.routes.places[name].parts for name in group)

@@ -65,6 +65,7 @@ class LiveModel:
         self._repacked = Checksums()
         self._inexact: list[tuple[str, Tensor]] = []
         self._opaque: list[str] = []
+        self._computed: dict[str, tuple[Place, Tensor]] = {}
         self._untouched: set[str] = set()
         self._names = {id(module): name for name, module in self._modules.items()}
         self._watch_repacking()
@@ -84,7 +85,7 @@ class LiveModel:
             if found in self._modules:
                 module = self._modules[found]
                 rewritten = self._naming.rewrites(layer, getattr(module, key, None))
-                return Place(found, module, key, rewritten=rewritten)
+                return Place(found, module, key, rewritten=rewritten, groups=self._naming.groups(module))
             for fused, part, parts, shards in self._naming.fused(found):
                 if hasattr(self._modules.get(fused), "output_sizes"):
                     module, rewritten = self._modules[fused], self._naming.rewrites(layer, None)
@@ -116,9 +117,8 @@ class LiveModel:
         Raises:
             PublishError: for a fused or quantized layer of which a part is missing; that layer keeps its old weights.
         """
-        self._ledger, self.sent, self.pending = ledger, {}, {}
+        self._ledger, self.sent, self.pending, routes = ledger, {}, {}, self.routes
         self._repacked, self._inexact, self._opaque, self._untouched = Checksums(), [], [], set()
-        routes = self.routes
         try:
             if routes is not None:
                 incomplete = direct.DirectLoad(self, routes, ledger).load(tensors)
@@ -129,7 +129,7 @@ class LiveModel:
                     incomplete = self._revert_incomplete()
                 self._record_unprocessed()
             self._refresh_tied()
-            ledger.faults += derived.stale(self._derived, self._columns)
+            ledger.faults += derived.stale(self._derived, self._columns) + derived.other(self._computed)
             self._check_copies()
         finally:
             self._ledger = None
@@ -154,7 +154,8 @@ class LiveModel:
                 # Of "experts.0.up_proj.weight", which the hub has in place of a stack, the module that holds them all.
                 self._opaque += [name, *(f"{key.rsplit('.', 3)[0]}." for key in list(handed)[:1] if len(handed) > 1)]
                 self._ledger.record(name, tensor)
-                self._ledger.unread.append(name)
+                if place is None or not derived.note(self._computed, name, place, tensor):
+                    self._ledger.unread.append(name)
             elif name in self.sent or place.attribute in DESCRIPTIVE:
                 self._ledger.record(name, tensor)
             if name not in self.sent and place is not None:
@@ -364,7 +365,7 @@ class LiveModel:
             start, count = place.rows
             return rows[start : start + count]
         # vLLM pads the vocabulary
-        return rows[: place.module.org_vocab_size] if hasattr(place.module, "org_vocab_size") else rows  # pyright: ignore
+        return rows[: place.module.org_vocab_size] if hasattr(place.module, "org_vocab_size") else place.in_order(rows)  # pyright: ignore
 
     @torch.no_grad()
     def _columns(self, module: nn.Module, columns: Sequence[int]) -> Tensor | None:

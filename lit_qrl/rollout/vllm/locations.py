@@ -27,6 +27,8 @@ class Place:
         shards: the module's logical widths that it fills, where those are not `part` alone.
         rewritten: vLLM's loader writes other numbers than it gets, so that nothing can be compared.
         turned: the checkpoint holds the matrix as "in out", which vLLM's loader turns.
+        groups: in how many groups the checkpoint has queries, a key's and a value's rows together, which vLLM's loader
+            sorts into all queries, all keys and all values; 0 where rows keep their order.
     """
 
     module_name: str
@@ -37,6 +39,7 @@ class Place:
     shards: tuple[int, ...] = ()
     rewritten: bool = False
     turned: bool = False
+    groups: int = 0
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -57,8 +60,34 @@ class Place:
             numbers = tensor.data.view(-1)
             numbers[shards] = numbers[shards[0]].clone()
 
+    def in_order(self, tensor: Tensor) -> Tensor:
+        """Return rows of the module in the checkpoint's order."""
+        if not self._sorts(tensor):
+            return tensor
+        sizes = [int(size) for size in self.module.output_sizes]  # pyright: ignore
+        parts = (part.reshape(self.groups, -1, *part.shape[1:]) for part in tensor.split(sizes))
+        return torch.cat(list(parts), 1).reshape(tensor.shape)
+
+    def write(self, tensor: Tensor, sent: Tensor) -> None:
+        """Write what was sent into this tensor's slice of the module's; nothing where it does not fit."""
+        cut = self.cut(tensor, sent.shape)
+        if cut is not None and self._sorts(tensor):
+            sizes = [int(size) // self.groups for size in self.module.output_sizes]  # pyright: ignore
+            grouped = sent.reshape(self.groups, -1, *sent.shape[1:]).split(sizes, 1)
+            tensor.copy_(torch.cat([part.reshape(-1, *sent.shape[1:]) for part in grouped]))
+        elif cut is not None:
+            cut.copy_(sent)
+
+    def _sorts(self, tensor: Tensor) -> bool:
+        rows = sum(int(size) for size in self.module.output_sizes) if self.groups else None  # pyright: ignore
+        return rows is not None and tensor.ndim > 0 and tensor.shape[0] == rows
+
     def cut(self, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
-        """Return this tensor's slice of the module's, viewed in the shape that was sent; None if it does not fit."""
+        """Return this tensor's slice of the module's in the shape that was sent; None if it does not fit.
+
+        It is a view of the module's memory, unless vLLM's loader sorts the rows.
+        """
+        tensor = self.in_order(tensor)
         if self.turned and len(shape) == 2:
             straight = replace(self, turned=False).cut(tensor, shape[::-1])
             return None if straight is None else straight.t()

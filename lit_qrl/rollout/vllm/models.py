@@ -69,12 +69,13 @@ def check_model(network: nn.Module, dtype: torch.dtype | None = None) -> None:
         )
     try:
         _class_of(name)
-    except ImportError as error:
+    except (ImportError, RuntimeError, AttributeError, OSError) as error:  # absent, or built for another torch
+        absent = getattr(error, "name", None) if isinstance(error, ImportError) else None
         raise ConfigError(
-            f"vLLM knows the model type {name}, but cannot load it here: {error}.",
-            expected="the packages that vLLM's own code of this model imports",
-            given=f"no module {error.name}" if error.name else str(error),
-            remedy=f"Install {error.name or 'it'}, or use TransformersEngine.",
+            f"vLLM knows the model type {name}, but cannot load it here: {str(error)[:LONGEST].rstrip('.')}.",
+            expected="the packages that vLLM's own code of this model imports, built for the torch that is installed",
+            given=f"no module {absent}" if absent else type(error).__name__,
+            remedy=f"Install {absent or 'what it names'}, or use TransformersEngine.",
         ) from error
     if name in PAST_RELOAD:
         raise ConfigError(
@@ -83,8 +84,9 @@ def check_model(network: nn.Module, dtype: torch.dtype | None = None) -> None:
             given=name,
             remedy="Use TransformersEngine.",
         )
+    config: Any = network.config
+    _check_groups(name, config)
     if not torch.cuda.is_available():
-        config: Any = network.config
         _check_latent(name, config)
         check_head_size(config)
         _check_linear(name, config, dtype)
@@ -113,6 +115,18 @@ def _class_of(name: str) -> Any:
     from vllm.model_executor.models.registry import ModelRegistry
 
     return ModelRegistry.models[name].load_model_cls()
+
+
+def _check_groups(name: str, config: Any) -> None:
+    """Raise `ConfigError` for a gated norm that vLLM computes group by group, and transformers over all channels."""
+    groups = getattr(config, "n_groups", 1)
+    if name == "Mamba2ForCausalLM" and groups > 1:
+        raise ConfigError(
+            f"vLLM normalizes each group of {name}'s channels alone, the learner (transformers) all of them together.",
+            expected="n_groups: 1, of which both are the same",
+            given=groups,
+            remedy="Take a model with one group.",
+        )
 
 
 def _check_latent(name: str, config: Any) -> None:

@@ -1,6 +1,5 @@
 """From names of a checkpoint to names of vLLM's modules, by the mappings that the model itself loads with."""
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,9 +7,14 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from lit_qrl.network.names import checkpoint_name
+from lit_qrl.rollout.vllm.derived import computing_loader
 
 _LETTERS = {"q": 0, "k": 1, "v": 2}
 """vLLM's names of the parts of an attention layer's fused projection."""
+SORTING = frozenset({"FalconModel", "GPTNeoXModel", "BloomModel"})
+"""Models of vLLM whose checkpoints hold queries, key and value of a group of heads together, and whose loaders sort
+them into all queries, all keys and all values. (vLLM 0.32 has the second and the third from transformers, as they are.)
+"""
 
 
 class Naming:
@@ -28,10 +32,14 @@ class Naming:
         for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
             if len(parts) > 1:
                 self._parts[fused] = {part: (index,) for index, part in enumerate(parts)}
+        added: list[Any] = []
         for name, module in model.named_modules():
             mapper = getattr(module, "hf_to_vllm_mapper", None)
-            if mapper is not None:
+            if mapper is not None and not any(mapper is one for one in added):  # a wrapper shows its inner model's, too
+                added.append(mapper)
                 self._add(checkpoint_name(name), mapper)
+        sorting = (part for part in model.modules() if type(part).__name__ in SORTING)
+        self._sorted = {module for part in sorting for module in part.modules() if hasattr(module, "output_sizes")}
         self._rearranges = any(hasattr(module, "permute_qk_weight_for_rotary") for module in model.modules())
 
     def _add(self, prefix: str, mapper: Any) -> None:
@@ -71,14 +79,19 @@ class Naming:
                 names = tuple(sorted(parts, key=lambda part: parts[part]))
                 yield f"{parent}.{fused}" if parent else fused, names.index(leaf), names, parts[leaf]
 
+    def groups(self, module: Any) -> int:
+        """Return how many groups of rows vLLM's loader sorts in this module; 0 where it leaves them as they are."""
+        count = getattr(module, "total_num_kv_heads", 0) if module in self._sorted else 0
+        return count if count > 1 else 0
+
     def rewrites(self, layer: str, parameter: Any) -> bool:
         """Return True where vLLM's loader writes other numbers than it gets.
 
         State-space layers keep −exp(A) under a composed loader, and Llama 4's rows of q and k come in another order.
         """
-        loader = getattr(parameter, "weight_loader", None)
-        composed = loader is not None and "composed" in getattr(inspect.unwrap(loader), "__qualname__", "")
-        return composed or (self._rearranges and layer.rpartition(".")[2] in ("q_proj", "k_proj"))
+        return computing_loader(parameter) is not None or (
+            self._rearranges and layer.rpartition(".")[2] in ("q_proj", "k_proj")
+        )
 
 
 def stored(network: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:

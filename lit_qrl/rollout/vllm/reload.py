@@ -26,6 +26,20 @@ def reloading(llm: Any, model: nn.Module) -> Iterator[None]:
             yield
         finally:
             reload.finalize_layerwise_reload(model, config.model_config)
+            _follow_convolutions(model)
+
+
+def _follow_convolutions(model: nn.Module) -> None:
+    """Write what each convolution of a state holds into the view of it that the forward pass reads.
+
+    In bf16 a CPU packs the convolution's weight into other memory, so that the view, made before, would keep what the
+    first start had: random numbers.
+    """
+    for module in model.modules():
+        view, held = getattr(module, "conv_weights", None), getattr(module, "conv1d", None)
+        unpacked = getattr(held, "_cpu_unpacked_conv_weight", None)
+        if view is not None and unpacked is not None:
+            view.copy_(unpacked)
 
 
 def register_head_bias(model: nn.Module, network: Any) -> None:

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from lit_qrl.rollout.vllm import derived
+from lit_qrl.rollout.vllm.locations import Place
 
 HEADS, INNER, VALUES, LATENT = 3, 4, 2, 16
 
@@ -44,3 +45,23 @@ def test_a_piece_that_was_not_made_again_is_named(monkeypatch):
     attention.W_UV.data[0, 0, 0] += 1
     assert [str(fault.kind) + fault.name for fault in derived.stale(modules, columns_of)] == ["derivedattn.W_UV"]
     assert derived.stale({"other": nn.Linear(2, 2)}, columns_of) == []
+
+
+def test_what_a_loader_computed_is_held_to_what_was_sent():
+    def composed_weight_loader():
+        def composed_loader(parameter, loaded):
+            parameter.data.copy_(-torch.exp(loaded))
+
+        return composed_loader
+
+    mixer = nn.Module()
+    mixer.A, mixer.D = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    mixer.A.weight_loader = composed_weight_loader()
+    logarithm = torch.tensor([0.0, 1.0, 2.0])
+    sent = {}
+    assert not derived.note(sent, "D", Place("mixer", mixer, "D"), logarithm)
+    for held, named in ((-logarithm.exp(), []), (-(logarithm + 4e-5).exp(), ["mixer.A_log"])):
+        assert derived.note(sent, "mixer.A_log", Place("mixer", mixer, "A", rewritten=True), logarithm)
+        mixer.A.data.copy_(held)
+        assert [fault.name for fault in derived.other(sent)] == named
+        assert sent == {}

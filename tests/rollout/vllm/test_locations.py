@@ -53,6 +53,32 @@ def test_a_matrix_that_the_loader_turns_is_seen_as_it_was_sent():
     assert torch.equal(place.cut(torch.arange(4.0), (4,)), torch.arange(4.0))
 
 
+class Sorted(nn.Module):
+    output_sizes = (8, 4, 4)  # two groups of heads with two rows each: two heads of queries, a key's, a value's
+
+
+@pytest.mark.parametrize("width", [(), (3,)], ids=["bias", "weight"])
+def test_rows_that_the_loader_sorts_are_seen_and_written_in_the_order_of_the_checkpoint(width):
+    sent = torch.arange(16.0 * (width[0] if width else 1)).view(16, *width)
+    heads = [sent[row : row + 2] for row in range(0, 16, 2)]  # q q k v, q q k v
+    held = torch.cat([heads[i] for i in (0, 1, 4, 5, 2, 6, 3, 7)])
+    place = Place("query_key_value", Sorted(), "weight", groups=2)
+    assert torch.equal(place.cut(held, sent.shape), sent)
+    memory = torch.zeros_like(held)
+    place.write(memory, sent)
+    assert torch.equal(memory, held)
+    scale = torch.tensor([5.0])
+    assert place.cut(scale, ()).item() == 5
+    place.write(scale, torch.tensor(6.0))
+    assert scale.item() == 6
+
+
+def test_what_does_not_fit_is_not_written():
+    memory = torch.zeros(4, 2)
+    Place("norm", nn.Module(), "weight").write(memory, torch.ones(4, 3))
+    assert not memory.any()
+
+
 def test_tensors_of_a_module_are_its_own_that_exist():
     module = nn.Sequential(nn.Linear(2, 2))
     module.register_buffer("scale", torch.ones(1))

@@ -76,6 +76,23 @@ def test_a_model_whose_code_cannot_be_imported_names_the_package(monkeypatch):
         vllm_models.check_model(build_network(head_dim=32))
 
 
+def test_a_package_that_was_built_for_another_torch_is_named(monkeypatch):
+    def fail(name):
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(vllm_models, "_class_of", fail)
+    with pytest.raises(ConfigError, match=r"torchvision::nms does not exist\. Expected: .* built for the torch"):
+        vllm_models.check_model(build_network(head_dim=32))
+
+
+def test_a_norm_that_vllm_computes_by_groups_is_named():
+    family = BY_TYPE["mamba2"]
+    vllm_models.check_model(random_network(family))
+    grouped = dataclasses.replace(family, options={**family.options, "n_groups": 2})
+    with pytest.raises(ConfigError, match=r"each group of Mamba2ForCausalLM's channels.*n_groups: 1.*Given: 2"):
+        vllm_models.check_model(random_network(grouped))
+
+
 def test_latent_attention_of_another_size_than_the_kernels_is_named(monkeypatch):
     family = BY_TYPE["deepseek_v3"]
     with pytest.raises(ConfigError, match=r"kv_lora_rank 512 and qk_rope_head_dim 64.*Given: 128 and 16\. Use Tra"):

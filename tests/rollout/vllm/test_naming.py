@@ -49,6 +49,13 @@ def test_the_mappings_of_a_wrapper_and_of_what_is_inside_follow_each_other():
     assert naming.renamed("lm_head.weight") == "lm_head.weight"
 
 
+def test_a_mapping_that_a_wrapper_shows_again_is_followed_once():
+    model = nn.Module()
+    model.model = nn.Module()
+    model.model.hf_to_vllm_mapper = model.hf_to_vllm_mapper = Mapper(parts={".conv.": ".short_conv."})
+    assert Naming(model).renamed("model.layers.0.conv.conv.weight") == "model.layers.0.short_conv.conv.weight"
+
+
 def test_a_tensor_that_a_checkpoint_calls_otherwise_is_learned():
     naming = Naming(wrapper())
     naming.learn("text.layers.0.norm.weight", "model.language_model.layers.0.norm.weight")

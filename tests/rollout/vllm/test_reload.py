@@ -10,9 +10,10 @@ import torch
 from lit_qrl.rollout.vllm.reload import register_head_bias, reloading
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_reload_is_closed_whatever_happens_inside(fails, monkeypatch):
-    story, model = [], torch.nn.Linear(2, 2)
+@pytest.fixture
+def opened(monkeypatch):
+    """A stand-in for vLLM's reload: an engine, and what happened to it."""
+    story = []
     reload = SimpleNamespace(
         initialize_layerwise_reload=lambda model: story.append("open"),
         finalize_layerwise_reload=lambda model, config: story.append(config),
@@ -26,7 +27,13 @@ def test_a_reload_is_closed_whatever_happens_inside(fails, monkeypatch):
     }.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader", loader)
-    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(model_config="closed")))
+    return SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(model_config="closed"))), story
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_reload_is_closed_whatever_happens_inside(fails, opened):
+    llm, story = opened
+    model = torch.nn.Linear(2, 2)
     with pytest.raises(RuntimeError) if fails else nullcontext():
         with reloading(llm, model):
             assert not torch.is_grad_enabled()
@@ -34,6 +41,18 @@ def test_a_reload_is_closed_whatever_happens_inside(fails, monkeypatch):
             if fails:
                 raise RuntimeError
     assert story == ["open", "inside", "closed"]
+
+
+def test_the_view_of_a_convolution_that_was_packed_elsewhere_follows(opened):
+    model = torch.nn.Module()
+    model.mixer, model.other = torch.nn.Module(), torch.nn.Module()
+    for mixer in (model.mixer, model.other):
+        mixer.conv1d = torch.nn.Conv1d(3, 3, 4, groups=3)
+        mixer.register_buffer("conv_weights", torch.zeros(3, 4))
+    with reloading(opened[0], model):
+        model.mixer.conv1d._cpu_unpacked_conv_weight = sent = torch.randn(3, 4)
+    assert torch.equal(model.mixer.conv_weights, sent)
+    assert not model.other.conv_weights.any()
 
 
 class Head(torch.nn.Module):
