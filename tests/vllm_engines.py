@@ -84,7 +84,8 @@ def publish(network, engine, format, version, previous=None, wire=lambda stream:
     shapes = {name: tuple(linear.weight.shape) for name, linear in layers.items()}
     names = list(shapes) if everywhere else choose(list(shapes), version)
     sent = SentLedger(version, format, {name: shapes[name] for name in names})
-    report = engine.load_weights(wire(sent.watch(checkpoint(network, engine, format))), format, version)
+    stream = engine.arranged(checkpoint(network, engine, format))
+    report = engine.load_weights(wire(sent.watch(stream)), format, version)
     faults = compare(sent, report.received, previous)
     faults += compare_columns(sent, engine.read_columns, exact=format is None)
     faults += compare_read_back(sent, engine.read_back, list(sent.receipts()))

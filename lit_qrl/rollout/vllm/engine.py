@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lit_qrl.errors import ConfigError, within_memory
 from lit_qrl.formats.base import NumberFormat
+from lit_qrl.network.experts import expert_stacks, unstacked
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
 from lit_qrl.rollout.engine import (
@@ -233,6 +234,11 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         return limit or 4096
 
     # ----------------------------------------------------------------------------------------------------- publishing
+
+    def arranged(self, tensors: Tensors) -> Tensors:
+        """Return a stream with the experts one by one, as checkpoints hold them, so that each has a receipt."""
+        stacks = expert_stacks(self.policy.network)
+        return unstacked(tensors, {name: stack for name, stack in stacks.items() if stack.apart})
 
     def load_weights(self, tensors: Tensors, format: NumberFormat | None, version: int) -> PublishReport:
         """Replace all weights; the report's `received` says what the engine's modules hold.
