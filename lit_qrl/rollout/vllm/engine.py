@@ -184,7 +184,9 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         self.live, self._adapter = LiveModel(self.llm, self.policy.network), None
         register_head_bias(self.live.model, self.policy.network)
         if self.routed is not None and not torch.cuda.is_available():
-            self._routes = recorded_routes.record(self.llm, self.live.model, self.routed.experts, self.routed.chosen)
+            routed = self.routed
+            args = self.live.model, routed.layers, routed.experts, routed.chosen
+            self._routes = recorded_routes.record(self.llm, *args)
         check_groups(format, self.live.held(quantizable_linears(self.policy.network, self.spec.exclude)))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         warm_up(format, next(self.policy.network.parameters()).dtype, self.plain_dtype, device)

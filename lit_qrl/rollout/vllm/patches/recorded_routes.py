@@ -5,13 +5,14 @@ which a token's keys lie, so that a prefix found in the cache, a prefill in piec
 theirs as well; and they leave with the output of the request that ends.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lit_qrl.errors import ConfigError, listed
 from lit_qrl.network.routing import route_dtype, unrouted
 from lit_qrl.rollout.vllm.patches.patch import Patch, Versions
 
@@ -64,28 +65,43 @@ class RecordedRoutes:
             self.write(layer, slots[self.layer][: len(chosen)], chosen)
 
 
-def record(llm: Any, model: nn.Module, experts: int, chosen: int) -> RecordedRoutes:
+def record(llm: Any, model: nn.Module, layers: Sequence[int], experts: int, chosen: int) -> RecordedRoutes:
     """Begin to record in a running engine, and return what is recorded.
 
     Args:
         llm: the in-process `vllm.LLM`.
         model: vLLM's.
+        layers: numbers of those that have experts.
         experts: of a layer.
         chosen: by each token.
+
+    Raises:
+        ConfigError: for a model in which vLLM does not let itself be asked.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
     config = scheduler.kv_cache_config
     groups = [isinstance(group.kv_cache_spec, FullAttentionSpec) for group in config.kv_cache_groups]
+    asked: dict[int, Any] = {
+        module.layer_id: module.router  # pyright: ignore[reportAttributeAccessIssue]
+        for module in model.modules()
+        if hasattr(module, "routed_experts") and hasattr(getattr(module, "router", None), "set_capture_fn")
+    }
+    if True not in groups or asked.keys() != set(layers):
+        raise ConfigError(
+            "RouterReplay needs the experts that each token took, and vLLM does not tell them of this model.",
+            expected=f"layers with attention to the whole past, and routers in layers {listed(map(str, layers))}",
+            given=f"routers in layers {listed(map(str, asked)) or 'none'}",
+            remedy="Use TransformersEngine, or set its level to old with several updates for a rollout.",
+        )
     index = groups.index(True)
-    group = config.kv_cache_groups[index]
-    size, layers = group.kv_cache_spec.block_size, scheduler.vllm_config.model_config.hf_text_config.num_hidden_layers
-    routes = RecordedRoutes(config.num_blocks * size, size, layers, experts, chosen)
+    group, text = config.kv_cache_groups[index], scheduler.vllm_config.model_config.hf_text_config
+    size = group.kv_cache_spec.block_size
+    routes = RecordedRoutes(config.num_blocks * size, size, text.num_hidden_layers, experts, chosen)
     routes.group, routes.layer = index, group.layer_names[0]
-    for module in model.modules():
-        if hasattr(module, "routed_experts") and hasattr(getattr(module, "router", None), "set_capture_fn"):
-            module.router.set_capture_fn(partial(routes.capture, module.layer_id))  # pyright: ignore
+    for layer, router in asked.items():
+        router.set_capture_fn(partial(routes.capture, layer))
     setattr(scheduler, _KEPT, routes)
     return routes
 

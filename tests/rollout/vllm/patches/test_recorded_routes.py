@@ -3,8 +3,10 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
+from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.vllm.patches.recorded_routes import PATCH, RecordedRoutes, _handing_out, _reading_first, record
 
 
@@ -95,7 +97,13 @@ def test_recording_binds_every_router_and_takes_the_group_with_the_whole_past(fa
             self.router = SimpleNamespace(set_capture_fn=self.bound.append)
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), Runner(1), Runner(4))
-    routes = record(SimpleNamespace(llm_engine=core), model, experts=300, chosen=3)
+    llm = SimpleNamespace(llm_engine=core)
+    for layers, cut in (((1, 2, 4), groups), ((1, 4), groups[:1])):
+        scheduler.kv_cache_config.kv_cache_groups = cut
+        with pytest.raises(ConfigError, match=r"vLLM does not tell them of this model.*routers in layers 1, 4.*old"):
+            record(llm, model, layers, experts=300, chosen=3)
+    scheduler.kv_cache_config.kv_cache_groups = groups
+    routes = record(llm, model, (1, 4), experts=300, chosen=3)
     assert routes.table.shape == (12, 5, 3)
     assert routes.table.dtype == torch.int16
     assert (routes.group, routes.layer) == (1, "whole")
