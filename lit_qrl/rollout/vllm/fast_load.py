@@ -16,7 +16,7 @@ from lit_qrl.errors import listed
 from lit_qrl.formats import support
 from lit_qrl.receipts.checksum import Checksums
 from lit_qrl.receipts.ledger import Fault, ReceivedLedger, TensorReceipt
-from lit_qrl.rollout.vllm.locations import DESCRIPTIVE, Place, lacking, tensors_of
+from lit_qrl.rollout.vllm.locations import DESCRIPTIVE, ExpertPlace, Place, lacking, tensors_of
 from lit_qrl.rollout.vllm.patches import stale_experts
 
 Sent = Mapping[str, tuple[Place, tuple[int, ...], torch.dtype]]
@@ -218,6 +218,7 @@ class DirectLoad:
 
     def _fill(self, group: dict[str, Tensor]) -> None:
         """Write the tensors into the module's parameters; one that does not fit gets no receipt but a fault."""
+        self._clear_padding(group)
         for name, tensor in group.items():
             place = self.routes.places[name]
             parameter = getattr(place.module, place.attribute).data
@@ -226,6 +227,17 @@ class DirectLoad:
                 if hasattr(place.module, "num_embeddings_padded"):
                     getattr(place.module, place.attribute).data[tensor.shape[0] :].zero_()  # as vLLM's loader does
                 cut.copy_(tensor)
+
+    def _clear_padding(self, group: Mapping[str, Tensor]) -> None:
+        """Zero stacks of experts with more rows or columns than come, which some kernels multiply, too."""
+        coming: dict[str, int] = {}
+        places = {name: place for name in group if isinstance(place := self.routes.places[name], ExpertPlace)}
+        for name, place in places.items():
+            coming[place.attribute] = coming.get(place.attribute, 0) + group[name].numel()
+        for place in {place.attribute: place for place in places.values()}.values():
+            parameter = getattr(place.module, place.attribute).data
+            if coming[place.attribute] < parameter.numel():
+                parameter.zero_()
 
     def _incomplete(self, module_name: str, group: dict[str, Tensor]) -> Fault:
         places = [self.routes.places[name] for name in group]
