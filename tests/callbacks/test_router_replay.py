@@ -117,21 +117,9 @@ def test_a_reference_routes_for_itself(tmp_path):
     assert (batch.reference_logprobs - batch.sampler_logprobs).abs().max() > 0.01
 
 
-def test_the_load_is_evened_out_by_the_models_own_loss(tmp_path):
-    last = {}
-    for coefficient in (0.0, None, 5.0):
-        _, row, _ = trained(
-            tmp_path / str(coefficient),
-            RouterReplay(),
-            objective=GRPO(scale="none", load_balance_coefficient=coefficient),
-            data={"mini_batches": 2, "micro_batches": 2},
-            trainer={"max_epochs": 3},
-            lr=0.01,
-        )
-        last[coefficient] = column(row, "balance_loss") if coefficient != 0 else None
-        assert ("routing/balance_loss" in row) == (coefficient != 0)
-    assert last[5.0] < last[None]
-    assert last[5.0] >= 1.9  # two of eight experts, evenly
+def test_the_models_own_load_balance_loss_is_added_where_it_is_asked_for(tmp_path):
+    _, row, _ = trained(tmp_path, objective=GRPO(scale="none", load_balance_coefficient=None))
+    assert 1.9 < column(row, "balance_loss") < 8  # two of eight experts: 2 is even, 8 collapsed
 
 
 def refusal(folder, *callbacks, model=None, **options):
