@@ -58,7 +58,7 @@ def test_learner_is_sampler_under_the_samplers_routes(family, pieces, margin):
         furthest = []
         for drawn in (engine.generate(asked, 3, seed=3), engine.generate(asked, 3, seed=4)):  # again, all cached
             for index, one in enumerate(drawn):
-                difference, elsewhere = check(network, asked[index // 3], one, 1e-5)
+                difference, elsewhere = check(network, asked[index // 3], one, 5e-6)
                 assert not elsewhere.any()
                 furthest.append(difference)
         margin("replayed through vLLM, |log-ratio| at most", f"{max(furthest):.1e} ({family}, {pieces=})")
