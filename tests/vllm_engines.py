@@ -64,7 +64,7 @@ def optimizer_step(network, seed=0, learning_rate=LEARNING_RATE):
     """One AdamW step on random gradients: every weight moves by the learning rate."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in network.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
     torch.optim.AdamW(network.parameters(), lr=learning_rate).step()
     network.zero_grad()
 

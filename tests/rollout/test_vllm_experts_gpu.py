@@ -56,7 +56,7 @@ def probed(network, engine, format):
 def test_experts_are_verified_and_faults_are_named(name, start):
     network, format = mixture(), sampler_format(name)
     options = {"enforce_eager": True} if start == "eager" else {"quick_start": True}
-    engine = build_engine(network, format, gpu_memory_utilization=0.1, **options)
+    engine = build_engine(network, format, gpu_memory_utilization=0.1, kv_cache_gib=1.0, **options)
     layer = "model.layers.1.mlp.experts.{}.{}"
     try:
         kept = {}
@@ -103,7 +103,7 @@ def test_experts_are_verified_and_faults_are_named(name, start):
 def test_the_experts_that_tokens_took_come_with_them(family, start):
     network = mixture(family)
     options = {"enforce_eager": True} if start == "eager" else {"quick_start": True}
-    engine = build_engine(network, None, gpu_memory_utilization=0.1, spec={"routes": True}, **options)
+    engine = build_engine(network, None, gpu_memory_utilization=0.1, kv_cache_gib=1.0, spec={"routes": True}, **options)
     shared = prompts(1, 130)[0]
     asked = [[*shared, 5, 6], [*shared, 7], *prompts(3, 140, seed=1), shared[:3]]
     try:
