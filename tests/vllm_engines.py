@@ -45,7 +45,8 @@ def build_engine(network, format=None, lora=None, refusable=True, spec=None, **o
 
     if refusable:
         skip_without_kernel(format)
-    vllm_cpu_shim.install()
+    if not torch.cuda.is_available():
+        vllm_cpu_shim.install()
     engine = VLLMEngine(**{"max_num_seqs": 32, **options})
     spec = SamplerSpec(
         sampling=SamplingParams(max_tokens=COMPLETION_LIMIT, ignore_stop=True),
