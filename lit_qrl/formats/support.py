@@ -36,7 +36,7 @@ class FormatSupport:
         vllm_half_only: devices on which that kernel has no fp32 activations.
         vllm_head: whether vLLM's loader of an output head places its scales: it expects a row for each word, or one
             number.
-        vllm_experts: devices on which vLLM has a kernel for the experts of a mixture in it.
+        vllm_experts: devices on which the experts of a mixture were verified in vLLM in it.
         vllm_methods: vLLM's classes that compute in it (a layer's scheme without `CompressedTensors`, else its method,
             that of experts without `MoEMethod`); where one serves several formats, with what tells them apart, as in
             `W8A8Fp8[channel]`.
@@ -80,20 +80,18 @@ TABLE: dict[str, FormatSupport] = {
     "fp16": replace(_PLAIN, audited=False),
     "fp32": replace(_PLAIN, audited=False),
     "fp8_tensor": replace(_FP8, vllm_methods=("W8A8Fp8[tensor]", "W8A16Fp8[tensor]", "Fp8LinearMethod[tensor]")),
-    "fp8_row": replace(_FP8, vllm_experts=("cuda",), vllm_methods=("W8A8Fp8[channel]", "W8A16Fp8[channel]")),
+    "fp8_row": replace(_FP8, vllm_methods=("W8A8Fp8[channel]", "W8A16Fp8[channel]")),
     "fp8_block": replace(
         _FP8,
         own_gemm=gemm.FP8_BLOCKS,
         vllm=("cuda",),
         vllm_head=False,
-        vllm_experts=("cuda",),
         vllm_methods=("W8A8Fp8[block]", "W8A16Fp8[block]", "Fp8LinearMethod[block]"),
     ),
     "int8_channel": FormatSupport(
         vllm=_BOTH,
         vllm_cpu_operators=("dynamic_scaled_int8_quant", "create_onednn_scaled_mm_handler", "onednn_scaled_mm"),
         vllm_head=True,
-        vllm_experts=("cuda",),
         vllm_methods=("W8A8Int8",),
     ),
     "int4_group": replace(
@@ -101,14 +99,12 @@ TABLE: dict[str, FormatSupport] = {
         learner_kernels=("machete", "marlin"),
         vllm=_BOTH,
         vllm_cpu_operators=("cpu_gemm_wna16",),
-        vllm_experts=("cuda",),
         vllm_methods=("WNA16[4]", "WNA16Marlin[4]", "W4A8Fp8", "WNA8Int", "W4A8Int"),
         under={"fp8": replace(_INT4, vllm_gpu=gemm.Requirement((9, 0), newer=False)), "int8": _INT4},
     ),
     "nvfp4": replace(
         _4_BITS,
         vllm_head=True,
-        vllm_experts=("cuda",),
         vllm_methods=("W4A4Fp4", "W4A16Fp4", "W4A4Nvfp4"),
         vllm_lends=("cuda",),
     ),
