@@ -45,12 +45,18 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512, "initializer_range": 0.05},
     "tiny": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4, "num_attention_heads": 16}
     | {"num_key_value_heads": 8, "vocab_size": 2048, "initializer_range": 0.05},
+    "mini_moe": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512, "initializer_range": 0.05}
+    | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
     | {"num_key_value_heads": 4, "vocab_size": 152064},
     "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
     | {"num_key_value_heads": 8, "vocab_size": 152064},
+    "30b_a3b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32}
+    | {"num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936}
+    | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
 }
-SMALL = ("mini", "tiny")  # the learner is there as a whole and can be scored
+SMALL = ("mini", "tiny", "mini_moe")  # the learner is there as a whole and can be scored
 SECTIONS = ("verify", "speed", "grpo", "publish", "probe", "profile", "norms", "lora", "sleep")
 APART = {"lora": ("lora",), "sleep": ("sleep_1", "sleep_2")}  # what has a process of its own
 LORA_RANK = 32
@@ -64,7 +70,7 @@ CYCLES = 3  # of sleep, wake and publish; the first takes the host's memory for 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny", help="Qwen2.5's, or small ones of Qwen3's kind")
+    parser.add_argument("--shape", choices=SHAPES, default="tiny", help="Qwen2.5's, Qwen3-30B-A3B's, or small ones")
     parser.add_argument(
         "--formats",
         nargs="+",
@@ -174,17 +180,18 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, name: str) -> None:
         import torch
-        from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+        from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
         from lit_qrl import formats
-        from lit_qrl.network.linears import quantizable_linears
+        from lit_qrl.network.experts import expert_stacks
+        from lit_qrl.network.linears import quantizable_layers
 
         self.torch, self.args, self.name = torch, args, name
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         plain, _, head = name.partition("+")
         self.format, self.head = None if plain == "bf16" else formats.get(plain), head == "head"
         small = args.shape in SMALL
-        kind = Qwen3Config if small else Qwen2Config
+        kind = Qwen3MoeConfig if "moe" in args.shape or "a3b" in args.shape else Qwen3Config if small else Qwen2Config
         self.limit = max(args.completion, args.grpo[2]) if "grpo" in args.sections else args.completion
         limit = args.prompt + self.limit + 8
         config = kind(**SHAPES[args.shape], max_position_embeddings=max(4096, limit), tie_word_embeddings=False)
@@ -192,13 +199,14 @@ class Bench:
         with torch.device(self.device if small else "meta"):
             self.network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         self.network.requires_grad_(False).eval()
-        linears = quantizable_linears(self.network, head=self.head)
-        self.shapes = {name: (m.out_features, m.in_features) for name, m in linears.items()}
+        self.shapes = quantizable_layers(self.network, head=self.head)
+        self.stacks = {} if self.format is None else expert_stacks(self.network)
         self.vocabulary = config.vocab_size
         # Kept on the device, so that a publish draws nothing; where they do not fit they are drawn on the way.
         total = sum(p.numel() * p.element_size() for p in self.network.parameters() if p.is_meta)
         room = torch.cuda.mem_get_info()[1] * (0.9 - args.share) if self.device == "cuda" else 2**30
         self.keeps = total < room
+        self.twice = 2 * total < room  # there is memory for the parts of a publish, one by one
         self.kept: dict[str, Any] = {}
         self.engine: Any = None
         self.version = -1
@@ -231,9 +239,16 @@ class Bench:
         for tensor in tensors:
             tensor.mul_(1.0 + 2**-7 * (self.torch.rand((), device=tensor.device) < 0.5))
 
+    def stream(self):
+        """Yield what a publish sends."""
+        from lit_qrl.network.experts import unstacked
+        from lit_qrl.network.stream import weight_stream
+
+        named = unstacked(self.weights(), self.stacks)
+        return self.engine.arranged(weight_stream(named, self.format, list(self.shapes)))
+
     def publish(self) -> dict[str, float]:
         """Publish as the trainer does, and return seconds in all and of the verification."""
-        from lit_qrl.network.stream import weight_stream
         from lit_qrl.receipts import ledger as receipt
 
         self.version += 1
@@ -241,8 +256,7 @@ class Bench:
         clock = Clock()
         sampled = {name: self.shapes[name] for name in receipt.choose(list(self.shapes), self.version)}
         sent = receipt.SentLedger(self.version, self.format, sampled)
-        stream = sent.watch(weight_stream(self.weights(), self.format, list(self.shapes)))
-        report = self.engine.load_weights(stream, self.format, self.version)
+        report = self.engine.load_weights(sent.watch(self.stream()), self.format, self.version)
         clock.lap("load")
         faults = receipt.compare(sent, report.received, self.previous)
         clock.lap("ledgers")
@@ -417,7 +431,10 @@ class Bench:
             times.append(self.publish())
         median = {part: round(statistics.median(t[part] for t in times[1:]), 4) for part in times[0]}
         bare = statistics.median(self.unverified() for _ in range(4))
-        median |= self.parts() | {"unverified": round(bare, 4), "receipts": round(median["all"] - bare, 4)}
+        median |= (self.parts() if self.twice else {}) | {
+            "unverified": round(bare, 4),
+            "receipts": round(median["all"] - bare, 4),
+        }
         faults = sum(t["faults"] for t in times)
         figures["publish"] = median | {"second": round(times[0]["all"], 4), "faults": faults}
         routes = self.engine.live.routes
@@ -432,7 +449,6 @@ class Bench:
         """Return the seconds of a publish in which nobody records or compares anything."""
         from unittest import mock
 
-        from lit_qrl.network.stream import weight_stream
         from lit_qrl.receipts.checksum import Checksums
         from lit_qrl.receipts.ledger import Ledger
 
@@ -447,7 +463,7 @@ class Bench:
         self.sync()
         start = time.perf_counter()
         with mock.patch.object(Ledger, "record", passed), mock.patch.object(Checksums, "add", ignored):
-            stream = weight_stream(self.weights(), self.format, list(self.shapes))
+            stream = self.stream()
             self.engine.load_weights(stream, self.format, self.version)
         self.sync()
         return time.perf_counter() - start
@@ -488,23 +504,22 @@ class Bench:
 
     def parts(self) -> dict[str, float]:
         """Return seconds of quantization alone, with the sender's receipts, and of vLLM's bare reload of the result."""
-        from lit_qrl.network.stream import weight_stream
         from lit_qrl.receipts.ledger import SentLedger
 
         laps: dict[str, list[float]] = {}
         for version in range(3):
             self.sync()
             clock = Clock()
-            for _ in weight_stream(self.weights(), self.format, list(self.shapes)):
+            for _ in self.stream():
                 pass
             self.sync()
             clock.lap("quantize")
             sent = SentLedger(version, self.format)
-            for _ in sent.watch(weight_stream(self.weights(), self.format, list(self.shapes))):
+            for _ in sent.watch(self.stream()):
                 pass
             sent.receipts()
             clock.lap("quantize_and_receipts")
-            ready = list(weight_stream(self.weights(), self.format, list(self.shapes)))
+            ready = list(self.stream())
             self.sync()
             clock.lap("ready")
             self.engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": ready})

@@ -31,17 +31,25 @@ TITLES = {
     "update/entropy": "Entropy, nats",
     "mismatch/log_ratio_p99": "|log-ratio|, 99 %, nats",
     "mismatch/ratio_max": "Largest ratio of an iteration",
+    "routing/free_kl_k3": "KL with the learner's own routes, nats",
+    "routing/replayed_kl_k3": "KL with the sampler's routes, nats",
     "position": "Mean |log-ratio| by position",
     "kl_position": "KL by position, nats",
 }
 LOGARITHMIC = {"mismatch/kl_k3", "mismatch/abs_log_ratio", "mismatch/log_ratio_p99", "mismatch/weight_cv", "update/kl"}
-LOGARITHMIC |= {"mismatch/ratio_max", *BY_POSITION}
+LOGARITHMIC |= {"mismatch/ratio_max", "routing/free_kl_k3", "routing/replayed_kl_k3", *BY_POSITION}
 PHASES = ("rollout", "score", "update")
 COLUMNS = (
     "Arm", "Seeds", "Accuracy", "against baseline", "detectable", "Reward, first third", "last third", "KL, nats",
     "mean abs. log-ratio", "lowest ESS", "weight CV", "update KL", "entropy, last third",
     *(f"{phase} s" for phase in PHASES),
 )  # fmt: skip
+ROUTING = {
+    "routing/free_kl_k3": "KL, own routes",
+    "routing/replayed_kl_k3": "KL, replayed",
+    "routing/free_differing_tokens": "tokens elsewhere",
+}
+"""Columns of studies whose runs compare scores with and without the sampler's experts."""
 PANEL_INCHES = (3.1, 2.5)
 
 # Quantiles of Student's t at 0.975 and 0.8 by degrees of freedom: together, in standard errors, the difference that a
@@ -80,6 +88,7 @@ def write_report(study: "Study", results: Sequence[Result], planned: int, out: P
 def table(study: "Study", results: Sequence[Result]) -> list[str]:
     """Return the lines of the Markdown table: for each arm means over seeds ± standard errors."""
     runs = by_arm(results)
+    split = {key: name for key, name in ROUTING.items() if any(run.series(key).values for _, _, run in results)}
     rows = []
     for arm in (arm for arm in study.arms if arm in runs):
         all_of = list(runs[arm].values())
@@ -101,9 +110,11 @@ def table(study: "Study", results: Sequence[Result]) -> list[str]:
                 spread([run.series("update/kl").mean for run in all_of]),
                 spread([third(run.series("update/entropy"), 2) for run in all_of]),
                 *(mean_of([run.series(f"time/{phase}").mean for run in all_of]) for phase in PHASES),
+                *(spread([run.series(key).mean for run in all_of]) for key in split),
             ]
         )  # fmt: skip
-    return ["| " + " | ".join(row) + " |" for row in (COLUMNS, ["---"] * len(COLUMNS), *rows)]
+    columns = [*COLUMNS, *split.values()]
+    return ["| " + " | ".join(row) + " |" for row in (columns, ["---"] * len(columns), *rows)]
 
 
 def verdict(study: "Study", results: Sequence[Result]) -> list[str]:

@@ -21,10 +21,12 @@ from lit_qrl.loop.evaluation import answer
 from lit_qrl.loop.generation import drawn
 from lit_qrl.loop.hooks import PreparesTrainer, corrected, rl_callbacks, trainer_all_reduce
 from lit_qrl.loop.metrics import BOUNDS, EvaluationMetrics, log_row
-from lit_qrl.loop.routing import record_difference
+from lit_qrl.loop.routing import balanced, record_difference
 from lit_qrl.loop.state import IterationState
 from lit_qrl.loop.stopping import expect_metrics, follow_iterations
+from lit_qrl.network.balance import balance_coefficient
 from lit_qrl.network.modes import evaluating
+from lit_qrl.network.structure import outline_of
 from lit_qrl.objective import GRPO, Objective
 from lit_qrl.optim.build import check_optimizer
 from lit_qrl.optim.masters import trained_by
@@ -117,13 +119,14 @@ class GRPOModule(Described, LightningModule):
         batch = micro_batch.batch
         bonus = self.objective.entropy_coefficient != 0
         replays = batch.routed_experts is not None
-        forward = self.policy(batch, self.temperature, entropy=True, entropy_gradient=bonus, routes=replays)
+        with balanced(self) as balance:
+            forward = self.policy(batch, self.temperature, entropy=True, entropy_gradient=bonus, routes=replays)
         self.iteration.logprobs = forward.logprobs.detach()
         if batch_idx < self.data.micro_batches:
             self.iteration.remember_old(micro_batch, forward.logprobs)
         weigh_here(self, batch, forward.logprobs)
         terms = self.objective.terms(forward.logprobs, batch, forward.entropy)
-        loss = self.objective.loss(terms.loss, batch, micro_batch.total)
+        loss = self.objective.loss(terms.loss, batch, micro_batch.total) + balance(batch)
         self._record(micro_batch, forward.entropy, terms.metrics, loss)
         if batch.routed_experts is not None:
             record_difference(self.iteration.metrics, forward.routes, batch.routed_experts)
@@ -171,6 +174,8 @@ class GRPOModule(Described, LightningModule):
         if isinstance(self.trainer.strategy, ShardedStrategy):
             self.trainer.strategy.check(self)
         if stage == "fit":
+            if objective.load_balance_coefficient != 0:
+                balance_coefficient(outline_of(self.policy), objective.load_balance_coefficient)
             check_optimizer(self.optimizer, self.trainer.strategy.root_device, vectors=self.policy.lora is None)
             # An objective of the user's own may have a baseline of another kind.
             looks_at_groups = objective.baseline != "none" or objective.scale == "group"

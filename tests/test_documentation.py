@@ -70,7 +70,9 @@ def test_every_routing_metric_is_documented():
         record_difference(metrics, routes, routes, prefix)
     names = {name.removeprefix("routing/").replace("layer_0", "layer_<i>") for name in metrics.compute(no_all_reduce)}
     known = documented("routing")
-    assert names | load_balance(routes, 4).keys() | {"free_kl_k3", "replayed_kl_k3", "megabytes"} == known
+    assert (
+        names | load_balance(routes, 4).keys() | {"free_kl_k3", "replayed_kl_k3", "megabytes", "balance_loss"} == known
+    )
 
 
 def test_every_update_metric_of_the_objectives_is_documented():

@@ -45,7 +45,8 @@ def build_engine(network, format=None, lora=None, refusable=True, spec=None, **o
 
     if refusable:
         skip_without_kernel(format)
-    vllm_cpu_shim.install()
+    if not torch.cuda.is_available():
+        vllm_cpu_shim.install()
     engine = VLLMEngine(**{"max_num_seqs": 32, **options})
     spec = SamplerSpec(
         sampling=SamplingParams(max_tokens=COMPLETION_LIMIT, ignore_stop=True),
@@ -64,7 +65,7 @@ def optimizer_step(network, seed=0, learning_rate=LEARNING_RATE):
     """One AdamW step on random gradients: every weight moves by the learning rate."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in network.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
     torch.optim.AdamW(network.parameters(), lr=learning_rate).step()
     network.zero_grad()
 
@@ -84,7 +85,8 @@ def publish(network, engine, format, version, previous=None, wire=lambda stream:
     shapes = {name: tuple(linear.weight.shape) for name, linear in layers.items()}
     names = list(shapes) if everywhere else choose(list(shapes), version)
     sent = SentLedger(version, format, {name: shapes[name] for name in names})
-    report = engine.load_weights(wire(sent.watch(checkpoint(network, engine, format))), format, version)
+    stream = engine.arranged(checkpoint(network, engine, format))
+    report = engine.load_weights(wire(sent.watch(stream)), format, version)
     faults = compare(sent, report.received, previous)
     faults += compare_columns(sent, engine.read_columns, exact=format is None)
     faults += compare_read_back(sent, engine.read_back, list(sent.receipts()))

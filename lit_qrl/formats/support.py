@@ -36,8 +36,10 @@ class FormatSupport:
         vllm_half_only: devices on which that kernel has no fp32 activations.
         vllm_head: whether vLLM's loader of an output head places its scales: it expects a row for each word, or one
             number.
-        vllm_methods: vLLM's classes that compute in it (a layer's scheme without `CompressedTensors`, else its method);
-            where one serves several formats, with what tells them apart, as in `W8A8Fp8[channel]`.
+        vllm_experts: devices on which the experts of a mixture were verified in vLLM in it.
+        vllm_methods: vLLM's classes that compute in it (a layer's scheme without `CompressedTensors`, else its method,
+            that of experts without `MoEMethod`); where one serves several formats, with what tells them apart, as in
+            `W8A8Fp8[channel]`.
         vllm_copied: those whose kernels read the module's own tensors and nothing else, so that writing those is all
             there is to do.
         vllm_copied_on: devices where that is so; on a CPU kernels keep packed copies out of sight.
@@ -56,6 +58,7 @@ class FormatSupport:
     vllm_gpu: gemm.Requirement | None = None
     vllm_half_only: tuple[str, ...] = ("cuda",)
     vllm_head: bool = False
+    vllm_experts: tuple[str, ...] = ()
     vllm_methods: tuple[str, ...] = ()
     vllm_copied: tuple[str, ...] = ()
     vllm_copied_on: tuple[str, ...] = ("cuda",)
@@ -96,10 +99,15 @@ TABLE: dict[str, FormatSupport] = {
         learner_kernels=("machete", "marlin"),
         vllm=_BOTH,
         vllm_cpu_operators=("cpu_gemm_wna16",),
-        vllm_methods=("WNA16[4]", "W4A8Fp8", "WNA8Int", "W4A8Int"),
+        vllm_methods=("WNA16[4]", "WNA16Marlin[4]", "W4A8Fp8", "WNA8Int", "W4A8Int"),
         under={"fp8": replace(_INT4, vllm_gpu=gemm.Requirement((9, 0), newer=False)), "int8": _INT4},
     ),
-    "nvfp4": replace(_4_BITS, vllm_head=True, vllm_methods=("W4A4Fp4", "W4A16Fp4"), vllm_lends=("cuda",)),
+    "nvfp4": replace(
+        _4_BITS,
+        vllm_head=True,
+        vllm_methods=("W4A4Fp4", "W4A16Fp4", "W4A4Nvfp4"),
+        vllm_lends=("cuda",),
+    ),
     "mxfp4": replace(_4_BITS, vllm_methods=("W4A4Mxfp4", "W4A16Mxfp4")),
     "nf4": FormatSupport(
         audited=False,

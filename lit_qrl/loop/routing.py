@@ -13,6 +13,8 @@ nothing   what its own routers choose, in each pass anew
 Either way the choice is `RolloutBatch.routed_experts` from then on: the engine fills it in, or `scored_routes`.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from lit_qrl.loop.hooks import Learner, rl_callbacks
 from lit_qrl.loop.metrics import IterationMetrics
+from lit_qrl.network.balance import balance_coefficient, balance_loss, real_tokens, router_logits
 from lit_qrl.network.routing import differing, experts_taken, route_dtype, routers, unrouted
 from lit_qrl.types import RolloutBatch
 
@@ -61,6 +64,31 @@ def record_difference(metrics: IterationMetrics, own: Tensor, replayed: Tensor, 
     metrics.add(f"routing/{prefix}differing_choices", torch.stack([by_layer.sum(), count * len(by_layer)]))
     for layer, total in enumerate(by_layer):
         metrics.add(f"routing/{prefix}differing_layer_{layer}", torch.stack([total, count]))
+
+
+@contextmanager
+def balanced(learner: Learner) -> Iterator[Callable[[RolloutBatch], Tensor | float]]:
+    """Yield what a training pass inside adds to its loss so that experts are taken evenly: 0 where nobody asks for it.
+
+    It is of the tokens of the pass, prompts included, and each pass of a mini-batch counts alike.
+
+    Args:
+        learner: whose objective has the factor.
+    """
+    network = learner.policy.network
+    coefficient = balance_coefficient(network, learner.objective.load_balance_coefficient)
+    if not coefficient:
+        yield lambda batch: 0.0
+        return
+    with router_logits(network) as seen:
+
+        def loss(batch: RolloutBatch) -> Tensor:
+            real = real_tokens(len(seen[0]), batch.total_length, batch.tokens.shape[1])
+            value = balance_loss(seen, routers(network)[0].chosen, real)
+            learner.iteration.metrics.value("routing/balance_loss", value)
+            return value * (coefficient / (learner.data.micro_batches * learner.trainer.world_size))
+
+        yield loss
 
 
 def load_balance(routes: Tensor, experts: int) -> dict[str, Tensor]:

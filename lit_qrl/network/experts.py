@@ -45,6 +45,7 @@ class ExpertStack:
         shapes: (out, in) of the matrices of one expert, by those names.
         transposed: the parameters are "experts in out" rather than "experts out in".
         interleaved: rows of gate and up alternate, rather than follow one another.
+        apart: the family's checkpoints hold each matrix as a tensor of its own, and so engines can take them.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ExpertStack:
     shapes: Mapping[str, tuple[int, int]]
     transposed: bool = False
     interleaved: bool = False
+    apart: bool = False
 
     def layers(self, matrix: str | None = None) -> dict[str, tuple[int, int]]:
         """Return (out, in) of every expert's matrices by name, in the order of a stream.
@@ -157,7 +159,7 @@ def expert_stacks(root: nn.Module, exclude: Collection[str] = ()) -> dict[str, E
     Raises:
         ConfigError: for globs that name some of a layer's matrices and not all.
     """
-    leaves: dict[str, tuple[str, ...]] = {}
+    leaves: dict[str, tuple[str, ...] | None] = {}
     found: dict[str, ExpertStack] = {}
     for name, module in checkpoint_modules(root):
         stack = getattr(base_of(module), "stack", None)
@@ -181,14 +183,15 @@ def unknown_experts(root: nn.Module, exclude: Collection[str] = ()) -> dict[str,
 
 
 def _stack(
-    root: nn.Module, name: str, module: nn.Module, held: Mapping[str, Tensor], leaves: dict[str, tuple[str, ...]]
+    root: nn.Module, name: str, module: nn.Module, held: Mapping[str, Tensor], known: dict[str, tuple[str, ...] | None]
 ) -> ExpertStack | None:
     says = {**EXPERT_LAYOUTS.get(type(module).__name__, {}), **vars(module)}
     parts = next((parts for parts in (_GATED, _UNGATED) if set(parts) == set(held)), None)
     if parts is None or "is_transposed" not in says:
         return None
     transposed, interleaved = bool(says["is_transposed"]), not says.get("is_concatenated", True)
-    parts = {key: _leaves(root, f"{name}.{key}", held[key], own, leaves) for key, own in parts.items()}
+    stored = {key: _leaves(root, f"{name}.{key}", held[key], own, known) for key, own in parts.items()}
+    parts = {key: stored[key] or own for key, own in parts.items()}
     shapes = {}
     for key, own in parts.items():
         _, rows, columns = held[key].shape
@@ -197,18 +200,18 @@ def _stack(
     (first, last), counts = (shapes[own[0]] for own in parts.values()), {one.shape[0] for one in held.values()}
     if first != (last[1], last[0]) or len(counts) > 1:
         return None
-    return ExpertStack(name, counts.pop(), parts, shapes, transposed, interleaved)
+    return ExpertStack(name, counts.pop(), parts, shapes, transposed, interleaved, all(stored.values()))
 
 
 def _leaves(
-    root: nn.Module, name: str, stack: Tensor, own: tuple[str, ...], known: dict[str, tuple[str, ...]]
-) -> tuple[str, ...]:
-    """Return what a checkpoint calls the matrices of one expert, such as w1 and w3; `own` where it stacks them too."""
+    root: nn.Module, name: str, stack: Tensor, own: tuple[str, ...], known: dict[str, tuple[str, ...] | None]
+) -> tuple[str, ...] | None:
+    """Return what a checkpoint calls the matrices of one expert, such as w1 and w3; None where it stacks them too."""
     key = name.rpartition(".")[2]
     if key not in known:
         stored = revert_weight_conversion(root, {name: stack.detach()}) if isinstance(root, PreTrainedModel) else {}
         ends = list(dict.fromkeys(one.removesuffix(".weight").rpartition(".")[2] for one in stored))
-        known[key] = tuple(ends) if len(stored) == len(own) * stack.shape[0] and len(ends) == len(own) else own
+        known[key] = tuple(ends) if len(stored) == len(own) * stack.shape[0] and len(ends) == len(own) else None
     return known[key]
 
 

@@ -42,6 +42,8 @@ class Objective(Described, ABC):
         kl_input_clamp: largest |log p − log p_reference| of a token in it, in nats; null does not clamp.
         kl_output_clamp: largest estimate of a token, in nats; null does not clamp.
         entropy_coefficient: factor of the entropy, subtracted from the loss.
+        load_balance_coefficient: factor of the auxiliary loss that evens out the load of a mixture's experts; null is
+            the one in the model's config (`router_aux_loss_coef`).
         normalize_weights: divide the product of all corrections' weights by its mean over `token`s or `sequence`s.
         filter_zero_variance: draw again groups whose completions all got the same reward.
         max_resample: how many more rounds of generation that may take, at most.
@@ -69,6 +71,7 @@ class Objective(Described, ABC):
         kl_input_clamp: float | None = None,
         kl_output_clamp: float | None = None,
         entropy_coefficient: float = 0.0,
+        load_balance_coefficient: float | None = 0.0,
         normalize_weights: Literal["token", "sequence"] | None = None,
         filter_zero_variance: bool = False,
         max_resample: int = 0,
@@ -95,6 +98,7 @@ class Objective(Described, ABC):
         for name, value in (
             ("kl_coefficient", kl_coefficient),
             ("entropy_coefficient", entropy_coefficient),
+            ("load_balance_coefficient", load_balance_coefficient or 0.0),
             ("max_resample", max_resample),
         ):
             if not value >= 0:
@@ -116,7 +120,7 @@ class Objective(Described, ABC):
         self.kl_estimator: Estimator = kl_estimator or ("k3+" if kl_in == "loss" else "k1")
         self.kl_in: Literal["loss", "reward"] = kl_in
         self.kl_input_clamp, self.kl_output_clamp = kl_input_clamp, kl_output_clamp
-        self.entropy_coefficient = entropy_coefficient
+        self.entropy_coefficient, self.load_balance_coefficient = entropy_coefficient, load_balance_coefficient
         self.normalize_weights: Literal["token", "sequence"] | None = normalize_weights
         self.filter_zero_variance = filter_zero_variance
         self.max_resample = max_resample

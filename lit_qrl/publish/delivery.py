@@ -55,7 +55,7 @@ class Delivery:
         """
         sampled = {name: shapes[name] for name in choose(list(shapes), max(version, 0))}
         sent = SentLedger(version, format, sampled)
-        report = self.engine.load_weights(sent.watch(stream), format, version)
+        report = self.engine.load_weights(sent.watch(self.engine.arranged(stream)), format, version)
         self._compare(sent, report, format, whole=True)
         low = format is not None and not isinstance(format, Dense)
         weigh(report, sent, shapes if low else {})

@@ -149,6 +149,10 @@ class RolloutEngine(Described, ABC):
     def setup(self, spec: SamplerSpec, policy: EnginePolicy) -> None:
         """Build the sampler's modules; the weights come with the first `load_weights`."""
 
+    def arranged(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Return a stream of weights as this engine takes it, which is what both sides note: here as it comes."""
+        return tensors
+
     @abstractmethod
     def generate(
         self,

@@ -117,6 +117,11 @@ def test_a_reference_routes_for_itself(tmp_path):
     assert (batch.reference_logprobs - batch.sampler_logprobs).abs().max() > 0.01
 
 
+def test_the_models_own_load_balance_loss_is_added_where_it_is_asked_for(tmp_path):
+    _, row, _ = trained(tmp_path, objective=GRPO(scale="none", load_balance_coefficient=None))
+    assert 1.9 < column(row, "balance_loss") < 8  # two of eight experts: 2 is even, 8 collapsed
+
+
 def refusal(folder, *callbacks, model=None, **options):
     model_folder(folder / "model", **(MOE if model is None else model))
     trainer, module, data = build(folder, callbacks=callbacks, format="bf16", **options)

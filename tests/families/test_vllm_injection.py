@@ -1,7 +1,5 @@
 """Through vLLM: a part that stayed behind or was exchanged between two publishes one optimizer step apart is named."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -16,8 +14,6 @@ from tests.vllm_engines import LEARNING_RATE, sampler_format
 
 pytestmark = pytest.mark.vllm
 
-DENSE = {"first_k_dense_replace": 2}
-"""Without experts, which go through vLLM's reload alone, latent attention takes the learned routes too."""
 KNOWN = [pytest.param(family, id=family.model_type) for family in FAMILIES if family.vllm]
 
 
@@ -50,8 +46,7 @@ def one_of_each(names):
 
 @pytest.mark.parametrize("family", KNOWN)
 def test_every_kind_of_tensor_is_named_when_it_stays_behind(family, monkeypatch):
-    latent = "first_k_dense_replace" in family.options and "kv_lora_rank" in family.options
-    network = eager_network(replace(family, options=family.options | DENSE) if latent else family, 0)
+    network, latent = eager_network(family, 0), "kv_lora_rank" in family.options
     try:
         engine = start(network, None)
     except ConfigError as error:
@@ -66,7 +61,7 @@ def test_every_kind_of_tensor_is_named_when_it_stays_behind(family, monkeypatch)
         assert faults == []
         unread, previous = set(report.received.unread), sent.receipts()
         for reload in (False, True):  # along routes, where the first publish showed them, and through vLLM's reload
-            old = {name: tensor.clone() for name, tensor in merged_weights(network)}
+            old = {name: tensor.clone() for name, tensor in engine.arranged(merged_weights(network))}
             step(network, int(reload))
             kept = one_of_each(name for name in old if name not in unread)
             if reload:

@@ -71,7 +71,7 @@ def publish(network: Any, engine: Any, version: int, previous: Any = None, wire:
     layers = quantizable_linears(network)
     stream = weight_stream(merged_weights(network), format, list(layers), engine.plain_dtype)
     sent = SentLedger(version, format, {name: (one.out_features, one.in_features) for name, one in layers.items()})
-    report = engine.load_weights(wire(sent.watch(stream)), format, version)
+    report = engine.load_weights(wire(sent.watch(engine.arranged(stream))), format, version)
     faults = compare(sent, report.received, previous)
     faults += compare_columns(sent, engine.read_columns, exact=format is None)
     faults += compare_read_back(sent, engine.read_back, list(sent.receipts()))

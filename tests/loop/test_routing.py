@@ -1,4 +1,5 @@
 import types
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -7,14 +8,17 @@ from torch.nn import functional as F
 from lit_qrl.callbacks.router_replay import RouterReplay
 from lit_qrl.loop.batching import assemble
 from lit_qrl.loop.metrics import IterationMetrics
-from lit_qrl.loop.routing import load_balance, record_difference, replayed_level
+from lit_qrl.loop.routing import balanced, load_balance, record_difference, replayed_level
+from lit_qrl.network.hidden import scored_hidden
 from lit_qrl.network.routing import Routing, routers
+from lit_qrl.objective import GRPO
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.types import SamplingParams, no_all_reduce
+from tests.networks import batch_of
 from tests.rollout.embedded.test_engine import publish
-from tests.routes import CHOSEN, EXPERTS, LAYERS, MOE
+from tests.routes import CHOSEN, EXPERTS, LAYERS, MOE, build_mixture
 from tests.tiny_run import model_folder
 
 PROMPTS = [[5, 6, 7, 8, 9], [4], [3, 3, 12]]
@@ -117,3 +121,29 @@ def test_a_routing_leaves_a_patched_router_as_it_was(tmp_path):
     with Routing(policy.network):
         assert gate.forward is not patched
     assert gate.forward is patched
+
+
+def learner_of(network, coefficient, micro_batches=2, world_size=3):
+    return SimpleNamespace(
+        policy=SimpleNamespace(network=network),
+        objective=GRPO(load_balance_coefficient=coefficient),
+        data=SimpleNamespace(micro_batches=micro_batches),
+        trainer=SimpleNamespace(world_size=world_size),
+        iteration=SimpleNamespace(metrics=IterationMetrics()),
+    )
+
+
+def test_the_load_balance_loss_is_the_models_own_and_shared_by_passes_and_ranks():
+    network, batch = build_mixture(), batch_of([[3, 4, 5], [6]], [[7, 8], [9, 10, 11, 12]])
+    tokens = torch.tensor([[3, 4, 5, 7, 8], [6, 9, 10, 11, 12]])
+    expected = network(input_ids=tokens, output_router_logits=True).aux_loss
+    for coefficient, factor in ((0.5, 0.5), (None, network.config.router_aux_loss_coef)):
+        learner = learner_of(network, coefficient)
+        with balanced(learner) as loss:
+            scored_hidden(network, batch)
+        value = loss(batch)
+        torch.testing.assert_close(value, expected * factor / 6, rtol=1e-5, atol=0)
+        assert value.requires_grad
+    with balanced(learner_of(network, 0.0)) as loss:
+        scored_hidden(network, batch)
+    assert loss(batch) == 0.0

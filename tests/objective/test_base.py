@@ -147,6 +147,7 @@ def test_a_kl_without_a_reference_says_what_to_do():
         (lambda: GRPO(kl_output_clamp=-10.0), "objective.kl_output_clamp"),
         (lambda: GRPO(kl_coefficient=-0.1), "kl_coefficient"),
         (lambda: GRPO(entropy_coefficient=-0.1), "entropy_coefficient"),
+        (lambda: GRPO(load_balance_coefficient=-0.1), "load_balance_coefficient"),
         (lambda: GRPO(normalize_weights="batch"), "normalize_weights"),
     ],
 )

@@ -26,6 +26,9 @@ class Keeps:
             received.record(name, self.held[name])
         return PublishReport(version=version, seconds=0.0, bytes=received.bytes, layers={}, received=received)
 
+    def arranged(self, tensors):
+        return tensors
+
     def load_weights(self, tensors, format, version):
         return self._take(tensors, version)
 

@@ -1,5 +1,6 @@
 """What is checked before a vLLM engine is built, with numbers and a remedy."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from lit_qrl.formats import support
 from lit_qrl.network.experts import expert_stacks
 from lit_qrl.network.linears import fused_group, fused_groups, quantizable_linears
 from lit_qrl.network.names import base_of, checkpoint_modules
+from lit_qrl.network.routing import routers
 from lit_qrl.network.shards import own
 from lit_qrl.rollout.vllm import cpu as vllm_cpu
 
@@ -241,23 +243,44 @@ def check_device_memory(network: nn.Module, bits_per_weight: float, share: float
 
 
 def check_experts(network: nn.Module, format: "NumberFormat | None", exclude: Collection[str]) -> None:
-    """Raise `ConfigError` for experts in a format of 8 bits or less, whose places in vLLM's layers are not known.
+    """Raise `ConfigError` for experts in a format of 8 bits or less that vLLM has no kernel for on this host.
 
     Args:
         network: the learner's model.
         format: of the sampler's layers.
         exclude: name patterns of the publisher.
     """
-    if format is None or not format.quantization_config():
+    stacks = expert_stacks(network, exclude) if format is not None and format.quantization_config() else {}
+    if format is None or not stacks:
         return
-    stacks = expert_stacks(network, exclude)
-    if stacks:
+    device = support.device_here()
+    known = support.names_where(lambda row: device in row.vllm_experts)
+    stacked = [name for name, stack in stacks.items() if not stack.apart]
+    if device not in support.row_of(format).vllm_experts or stacked:
+        others = f", or {', '.join(known)}" if known and not stacked else ""
         raise ConfigError(
             f"VLLMEngine is not sent experts in {format.name}.",
-            expected="publisher.format: bf16, or '*.experts' in publisher.exclude, which leaves them plain",
-            given=listed(stacks, 2),
+            expected=f"publisher.format: bf16{others}, or '*.experts' in publisher.exclude, which leaves them plain",
+            given=f"{listed(stacked or stacks, 2)} on {device.upper()}",
             remedy="Set one of them, or use TransformersEngine, which holds experts in every format.",
         )
+
+
+def plain_mixtures(network: nn.Module, exclude: Collection[str]) -> list[str]:
+    """Return the routers, and the experts that stay plain, as a `quantization_config` lists them: names, and patterns.
+
+    vLLM makes layers of them that a config for linear layers counts in, under names that differ by family.
+
+    Args:
+        network: the learner's model.
+        exclude: name patterns of the publisher.
+    """
+    names = [router.name for router in routers(network)]
+    found = [(name, rf"\.{name.rpartition('.')[2]}$") for name in names]
+    quantized = expert_stacks(network, exclude)
+    found += [(name, r"\.experts\..*") for name in expert_stacks(network) if name not in quantized]
+    numbered = [(re.search(r"layers\.\d+\.", name), end) for name, end in found]
+    return names + [f"re:.*{re.escape(layer[0])}[^.]+{end}" for layer, end in numbered if layer]
 
 
 def plain_layers(network: nn.Module, exclude: Collection[str], head: bool = False) -> list[str]:
@@ -282,5 +305,5 @@ def plain_layers(network: nn.Module, exclude: Collection[str], head: bool = Fals
                 given=f"{', '.join(inside)} quantized",
                 remedy="Exclude the whole group.",
             )
-    plain = [name for name in linears if name not in quantized]
+    plain = [name for name in linears if name not in quantized] + plain_mixtures(network, exclude)
     return plain if "lm_head" in plain or "lm_head" in quantized else [*plain, "lm_head"]

@@ -24,6 +24,7 @@ class Drawing:
     llm: Any
     policy: Any
     request_seeds: bool
+    routed: requests.Routed | None
     _adapter_active: bool
     _usable: bool
     _poisoned: bool
@@ -62,7 +63,7 @@ class Drawing:
         params = requests.drawings(drawn_with, rows, seed if self.request_seeds else None)
         with kept_process_state(None if self.request_seeds else seed):
             outputs = self._run([prompts[i // n] for i in order], params, progress)
-        drawn = {i: requests.completion(output, self.version) for i, output in zip(order, outputs, strict=True)}
+        drawn = {i: self._read(output) for i, output in zip(order, outputs, strict=True)}
         self._poisoned |= not all(math.isfinite(value) for one in drawn.values() for value in one.logprobs)
         return [drawn[i] for i in range(len(order))]
 
@@ -81,8 +82,11 @@ class Drawing:
 
         with kept_process_state(), self._sampling():
             watch = self._watchdog("one step")
-            finite = requests.converse(self.llm, dialogue, draw, self.version, self._adapter_active, watch)
+            finite = requests.converse(self.llm, dialogue, draw, self._read, self._adapter_active, watch)
         self._poisoned |= not finite
+
+    def _read(self, output: Any) -> Completion:
+        return requests.completion(output, self.version, self.routed)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""

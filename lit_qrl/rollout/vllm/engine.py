@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lit_qrl.errors import ConfigError, within_memory
 from lit_qrl.formats.base import NumberFormat
+from lit_qrl.network.experts import expert_stacks, unstacked
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
 from lit_qrl.rollout.engine import (
@@ -39,7 +40,7 @@ from lit_qrl.rollout.vllm.installation import check_installation, check_routes
 from lit_qrl.rollout.vllm.lending import MarlinLender
 from lit_qrl.rollout.vllm.live_model import LiveModel
 from lit_qrl.rollout.vllm.models import check_model, latent, recurrent, refused_model
-from lit_qrl.rollout.vllm.patches import marlin_workspaces, table
+from lit_qrl.rollout.vllm.patches import marlin_workspaces, recorded_routes, table
 from lit_qrl.rollout.vllm.process import kept_process_state, own_world, prepare_environment
 from lit_qrl.rollout.vllm.reload import register_head_bias
 from lit_qrl.rollout.vllm.shutdown import collect_memory, shutdown
@@ -123,9 +124,11 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         }
         self.spec = SamplerSpec()
         self.policy: Any = None
+        self.routed: requests.Routed | None = None
         self.format: NumberFormat | None = None
         self.llm: Any = None
         self.live: LiveModel | None = None
+        self._routes: recorded_routes.RecordedRoutes | None = None
         self._adapter: LiveAdapter | None = None
         self._adapter_active = self._started = False
         self._folder: Path | None = None
@@ -151,13 +154,14 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         check_experts(network, self.spec.format, self.spec.exclude)
 
     def check_routes(self, user: str) -> None:
-        """Raise `ConfigError`: this engine does not say which experts its tokens took."""
+        """Raise `ConfigError` where the installed vLLM does not say which experts its tokens took."""
         check_routes(user)
 
     def setup(self, spec: SamplerSpec, policy: EnginePolicy) -> None:
         """Check the model against vLLM and the GPU's memory; the engine itself starts with the first weights."""
         self.spec, self.policy, self.format = spec, policy, spec.format
         network = policy.network
+        self.routed = requests.routed_layers(network) if spec.routes else None
         learner = next(network.parameters()).dtype
         self.plain_dtype = dtype = DTYPES.get(self.dtype) or automatic_dtype(spec.format, learner)
         check_model(network, dtype)
@@ -179,6 +183,10 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         self._started = True
         self.live, self._adapter = LiveModel(self.llm, self.policy.network), None
         register_head_bias(self.live.model, self.policy.network)
+        if self.routed is not None and not torch.cuda.is_available():
+            routed = self.routed
+            args = self.live.model, routed.layers, routed.experts, routed.chosen
+            self._routes = recorded_routes.record(self.llm, *args)
         check_groups(format, self.live.held(quantizable_linears(self.policy.network, self.spec.exclude)))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         warm_up(format, next(self.policy.network.parameters()).dtype, self.plain_dtype, device)
@@ -209,6 +217,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
             arguments.setdefault("lora_target_modules", adapted_layers(policy.network, self.spec.adapter))
         if self.sleep_level and torch.cuda.is_available():
             arguments["enable_sleep_mode"] = True
+        if self.spec.routes and torch.cuda.is_available():
+            arguments["enable_return_routed_experts"] = True
         with kept_process_state(), own_world():
             table.apply_all()
             from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
@@ -233,6 +243,11 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         return limit or 4096
 
     # ----------------------------------------------------------------------------------------------------- publishing
+
+    def arranged(self, tensors: Tensors) -> Tensors:
+        """Return a stream with the experts one by one, as checkpoints hold them, so that each has a receipt."""
+        stacks = expert_stacks(self.policy.network)
+        return unstacked(tensors, {name: stack for name, stack in stacks.items() if stack.apart})
 
     def load_weights(self, tensors: Tensors, format: NumberFormat | None, version: int) -> PublishReport:
         """Replace all weights; the report's `received` says what the engine's modules hold.
@@ -301,6 +316,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         if self._poisoned:
             self.live.clear_kv_cache()
             self._poisoned = False
+        if self._routes is not None:
+            self._routes.forget()
         return requests.forget_prefixes(self.llm, connector=bool(self._arguments.get("kv_transfer_config")))
 
     def _awake(self, complete: bool = False) -> LiveModel:
@@ -356,7 +373,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
 
     def close(self) -> None:
         """Free the engine, its process group if it made one, and its folder."""
-        llm, self.llm, self.live, self._adapter = self.llm, None, None, None
+        llm, self.llm, self.live, self._adapter, self._routes = self.llm, None, None, None, None
         self._usable = self._asleep = self._adapter_active = False
         if llm is not None:
             shutdown(llm, self._owns_process_group, keep_weights=self.lent)

@@ -12,10 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lit_qrl.errors import listed
 from lit_qrl.formats import support
 from lit_qrl.receipts.checksum import Checksums
 from lit_qrl.receipts.ledger import Fault, ReceivedLedger, TensorReceipt
-from lit_qrl.rollout.vllm.locations import DESCRIPTIVE, Place, tensors_of
+from lit_qrl.rollout.vllm.locations import DESCRIPTIVE, ExpertPlace, Place, lacking, tensors_of
+from lit_qrl.rollout.vllm.patches import stale_experts
 
 Sent = Mapping[str, tuple[Place, tuple[int, ...], torch.dtype]]
 
@@ -139,6 +141,8 @@ def repack(module: nn.Module, fill: Callable[[], None]) -> None:
         for name in DESCRIPTIVE & parameters.keys():
             getattr(module, name).data.copy_(parameters[name].data)  # the stream's lies on the host, which would wait
         fill()
+        if not torch.cuda.is_available():  # as the reload does
+            stale_experts.forget_kernels(module)
         module.quant_method.process_weights_after_loading(module)  # pyright: ignore
         if hasattr(module, "update_param_tp_status"):
             module.update_param_tp_status()  # pyright: ignore
@@ -214,6 +218,7 @@ class DirectLoad:
 
     def _fill(self, group: dict[str, Tensor]) -> None:
         """Write the tensors into the module's parameters; one that does not fit gets no receipt but a fault."""
+        self._clear_padding(group)
         for name, tensor in group.items():
             place = self.routes.places[name]
             parameter = getattr(place.module, place.attribute).data
@@ -221,12 +226,19 @@ class DirectLoad:
                 parameter[tensor.shape[0] :].zero_()  # as vLLM's loader does
             place.write(parameter, tensor)
 
+    def _clear_padding(self, group: Mapping[str, Tensor]) -> None:
+        """Zero stacks of experts with more rows or columns than come, which some kernels multiply, too."""
+        coming: dict[str, int] = {}
+        places = {name: place for name in group if isinstance(place := self.routes.places[name], ExpertPlace)}
+        for name, place in places.items():
+            coming[place.attribute] = coming.get(place.attribute, 0) + group[name].numel()
+        for place in {place.attribute: place for place in places.values()}.values():
+            parameter = getattr(place.module, place.attribute).data
+            if coming[place.attribute] < parameter.numel():
+                parameter.zero_()
+
     def _incomplete(self, module_name: str, group: dict[str, Tensor]) -> Fault:
-        parts = next(self.routes.places[name].parts for name in group)
-        came: dict[str, set[int]] = {}
-        for name in group:
-            place = self.routes.places[name]
-            came.setdefault(place.attribute, set()).add(place.part)
-        lacking = sorted({parts[i] for got in came.values() for i in range(len(parts)) if i not in got})
-        detail = f"without {', '.join(lacking)}" if lacking else f"only {', '.join(sorted(came))} arrived"
+        places = [self.routes.places[name] for name in group]
+        left, came = lacking(places), sorted({place.attribute for place in places})
+        detail = f"without {listed(left, 8)}" if left else f"only {', '.join(came)} arrived"
         return Fault("fused_group", module_name, detail)

@@ -12,6 +12,8 @@ from lit_qrl.errors import ConfigError
 
 RUN_WITH = {(0, 26): "CPU and CUDA", (0, 32): "CPU"}
 """The versions that this project was run with, and where; their other patch releases are accepted, too."""
+RECORDS_ON_CPU = (0, 27)
+"""From this version on the CPU build chooses experts outside of its kernels."""
 ANY = "LIT_QRL_ANY_VLLM"
 """Environment variable: 1 accepts any version that is newer than the oldest of them."""
 
@@ -79,20 +81,22 @@ def check_installation() -> None:
 
 
 def check_routes(user: str) -> None:
-    """Raise `ConfigError`: what vLLM says of the experts that its tokens took does not reach the learner.
+    """Raise `ConfigError` where the installed vLLM does not say which experts its tokens took.
 
-    On a CPU there is nothing to pass on: 0.32 records routes with its second model runner alone, which needs Triton,
-    and 0.26 returns zeros.
+    On a GPU 0.26 records them. The CPU build of 0.32 is made to (`patches/recorded_routes.py`); that of 0.26 chooses
+    inside of its kernels and returns zeros, and 0.32 on a GPU records with its second model runner, which was not run.
 
     Args:
         user: what needs them, for the error.
     """
     check_installation()
     found = installed_version()
-    version = ".".join(map(str, found[0])) if found else "unknown"
-    raise ConfigError(
-        f"{user} needs the experts that each token took in the sampler, and VLLMEngine does not record them.",
-        expected="data.engine: TransformersEngine, or level: old",
-        given=f"VLLMEngine with vLLM {version}",
-        remedy="Change the engine, or set the level to old with several updates for a rollout.",
-    )
+    assert found is not None
+    records = found[0][:2] >= RECORDS_ON_CPU if not torch.cuda.is_available() else found[0][:2] < RECORDS_ON_CPU
+    if not records:
+        raise ConfigError(
+            f"{user} needs the experts that each token took in the sampler, which this vLLM does not tell.",
+            expected="vLLM 0.32 on a CPU or 0.26 on a GPU, data.engine: TransformersEngine, or level: old",
+            given=f"vLLM {'.'.join(map(str, found[0]))} on a {'GPU' if torch.cuda.is_available() else 'CPU'}",
+            remedy="Change the engine, or set the level to old with several updates for a rollout.",
+        )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_qrl.errors import listed
 from lit_qrl.network.linears import transposed_layers
 from lit_qrl.network.names import checkpoint_name
 from lit_qrl.receipts.checksum import Checksums
@@ -23,17 +24,18 @@ from lit_qrl.rollout.vllm.locations import (
     DESCRIPTIVE,
     Place,
     checkpoint_names,
+    expert_place,
+    lacking,
     loaded_format,
     model_runner,
+    narrowed,
     restored_names,
     tensors_of,
+    whole_experts,
 )
 from lit_qrl.rollout.vllm.naming import Naming, stored
 from lit_qrl.rollout.vllm.patches import tied_head
 from lit_qrl.rollout.vllm.reload import reloading
-
-# A wider parameter holds these exactly, so that casting back loses nothing.
-_WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
 
 
 class LiveModel:
@@ -71,7 +73,7 @@ class LiveModel:
         self._watch_repacking()
 
     def locate(self, name: str) -> Place | None:
-        """Return where the checkpoint tensor `name` goes, or None where only vLLM's loader knows (experts)."""
+        """Return where the checkpoint tensor `name` goes, or None where only vLLM's loader knows (stacked experts)."""
         layer, _, attribute = name.rpartition(".")
         place = self.locate_layer(layer, attribute)
         if place is None or place.attribute not in checkpoint_names(place.module):
@@ -90,6 +92,8 @@ class LiveModel:
                 if hasattr(self._modules.get(fused), "output_sizes"):
                     module, rewritten = self._modules[fused], self._naming.rewrites(layer, None)
                     return Place(fused, module, key, part, parts, shards, rewritten)
+            if (expert := expert_place(self._modules, found, key)) is not None:
+                return expert
         return None
 
     def held(self, layers: Iterable[str]) -> dict[str, list[str]]:
@@ -138,7 +142,7 @@ class LiveModel:
         if routes is None or len(self.sent) < len(routes.places):
             ledger.faults += self._not_loaded()
         if routes is None and self.learns_routes and not ledger.faults and not self._opaque:
-            self.routes = direct.learn(self.sent, ledger.receipts(), _narrowed)
+            self.routes = direct.learn(self.sent, ledger.receipts(), narrowed)
 
     def _gate(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Note what passes to vLLM's loader; what no module is known to keep is recorded here."""
@@ -210,7 +214,7 @@ class LiveModel:
         """Take the receipt of what a module holds of a tensor."""
         assert self._ledger is not None
         dtype = self.sent[name][2]
-        cut = _narrowed(held, dtype)
+        cut = narrowed(held, dtype)
         if cut is not held:
             self._inexact.append((name, (cut.to(held.dtype) != held).any()))
         elif dtype != held.dtype:
@@ -219,7 +223,7 @@ class LiveModel:
         self._ledger.record(name, cut)
 
     def _record_unprocessed(self) -> None:
-        """Record layers that vLLM does not process after loading, such as norms, from their live parameters."""
+        """Record layers that vLLM does not process after loading, such as norms."""
         for module_name in list(self.pending):
             self._record(module_name)
             module = self._modules[module_name]
@@ -248,23 +252,20 @@ class LiveModel:
         """Drop partly loaded layers from the reload: vLLM would fill the rest with uninitialised memory."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        seen: dict[str, dict[str, set[int]]] = {}
-        parts_of: dict[str, tuple[str, ...]] = {}
+        seen: dict[str, list[Place]] = {}
         for place, _, _ in self.sent.values():
-            parts_of[place.module_name] = place.parts
-            seen.setdefault(place.module_name, {}).setdefault(place.attribute, set()).add(place.part)
+            seen.setdefault(place.module_name, []).append(place)
         faults = []
         for module_name, module in self._modules.items():
-            attributes, info = seen.get(module_name, {}), get_layerwise_info(module)
+            places, info = seen.get(module_name, []), get_layerwise_info(module)
             if info.can_load() and not info.load_numel:
                 self._untouched.add(module_name)  # a loader that wrote past the reload has lost what it wrote
-            parts = parts_of.get(module_name, ())
-            lacking = sorted({parts[i] for got in attributes.values() for i in range(len(parts)) if i not in got})
+            left = lacking(places)
             short = info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0)
-            if not lacking and not (short and not hasattr(module, "num_embeddings_padded")):
+            if not left and not (short and not hasattr(module, "num_embeddings_padded") and not whole_experts(places)):
                 continue
-            came = ", ".join(sorted(attributes)) or f"{info.load_numel} of {info.load_numel_total} numbers"
-            what = f"without {', '.join(lacking)}" if lacking else f"only {came} arrived"
+            came = ", ".join(sorted({one.attribute for one in places})) or f"{info.load_numel} numbers"
+            what = f"without {listed(left, 8)}" if left else f"only {came} arrived"
             faults.append(Fault("fused_group", module_name, what))
             info.loaded_weights.clear()
             info.load_numel = 0
@@ -350,7 +351,7 @@ class LiveModel:
         if live is None or live.numel() == 0 or layout not in ("kept", "turned"):
             return None
         cut = place.cut(live.t() if layout == "turned" else live, shape)
-        return None if cut is None else _narrowed(cut, dtype)
+        return None if cut is None else narrowed(cut, dtype)
 
     def read_columns(self, layer: str, columns: Sequence[int]) -> Tensor | None:
         """Return columns "out columns" of a linear layer by multiplying it with unit vectors, or None if unknown.
@@ -392,8 +393,3 @@ class LiveModel:
         for cache in self.runner.kv_caches:
             for part in cache if isinstance(cache, (list, tuple)) else (cache,):
                 part.zero_()
-
-
-def _narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in the dtype that was sent, where the engine holds it in a wider one."""
-    return tensor.to(dtype) if (dtype, tensor.dtype) in _WIDENED else tensor

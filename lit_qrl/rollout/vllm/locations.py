@@ -1,8 +1,10 @@
 """Where a checkpoint tensor lives among vLLM's modules, and what a live module computes in."""
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,7 +13,16 @@ from torch import Tensor, nn
 from lit_qrl.formats import support
 
 # vLLM writes the shape of an INT4 weight once per projection into one parameter that nothing reads.
-DESCRIPTIVE = frozenset({"weight_shape"})
+DESCRIPTIVE = frozenset({"weight_shape", "w13_weight_shape", "w2_weight_shape"})
+# A wider parameter holds these exactly, so that casting back loses nothing.
+_WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
+# An expert's matrices: "experts.3.gate_proj", or "experts.3.w1" where the checkpoint counts them.
+_EXPERT = re.compile(r"(?P<holder>.+)\.(?P<expert>\d+)\.(?P<leaf>\w+)")
+_STACKED = {
+    "w13": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "w2": (("down_proj",), ("w2",)),
+}
+"""vLLM's stacks of experts, and which matrices of a checkpoint lie in each, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +117,104 @@ class Place:
         return tensor.reshape(tuple(shape)) if tensor.numel() == math.prod(shape) else None
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertPlace(Place):
+    """Where a tensor of one expert lives: in a stack "experts · ·", under those of the same expert that lie beside it.
+
+    Its `parts` are the matrices of all experts in the stack.
+
+    Args:
+        expert: its number.
+        beside: matrices of one expert in the stack.
+    """
+
+    expert: int = 0
+    beside: int = 1
+
+    def spread(self, tensor: Tensor, shape: Sequence[int]) -> None:
+        """Do nothing: each matrix of an expert has numbers of its own."""
+
+    def cut(self, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
+        """Return this tensor's slice of the module's, viewed in the shape that was sent; None if it does not fit."""
+        if not tensor.ndim or self.expert >= len(tensor):
+            return None
+        one = tensor[self.expert]
+        if self.turned and one.ndim == 2:
+            one = one.t()
+        if self.beside > 1 and one.ndim:
+            rows = len(one) // self.beside
+            one = one[self.part % self.beside * rows :][:rows]
+        for axis in range(min(one.ndim, len(shape))):  # some kernels want more rows and columns than there are
+            one = one.narrow(axis, 0, min(one.shape[axis], shape[axis]))
+        return one.view(tuple(shape)) if one.numel() == math.prod(shape) else None
+
+
+@lru_cache
+def _matrices(count: int, leaves: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{expert}.{leaf}" for expert in range(count) for leaf in leaves)
+
+
+def expert_place(modules: Mapping[str, nn.Module], layer: str, attribute: str) -> ExpertPlace | None:
+    """Return where a tensor of one expert's matrix goes, or None for what is none.
+
+    Args:
+        modules: of vLLM's model, by name.
+        layer: the matrix, as vLLM's mapping names it.
+        attribute: the tensor's name in the checkpoint, such as `weight`.
+    """
+    found = _EXPERT.fullmatch(layer)
+    if found is None:
+        return None
+    expert, leaf = int(found["expert"]), found["leaf"]
+    for name in (f"{found['holder']}.routed_experts", found["holder"]):
+        for stack, spellings in _STACKED.items():
+            leaves = next((leaves for leaves in spellings if leaf in leaves), ())
+            module, key = modules.get(name), f"{stack}_{attribute}"
+            if module is None or not leaves or key not in checkpoint_names(module):
+                continue
+            gated = getattr(getattr(module, "moe_config", None), "is_act_and_mul", True)
+            leaves = leaves if gated or len(leaves) == 1 else (leaf,)
+            parts = _matrices(int(module.global_num_experts), leaves)  # pyright: ignore[reportArgumentType]
+            if (own := f"{expert}.{leaf}") in parts:
+                return ExpertPlace(
+                    name, module, key, parts.index(own), parts, expert=expert, beside=len(leaves),
+                    turned=bool(getattr(getattr(module, key, None), "is_transposed", False)),
+                )  # fmt: skip
+    return None
+
+
+def lacking(places: Iterable[Place]) -> list[str]:
+    """Return the parts of a layer that nothing came for, in those of its tensors of which something came.
+
+    Args:
+        places: of what came for the layer.
+
+    >>> lacking([Place("qkv", nn.Module(), "weight", part, ("q", "k", "v")) for part in (0, 2)])
+    ['k']
+    """
+    came: dict[str, set[int]] = {}
+    parts: dict[str, tuple[str, ...]] = {}
+    for place in places:
+        parts[place.attribute] = place.parts
+        came.setdefault(place.attribute, set()).add(place.part)
+    left = [name for key, got in came.items() for i, name in enumerate(parts[key]) if i not in got]
+    return sorted(set(left))
+
+
+def whole_experts(places: Sequence[Place]) -> bool:
+    """Return whether every matrix of every expert came, each with all that came of any.
+
+    A module of experts has parameters that no checkpoint of ours fills, such as an order of its columns.
+
+    Args:
+        places: of what came for a module.
+    """
+    stacks = {name: {one.attribute.removeprefix(f"{name}_") for one in places if one.attribute.startswith(f"{name}_")}
+              for name in _STACKED}  # fmt: skip
+    all_experts = bool(places) and all(isinstance(one, ExpertPlace) for one in places)
+    return all_experts and stacks["w13"] == stacks["w2"] and not lacking(places)
+
+
 def model_runner(llm: Any) -> Any:
     """Return the object that holds model and KV cache of an in-process engine."""
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
@@ -130,6 +239,11 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in own.items() if tensor is not None}
 
 
+def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tensor in the dtype that was sent, where the engine holds it in a wider one."""
+    return tensor.to(dtype) if (dtype, tensor.dtype) in _WIDENED else tensor
+
+
 def loaded_format(module: nn.Module, dtype: torch.dtype) -> str:
     """Return the name of the number format that a live vLLM module computes in, read from its method.
 
@@ -142,8 +256,9 @@ def loaded_format(module: nn.Module, dtype: torch.dtype) -> str:
     if method is None or kind.startswith("Unquantized"):
         return plain.get(dtype, str(dtype).removeprefix("torch."))
     by_block = "block" if getattr(method, "block_quant", False) else "tensor"
-    strategy = getattr(scheme, "strategy", None) if scheme is not None else by_block
-    details = getattr(strategy, "value", strategy), getattr(scheme, "num_bits", 4)
-    short = kind.removeprefix("CompressedTensors")
+    weights: Any = getattr(method, "weight_quant", scheme)  # of experts the method has it, of linear layers the scheme
+    strategy = getattr(weights, "strategy", None) if weights is not None else by_block
+    details = getattr(strategy, "value", strategy), getattr(weights, "num_bits", 4)
+    short = kind.removeprefix("CompressedTensors").removesuffix("MoEMethod")
     spelled = {short, *(f"{short}[{detail}]" for detail in details)}
     return next(iter(support.names_where(lambda row: not spelled.isdisjoint(row.vllm_methods))), kind)

@@ -4,12 +4,15 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lit_qrl.errors import StoppedError
+from lit_qrl.network.routing import route_dtype, routers, unrouted
 from lit_qrl.rollout.engine import Dialogue, EngineDiedError, Progress, Turn
 from lit_qrl.rollout.vllm.adapter import ADAPTER_ID
 from lit_qrl.rollout.vllm.watchdog import Watchdog
@@ -121,7 +124,12 @@ def run(
 
 
 def converse(
-    llm: Any, dialogue: Dialogue, draw: Callable[[Turn], Any], version: int, adapter: bool, watchdog: Watchdog
+    llm: Any,
+    dialogue: Dialogue,
+    draw: Callable[[Turn], Any],
+    read: Callable[[Any], Completion],
+    adapter: bool,
+    watchdog: Watchdog,
 ) -> bool:
     """Draw the turns of a dialogue, each as soon as it is there, and return whether all log-probs were finite.
 
@@ -129,7 +137,7 @@ def converse(
         llm: the engine.
         dialogue: gives turns and takes answers.
         draw: vLLM's parameters of a turn.
-        version: of the weights.
+        read: from the output of a turn to its completion.
         adapter: draw through the published adapter.
         watchdog: of the steps.
 
@@ -146,7 +154,7 @@ def converse(
                 ids = requests.add([turn.tokens for turn in turns], [draw(turn) for turn in turns])
                 asked |= dict(zip(ids, turns, strict=True))
             for name, output in requests.step() if asked else ():
-                answer = completion(output, version)
+                answer = read(output)
                 finite &= all(map(math.isfinite, answer.logprobs))
                 dialogue.answered(asked.pop(name), answer)
     return finite
@@ -197,16 +205,68 @@ def _stepping(llm: Any, adapter: bool, watchdog: Watchdog) -> Iterator[_Requests
         raise EngineDiedError(f"vLLM failed while generating: {type(error).__name__}: {error}") from error
 
 
-def completion(output: Any, version: int) -> Completion:
-    """Return the one completion of a request."""
+@dataclass(frozen=True)
+class Routed:
+    """How the experts that vLLM reports for a token are those of the learner's routers.
+
+    Args:
+        layers: numbers of the layers that have experts.
+        experts: to choose from in each.
+        chosen: by each token.
+    """
+
+    layers: tuple[int, ...]
+    experts: int
+    chosen: int
+
+    def of(self, output: Any) -> Tensor | None:
+        """Return "tokens layers k" for prompt and completion of a request, or None where nothing came.
+
+        A token that chose one expert twice was not recorded, and the last is not computed: both are `unrouted`.
+        """
+        drawn = output.outputs[0]
+        given = getattr(drawn, "routed_experts", None)
+        if given is None:
+            return None
+        dtype = route_dtype(self.experts)
+        known = torch.as_tensor(np.asarray(given).astype(np.int64))[:, list(self.layers)]
+        if known.shape[2] > 1:
+            twice = (known[:, :, :1] == known[:, :, 1:]).all(dim=2).any(dim=1)
+            known = known.masked_fill(twice[:, None, None], unrouted(dtype))
+        tokens = len(output.prompt_token_ids) + len(drawn.token_ids)
+        routes = torch.full((tokens, *known.shape[1:]), unrouted(dtype), dtype=dtype)
+        routes[: len(known)] = known[: tokens - 1].to(dtype)
+        return routes
+
+
+def routed_layers(network: torch.nn.Module) -> Routed:
+    """Return which layers of vLLM's hold the experts that the learner's routers choose from.
+
+    >>> gate = torch.nn.Linear(4, 8)
+    >>> gate.num_experts, gate.top_k = 8, 2
+    >>> routed_layers(torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.ReLU(), gate])}))
+    Routed(layers=(1,), experts=8, chosen=2)
+    """
+    found = routers(network)
+    numbers = (next(int(part) for part in router.name.split(".") if part.isdecimal()) for router in found)
+    return Routed(tuple(numbers), max(router.experts for router in found), found[0].chosen)
+
+
+def completion(output: Any, version: int, routed: Routed | None = None) -> Completion:
+    """Return the one completion of a request.
+
+    Args:
+        output: of the request.
+        version: of the weights.
+        routed: where the experts of its tokens were asked for.
+    """
     drawn = output.outputs[0]
-    routed = getattr(drawn, "routed_experts", None)
     return Completion(
         token_ids=list(drawn.token_ids),
         logprobs=list(drawn.logprobs.logprobs),
         finish_reason="stop" if drawn.finish_reason == "stop" else "length",
         version=version,
-        routed_experts=None if routed is None else torch.as_tensor(routed),
+        routed_experts=None if routed is None else routed.of(output),
     )
 
 

@@ -1,6 +1,7 @@
 """What is refused before a vLLM engine is built; only what is marked so imports vLLM."""
 
 import importlib.util
+import re
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def test_missing_installation_names_the_remedy(monkeypatch):
 
 def test_experts_in_few_bits_are_refused_and_left_out_or_plain_are_not():
     network = outline(BY_TYPE["qwen3_moe"].config())
-    with pytest.raises(ConfigError, match=r"not sent experts in fp8_row.*bf16.*layers.0.mlp.experts.*TransformersEng"):
+    with pytest.raises(ConfigError, match=r"not sent experts in fp8_row.*bf16.*mlp.experts on CPU.*TransformersEngine"):
         vllm_checks.check_experts(network, formats.get("fp8_row"), ())
     vllm_checks.check_experts(network, formats.get("fp8_row"), ["*.experts"])
     vllm_checks.check_experts(network, formats.get("bf16"), ())
@@ -233,6 +234,37 @@ def test_gradients_need_memory_beside_an_engine_that_never_sleeps(gpu):
     network.weight.requires_grad_(False)
     gpu(free=45)
     vllm_checks.check_device_memory(network, 8.0, 0.5)
+
+
+def test_experts_are_taken_in_the_formats_that_were_verified_on_the_device(monkeypatch, format_rows):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    network, stacked = (outline(BY_TYPE[kind].config()) for kind in ("qwen3_moe", "gpt_oss"))
+    for name in ("fp8_row", "nvfp4"):
+        format_rows(name, vllm_experts=("cuda",))
+        vllm_checks.check_experts(network, formats.get(name), ())
+        with pytest.raises(ConfigError, match=f"not sent experts in {name}.*layers.0.mlp.experts.*on CUDA"):
+            vllm_checks.check_experts(stacked, formats.get(name), ())
+    for name in ("fp8_tensor", "int4_group", "nf4"):
+        with pytest.raises(ConfigError, match=f"not sent experts in {name}.*bf16, or fp8_row, nvfp4, or.*on CUDA"):
+            vllm_checks.check_experts(network, formats.get(name), ())
+
+
+def test_routers_and_plain_experts_are_listed_as_vllm_names_them():
+    network = outline(BY_TYPE["mixtral"].config())
+    listed = vllm_checks.plain_mixtures(network, ["*.layers.1.*"])
+    vllm_names = {
+        "model.layers.0.block_sparse_moe.gate": True,
+        "model.layers.1.block_sparse_moe.gate": True,
+        "model.layers.0.block_sparse_moe.experts.0.gate_proj": False,
+        "model.layers.1.block_sparse_moe.experts.0.gate_proj": True,
+        "model.layers.1.block_sparse_moe.experts.routed_experts.0.gate_proj": True,
+        "model.layers.1.block_sparse_moe.shared_experts.gate_proj": False,
+        "model.layers.1.self_attn.qkv_proj": False,
+    }
+    patterns = [one.removeprefix("re:") for one in listed if one.startswith("re:")]
+    assert {name: any(re.match(one, name) for one in patterns) for name in vllm_names} == vllm_names
+    assert "model.layers.0.mlp.gate" in listed
+    assert vllm_checks.plain_mixtures(build_network(), ()) == []
 
 
 def test_plain_layers_are_listed_and_fused_ones_stay_together():

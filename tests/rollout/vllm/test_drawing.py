@@ -16,7 +16,7 @@ class Engine(Drawing):
         self.spec, self.version, self.llm, self.request_seeds = SamplerSpec(), 4, None, True
         self.policy = SimpleNamespace(network=SimpleNamespace(config=SimpleNamespace()))
         self._adapter_active = self._poisoned = False
-        self._usable, self.resets = True, 0
+        self._usable, self.resets, self.routed = True, 0, object()
 
     def _awake(self, complete=False):
         return None
@@ -43,7 +43,8 @@ def engine(monkeypatch):
     def run(llm, prompts, params, adapter, progress, watchdog):
         return [(prompt, param.seed) for prompt, param in zip(prompts, params, strict=True)]
 
-    def completion(output, version):
+    def completion(output, version, routed):
+        assert routed is made.routed
         prompt, seed = output
         return Completion(
             token_ids=[*prompt, seed], logprobs=[made.logprob], finish_reason="stop", version=version

@@ -47,8 +47,15 @@ def test_gpu_build_needs_a_gpu(install):
         check_installation()
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.32.0"])
-def test_routes_are_refused_by_name_and_version(install, version):
-    install(version, cpu=True)
-    with pytest.raises(ConfigError, match=rf"RouterReplay needs the experts.*VLLMEngine with vLLM {version}.*engine"):
+@pytest.mark.parametrize(
+    ("version", "device", "records"),
+    [("0.26.0", "CPU", False), ("0.32.0", "CPU", True), ("0.26.0", "GPU", True), ("0.32.0", "GPU", False)],
+)
+def test_routes_are_refused_by_name_and_version(install, version, device, records, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "GPU")
+    install(version, cpu=device == "CPU")
+    if records:
+        check_routes("RouterReplay")
+        return
+    with pytest.raises(ConfigError, match=rf"RouterReplay needs the experts.*vLLM {version} on a {device}.*engine"):
         check_routes("RouterReplay")

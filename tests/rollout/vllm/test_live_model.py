@@ -8,7 +8,7 @@ from torch import nn
 
 from lit_qrl.receipts.ledger import ReceivedLedger, SentLedger, compare
 from lit_qrl.rollout.vllm import live_model as module
-from lit_qrl.rollout.vllm.live_model import LiveModel, _narrowed
+from lit_qrl.rollout.vllm.live_model import LiveModel
 
 
 class Fused(nn.Linear):
@@ -86,24 +86,6 @@ def test_norms_are_replaced_in_the_memory_that_is_there(live):
 def test_nothing_is_read_back_before_it_was_sent(live):
     assert live.read_back("norm.weight") is None
     assert live.formats() == {}
-
-
-@pytest.mark.parametrize(
-    ("sent", "held", "narrowed"),
-    [
-        (torch.bfloat16, torch.float32, True),
-        (torch.float16, torch.float32, True),
-        (torch.float32, torch.bfloat16, False),
-        (torch.float16, torch.bfloat16, False),
-        (torch.bfloat16, torch.bfloat16, False),
-    ],
-)
-def test_only_what_a_wider_dtype_holds_exactly_is_narrowed(sent, held, narrowed):
-    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(sent) if sent.itemsize == 2 else torch.randn(64)
-    tensor = every[every.isfinite()].to(held)
-    got = _narrowed(tensor, sent)
-    assert got.dtype == (sent if narrowed else held)
-    assert torch.equal(got.to(held), tensor)
 
 
 def test_kv_pages_are_zeroed(live):

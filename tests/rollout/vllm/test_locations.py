@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lit_qrl.rollout.vllm.locations import Place, loaded_format, tensors_of
+from lit_qrl.rollout.vllm import locations
+from lit_qrl.rollout.vllm.locations import ExpertPlace, Place, lacking, loaded_format, tensors_of, whole_experts
 
 
 class Fused(nn.Module):
@@ -79,6 +80,64 @@ def test_what_does_not_fit_is_not_written():
     assert not memory.any()
 
 
+def expert(number, part=0, beside=1, **more):
+    return ExpertPlace("experts", nn.Module(), "w13_weight", part, expert=number, beside=beside, **more)
+
+
+def test_matrices_of_an_expert_lie_one_after_the_other_in_its_slice():
+    stack = torch.arange(3 * 8 * 5.0).view(3, 8, 5)  # gate and up of three experts
+    gate, up = (expert(2, 4 + part, 2).cut(stack, (4, 5)) for part in range(2))
+    assert torch.equal(torch.cat([gate, up]), stack[2])
+    assert up.data_ptr() == stack[2, 4:].data_ptr()
+    assert torch.equal(expert(1).cut(stack, (8, 5)), stack[1])
+    assert expert(3).cut(stack, (8, 5)) is None
+    assert expert(1).cut(torch.tensor(1.0), ()) is None
+    assert expert(1).cut(stack, (8, 6)) is None
+
+
+def test_padding_of_an_expert_is_cut_in_each_matrix():
+    stack = torch.arange(2 * 8 * 6.0).view(2, 8, 6)
+    cut = expert(1, 3, 2).cut(stack, (3, 5))
+    assert torch.equal(cut, stack[1, 4:7, :5])
+    cut.zero_()  # a view, along which a later publish writes
+    assert not stack[1, 4:7, :5].any()
+    assert stack[1, 7].all()
+
+
+def test_scales_of_an_expert_lie_like_its_matrices():
+    assert expert(1, 3, 2).cut(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), (1,)).tolist() == [4]
+    assert expert(1).cut(torch.tensor([1.0, 2.0]), ()).item() == 2
+    rows = torch.arange(2 * 4.0).view(2, 4, 1)
+    assert torch.equal(expert(1, 2, 2).cut(rows, (2, 1)), rows[1, :2])
+    turned = torch.arange(2 * 3 * 8.0).view(2, 3, 8)  # "experts in out"
+    assert torch.equal(expert(1, 3, 2, turned=True).cut(turned, (4, 3)), turned[1, :, 4:].t())
+
+
+def test_what_is_lacking_is_told_for_each_tensor_of_which_something_came():
+    parts = ("0.gate_proj", "0.up_proj")
+    places = [
+        Place("experts", nn.Module(), "w13_weight", 0, parts),
+        Place("experts", nn.Module(), "w2_weight", 0, ("0.down_proj",)),
+    ]
+    assert lacking(places) == ["0.up_proj"]
+    assert lacking([]) == []
+
+
+def test_experts_are_whole_when_all_came_with_all_that_came_of_any():
+    def places(leaves, attribute):
+        parts = tuple(f"{number}.{leaf}" for number in range(2) for leaf in leaves)
+        return [ExpertPlace("experts", nn.Module(), attribute, part, parts) for part in range(len(parts))]
+
+    codes = [*places(("gate", "up"), "w13_weight"), *places(("down",), "w2_weight")]
+    scales = [*places(("gate", "up"), "w13_weight_scale"), *places(("down",), "w2_weight_scale")]
+    assert whole_experts(codes)
+    assert whole_experts([*codes, *scales])
+    assert not whole_experts([*codes, *scales[:-1]])
+    assert not whole_experts([*codes, *scales[:4]])
+    assert not whole_experts([*codes, Place("experts", nn.Module(), "w2_weight")])
+    assert not whole_experts([])
+
+
 def test_tensors_of_a_module_are_its_own_that_exist():
     module = nn.Sequential(nn.Linear(2, 2))
     module.register_buffer("scale", torch.ones(1))
@@ -102,6 +161,9 @@ def made(name, **attributes):
         (made("CompressedTensorsLinearMethod"), made("CompressedTensorsWNA16", num_bits=4), "int4_group"),
         (made("CompressedTensorsLinearMethod"), made("CompressedTensorsWNA16", num_bits=8), "CompressedTensorsWNA16"),
         (made("CompressedTensorsLinearMethod"), made("CompressedTensorsW4A16Fp4"), "nvfp4"),
+        (made("CompressedTensorsW8A8Fp8MoEMethod", weight_quant=made("Args", strategy="channel")), None, "fp8_row"),
+        (made("CompressedTensorsWNA16MarlinMoEMethod", weight_quant=made("Args", num_bits=4)), None, "int4_group"),
+        (made("CompressedTensorsW4A4Nvfp4MoEMethod"), None, "nvfp4"),
         (made("AWQMarlinMethod"), None, "AWQMarlinMethod"),  # unknown: by its own name, never as something it is not
     ],
 )
@@ -138,3 +200,21 @@ def test_a_part_of_several_widths_has_the_rows_of_all_of_them():
     assert torch.equal(first.cut(weight, (7, 2)), weight[:7])
     assert torch.equal(second.cut(weight, (1, 2)), weight[7:])
     assert (first.rows, second.rows) == ((0, 7), (7, 1))
+
+
+@pytest.mark.parametrize(
+    ("sent", "held", "narrowed"),
+    [
+        (torch.bfloat16, torch.float32, True),
+        (torch.float16, torch.float32, True),
+        (torch.float32, torch.bfloat16, False),
+        (torch.float16, torch.bfloat16, False),
+        (torch.bfloat16, torch.bfloat16, False),
+    ],
+)
+def test_only_what_a_wider_dtype_holds_exactly_is_narrowed(sent, held, narrowed):
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(sent) if sent.itemsize == 2 else torch.randn(64)
+    tensor = every[every.isfinite()].to(held)
+    got = locations.narrowed(tensor, sent)
+    assert got.dtype == (sent if narrowed else held)
+    assert torch.equal(got.to(held), tensor)

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ from lit_qrl.loop.turns import Conversations
 from lit_qrl.rollout.vllm import requests
 from lit_qrl.rollout.vllm.requests import (
     SEED_RANGE,
+    Routed,
     by_length,
     check_lengths,
     completion,
@@ -56,11 +58,42 @@ def test_a_completion_is_read_with_its_version(reason, expected):
         token_ids=(4, 5),
         logprobs=SimpleNamespace(logprobs=[-0.5, -1.0]),
         finish_reason=reason,
-        routed_experts=[[1], [0]],
     )
     got = completion(SimpleNamespace(outputs=[drawn]), 7)
     assert (got.token_ids, got.logprobs, got.finish_reason, got.version) == ([4, 5], [-0.5, -1.0], expected, 7)
-    assert torch.equal(got.routed_experts, torch.tensor([[1], [0]]))
+    assert got.routed_experts is None
+
+
+def routes_read(given, experts=8, chosen=2, layers=(1, 2), prompt=2):
+    """What is read of a request with two drawn tokens, for whose tokens vLLM reports `given`."""
+    drawn = SimpleNamespace(token_ids=(4, 5), logprobs=SimpleNamespace(logprobs=[0, 0]), finish_reason="stop")
+    drawn.routed_experts = given
+    output = SimpleNamespace(outputs=[drawn], prompt_token_ids=[7] * prompt)
+    return completion(output, 0, Routed(layers, experts, chosen)).routed_experts
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32])
+def test_routes_are_of_layers_with_experts_and_the_last_token_has_none(dtype):
+    given = np.arange(3 * 3 * 2).reshape(3, 3, 2) % 7  # a dense layer first
+    got = routes_read(given.astype(dtype))
+    assert got.dtype == torch.uint8
+    assert torch.equal(got[:3], torch.tensor(given[:, 1:], dtype=torch.uint8))
+    assert (got[3] == 255).all()
+    assert routes_read(None) is None
+
+
+def test_a_token_that_was_not_recorded_is_lost_and_not_sent_to_expert_0():
+    given = np.array([[[1, 2]], [[0, 0]], [[3, 0]]], np.uint8)
+    got = routes_read(given, layers=(0,))
+    assert got.flatten(1).tolist() == [[1, 2], [255, 255], [3, 0], [255, 255]]
+    assert routes_read(given[:2], layers=(0,)).flatten(1).tolist()[2] == [255, 255]  # fewer than there are tokens
+    assert routes_read(given[:, :, :1], layers=(0,), chosen=1).flatten().tolist() == [1, 0, 3, 255]
+
+
+def test_numbers_of_many_experts_take_two_bytes():
+    got = routes_read(np.array([[[255, 0]]], np.uint8), experts=256, layers=(0,), prompt=0)
+    assert got.dtype == torch.int16
+    assert got[:, 0].tolist() == [[255, 0], [32767, 32767]]
 
 
 def test_scores_are_those_of_the_given_tokens_after_the_first():
