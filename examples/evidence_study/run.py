@@ -1,6 +1,6 @@
 """Runs the evidence study: everything in docs/evidence.md, by one command.
 
-    python examples/evidence_study/run.py --quick                                  # 3 arms, 3 seeds: 2 cores, 20 minutes
+    python examples/evidence_study/run.py --quick                                  # 3 arms, 3 seeds on 2 cores
     python examples/evidence_study/run.py --jobs 64 --minutes 9 --out out/evidence # the whole, on 64 cores
     python examples/evidence_study/run.py --report --out out/evidence              # tables and figure again
 
@@ -72,7 +72,10 @@ def phases_of(scale: str, quick: bool) -> list[Phase]:
         Phase(first, range(5)),
         Phase(first, range(5, 10)),
         Phase(("s4+none+bf16", f"s4+{CORRECTIONS}+int3", "s4+none+int3_aligned"), range(5)),
-        Phase((f"{scale}+none+fp8_{{block,unified}}", f"{{cosine,one_update,unscaled}}+{scale}+none+{{bf16,int4}}"), range(5)),
+        Phase(
+            (f"{scale}+none+fp8_{{block,unified}}", f"{{cosine,one_update,unscaled}}+{scale}+none+{{bf16,int4}}"),
+            range(5),
+        ),
         Phase((f"{{{others}}}+none+{{bf16,int4}}",), range(5)),
     ]
 
@@ -204,7 +207,8 @@ def pilot(study: studies.Study, out: Path, extra: Sequence[str], parallel: int, 
     # the rates in turn, so that a pilot on few cores that is cut has runs of all
     run_until([job for jobs in zip(*by_rate.values(), strict=True) for job in jobs], parallel, deadline)
     outcomes = {
-        rate: summary.collect([job for job in jobs if job.state == "finished"]).outcomes for rate, jobs in by_rate.items()
+        rate: summary.collect([job for job in jobs if job.state == "finished"]).outcomes
+        for rate, jobs in by_rate.items()
     }
     if not any(outcomes.values()):
         raise SystemExit("No run of the pilot has finished: give it more time, or choose by --rate and --scale.")

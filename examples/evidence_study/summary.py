@@ -180,7 +180,9 @@ def collect(jobs: Iterable[studies.Job]) -> Results:
 
 def since(series: Series, iteration: int) -> float | None:
     """Return the mean over the iterations of the step that ends there."""
-    values = [y for x, y in zip(series.iterations, series.values, strict=True) if iteration - CURVE_STEP < x <= iteration]
+    values = [
+        y for x, y in zip(series.iterations, series.values, strict=True) if iteration - CURVE_STEP < x <= iteration
+    ]
     return fmean(values) if values else None
 
 
@@ -215,11 +217,11 @@ def read(folder: Path) -> Results:
 
     def made(kind: Any, row: dict[str, str]) -> Any:
         whole = {"seed", "iteration", "iterations"}
-        return kind(**{k: v if k == "arm" else int(v) if k in whole else float(v) if v else None for k, v in row.items()})
+        return kind(
+            **{k: v if k == "arm" else int(v) if k in whole else float(v) if v else None for k, v in row.items()}
+        )
 
-    return Results(
-        [made(Outcome, row) for row in rows(RUNS_FILE)], [made(Point, row) for row in rows(CURVES_FILE)]
-    )
+    return Results([made(Outcome, row) for row in rows(RUNS_FILE)], [made(Point, row) for row in rows(CURVES_FILE)])
 
 
 # ------------------------------------------------------------------------------------------------------------- judging
@@ -246,9 +248,7 @@ def compare(results: Results) -> list[Comparison]:
     raw = {name: paired_test(gap) for name, gap in gaps.items()}
     adjusted = holm(raw)
     return [
-        Comparison(
-            *name.split(), len(gap), fmean(gap), standard_error(gap), raw[name], adjusted[name], detectable(gap)
-        )
+        Comparison(*name.split(), len(gap), fmean(gap), standard_error(gap), raw[name], adjusted[name], detectable(gap))
         for name, gap in gaps.items()
     ]
 

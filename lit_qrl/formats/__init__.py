@@ -42,7 +42,20 @@ __all__ = [
 
 _FORMATS: dict[str, type[NumberFormat]] = {
     format.name: format
-    for format in (BF16, FP16, FP32, FP8Tensor, FP8Row, FP8Block, Int8Channel, Int4Group, NVFP4, MXFP4, NF4, Int3Channel)
+    for format in (
+        BF16,
+        FP16,
+        FP32,
+        FP8Tensor,
+        FP8Row,
+        FP8Block,
+        Int8Channel,
+        Int4Group,
+        NVFP4,
+        MXFP4,
+        NF4,
+        Int3Channel,
+    )
 }
 
 

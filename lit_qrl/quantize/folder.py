@@ -68,7 +68,9 @@ def weight_only(format: NumberFormat | str, **options: Any) -> NumberFormat:
     if not _weight_only(found):
         raise ConfigError(
             f"{found.name} is no weight-only format.",
-            expected=" or ".join(name for name in names_where(lambda row: row.folders) if _weight_only(formats.get(name))),
+            expected=" or ".join(
+                name for name in names_where(lambda row: row.folders) if _weight_only(formats.get(name))
+            ),
             given=found.name,
             remedy="Formats with quantized activations are made at each publish: set publisher.format.",
         )

@@ -73,7 +73,9 @@ def test_as_many_channels_as_asked_and_the_same_ones_again(script):
         script.dial(network, 4.0, channels=3, seed=seed)
     plain = load(POLICY)
     for name in norms_before_projections(plain):
-        turned = [(network.get_parameter(name) != plain.get_parameter(name)).nonzero().flatten() for network in networks]
+        turned = [
+            (network.get_parameter(name) != plain.get_parameter(name)).nonzero().flatten() for network in networks
+        ]
         assert len(turned[0]) == 3
         assert torch.equal(turned[0], turned[1])
     assert any((a != b).any() for a, b in zip(networks[0].parameters(), networks[2].parameters(), strict=True))

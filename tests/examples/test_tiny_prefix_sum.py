@@ -58,7 +58,8 @@ def test_teacher_answers_are_right_and_never_held_out(script):
 
 
 def test_build_repeats_bit_for_bit_and_says_when_it_fails(script, tmp_path, capsys):
-    small = "--digits 3 --hidden 64 --layers 1 --intermediate 64 --batch 16 --max_steps 10 --accuracy 2".split()
+    sizes = {"digits": 3, "hidden": 64, "layers": 1, "intermediate": 64, "batch": 16, "max_steps": 10, "accuracy": 2}
+    small = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     for name in ("one", "two"):
         assert script.main([*small, "--output", str(tmp_path / name)]) == 1
     result = json.loads(capsys.readouterr().out.splitlines()[-1])

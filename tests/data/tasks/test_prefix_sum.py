@@ -42,7 +42,9 @@ def test_prompts_and_scores():
     assert message["role"] == "user"
     assert "3 1 4 1 5" in message["content"]
     assert "give the 5 digits" in message["content"]
-    samples = [Sample("", text, task.reference(row), row) for text in ("34894", "34893", "3489", "<answer>34894</answer>")]
+    samples = [
+        Sample("", text, task.reference(row), row) for text in ("34894", "34893", "3489", "<answer>34894</answer>")
+    ]
     assert score_all(task.rewards, samples).total == [1.0, 0.0, 0.0, 1.0]
     assert task.is_correct(samples) == [True, False, False, True]
 
