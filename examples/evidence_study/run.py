@@ -32,7 +32,7 @@ import summary  # noqa: E402
 ROOT = HERE.parents[1]
 SCALES = {"s4": 4.0, "s8": 8.0, "s10": 10.0, "s12": 12.0}
 """The dial's positions, by the name of the arms' part."""
-RATES, PILOT_SEEDS, PILOT_ITERATIONS = (1e-4, 2e-4, 4e-4, 8e-4), (100, 101), 160
+RATES, PILOT_SEEDS, PILOT_ITERATIONS = (5e-5, 1e-4, 2e-4, 4e-4), (100, 101), 160
 PILOT = ("s4+none+bf16", "s4+none+int3", "{s8,s10,s12}+none+{bf16,int4}")
 HEALTHY, LOSS = 0.95, 0.30
 """What the bf16 sampler must reach for a learning rate to be taken, and what no correction must lose for a scale."""
