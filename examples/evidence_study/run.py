@@ -28,6 +28,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "mismatch_dial")]
 import dial  # noqa: E402
 import study as studies  # noqa: E402
 import summary  # noqa: E402
+import verdicts  # noqa: E402
 
 ROOT = HERE.parents[1]
 SCALES = {"s4": 4.0, "s8": 8.0, "s10": 10.0, "s12": 12.0}
@@ -58,7 +59,7 @@ class Choice:
     scale: str
 
 
-CHOICE_FILE = "choice.json"
+CHOICE_FILE, VERDICTS_FILE = "choice.json", "verdicts.md"
 DEFAULT = Choice(2e-4, "s10")
 
 
@@ -263,6 +264,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = run_until(jobs, options.jobs, deadline) if running else []
     results = summary.collect([job for job in jobs if job.state == "finished"]).joined(earlier)
     print(summary.write(results, out / "results"))
+    lines = verdicts.verdicts(results, summary.compare(results), verdicts.scale_of(results) or choice.scale)
+    (out / "results" / VERDICTS_FILE).write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
     return 1 if failed else 0
 
 
