@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import cycle
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,7 +23,7 @@ CURVE_STEP = 10
 COLLAPSED = 0.5
 """Share of the bf16 sampler's accuracy, same seed, below which a run has collapsed."""
 PILOT_FILE, RUNS_FILE, CURVES_FILE, TESTS_FILE = "pilot.csv", "runs.csv", "curves.csv", "tests.csv"
-TABLE_FILE, FIGURE_FILE = "table.md", "figure.png"
+TABLE_FILE, FIGURE_FILE, SETTINGS_FILE = "table.md", "figure.png", "settings.png"
 SETTINGS = {
     "s8": "int4_group, dial at 8",
     "s10": "int4_group, dial at 10",
@@ -321,20 +322,23 @@ def write(results: Results, folder: Path) -> str:
     text = "\n".join(lines)
     (folder / TABLE_FILE).write_text(text)
     if outcomes:
-        draw(results, folder / FIGURE_FILE)
+        levels = [level for level in SETTINGS if results.arms(level)]
+        most = max(levels, key=lambda level: sum(len(results.of(arm)) for arm in results.arms(level)))
+        draw(results, [most], folder / FIGURE_FILE)
+        draw(results, levels, folder / SETTINGS_FILE)
     return text
 
 
 # ------------------------------------------------------------------------------------------------------------- drawing
 
 
-def draw(results: Results, path: Path) -> None:
-    """Write the figure: for each setting curves of both policies and of the mismatch, and every run's end."""
+def draw(results: Results, levels: Sequence[str], path: Path) -> None:
+    """Write a figure: for each setting curves of both policies and of the mismatch, and every run's end."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    levels, ink = [level for level in SETTINGS if results.arms(level)], INK["light"]
+    ink = INK["light"]
     panels = {
         "learner_accuracy": "Learner's accuracy",
         "sampler_accuracy": "Sampler's accuracy (reward)",
@@ -346,9 +350,8 @@ def draw(results: Results, path: Path) -> None:
         grid = sheet.subplots(len(levels), 4, squeeze=False)
         for line, level in zip(grid, levels, strict=True):
             arms = results.arms(level)
-            colors = {arm: "#20242c" if short(arm) == "bf16 sampler" else None for arm in arms}
-            free = iter(COLORS)
-            colors = {arm: color or next(free) for arm, color in colors.items()}
+            free = cycle(COLORS)
+            colors = {arm: "#20242c" if short(arm) == "bf16 sampler" else next(free) for arm in arms}
             for axes, (value, title) in zip(line, panels.items(), strict=False):
                 prepare(axes, title, ink)
                 for arm in arms:
@@ -383,5 +386,7 @@ def ends(axes: Any, results: Results, arms: Sequence[str], colors: dict[str, str
         axes.scatter(values, [row] * len(values), s=14, color=colors[arm], alpha=0.6, linewidths=0)
         axes.plot([fmean(values)] * 2, [row - 0.32, row + 0.32], color=colors[arm], linewidth=2)
     axes.set_yticks(range(len(arms)), [short(arm) for arm in arms])
+    for label, arm in zip(axes.get_yticklabels(), arms, strict=True):
+        label.set_color(colors[arm])  # the legend of the row
     axes.invert_yaxis()
     axes.set_xlim(0, 1.02)
