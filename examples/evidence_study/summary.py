@@ -357,6 +357,7 @@ def draw(results: Results, levels: Sequence[str], path: Path) -> None:
                 for arm in arms:
                     curve(axes, [one for one in results.points if one.arm == arm], value, colors[arm], short(arm))
             line[2].set_yscale("log")
+            line[2].set_xlabel("iteration", fontsize=8, color=ink["faint"])
             line[0].set_ylabel(SETTINGS[level], fontsize=9, color=ink["text"])
             line[0].set_ylim(0, 1.02)
             line[1].set_ylim(0, 1.02)
@@ -380,7 +381,7 @@ def curve(axes: Any, points: Sequence[Point], value: str, color: str, label: str
 
 def ends(axes: Any, results: Results, arms: Sequence[str], colors: dict[str, str]) -> None:
     """Draw the learner's final accuracy of every run, a row for each arm, with the mean."""
-    prepare(axes, "Learner's accuracy at the end, every seed", INK["light"])
+    prepare(axes, "Learner's accuracy at the end", INK["light"])
     for row, arm in enumerate(arms):
         values = [one.learner_accuracy for one in results.of(arm).values()]
         axes.scatter(values, [row] * len(values), s=14, color=colors[arm], alpha=0.6, linewidths=0)
