@@ -1,3 +1,4 @@
+import csv
 import importlib
 import json
 import math
@@ -12,7 +13,7 @@ from lit_qrl.run.diary import log_event
 from lit_qrl.run.loggers import RunCSVLogger
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MODULES = ("study", "study_report", "dial", "paired", "summary", "verdicts", "run")
+MODULES = ("study", "study_report", "dial", "paired", "summary", "verdicts", "pilot_figure", "run")
 LEARNER = {"s10+none+bf16": 0.9, "s10+none+int4": 0.2, "s10+tis+int4": 0.7, "s10+none+int4_aligned": 0.88}
 
 
@@ -32,7 +33,7 @@ def jobs(run, tmp_path):
 
 
 def finish(run, job, learner, sampler=0.5):
-    """Write the folder that a run of 240 iterations would leave."""
+    """Write the folder that a run of 40 iterations would leave."""
     job.folder.mkdir(parents=True)
     run.studies.record(job)
     log_event(job.folder, "start", "Training started.", iteration=0)
@@ -117,6 +118,23 @@ def test_the_pilot_chooses_by_its_rules(run, bf16, int4, chosen):
     choice = run.choose(outcomes)
     assert (choice.rate, choice.scale) == chosen
     assert run.choose({**outcomes, 9e-4: []}) == choice  # a rate of which no run has finished
+
+
+def test_the_pilot_of_the_page_is_drawn_and_chose_as_its_rules_say(run, tmp_path):
+    shipped = EXAMPLES.parent / "docs" / "figures" / "evidence"
+    with (shipped / "pilot.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    outcomes = {}
+    for row in rows:
+        kinds = {"arm": str, "seed": int, "iterations": int}
+        values = {name: kinds.get(name, float)(value) for name, value in row.items() if name != "rate"}
+        outcomes.setdefault(float(row["rate"]), []).append(run.summary.Outcome(**values))
+    assert {rate: len(there) for rate, there in outcomes.items()} == dict.fromkeys(run.RATES, 16)
+    assert run.choose(outcomes) == run.Choice(**json.loads((shipped / "choice.json").read_text())) == run.DEFAULT
+    run.summary.write_pilot(tmp_path, outcomes)
+    assert (tmp_path / "pilot.csv").read_text() == (shipped / "pilot.csv").read_text()
+    run.draw_pilot(tmp_path)
+    assert (tmp_path / "pilot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_is_left_at_the_time_limit_is_stopped(run, jobs, monkeypatch, capsys):
