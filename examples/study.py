@@ -256,8 +256,7 @@ def run_all(jobs: Sequence[Job], parallel: int = 1) -> list[Job]:
 def run_one(job: Job) -> tuple[int, float]:
     """Run one job to its end, its output in `log.txt`; return the exit status and the seconds."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    record = {"fingerprint": job.fingerprint, "arguments": job.arguments}
-    (job.folder / COMMAND_FILE).write_text(json.dumps(record, indent=1) + "\n")
+    record(job)
     start = time.perf_counter()
     # One thread each: small models gain nothing from more, and results then do not depend on the number of cores.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -265,6 +264,12 @@ def run_one(job: Job) -> tuple[int, float]:
         command = [sys.executable, "-m", "lit_qrl.cli.main", *job.arguments]
         code = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=False).returncode
     return code, time.perf_counter() - start
+
+
+def record(job: Job) -> None:
+    """Write what a run is made with into its folder, which `Job.state` compares."""
+    told = {"fingerprint": job.fingerprint, "arguments": job.arguments}
+    (job.folder / COMMAND_FILE).write_text(json.dumps(told, indent=1) + "\n")
 
 
 def _recorded(folder: Path) -> str | None:

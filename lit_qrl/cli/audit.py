@@ -59,7 +59,7 @@ def audit(
         split: of a data set.
         subset: configuration of a data set.
         chat: pose chat messages.
-        formats: number formats of the sampler (default: all but fp16, fp32 and nf4).
+        formats: number formats of the sampler (default: all but fp16, fp32, nf4 and int3_channel).
         samples: prompts.
         completions: of each prompt.
         max_prompt_tokens: longer ones are left out.

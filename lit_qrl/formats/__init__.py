@@ -9,6 +9,7 @@ from lit_qrl.formats.dense import BF16, FP16, FP32, Dense
 from lit_qrl.formats.fp8_block import FP8Block
 from lit_qrl.formats.fp8_row import FP8Row
 from lit_qrl.formats.fp8_tensor import FP8Tensor
+from lit_qrl.formats.int3_channel import Int3Channel
 from lit_qrl.formats.int4_group import Int4Group
 from lit_qrl.formats.int8_channel import Int8Channel
 from lit_qrl.formats.mxfp4 import MXFP4
@@ -28,6 +29,7 @@ __all__ = [
     "FP8Row",
     "FP8Tensor",
     "FormatSupport",
+    "Int3Channel",
     "Int4Group",
     "Int8Channel",
     "NumberFormat",
@@ -40,7 +42,20 @@ __all__ = [
 
 _FORMATS: dict[str, type[NumberFormat]] = {
     format.name: format
-    for format in (BF16, FP16, FP32, FP8Tensor, FP8Row, FP8Block, Int8Channel, Int4Group, NVFP4, MXFP4, NF4)
+    for format in (
+        BF16,
+        FP16,
+        FP32,
+        FP8Tensor,
+        FP8Row,
+        FP8Block,
+        Int8Channel,
+        Int4Group,
+        NVFP4,
+        MXFP4,
+        NF4,
+        Int3Channel,
+    )
 }
 
 
@@ -49,7 +64,7 @@ def register(format: type[NumberFormat], support: FormatSupport | None = None) -
 
     Args:
         format: a subclass of `NumberFormat`, a frozen dataclass with a `name`.
-        support: what the rooms above can do with it; None is what all formats have: the embedded engine, `audit`,
+        support: what the rooms above can do with it; None is what most formats have: the embedded engine, `audit`,
             `quantize` and `export`.
 
     Raises:

@@ -1,6 +1,6 @@
 """What each number format can do where: one table, which every room above asks, and what follows where a GPU lacks it.
 
-The embedded engine, `audit`, `quantize` and `export` take every format that is registered; the table is about the rest.
+The embedded engine and `audit` take every format that is registered; the table is about the rest.
 """
 
 import logging
@@ -44,6 +44,7 @@ class FormatSupport:
             there is to do.
         vllm_copied_on: devices where that is so; on a CPU kernels keep packed copies out of sight.
         vllm_lends: devices on which a learner can compute with the weights in vLLM's memory.
+        folders: whether a library reads folders in it, so that `quantize` and `export` write them.
         folder_dtype: dtype of everything else in a folder, where libraries multiply the codes out in no other.
         under: rows of the same weights under activations that the format's option `activations` has quantized.
     """
@@ -63,6 +64,7 @@ class FormatSupport:
     vllm_copied: tuple[str, ...] = ()
     vllm_copied_on: tuple[str, ...] = ("cuda",)
     vllm_lends: tuple[str, ...] = ()
+    folders: bool = True
     folder_dtype: torch.dtype | None = None
     under: Mapping[str, "FormatSupport"] = field(default_factory=dict)
 
@@ -116,6 +118,7 @@ TABLE: dict[str, FormatSupport] = {
         vllm_methods=("NF4LinearMethod",),
         vllm_copied=("NF4LinearMethod",),
     ),
+    "int3_channel": FormatSupport(audited=False, folders=False),
 }
 """A row for each format, by name."""
 

@@ -16,7 +16,7 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError, listed
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.numerics import NONFINITE_REMEDY
-from lit_qrl.formats.support import row_of
+from lit_qrl.formats.support import names_where, row_of
 from lit_qrl.network.experts import expert_stacks
 from lit_qrl.network.folder import FolderReader, FolderWriter, appearing, copy_side_files, read_config
 from lit_qrl.network.linears import check_quantizable, fused_group, fused_groups, quantizable_linears
@@ -68,7 +68,9 @@ def weight_only(format: NumberFormat | str, **options: Any) -> NumberFormat:
     if not _weight_only(found):
         raise ConfigError(
             f"{found.name} is no weight-only format.",
-            expected=" or ".join(name for name in formats.names() if _weight_only(formats.get(name))),
+            expected=" or ".join(
+                name for name in names_where(lambda row: row.folders) if _weight_only(formats.get(name))
+            ),
             given=found.name,
             remedy="Formats with quantized activations are made at each publish: set publisher.format.",
         )
@@ -110,6 +112,13 @@ def quantize_checkpoint(
     Raises:
         ConfigError: for whatever keeps the folder from being made.
     """
+    if not row_of(format).folders:
+        raise ConfigError(
+            f"No library reads a folder in {format.name}, a format for studies of the mismatch.",
+            expected=", ".join(names_where(lambda row: row.folders)),
+            given=format.name,
+            remedy="Choose one of these; `lit-qrl export --format bf16` writes the master weights of a run.",
+        )
     config = read_config(source)
     if "quantization_config" in config:
         method = config["quantization_config"].get("quant_method", "unknown")

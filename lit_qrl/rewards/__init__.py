@@ -4,6 +4,7 @@ from lit_qrl.rewards.base import Reward, Sample, Scores, score_all
 from lit_qrl.rewards.constant import ConstantReward
 from lit_qrl.rewards.countdown import CountdownReward
 from lit_qrl.rewards.episode import EpisodeReward
+from lit_qrl.rewards.exact_match import ExactMatchReward
 from lit_qrl.rewards.format import FormatReward
 from lit_qrl.rewards.function import FunctionReward
 from lit_qrl.rewards.math import MathReward
@@ -13,6 +14,7 @@ __all__ = [
     "ConstantReward",
     "CountdownReward",
     "EpisodeReward",
+    "ExactMatchReward",
     "FormatReward",
     "FunctionReward",
     "MathReward",

@@ -153,7 +153,8 @@ def test_names_come_in_the_order_of_the_table():
     assert support.names_where(lambda row: "cpu" in row.vllm) == [
         *("bf16", "fp16", "fp32", "fp8_tensor", "fp8_row", "int8_channel", "int4_group", "nf4")
     ]
-    assert set(support.names_where(lambda row: "cuda" not in row.vllm)) == set()
+    assert support.names_where(lambda row: "cuda" not in row.vllm) == ["int3_channel"]
+    assert support.names_where(lambda row: not row.folders) == ["int3_channel"]
 
 
 def test_the_device_of_this_host_is_the_one_that_torch_sees(monkeypatch):

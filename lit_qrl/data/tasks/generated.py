@@ -40,9 +40,9 @@ def is_held_out(key: str) -> bool:
 
 
 @cache
-def read_hashes(path: Path) -> frozenset[str]:
-    """Return the hashes of the keys of published test problems."""
-    return frozenset(path.read_text(encoding="utf-8").split())
+def read_hashes(path: Path | None) -> frozenset[str]:
+    """Return the hashes of the keys of published test problems, none without a file."""
+    return frozenset() if path is None else frozenset(path.read_text(encoding="utf-8").split())
 
 
 class GeneratedTask(Task):
@@ -56,7 +56,7 @@ class GeneratedTask(Task):
         evaluation_size: different held-out problems.
         prompt_format: `short` or `chat`.
         exclude: files whose problems are left out on both sides: JSONL with `input` "3,5,7" and `output` for
-            Countdown, with the columns `Puzzle` and `Solution` for Sudoku.
+            Countdown, with the columns `Puzzle` and `Solution` for Sudoku, with a column `digits` for PrefixSum.
         evaluation_path: such a file to evaluate on instead of generated problems.
         rewards: what is learned from; by default the task's own, which also decides what counts as correct.
         seed: of the draw.
@@ -67,8 +67,8 @@ class GeneratedTask(Task):
 
     reward: ClassVar[type[Reward]]
     """The task's own reward: a score of 1 is a solved problem."""
-    public_tests: ClassVar[Path]
-    """File with the hashes of the keys of published test problems."""
+    public_tests: ClassVar[Path | None] = None
+    """File with the hashes of the keys of published test problems, where there are any."""
 
     def __init__(
         self,
