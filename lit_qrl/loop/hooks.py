@@ -138,8 +138,8 @@ def trainer_all_reduce(trainer: Trainer) -> AllReduce:
         return no_all_reduce
 
     def all_reduce(value: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
-        # Lightning reduces in place, and what is reduced may be a view of what goes on to be used. NCCL takes what is on
-        # its device alone, but metrics are kept where they come up.
+        # Lightning reduces in place, and what is reduced may be a view of what goes on to be used. NCCL takes what is
+        # on its device alone, but metrics are kept where they come up.
         own: Any = value.to(trainer.strategy.root_device, copy=True)
         total: Any = trainer.strategy.reduce(own, reduce_op=op)  # pyright: ignore[reportArgumentType]
         return total.to(value.device)
