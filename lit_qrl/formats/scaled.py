@@ -119,8 +119,11 @@ class ScaledE4M3(Scaled):
         return gemm.fp8_gemm(device, shape)
 
     def multiply(self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        made = dispatch.e4m3_tokens(rows) if self.per_token else dispatch.e4m3_whole(rows)
+        make = dispatch.e4m3_tokens if self.per_token else dispatch.e4m3_whole
+        # once for all layers that read the same tensor: q, k and v; gate and up
+        made, _ = dispatch.made_once(
+            x, make.__name__, False, lambda _: (make(x.detach().reshape(-1, x.shape[-1])), None)
+        )
         return gemm.scaled_mm(*made, codes, scale, bias, x.dtype)
 
     def emulate(self, rows: Tensor, weight: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from transformers import AutoConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional.diffusion import masked_estimate
@@ -183,7 +184,11 @@ class Layout:
             first: column of the canvas's first token.
             **options: for the model, such as a cache that holds the columns it does not begin with.
         """
-        mask = None if self.valid is None else self.valid.long()
+        mask = self.valid
+        if mask is not None:
+            # The library looks at a flat mask on the host, which would wait for the device at each forward.
+            takes_bool = ALL_MASK_ATTENTION_FUNCTIONS.get(network.config._attn_implementation) is sdpa_mask
+            mask = mask[:, None, None, :] if takes_bool else mask.long()
         positions = self.positions[:, first : first + canvas.shape[1]]
         options = {"use_cache": False, **options}
         forward = body(network)

@@ -11,12 +11,13 @@ from lit_qrl.functional.logprobs import logits_logprobs, token_logprobs
 from lit_qrl.network.denoising import Estimator, Head, check_denoises, without_mask_token
 from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.structure import body, cached_numbers
+from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.rollout.diffusion.decode import Denoised, Denoiser, Reuse
 from lit_qrl.rollout.embedded.cache import free_memory
 from lit_qrl.rollout.embedded.decode import Piece, plan
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
 from lit_qrl.rollout.embedded.sampling import check_sampling
-from lit_qrl.rollout.engine import Progress, SamplerSpec
+from lit_qrl.rollout.engine import EnginePolicy, Progress, SamplerSpec
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import Completion, RolloutBatch, SamplingParams
 
@@ -46,6 +47,7 @@ class DiffusionEngine(EmbeddedSampler):
         dtype: what unquantized tensors are cast to; `auto` keeps them as they are published.
         share: `auto` holds the learner's own tensors where nothing was changed, `never` copies.
         keep_operands: let quantized layers keep their dequantized weights between calls: faster, more memory.
+        graphs: on a GPU, replay the steps of a batch as one CUDA graph; only with `reuse: none`.
 
     Raises:
         ConfigError: for steps that do not divide a block, or an option that is unknown.
@@ -62,6 +64,7 @@ class DiffusionEngine(EmbeddedSampler):
         dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
         share: Literal["auto", "never"] = "auto",
         keep_operands: bool = True,
+        graphs: bool = False,
     ) -> None:
         super().__init__(max_batch, dtype, share, keep_operands)
         if block < 1 or reuse not in ("none", "prompt", "blocks"):
@@ -79,7 +82,14 @@ class DiffusionEngine(EmbeddedSampler):
                 given=steps,
                 remedy=f"Set it to {min(divisors, key=lambda count: abs(count - steps))}, or change data.engine.block.",
             )
-        self.block, self.steps = block, steps
+        if graphs and reuse != "none":
+            raise ConfigError(
+                "data.engine.graphs replays steps of one shape, and those of kept keys and values differ.",
+                expected="reuse: none",
+                given=f"reuse: {reuse}",
+                remedy="Set data.engine.graphs to false.",
+            )
+        self.block, self.steps, self.graphs = block, steps, graphs
         self.reuse: Reuse = reuse
 
     def validate(self, spec: SamplerSpec) -> None:
@@ -110,6 +120,12 @@ class DiffusionEngine(EmbeddedSampler):
         """Raise `ConfigError` for a causal model, or one without a mask token."""
         check_denoises(network.config)
 
+    def setup(self, spec: SamplerSpec, policy: EnginePolicy) -> None:
+        super().setup(spec, policy)
+        assert self._modules is not None
+        if self._modules.device.type == "cuda":
+            take_one_pass(self._modules.network)
+
     # ----------------------------------------------------------------------------------------------------- generation
 
     def generate(
@@ -127,7 +143,9 @@ class DiffusionEngine(EmbeddedSampler):
         self._check_length(sampling.max_tokens, "The completion limit")
         self._check_prompts(prompts, sampling)
         self._check_current()
-        denoiser = Denoiser(self.network, sampling, self.block, self.steps, self.reuse, self.spec.head_dtype)
+        denoiser = Denoiser(
+            self.network, sampling, self.block, self.steps, self.reuse, self.spec.head_dtype, self.graphs
+        )
         results: list[Completion | None] = [None] * (len(prompts) * n)
         finished = tokens = 0
 
