@@ -271,26 +271,35 @@ def main() -> None:
         options.length, options.block, options.prompt = 16, 8, 8
     bench = Bench(options)
     shapes = [(int(batch), int(group)) for batch, group in (one.split(",") for one in options.shapes)]
-    for number, (batch, group) in enumerate(shapes):
-        prompts = bench.prompts(max(batch // group, 1))
-        group = batch // len(prompts)
-        shape = {"batch": batch, "G": group}
-        bench.measure({**shape, "variant": "plain"}, lambda p=prompts, g=group: (bench.plain(p, g), None))
-        if not number and bench.device.type == "cuda":
-            bench.measure({**shape, "variant": "TFLOP/s"}, lambda: (bench.products(), None))
-            for name in (None, "fp8_tensor"):
-                row = {**shape, "variant": f"kernels, {name or 'bf16'}"}
-                bench.measure(row, lambda p=prompts, g=group, f=name: (bench.kernels(p, g, f), None))
-        exact = None
-        for variant in (*BOTH, *(() if number else MORE)):
-            chosen = {key: value for key, value in variant.items() if key != "variant"}
-            row = {**shape, "variant": variant["variant"]}
-            drawn = bench.measure(row, lambda p=prompts, g=group, c=chosen: bench.engine(p, g, **c))
-            exact = exact or drawn
-            if exact and drawn:
-                row["other tokens"], row["other steps"] = differing(exact, drawn)
-                print(f"  other tokens than in bf16: {row['other tokens']:.4f}, other steps: {row['other steps']:.4f}")
+    for batch, group in shapes:
+        compare(bench, batch, group, BOTH, plain=True)
+    batch, group = shapes[0]
+    compare(bench, batch, group, BOTH[:1] + MORE)
+    if bench.device.type == "cuda":
+        shape, prompts = {"batch": batch, "G": group}, bench.prompts(max(batch // group, 1))
+        bench.measure({**shape, "variant": "TFLOP/s"}, lambda: (bench.products(), None))
+        for name in (None, "fp8_tensor"):
+            row = {**shape, "variant": f"kernels, {name or 'bf16'}"}
+            bench.measure(row, lambda f=name: (bench.kernels(prompts, group, f), None))
     table(bench.rows)
+
+
+def compare(bench: Bench, batch: int, group: int, variants: tuple[dict[str, Any], ...], plain: bool = False) -> None:
+    """Measure variants, and the published loop, on the same prompts."""
+    prompts = bench.prompts(max(batch // group, 1))
+    group = batch // len(prompts)
+    shape = {"batch": batch, "G": group}
+    if plain:
+        bench.measure({**shape, "variant": "plain"}, lambda: (bench.plain(prompts, group), None))
+    exact = None
+    for variant in variants:
+        chosen = {key: value for key, value in variant.items() if key != "variant"}
+        row = {**shape, "variant": variant["variant"]}
+        drawn = bench.measure(row, lambda c=chosen: bench.engine(prompts, group, **c))
+        exact = exact or drawn
+        if exact and drawn:
+            row["other tokens"], row["other steps"] = differing(exact, drawn)
+            print(f"  other tokens than in bf16: {row['other tokens']:.4f}, other steps: {row['other steps']:.4f}")
 
 
 def differing(one: list[Any], other: list[Any]) -> tuple[float, float]:

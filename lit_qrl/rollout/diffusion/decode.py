@@ -1,5 +1,6 @@
 """Semi-autoregressive denoising of a batch: blocks from left to right, in each step the surest tokens of the block."""
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -210,13 +211,30 @@ class Denoiser:
         seen = self._seen
         self._seen = len(canvas.tokens)
         if self._graph is None and seen == self._seen:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._step(canvas, None)
+            self._graph = self._recorded(canvas)
         if self._graph is None:
             self._step(canvas, None)
         else:
             self._graph.replay()
+
+    def _recorded(self, canvas: Canvas) -> torch.cuda.CUDAGraph:
+        """Return a step as a graph; unlike `torch.cuda.graph` it leaves the allocator's free memory as it is."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        collects = gc.isenabled()
+        gc.disable()  # what it would free may be another graph, which must not happen while one is recorded
+        try:
+            with torch.cuda.stream(stream):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    self._step(canvas, None)
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        return graph
 
     def _step(self, canvas: Canvas, states: Tensor | None) -> None:
         """Draw a token for every masked position of the block and keep the surest; nothing waits for the device.
