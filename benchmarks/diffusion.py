@@ -78,8 +78,8 @@ MORE: tuple[dict[str, Any], ...] = (
     {"variant": "fp8_row", "format": "fp8_row"},
     {"variant": "bf16, reuse prompt", "reuse": "prompt"},
     {"variant": "bf16, reuse blocks", "reuse": "blocks"},
-    {"variant": "fp8_tensor, reuse prompt", "format": "fp8_tensor", "reuse": "prompt"},
-    {"variant": "fp8_tensor, reuse blocks", "format": "fp8_tensor", "reuse": "blocks"},
+    {"variant": "bf16, reuse blocks, graphs", "reuse": "blocks", "graphs": True},
+    {"variant": "fp8_tensor, reuse blocks, graphs", "format": "fp8_tensor", "reuse": "blocks", "graphs": True},
 )
 
 

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -46,6 +47,7 @@ class Canvas:
         when: "b block", the step at which each was unmasked.
         clock: the step under way, a number on the device.
         uniform: "b block v", noise of the step under way; None where decoding is greedy or noise is drawn in parts.
+        cache: keys and values of all columns, where some are kept.
     """
 
     tokens: Tensor
@@ -56,6 +58,7 @@ class Canvas:
     when: Tensor
     clock: Tensor
     uniform: Tensor | None
+    cache: CanvasCache | None
 
     def begin(self, first: int) -> None:
         """Go to the block that begins at column `first`."""
@@ -81,7 +84,7 @@ class Denoiser:
         reuse: keys and values that a block's steps after the first take over from its first: `none`; of what is left
             of the block (`prompt`); of all other `blocks` too.
         head_dtype: that the output head computes in; None is its own.
-        graphs: replay a step as one CUDA graph, where nothing is reused.
+        graphs: replay a step as one CUDA graph; its shape is that of other blocks' steps but with `prompt`.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class Denoiser:
         self.stops = torch.tensor(stops, dtype=torch.long, device=self.device)
         self.words: int = network.get_output_embeddings().weight.shape[0]
         self.share = max(1, CHUNK_ELEMENTS.get(self.device.type, CHUNK_ELEMENTS["cpu"]) // (block * self.words))
-        self.graphs = graphs and reuse == "none" and self.device.type == "cuda"
+        self.graphs = graphs and reuse != "prompt" and self.device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
         self._seen = 0
 
@@ -184,6 +187,7 @@ class Denoiser:
             when=torch.zeros(b, self.block, dtype=torch.long, device=self.device),
             clock=torch.zeros((), dtype=torch.long, device=self.device),
             uniform=uniform,
+            cache=None if self.reuse == "none" else CanvasCache(self._layers, tokens.shape[1]),
         )
 
     def _fill(self, canvas: Canvas, first: int, states: Tensor | None) -> None:
@@ -195,16 +199,14 @@ class Denoiser:
             states: hidden states of the first step, "b block h", where they are known.
         """
         canvas.begin(first)
-        part = slice(first, first + self.block)
-        cache = None if self.reuse == "none" else CanvasCache(self._layers, canvas.tokens.shape[1])
         for step in range(self.steps):
             canvas.draw_noise()
-            if self.graphs and (step or states is None) and len(canvas.tokens) <= self.share:
+            if step == 0:
+                self._step(canvas, self._states(canvas, whole=True) if states is None else states)
+            elif self.graphs and len(canvas.tokens) <= self.share:
                 self._replay(canvas)
-                continue
-            if cache is not None:
-                states = self._cached_states(canvas, part, cache, whole=step == 0)
-            self._step(canvas, None if step and cache is None else states)
+            else:
+                self._step(canvas, self._states(canvas))
 
     def _replay(self, canvas: Canvas) -> None:
         """Take a step of fixed shapes; the second one of its kind is recorded, after kernels have been made."""
@@ -213,13 +215,13 @@ class Denoiser:
         if self._graph is None and seen == self._seen:
             self._graph = self._recorded(canvas)
         if self._graph is None:
-            self._step(canvas, None)
+            self._step(canvas, self._states(canvas))
         else:
             self._graph.replay()
 
     def _recorded(self, canvas: Canvas) -> torch.cuda.CUDAGraph:
         """Return a step as a graph; unlike `torch.cuda.graph` it leaves the allocator's free memory as it is."""
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
+        graph, stream = torch.cuda.CUDAGraph(), _recording_stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         collects = gc.isenabled()
         gc.disable()  # what it would free may be another graph, which must not happen while one is recorded
@@ -227,7 +229,7 @@ class Denoiser:
             with torch.cuda.stream(stream):
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
-                    self._step(canvas, None)
+                    self._step(canvas, self._states(canvas))
                 finally:
                     graph.capture_end()
         finally:
@@ -236,15 +238,13 @@ class Denoiser:
         torch.cuda.current_stream(self.device).wait_stream(stream)
         return graph
 
-    def _step(self, canvas: Canvas, states: Tensor | None) -> None:
+    def _step(self, canvas: Canvas, states: Tensor) -> None:
         """Draw a token for every masked position of the block and keep the surest; nothing waits for the device.
 
         Args:
             canvas: whose noise of this step is drawn.
-            states: hidden states "b block h"; None makes them of the whole canvas.
+            states: hidden states "b block h".
         """
-        if states is None:
-            states = canvas.layout.states(self.network, canvas.tokens).index_select(1, canvas.columns)
         tokens, sure = self._draw(states, canvas)
         chosen = most_confident(sure, canvas.masked, self.block // self.steps)
         block = torch.where(chosen, tokens, canvas.tokens.index_select(1, canvas.columns))
@@ -257,14 +257,20 @@ class Denoiser:
     def _layers(self) -> int:
         return self.network.config.num_hidden_layers
 
-    def _cached_states(self, canvas: Canvas, part: slice, cache: CanvasCache, whole: bool) -> Tensor:
-        """Return the hidden states of a block, "b block h", of a `whole` forward or of what is not kept."""
-        stop = part.stop if self.reuse == "blocks" else canvas.tokens.shape[1]
-        columns = slice(0, canvas.tokens.shape[1]) if whole else slice(part.start, stop)
-        cache.first = columns.start
-        options = {"past_key_values": cache, "use_cache": True}
-        states = canvas.layout.states(self.network, canvas.tokens[:, columns], columns.start, **options)
-        return states[:, part.start - columns.start : part.stop - columns.start]
+    def _states(self, canvas: Canvas, whole: bool = False) -> Tensor:
+        """Return the hidden states of the block under way, "b block h", of a `whole` forward or of what is not kept."""
+        kept = canvas.cache
+        if kept is None:
+            return canvas.layout.states(self.network, canvas.tokens).index_select(1, canvas.columns)
+        options = {"past_key_values": kept, "use_cache": True}
+        if whole:
+            kept.at = None
+            return canvas.layout.states(self.network, canvas.tokens, **options).index_select(1, canvas.columns)
+        kept.at = canvas.columns
+        if self.reuse == "prompt":
+            kept.at = torch.arange(int(canvas.columns[0]), kept.columns, device=self.device)
+        tokens = canvas.tokens.index_select(1, kept.at)
+        return canvas.layout.states(self.network, tokens, kept.at, **options)[:, : self.block]
 
     def _draw(self, states: Tensor, canvas: Canvas) -> tuple[Tensor, Tensor]:
         """Return a token for every position of the block, and how sure the model is of it, both "b block"."""
@@ -287,3 +293,9 @@ class Denoiser:
             tokens.append(chosen)
             sure.append(confidence(logits, chosen))
         return torch.cat(tokens), torch.cat(sure)
+
+
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that graphs are recorded on: one, since libraries keep a workspace for each."""
+    return torch.cuda.Stream(device)

@@ -47,7 +47,7 @@ class DiffusionEngine(EmbeddedSampler):
         dtype: what unquantized tensors are cast to; `auto` keeps them as they are published.
         share: `auto` holds the learner's own tensors where nothing was changed, `never` copies.
         keep_operands: let quantized layers keep their dequantized weights between calls: faster, more memory.
-        graphs: on a GPU, replay the steps of a batch as one CUDA graph; only with `reuse: none`.
+        graphs: on a GPU, replay the steps of a batch as one CUDA graph; not with `reuse: prompt`.
 
     Raises:
         ConfigError: for steps that do not divide a block, or an option that is unknown.
@@ -82,10 +82,10 @@ class DiffusionEngine(EmbeddedSampler):
                 given=steps,
                 remedy=f"Set it to {min(divisors, key=lambda count: abs(count - steps))}, or change data.engine.block.",
             )
-        if graphs and reuse != "none":
+        if graphs and reuse == "prompt":
             raise ConfigError(
-                "data.engine.graphs replays steps of one shape, and those of kept keys and values differ.",
-                expected="reuse: none",
+                "data.engine.graphs replays steps of one shape, and with reuse: prompt each block's has its own.",
+                expected="reuse: none or blocks",
                 given=f"reuse: {reuse}",
                 remedy="Set data.engine.graphs to false.",
             )

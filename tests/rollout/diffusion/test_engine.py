@@ -168,12 +168,12 @@ def test_a_gpu_draws_and_estimates_as_the_learner_does(name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [None, "fp8_tensor", "fp8_row"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_graph_of_the_step_changes_nothing(name, temperature):
+@pytest.mark.parametrize(("temperature", "reuse"), [(0.0, "none"), (1.0, "none"), (1.0, "blocks")])
+def test_a_graph_of_the_step_changes_nothing(name, temperature, reuse):
     network = build_denoiser(hidden_size=128, intermediate_size=128, head_dim=32, dtype=torch.bfloat16).cuda()
     sampling = SamplingParams(max_tokens=16, stop_token_ids=(EOS,), temperature=temperature)
     format = None if name is None else formats.get(name)
-    plain, replayed = (engine_of(network, format, sampling, graphs=graphs) for graphs in (False, True))
+    plain, replayed = (engine_of(network, format, sampling, graphs=graphs, reuse=reuse) for graphs in (False, True))
     for prompts in (PROMPTS, [[5, 6, 7]] * 3):  # of several lengths, and of one
         expected, found = (one.generate(prompts, 3, seed=0) for one in (plain, replayed))
         assert [one.token_ids for one in found] == [one.token_ids for one in expected]
