@@ -74,7 +74,7 @@ def build_network(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaFo
     torch.manual_seed(recipe.seed)
     options: dict[str, Any] = {
         "is_causal": False,
-        "mask_token_id": tokenizer.mask_token_id,
+        **{f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos", "mask")},
         # The default attention's backward pass in bf16 is several times slower at thirty tokens.
         "attn_implementation": "eager",
     }
@@ -87,9 +87,6 @@ def build_network(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaFo
         intermediate_size=recipe.intermediate,
         max_position_embeddings=64,
         tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
         **options,
     )
     return LlamaForCausalLM(config)
