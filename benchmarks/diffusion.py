@@ -5,7 +5,7 @@
 LLaDA-8B's shape with random weights, completions of 256 tokens in blocks of 32, two tokens unmasked in each step. For
 each (batch, G), as in the AIS paper's Table 6, whose figures are printed beside: seconds of generation (with the
 sampler's log-probs of what it drew), of those log-probs alone, of the reference's, and peak memory, in bf16 and in FP8
-with one dynamic scale per tensor, with and without CUDA graphs. `plain` is a plain form of LLaDA's published loop in
+with one dynamic scale per tensor. `plain` is a plain form of LLaDA's published loop in
 bf16 (a full forward per step with the library's modules, logits and noise of all positions in fp64, no early stop).
 For the first shape, the longest kernels of a step, other formats and the ways of keeping keys and values too, and the
 share of tokens that differ.
@@ -71,15 +71,12 @@ TABLE_6 = {
 BOTH: tuple[dict[str, Any], ...] = (
     {"variant": "bf16"},
     {"variant": "fp8_tensor", "format": "fp8_tensor"},
-    {"variant": "fp8_tensor, graphs", "format": "fp8_tensor", "graphs": True},
 )
 MORE: tuple[dict[str, Any], ...] = (
-    {"variant": "bf16, graphs", "graphs": True},
     {"variant": "fp8_row", "format": "fp8_row"},
     {"variant": "bf16, reuse prompt", "reuse": "prompt"},
     {"variant": "bf16, reuse blocks", "reuse": "blocks"},
-    {"variant": "bf16, reuse blocks, graphs", "reuse": "blocks", "graphs": True},
-    {"variant": "fp8_tensor, reuse blocks, graphs", "format": "fp8_tensor", "reuse": "blocks", "graphs": True},
+    {"variant": "fp8_tensor, reuse blocks", "format": "fp8_tensor", "reuse": "blocks"},
 )
 
 
@@ -190,14 +187,14 @@ class Bench:
         return {"generate": timed(lambda: plain_loop(self.network, flat, length, block), self.options.repeats)[0]}
 
     def engine(
-        self, prompts: list[list[int]], group: int, format: str | None = None, reuse: Any = "none", graphs: bool = False
+        self, prompts: list[list[int]], group: int, format: str | None = None, reuse: Any = "none"
     ) -> tuple[dict[str, Any], list[Any]]:
         """Return an engine's seconds of each phase, and what it drew."""
         options = self.options
         sampling = SamplingParams(max_tokens=options.length, temperature=0.9)
         spec = SamplerSpec(sampling=sampling, estimator=Estimator())
         chosen = None if format is None else formats.get(format)
-        engine = engine_of(self.network, chosen, spec, block=options.block, reuse=reuse, graphs=graphs)
+        engine = engine_of(self.network, chosen, spec, block=options.block, reuse=reuse)
         engine.generate(prompts, group, 0, sampling=replace(sampling, max_tokens=2 * options.block))
         seconds, drawn = timed(lambda: engine.generate(prompts, group, 0), options.repeats)
         rollout = assemble(prompts, drawn, group, 0).to(self.device)
@@ -315,17 +312,17 @@ def differing(one: list[Any], other: list[Any]) -> tuple[float, float]:
 
 def table(rows: list[dict[str, Any]]) -> None:
     """Print seconds, and speed-ups next to the paper's."""
-    print("batch G | plain | bf16 | fp8_tensor | fp8 graphs | bf16 / fp8 | plain / bf16 | peak GiB bf16, fp8 | Table 6")
+    print("batch G | plain | bf16 | fp8_tensor | bf16 / fp8 | plain / bf16 | peak GiB bf16, fp8 | Table 6")
     for batch, group in dict.fromkeys((row["batch"], row["G"]) for row in rows):
         here = {row["variant"]: row for row in rows if (row["batch"], row["G"]) == (batch, group)}
-        names = ("plain", "bf16", "fp8_tensor", "fp8_tensor, graphs")
-        plain, bf16, fp8, graphs = (here.get(name, {}).get("generate", float("nan")) for name in names)
+        names = ("plain", "bf16", "fp8_tensor")
+        plain, bf16, fp8 = (here.get(name, {}).get("generate", float("nan")) for name in names)
         peaks = [here.get(name, {}).get("peak_gib", float("nan")) for name in ("bf16", "fp8_tensor")]
         paper = TABLE_6.get((batch, group))
         beside = (
             "" if paper is None else f"{paper[0]} / {paper[1]} = {paper[0] / paper[1]:.2f}, {paper[2]}, {paper[3]} GB"
         )
-        cells = [f"{one:.2f}" for one in (plain, bf16, fp8, graphs, bf16 / min(fp8, graphs), plain / bf16)]
+        cells = [f"{one:.2f}" for one in (plain, bf16, fp8, bf16 / fp8, plain / bf16)]
         print(" | ".join([f"{batch} {group}", *cells, f"{peaks[0]:.1f}, {peaks[1]:.1f}", beside]))
 
 

@@ -1,9 +1,7 @@
 """Semi-autoregressive denoising of a batch: blocks from left to right, in each step the surest tokens of the block."""
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -84,7 +82,6 @@ class Denoiser:
         reuse: keys and values that a block's steps after the first take over from its first: `none`; of what is left
             of the block (`prompt`); of all other `blocks` too.
         head_dtype: that the output head computes in; None is its own.
-        graphs: replay a step as one CUDA graph; its shape is that of other blocks' steps but with `prompt`.
     """
 
     def __init__(
@@ -95,7 +92,6 @@ class Denoiser:
         steps: int,
         reuse: Reuse = "none",
         head_dtype: torch.dtype | None = None,
-        graphs: bool = False,
     ) -> None:
         self.network, self.sampling = network, sampling
         self.block, self.steps, self.reuse = block, steps, reuse
@@ -106,9 +102,6 @@ class Denoiser:
         self.stops = torch.tensor(stops, dtype=torch.long, device=self.device)
         self.words: int = network.get_output_embeddings().weight.shape[0]
         self.share = max(1, CHUNK_ELEMENTS.get(self.device.type, CHUNK_ELEMENTS["cpu"]) // (block * self.words))
-        self.graphs = graphs and reuse != "prompt" and self.device.type == "cuda"
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._seen = 0
 
     # A tensor of inference mode cannot tell that it was not written to, so that layers would not share its codes.
     @torch.no_grad()
@@ -162,14 +155,13 @@ class Denoiser:
             drawn.length[rows[over]] = ends[over].int().argmax(dim=1) + 1
             live = (~over).nonzero()[:, 0]
             if len(live) < len(rows):
-                rows, self._graph = rows[live], None
+                rows = rows[live]
                 some = [canvas.noise[i] for i in live.tolist()]
                 canvas = self._canvas(canvas.tokens[live], canvas.layout.rows(live), some)
             last = part.stop == length
             report(b if last else b - len(rows), total)
             if not len(rows):
                 break
-        self._graph = None
         return drawn
 
     def _canvas(self, tokens: Tensor, layout: Layout, noise: list[torch.Generator]) -> Canvas:
@@ -203,40 +195,8 @@ class Denoiser:
             canvas.draw_noise()
             if step == 0:
                 self._step(canvas, self._states(canvas, whole=True) if states is None else states)
-            elif self.graphs and len(canvas.tokens) <= self.share:
-                self._replay(canvas)
             else:
                 self._step(canvas, self._states(canvas))
-
-    def _replay(self, canvas: Canvas) -> None:
-        """Take a step of fixed shapes; the second one of its kind is recorded, after kernels have been made."""
-        seen = self._seen
-        self._seen = len(canvas.tokens)
-        if self._graph is None and seen == self._seen:
-            self._graph = self._recorded(canvas)
-        if self._graph is None:
-            self._step(canvas, self._states(canvas))
-        else:
-            self._graph.replay()
-
-    def _recorded(self, canvas: Canvas) -> torch.cuda.CUDAGraph:
-        """Return a step as a graph; unlike `torch.cuda.graph` it leaves the allocator's free memory as it is."""
-        graph, stream = torch.cuda.CUDAGraph(), _recording_stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        collects = gc.isenabled()
-        gc.disable()  # what it would free may be another graph, which must not happen while one is recorded
-        try:
-            with torch.cuda.stream(stream):
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    self._step(canvas, self._states(canvas))
-                finally:
-                    graph.capture_end()
-        finally:
-            if collects:
-                gc.enable()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        return graph
 
     def _step(self, canvas: Canvas, states: Tensor) -> None:
         """Draw a token for every masked position of the block and keep the surest; nothing waits for the device.
@@ -293,9 +253,3 @@ class Denoiser:
             tokens.append(chosen)
             sure.append(confidence(logits, chosen))
         return torch.cat(tokens), torch.cat(sure)
-
-
-@cache
-def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that graphs are recorded on: one, since libraries keep a workspace for each."""
-    return torch.cuda.Stream(device)

@@ -43,5 +43,5 @@ def test_renewed_columns_are_seen_by_later_forwards():
         expected = layout.states(network, tokens)
     assert (before - after).abs().max() > 1e-3
     torch.testing.assert_close(again, expected)
-    assert cache.layers[0].keys is memory  # where a recorded graph looks for them
+    assert cache.layers[0].keys is memory  # nothing is allocated anew
     assert (cache.get_seq_length(), cache.layers[0].get_max_length()) == (0, 10)
