@@ -3,13 +3,15 @@
     python benchmarks/diffusion.py --out out.json
 
 LLaDA-8B's shape with random weights, completions of 256 tokens in blocks of 32, two tokens unmasked in each step. For
-each (batch, G), as in the AIS paper's Table 6: seconds of generation, of the sampler's and of the reference's
-log-probs, and peak memory, in bf16 and in FP8 with one dynamic scale per tensor; `plain` is a plain form of the
-published loop (a full forward per step, logits of all positions, no early stop) in bf16, in the same run. Then, for
-each way of keeping keys and values, seconds and the share of tokens that differ from the exact ones.
+each (batch, G), as in the AIS paper's Table 6, whose figures are printed beside: seconds of generation (with the
+sampler's log-probs of what it drew), of those log-probs alone, of the reference's, and peak memory, in bf16 and in FP8
+with one dynamic scale per tensor. `plain` is a plain form of LLaDA's published loop in
+bf16 (a full forward per step with the library's modules, logits and noise of all positions in fp64, no early stop).
+For the first shape, the longest kernels of a step, other formats and the ways of keeping keys and values too, and the
+share of tokens that differ.
 
-Figures are medians of `--repeats` after one warm-up. `--tiny` tries every line on a CPU; its figures mean nothing but
-the differences of `--model`, a folder with trained weights.
+Each line is printed when it is measured: medians of `--repeats` after a warm-up of two blocks. `--tiny` tries every
+line on a CPU; its figures mean nothing but the differences of `--model`, a folder with trained weights for 4×4 Sudoku.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +29,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from torch.nn.functional import ScalingType, scaled_mm  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from lit_qrl import formats  # noqa: E402
-from lit_qrl.functional.diffusion import gumbel_argmax  # noqa: E402
+from lit_qrl.data.tasks.sudoku import Sudoku  # noqa: E402
+from lit_qrl.formats.kernels import dispatch  # noqa: E402
 from lit_qrl.loop.batching import assemble  # noqa: E402
 from lit_qrl.network.adapters import merged_weights  # noqa: E402
 from lit_qrl.network.denoising import Estimator  # noqa: E402
@@ -55,27 +60,43 @@ LLADA = {
 }
 TINY = {**LLADA, "d_model": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "mlp_hidden_size": 128}
 TINY |= {"vocab_size": 64, "embedding_size": 64, "mask_token_id": 63, "max_sequence_length": 128}
-SHAPES = [(4, 4), (8, 4), (8, 8), (16, 4), (16, 8)]
-"""(batch, G): so many sequences at a time, in groups of G."""
-REUSE = ("none", "prompt", "blocks")
+TABLE_6 = {
+    (4, 4): (46.96, 16.57, 50.94, 53.98),
+    (8, 4): (39.03, 16.13, 61.07, 62.41),
+    (8, 8): (28.20, 17.76, 60.63, 62.02),
+    (16, 4): (50.54, 43.41, 62.85, 63.88),
+    (16, 8): (47.72, 34.87, 61.07, 62.41),
+}
+"""(batch, G), so many sequences at a time in groups of G: the paper's seconds of generation and GB, bf16 and FP8."""
+BOTH: tuple[dict[str, Any], ...] = (
+    {"variant": "bf16"},
+    {"variant": "fp8_tensor", "format": "fp8_tensor"},
+)
+MORE: tuple[dict[str, Any], ...] = (
+    {"variant": "fp8_row", "format": "fp8_row"},
+    {"variant": "bf16, reuse prompt", "reuse": "prompt"},
+    {"variant": "bf16, reuse blocks", "reuse": "blocks"},
+    {"variant": "fp8_tensor, reuse blocks", "format": "fp8_tensor", "reuse": "blocks"},
+)
 
 
 def parse() -> argparse.Namespace:
     """Return the arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder of a masked-diffusion model; without it, LLaDA-8B's shape at random")
+    parser.add_argument("--model", help="folder of a policy for Sudoku; without it, LLaDA-8B's shape at random")
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--shapes", nargs="+", default=[f"{b},{g}" for b, g in TABLE_6], metavar="BATCH,G")
     parser.add_argument("--tiny", action="store_true", help="the smallest sizes, on a CPU")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
 
 def timed(work: Callable[[], Any], repeats: int) -> tuple[float, Any]:
-    """Return the median seconds of some work after a warm-up, and what it returned last."""
-    result, seconds = work(), []
+    """Return the median seconds of some work, and what it returned last."""
+    result, seconds = None, []
     for _ in range(repeats):
         synchronize()
         start = time.perf_counter()
@@ -91,9 +112,9 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def engine_of(network: Any, format: Any, spec: SamplerSpec, options: argparse.Namespace, reuse: Any) -> DiffusionEngine:
+def engine_of(network: Any, format: Any, spec: SamplerSpec, **options: Any) -> DiffusionEngine:
     """Return an engine that holds the network's weights in a format."""
-    engine = DiffusionEngine(block=options.block, reuse=reuse)
+    engine = DiffusionEngine(**options)
     engine.setup(spec, SimpleNamespace(network=network))
     layers = list(quantizable_linears(network)) if format is not None else []
     engine.load_weights(weight_stream(merged_weights(network), format, layers), format, 0)
@@ -102,7 +123,7 @@ def engine_of(network: Any, format: Any, spec: SamplerSpec, options: argparse.Na
 
 @torch.inference_mode()
 def plain_loop(network: Any, prompts: list[list[int]], length: int, block: int) -> torch.Tensor:
-    """Decode as the published loop does: a full forward and all logits at every step."""
+    """Decode as the published loop does: a full forward, and noise for all logits, at every step."""
     device, mask = network.get_input_embeddings().weight.device, network.config.mask_token_id
     prompt = torch.tensor(prompts, device=device)
     canvas = torch.cat([prompt, torch.full((len(prompts), length), mask, device=device)], dim=1)
@@ -110,76 +131,199 @@ def plain_loop(network: Any, prompts: list[list[int]], length: int, block: int) 
     for start in range(width, width + length, block):
         for _ in range(block // 2):
             logits = network(canvas, use_cache=False).logits
-            uniform = torch.rand(logits.shape, dtype=torch.float64, device=device)
-            drawn = gumbel_argmax(logits, uniform, 0.9)
-            sure = logits.softmax(-1, dtype=torch.float64).gather(-1, drawn[..., None])[..., 0]
+            wide = logits.to(torch.float64)
+            drawn = (wide.exp() / (-torch.rand_like(wide).log()) ** 0.9).argmax(-1)
+            del wide
+            sure = logits.softmax(-1).gather(-1, drawn[..., None])[..., 0]
             open_ = canvas == mask
-            open_[:, :start] = open_[:, start + block :] = False
-            chosen = sure.masked_fill(~open_, -1.0).topk(2, dim=1).indices
-            canvas.scatter_(1, chosen, drawn.gather(1, chosen))
+            open_[:, start + block :] = False
+            sure = torch.where(open_, sure, -1.0)
+            for row in range(len(canvas)):
+                chosen = sure[row].topk(2).indices
+                canvas[row, chosen] = drawn[row, chosen]
     return canvas[:, width:]
 
 
+class Bench:
+    """A network, the lengths that are drawn, and the lines that were measured."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        device = torch.device("cuda" if torch.cuda.is_available() and not options.tiny else "cpu")
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        if options.model:
+            network = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+        else:
+            with device:
+                config = LLaDAConfig.from_dict(TINY if options.tiny else LLADA)
+                network = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        self.network, self.device = network.to(device).eval(), device
+        self.generator = torch.Generator().manual_seed(0)
+        self.rows: list[dict[str, Any]] = []
+
+    def prompts(self, count: int) -> list[list[int]]:
+        """Return random prompts, of a trained model Sudoku's."""
+        if self.options.model:
+            task = Sudoku(prompt_format="short", train_size=1, evaluation_size=count)
+            task.setup()
+            tokenizer = AutoTokenizer.from_pretrained(self.options.model)
+            return [tokenizer(str(task.prompt(row))).input_ids for row in task.evaluation_rows()]
+        words = min(self.network.config.mask_token_id, 60_000)
+        return torch.randint(4, words, (count, self.options.prompt), generator=self.generator).tolist()
+
+    def tell(self, row: dict[str, Any]) -> None:
+        """Print a line and keep it."""
+        print(
+            json.dumps({key: round(one, 4) if isinstance(one, float) else one for key, one in row.items()}), flush=True
+        )
+        self.rows.append(row)
+        if self.options.out:
+            self.options.out.write_text(json.dumps(self.rows, indent=1) + "\n")
+
+    def plain(self, prompts: list[list[int]], group: int) -> dict[str, Any]:
+        """Return the published loop's seconds."""
+        flat, length, block = [one for one in prompts for _ in range(group)], self.options.length, self.options.block
+        plain_loop(self.network, flat, block, block)
+        return {"generate": timed(lambda: plain_loop(self.network, flat, length, block), self.options.repeats)[0]}
+
+    def engine(
+        self, prompts: list[list[int]], group: int, format: str | None = None, reuse: Any = "none"
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """Return an engine's seconds of each phase, and what it drew."""
+        options = self.options
+        sampling = SamplingParams(max_tokens=options.length, temperature=0.9)
+        spec = SamplerSpec(sampling=sampling, estimator=Estimator())
+        chosen = None if format is None else formats.get(format)
+        engine = engine_of(self.network, chosen, spec, block=options.block, reuse=reuse)
+        engine.generate(prompts, group, 0, sampling=replace(sampling, max_tokens=2 * options.block))
+        seconds, drawn = timed(lambda: engine.generate(prompts, group, 0), options.repeats)
+        rollout = assemble(prompts, drawn, group, 0).to(self.device)
+        engine.estimate(rollout)
+        row: dict[str, Any] = {"generate": seconds, "log-probs": timed(lambda: engine.estimate(rollout), 3)[0]}
+        row["forwards of a second"] = options.length // 2 / seconds
+        engine.close()
+        return row, drawn
+
+    def kernels(self, prompts: list[list[int]], group: int, format: str | None, count: int = 9) -> dict[str, Any]:
+        """Return the kernels that take longest, in ms of a step, and the sum of all."""
+        from torch.profiler import ProfilerActivity, profile
+
+        sampling = SamplingParams(max_tokens=self.options.block, temperature=0.9)
+        spec = SamplerSpec(sampling=sampling, estimator=Estimator())
+        chosen = None if format is None else formats.get(format)
+        engine = engine_of(self.network, chosen, spec, block=self.options.block)
+        engine.generate(prompts, group, 0)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            engine.generate(prompts, group, 0)
+            synchronize()
+        engine.close()
+        steps = self.options.block // 2
+        events = [(one.self_device_time_total / 1e3 / steps, one.count, one.key) for one in profiler.key_averages()]
+        longest = sorted(events, reverse=True)[:count]
+        return {"ms": sum(event[0] for event in events)} | {
+            key[:70]: f"{ms:.2f} ms, {number / steps:.0f} times" for ms, number, key in longest
+        }
+
+    def products(self) -> dict[str, Any]:
+        """Return TFLOP/s of the products of LLaDA's up-projection, in bf16 and in FP8, summed exactly and fast."""
+        m, k, n = 4 * (self.options.prompt + self.options.length), 4096, 12288
+        a, b = torch.randn(m, k, device=self.device).bfloat16(), torch.randn(n, k, device=self.device).bfloat16()
+        (x, scale_x), (w, scale_w) = dispatch.e4m3_whole(a), dispatch.e4m3_whole(b)
+        options = {"scale_recipe_a": ScalingType.TensorWise, "scale_recipe_b": ScalingType.TensorWise}
+        options |= {"output_dtype": torch.bfloat16}
+        work: dict[str, Callable[[], Any]] = {
+            "bf16": lambda: a @ b.t(),
+            "fp8": lambda: scaled_mm(x, w.t(), scale_a=scale_x, scale_b=scale_w, **options),
+            "fp8 fast": lambda: scaled_mm(x, w.t(), scale_a=scale_x, scale_b=scale_w, use_fast_accum=True, **options),
+        }
+        found: dict[str, Any] = {}
+        for name, one in work.items():
+            one()
+            seconds, _ = timed(lambda one=one: [one() for _ in range(50)], 3)
+            found[name] = 50 * 2 * m * n * k / seconds / 1e12
+        quantize = timed(lambda: [dispatch.e4m3_whole(a) for _ in range(50)], 3)[0] / 50
+        return found | {"codes of an input, µs": quantize * 1e6}
+
+    def measure(self, row: dict[str, Any], work: Callable[[], tuple[dict[str, Any], Any]]) -> Any:
+        """Print what some work measured with its peak memory, or its error; return what it drew."""
+        drawn = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            found, drawn = work()
+            row |= found
+        except Exception as error:  # the other lines are still worth having
+            row["error"] = f"{type(error).__name__}: {error}"[:500]
+        if self.device.type == "cuda":
+            row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        self.tell(row)
+        return drawn
+
+
 def main() -> None:
-    """Measure and print one JSON object per line."""
+    """Measure and print one JSON object per line, and the speed-ups last."""
     options = parse()
     if options.tiny:
-        options.length, options.block, options.prompt, options.repeats = 16, 8, 8, 1
-    device = torch.device("cuda" if torch.cuda.is_available() and not options.tiny else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if options.model:
-        network = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
-    else:
-        with device:
-            config = LLaDAConfig.from_dict(TINY if options.tiny else LLADA)
-            network = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    network = network.to(device).eval()
-    sampling = SamplingParams(max_tokens=options.length, temperature=0.9)
-    spec = SamplerSpec(sampling=sampling, estimator=Estimator())
-    generator = torch.Generator().manual_seed(0)
-    rows: list[dict[str, Any]] = []
-    shapes = SHAPES[:1] if options.tiny else SHAPES
+        options.length, options.block, options.prompt = 16, 8, 8
+    bench = Bench(options)
+    shapes = [(int(batch), int(group)) for batch, group in (one.split(",") for one in options.shapes)]
     for batch, group in shapes:
-        words = min(network.config.mask_token_id, 60_000)
-        size = (max(batch // group, 1), options.prompt)
-        prompts = torch.randint(4, words, size, generator=generator).tolist()
-        row: dict[str, Any] = {"batch": batch, "G": group, "sequences": len(prompts) * group}
-        flat = [prompt for prompt in prompts for _ in range(group)]
-        work = lambda flat=flat: plain_loop(network, flat, options.length, options.block)  # noqa: E731
-        row["plain"] = {"generate": timed(work, options.repeats)[0]}
-        for name in ("bf16", "fp8_tensor"):
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            format = None if name == "bf16" else formats.get(name)
-            engine = engine_of(network, format, spec, options, "none")
-            seconds, drawn = timed(lambda e=engine, p=prompts, g=group: e.generate(p, g, 0), options.repeats)
-            rollout = assemble(prompts, drawn, group, 0).to(device)
-            scoring = timed(lambda e=engine, r=rollout: e.estimate(r), options.repeats)[0]
-            row[name] = {"generate": seconds, "log-probs": scoring}
-            if device.type == "cuda":
-                row[name]["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            engine.close()
-        row["fp8 / bf16"] = row["bf16"]["generate"] / row["fp8_tensor"]["generate"]
-        row["bf16 / plain"] = row["plain"]["generate"] / row["bf16"]["generate"]
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-    prompts = torch.randint(4, 12, (2, options.prompt), generator=generator).tolist()
-    exact: list[Any] = []
-    for reuse in REUSE:
-        engine = engine_of(network, None, spec, options, reuse)
-        seconds, drawn = timed(lambda e=engine: e.generate(prompts, 4, 0), options.repeats)
+        compare(bench, batch, group, BOTH, plain=True)
+    batch, group = shapes[0]
+    compare(bench, batch, group, BOTH[:1] + MORE)
+    if bench.device.type == "cuda":
+        shape, prompts = {"batch": batch, "G": group}, bench.prompts(max(batch // group, 1))
+        bench.measure({**shape, "variant": "TFLOP/s"}, lambda: (bench.products(), None))
+        for name in (None, "fp8_tensor"):
+            row = {**shape, "variant": f"kernels, {name or 'bf16'}"}
+            bench.measure(row, lambda f=name: (bench.kernels(prompts, group, f), None))
+    table(bench.rows)
+
+
+def compare(bench: Bench, batch: int, group: int, variants: tuple[dict[str, Any], ...], plain: bool = False) -> None:
+    """Measure variants, and the published loop, on the same prompts."""
+    prompts = bench.prompts(max(batch // group, 1))
+    group = batch // len(prompts)
+    shape = {"batch": batch, "G": group}
+    if plain:
+        bench.measure({**shape, "variant": "plain"}, lambda: (bench.plain(prompts, group), None))
+    exact = None
+    for variant in variants:
+        chosen = {key: value for key, value in variant.items() if key != "variant"}
+        row = {**shape, "variant": variant["variant"]}
+        drawn = bench.measure(row, lambda c=chosen: bench.engine(prompts, group, **c))
         exact = exact or drawn
-        pairs = [
-            (one != other, first != second)
-            for a, b in zip(exact, drawn, strict=True)
-            for one, other, first, second in zip(a.token_ids, b.token_ids, a.unmasked_at, b.unmasked_at, strict=True)
-        ]
-        differing = [sum(column) / len(pairs) for column in zip(*pairs, strict=True)]
-        row = {"reuse": reuse, "generate": seconds, "other tokens": differing[0], "other steps": differing[1]}
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-    if options.out:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+        if exact and drawn:
+            row["other tokens"], row["other steps"] = differing(exact, drawn)
+            print(f"  other tokens than in bf16: {row['other tokens']:.4f}, other steps: {row['other steps']:.4f}")
+
+
+def differing(one: list[Any], other: list[Any]) -> tuple[float, float]:
+    """Return the shares of tokens, and of steps at which they were unmasked, that differ."""
+    pairs = [
+        (a != b, first != second)
+        for x, y in zip(one, other, strict=True)
+        for a, b, first, second in zip(x.token_ids, y.token_ids, x.unmasked_at, y.unmasked_at, strict=False)
+    ]
+    tokens, steps = zip(*pairs, strict=True)
+    return sum(tokens) / len(pairs), sum(steps) / len(pairs)
+
+
+def table(rows: list[dict[str, Any]]) -> None:
+    """Print seconds, and speed-ups next to the paper's."""
+    print("batch G | plain | bf16 | fp8_tensor | bf16 / fp8 | plain / bf16 | peak GiB bf16, fp8 | Table 6")
+    for batch, group in dict.fromkeys((row["batch"], row["G"]) for row in rows):
+        here = {row["variant"]: row for row in rows if (row["batch"], row["G"]) == (batch, group)}
+        names = ("plain", "bf16", "fp8_tensor")
+        plain, bf16, fp8 = (here.get(name, {}).get("generate", float("nan")) for name in names)
+        peaks = [here.get(name, {}).get("peak_gib", float("nan")) for name in ("bf16", "fp8_tensor")]
+        paper = TABLE_6.get((batch, group))
+        beside = (
+            "" if paper is None else f"{paper[0]} / {paper[1]} = {paper[0] / paper[1]:.2f}, {paper[2]}, {paper[3]} GB"
+        )
+        cells = [f"{one:.2f}" for one in (plain, bf16, fp8, bf16 / fp8, plain / bf16)]
+        print(" | ".join([f"{batch} {group}", *cells, f"{peaks[0]:.1f}, {peaks[1]:.1f}", beside]))
 
 
 if __name__ == "__main__":

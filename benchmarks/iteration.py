@@ -10,6 +10,7 @@ full-1.5b, full-3b  full fine-tuning in bf16, gradient checkpointing, TIS
 lora-7b    LoRA of rank 32 on all linear layers in bf16, gradient checkpointing, TIS
 qerl-32b   NVFP4 base from a quantized folder under a LoRA of rank 32
 parts-3b, parts-8b  full fine-tuning with fp32 masters in parts (`ShardedStrategy`) on `--devices` GPUs, a vLLM on each
+llada-8b   masked diffusion of LLaDA-8B's shape, 16 completions: LoRA of rank 128, FP8 sampler, AIS
 
     python benchmarks/iteration.py --cases full-3b --arms bf16 fp8_row UnifiedFP8 QATAligned --checkpoints none
     python benchmarks/iteration.py --cases parts-8b --devices 2 --checkpoints none
@@ -55,7 +56,18 @@ SHAPES["1.5b"] = {
     "vocab_size": 151936,
     "tie_word_embeddings": True,
 }
+SHAPES["llada-8b"] = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 126464,
+    "mask_token_id": 126336,
+}
+SHAPES["tiny-denoiser"] = {**SHAPES["tiny"], "mask_token_id": 511}
 LORA = {"class_path": "peft.LoraConfig", "init_args": {"r": 32, "lora_alpha": 64, "target_modules": "all-linear"}}
+LARGE_LORA = {"class_path": "peft.LoraConfig", "init_args": {**LORA["init_args"], "r": 128}}
 TIS = {"class_path": "TruncatedIS"}
 CASES: dict[str, dict[str, Any]] = {
     "full-1.5b": {"shape": "1.5b", "prompts": 16, "completion": 512, "micro_batches": 8},
@@ -64,6 +76,7 @@ CASES: dict[str, dict[str, Any]] = {
     "parts-8b": {"shape": "8b", "prompts": 16, "completion": 512, "micro_batches": 32, "parts": True},
     "lora-7b": {"shape": "7b", "prompts": 16, "completion": 512, "micro_batches": 16, "lora": LORA},
     "qerl-32b": {"shape": "32b", "prompts": 4, "completion": 300, "micro_batches": 8, "lora": LORA, "format": "nvfp4"},
+    "llada-8b": {"shape": "llada-8b", "prompts": 2, "completion": 256, "micro_batches": 4, "lora": LARGE_LORA},
 }
 ARMS = ("bf16", "fp8_row", "QATAligned", "UnifiedFP8")
 PLUGINS: dict[str, dict[str, Any]] = {"QATAligned": {"weights": "fp8_row"}, "UnifiedFP8": {}}
@@ -100,7 +113,8 @@ def main() -> None:
         for name in args.cases:
             case = dict(CASES[name])
             if args.tiny:
-                case |= {"shape": "tiny", "prompts": 4, "completion": 8, "micro_batches": 2}
+                shape = "tiny-denoiser" if denoises(case) else "tiny"
+                case |= {"shape": shape, "prompts": 4, "completion": 8, "micro_batches": 2}
             folder = model_folder(models, case["shape"], case.get("format"))
             for number, (checkpoints, arm, peer) in enumerate(
                 itertools.product(args.checkpoints, args.arms, args.peers)
@@ -116,6 +130,11 @@ def main() -> None:
     table(results)
 
 
+def denoises(case: dict[str, Any]) -> bool:
+    """Return whether a case is of masked diffusion."""
+    return "mask_token_id" in SHAPES[case["shape"]]
+
+
 # --------------------------------------------------------------------------------------------------------------- model
 
 
@@ -127,13 +146,15 @@ def model_folder(models: Path, shape: str, format: str | None) -> Path:
     from lit_qrl import formats
     from lit_qrl.network.folder import FolderWriter
     from lit_qrl.network.linears import quantizable_linears
+    from lit_qrl.network.llada import LLaDAConfig
     from lit_qrl.network.stream import weight_stream
 
     folder = models / "-".join(filter(None, (shape, format)))
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    config = Qwen2Config(**SHAPES[shape], max_position_embeddings=4096, dtype="bfloat16")
+    kind = LLaDAConfig if denoises({"shape": shape}) else Qwen2Config
+    config = kind(**SHAPES[shape], max_position_embeddings=4096, dtype="bfloat16")
     write_model(config, folder)
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -221,6 +242,8 @@ def configuration(
         share = {"32b": 0.5, "8b": 0.25}.get(case["shape"], 0.35)
         options = {"gpu_memory_utilization": share, "quick_start": True, "max_lora_rank": 32 if "lora" in case else 0}
         engine = {"class_path": "VLLMEngine", "init_args": options}
+    if denoises(case):
+        engine = {"class_path": "DiffusionEngine", "init_args": {"block": 8 if args.tiny else 32}}
     plugins = [{"class_path": "NVFP4LoRA", "init_args": {"autocast": "bf16"}}] if case.get("format") else None
     if case["arm"] in PLUGINS:
         plugins = [{"class_path": case["arm"], "init_args": PLUGINS[case["arm"]]}]
@@ -241,14 +264,16 @@ def configuration(
     else:
         trainer["precision"] = "bf16-true"
     if not case.get("format"):
-        trainer["callbacks"] = [TIS]
+        trainer["callbacks"] = [{"class_path": "AIS"} if denoises(case) else TIS]
     publisher = {"lora": "adapter" if "lora" in case and not args.tiny else "auto"}
-    if case["arm"] == "fp8_row":
+    if denoises(case):
+        publisher = {"format": "fp8_tensor"}
+    elif case["arm"] == "fp8_row":
         publisher["format"] = "fp8_row"
     return {
         "seed_everything": 0,
         "model": {
-            "policy": {"class_path": "CausalPolicy", "init_args": policy},
+            "policy": {"class_path": "DiffusionPolicy" if denoises(case) else "CausalPolicy", "init_args": policy},
             "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-6}},
         },
         "data": {

@@ -572,7 +572,8 @@ def write_model(config: Any, folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    config.architectures = ["Qwen2ForCausalLM"]
+    if config.model_type == "qwen2":
+        config.architectures = ["Qwen2ForCausalLM"]
     config.save_pretrained(folder)
     # special tokens are found inside words too, so they share no prefix with one
     words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, config.vocab_size)}

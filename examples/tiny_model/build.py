@@ -20,7 +20,7 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from pathlib import Path
@@ -97,9 +97,14 @@ MIXTURE = {"experts": 8, "intermediate": 128, "batch": 128, "steps": 360, "lr": 
 """What differs for the mixture of experts."""
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character and no tokens added around a text."""
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
+def build_tokenizer(characters: str = CHARACTERS, **special: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per character and no tokens added around a text.
+
+    Args:
+        characters: that it knows.
+        **special: further special tokens, such as `mask_token`.
+    """
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *characters, *special.values()))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # type: ignore[assignment]
     tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
@@ -113,6 +118,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
         model_max_length=512,
+        **special,
     )
 
 
@@ -220,7 +226,23 @@ class Teacher:
 
 
 def train(network: nn.Module, teacher: Teacher, steps: int, lr: float, wrong_share: float) -> Iterator[float]:
-    """Train by cross-entropy on the answers and yield the loss of every step.
+    """Train by cross-entropy on the answers and yield the loss of every step."""
+    balanced = {"output_router_logits": True} if teacher.recipe.experts else {}
+
+    def loss() -> Tensor:
+        tokens, labels = teacher.batch(wrong_share)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = network(input_ids=tokens, **balanced)
+        loss = F.cross_entropy(output.logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        return loss + teacher.recipe.balance * output.aux_loss if balanced else loss
+
+    return minimize(network, loss, steps, lr, teacher.recipe.weight_decay)
+
+
+def minimize(
+    network: nn.Module, loss: Callable[[], Tensor], steps: int, lr: float, weight_decay: float
+) -> Iterator[float]:
+    """Take steps down a loss that is drawn anew each time, and yield it.
 
     Muon for the matrices, AdamW for the rest; the rate rises over 30 steps and falls to zero over the last 40 %.
     """
@@ -228,32 +250,24 @@ def train(network: nn.Module, teacher: Teacher, steps: int, lr: float, wrong_sha
     matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in named if p.ndim != 2 or "embed" in name]
     optimizers = [
-        torch.optim.Muon(
-            matrices, lr=lr, momentum=0.95, weight_decay=teacher.recipe.weight_decay, adjust_lr_fn="match_rms_adamw"
-        ),
+        torch.optim.Muon(matrices, lr=lr, momentum=0.95, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=lr / 2, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 30, (1 - step / steps) / 0.4))
         for o in optimizers
     ]
-    balanced = {"output_router_logits": True} if teacher.recipe.experts else {}
     network.train()
     for _ in range(steps):
-        tokens, labels = teacher.batch(wrong_share)
-        with torch.autocast("cpu", torch.bfloat16):
-            output = network(input_ids=tokens, **balanced)
-        loss = F.cross_entropy(output.logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        if balanced:
-            loss = loss + teacher.recipe.balance * output.aux_loss
+        value = loss()
         for optimizer in optimizers:
             optimizer.zero_grad()
-        loss.backward()
+        value.backward()
         nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
             schedule.step()
-        yield loss.item()
+        yield value.item()
 
 
 @torch.no_grad()

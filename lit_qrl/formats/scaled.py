@@ -119,9 +119,14 @@ class ScaledE4M3(Scaled):
         return gemm.fp8_gemm(device, shape)
 
     def multiply(self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        made = dispatch.e4m3_tokens(rows) if self.per_token else dispatch.e4m3_whole(rows)
-        return gemm.scaled_mm(*made, codes, scale, bias, x.dtype)
+        quantize = dispatch.e4m3_tokens if self.per_token else dispatch.e4m3_whole
+
+        def make(columns: bool) -> tuple[Any, None]:
+            return quantize(x.detach().reshape(-1, x.shape[-1])), None
+
+        # once for all layers that read the same tensor: q, k and v; gate and up
+        (rows, row_scale), _ = dispatch.made_once(x, quantize.__name__, False, make)
+        return gemm.scaled_mm(rows, row_scale, codes, scale, bias, x.dtype)
 
     def emulate(self, rows: Tensor, weight: Tensor) -> Tensor:
         codes, scale = self._rounded(rows)

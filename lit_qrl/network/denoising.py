@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from transformers import AutoConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional.diffusion import masked_estimate
@@ -174,17 +175,21 @@ class Layout:
         """Return the layout of some rows."""
         return Layout(self.positions[chosen], None if self.valid is None else self.valid[chosen])
 
-    def states(self, network: Any, canvas: Tensor, first: int = 0, **options: Any) -> Tensor:
-        """Return the last hidden states "b n h" of a canvas that begins at column `first`.
+    def states(self, network: Any, canvas: Tensor, at: Tensor | None = None, **options: Any) -> Tensor:
+        """Return the last hidden states "b n h" of a canvas, or of some columns of it.
 
         Args:
             network: the model.
-            canvas: "b n", token ids, from column `first` on.
-            first: column of the canvas's first token.
+            canvas: "b n", token ids.
+            at: " n", columns of the tokens; None for all of them.
             **options: for the model, such as a cache that holds the columns it does not begin with.
         """
-        mask = None if self.valid is None else self.valid.long()
-        positions = self.positions[:, first : first + canvas.shape[1]]
+        mask = self.valid
+        if mask is not None:
+            # The library looks at a flat mask on the host, which would wait for the device at each forward.
+            takes_bool = ALL_MASK_ATTENTION_FUNCTIONS.get(network.config._attn_implementation) is sdpa_mask
+            mask = mask[:, None, None, :] if takes_bool else mask.long()
+        positions = self.positions if at is None else self.positions.index_select(1, at)
         options = {"use_cache": False, **options}
         forward = body(network)
         return forward(input_ids=canvas, attention_mask=mask, position_ids=positions, **options).last_hidden_state

@@ -33,9 +33,9 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(dry, "as_table", seen)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
 
-    def run(*args):
+    def run(*args, quickstart="quickstart"):
         status = 0
-        config = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--data.task.train_size", "32"]
+        config = ["--config", str(ROOT / "configs" / f"{quickstart}.yaml"), "--data.task.train_size", "32"]
         try:
             main(["fit", *config, "--dry_run", *map(str, args)])
         except SystemExit as stop:
@@ -115,3 +115,11 @@ def test_routes_of_a_mixture_are_told(run):
     assert status == 0
     assert sizes["routes"] == 32 * 8 * (16 + 16) * 4 * 2  # four layers of two experts, a byte each
     assert "8 bytes a token, 256 sequences of 32 tokens, at most" in text
+
+
+def test_masked_diffusion_has_a_cache_only_where_it_keeps_keys_and_values(run):
+    status, sizes, text = run(quickstart="quickstart_diffusion")
+    assert status == 0, text
+    assert sizes["sampler's weights"] > 0
+    assert "KV cache" not in sizes
+    assert "KV cache" in run("--data.engine.reuse", "prompt", quickstart="quickstart_diffusion")[1]

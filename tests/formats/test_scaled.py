@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lit_qrl import formats
+from lit_qrl.formats.kernels import dispatch, gemm
 from lit_qrl.formats.scaled import Scaled
 
 SCALED = ("fp8_tensor", "fp8_row", "fp8_block", "int8_channel")
@@ -96,3 +97,25 @@ def test_a_format_adds_only_what_is_its_own(name):
     assert issubclass(cls, Scaled)
     for inherited in ("prepare", "apply", "linear", "export", "load", "quantization_config"):
         assert inherited not in vars(cls)
+
+
+@pytest.mark.parametrize(("name", "quantizer"), [("fp8_tensor", "e4m3_whole"), ("fp8_row", "e4m3_tokens")])
+def test_layers_that_read_one_tensor_share_its_codes(name, quantizer, monkeypatch):
+    made, quantize = [], getattr(dispatch, quantizer)
+
+    def counted(rows):
+        made.append(rows)
+        return quantize(rows)
+
+    monkeypatch.setattr(dispatch, quantizer, counted)
+    product = lambda codes, scale, weight, *rest: (codes.float() * scale) @ weight.float().t()  # noqa: E731
+    monkeypatch.setattr(gemm, "scaled_mm", product)
+    format, x = formats.get(name), torch.randn(2, 3, 32)
+    weights = [format.quantize(torch.randn(16, 32)).codes for _ in range(3)]
+    found = [format.multiply(x, weight, torch.ones(1), None) for weight in weights]
+    assert len(made) == 1
+    expected = [format.dequantized_input(x).reshape(6, 32) @ weight.float().t() for weight in weights]
+    torch.testing.assert_close(found, expected)
+    x.mul_(2)
+    format.multiply(x, weights[0], torch.ones(1), None)
+    assert len(made) == 2

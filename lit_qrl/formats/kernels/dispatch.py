@@ -112,6 +112,10 @@ def e4m3_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def e4m3_whole(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes "m k" and one scale of `x` ("m k") as E4M3."""
+    if available_for_e4m3(x):
+        from lit_qrl.formats.kernels import fp8_triton
+
+        return fp8_triton.e4m3_whole(x)
     scale = activations.dynamic_scale(x, None, E4M3_MAX)
     return activations.e4m3_codes(x, scale), scale
 

@@ -18,6 +18,8 @@ from torch import Tensor
 from lit_qrl.formats.numerics import E4M3, E4M3_MAX
 
 TILE = 128
+WHOLE = 4096
+"""Values of one program where a tensor has one scale."""
 _MAX = tl.constexpr(E4M3_MAX)
 _SMALLEST = tl.constexpr(float(torch.finfo(torch.float32).tiny))
 
@@ -130,3 +132,47 @@ def e4m3_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     # 4096 values a step keep a row's state in registers at eight warps
     _token_kernel[(m,)](x, codes, scales, x.stride(0), k, min(triton.next_power_of_2(k), 4096), num_warps=8)
     return codes, scales
+
+
+@triton.jit
+def _greater(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _largest_kernel(x, partial, n, SIZE: tl.constexpr):
+    """The largest magnitude of every so many values."""
+    offset = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    amax = tl.zeros((SIZE,), tl.float32)
+    for start in range(0, n, tl.num_programs(0) * SIZE):
+        values = tl.load(x + start + offset, mask=start + offset < n, other=0.0).to(tl.float32)
+        amax = _greater(amax, tl.abs(values))
+    tl.store(partial + tl.program_id(0) + tl.arange(0, 1), tl.reduce(amax, 0, _greater, keep_dims=True))
+
+
+@triton.jit
+def _whole_kernel(x, partial, codes, scales, n, count, SIZE: tl.constexpr, COUNT: tl.constexpr):
+    """Codes of so many values under the one scale, which every program makes of the partial maxima."""
+    place = tl.arange(0, COUNT)
+    found = tl.load(partial + place, mask=place < count, other=0.0)
+    amax = tl.reduce(found, 0, _greater, keep_dims=True)
+    scale = _greater(tl.div_rn(amax, tl.full(amax.shape, _MAX, tl.float32)), tl.full(amax.shape, _SMALLEST, tl.float32))
+    offset = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    values = tl.load(x + offset, mask=offset < n, other=0.0).to(tl.float32)
+    made = _clamp(_quotient(values, scale, tl.max(scale, axis=0)), -_MAX, _MAX).to(codes.dtype.element_ty)
+    tl.store(codes + offset, made, mask=offset < n)
+    tl.store(scales + tl.arange(0, 1), scale, mask=tl.arange(0, 1) + tl.program_id(0) == 0)
+
+
+def e4m3_whole(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return E4M3 codes "m k" and the one scale of `x`, a number."""
+    x = x.contiguous()
+    n = x.numel()
+    codes = torch.empty(x.shape, dtype=E4M3, device=x.device)
+    scale = torch.empty(1, dtype=torch.float32, device=x.device)
+    # at most 1024 maxima, which each program of the second kernel reads out of the cache
+    count = min(triton.cdiv(n, WHOLE), 1024)
+    partial = torch.empty(count, dtype=torch.float32, device=x.device)
+    _largest_kernel[(count,)](x, partial, n, WHOLE, num_warps=8)
+    _whole_kernel[(triton.cdiv(n, WHOLE),)](x, partial, codes, scale, n, count, WHOLE, 1024, num_warps=8)
+    return codes, scale.reshape(())

@@ -10,7 +10,7 @@ class CanvasLayer(CacheLayerMixin):
     """Keys and values of one layer: "rows heads columns dim".
 
     Args:
-        cache: the cache that this layer belongs to; it holds the first column of the next forward.
+        cache: the cache that this layer belongs to; it holds the columns of the next forward.
     """
 
     is_sliding = False
@@ -27,13 +27,15 @@ class CanvasLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Renew the columns from `cache.first` on and return those of the whole canvas."""
+        """Renew the columns `cache.at` and return those of the whole canvas, always in the same memory."""
         if not self.is_initialized:
             self.keys, self.values, self.is_initialized = key_states, value_states, True
+        elif self.cache.at is None:
+            self.keys.copy_(key_states)
+            self.values.copy_(value_states)
         else:
-            part = slice(self.cache.first, self.cache.first + key_states.shape[2])
-            self.keys[:, :, part] = key_states
-            self.values[:, :, part] = value_states
+            self.keys.index_copy_(2, self.cache.at, key_states)
+            self.values.index_copy_(2, self.cache.at, value_states)
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -52,7 +54,8 @@ class CanvasLayer(CacheLayerMixin):
 class CanvasCache(Cache):
     """Keys and values of all layers, in the form that Hugging Face models take.
 
-    The first forward must be of the whole canvas; before a later one of some columns the caller sets `first`.
+    The first forward must be of the whole canvas; before a later one the caller sets `at`, the columns " n" that it
+    is given, or None for all of them.
 
     Args:
         layers: number of layers.
@@ -60,5 +63,6 @@ class CanvasCache(Cache):
     """
 
     def __init__(self, layers: int, columns: int) -> None:
-        self.columns, self.first = columns, 0
+        self.columns = columns
+        self.at: Tensor | None = None
         super().__init__(layers=[CanvasLayer(self) for _ in range(layers)])

@@ -32,6 +32,45 @@ class Denoised(Drawn):
     unmasked_at: Tensor
 
 
+@dataclass(slots=True, kw_only=True)
+class Canvas:
+    """A batch that is being denoised, and the block under way; steps write to these tensors in place.
+
+    Args:
+        tokens: "b s", prompts and completions.
+        layout: of its rows.
+        noise: generator of each row.
+        columns: " block", of the block under way.
+        masked: "b block", which of them are masked.
+        when: "b block", the step at which each was unmasked.
+        clock: the step under way, a number on the device.
+        uniform: "b block v", noise of the step under way; None where decoding is greedy or noise is drawn in parts.
+        cache: keys and values of all columns, where some are kept.
+    """
+
+    tokens: Tensor
+    layout: Layout
+    noise: list[torch.Generator]
+    columns: Tensor
+    masked: Tensor
+    when: Tensor
+    clock: Tensor
+    uniform: Tensor | None
+    cache: CanvasCache | None
+
+    def begin(self, first: int) -> None:
+        """Go to the block that begins at column `first`."""
+        self.columns.copy_(torch.arange(first, first + len(self.columns), device=self.columns.device))
+        self.masked.fill_(True)
+        self.clock.zero_()
+
+    def draw_noise(self) -> None:
+        """Draw the noise of a step, of each row by its own generator."""
+        if self.uniform is not None:
+            for row, generator in enumerate(self.noise):
+                torch.rand(self.uniform.shape[1:], generator=generator, out=self.uniform[row])
+
+
 class Denoiser:
     """Runs batches of one masked-diffusion model.
 
@@ -61,8 +100,11 @@ class Denoiser:
         self.mask_token: int = network.config.mask_token_id
         stops = () if sampling.ignore_stop else sampling.stop_token_ids
         self.stops = torch.tensor(stops, dtype=torch.long, device=self.device)
+        self.words: int = network.get_output_embeddings().weight.shape[0]
+        self.share = max(1, CHUNK_ELEMENTS.get(self.device.type, CHUNK_ELEMENTS["cpu"]) // (block * self.words))
 
-    @torch.inference_mode()
+    # A tensor of inference mode cannot tell that it was not written to, so that layers would not share its codes.
+    @torch.no_grad()
     def run(
         self,
         prompts: Sequence[Sequence[int]],
@@ -86,9 +128,9 @@ class Denoiser:
         lengths = [piece.length for piece in pieces]
         owner = torch.arange(len(pieces)).repeat_interleave(counts).to(self.device)
         once = Layout.of(lengths, [length] * len(pieces), width, length, self.device)
-        canvas, layout = start.to(self.device)[owner], once.rows(owner)
         seeds = [row_seed(piece.prompt, piece.first + i) for piece in pieces for i in range(piece.count)]
         noise = [torch.Generator(self.device).manual_seed(seed) for seed in seeds]
+        canvas = self._canvas(start.to(self.device)[owner], once.rows(owner), noise)
         b, columns = len(owner), torch.arange(length, device=self.device)
         drawn = Denoised(
             tokens=torch.full((b, length), self.mask_token, device=self.device),
@@ -103,9 +145,9 @@ class Denoiser:
         for number, part in enumerate(blocks_of(length, self.block)):
             states = None if first is None else first[owner, width + part.start : width + part.stop]
             first = None
-            when = self._fill(canvas, layout, slice(width + part.start, width + part.stop), noise, states)
-            drawn.unmasked_at[rows, part] = when + number * self.steps
-            drawn.tokens[rows, part] = canvas[:, width + part.start : width + part.stop]
+            self._fill(canvas, width + part.start, states)
+            drawn.unmasked_at[rows, part] = canvas.when + number * self.steps
+            drawn.tokens[rows, part] = canvas.tokens[:, width + part.start : width + part.stop]
             total += len(rows) * self.block
             ends = torch.isin(drawn.tokens[rows], self.stops) & (columns < part.stop)
             over = ends.any(dim=1)
@@ -113,70 +155,96 @@ class Denoiser:
             drawn.length[rows[over]] = ends[over].int().argmax(dim=1) + 1
             live = (~over).nonzero()[:, 0]
             if len(live) < len(rows):
-                rows, canvas, layout = rows[live], canvas[live], layout.rows(live)
-                noise = [noise[i] for i in live.tolist()]
+                rows = rows[live]
+                some = [canvas.noise[i] for i in live.tolist()]
+                canvas = self._canvas(canvas.tokens[live], canvas.layout.rows(live), some)
             last = part.stop == length
             report(b if last else b - len(rows), total)
             if not len(rows):
                 break
         return drawn
 
-    def _fill(
-        self, canvas: Tensor, layout: Layout, part: slice, noise: list[torch.Generator], states: Tensor | None
-    ) -> Tensor:
-        """Unmask a block of the canvas in place and return the step, "b block", at which each token was.
+    def _canvas(self, tokens: Tensor, layout: Layout, noise: list[torch.Generator]) -> Canvas:
+        """Return rows with room for what their steps write."""
+        b = len(tokens)
+        uniform = None
+        if self.sampling.temperature and b <= self.share:
+            uniform = torch.empty(b, self.block, self.words, dtype=torch.float64, device=self.device)
+        return Canvas(
+            tokens=tokens,
+            layout=layout,
+            noise=noise,
+            columns=torch.zeros(self.block, dtype=torch.long, device=self.device),
+            masked=torch.ones(b, self.block, dtype=torch.bool, device=self.device),
+            when=torch.zeros(b, self.block, dtype=torch.long, device=self.device),
+            clock=torch.zeros((), dtype=torch.long, device=self.device),
+            uniform=uniform,
+            cache=None if self.reuse == "none" else CanvasCache(self._layers, tokens.shape[1]),
+        )
+
+    def _fill(self, canvas: Canvas, first: int, states: Tensor | None) -> None:
+        """Unmask the block of the canvas that begins at column `first`.
 
         Args:
-            canvas: "b s".
-            layout: of its rows.
-            part: columns of the block.
-            noise: generator of each row.
+            canvas: of which a block is unmasked in place.
+            first: column.
             states: hidden states of the first step, "b block h", where they are known.
         """
-        block = canvas[:, part]
-        masked = torch.ones_like(block, dtype=torch.bool)
-        when = torch.zeros_like(block)
-        cache = None if self.reuse == "none" else CanvasCache(self._layers, canvas.shape[1])
+        canvas.begin(first)
         for step in range(self.steps):
-            if step or states is None:
-                states = self._states(canvas, layout, part, cache, whole=step == 0)
-            tokens, sure = self._draw(states, noise)
-            chosen = most_confident(sure, masked, self.block // self.steps)
-            canvas[:, part] = torch.where(chosen, tokens, canvas[:, part])
-            when.masked_fill_(chosen, step)
-            masked &= ~chosen
-        return when
+            canvas.draw_noise()
+            if step == 0:
+                self._step(canvas, self._states(canvas, whole=True) if states is None else states)
+            else:
+                self._step(canvas, self._states(canvas))
+
+    def _step(self, canvas: Canvas, states: Tensor) -> None:
+        """Draw a token for every masked position of the block and keep the surest; nothing waits for the device.
+
+        Args:
+            canvas: whose noise of this step is drawn.
+            states: hidden states "b block h".
+        """
+        tokens, sure = self._draw(states, canvas)
+        chosen = most_confident(sure, canvas.masked, self.block // self.steps)
+        block = torch.where(chosen, tokens, canvas.tokens.index_select(1, canvas.columns))
+        canvas.tokens.index_copy_(1, canvas.columns, block)
+        canvas.when.copy_(torch.where(chosen, canvas.clock, canvas.when))
+        canvas.masked.logical_and_(~chosen)
+        canvas.clock.add_(1)
 
     @property
     def _layers(self) -> int:
         return self.network.config.num_hidden_layers
 
-    def _states(self, canvas: Tensor, layout: Layout, part: slice, cache: CanvasCache | None, whole: bool) -> Tensor:
-        """Return the hidden states of a block, "b block h"; without a cache, or if `whole`, of a whole forward."""
-        if cache is None:
-            return layout.states(self.network, canvas)[:, part]
-        stop = part.stop if self.reuse == "blocks" else canvas.shape[1]
-        columns = slice(0, canvas.shape[1]) if whole else slice(part.start, stop)
-        cache.first = columns.start
-        options = {"past_key_values": cache, "use_cache": True}
-        states = layout.states(self.network, canvas[:, columns], columns.start, **options)
-        return states[:, part.start - columns.start : part.stop - columns.start]
+    def _states(self, canvas: Canvas, whole: bool = False) -> Tensor:
+        """Return the hidden states of the block under way, "b block h", of a `whole` forward or of what is not kept."""
+        kept = canvas.cache
+        if kept is None:
+            return canvas.layout.states(self.network, canvas.tokens).index_select(1, canvas.columns)
+        options = {"past_key_values": kept, "use_cache": True}
+        if whole:
+            kept.at = None
+            return canvas.layout.states(self.network, canvas.tokens, **options).index_select(1, canvas.columns)
+        kept.at = canvas.columns
+        if self.reuse == "prompt":
+            kept.at = torch.arange(int(canvas.columns[0]), kept.columns, device=self.device)
+        tokens = canvas.tokens.index_select(1, kept.at)
+        return canvas.layout.states(self.network, tokens, kept.at, **options)[:, : self.block]
 
-    def _draw(self, states: Tensor, noise: list[torch.Generator]) -> tuple[Tensor, Tensor]:
+    def _draw(self, states: Tensor, canvas: Canvas) -> tuple[Tensor, Tensor]:
         """Return a token for every position of the block, and how sure the model is of it, both "b block"."""
         tokens, sure = [], []
         greedy = self.sampling.temperature == 0
-        words = self.network.config.vocab_size
-        share = max(1, CHUNK_ELEMENTS.get(self.device.type, CHUNK_ELEMENTS["cpu"]) // (self.block * words))
-        for begin in range(0, len(states), share):
-            logits = self.head.logits(states[begin : begin + share]).float()
-            logits[..., self.mask_token] = float("-inf")
-            uniform, allowed = None, logits
+        for begin in range(0, len(states), self.share):
+            logits = self.head.logits(states[begin : begin + self.share]).float()
+            logits.select(-1, self.mask_token).fill_(float("-inf"))
+            uniform, allowed = canvas.uniform, logits
             if not greedy:
-                shape = (self.block, logits.shape[-1])
-                options: dict[str, Any] = {"dtype": torch.float64, "device": self.device}
-                some = noise[begin : begin + share]
-                uniform = torch.stack([torch.rand(shape, generator=one, **options) for one in some])
+                if uniform is None:
+                    uniform = torch.empty(logits.shape, dtype=torch.float64, device=self.device)
+                    for row, generator in enumerate(canvas.noise[begin : begin + self.share]):
+                        torch.rand(logits.shape[1:], generator=generator, out=uniform[row])
                 if self.sampling.truncated:
                     scores = (logits / self.sampling.temperature).flatten(0, 1)
                     kept = truncate(scores, self.sampling.top_k, self.sampling.top_p).view_as(logits)

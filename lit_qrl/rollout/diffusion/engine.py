@@ -11,12 +11,13 @@ from lit_qrl.functional.logprobs import logits_logprobs, token_logprobs
 from lit_qrl.network.denoising import Estimator, Head, check_denoises, without_mask_token
 from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.structure import body, cached_numbers
+from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.rollout.diffusion.decode import Denoised, Denoiser, Reuse
 from lit_qrl.rollout.embedded.cache import free_memory
 from lit_qrl.rollout.embedded.decode import Piece, plan
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
 from lit_qrl.rollout.embedded.sampling import check_sampling
-from lit_qrl.rollout.engine import Progress, SamplerSpec
+from lit_qrl.rollout.engine import EnginePolicy, Progress, SamplerSpec
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import Completion, RolloutBatch, SamplingParams
 
@@ -109,6 +110,12 @@ class DiffusionEngine(EmbeddedSampler):
     def check_model(self, network: nn.Module) -> None:
         """Raise `ConfigError` for a causal model, or one without a mask token."""
         check_denoises(network.config)
+
+    def setup(self, spec: SamplerSpec, policy: EnginePolicy) -> None:
+        super().setup(spec, policy)
+        assert self._modules is not None
+        if self._modules.device.type == "cuda":
+            take_one_pass(self._modules.network)
 
     # ----------------------------------------------------------------------------------------------------- generation
 

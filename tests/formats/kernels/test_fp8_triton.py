@@ -23,6 +23,23 @@ def compare_tokens(device):
             assert torch.equal(bits(codes.cpu()), bits(expected_codes)), (case, dtype)
 
 
+def compare_whole(device):
+    from lit_qrl.formats.kernels import fp8_triton
+
+    nan = torch.ones(3, 5000)
+    nan[2, 4000] = float("nan")
+    wide = weights(torch.float32, (9, 200))["wide"]
+    cases = {"wide": wide, "many": torch.randn(3, 5000), "nan": nan, "zeros": torch.zeros(2, 8)}
+    for dtype in (torch.bfloat16, torch.float32):
+        for case, given in cases.items():
+            x = given.to(dtype)
+            codes, scale = fp8_triton.e4m3_whole(x.to(device))
+            expected = activations.dynamic_scale(x, None, E4M3_MAX)
+            assert scale.shape == expected.shape == ()
+            assert torch.equal(scale.cpu().nan_to_num(-1.0), expected.nan_to_num(-1.0)), (case, dtype)
+            assert torch.equal(bits(codes.cpu()), bits(activations.e4m3_codes(x, expected))) or case == "nan"
+
+
 def compare_blocks(device):
     from lit_qrl.formats.kernels import fp8_triton
 
@@ -38,7 +55,7 @@ def compare_blocks(device):
             assert torch.equal(bits(codes.cpu())[every], bits(expected.codes)[every]), (case, dtype)
 
 
-COMPARISONS = [compare_tokens, compare_blocks]
+COMPARISONS = [compare_tokens, compare_whole, compare_blocks]
 
 
 @pytest.mark.vllm  # which brings Triton

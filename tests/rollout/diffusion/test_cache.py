@@ -18,8 +18,8 @@ def test_columns_that_did_not_change_can_be_left_out(prompts):
         whole = layout.states(network, tokens, **options)
         torch.testing.assert_close(whole, layout.states(network, tokens))
         for first, stop in ((4, 7), (6, 10), (9, 10)):
-            cache.first = first
-            part = layout.states(network, tokens[:, first:stop], first, **options)
+            cache.at = torch.arange(first, stop)
+            part = layout.states(network, tokens[:, first:stop], cache.at, **options)
             torch.testing.assert_close(part, whole[:, first:stop], atol=1e-5, rtol=1e-5)
 
 
@@ -31,11 +31,17 @@ def test_renewed_columns_are_seen_by_later_forwards():
     options = {"past_key_values": cache, "use_cache": True}
     with torch.no_grad():
         layout.states(network, tokens, **options)
-        cache.first = 8
-        before = layout.states(network, tokens[:, 8:], 8, **options)
-        cache.first = 4
-        layout.states(network, tokens[:, 4:8] + 5, 4, **options)
-        cache.first = 8
-        after = layout.states(network, tokens[:, 8:], 8, **options)
+        memory = cache.layers[0].keys
+        cache.at = last = torch.tensor([8, 9])
+        before = layout.states(network, tokens[:, 8:], last, **options)
+        cache.at = torch.arange(4, 8)
+        layout.states(network, tokens[:, 4:8] + 5, cache.at, **options)
+        cache.at = last
+        after = layout.states(network, tokens[:, 8:], last, **options)
+        cache.at = None
+        again = layout.states(network, tokens, **options)
+        expected = layout.states(network, tokens)
     assert (before - after).abs().max() > 1e-3
+    torch.testing.assert_close(again, expected)
+    assert cache.layers[0].keys is memory  # nothing is allocated anew
     assert (cache.get_seq_length(), cache.layers[0].get_max_length()) == (0, 10)
