@@ -11,6 +11,8 @@ from lit_qrl.errors import ConfigError
 
 LONGEST = 400
 """Characters of vLLM's own words that are shown."""
+CPU_BLOCK = 128
+"""Tokens of a block of keys on a CPU, where chunked attention begins and ends with one."""
 DELTA_HEAD = 128
 """Numbers of a head of linear attention for which vLLM's CPU build is known to have kernels; of 32 it has none."""
 
@@ -88,6 +90,7 @@ def check_model(network: nn.Module, dtype: torch.dtype | None = None) -> None:
     _check_groups(name, config)
     if not torch.cuda.is_available():
         _check_latent(name, config)
+        _check_chunks(config)
         check_head_size(config)
         _check_linear(name, config, dtype)
 
@@ -126,6 +129,18 @@ def _check_groups(name: str, config: Any) -> None:
             expected="n_groups: 1, of which both are the same",
             given=groups,
             remedy="Take a model with one group.",
+        )
+
+
+def _check_chunks(config: Any) -> None:
+    """Raise `ConfigError` for chunks of attention that end inside a block of keys as vLLM holds them on a CPU."""
+    size = getattr(config, "attention_chunk_size", None)
+    if size and size % CPU_BLOCK and "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ConfigError(
+            f"vLLM on CPU holds keys in blocks of {CPU_BLOCK} tokens, and chunks of this model's attention end in one.",
+            expected=f"an attention_chunk_size that is a multiple of {CPU_BLOCK}",
+            given=size,
+            remedy="Use TransformersEngine, or a GPU.",
         )
 
 

@@ -93,6 +93,14 @@ def test_a_norm_that_vllm_computes_by_groups_is_named():
         vllm_models.check_model(random_network(grouped))
 
 
+def test_chunks_that_end_inside_a_block_of_keys_are_named():
+    family = BY_TYPE["llama4_text"]
+    with pytest.raises(ConfigError, match=r"blocks of 128 tokens.*a multiple of 128\. Given: 16\. Use Transf"):
+        vllm_models.check_model(random_network(family))
+    aligned = dataclasses.replace(family, options={**family.options, "attention_chunk_size": 256})
+    vllm_models.check_model(random_network(aligned))
+
+
 def test_latent_attention_of_another_size_than_the_kernels_is_named(monkeypatch):
     family = BY_TYPE["deepseek_v3"]
     with pytest.raises(ConfigError, match=r"kv_lora_rank 512 and qk_rope_head_dim 64.*Given: 128 and 16\. Use Tra"):

@@ -83,11 +83,12 @@ def record(llm: Any, model: nn.Module, layers: Sequence[int], experts: int, chos
     scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
     config = scheduler.kv_cache_config
     groups = [isinstance(group.kv_cache_spec, FullAttentionSpec) for group in config.kv_cache_groups]
-    asked: dict[int, Any] = {
-        module.layer_id: module.router  # pyright: ignore[reportAttributeAccessIssue]
+    modules: list[Any] = [
+        module
         for module in model.modules()
         if hasattr(module, "routed_experts") and hasattr(getattr(module, "router", None), "set_capture_fn")
-    }
+    ]
+    asked: dict[int, Any] = {module.layer_id: module.router for module in modules}
     if True not in groups or asked.keys() != set(layers):
         raise ConfigError(
             "RouterReplay needs the experts that each token took, and vLLM does not tell them of this model.",
