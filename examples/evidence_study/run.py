@@ -34,7 +34,7 @@ from pilot_figure import draw_pilot  # noqa: E402
 ROOT = HERE.parents[1]
 SCALES = {"s4": 4.0, "s8": 8.0, "s10": 10.0, "s12": 12.0}
 """The dial's positions, by the name of the arms' part."""
-RATES, PILOT_SEEDS = (5e-5, 1e-4, 2e-4, 4e-4), (100, 101)
+RATES, PILOT_SEEDS, PILOT_ITERATIONS = (5e-5, 1e-4, 2e-4, 4e-4), (100, 101), 160
 PILOT = ("s4+none+bf16", "s4+none+int3", "{s8,s10,s12}+none+{bf16,int4}")
 HEALTHY, LOSS = 0.95, 0.30
 """What the bf16 sampler must reach for a learning rate to be taken, and what no correction must lose for a scale."""
@@ -72,12 +72,12 @@ def phases_of(scale: str, quick: bool) -> list[Phase]:
     others = ",".join(one for one in SCALES if one not in ("s4", scale))
     return [
         Phase(first, range(5)),
+        Phase(first, range(5, 10)),
+        Phase(("s4+none+bf16", f"s4+{CORRECTIONS}+int3", "s4+none+int3_aligned"), range(5)),
         Phase(
             (f"{scale}+none+fp8_{{block,unified}}", f"{{cosine,one_update,unscaled}}+{scale}+none+{{bf16,int4}}"),
             range(5),
         ),
-        Phase(first, range(5, 10)),
-        Phase(("s4+none+bf16", f"s4+{CORRECTIONS}+int3", "s4+none+int3_aligned"), range(5)),
         Phase((f"{{{others}}}+none+{{bf16,int4}}",), range(5)),
     ]
 
@@ -113,7 +113,7 @@ def pilot_jobs(study: studies.Study, out: Path, extra: Sequence[str]) -> dict[fl
             study,
             [Phase(PILOT, PILOT_SEEDS)],
             out,
-            [*rate_option(rate), *extra],
+            [*rate_option(rate), "--trainer.max_epochs", str(PILOT_ITERATIONS), *extra],
             f"pilot/{rate:g}",
         )
         for rate in RATES

@@ -34,6 +34,9 @@ SETTINGS = {
     "unscaled": "advantages not divided",
 }
 """Titles of the settings, by the level that their arms begin with."""
+NAMES = {"none": "no correction", "tis": "TIS", "mis": "MIS", "ais": "AIS", "ais_fitted": "AIS, δ = 0.2"}
+NAMES |= {"sequence_tis": "sequence TIS", "sequence_mis": "sequence MIS", "aligned": "QATAligned"}
+"""Arms in the figure, where they are not called as in the table."""
 
 
 @dataclass(frozen=True)
@@ -345,9 +348,11 @@ def draw(results: Results, levels: Sequence[str], path: Path) -> None:
         "log_ratio": "Mean |log-ratio|, nats",
     }
     with rc_context({"font.size": 8.0, "font.family": "sans-serif"}):
-        sheet = Figure((12.4, 2.7 * len(levels)), dpi=150, facecolor=ink["paper"], layout="constrained")
+        alone = len(levels) == 1  # two by two, as a page shows it
+        size = (9.4, 6.0) if alone else (12.4, 2.7 * len(levels))
+        sheet = Figure(size, dpi=150, facecolor=ink["paper"], layout="constrained")
         FigureCanvasAgg(sheet)
-        grid = sheet.subplots(len(levels), 4, squeeze=False)
+        grid = sheet.subplots(*((2, 2) if alone else (len(levels), 4)), squeeze=False).reshape(-1, 4)
         for line, level in zip(grid, levels, strict=True):
             arms = results.arms(level)
             free = cycle(COLORS)
@@ -357,8 +362,9 @@ def draw(results: Results, levels: Sequence[str], path: Path) -> None:
                 for arm in arms:
                     curve(axes, [one for one in results.points if one.arm == arm], value, colors[arm], short(arm))
             line[2].set_yscale("log")
+            line[2].minorticks_off()
             line[2].set_xlabel("iteration", fontsize=8, color=ink["faint"])
-            line[0].set_ylabel(SETTINGS[level], fontsize=9, color=ink["text"])
+            line[0].set_ylabel("" if alone else SETTINGS[level], fontsize=9, color=ink["text"])
             line[0].set_ylim(0, 1.02)
             line[1].set_ylim(0, 1.02)
             ends(line[3], results, arms, colors)
@@ -380,13 +386,14 @@ def curve(axes: Any, points: Sequence[Point], value: str, color: str, label: str
 
 
 def ends(axes: Any, results: Results, arms: Sequence[str], colors: dict[str, str]) -> None:
-    """Draw the learner's final accuracy of every run, a row for each arm, with the mean."""
-    prepare(axes, "Learner's accuracy at the end", INK["light"])
+    """Draw both policies' final accuracy of every run, a row for each arm, with their means."""
+    prepare(axes, "At the end: learner ● above, sampler ○ below", INK["light"])
     for row, arm in enumerate(arms):
-        values = [one.learner_accuracy for one in results.of(arm).values()]
-        axes.scatter(values, [row] * len(values), s=14, color=colors[arm], alpha=0.6, linewidths=0)
-        axes.plot([fmean(values)] * 2, [row - 0.32, row + 0.32], color=colors[arm], linewidth=2)
-    axes.set_yticks(range(len(arms)), [short(arm) for arm in arms])
+        for policy, at, face in (("learner", row - 0.2, colors[arm]), ("sampler", row + 0.2, "none")):
+            values = [getattr(one, f"{policy}_accuracy") for one in results.of(arm).values()]
+            axes.scatter(values, [at] * len(values), s=14, facecolors=face, edgecolors=colors[arm], alpha=0.6)
+            axes.plot([fmean(values)] * 2, [at - 0.17, at + 0.17], color=colors[arm], linewidth=2)
+    axes.set_yticks(range(len(arms)), [NAMES.get(short(arm), short(arm)) for arm in arms])
     for label, arm in zip(axes.get_yticklabels(), arms, strict=True):
         label.set_color(colors[arm])  # the legend of the row
     axes.invert_yaxis()

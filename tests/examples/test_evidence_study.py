@@ -137,6 +137,20 @@ def test_the_pilot_of_the_page_is_drawn_and_chose_as_its_rules_say(run, tmp_path
     assert (tmp_path / "pilot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_tables_and_verdicts_of_the_page_follow_from_its_runs(run, tmp_path, capsys):
+    shipped = EXAMPLES.parent / "docs" / "figures" / "evidence"
+    assert run.main(["--out", str(tmp_path), "--report", "--before", str(shipped)]) == 0
+    for name in ("runs.csv", "curves.csv", "tests.csv", "table.md", "verdicts.md"):
+        assert (tmp_path / "results" / name).read_text() == (shipped / name).read_text()
+    assert (tmp_path / "results" / "figure.png").read_bytes().startswith(b"\x89PNG")
+    # settings and runs are of one length, so that further runs join these
+    iterations = {row.iterations for row in run.summary.read(shipped).outcomes}
+    assert iterations == {run.studies.load(EXAMPLES / "evidence_study").common["common"]["trainer"]["max_epochs"]}
+    page = (EXAMPLES.parent / "docs" / "evidence.md").read_text()
+    (collapse,) = (one for one in csv.DictReader((shipped / "tests.csv").open()) if one["arm"] == "s10+none+int4")
+    assert f"−{-float(collapse['difference']):.3f} ± {float(collapse['standard_error']):.3f}" in page
+
+
 def test_what_is_left_at_the_time_limit_is_stopped(run, jobs, monkeypatch, capsys):
     clock = iter([0.0] * 20)
     monkeypatch.setattr(run.time, "monotonic", lambda: next(clock, 100.0))
