@@ -19,6 +19,7 @@ def rows_file(folder):
 
 BUILT = {
     "Countdown": lambda folder: tasks.Countdown(train_size=20, evaluation_size=8),
+    "PrefixSum": lambda folder: tasks.PrefixSum(train_size=20, evaluation_size=8),
     "Sudoku": lambda folder: tasks.Sudoku(train_size=20, evaluation_size=8),
     "Mixture": lambda folder: tasks.Mixture(
         [

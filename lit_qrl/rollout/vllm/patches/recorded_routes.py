@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError, listed
-from lit_qrl.network.routing import route_dtype, unrouted
 from lit_qrl.rollout.vllm.patches.patch import Patch, Versions
 
 _KEPT = "lit_qrl_recorded_routes"
@@ -36,15 +35,18 @@ class RecordedRoutes:
     """
 
     def __init__(self, slots: int, block_size: int, layers: int, experts: int, chosen: int) -> None:
+        from lit_qrl.network.routing import route_dtype, unrouted
+
         dtype = route_dtype(experts)
-        self.table = torch.full((slots, layers, chosen), unrouted(dtype), dtype=dtype)
+        self.unknown = unrouted(dtype)
+        self.table = torch.full((slots, layers, chosen), self.unknown, dtype=dtype)
         self.block_size = block_size
         self.group, self.layer = 0, ""
         self.taken: dict[str, Tensor] = {}
 
     def forget(self) -> None:
         """Take every choice for unknown: the tokens' keys are of weights that are gone."""
-        self.table.fill_(unrouted(self.table.dtype))
+        self.table.fill_(self.unknown)
 
     def write(self, layer: int, slots: Tensor, chosen: Tensor) -> None:
         """Keep what tokens "n k" chose; a slot below 0 is of none."""
