@@ -169,6 +169,7 @@ def test_wrong_version(published):
         load_weights=lambda stream, format, version: load(stream, format, version - 1),
         read_back=state.engine.read_back,
         read_columns=state.engine.read_columns,
+        arranged=state.engine.arranged,
     )
     faults, _, _ = publish(state.network, engine, state.format, state.version, state.previous)
     assert [fault.kind for fault in faults] == ["version"]
