@@ -1,10 +1,9 @@
 """Quantized reinforcement learning of language models on the Lightning Trainer."""
 
 import logging
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lit_qrl.aliases import OFFERED, install
+from lit_qrl.aliases import OFFERED, install, offering
 
 if TYPE_CHECKING:
     from lit_qrl.callbacks.defaults import default_callbacks
@@ -21,11 +20,5 @@ logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
 
 install()
 
-
-def __getattr__(name: str) -> Any:
-    """Return what a program needs of the rooms, which load torch and Lightning, when it is asked for."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{OFFERED[name]}"), name)
-    globals()[name] = found
-    return found
+# They load torch and Lightning.
+__getattr__ = offering(__name__, OFFERED)

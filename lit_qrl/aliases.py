@@ -3,10 +3,11 @@
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 MOVED = {
     "callbacks._apart": "publish.adapter",
@@ -103,6 +104,27 @@ OFFERED = {
     "resume_from": "run.folder",
 }
 """What `lit_qrl` itself offers, and the module in which it is; a configuration names it there."""
+
+
+def offering(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a package's `__getattr__`, which loads what the package offers when it is asked for.
+
+    Args:
+        package: its name.
+        places: the module of each name, from the package on.
+
+    >>> offering("lit_qrl", {"derive_seed": "seeding"})("derive_seed").__module__
+    'lit_qrl.seeding'
+    """
+
+    def found(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{package}.{places[name]}"), name)
+        setattr(sys.modules[package], name, value)  # the next time nobody asks
+        return value
+
+    return found
 
 
 def current(path: str) -> str:

@@ -1,18 +1,13 @@
 """vLLM as a rollout engine."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lit_qrl.aliases import offering
 
 if TYPE_CHECKING:
     from lit_qrl.rollout.vllm.engine import VLLMEngine
 
 __all__ = ["VLLMEngine"]
 
-
-def __getattr__(name: str) -> Any:
-    """Return the engine's class when it is asked for; its versions, patches and watchdog load no engine."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from lit_qrl.rollout.vllm.engine import VLLMEngine
-
-    globals()[name] = VLLMEngine
-    return VLLMEngine
+# Its versions, patches and watchdog load no engine.
+__getattr__ = offering(__name__, {"VLLMEngine": "engine"})
