@@ -166,11 +166,15 @@ def quantize_in_passing(network: nn.Module, readers: type[nn.Module], columns: b
                 continue
             if type(norm).__name__ in RMS_NORMS:
                 setattr(layer, child, OnePassRMSNorm(norm, columns))
+            elif isinstance(norm, OnePassRMSNorm):  # made without codes by `take_one_pass`
+                norm.codes, norm.columns = True, columns
             if isinstance(getattr(layer, child), OnePassRMSNorm):
                 names.append(f"{name}.{child}")
         mlp = getattr(layer, "mlp", None)
         if mlp is not None and _gated(mlp, readers):
-            if not isinstance(mlp, OnePassGatedMLP):
+            if isinstance(mlp, OnePassGatedMLP):
+                mlp.codes, mlp.columns = True, columns
+            else:
                 layer.mlp = OnePassGatedMLP(mlp, columns)
             names.append(f"{name}.mlp")
     log.info("%d norms and MLPs quantize what they hand on: %s.", len(names), ", ".join(names[:3]) or "none is known")
@@ -225,7 +229,7 @@ def _at(module: nn.Module, path: str) -> Any:
 
 def _gated(mlp: nn.Module, reader: type[nn.Module]) -> bool:
     if isinstance(mlp, OnePassGatedMLP):
-        return True
+        return isinstance(mlp.down_proj, reader)
     known = {name for name, _ in mlp.named_children()} == GATED_MLP
     if not known or not isinstance(_at(mlp, "down_proj"), reader):
         return False

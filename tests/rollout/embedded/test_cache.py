@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from lit_qrl.rollout.embedded.cache import HeldRow, SlotCache, free_memory
+from lit_qrl.network.memory import free_memory
+from lit_qrl.rollout.embedded.cache import HeldRow, SlotCache
 from tests.networks import build_network
 
 
