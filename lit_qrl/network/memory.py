@@ -80,17 +80,21 @@ class SelectiveRecomputation:
         trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
         if not torch.is_grad_enabled() or not trained:
             return
-        device = trained[0].device
         self._tokens = (kwargs["input_ids"] if "input_ids" in kwargs else args[0]).numel()
-        if device.type != "cuda" or any(isinstance(parameter, DTensor) for parameter in trained):
+        if not _on_one_gpu(trained):
             self.kept = 0
         elif self._each is None:
             self.kept = 1  # which is measured
         else:
-            gradients = sum(parameter.nbytes for parameter in trained if parameter.grad is None)
-            total = torch.cuda.get_device_properties(device).total_memory
+            device = trained[0].device
             self.kept = kept_layers(
-                len(self.layers), self._tokens, self._each, self._width, free_memory(device), gradients, total
+                layers=len(self.layers),
+                tokens=self._tokens,
+                each=self._each,
+                width=self._width,
+                free=free_memory(device),
+                gradients=sum(parameter.nbytes for parameter in trained if parameter.grad is None),
+                total=_total(device),
             )
 
     def _enter(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
@@ -104,3 +108,11 @@ class SelectiveRecomputation:
 
     def _measures(self) -> bool:
         return self._each is None and self.kept > 0 and torch.is_grad_enabled()
+
+
+def _on_one_gpu(parameters: list[nn.Parameter]) -> bool:
+    return not any(isinstance(one, DTensor) or one.device.type != "cuda" for one in parameters)
+
+
+def _total(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory
