@@ -7,7 +7,7 @@ asks the driver for the memory in use. Models have Qwen2.5's shapes and random w
 that loading, checkpoints and resuming are a user's too. Iterations before the third do not count; figures are medians.
 
 full-1.5b, full-3b  full fine-tuning in bf16, TIS
-short-1.5b, uneven-1.5b  the same with 64 tokens, and with up to 2048 of which each may end the completion (1 in 500 does)
+short-1.5b, uneven-1.5b  the same with 64 tokens; with up to 2048, where one token in 500 ends a completion
 full-7b    the same with AdamW of 8 bits
 lora-7b    LoRA of rank 32 on all linear layers in bf16, TIS
 qerl-32b   NVFP4 base from a quantized folder under a LoRA of rank 32
@@ -70,6 +70,7 @@ SHAPES["llada-8b"] = {
 SHAPES["tiny-denoiser"] = {**SHAPES["tiny"], "mask_token_id": 511}
 LORA = {"class_path": "peft.LoraConfig", "init_args": {"r": 32, "lora_alpha": 64, "target_modules": "all-linear"}}
 LARGE_LORA = {"class_path": "peft.LoraConfig", "init_args": {**LORA["init_args"], "r": 128}}
+EIGHT_BIT = "bitsandbytes.optim.AdamW8bit"
 TIS = {"class_path": "TruncatedIS"}
 CASES: dict[str, dict[str, Any]] = {
     "full-1.5b": {"shape": "1.5b", "prompts": 16, "completion": 512, "micro_batches": 8},
