@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 """Logits held at once: 16 MB of fp32 on a CPU (about its last-level cache), 256 MB on a GPU (440 rows of a 150,000-word
 vocabulary, enough to fill its matrix units). The entropy takes three times as much for a moment. Where one kernel
-reduces them they stay in 16 bits, and twice as many rows take the memory."""
+reduces them they stay in 16 bits, and four times as many go at once: each chunk is added to the weight's gradient."""
 
 
 def token_logprobs(
@@ -75,7 +75,7 @@ def token_logprobs(
         chunk_elements = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"])
     plain = bias is None and softcap is None and head_dtype is None and not (entropy and entropy_gradient)
     kernel = plain and _kernel_takes(hidden)
-    rows, width = (max(1, chunk_elements * (2 if kernel else 1) // size) for size in weight.shape)
+    rows, width = (max(1, chunk_elements * (4 if kernel else 1) // size) for size in weight.shape)
     options = _Options(temperature, softcap, scale, entropy, entropy_gradient, head_dtype, width, rows, kernel)
     with torch.autocast(device, enabled=False):
         logprobs, entropies = _TokenLogprobs.apply(

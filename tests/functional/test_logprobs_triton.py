@@ -8,6 +8,7 @@ import torch
 
 from lit_qrl.functional import logprobs
 from lit_qrl.functional.logprobs import token_logprobs
+from tests.triton_interpreter import run_interpreted
 
 
 def reduced(logits, tokens, factor, mean):
@@ -52,7 +53,7 @@ def test_what_they_are_asked_for_are_the_plain_numbers(options, chunk_elements, 
     monkeypatch.setattr("lit_qrl.functional.logprobs_triton", kernels, raising=False)
     monkeypatch.setattr(logprobs, "_kernel_takes", lambda hidden: True)
     got = trained(*inputs, chunk_elements=chunk_elements, **options)
-    rows = {1: 1, 40: 7, None: 7}[chunk_elements]  # 16 bits: twice as many
+    rows = {1: 1, 40: 7, None: 7}[chunk_elements]  # 16 bits: four times as many
     assert calls == ["reduced"] * (7 // rows) + ["gradient"] * (7 // rows)
     for one, other, tolerance in zip(got, expected, (1e-5, 1e-5, 1e-2, 1e-2), strict=True):
         torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
@@ -70,25 +71,38 @@ def test_what_they_cannot_do_takes_the_plain_operations(monkeypatch):
     assert leaf.grad.isfinite().all()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("n", "h", "v"), [(5, 64, 999), (33, 128, 151_936), (1, 8, 4096)])
-@pytest.mark.parametrize("factor", [1.0, 1 / 0.7])
-def test_the_kernels_give_the_plain_numbers(dtype, n, h, v, factor):
+def compare_kernels(device):
+    """Both kernels against plain operations in fp64."""
     from lit_qrl.functional import logprobs_triton
 
-    hidden, weight, tokens = problem(n, h, v, dtype, "cuda")
-    logits = torch.nn.functional.linear(hidden, weight)
-    logits[0, :3] = -torch.inf
-    tokens[0] = 7 % v
-    wide = logits.double() * factor
-    normalizer, chosen, mean = logprobs_triton.reduced(logits, tokens, factor, True)
-    torch.testing.assert_close(normalizer.double(), wide.logsumexp(-1), atol=1e-5, rtol=1e-6)
-    torch.testing.assert_close(chosen.double(), wide.gather(-1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-6)
-    weighted = torch.where(wide == -torch.inf, 0.0, wide.softmax(-1) * wide).sum(-1)
-    torch.testing.assert_close(mean.double(), weighted, atol=1e-5, rtol=1e-5)
-    upstream = torch.linspace(-1, 2, n, device="cuda")
-    expected = logits.clone()
-    to_gradient(expected, tokens, normalizer, upstream, factor)
-    logprobs_triton.to_gradient(logits, tokens, normalizer, upstream, factor)
-    torch.testing.assert_close(logits, expected, atol=1e-6, rtol=2**-7)
+    small = device.type == "cpu"
+    for dtype in (torch.bfloat16, torch.float16):
+        for n, h, v in ((5, 64, 999), (1, 8, 4096), (3, 8, 5000) if small else (33, 128, 151_936)):
+            hidden, weight, tokens = problem(n, h, v, dtype, device)
+            tokens[0] = 7
+            for factor in (1.0, 1 / 0.7):
+                logits = torch.nn.functional.linear(hidden, weight)
+                logits[0, :3] = -torch.inf
+                wide = logits.double() * factor
+                normalizer, chosen, mean = logprobs_triton.reduced(logits, tokens, factor, True)
+                torch.testing.assert_close(normalizer.double(), wide.logsumexp(-1), atol=1e-5, rtol=1e-6)
+                torch.testing.assert_close(
+                    chosen.double(), wide.gather(-1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-6
+                )
+                weighted = torch.where(wide == -torch.inf, 0.0, wide.softmax(-1) * wide).sum(-1)
+                torch.testing.assert_close(mean.double(), weighted, atol=1e-5, rtol=1e-5)
+                upstream = torch.linspace(-1, 2, n, device=device)
+                expected = logits.clone()
+                to_gradient(expected, tokens, normalizer, upstream, factor)
+                logprobs_triton.to_gradient(logits, tokens, normalizer, upstream, factor)
+                torch.testing.assert_close(logits, expected, atol=1e-6, rtol=2**-7)
+
+
+@pytest.mark.vllm
+def test_the_interpreted_kernels_give_the_plain_numbers():
+    run_interpreted(compare_kernels)
+
+
+@pytest.mark.gpu
+def test_the_kernels_give_the_plain_numbers():
+    compare_kernels(torch.device("cuda"))

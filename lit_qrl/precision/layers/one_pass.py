@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.kernels import dispatch, gemm
 from lit_qrl.network.structure import FINAL_NORM, GATED_MLP, NORM_READERS, RMS_NORMS
+from lit_qrl.precision.layers.rotary import rotate_in_one_pass
 
 log = logging.getLogger(__name__)
 
@@ -191,6 +192,8 @@ def quantize_in_passing(network: nn.Module, readers: type[nn.Module], columns: b
 def take_one_pass(network: nn.Module, choice: Fuse = "auto") -> list[str]:
     """Replace norms and gated MLPs in place by ones that take one kernel, and return the names of those.
 
+    Queries and keys are turned in one kernel too.
+
     For linear layers that compute in bf16 or fp16. A second call changes nothing; parameters keep their names.
 
     Args:
@@ -199,6 +202,7 @@ def take_one_pass(network: nn.Module, choice: Fuse = "auto") -> list[str]:
     """
     if not choice or (choice == "auto" and not (torch.cuda.is_available() and dispatch.triton_installed())):
         return []
+    rotate_in_one_pass(network)
     names = []
     for name, part in list(network.named_modules()):
         for child, inner in list(part.named_children()):
