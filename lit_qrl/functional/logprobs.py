@@ -177,7 +177,7 @@ def _triton_installed() -> bool:
 
 
 def _kernel_takes(hidden: Tensor) -> bool:
-    """Return whether the logits of these hidden states may be reduced by `logprobs_triton`."""
+    """Return whether the logits of these hidden states may be reduced by `_logprobs_triton`."""
     return hidden.device.type == "cuda" and hidden.dtype in (torch.bfloat16, torch.float16) and _triton_installed()
 
 
@@ -225,11 +225,11 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, len(tokens), rows):
             part = slice(start, start + rows)
             if options.kernel:
-                from lit_qrl.functional import logprobs_triton
+                from lit_qrl.functional import _logprobs_triton
 
                 logits = torch.nn.functional.linear(hidden[part], weight)
                 factor = options.scale / options.temperature
-                normalizer[part], chosen, mean = logprobs_triton.reduced(logits, tokens[part], factor, options.entropy)
+                normalizer[part], chosen, mean = _logprobs_triton.reduced(logits, tokens[part], factor, options.entropy)
                 logprobs[part] = chosen - normalizer[part]
                 if mean is not None:
                     entropies[part] = normalizer[part] - mean
@@ -267,10 +267,10 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, len(tokens), rows):
             part = slice(start, start + rows)
             if ctx.options.kernel:
-                from lit_qrl.functional import logprobs_triton
+                from lit_qrl.functional import _logprobs_triton
 
                 grad = torch.nn.functional.linear(hidden[part], weight)
-                logprobs_triton.to_gradient(grad, tokens[part], normalizer[part], upstream[part], factor)
+                _logprobs_triton.to_gradient(grad, tokens[part], normalizer[part], upstream[part], factor)
                 if grad_hidden is not None:
                     torch.mm(grad, weight, out=grad_hidden[part])
                 if grad_weight is not None:

@@ -49,8 +49,8 @@ def test_what_they_are_asked_for_are_the_plain_numbers(options, chunk_elements, 
         reduced=lambda *a: calls.append("reduced") or reduced(*a),
         to_gradient=lambda *a: calls.append("gradient") or to_gradient(*a),
     )
-    monkeypatch.setitem(sys.modules, "lit_qrl.functional.logprobs_triton", kernels)
-    monkeypatch.setattr("lit_qrl.functional.logprobs_triton", kernels, raising=False)
+    monkeypatch.setitem(sys.modules, "lit_qrl.functional._logprobs_triton", kernels)
+    monkeypatch.setattr("lit_qrl.functional._logprobs_triton", kernels, raising=False)
     monkeypatch.setattr(logprobs, "_kernel_takes", lambda hidden: True)
     got = trained(*inputs, chunk_elements=chunk_elements, **options)
     rows = {1: 1, 40: 7, None: 7}[chunk_elements]  # 16 bits: four times as many
@@ -61,7 +61,7 @@ def test_what_they_are_asked_for_are_the_plain_numbers(options, chunk_elements, 
 
 def test_what_they_cannot_do_takes_the_plain_operations(monkeypatch):
     monkeypatch.setattr(logprobs, "_kernel_takes", lambda hidden: True)
-    monkeypatch.setitem(sys.modules, "lit_qrl.functional.logprobs_triton", None)  # its import fails
+    monkeypatch.setitem(sys.modules, "lit_qrl.functional._logprobs_triton", None)  # its import fails
     hidden, weight, tokens = problem(4, 5, 11, torch.bfloat16)
     bias = torch.zeros(11, dtype=torch.bfloat16)
     for options in ({"bias": bias}, {"softcap": 3.0}, {"head_dtype": torch.float32}):
@@ -73,7 +73,7 @@ def test_what_they_cannot_do_takes_the_plain_operations(monkeypatch):
 
 def compare_kernels(device):
     """Both kernels against plain operations in fp64."""
-    from lit_qrl.functional import logprobs_triton
+    from lit_qrl.functional import _logprobs_triton
 
     small = device.type == "cpu"
     for dtype in (torch.bfloat16, torch.float16):
@@ -84,7 +84,7 @@ def compare_kernels(device):
                 logits = torch.nn.functional.linear(hidden, weight)
                 logits[0, :3] = -torch.inf
                 wide = logits.double() * factor
-                normalizer, chosen, mean = logprobs_triton.reduced(logits, tokens, factor, True)
+                normalizer, chosen, mean = _logprobs_triton.reduced(logits, tokens, factor, True)
                 torch.testing.assert_close(normalizer.double(), wide.logsumexp(-1), atol=1e-5, rtol=1e-6)
                 torch.testing.assert_close(
                     chosen.double(), wide.gather(-1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-6
@@ -94,7 +94,7 @@ def compare_kernels(device):
                 upstream = torch.linspace(-1, 2, n, device=device)
                 expected = logits.clone()
                 to_gradient(expected, tokens, normalizer, upstream, factor)
-                logprobs_triton.to_gradient(logits, tokens, normalizer, upstream, factor)
+                _logprobs_triton.to_gradient(logits, tokens, normalizer, upstream, factor)
                 torch.testing.assert_close(logits, expected, atol=1e-6, rtol=2**-7)
 
 
