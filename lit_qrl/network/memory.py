@@ -62,7 +62,8 @@ class SelectiveRecomputation:
     """
 
     def __init__(self, network: Any) -> None:
-        self.network, self.layers = network, list(decoder_layers(network)[1])
+        self.network: Any = network
+        self.layers: list[Any] = list(decoder_layers(network)[1])
         self.kept = 0
         """How many of the last layers are not computed again."""
         self._each: float | None = None

@@ -112,7 +112,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         self.request_seeds = request_seeds
         self.step_timeout, self.start_timeout = step_timeout, start_timeout
         self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
-        self.quick_start = quick_start
+        self.quick_start: bool | Literal["auto"] = quick_start
         self._arguments: dict[str, Any] = {
             "gpu_memory_utilization": gpu_memory_utilization,
             "kv_cache_dtype": kv_cache_dtype,
