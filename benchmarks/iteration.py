@@ -6,8 +6,10 @@ Each run is the command that a user would type, in a process of its own; this on
 asks the driver for the memory in use. Models have Qwen2.5's shapes and random weights, written to a folder first, so
 that loading, checkpoints and resuming are a user's too. Iterations before the third do not count; figures are medians.
 
-full-1.5b, full-3b  full fine-tuning in bf16, gradient checkpointing, TIS
-lora-7b    LoRA of rank 32 on all linear layers in bf16, gradient checkpointing, TIS
+full-1.5b, full-3b  full fine-tuning in bf16, TIS
+short-1.5b, uneven-1.5b  the same with 64 tokens; with up to 2048, where one token in 500 ends a completion
+full-7b    the same with AdamW of 8 bits
+lora-7b    LoRA of rank 32 on all linear layers in bf16, TIS
 qerl-32b   NVFP4 base from a quantized folder under a LoRA of rank 32
 parts-3b, parts-8b  full fine-tuning with fp32 masters in parts (`ShardedStrategy`) on `--devices` GPUs, a vLLM on each
 llada-8b   masked diffusion of LLaDA-8B's shape, 16 completions: LoRA of rank 128, FP8 sampler, AIS
@@ -68,12 +70,22 @@ SHAPES["llada-8b"] = {
 SHAPES["tiny-denoiser"] = {**SHAPES["tiny"], "mask_token_id": 511}
 LORA = {"class_path": "peft.LoraConfig", "init_args": {"r": 32, "lora_alpha": 64, "target_modules": "all-linear"}}
 LARGE_LORA = {"class_path": "peft.LoraConfig", "init_args": {**LORA["init_args"], "r": 128}}
+EIGHT_BIT = "bitsandbytes.optim.AdamW8bit"
 TIS = {"class_path": "TruncatedIS"}
 CASES: dict[str, dict[str, Any]] = {
     "full-1.5b": {"shape": "1.5b", "prompts": 16, "completion": 512, "micro_batches": 8},
+    "short-1.5b": {"shape": "1.5b", "prompts": 16, "completion": 64, "micro_batches": 2},
+    "uneven-1.5b": {"shape": "1.5b", "prompts": 16, "completion": 2048, "micro_batches": 16, "stops": 300},
     "full-3b": {"shape": "3b", "prompts": 16, "completion": 512, "micro_batches": 16},
     "parts-3b": {"shape": "3b", "prompts": 16, "completion": 512, "micro_batches": 16, "parts": True},
     "parts-8b": {"shape": "8b", "prompts": 16, "completion": 512, "micro_batches": 32, "parts": True},
+    "full-7b": {
+        "shape": "7b",
+        "prompts": 16,
+        "completion": 512,
+        "micro_batches": 16,
+        "optimizer": "bitsandbytes.optim.AdamW8bit",
+    },
     "lora-7b": {"shape": "7b", "prompts": 16, "completion": 512, "micro_batches": 16, "lora": LORA},
     "qerl-32b": {"shape": "32b", "prompts": 4, "completion": 300, "micro_batches": 8, "lora": LORA, "format": "nvfp4"},
     "llada-8b": {"shape": "llada-8b", "prompts": 2, "completion": 256, "micro_batches": 4, "lora": LARGE_LORA},
@@ -115,7 +127,7 @@ def main() -> None:
             if args.tiny:
                 shape = "tiny-denoiser" if denoises(case) else "tiny"
                 case |= {"shape": shape, "prompts": 4, "completion": 8, "micro_batches": 2}
-            folder = model_folder(models, case["shape"], case.get("format"))
+            folder = model_folder(models, case["shape"], case.get("format"), case.get("stops", 1))
             for number, (checkpoints, arm, peer) in enumerate(
                 itertools.product(args.checkpoints, args.arms, args.peers)
             ):
@@ -138,10 +150,13 @@ def denoises(case: dict[str, Any]) -> bool:
 # --------------------------------------------------------------------------------------------------------------- model
 
 
-def model_folder(models: Path, shape: str, format: str | None) -> Path:
-    """Return the folder of a model of that shape with random weights, plain or quantized, made where it is not."""
+def model_folder(models: Path, shape: str, format: str | None, stops: int = 1) -> Path:
+    """Return the folder of a model of that shape with random weights, plain or quantized, made where it is not.
+
+    So many of its words end a completion; with random weights all are about as likely.
+    """
     import torch
-    from transformers import AutoModelForCausalLM, Qwen2Config
+    from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
 
     from lit_qrl import formats
     from lit_qrl.network.folder import FolderWriter
@@ -149,13 +164,14 @@ def model_folder(models: Path, shape: str, format: str | None) -> Path:
     from lit_qrl.network.llada import LLaDAConfig
     from lit_qrl.network.stream import weight_stream
 
-    folder = models / "-".join(filter(None, (shape, format)))
+    folder = models / "-".join(filter(None, (shape, format, f"{stops}-stops" if stops > 1 else None)))
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     kind = LLaDAConfig if denoises({"shape": shape}) else Qwen2Config
     config = kind(**SHAPES[shape], max_position_embeddings=4096, dtype="bfloat16")
     write_model(config, folder)
+    GenerationConfig(eos_token_id=[1, *range(config.vocab_size - stops + 1, config.vocab_size)]).save_pretrained(folder)
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -251,7 +267,7 @@ def configuration(
         "model": str(model),
         "tokenizer": str(model / "tokenizer"),
         "dtype": "fp32" if case.get("parts") else "bf16",
-        "gradient_checkpointing": True,
+        **({"gradient_checkpointing": True} if case.get("parts") else {}),
         **({"lora": case["lora"]} if "lora" in case else {}),
     }
     task = {"path": str(data), "evaluation_size": 8, "chat": False, "rewards": [{"class_path": "even_words.EvenWords"}]}
@@ -274,7 +290,7 @@ def configuration(
         "seed_everything": 0,
         "model": {
             "policy": {"class_path": "DiffusionPolicy" if denoises(case) else "CausalPolicy", "init_args": policy},
-            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-6}},
+            "optimizer": {"class_path": case.get("optimizer", "torch.optim.AdamW"), "init_args": {"lr": 1e-6}},
         },
         "data": {
             "task": {"class_path": "DatasetTask", "init_args": task},

@@ -27,14 +27,15 @@ class DiffusionPolicy(CausalPolicy):
         tokenizer: name or folder of the tokenizer; None takes the model's.
         dtype: of the weights; `auto` is fp32 on a CPU, else the checkpoint's own.
         lora: a PEFT config (`class_path: peft.LoraConfig`); None trains all weights.
-        gradient_checkpointing: keep only the layers' inputs for the backward pass and compute the rest again.
+        gradient_checkpointing: compute layers' activations again in the backward pass: in all, in none, or (`auto`) in
+            those whose activations do not fit into the GPU's free memory; none on a CPU.
         attn_implementation: `sdpa`, `eager`, …; None is the library's choice.
         random_weights: build the model from its config alone, for benchmarks.
         pad_token: padding token for a tokenizer without one.
         eos_token: end token for a tokenizer without one.
         chat_template_args: further arguments of the tokenizer's chat template.
         revision: branch, tag or commit on the hub.
-        fuse: norms and gated activations beside an adapter in one kernel each: `auto` where there is CUDA and Triton.
+        fuse: norms and gated activations in one kernel each: `auto` where there is CUDA and Triton.
         head_dtype: `fp32` computes logits, and their gradients, in fp32; `auto` in the dtype of the hidden states.
         dropout: train with the rates of the model's config and of `lora_dropout`.
         estimate: `one_step` scores all tokens in one forward, from a completion of masks; `blocks` takes a forward for
@@ -56,7 +57,7 @@ class DiffusionPolicy(CausalPolicy):
         tokenizer: str | None = None,
         dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
         lora: PeftConfig | None = None,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | Literal["auto"] = "auto",
         attn_implementation: str | None = None,
         random_weights: bool = False,
         pad_token: str | None = None,

@@ -25,6 +25,7 @@ from lit_qrl.network.folder import FOLDER_REMEDY, HUB_REMEDY, check_expert_count
 from lit_qrl.network.head import check_tied, output_head
 from lit_qrl.network.hidden import recomputation, scored_hidden
 from lit_qrl.network.invariant import batch_invariant
+from lit_qrl.network.memory import SelectiveRecomputation
 from lit_qrl.network.modes import train_without_dropout
 from lit_qrl.network.padding_free import enable_padding_free, spread
 from lit_qrl.network.reference import Reference
@@ -61,7 +62,8 @@ class CausalPolicy(Described, nn.Module):
         tokenizer: name or folder of the tokenizer; None takes the model's.
         dtype: of the weights; `auto` is fp32 on a CPU, else the checkpoint's own.
         lora: a PEFT config (`class_path: peft.LoraConfig`); None trains all weights.
-        gradient_checkpointing: keep only the layers' inputs for the backward pass and compute the rest again.
+        gradient_checkpointing: keep only the layers' inputs for the backward pass and compute the rest again: in all
+            layers, in none, or (`auto`) in those whose activations do not fit into a GPU's free memory; none on a CPU.
         attn_implementation: `sdpa`, `eager`, `flash_attention_2`, …; None is the library's choice.
         trust_remote_code: run model code that comes with a hub repository.
         random_weights: build the model from its config alone, for benchmarks.
@@ -71,7 +73,7 @@ class CausalPolicy(Described, nn.Module):
         revision: branch, tag or commit on the hub.
         packing: `auto` runs the layers on real tokens only, a group's prompt once, wherever the architecture and the
             attention implementation allow it; `never` keeps padded batches.
-        fuse: norms and gated activations beside an adapter in one kernel each: `auto` where there is CUDA and Triton.
+        fuse: norms and gated activations in one kernel each: `auto` where there is CUDA and Triton.
         head_dtype: `fp32` computes logits, and their gradients, in fp32; `auto` in the dtype of the hidden states.
         dropout: train with the rates of the model's config and of `lora_dropout`. The sampler has no dropout, so each
             of the learner's ratios to it then holds one draw of the noise. Scoring and evaluation have none anyway.
@@ -93,7 +95,7 @@ class CausalPolicy(Described, nn.Module):
         tokenizer: str | None = None,
         dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
         lora: PeftConfig | None = None,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | Literal["auto"] = "auto",
         attn_implementation: str | None = None,
         trust_remote_code: bool = False,
         random_weights: bool = False,
@@ -216,17 +218,20 @@ class CausalPolicy(Described, nn.Module):
         else:
             network = self._pretrained(dtype, options)
         network.config.use_cache = False
-        if self.gradient_checkpointing:
+        checkpointing = not on_cpu if self.gradient_checkpointing == "auto" else self.gradient_checkpointing
+        if checkpointing:
             network.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recomputation})
+            if self.gradient_checkpointing == "auto":
+                SelectiveRecomputation(network)
         if self.packing == "auto" and self.attn_implementation is None:
             enable_padding_free(network, self.dropout)
         if self.lora is not None:
             network = with_adapter(network, self.lora, self.source)
             swap_lora_linears(network)
-            take_one_pass(network, self.fuse)
             if getattr(self.lora, "lora_dropout", 0) and not self.dropout:
                 log.warning("lora_dropout is off, as all dropout is; model.policy.dropout: true trains with it.")
         self.model = network
+        take_one_pass(self.network, self.fuse)
         check_tied(self.network)
         self.train()
 

@@ -1,7 +1,9 @@
 """Fixtures of all rooms, and what a run says of its host: what it found at the start, and skipped at the end."""
 
 from collections import Counter, defaultdict
+from pathlib import Path
 
+import jaxtyping
 import pytest
 
 from tests import cpu_kernels
@@ -10,7 +12,13 @@ from tests.format_rows import format_rows  # noqa: F401
 MARGIN = "margin"
 
 
+FUNCTIONAL = Path(__file__).parents[1] / "lit_qrl" / "functional"
+
+
 def pytest_configure(config):
+    # shapes are checked at every call; Triton reads the source of its kernels, which must stay undecorated
+    checked = [f"lit_qrl.functional.{file.stem}" for file in FUNCTIONAL.glob("*.py") if "triton" not in file.stem]
+    jaxtyping.install_import_hook(checked, "beartype.beartype")
     try:
         cpu_kernels.limit()
     except ValueError as error:

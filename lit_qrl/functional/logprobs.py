@@ -1,6 +1,8 @@
 """Log-probs and entropies of tokens, from logits or straight from hidden states without ever holding all logits."""
 
-from typing import Any
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -9,7 +11,8 @@ from torch.autograd.function import once_differentiable
 
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 """Logits held at once: 16 MB of fp32 on a CPU (about its last-level cache), 256 MB on a GPU (440 rows of a 150,000-word
-vocabulary, enough to fill its matrix units). The entropy takes three times as much for a moment."""
+vocabulary, enough to fill its matrix units). The entropy takes three times as much for a moment. Where one kernel
+reduces them they stay in 16 bits, and four times as many go at once: each chunk is added to the weight's gradient."""
 
 
 def token_logprobs(
@@ -70,8 +73,10 @@ def token_logprobs(
         hidden = hidden.to(dtype)
     if chunk_elements is None:
         chunk_elements = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"])
-    rows, width = (max(1, chunk_elements // size) for size in weight.shape)
-    options = (temperature, softcap, scale, entropy, entropy_gradient, head_dtype, width, rows)
+    plain = bias is None and softcap is None and head_dtype is None and not (entropy and entropy_gradient)
+    kernel = plain and _kernel_takes(hidden)
+    rows, width = (max(1, chunk_elements * (4 if kernel else 1) // size) for size in weight.shape)
+    options = _Options(temperature, softcap, scale, entropy, entropy_gradient, head_dtype, width, rows, kernel)
     with torch.autocast(device, enabled=False):
         logprobs, entropies = _TokenLogprobs.apply(
             hidden.flatten(0, -2),
@@ -166,42 +171,75 @@ def _entropy(scores: Tensor, normalizer: Tensor) -> Tensor:
     return normalizer - torch.where(probabilities > 0, probabilities * scores, 0.0).sum(dim=-1)
 
 
+@lru_cache
+def _triton_installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def _kernel_takes(hidden: Tensor) -> bool:
+    """Return whether the logits of these hidden states may be reduced by `_logprobs_triton`."""
+    return hidden.device.type == "cuda" and hidden.dtype in (torch.bfloat16, torch.float16) and _triton_installed()
+
+
+class _Options(NamedTuple):
+    """What `_TokenLogprobs` is asked for: `width` rows of the weight raised at once, `rows` of a chunk."""
+
+    temperature: float
+    softcap: float | None
+    scale: float
+    entropy: bool
+    entropy_gradient: bool
+    head_dtype: torch.dtype | None
+    width: int
+    rows: int
+    kernel: bool
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """Log-probs by chunks of rows; the backward pass makes each chunk's logits again."""
 
     @staticmethod
-    def _scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: tuple) -> tuple[Tensor, Tensor | None]:
+    def _scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: _Options) -> tuple[Tensor, Tensor | None]:
         """Return the fp32 scores of a chunk and the derivative of the soft-cap, if there is one."""
-        temperature, softcap, scale = options[:3]
-        scores = _raised(raised_linear(hidden, weight, bias, *options[5:7]))
-        if scale != 1.0:
-            scores = scores * scale
+        scores = _raised(raised_linear(hidden, weight, bias, options.head_dtype, options.width))
+        if options.scale != 1.0:
+            scores = scores * options.scale
         slope = None
-        if softcap is not None:
-            capped = torch.tanh(scores / softcap)
+        if options.softcap is not None:
+            capped = torch.tanh(scores / options.softcap)
             slope = 1 - capped.square()
-            scores = capped * softcap
-        if temperature != 1.0:
-            scores = scores / temperature
+            scores = capped * options.softcap
+        if options.temperature != 1.0:
+            scores = scores / options.temperature
         return scores, slope
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, options: tuple
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, options: _Options
     ) -> tuple[Tensor, Tensor]:
-        rows = options[-1]
-        dtype = torch.float64 if torch.float64 in (hidden.dtype, options[5]) else torch.float32
+        rows = options.rows
+        dtype = torch.float64 if torch.float64 in (hidden.dtype, options.head_dtype) else torch.float32
         logprobs = torch.empty(len(tokens), dtype=dtype, device=hidden.device)
         normalizer = torch.empty_like(logprobs)
-        entropies = torch.empty_like(logprobs) if options[3] else logprobs.new_empty(0)
+        entropies = torch.empty_like(logprobs) if options.entropy else logprobs.new_empty(0)
         for start in range(0, len(tokens), rows):
             part = slice(start, start + rows)
+            if options.kernel:
+                from lit_qrl.functional import _logprobs_triton
+
+                logits = torch.nn.functional.linear(hidden[part], weight)
+                factor = options.scale / options.temperature
+                normalizer[part], chosen, mean = _logprobs_triton.reduced(logits, tokens[part], factor, options.entropy)
+                logprobs[part] = chosen - normalizer[part]
+                if mean is not None:
+                    entropies[part] = normalizer[part] - mean
+                continue
             scores, _ = _TokenLogprobs._scores(hidden[part], weight, bias, options)
             normalizer[part] = scores.logsumexp(dim=-1)
             logprobs[part] = scores.gather(-1, tokens[part, None])[:, 0] - normalizer[part]
-            if options[3]:
+            if options.entropy:
                 entropies[part] = _entropy(scores, normalizer[part])
-        differentiable = options[3] and options[4]
+        differentiable = options.entropy and options.entropy_gradient
         ctx.save_for_backward(hidden, weight, bias, tokens, normalizer, entropies if differentiable else None)
         ctx.options = options
         if not differentiable:
@@ -215,10 +253,11 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hidden, weight, bias, tokens, normalizer, entropies = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        temperature, _, scale, _, _, head_dtype, width, rows = ctx.options
+        head_dtype, width, rows = ctx.options.head_dtype, ctx.options.width, ctx.options.rows
+        factor = ctx.options.scale / ctx.options.temperature
         dtype = head_dtype or hidden.dtype
-        upstream = grads[0].to(normalizer.dtype) * (scale / temperature)
-        upstream_entropy = None if entropies is None else grads[1].to(normalizer.dtype) * (scale / temperature)
+        upstream = grads[0].to(normalizer.dtype) * factor
+        upstream_entropy = None if entropies is None else grads[1].to(normalizer.dtype) * factor
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         # Sums over chunks run in fp32: thousands of chunks would round away in bf16.
         several = len(tokens) > rows or head_dtype is not None
@@ -227,6 +266,16 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=normalizer.dtype) if needs_bias else None
         for start in range(0, len(tokens), rows):
             part = slice(start, start + rows)
+            if ctx.options.kernel:
+                from lit_qrl.functional import _logprobs_triton
+
+                grad = torch.nn.functional.linear(hidden[part], weight)
+                _logprobs_triton.to_gradient(grad, tokens[part], normalizer[part], upstream[part], factor)
+                if grad_hidden is not None:
+                    torch.mm(grad, weight, out=grad_hidden[part])
+                if grad_weight is not None:
+                    grad_weight += grad.T @ hidden[part]
+                continue
             scores, slope = _TokenLogprobs._scores(hidden[part], weight, bias, ctx.options)
             # d log π(y) / d z = onehot(y) − π
             step = upstream[part, None]

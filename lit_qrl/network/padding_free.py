@@ -32,7 +32,10 @@ class FlatBatch:
         tokens: " n", ids: the prompts of all groups, then the completions without their last tokens.
         positions: " n", position of each token in its sequence.
         buckets: "rows length" each: where in the flat row a sequence's tokens are; 0 beyond its end.
+        index: " m", all buckets flattened.
         restored: " n", where each token's output is among the flattened buckets.
+        copies: "p rows", where each of the prompts' tokens, which come first, is among the flattened buckets; −1 where
+            fewer rows share it.
         predictors: " m", where in the flat row each scored token is predicted.
         scored: positions "m" of the scored tokens in the mask: rows, steps.
         place: "b s", where in the flat row each token of the batch is; −1 for padding and last tokens.
@@ -41,7 +44,9 @@ class FlatBatch:
     tokens: Tensor
     positions: Tensor
     buckets: list[Tensor]
+    index: Tensor
     restored: Tensor
+    copies: Tensor
     predictors: Tensor
     scored: tuple[Tensor, Tensor]
     place: Tensor
@@ -55,7 +60,9 @@ class FlatBatch:
             self.tokens.to(device),
             self.positions.to(device),
             [bucket.to(device) for bucket in self.buckets],
+            self.index.to(device),
             self.restored.to(device),
+            self.copies.to(device),
             self.predictors.to(device),
             (rows, steps),
             self.place.to(device),
@@ -141,7 +148,7 @@ def flatten(batch: RolloutBatch) -> FlatBatch:
     positions[where] = columns.expand_as(flat)[used]
     flat = flat.masked_fill(~used, 0)
 
-    buckets, start = [], 0
+    buckets, inner, start = [], [], 0
     for rows in _bucket_rows(length):
         longest = int(length[rows].max())
         bucket = flat[rows, :longest]
@@ -150,11 +157,25 @@ def flatten(batch: RolloutBatch) -> FlatBatch:
         restored[bucket[inside]] = start + torch.arange(bucket.numel()).view(bucket.shape)[inside]
         start += bucket.numel()
         buckets.append(bucket)
+        inner.append(bucket.masked_fill(~inside, n))
+    copies = _copies(torch.cat([bucket.flatten() for bucket in inner]), int(prompt[first].sum()))
     rows, scored_steps = batch.mask.nonzero(as_tuple=True)
     predictors = flat[rows, prompt[rows] - 1 + scored_steps]
     place = torch.full_like(batch.tokens, -1)
     place[used.nonzero()[:, 0], source[used]] = where
-    return FlatBatch(tokens, positions, buckets, restored, predictors, (rows, scored_steps), place)
+    index = torch.cat([bucket.flatten() for bucket in buckets])
+    return FlatBatch(tokens, positions, buckets, index, restored, copies, predictors, (rows, scored_steps), place)
+
+
+def _copies(flat: Tensor, prompts: int) -> Tensor:
+    """Return "p rows", at which of the places `flat` (" m") each of the first p tokens is, else −1."""
+    found = (flat < prompts).nonzero()[:, 0]
+    token, order = flat[found].sort(stable=True)
+    counts = token.bincount(minlength=prompts)
+    rank = torch.arange(len(token)) - (counts.cumsum(0) - counts)[token]
+    copies = torch.full((prompts, int(counts.max()) if prompts else 0), -1)
+    copies[token, rank] = found[order]
+    return copies
 
 
 def _owners(batch: RolloutBatch, width: int, routes: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -223,16 +244,54 @@ def attend(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     grouped = query.shape[1] != key.shape[1]
+    sizes = [bucket.numel() for bucket in flat_batch.buckets]
+    places = flat_batch.index, flat_batch.restored, flat_batch.copies
+    laid_out: list[Any] = [_LayOut.apply(x[0].transpose(0, 1), *places) for x in (query, key, value)]
+    parts = zip(*(x.split(sizes) for x in laid_out), strict=True)
     outputs = []
-    for bucket in flat_batch.buckets:
-        rows, length = bucket.shape
-        index = bucket.flatten()
-        q, k, v = (x.index_select(0, index).unflatten(0, (rows, length)).transpose(1, 2) for x in flat)
+    for bucket, part in zip(flat_batch.buckets, parts, strict=True):
+        q, k, v = (x.unflatten(0, bucket.shape).transpose(1, 2) for x in part)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, flat_batch.restored)[None], None
+    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    restored: Any = _PutBack.apply(joined, flat_batch.restored)
+    return restored[None], None
+
+
+class _LayOut(torch.autograd.Function):
+    """Rows of a flat tensor as buckets have them; the gradients of a prompt's copies are summed in fp32, in order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, restored: Tensor, copies: Tensor) -> Tensor:
+        ctx.save_for_backward(restored, copies)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        restored, copies = ctx.saved_tensors
+        grad = grads[0].index_select(0, restored)
+        if copies.shape[1] > 1:
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            shared = grads[0].index_select(0, copies.clamp(min=0).flatten()).unflatten(0, copies.shape).to(wide)
+            grad[: len(copies)] = shared.masked_fill_((copies < 0)[..., None, None], 0.0).sum(1).to(grad.dtype)
+        return grad, None, None, None
+
+
+class _PutBack(torch.autograd.Function):
+    """The flat rows of what buckets hold; each is taken from one place, so that its gradient is written, not added."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, restored: Tensor) -> Tensor:
+        ctx.save_for_backward(restored)
+        ctx.rows = len(x)
+        return x.index_select(0, restored)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (restored,) = ctx.saved_tensors
+        grad = grads[0].new_zeros(ctx.rows, *grads[0].shape[1:])
+        return grad.index_copy_(0, restored, grads[0]), None
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -38,6 +38,8 @@ ROW_PAIRS = (("v_proj", "o_proj", "q_proj"), ("up_proj", "down_proj", "gate_proj
 linear in the first."""
 RMS_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 """Classes whose forward pass is weight · (x · rsqrt(mean x² + ε)), rounded before the product."""
+ROTATED_BY_HALVES = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
+"""Classes whose queries and keys become x cos + (−second half, first half) sin, by their module's function for it."""
 NORM_READERS = {"input_layernorm": "self_attn.q_proj", "post_attention_layernorm": "mlp.gate_proj"}
 """Norms of a decoder layer, and a linear layer that reads the output."""
 FINAL_NORM = "norm"

@@ -120,6 +120,7 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
         prompt_limit=data.max_prompt_tokens,
         sequence_limit=data.longest_evaluation,
         evaluation_limits=tuple(one.completion_tokens for one in data.evaluations),
+        decode_steps=max(learner.trainer.max_epochs or 0, 0) * data.sampling.max_tokens,
         estimator=policy.estimator if isinstance(policy, DiffusionPolicy) else None,
         outlives_update=settings.every_n_iterations > 1,
         routes=replayed_level(learner.trainer) == "rollout",

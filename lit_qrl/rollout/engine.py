@@ -36,6 +36,7 @@ class SamplerSpec:
         prompt_limit: longest prompt in tokens, where it is known.
         sequence_limit: longest prompt and completion together, where evaluations draw longer ones than rollouts.
         evaluation_limits: longest completion, in tokens, of each evaluation.
+        decode_steps: that the run's rollouts take at most, as far as that is known: iterations times tokens.
         estimator: of the log-probs of a masked-diffusion policy; None for a causal one.
         outlives_update: completions are drawn after updates that were not published, so that an engine which shares
             the learner's tensors must copy them.
@@ -57,6 +58,7 @@ class SamplerSpec:
     prompt_limit: int | None = None
     sequence_limit: int | None = None
     evaluation_limits: tuple[int, ...] = ()
+    decode_steps: int = 0
     estimator: Estimator | None = None
     outlives_update: bool = False
     routes: bool = False

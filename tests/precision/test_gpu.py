@@ -276,7 +276,7 @@ def test_an_aligned_layer_s_gradients_are_the_cpu_s(format, backward):
     for device in ("cpu", DEVICE):
         model = nn.Sequential(copy.deepcopy(plain)).to(device)
         QATAligned(format, backward=backward).convert_module(model)
-        own = x.to(device).requires_grad_()
+        own = x.detach().to(device).requires_grad_()
         model(own).backward(upstream.to(device))
         found.append([own.grad.cpu().double().flatten(), model[0].weight.grad.cpu().double().flatten()])
     for here, there in zip(*found, strict=True):

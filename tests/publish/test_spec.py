@@ -25,7 +25,9 @@ def spec(plugin=None, adapter=None, tied=False, engine=None, **settings):
     config = SimpleNamespace(model_type="toy", tie_word_embeddings=tied)
     config.get_text_config = lambda: config
     learner = SimpleNamespace(
-        trainer=SimpleNamespace(precision_plugin=plugin or Precision(), strategy=SingleDeviceStrategy(), callbacks=[]),
+        trainer=SimpleNamespace(
+            precision_plugin=plugin or Precision(), strategy=SingleDeviceStrategy(), callbacks=[], max_epochs=3
+        ),
         policy=SimpleNamespace(
             config=config, lora=adapter, head_dtype=torch.float32, model=NETWORK, network=NETWORK, denoises=False
         ),
@@ -43,6 +45,7 @@ def spec(plugin=None, adapter=None, tied=False, engine=None, **settings):
 def test_what_the_engine_is_told():
     fp8 = formats.get("fp8_row")
     expected = SamplerSpec(
+        decode_steps=3 * 7,
         sampling=SAMPLING,
         head_dtype=torch.float32,
         prompt_limit=11,

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.kernels import dispatch, gemm
 from lit_qrl.network.structure import FINAL_NORM, GATED_MLP, NORM_READERS, RMS_NORMS
+from lit_qrl.precision.layers.rotary import rotate_in_one_pass
 
 log = logging.getLogger(__name__)
 
@@ -166,11 +167,15 @@ def quantize_in_passing(network: nn.Module, readers: type[nn.Module], columns: b
                 continue
             if type(norm).__name__ in RMS_NORMS:
                 setattr(layer, child, OnePassRMSNorm(norm, columns))
+            elif isinstance(norm, OnePassRMSNorm):  # made without codes by `take_one_pass`
+                norm.codes, norm.columns = True, columns
             if isinstance(getattr(layer, child), OnePassRMSNorm):
                 names.append(f"{name}.{child}")
         mlp = getattr(layer, "mlp", None)
         if mlp is not None and _gated(mlp, readers):
-            if not isinstance(mlp, OnePassGatedMLP):
+            if isinstance(mlp, OnePassGatedMLP):
+                mlp.codes, mlp.columns = True, columns
+            else:
                 layer.mlp = OnePassGatedMLP(mlp, columns)
             names.append(f"{name}.mlp")
     log.info("%d norms and MLPs quantize what they hand on: %s.", len(names), ", ".join(names[:3]) or "none is known")
@@ -187,6 +192,8 @@ def quantize_in_passing(network: nn.Module, readers: type[nn.Module], columns: b
 def take_one_pass(network: nn.Module, choice: Fuse = "auto") -> list[str]:
     """Replace norms and gated MLPs in place by ones that take one kernel, and return the names of those.
 
+    Queries and keys are turned in one kernel too.
+
     For linear layers that compute in bf16 or fp16. A second call changes nothing; parameters keep their names.
 
     Args:
@@ -195,6 +202,7 @@ def take_one_pass(network: nn.Module, choice: Fuse = "auto") -> list[str]:
     """
     if not choice or (choice == "auto" and not (torch.cuda.is_available() and dispatch.triton_installed())):
         return []
+    rotate_in_one_pass(network)
     names = []
     for name, part in list(network.named_modules()):
         for child, inner in list(part.named_children()):
@@ -225,7 +233,7 @@ def _at(module: nn.Module, path: str) -> Any:
 
 def _gated(mlp: nn.Module, reader: type[nn.Module]) -> bool:
     if isinstance(mlp, OnePassGatedMLP):
-        return True
+        return isinstance(mlp.down_proj, reader)
     known = {name for name, _ in mlp.named_children()} == GATED_MLP
     if not known or not isinstance(_at(mlp, "down_proj"), reader):
         return False

@@ -10,10 +10,10 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.functional.logprobs import logits_logprobs, token_logprobs
 from lit_qrl.network.denoising import Estimator, Head, check_denoises, without_mask_token
 from lit_qrl.network.head import SamplerHead
+from lit_qrl.network.memory import free_memory
 from lit_qrl.network.structure import body, cached_numbers
 from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.rollout.diffusion.decode import Denoised, Denoiser, Reuse
-from lit_qrl.rollout.embedded.cache import free_memory
 from lit_qrl.rollout.embedded.decode import Piece, plan
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
 from lit_qrl.rollout.embedded.sampling import check_sampling

@@ -164,15 +164,3 @@ class HeldRow:
         if list(self.tokens[:most]) == list(sequence[:most]):
             return most
         return next(index for index in range(most) if self.tokens[index] != sequence[index])
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the bytes of a GPU that new tensors can take: the driver's free ones, and torch's own that hold nothing.
-
-    After the first update torch keeps what gradients and activations took; to the driver that is in use.
-
-    Args:
-        device: a GPU.
-    """
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.invariant import batch_invariant, check_invariant
+from lit_qrl.network.memory import free_memory
 from lit_qrl.network.structure import body
-from lit_qrl.rollout.embedded.cache import SlotCache, free_memory
+from lit_qrl.rollout.embedded.cache import SlotCache
 from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Piece, Random, plan
 from lit_qrl.rollout.embedded.held import Held, grouped
 from lit_qrl.rollout.embedded.loading import Modules

@@ -26,6 +26,17 @@ def state():
     return dict(os.environ), folders, torch.distributed.is_initialized(), sorted(vllm_start._groups()), process
 
 
+@pytest.mark.parametrize(
+    ("quick_start", "steps", "compiles"),
+    [("auto", 0, False), ("auto", 49_999, False), ("auto", 50_000, True), (True, 10**6, False), (False, 0, True)],
+)
+def test_a_run_that_is_long_enough_compiles(quick_start, steps, compiles, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert ("compilation_config" not in vllm_start.compilation(quick_start, steps)) is compiles
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert vllm_start.compilation(quick_start, steps) == {}
+
+
 class Held:
     """Stands for the memory of an engine that is being built."""
 

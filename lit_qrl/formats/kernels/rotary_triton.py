@@ -1,0 +1,66 @@
+"""A Triton kernel that turns queries or keys by their positions in one pass, forth and back.
+
+Import it only where Triton and a CUDA device are.
+"""
+
+# Kernels are compiled from their source and launched with arguments that their Python signature does not have.
+# pyright: reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+HEADS = 4
+"""Heads that a program turns at once."""
+
+
+@triton.jit
+def _rotate_kernel(
+    x, cos, sin, out, heads, row_stride, head_stride, rotation_stride, HALF: tl.constexpr, SIZE: tl.constexpr,
+    HEADS: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """Both halves of some heads of one token, rounded where the plain operations round: products, then the sum."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, SIZE)
+    inside = (head < heads)[:, None] & (column < HALF)[None, :]
+    dtype = out.dtype.element_ty
+    at = x + token * row_stride + head[:, None] * head_stride + column[None, :]
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    rotation = token * rotation_stride + column
+    cos_first = tl.load(cos + rotation, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
+    cos_second = tl.load(cos + rotation + HALF, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
+    sin_first = tl.load(sin + rotation, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
+    sin_second = tl.load(sin + rotation + HALF, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
+    a, b = (first * cos_first).to(dtype).to(tl.float32), (second * cos_second).to(dtype).to(tl.float32)
+    if BACK:  # the transpose: what each half gave to the other comes back
+        c, d = (second * sin_second).to(dtype).to(tl.float32), -(first * sin_first).to(dtype).to(tl.float32)
+    else:
+        c, d = -(second * sin_first).to(dtype).to(tl.float32), (first * sin_second).to(dtype).to(tl.float32)
+    to = out + (token * heads + head[:, None]) * (2 * HALF) + column[None, :]
+    tl.store(to, (a + c).to(dtype), mask=inside)
+    tl.store(to + HALF, (b + d).to(dtype), mask=inside)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
+    """Return `x cos + rotate_half(x) sin`, or with `back` the gradient of `x` for that of the result: "n heads dim".
+
+    Args:
+        x: "n heads dim", the last dimension contiguous.
+        cos: "n dim".
+        sin: "n dim".
+        back: apply the transpose.
+    """
+    n, heads, dim = x.shape
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
+    out = torch.empty((n, heads, dim), dtype=x.dtype, device=x.device)
+    half = dim // 2
+    _rotate_kernel[(n, triton.cdiv(heads, HEADS))](
+        x, cos, sin, out, heads, x.stride(0), x.stride(1), dim, half, triton.next_power_of_2(half), HEADS, back,
+        num_warps=2,
+    )  # fmt: skip
+    return out

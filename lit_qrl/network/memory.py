@@ -1,0 +1,119 @@
+"""What a GPU still has room for, and how many decoder layers may keep what their backward pass reads."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lit_qrl.network.structure import body, decoder_layers
+
+RESERVE = 0.05
+"""Share of a GPU's memory that stays free, for fragments and for libraries' work space."""
+TRANSIENT = 3
+"""Layers' worth of activations that the backward pass of one layer takes besides what is kept."""
+HEAD = 2**30
+"""Bytes for a chunk of logits, both ways."""
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes of a GPU that new tensors can take: the driver's free ones, and torch's own that hold nothing.
+
+    After the first update torch keeps what gradients and activations took; to the driver that is in use.
+
+    Args:
+        device: a GPU.
+    """
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def kept_layers(layers: int, tokens: int, each: float, width: int, free: int, gradients: int, total: int) -> int:
+    r"""Return how many of $L$ decoder layers may keep their activations, so that they need not be computed again.
+
+    $k = \lfloor (F - 0.05\,T - G - H - n (L h + 3 a)) / (n (a - h)) \rfloor$, in 0 … L.
+
+    Args:
+        layers: $L$.
+        tokens: $n$ of the forward pass.
+        each: $a$, bytes a token that a kept layer holds, its output among them.
+        width: $h$, bytes a token of a layer's output, which is held in any case.
+        free: $F$, bytes that can be allocated.
+        gradients: $G$, bytes of gradients that are still to be made.
+        total: $T$, bytes of the device; $H$ are 1 GiB for logits.
+
+    >>> kept_layers(28, tokens=8192, each=100_000, width=3072, free=30 << 30, gradients=3 << 30, total=80 << 30)
+    25
+    """
+    room = free - RESERVE * total - gradients - HEAD - tokens * (layers * width + TRANSIENT * each)
+    return int(min(max(room // (tokens * max(each - width, 1.0)), 0), layers))
+
+
+class SelectiveRecomputation:
+    """Lets as many decoder layers as fit keep their activations; the others are computed again from their inputs.
+
+    A kept layer is spared its second forward pass, a quarter of its arithmetic. The number follows from each forward
+    pass's tokens and the memory that is free before it; what a layer holds is measured on the first. The last layers
+    are kept, which give their memory back first. On a CPU, and where weights are in parts, none is.
+
+    Args:
+        network: a causal language model with gradient checkpointing enabled.
+    """
+
+    def __init__(self, network: Any) -> None:
+        self.network: Any = network
+        self.layers: list[Any] = list(decoder_layers(network)[1])
+        self.kept = 0
+        """How many of the last layers are not computed again."""
+        self._each: float | None = None
+        self._tokens = self._before = self._width = 0
+        for index, layer in enumerate(self.layers):
+            layer._gradient_checkpointing_func = partial(self._run, index, layer._gradient_checkpointing_func)
+        body(network).register_forward_pre_hook(self._choose, with_kwargs=True)
+        self.layers[-1].register_forward_pre_hook(self._enter)
+        self.layers[-1].register_forward_hook(self._leave)
+
+    def _run(self, index: int, checkpoint: Any, function: Any, *args: Any) -> Any:
+        return (function if index >= len(self.layers) - self.kept else partial(checkpoint, function))(*args)
+
+    def _choose(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
+        if not torch.is_grad_enabled() or not trained:
+            return
+        self._tokens = (kwargs["input_ids"] if "input_ids" in kwargs else args[0]).numel()
+        if not _on_one_gpu(trained):
+            self.kept = 0
+        elif self._each is None:
+            self.kept = 1  # which is measured
+        else:
+            device = trained[0].device
+            self.kept = kept_layers(
+                layers=len(self.layers),
+                tokens=self._tokens,
+                each=self._each,
+                width=self._width,
+                free=free_memory(device),
+                gradients=sum(parameter.nbytes for parameter in trained if parameter.grad is None),
+                total=_total(device),
+            )
+
+    def _enter(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._measures():
+            self._width = args[0].shape[-1] * args[0].element_size()
+            self._before = torch.cuda.memory_allocated(args[0].device)
+
+    def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._measures():
+            self._each = (torch.cuda.memory_allocated(args[0].device) - self._before) / self._tokens
+
+    def _measures(self) -> bool:
+        return self._each is None and self.kept > 0 and torch.is_grad_enabled()
+
+
+def _on_one_gpu(parameters: list[nn.Parameter]) -> bool:
+    return not any(isinstance(one, DTensor) or one.device.type != "cuda" for one in parameters)
+
+
+def _total(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory

@@ -1,0 +1,108 @@
+"""The kernels against plain operations: on a GPU as they are, and on a CPU as `token_logprobs` calls them."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lit_qrl.functional import logprobs
+from lit_qrl.functional.logprobs import token_logprobs
+from tests.triton_interpreter import run_interpreted
+
+
+def reduced(logits, tokens, factor, mean):
+    z = logits.float() * factor
+    normalizer = z.logsumexp(-1)
+    weighted = torch.where(z == -torch.inf, 0.0, z.softmax(-1) * z).sum(-1)
+    return normalizer, z.gather(-1, tokens[:, None])[:, 0], weighted if mean else None
+
+
+def to_gradient(logits, tokens, normalizer, upstream, factor):
+    shares = (logits.float() * factor - normalizer[:, None]).exp()
+    grad = -shares * upstream[:, None]
+    grad[torch.arange(len(tokens)), tokens] += upstream
+    logits.copy_(grad)
+
+
+def problem(n, h, v, dtype, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(n, h, generator=generator).to(device, dtype)
+    weight = torch.randn(v, h, generator=generator).to(device, dtype)
+    return hidden, weight, torch.randint(v, (n,), generator=generator).to(device)
+
+
+def trained(hidden, weight, tokens, **options):
+    leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+    values, entropies = token_logprobs(*leaves, tokens, entropy=True, **options)
+    (values * torch.linspace(-1, 2, len(tokens), device=values.device)).sum().backward()
+    return values.detach(), entropies, *(leaf.grad for leaf in leaves)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"temperature": 1.3, "scale": 0.25}])
+@pytest.mark.parametrize("chunk_elements", [1, 40, None])
+def test_what_they_are_asked_for_are_the_plain_numbers(options, chunk_elements, monkeypatch):
+    inputs = problem(7, 5, 11, torch.bfloat16)
+    expected = trained(*inputs, **options)
+    calls = []
+    kernels = SimpleNamespace(
+        reduced=lambda *a: calls.append("reduced") or reduced(*a),
+        to_gradient=lambda *a: calls.append("gradient") or to_gradient(*a),
+    )
+    monkeypatch.setitem(sys.modules, "lit_qrl.functional._logprobs_triton", kernels)
+    monkeypatch.setattr("lit_qrl.functional._logprobs_triton", kernels, raising=False)
+    monkeypatch.setattr(logprobs, "_kernel_takes", lambda hidden: True)
+    got = trained(*inputs, chunk_elements=chunk_elements, **options)
+    rows = {1: 1, 40: 7, None: 7}[chunk_elements]  # 16 bits: four times as many
+    assert calls == ["reduced"] * (7 // rows) + ["gradient"] * (7 // rows)
+    for one, other, tolerance in zip(got, expected, (1e-5, 1e-5, 1e-2, 1e-2), strict=True):
+        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+
+
+def test_what_they_cannot_do_takes_the_plain_operations(monkeypatch):
+    monkeypatch.setattr(logprobs, "_kernel_takes", lambda hidden: True)
+    monkeypatch.setitem(sys.modules, "lit_qrl.functional._logprobs_triton", None)  # its import fails
+    hidden, weight, tokens = problem(4, 5, 11, torch.bfloat16)
+    bias = torch.zeros(11, dtype=torch.bfloat16)
+    for options in ({"bias": bias}, {"softcap": 3.0}, {"head_dtype": torch.float32}):
+        assert token_logprobs(hidden, weight, tokens, **options)[0].isfinite().all()
+    leaf = hidden.clone().requires_grad_()
+    token_logprobs(leaf, weight, tokens, entropy=True, entropy_gradient=True)[1].sum().backward()
+    assert leaf.grad.isfinite().all()
+
+
+def compare_kernels(device):
+    """Both kernels against plain operations in fp64."""
+    from lit_qrl.functional import _logprobs_triton
+
+    small = device.type == "cpu"
+    for dtype in (torch.bfloat16, torch.float16):
+        for n, h, v in ((5, 64, 999), (1, 8, 4096), (3, 8, 5000) if small else (33, 128, 151_936)):
+            hidden, weight, tokens = problem(n, h, v, dtype, device)
+            tokens[0] = 7
+            for factor in (1.0, 1 / 0.7):
+                logits = torch.nn.functional.linear(hidden, weight)
+                logits[0, :3] = -torch.inf
+                wide = logits.double() * factor
+                normalizer, chosen, mean = _logprobs_triton.reduced(logits, tokens, factor, True)
+                torch.testing.assert_close(normalizer.double(), wide.logsumexp(-1), atol=1e-5, rtol=1e-6)
+                torch.testing.assert_close(
+                    chosen.double(), wide.gather(-1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-6
+                )
+                weighted = torch.where(wide == -torch.inf, 0.0, wide.softmax(-1) * wide).sum(-1)
+                torch.testing.assert_close(mean.double(), weighted, atol=1e-5, rtol=1e-5)
+                upstream = torch.linspace(-1, 2, n, device=device)
+                expected = logits.clone()
+                to_gradient(expected, tokens, normalizer, upstream, factor)
+                _logprobs_triton.to_gradient(logits, tokens, normalizer, upstream, factor)
+                torch.testing.assert_close(logits, expected, atol=1e-6, rtol=2**-7)
+
+
+@pytest.mark.vllm
+def test_the_interpreted_kernels_give_the_plain_numbers():
+    run_interpreted(compare_kernels)
+
+
+@pytest.mark.gpu
+def test_the_kernels_give_the_plain_numbers():
+    compare_kernels(torch.device("cuda"))

@@ -1,0 +1,110 @@
+"""Which layers are computed again, on a CPU: a device's memory is played by the test."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lit_qrl.network import memory
+from lit_qrl.network.memory import SelectiveRecomputation, free_memory, kept_layers
+
+LAYERS = 4
+
+
+def network():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=LAYERS, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def forwards(model):
+    """Count the passes of each layer's MLP, which a layer that is computed again makes twice."""
+    counts = [0] * LAYERS
+
+    def count(index):
+        def hook(*_):
+            counts[index] += 1
+
+        return hook
+
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_pre_hook(count(index))
+    return counts
+
+
+def step(model):
+    model(input_ids=torch.arange(6)[None], use_cache=False).logits.logsumexp(-1).sum().backward()
+
+
+def test_memory_that_torch_holds_unused_counts_as_free(monkeypatch):
+    # After the first update: 139 GiB in all, 9 free to the driver, 120 reserved by torch, of which 20 hold tensors.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9, 139))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 120)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
+    assert free_memory(torch.device("cuda")) == 109
+
+
+def test_layers_are_kept_up_to_the_memory_that_there_is():
+    sizes = {"layers": 8, "tokens": 1000, "each": 50_000, "width": 2000, "gradients": 10**9, "total": 80 * 10**9}
+    # 0.05 of 80 GB, 1 GB of gradients, 1 GiB of logits, 16 MB of inputs and 150 MB of a layer's backward pass
+    taken = 4 * 10**9 + 10**9 + 2**30 + 16 * 10**6 + 150 * 10**6
+    assert kept_layers(**sizes, free=taken) == 0
+    assert kept_layers(**sizes, free=taken + 3 * 48 * 10**6) == 3
+    assert kept_layers(**sizes, free=taken + 3 * 48 * 10**6 - 1) == 2
+    assert kept_layers(**sizes, free=taken + 100 * 48 * 10**6) == 8
+    assert kept_layers(**sizes, free=0) == 0
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3, LAYERS])
+def test_the_last_layers_are_kept_and_the_gradient_stays(kept):
+    plain = network()
+    plain.gradient_checkpointing_disable()
+    step(plain)
+    model = network()
+    choice = SelectiveRecomputation(model)
+    model.model._forward_pre_hooks.clear()  # nobody chooses
+    choice.kept, choice._each = kept, 1.0
+    counts = forwards(model)
+    step(model)
+    assert counts == [2] * (LAYERS - kept) + [1] * kept
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_the_first_pass_measures_and_the_next_ones_choose(monkeypatch):
+    model = network()
+    choice = SelectiveRecomputation(model)
+    counts = forwards(model)
+    step(model)
+    assert choice.kept == 0  # on a CPU
+    assert counts == [2] * LAYERS
+
+    held = iter([1000, 1000 + 6 * 500])
+    monkeypatch.setattr(memory.torch.cuda, "memory_allocated", lambda device=None: next(held))
+    monkeypatch.setattr(memory, "_on_one_gpu", lambda parameters: True)
+    monkeypatch.setattr(memory, "_total", lambda device: 10**6)
+    asked = []
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2**30 + 10**6)
+    monkeypatch.setattr(memory, "kept_layers", lambda **figures: asked.append(figures) or 2)
+    counts[:] = [0] * LAYERS
+    step(model)
+    assert choice.kept == 1
+    assert counts == [2, 2, 2, 1]
+    assert not asked
+    counts[:] = [0] * LAYERS
+    model.lm_head.weight.grad = None
+    with torch.no_grad():  # scoring chooses nothing
+        model(input_ids=torch.arange(3)[None])
+    assert not asked
+    counts[:] = [0] * LAYERS
+    step(model)
+    assert counts == [2, 2, 1, 1]
+    assert asked == [
+        {
+            "layers": LAYERS, "tokens": 6, "each": 500.0, "width": 64, "free": 2**30 + 10**6,
+            "gradients": model.lm_head.weight.nbytes, "total": 10**6,
+        }
+    ]  # fmt: skip
