@@ -1,5 +1,6 @@
 """Log-probs and entropies of tokens, from logits or straight from hidden states without ever holding all logits."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch.autograd.function import once_differentiable
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 """Logits held at once: 16 MB of fp32 on a CPU (about its last-level cache), 256 MB on a GPU (440 rows of a 150,000-word
 vocabulary, enough to fill its matrix units). The entropy takes three times as much for a moment."""
+
+Pick = Callable[[Tensor, Tensor], Tensor]
 
 
 def token_logprobs(
@@ -24,6 +27,7 @@ def token_logprobs(
     entropy_gradient: bool = False,
     chunk_elements: int | None = None,
     head_dtype: torch.dtype | None = None,
+    pick: Pick | None = None,
 ) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"] | None]:
     r"""Return the log-probs of `tokens` and, where asked for, the full-vocabulary entropies, both in nats.
 
@@ -48,6 +52,8 @@ def token_logprobs(
         head_dtype: of the products with the output embedding, both ways, fp32 or above; hidden states and weight are
             raised to it, the weight by at most `chunk_elements` at a time. None takes the dtype of `hidden`, or of
             autocast.
+        pick: from z "m v" and tokens " m" to their log-probs, where another order of the sums than that of this
+            function is wanted.
 
     Raises:
         ValueError: for a temperature that is not positive, or shapes that do not fit.
@@ -71,7 +77,7 @@ def token_logprobs(
     if chunk_elements is None:
         chunk_elements = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"])
     rows, width = (max(1, chunk_elements // size) for size in weight.shape)
-    options = (temperature, softcap, scale, entropy, entropy_gradient, head_dtype, width, rows)
+    options = (temperature, softcap, scale, entropy, entropy_gradient, head_dtype, width, rows, pick)
     with torch.autocast(device, enabled=False):
         logprobs, entropies = _TokenLogprobs.apply(
             hidden.flatten(0, -2),
@@ -189,7 +195,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, options: tuple
     ) -> tuple[Tensor, Tensor]:
-        rows = options[-1]
+        rows, pick = options[-2:]
         dtype = torch.float64 if torch.float64 in (hidden.dtype, options[5]) else torch.float32
         logprobs = torch.empty(len(tokens), dtype=dtype, device=hidden.device)
         normalizer = torch.empty_like(logprobs)
@@ -198,7 +204,10 @@ class _TokenLogprobs(torch.autograd.Function):
             part = slice(start, start + rows)
             scores, _ = _TokenLogprobs._scores(hidden[part], weight, bias, options)
             normalizer[part] = scores.logsumexp(dim=-1)
-            logprobs[part] = scores.gather(-1, tokens[part, None])[:, 0] - normalizer[part]
+            if pick is None:
+                logprobs[part] = scores.gather(-1, tokens[part, None])[:, 0] - normalizer[part]
+            else:
+                logprobs[part] = pick(scores, tokens[part])
             if options[3]:
                 entropies[part] = _entropy(scores, normalizer[part])
         differentiable = options[3] and options[4]
@@ -215,7 +224,7 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hidden, weight, bias, tokens, normalizer, entropies = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        temperature, _, scale, _, _, head_dtype, width, rows = ctx.options
+        temperature, _, scale, _, _, head_dtype, width, rows, _ = ctx.options
         dtype = head_dtype or hidden.dtype
         upstream = grads[0].to(normalizer.dtype) * (scale / temperature)
         upstream_entropy = None if entropies is None else grads[1].to(normalizer.dtype) * (scale / temperature)

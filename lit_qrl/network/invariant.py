@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.network.sampler_kernels import SamplerKernels, exact
 
 ROWS = 64
 """Rows of every matrix product with a weight."""
@@ -47,35 +48,44 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     >>> invariant_linear(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
     tensor([[11.]])
     """
-    return _TiledLinear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
+    return _Linear.apply(x, weight, bias, _tiled)  # pyright: ignore[reportReturnType]
 
 
-class _TiledLinear(torch.autograd.Function):
+def _tiled(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = rows.new_empty(len(rows), len(weight))
+    for start in range(0, len(rows), ROWS):
+        tile = rows[start : start + ROWS]
+        count = len(tile)
+        if count < ROWS:
+            tile = F.pad(tile, (0, 0, 0, ROWS - count))
+        out[start : start + count] = F.linear(tile, weight, bias)[:count]
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    """A product with a weight by a kernel for rows; backward the usual products."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: Callable[[Tensor, Tensor, Any], Tensor]
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.biased = bias is not None
-        rows = x.reshape(-1, x.shape[-1])
-        out = rows.new_empty(len(rows), len(weight))
         with torch._C.DisableTorchFunction():
-            for start in range(0, len(rows), ROWS):
-                tile = rows[start : start + ROWS]
-                count = len(tile)
-                if count < ROWS:
-                    tile = F.pad(tile, (0, 0, 0, ROWS - count))
-                out[start : start + count] = F.linear(tile, weight, bias)[:count]
+            out = kernel(x.reshape(-1, x.shape[-1]), weight, bias)
         return out.view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # pyright: ignore
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         x, weight = ctx.saved_tensors
         grad = grads[0].reshape(-1, len(weight))
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         return (
             (grad @ weight).view(x.shape) if wants_x else None,
             grad.t() @ x.reshape(-1, x.shape[-1]) if wants_weight else None,
             grad.sum(dim=0) if ctx.biased and wants_bias else None,
+            None,
         )
 
 
@@ -288,37 +298,85 @@ KERNELS: Mapping[Any, Callable[..., Tensor]] = {
 """Functions of torch, and what takes their place."""
 
 
-class BatchInvariant(TorchFunctionMode):
-    """While it is entered, products with weights and attention are the invariant ones of this module."""
+def kernels_of(sampler: SamplerKernels) -> Mapping[Any, Callable[..., Tensor]]:
+    """Return what takes the place of torch's functions where an engine's own kernels are called."""
 
-    depth = 0
-    """How often the mode is entered now."""
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return _Linear.apply(input, weight, bias, sampler.linear)  # pyright: ignore[reportReturnType]
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if dropout_p or attn_mask is not None or not (is_causal or query.shape[2] == key.shape[2] == 1):
+            raise _unknown("attention that is masked or has dropout")
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+
+        def kernel(*heads: Tensor) -> Tensor:
+            return sampler.attention(*(one.transpose(1, 2) for one in heads), factor).transpose(1, 2)
+
+        def usual(*heads: Tensor) -> Tensor:
+            grouped = heads[0].shape[1] != heads[1].shape[1]
+            return F.scaled_dot_product_attention(*heads, is_causal=True, scale=factor, enable_gqa=grouped)
+
+        return exact(kernel, usual, query, key, value)
+
+    return {F.linear: linear, F.scaled_dot_product_attention: attention}
+
+
+class BatchInvariant(TorchFunctionMode):
+    """While it is entered, products with weights and attention are invariant ones.
+
+    Args:
+        kernels: what takes the place of torch's functions.
+    """
+
+    entered: list["BatchInvariant"] = []
+    """The modes that are entered now."""
+
+    def __init__(self, kernels: Mapping[Any, Callable[..., Tensor]] = KERNELS) -> None:
+        super().__init__()
+        self.kernels = kernels
 
     def __enter__(self) -> "BatchInvariant":
         """Begin."""
-        BatchInvariant.depth += 1
+        BatchInvariant.entered.append(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         """End."""
-        BatchInvariant.depth -= 1
+        BatchInvariant.entered.pop()
         super().__exit__(*error)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Return what the invariant kernel gives, or the function itself where every row is computed alone."""
-        return KERNELS.get(func, func)(*args, **(kwargs or {}))
+        return self.kernels.get(func, func)(*args, **(kwargs or {}))
 
 
-def batch_invariant(enabled: bool) -> AbstractContextManager[object]:
-    """Return a context in which forward passes are batch-invariant, where that is asked for."""
-    return BatchInvariant() if enabled else nullcontext()
+def batch_invariant(enabled: bool, sampler: SamplerKernels | None = None) -> AbstractContextManager[object]:
+    """Return a context in which forward passes are batch-invariant, where that is asked for.
+
+    Args:
+        enabled: False leaves them as they are.
+        sampler: the engine's own kernels, in place of this module's.
+    """
+    if not enabled:
+        return nullcontext()
+    return BatchInvariant(KERNELS if sampler is None else kernels_of(sampler))
 
 
 def recomputation() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """Return the contexts of a checkpointed layer's forward pass and of its repetition, which must be the same."""
-    return nullcontext(), batch_invariant(BatchInvariant.depth > 0)
+    entered = BatchInvariant.entered
+    return nullcontext(), BatchInvariant(entered[-1].kernels) if entered else nullcontext()
 
 
 @torch.no_grad()

@@ -12,7 +12,14 @@ from torch import Tensor
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import NumberFormat
 from lit_qrl.formats.support import names_where, row_of
-from lit_qrl.precision.vllm_kernels.kernels import CutlassW4A8, Machete, MarlinFP4, MarlinInt4, SamplerKernel
+from lit_qrl.precision.vllm_kernels.kernels import (
+    CutlassFP8Row,
+    CutlassW4A8,
+    Machete,
+    MarlinFP4,
+    MarlinInt4,
+    SamplerKernel,
+)
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +27,7 @@ Kernel = Literal["auto", "dequantize", "marlin", "machete"]
 KERNELS = ("auto", "dequantize", "marlin", "machete")
 
 # In the order in which vLLM tries them.
-_ALL: tuple[SamplerKernel, ...] = (CutlassW4A8(), Machete(), MarlinInt4(), MarlinFP4())
+_ALL: tuple[SamplerKernel, ...] = (CutlassFP8Row(), CutlassW4A8(), Machete(), MarlinInt4(), MarlinFP4())
 
 
 def choose(

@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from lit_qrl.errors import ConfigError, within_memory
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.network.experts import expert_stacks, unstacked
 from lit_qrl.network.linears import quantizable_linears
+from lit_qrl.network.sampler_kernels import adopt
 from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
 from lit_qrl.rollout.engine import (
     EngineDiedError,
@@ -20,7 +22,7 @@ from lit_qrl.rollout.engine import (
     RolloutEngine,
     SamplerSpec,
 )
-from lit_qrl.rollout.vllm import cpu, folder, requests
+from lit_qrl.rollout.vllm import cpu, folder, invariant, requests
 from lit_qrl.rollout.vllm.adapter import LiveAdapter, adapted_layers, check_adapter
 from lit_qrl.rollout.vllm.checks import (
     automatic_dtype,
@@ -80,6 +82,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
             interrupted; native code that cannot be interrupted ends the process with status 75.
         start_timeout: the same for the engine's start, which may compile.
         seed: of the engine's own generators.
+        batch_invariant: vLLM's batch-invariant mode, and a learner whose forward pass calls the same kernels: their
+            log-probs are equal to the last bit. For dense decoders on one GPU of compute capability 9.0.
         engine_args: further arguments of `vllm.LLM`.
     """
 
@@ -103,6 +107,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         step_timeout: float = 600.0,
         start_timeout: float = 1800.0,
         seed: int = 0,
+        batch_invariant: bool = False,
         engine_args: dict[str, Any] | None = None,
     ) -> None:
         check_arguments(gpu_memory_utilization, max_num_seqs, max_lora_rank)
@@ -111,7 +116,10 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         self.request_seeds = request_seeds
         self.step_timeout, self.start_timeout = step_timeout, start_timeout
         self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
-        compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if quick_start else None
+        self.batch_invariant = batch_invariant
+        if batch_invariant:
+            invariant.prepare_environment()
+        compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if quick_start or batch_invariant else None
         self._arguments: dict[str, Any] = {
             "gpu_memory_utilization": gpu_memory_utilization,
             "kv_cache_dtype": kv_cache_dtype,
@@ -182,6 +190,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
         self._started = True
         self.live, self._adapter = LiveModel(self.llm, self.policy.network), None
+        if self.batch_invariant:
+            adopt(self.policy.network, invariant.kernels(self.live.model))
         register_head_bias(self.live.model, self.policy.network)
         if self.routed is not None and not torch.cuda.is_available():
             routed = self.routed
@@ -219,8 +229,10 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
             arguments["enable_sleep_mode"] = True
         if self.spec.routes and torch.cuda.is_available():
             arguments["enable_return_routed_experts"] = True
-        with kept_process_state(), own_world():
+        with kept_process_state(), own_world(), ExitStack() as held:
             table.apply_all()
+            if self.batch_invariant:
+                held.enter_context(invariant.learner_left_alone())
             from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
 
             try:
