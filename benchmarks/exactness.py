@@ -398,7 +398,7 @@ class Modules:
         self.live, self.calls = live, 0
         if live is not None:
             model = live.model
-            self.hooks.append(model.model.register_forward_pre_hook(self._begin, with_kwargs=True))
+            self.hooks.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
         else:
             model = learner
             self.rows.append({})
