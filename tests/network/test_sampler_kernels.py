@@ -1,18 +1,14 @@
 """Tests of a decoder computed by the kernels of its sampler: the same numbers, the usual gradients."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from lit_qrl.errors import ConfigError
 from lit_qrl.network.invariant import batch_invariant
-from lit_qrl.network.padding_free import enable_padding_free
-from lit_qrl.network.sampler_kernels import adopt, check_decoder
+from lit_qrl.network.sampler_kernels import adopt
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64, "initializer_range": 0.2}

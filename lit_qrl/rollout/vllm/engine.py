@@ -161,6 +161,16 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         check_model(network)
         check_experts(network, self.spec.format, self.spec.exclude)
 
+    def check_repeatable(self) -> None:
+        """Raise `ConfigError` where a request draws from the engine's own generator, as far as others left it."""
+        if not self.request_seeds:
+            raise ConfigError(
+                "trainer.deterministic asks for the same bits in every run, and requests without seeds of their own "
+                "draw from the engine's generator, in the order in which vLLM comes to them.",
+                expected="data.engine.request_seeds: true",
+                given="false",
+            )
+
     def check_routes(self, user: str) -> None:
         """Raise `ConfigError` where the installed vLLM does not say which experts its tokens took."""
         check_routes(user)
