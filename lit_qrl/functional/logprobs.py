@@ -188,7 +188,8 @@ class _TokenLogprobs(torch.autograd.Function):
             slope = 1 - capped.square()
             scores = capped * softcap
         if temperature != 1.0:
-            scores = scores / temperature
+            # by a tensor: a GPU multiplies by the reciprocal of a number, which rounds differently
+            scores = scores / scores.new_tensor(temperature)
         return scores, slope
 
     @staticmethod

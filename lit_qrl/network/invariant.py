@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.sampler_kernels import SamplerKernels, exact
+from lit_qrl.network.sampler_kernels import SamplerKernels, functions_of, linear_by, unknown
 
 ROWS = 64
 """Rows of every matrix product with a weight."""
@@ -48,7 +48,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     >>> invariant_linear(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
     tensor([[11.]])
     """
-    return _Linear.apply(x, weight, bias, _tiled)  # pyright: ignore[reportReturnType]
+    return linear_by(_tiled, x, weight, bias)
 
 
 def _tiled(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -60,33 +60,6 @@ def _tiled(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             tile = F.pad(tile, (0, 0, 0, ROWS - count))
         out[start : start + count] = F.linear(tile, weight, bias)[:count]
     return out
-
-
-class _Linear(torch.autograd.Function):
-    """A product with a weight by a kernel for rows; backward the usual products."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: Callable[[Tensor, Tensor, Any], Tensor]
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.biased = bias is not None
-        with torch._C.DisableTorchFunction():
-            out = kernel(x.reshape(-1, x.shape[-1]), weight, bias)
-        return out.view(*x.shape[:-1], len(weight))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        x, weight = ctx.saved_tensors
-        grad = grads[0].reshape(-1, len(weight))
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        return (
-            (grad @ weight).view(x.shape) if wants_x else None,
-            grad.t() @ x.reshape(-1, x.shape[-1]) if wants_weight else None,
-            grad.sum(dim=0) if ctx.biased and wants_bias else None,
-            None,
-        )
 
 
 def invariant_attention(
@@ -245,7 +218,7 @@ def _matmul(input: Tensor, other: Tensor) -> Tensor:
         return invariant_linear(input, other.t())
     if input.shape[-1] == 1:  # an outer product has no sums
         return torch.matmul(input, other)
-    raise _unknown("a product of two activations")
+    raise unknown("a product of two activations")
 
 
 def _attention(
@@ -259,23 +232,15 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     if dropout_p:
-        raise _unknown("dropout in attention")
+        raise unknown("dropout in attention")
     return invariant_attention(query, key, value, attn_mask, is_causal, scale)
 
 
 def _refused(name: str) -> Callable[..., Tensor]:
     def refuse(*args: object, **kwargs: object) -> Tensor:
-        raise _unknown(name)
+        raise unknown(name)
 
     return refuse
-
-
-def _unknown(what: str) -> ConfigError:
-    return ConfigError(
-        f"This model computes {what}, of which there is no batch-invariant kernel here.",
-        expected="linear layers and scaled dot-product attention",
-        remedy="Set data.engine.batch_invariant to false, or model.policy.attn_implementation to sdpa.",
-    )
 
 
 ELEMENTWISE = ("exp", "log", "tanh", "sigmoid", "cos", "sin", "rsqrt", "erf")
@@ -296,38 +261,6 @@ KERNELS: Mapping[Any, Callable[..., Tensor]] = {
     **{getattr(torch, name): _refused(f"torch.{name}") for name in ("bmm", "baddbmm", "einsum", "conv1d")},
 }
 """Functions of torch, and what takes their place."""
-
-
-def kernels_of(sampler: SamplerKernels) -> Mapping[Any, Callable[..., Tensor]]:
-    """Return what takes the place of torch's functions where an engine's own kernels are called."""
-
-    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return _Linear.apply(input, weight, bias, sampler.linear)  # pyright: ignore[reportReturnType]
-
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        if dropout_p or attn_mask is not None or not (is_causal or query.shape[2] == key.shape[2] == 1):
-            raise _unknown("attention that is masked or has dropout")
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
-
-        def kernel(*heads: Tensor) -> Tensor:
-            return sampler.attention(*(one.transpose(1, 2) for one in heads), factor).transpose(1, 2)
-
-        def usual(*heads: Tensor) -> Tensor:
-            grouped = heads[0].shape[1] != heads[1].shape[1]
-            return F.scaled_dot_product_attention(*heads, is_causal=True, scale=factor, enable_gqa=grouped)
-
-        return exact(kernel, usual, query, key, value)
-
-    return {F.linear: linear, F.scaled_dot_product_attention: attention}
 
 
 class BatchInvariant(TorchFunctionMode):
@@ -370,7 +303,7 @@ def batch_invariant(enabled: bool, sampler: SamplerKernels | None = None) -> Abs
     """
     if not enabled:
         return nullcontext()
-    return BatchInvariant(KERNELS if sampler is None else kernels_of(sampler))
+    return BatchInvariant(KERNELS if sampler is None else functions_of(sampler))
 
 
 def recomputation() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:

@@ -6,7 +6,7 @@ activation, is a module of its own here: its class is one of this file's, over t
 the engine's kernel. Backward passes are those of the usual operations at the same inputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -84,6 +84,79 @@ def exact(kernel: Callable[..., Any], usual: Callable[..., Any], *inputs: Tensor
     (4.0, 3.0)
     """
     return _Exact.apply(kernel, usual, *inputs)
+
+
+class _Linear(torch.autograd.Function):
+    """A product with a weight by a kernel for rows; backward the usual products."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: Callable[[Tensor, Tensor, Any], Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.biased = bias is not None
+        with torch._C.DisableTorchFunction():
+            out = kernel(x.reshape(-1, x.shape[-1]), weight, bias)
+        return out.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        x, weight = ctx.saved_tensors
+        grad = grads[0].reshape(-1, len(weight))
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        return (
+            (grad @ weight).view(x.shape) if wants_x else None,
+            grad.t() @ x.reshape(-1, x.shape[-1]) if wants_weight else None,
+            grad.sum(dim=0) if ctx.biased and wants_bias else None,
+            None,
+        )
+
+
+def linear_by(kernel: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `kernel(rows, weight, bias)` of the rows of `x`, "... in" -> "... out", with the usual gradients."""
+    return _Linear.apply(x, weight, bias, kernel)  # pyright: ignore[reportReturnType]
+
+
+def functions_of(sampler: SamplerKernels) -> Mapping[Any, Callable[..., Tensor]]:
+    """Return what takes the place of torch's functions where an engine's own kernels are called."""
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear_by(sampler.linear, input, weight, bias)
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if dropout_p or attn_mask is not None or not (is_causal or query.shape[2] == key.shape[2] == 1):
+            raise unknown("attention that is masked or has dropout")
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+
+        def kernel(*heads: Tensor) -> Tensor:
+            return sampler.attention(*(one.transpose(1, 2) for one in heads), factor).transpose(1, 2)
+
+        def usual(*heads: Tensor) -> Tensor:
+            grouped = heads[0].shape[1] != heads[1].shape[1]
+            return F.scaled_dot_product_attention(*heads, is_causal=True, scale=factor, enable_gqa=grouped)
+
+        return exact(kernel, usual, query, key, value)
+
+    return {F.linear: linear, F.scaled_dot_product_attention: attention}
+
+
+def unknown(what: str) -> ConfigError:
+    """Return the error for an operation that is not batch-invariant here."""
+    return ConfigError(
+        f"This model computes {what}, of which there is no batch-invariant kernel here.",
+        expected="linear layers and scaled dot-product attention",
+        remedy="Set data.engine.batch_invariant to false, or model.policy.attn_implementation to sdpa.",
+    )
 
 
 class ExactModule(nn.Module):

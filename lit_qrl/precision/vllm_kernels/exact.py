@@ -5,7 +5,6 @@ persistent Triton GEMM for plain weights, FlashAttention 3 with one split of the
 rotation and the gated activation, and the log-softmax of its sampler. vLLM is imported in functions only.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,14 +15,14 @@ class VLLMKernels:
     """The kernels of one engine.
 
     Args:
-        rotary: the engine's module that rotates queries and keys, which holds the cosines and sines that it made.
+        cosines: "positions d", cosines and then sines of each position's angles, as the engine made them.
         flash_version: of FlashAttention.
     """
 
     name = "vLLM"
 
-    def __init__(self, rotary: Callable[..., tuple[Tensor, Tensor]], flash_version: int = 3) -> None:
-        self.rotary, self.flash_version = rotary, flash_version
+    def __init__(self, cosines: Tensor, flash_version: int = 3) -> None:
+        self.cosines, self.flash_version = cosines, flash_version
 
     def __deepcopy__(self, memo: Any) -> "VLLMKernels":
         return self
@@ -70,8 +69,10 @@ class VLLMKernels:
 
     def rotate(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys "m heads d" rotated by their positions " m"."""
+        from vllm import _custom_ops as ops
+
         q, k = (one.flatten(1).clone(memory_format=torch.contiguous_format) for one in (query, key))
-        q, k = self.rotary(positions.contiguous(), q, k)
+        ops.rotary_embedding(positions.contiguous(), q, k, query.shape[-1], self.cosines, True)
         return q.view(query.shape), k.view(key.shape)
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:

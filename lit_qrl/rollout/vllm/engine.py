@@ -3,7 +3,6 @@
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -116,9 +115,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         self.request_seeds = request_seeds
         self.step_timeout, self.start_timeout = step_timeout, start_timeout
         self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
-        self.batch_invariant = batch_invariant
-        if batch_invariant:
-            invariant.prepare_environment()
+        self.batch_invariant = invariant.asked_for(batch_invariant)
         compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if quick_start or batch_invariant else None
         self._arguments: dict[str, Any] = {
             "gpu_memory_utilization": gpu_memory_utilization,
@@ -155,21 +152,15 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         check_format(spec.format, spec.quantize_head)
         check_length(self.max_model_len, spec.prompt_limit or 1, spec.sampling.max_tokens, spec.sequence_limit or 0)
         check_operators(spec.format)
+        if self.batch_invariant:
+            invariant.check(spec.format, self._arguments, self.max_lora_rank)
 
     def check_model(self, network: torch.nn.Module) -> None:
         """Raise `ConfigError` for a model that the installed vLLM lacks or this host cannot run."""
         check_model(network)
         check_experts(network, self.spec.format, self.spec.exclude)
-
-    def check_repeatable(self) -> None:
-        """Raise `ConfigError` where a request draws from the engine's own generator, as far as others left it."""
-        if not self.request_seeds:
-            raise ConfigError(
-                "trainer.deterministic asks for the same bits in every run, and requests without seeds of their own "
-                "draw from the engine's generator, in the order in which vLLM comes to them.",
-                expected="data.engine.request_seeds: true",
-                given="false",
-            )
+        if self.batch_invariant:
+            invariant.check_model(network)
 
     def check_routes(self, user: str) -> None:
         """Raise `ConfigError` where the installed vLLM does not say which experts its tokens took."""
@@ -184,6 +175,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         self.plain_dtype = dtype = DTYPES.get(self.dtype) or automatic_dtype(spec.format, learner)
         check_model(network, dtype)
         check_experts(network, spec.format, spec.exclude)
+        if self.batch_invariant:
+            invariant.check_model(network, dtype)
         if torch.cuda.is_available():
             bits = self.format.bits_per_weight if self.format is not None else 8.0 * dtype.itemsize
             check_device_memory(network, bits, self.gpu_memory_utilization, sleeps=self.sleep_level > 0)
@@ -201,7 +194,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         self._started = True
         self.live, self._adapter = LiveModel(self.llm, self.policy.network), None
         if self.batch_invariant:
-            adopt(self.policy.network, invariant.kernels(self.live.model))
+            adopt(self.policy.network, invariant.kernels(self.live.model, self.plain_dtype))
         register_head_bias(self.live.model, self.policy.network)
         if self.routed is not None and not torch.cuda.is_available():
             routed = self.routed
@@ -239,10 +232,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
             arguments["enable_sleep_mode"] = True
         if self.spec.routes and torch.cuda.is_available():
             arguments["enable_return_routed_experts"] = True
-        with kept_process_state(), own_world(), ExitStack() as held:
+        with kept_process_state(), own_world(), invariant.learner_left_alone(self.batch_invariant):
             table.apply_all()
-            if self.batch_invariant:
-                held.enter_context(invariant.learner_left_alone())
             from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
 
             try:

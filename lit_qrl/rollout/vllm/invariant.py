@@ -1,43 +1,168 @@
-"""vLLM's batch-invariant mode: what it needs, what of it the learner must not notice, and its kernels."""
+"""vLLM's batch-invariant mode: what it needs, what of it the learner must not notice, and the kernels that it means."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from lit_qrl.errors import ConfigError
+from lit_qrl.formats import support
+from lit_qrl.formats.base import NumberFormat
+from lit_qrl.network.sampler_kernels import check_decoder
 from lit_qrl.precision.vllm_kernels.exact import VLLMKernels
+from lit_qrl.rollout.vllm.installation import installed_version
+
+VERSION, CAPABILITY = (0, 26), (9, 0)
+"""Of vLLM and of the GPU, with which the kernels of the mode are those that the learner calls."""
+ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
+    "attention_backend": ("FLASH_ATTN",),
+    "compilation_config": ({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},),
+    "speculative_config": (),
+    "quantization": (),
+    "hf_overrides": (),
+}
+"""Arguments of `vllm.LLM` that choose other kernels, and the values that do not."""
+REMEDY = "Set data.engine.batch_invariant to false, or use TransformersEngine."
 
 
-def prepare_environment() -> None:
-    """Set what vLLM reads when it is first imported.
+def asked_for(enabled: bool) -> bool:
+    """Return `enabled`; where it is True, set what vLLM reads from the environment when it is first imported.
 
     Its second model runner keeps logits in bf16 when it divides them by a temperature; the first raises them to fp32,
     as the learner does.
     """
-    os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    if enabled:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    return enabled
+
+
+def check(format: NumberFormat | None, arguments: Mapping[str, Any], adapters: int) -> None:
+    """Raise `ConfigError` for a host without the kernels that the learner calls, or settings that choose others.
+
+    Args:
+        format: of the sampler's layers; None where they are plain.
+        arguments: of `vllm.LLM`.
+        adapters: the largest rank of adapters published apart from their base; 0 for none.
+    """
+    _check_host()
+    _check_settings(format, arguments, adapters)
+
+
+def _check_host() -> None:
+    found = installed_version()
+    version = found[0] if found is not None else (0, 0, 0)
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    for fits, what, expected, given in (
+        (capability == CAPABILITY, "This host's GPU", "compute capability 9.0", capability or "no GPU"),
+        (version[:2] == VERSION, "The installed vLLM", "vLLM 0.26", ".".join(map(str, version))),
+    ):
+        if not fits:
+            raise ConfigError(
+                f"{what} has not the kernels of vLLM's batch-invariant mode that the learner calls.",
+                expected=expected,
+                given=given,
+                remedy=REMEDY,
+            )
+
+
+def _check_settings(format: NumberFormat | None, arguments: Mapping[str, Any], adapters: int) -> None:
+    varies = None if format is None else support.row_of(format).vllm_varies
+    if format is not None and varies is not None:
+        known = support.names_where(lambda row: "cuda" in row.vllm and row.vllm_varies is None)
+        raise ConfigError(
+            f"{varies}, by which vLLM multiplies {format.name} on a GPU, adds in an order that depends on the batch.",
+            expected=f"publisher.format: {', '.join(known)}",
+            given=format.name,
+            remedy="Choose one of them, or set data.engine.batch_invariant to false.",
+        )
+    if adapters:
+        raise ConfigError(
+            "vLLM's kernels for adapters are not those of the learner.",
+            expected="data.engine.max_lora_rank: 0",
+            given=adapters,
+            remedy=REMEDY,
+        )
+    if arguments.get("kv_cache_dtype", "auto") != "auto":
+        raise ConfigError(
+            "Keys and values of fewer bits are read by the sampler alone, so the learner's log-probs differ.",
+            expected="data.engine.kv_cache_dtype: auto",
+            given=arguments["kv_cache_dtype"],
+            remedy=REMEDY,
+        )
+    for name, values in ARGUMENTS.items():
+        if arguments.get(name) is not None and arguments[name] not in values:
+            raise ConfigError(
+                "An argument of data.engine.engine_args chooses other kernels than the learner's.",
+                expected=f"{name} left out",
+                given=f"{name}: {arguments[name]}",
+                remedy=REMEDY,
+            )
+
+
+def check_model(network: Any, dtype: torch.dtype | None = None) -> None:
+    """Raise `ConfigError` for a model that the learner cannot compute by these kernels.
+
+    Args:
+        network: the learner's model.
+        dtype: of the sampler's activations, where it is known.
+    """
+    check_decoder(network.config, "vLLM")
+    if dtype is None:
+        return
+    own = next(network.parameters()).dtype
+    if not dtype == own == torch.bfloat16:
+        raise ConfigError(
+            "Learner and sampler must compute in bf16 to agree to the last bit.",
+            expected="model.policy.dtype and data.engine.dtype: bf16",
+            given=f"{own} and {dtype}".replace("torch.", ""),
+            remedy=REMEDY,
+        )
 
 
 @contextmanager
-def learner_left_alone() -> Iterator[None]:
-    """Undo what the mode's start replaces for the whole process, where nothing of the sampler needs it.
+def learner_left_alone(enabled: bool) -> Iterator[None]:
+    """Undo what the mode's start inside replaces in torch for the whole process, where it is `enabled`.
 
-    It replaces `torch.bmm` by a kernel without gradients, and `mean` over dimensions by one in fp32.
+    It replaces `torch.bmm` by a kernel without gradients, and operators of the dispatcher, among them a mean over
+    dimensions that returns fp32 whatever it is given. What is called here is the softmax of the sampler and its
+    logarithm, which are put back.
     """
     bmm = torch.bmm
     try:
         yield
     finally:
-        torch.bmm = bmm
+        if enabled:
+            torch.bmm = bmm
+            _keep_softmax_alone()
 
 
-def kernels(model: Any) -> VLLMKernels:
+_library: Any = None
+
+
+def _keep_softmax_alone() -> None:
+    from vllm.model_executor.layers import batch_invariant
+
+    global _library
+    theirs: Any = batch_invariant
+    if theirs._batch_invariant_LIB is None:
+        return
+    theirs._batch_invariant_LIB._destroy()
+    theirs._batch_invariant_LIB = None  # the mode itself stays on: it is not entered again
+    _library = torch.library.Library("aten", "IMPL")
+    _library.impl("aten::_log_softmax", theirs._log_softmax_batch_invariant, "CUDA")
+    _library.impl("aten::_softmax", theirs.softmax_batch_invariant, "CUDA")
+
+
+def kernels(model: Any, dtype: torch.dtype) -> VLLMKernels:
     """Return the kernels of a live model.
 
     Args:
         model: vLLM's own.
+        dtype: of its activations.
     """
     rotary = model.model.layers[0].self_attn.rotary_emb
-    return VLLMKernels(rotary)
+    # a copy, since a sleeping engine's memory is taken away
+    return VLLMKernels(rotary.cos_sin_cache.to(dtype, copy=True))
