@@ -169,7 +169,7 @@ def ops(args: argparse.Namespace) -> None:
                 queries: Any,
                 used: list[int],
                 lengths: list[int],
-                many: int = 1,
+                most: int = 1,
                 held: Any = held,
                 table: Any = table,
                 options: Any = options,
@@ -180,7 +180,7 @@ def ops(args: argparse.Namespace) -> None:
                     queries,
                     held[0],
                     held[1],
-                    max_seqlen_q=max(lengths),
+                    max_seqlen_q=max(most, *lengths),
                     cu_seqlens_q=begin,
                     max_seqlen_k=max(used),
                     seqused_k=torch.tensor(used, dtype=torch.int32, device=device),
@@ -193,9 +193,10 @@ def ops(args: argparse.Namespace) -> None:
             pieces = torch.cat([paged(q[s : s + 100], [s + 100], [100]) for s in range(0, n, 100)])
             same(f"{name}: paged pieces", whole, pieces)
             for batch in BATCHES:
-                groups = [list(range(s, min(s + batch, n))) for s in range(0, n, batch)]
-                drawn = torch.cat([paged(q[g], [i + 1 for i in g], [1] * len(g)) for g in groups])
-                same(f"{name}: paged tokens, batch {batch}", whole, drawn)
+                for most in (1, 2):  # the length of a query that FlashAttention is told of
+                    groups = [list(range(s, min(s + batch, n))) for s in range(0, n, batch)]
+                    drawn = torch.cat([paged(q[g], [i + 1 for i in g], [1] * len(g), most) for g in groups])
+                    same(f"{name}: paged tokens, batch {batch}, told {most}", whole, drawn)
             two = torch.tensor([0, n, 2 * n], dtype=torch.int32, device=device)
             twice = flash_attn_varlen_func(
                 *(torch.cat((one, one)) for one in (q, k, v)),
@@ -232,6 +233,42 @@ def ops(args: argparse.Namespace) -> None:
                     same(f"{label}: torch", found, format.apply(x, format.prepare(format.quantize(weight), dtype)))
             except Exception as error:
                 show("rows", name=label, error=f"{type(error).__name__}: {error}"[:200])
+    wide, down = torch.randn(many, inner, device=device, dtype=dtype), torch.randn(h, inner, device=device, dtype=dtype)
+    check("matmul_persistent, long sums", lambda a: bi.linear_batch_invariant(a, down, None), wide)
+    row = formats.get("fp8_row")
+    held = CutlassFP8Row().prepare(row.quantize(down), dtype)
+    check("fp8_row cutlass, long sums", lambda a: CutlassFP8Row().apply(a, held, bias[:h]), wide)
+    block = formats.get("fp8_block")
+    for name, weight, given in (("", w, x), (", part", w[:256], x), (", long sums", down, wide)):
+        try:
+            from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+            from lit_qrl.formats.kernels import dispatch
+            from lit_qrl.precision.layers.block_fp8 import Torch
+
+            q, own = block.quantize(weight), Torch()
+            codes, factors = q.codes.contiguous(), q.scales.float().contiguous()
+
+            def blocks(a: Any, codes: Any = codes, factors: Any = factors) -> Any:
+                rows, scale = fp8_utils.per_token_group_quant_fp8(a, 128, column_major_scales=True)
+                return vllm_ops.cutlass_scaled_mm(rows, codes.T, out_dtype=dtype, scale_a=scale, scale_b=factors.T)
+
+            found = check(f"fp8_block cutlass{name}", blocks, given)
+            along, _ = own.quantize(given, True, False)
+            same(f"fp8_block cutlass{name}: torch", found, own.multiply(along, own.weight(q)[0], dtype))
+            rows, scale = fp8_utils.per_token_group_quant_fp8(given, 128, column_major_scales=True)
+            same(f"fp8_block codes{name}: ours", rows.float(), along.codes.float())
+            (_, mine_scale), _ = dispatch.e4m3_tiles(given, True, False)
+            show(
+                "shapes",
+                ours=[list(mine_scale.shape), list(mine_scale.stride())],
+                theirs=[list(scale.shape), list(scale.stride())],
+            )
+            if mine_scale.shape == scale.shape:
+                same(f"fp8_block scales{name}: ours", scale, mine_scale)
+        except Exception as error:
+            show("rows", name=f"fp8_block cutlass{name}", error=f"{type(error).__name__}: {error}"[:200])
+            traceback.print_exc()
     x_fp8, scales = vllm_ops.scaled_fp8_quant(x, None, use_per_token_if_dynamic=True)
     part, part_scales = vllm_ops.scaled_fp8_quant(x[777:785].clone(), None, use_per_token_if_dynamic=True)
     same("scaled_fp8_quant rows", part.float(), x_fp8[777:785].float())

@@ -216,6 +216,11 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
         "mean_wall": round(statistics.mean(wall), 3),
         "phases_sum": round(statistics.median(without), 3),
         "row_iteration": round(statistics.median(row["time/iteration"] for row in rows[WARM_UP:]), 3),
+        # of all tokens and iterations: 1 and 1 where learner and sampler agree to the last bit
+        "ratio_min": min(row.get("mismatch/ratio_min", 1.0) for row in rows),
+        "ratio_max": max(row.get("mismatch/ratio_max", 1.0) for row in rows),
+        "abs_log_ratio": max(row.get("mismatch/abs_log_ratio", 0.0) for row in rows),
+        "kl_k3": statistics.mean(row.get("mismatch/kl_k3", 0.0) for row in rows),
         "walls": [round(one, 2) for one in wall],
         "checkpoint_seconds": [round(row.get("time/checkpoint", 0.0), 2) for row in rows],
         "checkpoint_gib": round(saved.stat().st_size / 2**30, 2) if saved.exists() else None,
@@ -313,7 +318,10 @@ def read_rows(metrics: Path) -> list[dict[str, float]]:
         return []
     with metrics.open() as file:
         found = [row for row in csv.DictReader(file) if row.get("time/iteration")]
-    return [{key: float(value) for key, value in row.items() if key.startswith("time/") and value} for row in found]
+    return [
+        {key: float(value) for key, value in row.items() if key.startswith(("time/", "mismatch/")) and value}
+        for row in found
+    ]
 
 
 def device_memory() -> float:

@@ -36,8 +36,8 @@ class SamplerKernels(Protocol):
         """Return causal attention "b n heads d" over whole sequences; keys may have fewer heads."""
         ...
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float, summed: bool) -> Tensor:
-        """Return x / √(mean x² + eps) · weight over the last dimension; `summed` where x is a layer's running sum."""
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return x / √(mean x² + eps) · weight over the last dimension."""
         ...
 
     def rotate(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,16 +169,12 @@ class ExactModule(nn.Module):
 class ExactNorm(ExactModule):
     """A norm over the last dimension."""
 
-    summed = True
-
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the norm "... h"."""
         eps: Any = self.variance_epsilon
-        kernels, summed, weight = self.sampler_kernels, self.summed, self.weight
+        kernels, weight = self.sampler_kernels, self.weight
         assert isinstance(weight, Tensor)
-        return exact(
-            lambda x, w: kernels.norm(x, w, eps, summed), lambda x, w: usual_norm(x, w, eps), hidden_states, weight
-        )
+        return exact(lambda x, w: kernels.norm(x, w, eps), lambda x, w: usual_norm(x, w, eps), hidden_states, weight)
 
 
 class ExactMLP(ExactModule):
@@ -283,15 +279,16 @@ def adopt(network: Any, kernels: SamplerKernels) -> None:
         kernels: the engine's.
     """
     model = body(network)
-    for index, layer in enumerate(model.layers):
-        _become(layer.input_layernorm, ExactNorm, kernels, summed=index > 0)
-        _become(layer.post_attention_layernorm, ExactNorm, kernels, summed=True)
-        _become(layer.self_attn, ExactAttention, kernels)
+    for layer in model.layers:
+        attention = layer.self_attn
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            _become(norm, ExactNorm, kernels)
         for name in ("q_norm", "k_norm"):
-            if hasattr(layer.self_attn, name):
-                _become(getattr(layer.self_attn, name), ExactNorm, kernels, summed=False)
+            if hasattr(attention, name):
+                _become(getattr(attention, name), ExactNorm, kernels)
+        _become(attention, ExactAttention, kernels)
         _become(layer.mlp, ExactMLP, kernels)
-    _become(model.norm, ExactNorm, kernels, summed=True)
+    _become(model.norm, ExactNorm, kernels)
     network.sampler_kernels = kernels
 
 
@@ -300,10 +297,8 @@ def kernels_adopted(network: Any) -> SamplerKernels | None:
     return getattr(network, "sampler_kernels", None)
 
 
-def _become(module: nn.Module, kind: type[ExactModule], kernels: SamplerKernels, **options: Any) -> None:
+def _become(module: nn.Module, kind: type[ExactModule], kernels: SamplerKernels) -> None:
     if not isinstance(module, kind):
         own = type(module)
         module.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})
-    module.sampler_kernels = kernels  # pyright: ignore
-    for name, value in options.items():
-        setattr(module, name, value)
+    module.sampler_kernels = kernels

@@ -23,7 +23,6 @@ class Recorded:
     def __init__(self, base: float = 10000.0) -> None:
         self.called: set[str] = set()
         self.base = base
-        self.summed: list[bool] = []
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         self.called.add("linear")
@@ -38,9 +37,8 @@ class Recorded:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         return torch.einsum("bhnm,bmhd->bnhd", scores.masked_fill(later, -torch.inf).softmax(dim=-1), value)
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float, summed: bool) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         self.called.add("norm")
-        self.summed.append(summed)
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
     def rotate(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

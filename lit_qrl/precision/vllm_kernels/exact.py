@@ -52,19 +52,12 @@ class VLLMKernels:
         )
         return out.view(query.shape)
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float, summed: bool) -> Tensor:
-        """Return x / √(mean x² + eps) · weight, by the kernel that also adds where `x` is a running sum."""
-        if not summed:
-            from vllm.model_executor.layers.batch_invariant import rms_norm_batch_invariant
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return x / √(mean x² + eps) · weight."""
+        from vllm.model_executor.layers.batch_invariant import rms_norm_batch_invariant
 
-            out = rms_norm_batch_invariant(x, weight, eps)
-            assert isinstance(out, Tensor)
-            return out
-        from vllm import _custom_ops as ops
-
-        # The sum is there already: nothing is added to it, which changes no bit.
-        out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-        ops.fused_add_rms_norm(out, x.clone(memory_format=torch.contiguous_format), weight, eps)
+        out = rms_norm_batch_invariant(x, weight, eps)
+        assert isinstance(out, Tensor)
         return out
 
     def rotate(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
