@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.network.padding_free import padded_attention
 from lit_qrl.network.structure import body
 
 KNOWN = ("llama", "qwen2", "qwen3")
@@ -277,7 +278,18 @@ def adopt(network: Any, kernels: SamplerKernels) -> None:
     Args:
         network: of a kind that `check_decoder` lets pass.
         kernels: the engine's.
+
+    Raises:
+        ConfigError: for another attention than torch's, whose place the kernel takes.
     """
+    attention = network.config.get_text_config()._attn_implementation
+    if padded_attention(attention) != "sdpa":
+        raise ConfigError(
+            f"The learner cannot compute its attention with the kernel of {kernels.name}.",
+            expected="model.policy.attn_implementation: sdpa",
+            given=attention,
+            remedy="Leave it out, or set data.engine.batch_invariant to false.",
+        )
     model = body(network)
     for layer in model.layers:
         attention = layer.self_attn

@@ -86,6 +86,7 @@ class KernelChoice:
             )
         self.kernel, self.format = kernel, format
         self.sampler = "torch"
+        self.exact = False  # learner and sampler agree to the last bit, so that nothing may be multiplied otherwise
         self._told: set[str] = set()
 
     def require(self, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype) -> None:
@@ -107,6 +108,13 @@ class KernelChoice:
             return None
         found = choose(self.kernel, self.format, shape, x.dtype, x.device)
         told = found if isinstance(found, str) else found.vllm_name
+        if isinstance(found, str) and self.exact:
+            raise ConfigError(
+                f"The learner cannot multiply {name} {shape} by the sampler's kernel: {found}.",
+                expected="the same kernel on both sides, as data.engine.batch_invariant asks for",
+                given=f"{self.format.name}, multiplied out",
+                remedy="Exclude the layer in the plugin, or set data.engine.batch_invariant to false.",
+            )
         if told not in self._told:
             self._told.add(told)
             if isinstance(found, str):
