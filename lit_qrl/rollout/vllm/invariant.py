@@ -24,18 +24,25 @@ ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "hf_overrides": (),
 }
 """Arguments of `vllm.LLM` that choose other kernels, and the values that do not."""
+ENVIRONMENT = {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+_set = False
 REMEDY = "Set data.engine.batch_invariant to false, or use TransformersEngine."
 
 
 def asked_for(enabled: bool) -> bool:
-    """Return `enabled`; where it is True, set what vLLM reads from the environment when it is first imported.
+    """Return `enabled`; where it is True, set what vLLM reads from the environment, else take it back.
 
     Its second model runner keeps logits in bf16 when it divides them by a temperature; the first raises them to fp32,
     as the learner does.
     """
+    global _set
     if enabled:
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        os.environ.update(ENVIRONMENT)
+        _set = True
+    elif _set:  # for an earlier engine of this process
+        for name in ENVIRONMENT:
+            os.environ.pop(name, None)
+        _set = False
     return enabled
 
 

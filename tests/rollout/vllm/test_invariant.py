@@ -17,6 +17,7 @@ from tests.networks import build_network
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
+    monkeypatch.setattr(invariant, "_set", False)
     for name in ("VLLM_BATCH_INVARIANT", "VLLM_USE_V2_MODEL_RUNNER"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -42,6 +43,8 @@ def test_a_host_with_all_of_it_is_taken(hopper):
     asking(formats.get("fp8_row"))
     assert os.environ["VLLM_BATCH_INVARIANT"] == "1"
     assert VLLMEngine(batch_invariant=True).batch_invariant
+    assert not VLLMEngine().batch_invariant
+    assert "VLLM_BATCH_INVARIANT" not in os.environ
 
 
 @pytest.mark.parametrize(
