@@ -323,7 +323,7 @@ def engine(args: argparse.Namespace) -> None:
     learner = deepcopy(network)  # the engine's start gives its kernels to its own policy's
     stream = [(key, tensor.detach()) for key, tensor in network.named_parameters()]
     if format is not None:
-        plugin = QATAligned(format)
+        plugin = QATAligned(format, **({"fuse": False} if args.format == "fp8_block" else {}))
         plugin.convert_module(learner)
         plugin.choice.sampler = args.kernels
         policy = SimpleNamespace(network=learner, named_weights=learner.named_parameters)

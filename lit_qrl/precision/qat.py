@@ -168,9 +168,7 @@ class QATAligned(QuantizedPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         super().convert_module(module)
         layers = self.layers(module)
-        engine = getattr(getattr(getattr(module, "_trainer", None), "datamodule", None), "engine", None)
-        self.choice.sampler = getattr(engine, "kernels", self.choice.sampler)
-        self.choice.exact = self.choice.sampler == "vllm" and getattr(engine, "batch_invariant", False)
+        self.choice.follow(module)
         device, remedy = device_of(module), "Choose int8_channel or int4_group, or UnifiedFP8 with backend: emulate."
         require_fp8("QATAligned", self.format, device, remedy)
         tell_emulated("QATAligned", self.format, device)
@@ -181,5 +179,6 @@ class QATAligned(QuantizedPrecision):
             assert isinstance(layer, AlignedWeight)
             layer.choice, layer.backward_operands = self.choice, self.backward_operands
         if isinstance(self.format, FP8Block):
-            quantize_in_passing(network_of(module), AlignedLinear, columns=False, choice=self.fuse)
+            fuse = False if self.choice.exact else self.fuse  # the norms are the sampler's then
+            quantize_in_passing(network_of(module), AlignedLinear, columns=False, choice=fuse)
         return module

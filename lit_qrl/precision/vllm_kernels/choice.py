@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats import NumberFormat
 from lit_qrl.formats.support import names_where, row_of
 from lit_qrl.precision.vllm_kernels.kernels import (
+    CutlassFP8Block,
     CutlassFP8Row,
     CutlassW4A8,
     Machete,
@@ -27,7 +28,14 @@ Kernel = Literal["auto", "dequantize", "marlin", "machete"]
 KERNELS = ("auto", "dequantize", "marlin", "machete")
 
 # In the order in which vLLM tries them.
-_ALL: tuple[SamplerKernel, ...] = (CutlassFP8Row(), CutlassW4A8(), Machete(), MarlinInt4(), MarlinFP4())
+_ALL: tuple[SamplerKernel, ...] = (
+    CutlassFP8Row(),
+    CutlassFP8Block(),
+    CutlassW4A8(),
+    Machete(),
+    MarlinInt4(),
+    MarlinFP4(),
+)
 
 
 def choose(
@@ -88,6 +96,12 @@ class KernelChoice:
         self.sampler = "torch"
         self.exact = False  # learner and sampler agree to the last bit, so that nothing may be multiplied otherwise
         self._told: set[str] = set()
+
+    def follow(self, module: Any) -> None:
+        """Take the kernels of the engine that samples for a Lightning module, where it has one."""
+        engine = getattr(getattr(getattr(module, "_trainer", None), "datamodule", None), "engine", None)
+        self.sampler = getattr(engine, "kernels", self.sampler)
+        self.exact = self.sampler == "vllm" and getattr(engine, "batch_invariant", False)
 
     def require(self, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype) -> None:
         """Raise `ConfigError` when a kernel was asked for by name and cannot multiply every layer on this host."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_qrl.formats import MXFP4, NVFP4, FP8Row, Int4Group, NumberFormat
+from lit_qrl.formats import MXFP4, NVFP4, FP8Block, FP8Row, Int4Group, NumberFormat
 from lit_qrl.formats.base import QuantizedWeight
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -256,6 +256,35 @@ class CutlassFP8Row(SamplerKernel):
         codes, scales = weight
         rows, row_scales = _fp8_rows(x)
         return ops.cutlass_scaled_mm(rows, codes, scale_a=row_scales, scale_b=scales, out_dtype=x.dtype, bias=bias)
+
+
+class CutlassFP8Block(SamplerKernel):
+    """FP8 weights with a scale per 128×128 under FP8 activations with a scale per 1×128, on compute capability 9.0."""
+
+    name = "cutlass"
+    vllm_name = "CutlassFp8BlockScaledMMKernel"
+
+    def missing(self, format: NumberFormat, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
+        if not isinstance(format, FP8Block):
+            return "this kernel multiplies fp8_block weights"
+        if _capability() != _HOPPER:
+            return f"CUTLASS' block FP8 needs compute capability 9.0 here, this device has {_capability()}"
+        if dtype not in _HALF:
+            return f"CUTLASS' block FP8 returns bf16 and fp16, not {dtype}"
+        return _unaligned(shape, _W4A8_BLOCK, "CUTLASS' block FP8")
+
+    def prepare(self, q: QuantizedWeight, dtype: torch.dtype) -> Any:
+        assert q.scales is not None
+        return q.codes.contiguous().t(), q.scales.float().contiguous().t()
+
+    def multiply(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        from vllm import _custom_ops as ops
+        from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+
+        codes, scales = weight
+        rows, row_scales = per_token_group_quant_fp8(x, _W4A8_BLOCK[0], column_major_scales=True)
+        out = ops.cutlass_scaled_mm(rows, codes, scale_a=row_scales, scale_b=scales, out_dtype=x.dtype)
+        return out if bias is None else out.add_(bias)
 
 
 @lru_cache
