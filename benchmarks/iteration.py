@@ -97,7 +97,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", type=Path, help="where model folders are kept (default: nowhere)")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for each run")
     parser.add_argument(
-        "--set", nargs="*", default=[], metavar="OPTION", help="further options of fit, such as --a.b c"
+        "--set", nargs=argparse.REMAINDER, default=[], help="last: further options of fit, such as --a.b c"
     )
     parser.add_argument("--tiny", action="store_true", help="toy shapes and lengths, on a CPU")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
