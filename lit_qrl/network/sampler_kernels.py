@@ -201,8 +201,6 @@ class ExactAttention(ExactModule):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the attention's output "b n h", and None; the arguments are the library's."""
-        if past_key_values is not None:
-            raise NotImplementedError("The engine's kernels compute whole sequences, without a cache.")
         module: Any = self
         shape = hidden_states.shape[:-1]
         query, key, value = (
@@ -223,8 +221,10 @@ class ExactAttention(ExactModule):
 
         query, key = exact(rotated, _usual_rotation, query, key, positions, cos, sin)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, None)
-        heads = (one.transpose(1, 2) for one in (query, key, value))
-        out, _ = attend(module, *heads, attention_mask, dropout=0.0, scaling=module.scaling, **kwargs)
+        query, key, value = (one.transpose(1, 2) for one in (query, key, value))
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, module.layer_idx)
+        out, _ = attend(module, query, key, value, attention_mask, dropout=0.0, scaling=module.scaling, **kwargs)
         return module.o_proj(out.reshape(*shape, -1)), None
 
 

@@ -92,6 +92,9 @@ def test_kernels_that_compute_the_same_give_the_models_own_logits_and_gradients(
     assert kernels.called == {"linear", "attention", "norm", "rotate", "gate"}
     assert not own.equal(usual)  # in another order of the sums
     torch.testing.assert_close(own, usual, rtol=1e-4, atol=1e-4)
+    cached = network(input_ids=tokens, use_cache=True)  # outside of the mode, as a probe may
+    assert cached.past_key_values.get_seq_length() == 9
+    torch.testing.assert_close(cached.logits, usual, rtol=1e-4, atol=1e-4)
     found = torch.autograd.grad(own.square().sum(), weights)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 

@@ -134,15 +134,23 @@ def learner_left_alone(enabled: bool) -> Iterator[None]:
     """Undo what the mode's start inside replaces in torch for the whole process, where it is `enabled`.
 
     It replaces `torch.bmm` by a kernel without gradients, and operators of the dispatcher, among them a mean over
-    dimensions that returns fp32 whatever it is given. What is called here is the softmax of the sampler and its
-    logarithm, which are put back.
+    dimensions that returns fp32 whatever it is given; and it takes cuBLAS its workspace and NCCL its channels. What is
+    called here is the softmax of the sampler and its logarithm, which are put back; the sampler's GEMMs are not those
+    of cuBLAS, so that the learner's backward pass may stay fast.
     """
-    bmm = torch.bmm
+    bmm, variables, precision = torch.bmm, dict(os.environ), torch.get_float32_matmul_precision()
+    blas = torch.backends.cuda.preferred_blas_library() if enabled and torch.cuda.is_available() else None
     try:
         yield
     finally:
         if enabled:
             torch.bmm = bmm
+            for name in [name for name in os.environ if name.startswith(("CUBLAS", "NCCL"))]:
+                os.environ.pop(name)
+            os.environ.update({name: value for name, value in variables.items() if name not in os.environ})
+            torch.set_float32_matmul_precision(precision)
+            if blas is not None:
+                torch.backends.cuda.preferred_blas_library(blas)
             _keep_softmax_alone()
 
 

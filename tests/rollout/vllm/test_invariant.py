@@ -103,11 +103,19 @@ def test_models_and_dtypes_that_the_learner_cannot_follow_are_refused():
         invariant.check_model(outline(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=64)))
 
 
-def test_what_the_mode_replaces_in_torch_is_put_back(monkeypatch):
+@pytest.mark.parametrize("enabled", [True, False])
+def test_what_the_mode_replaces_in_torch_is_put_back(monkeypatch, enabled):
     before = torch.bmm
+    monkeypatch.setattr(torch, "bmm", before)  # undone at the end
     monkeypatch.setattr(invariant, "_keep_softmax_alone", lambda: None)
-    for enabled in (True, False):
-        with invariant.learner_left_alone(enabled):
-            monkeypatch.setattr(torch, "bmm", torch.mm)
-        assert (torch.bmm is before) == enabled
-    monkeypatch.setattr(torch, "bmm", before)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setenv("NCCL_NTHREADS", "")
+    monkeypatch.delenv("NCCL_NTHREADS")
+    with invariant.learner_left_alone(enabled):
+        torch.bmm = torch.mm
+        os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_NTHREADS": "1", "VLLM_BATCH_INVARIANT": "1"}
+    assert (torch.bmm is before) == enabled
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (":4096:8" if enabled else ":16:8")
+    assert ("NCCL_NTHREADS" in os.environ) != enabled
+    assert os.environ["VLLM_BATCH_INVARIANT"] == "1"
