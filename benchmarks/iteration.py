@@ -229,7 +229,7 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
 
 
 def mismatch(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Return the extremes of the learner's ratio to the sampler, 1 and 1 where they agree to the last bit, and its KL."""
+    """Return the extremes of the ratio of learner to sampler, 1 and 1 where they agree to the last bit, and its KL."""
     found = [row for row in rows if "mismatch/ratio_min" in row]
     if not found:
         return {}
