@@ -250,13 +250,13 @@ def ops(args: argparse.Namespace) -> None:
             codes, factors = q.codes.contiguous(), q.scales.float().contiguous()
 
             def blocks(a: Any, codes: Any = codes, factors: Any = factors) -> Any:
-                rows, scale = fp8_utils.per_token_group_quant_fp8(a, 128, column_major_scales=True)
+                rows, scale = fp8_utils.per_token_group_quant_fp8(a, 128, column_major_scales=True, use_ue8m0=False)
                 return vllm_ops.cutlass_scaled_mm(rows, codes.T, out_dtype=dtype, scale_a=scale, scale_b=factors.T)
 
             found = check(f"fp8_block cutlass{name}", blocks, given)
             along, _ = own.quantize(given, True, False)
             same(f"fp8_block cutlass{name}: torch", found, own.multiply(along, own.weight(q)[0], dtype))
-            rows, scale = fp8_utils.per_token_group_quant_fp8(given, 128, column_major_scales=True)
+            rows, scale = fp8_utils.per_token_group_quant_fp8(given, 128, column_major_scales=True, use_ue8m0=False)
             same(f"fp8_block codes{name}: ours", rows.float(), along.codes.float())
             (_, mine_scale), _ = dispatch.e4m3_tiles(given, True, False)
             show(
@@ -323,7 +323,7 @@ def engine(args: argparse.Namespace) -> None:
     learner = deepcopy(network)  # the engine's start gives its kernels to its own policy's
     stream = [(key, tensor.detach()) for key, tensor in network.named_parameters()]
     if format is not None:
-        plugin = QATAligned(format, **({"fuse": False} if args.format == "fp8_block" else {}))
+        plugin = QATAligned(format)
         plugin.convert_module(learner)
         plugin.choice.sampler = args.kernels
         policy = SimpleNamespace(network=learner, named_weights=learner.named_parameters)
@@ -331,6 +331,7 @@ def engine(args: argparse.Namespace) -> None:
     sampler.load_weights(iter(stream), format, 0)
     show("started", seconds=round(time.perf_counter() - started, 1), off=args.off)
     kernels = None if args.usual else kernels_adopted(network)
+    usual = deepcopy(learner)
     if kernels is not None:
         adopt(learner, kernels)
     generator = torch.Generator().manual_seed(1)
@@ -377,7 +378,7 @@ def engine(args: argparse.Namespace) -> None:
     worst = max(float((a.cpu() - b).abs().max()) for a, b in zip(reported, for_own, strict=True))
     show("scored", largest=worst)
     if kernels is not None:
-        gradients(learner, sequences[0], kernels, device)
+        gradients(learner, usual, sequences[0], kernels, device)
     sys.stdout.flush()
     os._exit(0)
 
@@ -395,35 +396,23 @@ def score(learner: Any, tokens: list[int], start: int, kernels: Any, device: str
         return token_logprobs(hidden, learner.lm_head.weight, row[:, start:], pick=pick)[0][0].cpu()
 
 
-def gradients(learner: Any, tokens: list[int], kernels: Any, device: str) -> None:
-    """Compare the gradients of the exact forward pass with those of the usual one."""
+def gradients(learner: Any, usual: Any, tokens: list[int], kernels: Any, device: str) -> None:
+    """Compare the gradients of the exact forward pass with those of a copy that computes as usual."""
     import torch
 
     from lit_qrl.functional.logprobs import token_logprobs
     from lit_qrl.network.invariant import batch_invariant
 
-    row = torch.tensor([tokens], device=device)
-    weight = learner.model.layers[0].self_attn.q_proj.weight
-    with batch_invariant(True, kernels):
-        hidden = learner.model(input_ids=row, use_cache=False).last_hidden_state[:, :-1]
-        loss = token_logprobs(hidden, learner.lm_head.weight, row[:, 1:], pick=kernels.logprobs)[0].sum()
-    (exact,) = torch.autograd.grad(loss, weight)
-    for layer in learner.modules():
-        kind = type(layer)
-        if kind.__name__ in (
-            "Qwen2RMSNorm",
-            "Qwen3RMSNorm",
-            "Qwen2MLP",
-            "Qwen3MLP",
-            "Qwen2Attention",
-            "Qwen3Attention",
-        ):
-            layer.__class__ = kind.__mro__[2] if kind.__mro__[1].__name__.startswith("Exact") else kind
-    hidden = learner.model(input_ids=row, use_cache=False).last_hidden_state[:, :-1]
-    loss = token_logprobs(hidden, learner.lm_head.weight, row[:, 1:])[0].sum()
-    (usual,) = torch.autograd.grad(loss, weight)
-    cosine = torch.nn.functional.cosine_similarity(exact.float().flatten(), usual.float().flatten(), dim=0)
-    show("gradients", cosine=float(cosine), norm=float(exact.float().norm() / usual.float().norm()))
+    row, found = torch.tensor([tokens], device=device), []
+    for network, own in ((learner, kernels), (usual, None)):
+        with batch_invariant(own is not None, own):
+            hidden = network.model(input_ids=row, use_cache=False).last_hidden_state[:, :-1]
+            pick = None if own is None else own.logprobs
+            loss = token_logprobs(hidden, network.lm_head.weight, row[:, 1:], pick=pick)[0].sum()
+        found += torch.autograd.grad(loss, network.model.layers[0].self_attn.q_proj.weight)
+    a, b = (one.float().flatten() for one in found)
+    cosine = torch.nn.functional.cosine_similarity(a, b, dim=0)
+    show("gradients", cosine=float(cosine), norm=float(a.norm() / b.norm()))
 
 
 class Modules:

@@ -98,7 +98,6 @@ TABLE: dict[str, FormatSupport] = {
         own_gemm=gemm.FP8_BLOCKS,
         vllm=("cuda",),
         vllm_head=False,
-        vllm_varies=None,
         vllm_methods=("W8A8Fp8[block]", "W8A16Fp8[block]", "Fp8LinearMethod[block]"),
     ),
     "int8_channel": FormatSupport(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lit_qrl.errors import ConfigError
@@ -139,12 +140,12 @@ def functions_of(sampler: SamplerKernels) -> Mapping[Any, Callable[..., Tensor]]
             raise unknown("attention that is masked or has dropout")
         factor = query.shape[-1] ** -0.5 if scale is None else scale
 
-        def kernel(*heads: Tensor) -> Tensor:
-            return sampler.attention(*(one.transpose(1, 2) for one in heads), factor).transpose(1, 2)
+        def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return sampler.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), factor).transpose(1, 2)
 
-        def usual(*heads: Tensor) -> Tensor:
-            grouped = heads[0].shape[1] != heads[1].shape[1]
-            return F.scaled_dot_product_attention(*heads, is_causal=True, scale=factor, enable_gqa=grouped)
+        def usual(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            grouped = q.shape[1] != k.shape[1]
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=factor, enable_gqa=grouped)
 
         return exact(kernel, usual, query, key, value)
 
@@ -220,7 +221,7 @@ class ExactAttention(ExactModule):
             return tuple(one.view(like.shape) for one, like in zip(flat, (q, k), strict=True))
 
         query, key = exact(rotated, _usual_rotation, query, key, positions, cos, sin)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, None)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, sdpa_attention_forward)
         query, key, value = (one.transpose(1, 2) for one in (query, key, value))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, module.layer_idx)
@@ -313,4 +314,5 @@ def _become(module: nn.Module, kind: type[ExactModule], kernels: SamplerKernels)
     if not isinstance(module, kind):
         own = type(module)
         module.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})
-    module.sampler_kernels = kernels
+    held: Any = module
+    held.sampler_kernels = kernels

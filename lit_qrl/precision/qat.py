@@ -179,6 +179,5 @@ class QATAligned(QuantizedPrecision):
             assert isinstance(layer, AlignedWeight)
             layer.choice, layer.backward_operands = self.choice, self.backward_operands
         if isinstance(self.format, FP8Block):
-            fuse = False if self.choice.exact else self.fuse  # the norms are the sampler's then
-            quantize_in_passing(network_of(module), AlignedLinear, columns=False, choice=fuse)
+            quantize_in_passing(network_of(module), AlignedLinear, columns=False, choice=self.fuse)
         return module

@@ -17,7 +17,6 @@ from lit_qrl.precision.layers import block_fp8
 from lit_qrl.precision.layers.block_fp8 import Backend, Operand
 from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitLinear, LowBitWeight
 from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
-from lit_qrl.precision.vllm_kernels.choice import KernelChoice
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +33,7 @@ class _BlockScaled(torch.autograd.Function):
         along, across = layer.backend.inputs(x, learns)
         across = across if learns else None
         added = None if bias is None else bias.to(x.dtype)
-        out = layer.samplers_product(flat, added)
-        if out is None:
-            out = layer.backend.multiply(along, layer.operands()[0], x.dtype, added)[: flat.shape[0]]
+        out = layer.backend.multiply(along, layer.operands()[0], x.dtype, added)[: flat.shape[0]]
         ctx.layer, ctx.shape, ctx.has_bias, ctx.weight_dtype = layer, x.shape, bias is not None, weight.dtype
         ctx.save_for_backward(*(() if across is None else (across.codes, across.scale)))
         # no view in autograd's eyes: a model may add to it in place, as Llama 4's does
@@ -64,19 +61,6 @@ class UnifiedWeight(LowBitWeight):
     """A weight whose three GEMMs are block-scaled FP8."""
 
     backend: Backend
-    choice: KernelChoice | None = None
-
-    def samplers_product(self, rows: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Return the forward product by the sampler's kernel, where both must agree to the last bit; else None."""
-        if self.choice is None or not self.choice.exact:
-            return None
-        kernel = self.choice.pick(self.layer_name, self.shape, rows)
-        assert kernel is not None
-        q = self.quantized()
-        if kernel.vllm_name not in self._prepared:
-            with torch.inference_mode(False), torch.no_grad():
-                self._prepared[kernel.vllm_name] = kernel.prepare(q, rows.dtype)
-        return kernel.apply(rows, self._prepared[kernel.vllm_name], bias)
 
     def operands(self) -> tuple[Operand, Operand]:
         """Return the weight for the forward product and for the input's gradient, made once per version of it."""
@@ -134,7 +118,6 @@ class UnifiedFP8(QuantizedPrecision):
         self._asked = backend
         # `auto` waits for the device.
         self.backend = None if backend == "auto" else block_fp8.backend(backend)
-        self.choice = KernelChoice("auto", self.format)
         self.fuse: Fuse = fuse
         if fuse is True and backend == "te":
             raise ConfigError(
@@ -159,12 +142,9 @@ class UnifiedFP8(QuantizedPrecision):
         elif self._asked == "auto":
             tell_emulated("UnifiedFP8", self.format, device)
         super().convert_module(module)
-        self.choice.follow(module)
         for layer in self.layers(module).values():
             assert isinstance(layer, UnifiedWeight)
-            layer.backend, layer.choice = self.backend, self.choice
-        if self.choice.exact:
-            return module  # the norms are the sampler's
+            layer.backend = self.backend
         if self.fuse is True or self.backend.name == "torch":
             quantize_in_passing(network_of(module), UnifiedLinear, columns=True, choice=self.fuse)
         return module

@@ -13,8 +13,6 @@ from lit_qrl.precision.layers import block_fp8
 from lit_qrl.precision.layers.low_bit import StepClock
 from lit_qrl.precision.source import unchanged
 from lit_qrl.precision.unified_fp8 import UnifiedFP8, UnifiedLinear
-from lit_qrl.precision.vllm_kernels.choice import KernelChoice
-from lit_qrl.precision.vllm_kernels.kernels import SamplerKernel
 from tests.formats.oracle import rounded_blocks, rounded_groups
 from tests.precision.toy import LINEARS, Module, Policy, batches, fit, resumed_equals_uninterrupted, trainer
 
@@ -196,41 +194,3 @@ def test_auto_chooses_for_the_trainer_s_device_and_not_for_the_host_s(tmp_path, 
     assert plugins[0].backend.name == "emulate"
     with pytest.raises(ConfigError, match=r"backend torch cannot run here: the learner is on the device cpu.*emulate"):
         plugins[1].convert_module(module)
-
-
-class Doubling(SamplerKernel):
-    """The sampler's kernel, which returns twice the product, and counts its packings."""
-
-    name, vllm_name, packed = "double", "Doubling", 0
-
-    def missing(self, format, shape, dtype):
-        return None
-
-    def prepare(self, q, dtype):
-        self.packed += 1
-        return 2 * q.format.dequantize(q, dtype)
-
-    def multiply(self, x, weight, bias):
-        return x @ weight.t() if bias is None else x @ weight.t() + bias
-
-
-def test_where_bits_must_agree_the_forward_product_is_the_samplers_and_gradients_are_its_own(monkeypatch):
-    kernel, x = Doubling(), torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr("lit_qrl.precision.vllm_kernels.choice.choose", lambda *_: kernel)
-    layer = unified(nn.Linear(256, 128, bias=False))
-    own = layer(x)
-    own.sum().backward()
-    expected = layer.weight.grad.clone()
-    layer.choice = KernelChoice("auto", FP8Block())
-    assert layer(x).equal(own)  # the sampler is another
-    layer.choice.sampler, layer.choice.exact, layer.weight.grad = "vllm", True, None
-    out = layer(x)
-    torch.testing.assert_close(out, x @ (2 * layer.format.dequantize(layer.quantized())).t())
-    out.sum().backward()
-    assert layer.weight.grad.equal(expected)
-    layer(x)
-    assert kernel.packed == 1
-    with torch.no_grad():
-        layer.weight.mul_(2)
-    layer(x)
-    assert kernel.packed == 2

@@ -13,7 +13,6 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats import NumberFormat
 from lit_qrl.formats.support import names_where, row_of
 from lit_qrl.precision.vllm_kernels.kernels import (
-    CutlassFP8Block,
     CutlassFP8Row,
     CutlassW4A8,
     Machete,
@@ -30,7 +29,6 @@ KERNELS = ("auto", "dequantize", "marlin", "machete")
 # In the order in which vLLM tries them.
 _ALL: tuple[SamplerKernel, ...] = (
     CutlassFP8Row(),
-    CutlassFP8Block(),
     CutlassW4A8(),
     Machete(),
     MarlinInt4(),

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_qrl.formats import MXFP4, NVFP4, FP8Block, FP8Row, Int4Group, NumberFormat
+from lit_qrl.formats import MXFP4, NVFP4, FP8Row, Int4Group, NumberFormat
 from lit_qrl.formats.base import QuantizedWeight
+from lit_qrl.formats.kernels import dispatch
 
 _HALF = (torch.bfloat16, torch.float16)
 # Machete's prepacked blocks, and the sides that CUTLASS' W4A8 and FP8 take: (in, out).
@@ -251,40 +252,23 @@ class CutlassFP8Row(SamplerKernel):
         return q.codes.contiguous().t(), q.scales.float().contiguous()
 
     def multiply(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        return self._product(_fp8_rows(x), weight, bias, x.dtype)
+
+    def apply(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        def make(columns: bool) -> tuple[Any, None]:
+            return _fp8_rows(x.detach().reshape(-1, x.shape[-1]).contiguous()), None
+
+        # once for all layers that read the same tensor: q, k and v; gate and up
+        rows, _ = dispatch.made_once(x, self.vllm_name, False, make)
+        out = self._product(rows, weight, bias, x.dtype)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    @staticmethod
+    def _product(rows: tuple[Tensor, Tensor], weight: Any, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         from vllm import _custom_ops as ops
 
         codes, scales = weight
-        rows, row_scales = _fp8_rows(x)
-        return ops.cutlass_scaled_mm(rows, codes, scale_a=row_scales, scale_b=scales, out_dtype=x.dtype, bias=bias)
-
-
-class CutlassFP8Block(SamplerKernel):
-    """FP8 weights with a scale per 128×128 under FP8 activations with a scale per 1×128, on compute capability 9.0."""
-
-    name = "cutlass"
-    vllm_name = "CutlassFp8BlockScaledMMKernel"
-
-    def missing(self, format: NumberFormat, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
-        if not isinstance(format, FP8Block):
-            return "this kernel multiplies fp8_block weights"
-        if _capability() != _HOPPER:
-            return f"CUTLASS' block FP8 needs compute capability 9.0 here, this device has {_capability()}"
-        if dtype not in _HALF:
-            return f"CUTLASS' block FP8 returns bf16 and fp16, not {dtype}"
-        return _unaligned(shape, _W4A8_BLOCK, "CUTLASS' block FP8")
-
-    def prepare(self, q: QuantizedWeight, dtype: torch.dtype) -> Any:
-        assert q.scales is not None
-        return q.codes.contiguous().t(), q.scales.float().contiguous().t()
-
-    def multiply(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-        from vllm import _custom_ops as ops
-        from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
-
-        codes, scales = weight
-        rows, row_scales = per_token_group_quant_fp8(x, _W4A8_BLOCK[0], column_major_scales=True)
-        out = ops.cutlass_scaled_mm(rows, codes, scale_a=row_scales, scale_b=scales, out_dtype=x.dtype)
-        return out if bias is None else out.add_(bias)
+        return ops.cutlass_scaled_mm(rows[0], codes, scale_a=rows[1], scale_b=scales, out_dtype=dtype, bias=bias)
 
 
 @lru_cache

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from lit_qrl.rollout.vllm.installation import installed_version
 
 VERSION, CAPABILITY = (0, 26), (9, 0)
 """Of vLLM and of the GPU, with which the kernels of the mode are those that the learner calls."""
+HEAD_DIMENSIONS = 128
+"""Of each attention head, for which FlashAttention gives a token the same bits in prefill and decoding."""
 ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "attention_backend": ("FLASH_ATTN",),
     "compilation_config": ({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},),
@@ -116,7 +119,16 @@ def check_model(network: Any, dtype: torch.dtype | None = None) -> None:
         network: the learner's model.
         dtype: of the sampler's activations, where it is known.
     """
-    check_decoder(network.config, "vLLM")
+    config = network.config.get_text_config()
+    check_decoder(config, "vLLM")
+    dimensions = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if dimensions != HEAD_DIMENSIONS:
+        raise ConfigError(
+            "FlashAttention 3 adds in another order for one token than for several, but for heads of 128 dimensions.",
+            expected=f"heads of {HEAD_DIMENSIONS} dimensions",
+            given=dimensions,
+            remedy=REMEDY,
+        )
     if dtype is None:
         return
     own = next(network.parameters()).dtype
@@ -158,10 +170,8 @@ _library: Any = None
 
 
 def _keep_softmax_alone() -> None:
-    from vllm.model_executor.layers import batch_invariant
-
     global _library
-    theirs: Any = batch_invariant
+    theirs: Any = import_module("vllm.model_executor.layers.batch_invariant")
     if theirs._batch_invariant_LIB is None:
         return
     theirs._batch_invariant_LIB._destroy()

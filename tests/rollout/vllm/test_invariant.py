@@ -69,6 +69,7 @@ def test_a_gpu_or_a_vllm_without_its_kernels_is_refused(hopper, available, capab
     [
         ({"format": formats.get("int4_group")}, "Machete.*depends on the batch.*Given: int4_group"),
         ({"format": formats.get("nvfp4")}, "Marlin.*depends on the batch.*Given: nvfp4"),
+        ({"format": formats.get("fp8_block")}, "kernel that was not tried.*Given: fp8_block"),
         ({"max_lora_rank": 8}, "max_lora_rank: 0.*Given: 8"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: auto.*Given: fp8"),
         ({"engine_args": {"attention_backend": "FLASHINFER"}}, "attention_backend left out.*Given: .*FLASHINFER"),
@@ -93,9 +94,11 @@ def test_an_engine_refuses_before_a_weight_is_loaded_and_sets_nothing_unasked(mo
 
 def test_models_and_dtypes_that_the_learner_cannot_follow_are_refused():
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    dense = Qwen3Config(**sizes, vocab_size=64, intermediate_size=64)
-    invariant.check_model(outline(dense))
-    network = build_network()
+    sizes |= {"vocab_size": 64, "intermediate_size": 64}
+    invariant.check_model(outline(Qwen3Config(**sizes, head_dim=128)))
+    with pytest.raises(ConfigError, match=r"FlashAttention 3 adds.*128 dimensions.*Given: 16"):
+        invariant.check_model(outline(Qwen3Config(**sizes, head_dim=16)))
+    network = build_network(head_dim=128)
     with pytest.raises(ConfigError, match=r"bf16.*Given: float32 and bfloat16"):
         invariant.check_model(network, torch.bfloat16)
     invariant.check_model(network.bfloat16(), torch.bfloat16)

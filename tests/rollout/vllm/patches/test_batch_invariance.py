@@ -1,6 +1,6 @@
 import torch
 
-from lit_qrl.rollout.vllm.patches.batch_invariance import PATCH, never_single, norm_of_the_sum
+from lit_qrl.rollout.vllm.patches.batch_invariance import PATCH, norm_of_the_sum
 
 
 def test_a_norm_with_a_residual_is_the_norm_of_the_sum_and_returns_it():
@@ -15,15 +15,6 @@ def test_a_norm_with_a_residual_is_the_norm_of_the_sum_and_returns_it():
     assert total.tolist() == [[3.0, 4.0]]
     assert x.tolist() == [[1.0, 2.0]]
     torch.testing.assert_close(norm(x, weight, 0.0), torch.tensor([[1.0, 4.0]]) / 2.5**0.5)
-
-
-def test_attention_to_single_tokens_is_told_of_two_in_the_mode_alone(monkeypatch):
-    attend = never_single(lambda *args, **kwargs: (args, kwargs))
-    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
-    assert attend(3, max_seqlen_q=1) == ((3,), {"max_seqlen_q": 1})
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert attend(3, max_seqlen_q=1, causal=True) == ((3,), {"max_seqlen_q": 2, "causal": True})
-    assert attend(max_seqlen_q=7) == ((), {"max_seqlen_q": 7})
 
 
 def test_it_is_for_the_version_that_was_looked_at_on_a_gpu():
