@@ -148,10 +148,10 @@ def learner_left_alone(enabled: bool) -> Iterator[None]:
     It replaces `torch.bmm` by a kernel without gradients, and operators of the dispatcher, among them a mean over
     dimensions that returns fp32 whatever it is given; and it takes cuBLAS its workspace and NCCL its channels. What is
     called here is the softmax of the sampler and its logarithm, which are put back; the sampler's GEMMs are not those
-    of cuBLAS, so that the learner's backward pass may stay fast.
+    of cuBLAS, so that the learner's backward pass may stay fast. The library of matrix products stays cuBLASLt, which
+    alone takes the mode's sums without split parts.
     """
     bmm, variables, precision = torch.bmm, dict(os.environ), torch.get_float32_matmul_precision()
-    blas = torch.backends.cuda.preferred_blas_library() if enabled and torch.cuda.is_available() else None
     try:
         yield
     finally:
@@ -161,8 +161,6 @@ def learner_left_alone(enabled: bool) -> Iterator[None]:
                 os.environ.pop(name)
             os.environ.update({name: value for name, value in variables.items() if name not in os.environ})
             torch.set_float32_matmul_precision(precision)
-            if blas is not None:
-                torch.backends.cuda.preferred_blas_library(blas)
             _keep_softmax_alone()
 
 
