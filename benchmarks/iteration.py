@@ -109,7 +109,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", type=Path, help="where model folders are kept (default: nowhere)")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for each run")
     parser.add_argument(
-        "--set", nargs="*", default=[], metavar="OPTION", help="further options of fit, such as --a.b c"
+        "--set", nargs=argparse.REMAINDER, default=[], help="last: further options of fit, such as --a.b c"
     )
     parser.add_argument("--tiny", action="store_true", help="toy shapes and lengths, on a CPU")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
@@ -217,8 +217,10 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
     process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=run.parent)
     ends, peak, deadline = watch(process, run / "metrics.csv", time.monotonic() + args.timeout)
     rows = read_rows(run / "metrics.csv")
+    apart = mismatch(rows)
     if process.returncode or len(rows) <= WARM_UP + 1:
-        return {"error": f"status {process.returncode}", "log": run.with_suffix(".log").read_text()[-2000:]}
+        log_end = run.with_suffix(".log").read_text()[-2000:]
+        return {"error": f"status {process.returncode}", "rows": len(rows), **apart, "log": log_end}
     wall = [b - a for a, b in itertools.pairwise(ends)][WARM_UP - 1 :]
     phases = {
         phase: round(statistics.median(row.get(f"time/{phase}", 0.0) for row in rows[WARM_UP:]), 3) for phase in PHASES
@@ -232,12 +234,26 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
         "mean_wall": round(statistics.mean(wall), 3),
         "phases_sum": round(statistics.median(without), 3),
         "row_iteration": round(statistics.median(row["time/iteration"] for row in rows[WARM_UP:]), 3),
+        **apart,
         "walls": [round(one, 2) for one in wall],
         "checkpoint_seconds": [round(row.get("time/checkpoint", 0.0), 2) for row in rows],
         "checkpoint_gib": round(saved.stat().st_size / 2**30, 2) if saved.exists() else None,
         "peak_gib": peak,
         "seconds_in_all": round(time.monotonic() - deadline + args.timeout, 1),
         **phases,
+    }
+
+
+def mismatch(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Return the extremes of the ratio of learner to sampler, 1 and 1 where they agree to the last bit, and its KL."""
+    found = [row for row in rows if "mismatch/ratio_min" in row]
+    if not found:
+        return {}
+    return {
+        "ratio_min": min(row["mismatch/ratio_min"] for row in found),
+        "ratio_max": max(row["mismatch/ratio_max"] for row in found),
+        "abs_log_ratio": max(row["mismatch/abs_log_ratio"] for row in found),
+        "kl_k3": statistics.mean(row["mismatch/kl_k3"] for row in found),
     }
 
 
@@ -329,7 +345,10 @@ def read_rows(metrics: Path) -> list[dict[str, float]]:
         return []
     with metrics.open() as file:
         found = [row for row in csv.DictReader(file) if row.get("time/iteration")]
-    return [{key: float(value) for key, value in row.items() if key.startswith("time/") and value} for row in found]
+    return [
+        {key: float(value) for key, value in row.items() if key.startswith(("time/", "mismatch/")) and value}
+        for row in found
+    ]
 
 
 def device_memory() -> float:

@@ -34,6 +34,7 @@ from lit_qrl.optim.schedule import schedule_factor
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision.source import PublishingPrecision
 from lit_qrl.run.description import Described
+from lit_qrl.run.determinism import make_deterministic
 from lit_qrl.run.diary import number
 from lit_qrl.run.identity import check_frozen, check_identity, describe_frozen, identity
 from lit_qrl.run.interrupt import Interrupted
@@ -198,8 +199,10 @@ class GRPOModule(Described, LightningModule):
     def configure_callbacks(self) -> list[Callback]:
         """Let the callbacks that ask for it prepare the Trainer, before its loggers and the data are set up.
 
-        Several processes watch each other.
+        Several processes watch each other. A deterministic Trainer's switches are set before a device starts.
         """
+        if make_deterministic():
+            self.data.check_repeatable()
         for callback in self.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if isinstance(callback, PreparesTrainer):
                 callback.prepare(self.trainer, self)

@@ -29,6 +29,7 @@ from lit_qrl.network.memory import SelectiveRecomputation
 from lit_qrl.network.modes import train_without_dropout
 from lit_qrl.network.padding_free import enable_padding_free, spread
 from lit_qrl.network.reference import Reference
+from lit_qrl.network.sampler_kernels import kernels_adopted
 from lit_qrl.network.shards import whole
 from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, weights_are_deferred
 from lit_qrl.precision.layers.lora_linear import keep_factors, swap_lora_linears
@@ -369,7 +370,7 @@ class CausalPolicy(Described, nn.Module):
             routes: also return which experts the routers chose themselves.
         """
         asked = batch, temperature, entropy, entropy_gradient, routes
-        with batch_invariant(self.batch_invariant):
+        with batch_invariant(self.batch_invariant, kernels_adopted(self.network)):
             if self._scoring_with_reference:
                 return self.frozen_copies[0](self._scores, *asked)
             return self._scores(self.network, *asked)
@@ -377,6 +378,7 @@ class CausalPolicy(Described, nn.Module):
     def _scores(self, network: Any, batch: RolloutBatch, temperature: float, *asked: bool) -> TokenScores:
         entropy, gradient, routes = asked
         hidden, scored, own = scored_hidden(network, batch, routes)
+        kernels = kernels_adopted(network)
         completions = batch.tokens[:, -batch.mask.shape[1] :]
         logprobs, entropies = token_logprobs(
             hidden,
@@ -385,6 +387,7 @@ class CausalPolicy(Described, nn.Module):
             entropy=entropy,
             entropy_gradient=gradient,
             head_dtype=self.head_dtype,
+            pick=None if kernels is None else kernels.logprobs,
             **output_head(network),
         )
         return TokenScores(

@@ -211,6 +211,18 @@ class RolloutDataModule(Described, LightningDataModule):
         """Prompts that this rank answers each iteration."""
         return self.prompts_per_iteration // (self.trainer.world_size if self.trainer else 1)
 
+    def check_repeatable(self) -> None:
+        """Raise `ConfigError` where completions depend on more than seeds and weights; a deterministic Trainer asks."""
+        if isinstance(self.task, TakesTurns) and not self.engine.batch_invariant:
+            raise ConfigError(
+                "trainer.deterministic asks for the same bits in every run, and which turns are answered in one batch "
+                "depends on how long the environment takes.",
+                expected="a task of one turn, or data.engine.batch_invariant: true",
+                given=type(self.task).__name__,
+                remedy="Set data.engine.batch_invariant to true, or trainer.deterministic to false.",
+            )
+        self.engine.check_repeatable()
+
     def setup(self, stage: str) -> None:
         """Read the task's rows and check every size; runs before any weight is loaded."""
         if self.trainer is not None and self.trainer.world_size > 1 and several_processes():

@@ -44,6 +44,7 @@ class FormatSupport:
             there is to do.
         vllm_copied_on: devices where that is so; on a CPU kernels keep packed copies out of sight.
         vllm_lends: devices on which a learner can compute with the weights in vLLM's memory.
+        vllm_varies: vLLM's kernel for it on CUDA where that adds in another order in another batch; None where not.
         folders: whether a library reads folders in it, so that `quantize` and `export` write them.
         folder_dtype: dtype of everything else in a folder, where libraries multiply the codes out in no other.
         under: rows of the same weights under activations that the format's option `activations` has quantized.
@@ -64,25 +65,34 @@ class FormatSupport:
     vllm_copied: tuple[str, ...] = ()
     vllm_copied_on: tuple[str, ...] = ("cuda",)
     vllm_lends: tuple[str, ...] = ()
+    vllm_varies: str | None = "a kernel that was not tried"
     folders: bool = True
     folder_dtype: torch.dtype | None = None
     under: Mapping[str, "FormatSupport"] = field(default_factory=dict)
 
 
 _BOTH = ("cpu", "cuda")
-_PLAIN = FormatSupport(vllm=_BOTH, vllm_copied=("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"))
+_PLAIN = FormatSupport(
+    vllm=_BOTH, vllm_varies=None, vllm_copied=("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+)
 _FP8 = FormatSupport(fp8=gemm.FP8, vllm=_BOTH, vllm_head=True, vllm_copied=("W8A8Fp8",))
 _4_BITS = FormatSupport(
-    dequantizes_at_once=True, vllm=("cuda",), learner_kernels=("marlin",), folder_dtype=torch.bfloat16
+    dequantizes_at_once=True,
+    vllm=("cuda",),
+    vllm_varies="Marlin",
+    learner_kernels=("marlin",),
+    folder_dtype=torch.bfloat16,
 )
-_INT4 = FormatSupport(dequantizes_at_once=True, vllm=("cuda",), vllm_half_only=_BOTH, vllm_head=True)
+_INT4 = FormatSupport(
+    dequantizes_at_once=True, vllm=("cuda",), vllm_varies="Machete", vllm_half_only=_BOTH, vllm_head=True
+)
 
 TABLE: dict[str, FormatSupport] = {
     "bf16": _PLAIN,
     "fp16": replace(_PLAIN, audited=False),
     "fp32": replace(_PLAIN, audited=False),
     "fp8_tensor": replace(_FP8, vllm_methods=("W8A8Fp8[tensor]", "W8A16Fp8[tensor]", "Fp8LinearMethod[tensor]")),
-    "fp8_row": replace(_FP8, vllm_methods=("W8A8Fp8[channel]", "W8A16Fp8[channel]")),
+    "fp8_row": replace(_FP8, vllm_varies=None, vllm_methods=("W8A8Fp8[channel]", "W8A16Fp8[channel]")),
     "fp8_block": replace(
         _FP8,
         own_gemm=gemm.FP8_BLOCKS,

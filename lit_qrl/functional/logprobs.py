@@ -1,5 +1,6 @@
 """Log-probs and entropies of tokens, from logits or straight from hidden states without ever holding all logits."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 vocabulary, enough to fill its matrix units). The entropy takes three times as much for a moment. Where one kernel
 reduces them they stay in 16 bits, and four times as many go at once: each chunk is added to the weight's gradient."""
 
+Pick = Callable[[Tensor, Tensor], Tensor]
+
 
 def token_logprobs(
     hidden: Float[Tensor, "*n h"],
@@ -27,6 +30,7 @@ def token_logprobs(
     entropy_gradient: bool = False,
     chunk_elements: int | None = None,
     head_dtype: torch.dtype | None = None,
+    pick: Pick | None = None,
 ) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"] | None]:
     r"""Return the log-probs of `tokens` and, where asked for, the full-vocabulary entropies, both in nats.
 
@@ -51,6 +55,8 @@ def token_logprobs(
         head_dtype: of the products with the output embedding, both ways, fp32 or above; hidden states and weight are
             raised to it, the weight by at most `chunk_elements` at a time. None takes the dtype of `hidden`, or of
             autocast.
+        pick: from z "m v" and tokens " m" to their log-probs, where another order of the sums than that of this
+            function is wanted.
 
     Raises:
         ValueError: for a temperature that is not positive, or shapes that do not fit.
@@ -74,9 +80,9 @@ def token_logprobs(
     if chunk_elements is None:
         chunk_elements = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"])
     plain = bias is None and softcap is None and head_dtype is None and not (entropy and entropy_gradient)
-    kernel = plain and _kernel_takes(hidden)
+    kernel = plain and pick is None and _kernel_takes(hidden)
     rows, width = (max(1, chunk_elements * (4 if kernel else 1) // size) for size in weight.shape)
-    options = _Options(temperature, softcap, scale, entropy, entropy_gradient, head_dtype, width, rows, kernel)
+    options = _Options(temperature, softcap, scale, entropy, entropy_gradient, head_dtype, width, rows, kernel, pick)
     with torch.autocast(device, enabled=False):
         logprobs, entropies = _TokenLogprobs.apply(
             hidden.flatten(0, -2),
@@ -193,6 +199,7 @@ class _Options(NamedTuple):
     width: int
     rows: int
     kernel: bool
+    pick: Pick | None
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -210,14 +217,15 @@ class _TokenLogprobs(torch.autograd.Function):
             slope = 1 - capped.square()
             scores = capped * options.softcap
         if options.temperature != 1.0:
-            scores = scores / options.temperature
+            # by a tensor: a GPU multiplies by the reciprocal of a number, which rounds differently
+            scores = scores / scores.new_tensor(options.temperature)
         return scores, slope
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, options: _Options
     ) -> tuple[Tensor, Tensor]:
-        rows = options.rows
+        rows, pick = options.rows, options.pick
         dtype = torch.float64 if torch.float64 in (hidden.dtype, options.head_dtype) else torch.float32
         logprobs = torch.empty(len(tokens), dtype=dtype, device=hidden.device)
         normalizer = torch.empty_like(logprobs)
@@ -236,7 +244,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 continue
             scores, _ = _TokenLogprobs._scores(hidden[part], weight, bias, options)
             normalizer[part] = scores.logsumexp(dim=-1)
-            logprobs[part] = scores.gather(-1, tokens[part, None])[:, 0] - normalizer[part]
+            if pick is None:
+                logprobs[part] = scores.gather(-1, tokens[part, None])[:, 0] - normalizer[part]
+            else:
+                logprobs[part] = pick(scores, tokens[part])
             if options.entropy:
                 entropies[part] = _entropy(scores, normalizer[part])
         differentiable = options.entropy and options.entropy_gradient

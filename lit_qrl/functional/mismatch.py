@@ -77,7 +77,8 @@ def log_quantile(
     starts = torch.arange(0, rows.shape[0] * (bins + 1), bins + 1, device=rows.device)
     counts = torch.zeros(rows.shape[0] * (bins + 1), device=rows.device)
     counts.scatter_add_(0, (rows + starts[:, None]).flatten(), mask.flatten().float())
-    cumulative = all_reduce(counts.view(-1, bins + 1).sum(dim=0)).cumsum(0)
+    # Integers add up to the same in any order.
+    cumulative = all_reduce(counts.view(-1, bins + 1).sum(dim=0)).long().cumsum(0).to(counts.dtype)
     chosen = (cumulative < q * cumulative[-1]).sum()
     edge = torch.exp2(chosen * (math.log2(10) / BINS_PER_DECADE) + math.log2(SMALLEST_LOG_RATIO)).to(values.dtype)
     return edge * (chosen > 0)

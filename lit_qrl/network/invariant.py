@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.network.sampler_kernels import SamplerKernels, functions_of, linear_by, unknown
 
 ROWS = 64
 """Rows of every matrix product with a weight."""
@@ -47,36 +48,18 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     >>> invariant_linear(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
     tensor([[11.]])
     """
-    return _TiledLinear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
+    return linear_by(_tiled, x, weight, bias)
 
 
-class _TiledLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.biased = bias is not None
-        rows = x.reshape(-1, x.shape[-1])
-        out = rows.new_empty(len(rows), len(weight))
-        with torch._C.DisableTorchFunction():
-            for start in range(0, len(rows), ROWS):
-                tile = rows[start : start + ROWS]
-                count = len(tile)
-                if count < ROWS:
-                    tile = F.pad(tile, (0, 0, 0, ROWS - count))
-                out[start : start + count] = F.linear(tile, weight, bias)[:count]
-        return out.view(*x.shape[:-1], len(weight))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # pyright: ignore
-        x, weight = ctx.saved_tensors
-        grad = grads[0].reshape(-1, len(weight))
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        return (
-            (grad @ weight).view(x.shape) if wants_x else None,
-            grad.t() @ x.reshape(-1, x.shape[-1]) if wants_weight else None,
-            grad.sum(dim=0) if ctx.biased and wants_bias else None,
-        )
+def _tiled(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = rows.new_empty(len(rows), len(weight))
+    for start in range(0, len(rows), ROWS):
+        tile = rows[start : start + ROWS]
+        count = len(tile)
+        if count < ROWS:
+            tile = F.pad(tile, (0, 0, 0, ROWS - count))
+        out[start : start + count] = F.linear(tile, weight, bias)[:count]
+    return out
 
 
 def invariant_attention(
@@ -235,7 +218,7 @@ def _matmul(input: Tensor, other: Tensor) -> Tensor:
         return invariant_linear(input, other.t())
     if input.shape[-1] == 1:  # an outer product has no sums
         return torch.matmul(input, other)
-    raise _unknown("a product of two activations")
+    raise unknown("a product of two activations")
 
 
 def _attention(
@@ -249,23 +232,15 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     if dropout_p:
-        raise _unknown("dropout in attention")
+        raise unknown("dropout in attention")
     return invariant_attention(query, key, value, attn_mask, is_causal, scale)
 
 
 def _refused(name: str) -> Callable[..., Tensor]:
     def refuse(*args: object, **kwargs: object) -> Tensor:
-        raise _unknown(name)
+        raise unknown(name)
 
     return refuse
-
-
-def _unknown(what: str) -> ConfigError:
-    return ConfigError(
-        f"This model computes {what}, of which there is no batch-invariant kernel here.",
-        expected="linear layers and scaled dot-product attention",
-        remedy="Set data.engine.batch_invariant to false, or model.policy.attn_implementation to sdpa.",
-    )
 
 
 ELEMENTWISE = ("exp", "log", "tanh", "sigmoid", "cos", "sin", "rsqrt", "erf")
@@ -289,36 +264,52 @@ KERNELS: Mapping[Any, Callable[..., Tensor]] = {
 
 
 class BatchInvariant(TorchFunctionMode):
-    """While it is entered, products with weights and attention are the invariant ones of this module."""
+    """While it is entered, products with weights and attention are invariant ones.
 
-    depth = 0
-    """How often the mode is entered now."""
+    Args:
+        kernels: what takes the place of torch's functions.
+    """
+
+    entered: list["BatchInvariant"] = []
+    """The modes that are entered now."""
+
+    def __init__(self, kernels: Mapping[Any, Callable[..., Tensor]] = KERNELS) -> None:
+        super().__init__()
+        self.kernels = kernels
 
     def __enter__(self) -> "BatchInvariant":
         """Begin."""
-        BatchInvariant.depth += 1
+        BatchInvariant.entered.append(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         """End."""
-        BatchInvariant.depth -= 1
+        BatchInvariant.entered.pop()
         super().__exit__(*error)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Return what the invariant kernel gives, or the function itself where every row is computed alone."""
-        return KERNELS.get(func, func)(*args, **(kwargs or {}))
+        return self.kernels.get(func, func)(*args, **(kwargs or {}))
 
 
-def batch_invariant(enabled: bool) -> AbstractContextManager[object]:
-    """Return a context in which forward passes are batch-invariant, where that is asked for."""
-    return BatchInvariant() if enabled else nullcontext()
+def batch_invariant(enabled: bool, sampler: SamplerKernels | None = None) -> AbstractContextManager[object]:
+    """Return a context in which forward passes are batch-invariant, where that is asked for.
+
+    Args:
+        enabled: False leaves them as they are.
+        sampler: the engine's own kernels, in place of this module's.
+    """
+    if not enabled:
+        return nullcontext()
+    return BatchInvariant(KERNELS if sampler is None else functions_of(sampler))
 
 
 def recomputation() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """Return the contexts of a checkpointed layer's forward pass and of its repetition, which must be the same."""
-    return nullcontext(), batch_invariant(BatchInvariant.depth > 0)
+    entered = BatchInvariant.entered
+    return nullcontext(), BatchInvariant(entered[-1].kernels) if entered else nullcontext()
 
 
 @torch.no_grad()

@@ -168,8 +168,7 @@ class QATAligned(QuantizedPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         super().convert_module(module)
         layers = self.layers(module)
-        engine = getattr(getattr(getattr(module, "_trainer", None), "datamodule", None), "engine", None)
-        self.choice.sampler = getattr(engine, "kernels", self.choice.sampler)
+        self.choice.follow(module)
         device, remedy = device_of(module), "Choose int8_channel or int4_group, or UnifiedFP8 with backend: emulate."
         require_fp8("QATAligned", self.format, device, remedy)
         tell_emulated("QATAligned", self.format, device)

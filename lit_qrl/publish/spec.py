@@ -136,12 +136,23 @@ def _check_same_arithmetic(
 ) -> None:
     """Raise `ConfigError` where learner and sampler multiply differently, so that no kernel could make them equal."""
     plugin = learner.trainer.precision_plugin
+    kernel = getattr(getattr(plugin, "choice", None), "kernel", None)
     for differs, given, remedy in (
         (format != aligned, f"publisher.format: {format and format.name}", _remedy_of_format(format)),
         (learner.policy.lora is not None, "model.policy.lora", "Train all weights."),
         ("mixed" in str(plugin.precision), f"trainer.precision: {plugin.precision}", "Choose 32-true or bf16-true."),
         (getattr(plugin, "autocast", "none") != "none", "autocast of the precision plugin", "Set it to none."),
         (settings.quantize_head, "publisher.quantize_head", "Set it to false."),
+        (
+            learner.data.engine.kernels == "vllm" and kernel not in (None, "auto"),
+            f"kernel: {kernel} of the precision plugin",
+            "Set it to auto, which takes the sampler's.",
+        ),
+        (
+            learner.data.engine.kernels == "vllm" and learner.policy.head_dtype is not None,
+            "model.policy.head_dtype: fp32",
+            "Leave it out.",
+        ),
     ):
         if differs:
             raise ConfigError(

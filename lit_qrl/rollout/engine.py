@@ -147,6 +147,9 @@ class RolloutEngine(Described, ABC):
     def validate(self, spec: SamplerSpec) -> None:
         """Raise `ConfigError` for what cannot work on this host; called before any weight is loaded."""
 
+    def check_repeatable(self) -> None:
+        """Raise `ConfigError` where completions differ from run to run; a deterministic Trainer asks."""
+
     @abstractmethod
     def setup(self, spec: SamplerSpec, policy: EnginePolicy) -> None:
         """Build the sampler's modules; the weights come with the first `load_weights`."""

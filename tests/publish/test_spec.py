@@ -121,3 +121,15 @@ def test_a_batch_invariant_engine_wants_one_arithmetic_for_learner_and_sampler(o
     assert given in str(error.value)
     assert spec(engine=engine).format is None
     assert spec(QATAligned("fp8_row"), engine=engine).format == formats.get("fp8_row")
+    assert spec(QATAligned("int4_group", kernel="dequantize"), engine=engine).format == formats.get("int4_group")
+
+
+@pytest.mark.parametrize(
+    ("plugin", "given"),
+    [(QATAligned("int4_group", kernel="dequantize"), "kernel: dequantize"), (None, "model.policy.head_dtype: fp32")],
+)
+def test_where_vllm_is_the_batch_invariant_engine_its_own_kernels_and_head_are_wanted(plugin, given, monkeypatch):
+    engine = TransformersEngine(batch_invariant=True)
+    monkeypatch.setattr(engine, "kernels", "vllm", raising=False)
+    with pytest.raises(ConfigError, match=f"compute differently.*Given: {given}"):
+        spec(plugin, engine=engine)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +12,14 @@ from torch import Tensor
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import NumberFormat
 from lit_qrl.formats.support import names_where, row_of
-from lit_qrl.precision.vllm_kernels.kernels import CutlassW4A8, Machete, MarlinFP4, MarlinInt4, SamplerKernel
+from lit_qrl.precision.vllm_kernels.kernels import (
+    CutlassFP8Row,
+    CutlassW4A8,
+    Machete,
+    MarlinFP4,
+    MarlinInt4,
+    SamplerKernel,
+)
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +27,13 @@ Kernel = Literal["auto", "dequantize", "marlin", "machete"]
 KERNELS = ("auto", "dequantize", "marlin", "machete")
 
 # In the order in which vLLM tries them.
-_ALL: tuple[SamplerKernel, ...] = (CutlassW4A8(), Machete(), MarlinInt4(), MarlinFP4())
+_ALL: tuple[SamplerKernel, ...] = (
+    CutlassFP8Row(),
+    CutlassW4A8(),
+    Machete(),
+    MarlinInt4(),
+    MarlinFP4(),
+)
 
 
 def choose(
@@ -79,7 +92,14 @@ class KernelChoice:
             )
         self.kernel, self.format = kernel, format
         self.sampler = "torch"
+        self.exact = False  # learner and sampler agree to the last bit, so that nothing may be multiplied otherwise
         self._told: set[str] = set()
+
+    def follow(self, module: Any) -> None:
+        """Take the kernels of the engine that samples for a Lightning module, where it has one."""
+        engine = getattr(getattr(getattr(module, "_trainer", None), "datamodule", None), "engine", None)
+        self.sampler = getattr(engine, "kernels", self.sampler)
+        self.exact = self.sampler == "vllm" and getattr(engine, "batch_invariant", False)
 
     def require(self, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype) -> None:
         """Raise `ConfigError` when a kernel was asked for by name and cannot multiply every layer on this host."""
@@ -100,6 +120,13 @@ class KernelChoice:
             return None
         found = choose(self.kernel, self.format, shape, x.dtype, x.device)
         told = found if isinstance(found, str) else found.vllm_name
+        if isinstance(found, str) and self.exact:
+            raise ConfigError(
+                f"The learner cannot multiply {name} {shape} by the sampler's kernel: {found}.",
+                expected="the same kernel on both sides, as data.engine.batch_invariant asks for",
+                given=f"{self.format.name}, multiplied out",
+                remedy="Exclude the layer in the plugin, or set data.engine.batch_invariant to false.",
+            )
         if told not in self._told:
             self._told.add(told)
             if isinstance(found, str):

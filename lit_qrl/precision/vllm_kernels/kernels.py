@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_qrl.formats import MXFP4, NVFP4, Int4Group, NumberFormat
+from lit_qrl.formats import MXFP4, NVFP4, FP8Row, Int4Group, NumberFormat
 from lit_qrl.formats.base import QuantizedWeight
+from lit_qrl.formats.kernels import dispatch
 
 _HALF = (torch.bfloat16, torch.float16)
-# Machete's prepacked blocks, and the sides that CUTLASS' W4A8 takes: (in, out).
-_MACHETE_BLOCK, _W4A8_BLOCK = (64, 128), (128, 128)
+# Machete's prepacked blocks, and the sides that CUTLASS' W4A8 and FP8 take: (in, out).
+_MACHETE_BLOCK, _W4A8_BLOCK, _FP8_BLOCK = (64, 128), (128, 128), (16, 16)
 _MARLIN_GROUPS, _MACHETE_GROUPS, _W4A8_GROUP = (32, 64, 128), (64, 128), 128
 _HOPPER = (9, 0)
 
@@ -229,6 +230,45 @@ class CutlassW4A8(SamplerKernel):
             b_channel_scales=channel,
         )
         return out if bias is None else out.add_(bias)
+
+
+class CutlassFP8Row(SamplerKernel):
+    """FP8 weights with a scale per row under FP8 activations with a scale per token, on compute capability 9.0."""
+
+    name = "cutlass"
+    vllm_name = "CutlassFP8ScaledMMLinearKernel"
+
+    def missing(self, format: NumberFormat, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
+        if not isinstance(format, FP8Row):
+            return "this kernel multiplies fp8_row weights"
+        if _capability() != _HOPPER:
+            return f"CUTLASS' FP8 needs compute capability 9.0 here, this device has {_capability()}"
+        if dtype not in _HALF:
+            return f"CUTLASS' FP8 returns bf16 and fp16, not {dtype}"
+        return _unaligned(shape, _FP8_BLOCK, "CUTLASS' FP8")
+
+    def prepare(self, q: QuantizedWeight, dtype: torch.dtype) -> Any:
+        assert q.scales is not None
+        return q.codes.contiguous().t(), q.scales.float().contiguous()
+
+    def multiply(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        return self._product(_fp8_rows(x), weight, bias, x.dtype)
+
+    def apply(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        def make(columns: bool) -> tuple[Any, None]:
+            return _fp8_rows(x.detach().reshape(-1, x.shape[-1]).contiguous()), None
+
+        # once for all layers that read the same tensor: q, k and v; gate and up
+        rows, _ = dispatch.made_once(x, self.vllm_name, False, make)
+        out = self._product(rows, weight, bias, x.dtype)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    @staticmethod
+    def _product(rows: tuple[Tensor, Tensor], weight: Any, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        from vllm import _custom_ops as ops
+
+        codes, scales = weight
+        return ops.cutlass_scaled_mm(rows[0], codes, scale_a=rows[1], scale_b=scales, out_dtype=dtype, bias=bias)
 
 
 @lru_cache

@@ -38,6 +38,19 @@ def uniforms(seed: int, prompt: int, n: int, steps: int) -> Tensor:
     return torch.rand(steps, n, generator=generator).T
 
 
+def running_sums(shares: Tensor) -> Tensor:
+    """Return the sums of numbers in [0, 1] over the last dimension up to each.
+
+    A deterministic Trainer adds them as multiples of 2⁻⁴⁰, since integers add up to the same in any order.
+
+    >>> running_sums(torch.tensor([0.5, 0.25]))
+    tensor([0.5000, 0.7500])
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        return shares.cumsum(dim=-1)
+    return (shares.double() * 2.0**40).long().cumsum(dim=-1).double() * 2.0**-40
+
+
 def truncate(scores: Tensor, top_k: int, top_p: float) -> Tensor:
     """Return scores "b v" with −inf outside the kept set: the k likeliest, then the smallest set of mass top_p.
 
@@ -55,7 +68,7 @@ def truncate(scores: Tensor, top_k: int, top_p: float) -> Tensor:
         dropped[:, top_k:] = True
     if top_p < 1:
         probabilities = ordered.masked_fill(dropped, -torch.inf).softmax(dim=-1)
-        before = probabilities.cumsum(dim=-1) - probabilities
+        before = running_sums(probabilities) - probabilities
         dropped |= before >= top_p
         dropped[:, 0] = False
     return scores.masked_fill(dropped.scatter(1, order, dropped), -torch.inf)
@@ -91,7 +104,7 @@ class TokenSampler:
         if uniform is None:
             tokens = scores.argmax(dim=-1)
         else:
-            cumulative = mass.cumsum(dim=-1)
+            cumulative = running_sums(mass)
             # `right` skips words of mass 0; the total is scaled down so that rounding never passes the last word.
             threshold = uniform[:, None] * cumulative[:, -1:]
             tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_(max=scores.shape[-1] - 1)

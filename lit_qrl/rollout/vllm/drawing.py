@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lit_qrl.errors import ConfigError
 from lit_qrl.network.structure import check_tokens
 from lit_qrl.rollout.engine import Dialogue, EngineDiedError, Progress, SamplerSpec, Turn
 from lit_qrl.rollout.vllm import requests
@@ -40,6 +41,16 @@ class Drawing:
 
     def _watchdog(self, what: str, timeout: float | None = None) -> Watchdog:
         raise NotImplementedError
+
+    def check_repeatable(self) -> None:
+        """Raise `ConfigError` where a request draws from the engine's own generator, as far as others left it."""
+        if not self.request_seeds:
+            raise ConfigError(
+                "trainer.deterministic asks for the same bits in every run, and requests without seeds of their own "
+                "draw from the engine's generator, in the order in which vLLM comes to them.",
+                expected="data.engine.request_seeds: true",
+                given="false",
+            )
 
     def generate(
         self,

@@ -13,6 +13,7 @@ from lit_qrl.errors import ConfigError, within_memory
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.network.experts import expert_stacks, unstacked
 from lit_qrl.network.linears import quantizable_linears
+from lit_qrl.network.sampler_kernels import adopt
 from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
 from lit_qrl.rollout.engine import (
     EngineDiedError,
@@ -20,7 +21,7 @@ from lit_qrl.rollout.engine import (
     RolloutEngine,
     SamplerSpec,
 )
-from lit_qrl.rollout.vllm import cpu, folder, requests
+from lit_qrl.rollout.vllm import cpu, folder, invariant, requests
 from lit_qrl.rollout.vllm.adapter import LiveAdapter, adapted_layers, check_adapter
 from lit_qrl.rollout.vllm.checks import (
     automatic_dtype,
@@ -81,6 +82,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
             interrupted; native code that cannot be interrupted ends the process with status 75.
         start_timeout: the same for the engine's start, which may compile.
         seed: of the engine's own generators.
+        batch_invariant: vLLM's batch-invariant mode, and a learner whose forward pass calls the same kernels: their
+            log-probs are equal to the last bit. For dense decoders on one GPU of compute capability 9.0.
         engine_args: further arguments of `vllm.LLM`.
     """
 
@@ -104,6 +107,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         step_timeout: float = 600.0,
         start_timeout: float = 1800.0,
         seed: int = 0,
+        batch_invariant: bool = False,
         engine_args: dict[str, Any] | None = None,
     ) -> None:
         check_arguments(gpu_memory_utilization, max_num_seqs, max_lora_rank)
@@ -112,7 +116,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         self.request_seeds = request_seeds
         self.step_timeout, self.start_timeout = step_timeout, start_timeout
         self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
-        self.quick_start: bool | Literal["auto"] = quick_start
+        self.batch_invariant = invariant.asked_for(batch_invariant)
+        self.quick_start: bool | Literal["auto"] = quick_start or bool(batch_invariant)
         self._arguments: dict[str, Any] = {
             "gpu_memory_utilization": gpu_memory_utilization,
             "kv_cache_dtype": kv_cache_dtype,
@@ -147,11 +152,15 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         check_format(spec.format, spec.quantize_head)
         check_length(self.max_model_len, spec.prompt_limit or 1, spec.sampling.max_tokens, spec.sequence_limit or 0)
         check_operators(spec.format)
+        if self.batch_invariant:
+            invariant.check(spec.format, self._arguments, self.max_lora_rank)
 
     def check_model(self, network: torch.nn.Module) -> None:
         """Raise `ConfigError` for a model that the installed vLLM lacks or this host cannot run."""
         check_model(network)
         check_experts(network, self.spec.format, self.spec.exclude)
+        if self.batch_invariant:
+            invariant.check_model(network)
 
     def check_routes(self, user: str) -> None:
         """Raise `ConfigError` where the installed vLLM does not say which experts its tokens took."""
@@ -166,6 +175,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         self.plain_dtype = dtype = DTYPES.get(self.dtype) or automatic_dtype(spec.format, learner)
         check_model(network, dtype)
         check_experts(network, spec.format, spec.exclude)
+        if self.batch_invariant:
+            invariant.check_model(network, dtype)
         if torch.cuda.is_available():
             bits = self.format.bits_per_weight if self.format is not None else 8.0 * dtype.itemsize
             check_device_memory(network, bits, self.gpu_memory_utilization, sleeps=self.sleep_level > 0)
@@ -182,6 +193,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
         self._started = True
         self.live, self._adapter = LiveModel(self.llm, self.policy.network), None
+        if self.batch_invariant:
+            adopt(self.policy.network, invariant.kernels(self.live.model, self.plain_dtype))
         register_head_bias(self.live.model, self.policy.network)
         if self.routed is not None and not torch.cuda.is_available():
             routed = self.routed
@@ -220,7 +233,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
             arguments["enable_sleep_mode"] = True
         if self.spec.routes and torch.cuda.is_available():
             arguments["enable_return_routed_experts"] = True
-        with kept_process_state(), own_world():
+        with kept_process_state(), own_world(), invariant.learner_left_alone(self.batch_invariant):
             table.apply_all()
             from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
 

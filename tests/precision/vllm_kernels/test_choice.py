@@ -13,7 +13,7 @@ from lit_qrl.formats import MXFP4, NVFP4, FP8Row, Int4Group
 from lit_qrl.precision import QATAligned
 from lit_qrl.precision.vllm_kernels import choice as kernel_choice
 from lit_qrl.precision.vllm_kernels.choice import KernelChoice, choose
-from lit_qrl.precision.vllm_kernels.kernels import SamplerKernel
+from lit_qrl.precision.vllm_kernels.kernels import CutlassFP8Row, SamplerKernel
 from tests.precision.toy import Module, Policy, batches, trainer
 
 CPU = torch.device("cpu")
@@ -147,3 +147,33 @@ def test_the_engine_of_the_run_says_whose_kernels_the_sampler_takes(fake, tmp_pa
 def test_nothing_runs_on_a_cpu_whatever_is_installed():
     for name in ("int4_group", "nvfp4"):
         assert "CUDA" in choose("auto", formats.get(name), (128, 128), torch.bfloat16, CPU)
+
+
+def test_where_bits_must_agree_a_layer_without_the_samplers_kernel_is_refused_by_name(fake):
+    choice = KernelChoice("auto", FP8Row())
+    choice.sampler, choice.exact = "vllm", True
+    assert choice.pick("up", (64, 64), torch.randn(1, 64)) is fake
+    with pytest.raises(ConfigError, match=r"down \(64, 65\).*in units of 64.*Given: fp8_row, multiplied out"):
+        choice.pick("down", (64, 65), torch.randn(1, 65))
+
+
+def test_the_fp8_kernel_of_the_sampler_says_what_it_lacks():
+    kernel = CutlassFP8Row()
+    assert kernel.missing(Int4Group(), (64, 64), torch.bfloat16) == "this kernel multiplies fp8_row weights"
+    if not torch.cuda.is_available():
+        assert "on cpu" in str(choose("auto", FP8Row(), (64, 64), torch.bfloat16, CPU))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "shape", "reason"),
+    [
+        ((8, 9), torch.bfloat16, (64, 64), "9.0"),
+        ((9, 0), torch.float32, (64, 64), "bf16"),
+        ((9, 0), torch.bfloat16, (64, 72), "16"),
+    ],
+)
+def test_the_fp8_kernel_is_for_some_gpus_dtypes_and_shapes(monkeypatch, capability, dtype, shape, reason):
+    monkeypatch.setattr("lit_qrl.precision.vllm_kernels.kernels._capability", lambda: capability)
+    assert reason in str(CutlassFP8Row().missing(FP8Row(), shape, dtype))
+    monkeypatch.setattr("lit_qrl.precision.vllm_kernels.kernels._capability", lambda: (9, 0))
+    assert CutlassFP8Row().missing(FP8Row(), (64, 64), torch.bfloat16) is None

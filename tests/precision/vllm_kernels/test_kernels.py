@@ -1,12 +1,15 @@
 """What the adapters hand to vLLM's ops: stand-ins on a CPU undo the documented layouts and multiply."""
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 
 from lit_qrl.formats import NVFP4, FP8Row, Int4Group
 from lit_qrl.formats.numerics import unpack_int4
 from lit_qrl.precision.vllm_kernels import kernels as sampler_kernels
-from lit_qrl.precision.vllm_kernels.kernels import CutlassW4A8, Machete, MarlinFP4, MarlinInt4
+from lit_qrl.precision.vllm_kernels.kernels import CutlassFP8Row, CutlassW4A8, Machete, MarlinFP4, MarlinInt4
 
 HALF = torch.bfloat16
 
@@ -99,3 +102,32 @@ def test_marlin_gets_what_this_version_takes(monkeypatch):
     weight = kernel.prepare(format.quantize(torch.randn(128, 256)), HALF)
     assert kernel.apply(torch.randn(3, 256).bfloat16(), weight, None).shape == (3, 128)
     assert calls == {"repack": ((32, 128), 0, 256, 128, 4), "apply": (0, True, "locks", (8, 128))}
+
+
+def test_rows_of_fp8_are_quantized_once_for_all_layers_that_read_them(monkeypatch):
+    made = []
+
+    def scaled_fp8_quant(x, scale, use_per_token_if_dynamic):
+        assert use_per_token_if_dynamic
+        made.append(x.shape)
+        factor = x.abs().amax(dim=1, keepdim=True).float() / 448
+        return (x.float() / factor).to(torch.float8_e4m3fn), factor
+
+    def cutlass_scaled_mm(a, b, scale_a, scale_b, out_dtype, bias):
+        out = (a.float() * scale_a) @ (b.float() * scale_b.t())
+        return (out if bias is None else out + bias.float()).to(out_dtype)
+
+    operators, package = ModuleType("_custom_ops"), ModuleType("vllm")
+    operators.scaled_fp8_quant, operators.cutlass_scaled_mm = scaled_fp8_quant, cutlass_scaled_mm
+    package._custom_ops = operators
+    monkeypatch.setitem(sys.modules, "vllm", package)
+    monkeypatch.setitem(sys.modules, "vllm._custom_ops", operators)
+    torch.manual_seed(0)
+    kernel, format, x = CutlassFP8Row(), FP8Row(), torch.randn(2, 3, 64).bfloat16()
+    for bias in (None, torch.randn(48).bfloat16()):
+        q = format.quantize(torch.randn(48, 64).bfloat16())
+        expected = format.apply(x, format.prepare(q, torch.bfloat16), bias)
+        torch.testing.assert_close(kernel.apply(x, kernel.prepare(q, torch.bfloat16), bias), expected)
+    assert made == [(6, 64)]
+    kernel.multiply(x.view(6, 64), kernel.prepare(q, torch.bfloat16), None)
+    assert len(made) == 2

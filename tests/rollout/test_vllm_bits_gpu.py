@@ -1,0 +1,70 @@
+"""On a GPU of compute capability 9.0 with vLLM 0.26: learner equals sampler, and a run its repetition, bit by bit."""
+
+import csv
+
+import pytest
+import torch
+
+from lit_qrl.callbacks import AIS
+from lit_qrl.precision import QATAligned
+from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.rollout.vllm.engine import VLLMEngine
+from tests.run.test_determinism import left_as_found, rows  # noqa: F401  a fixture
+from tests.tiny_run import fit, model_folder, parameters_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def engine(**options):
+    return VLLMEngine(max_num_seqs=64, gpu_memory_utilization=0.1, kv_cache_gib=1.0, quick_start=True, **options)
+
+
+@pytest.fixture
+def hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the mode's kernels are those of compute capability 9.0")
+
+
+@pytest.mark.parametrize("plugin", [None, "fp8_row"])
+def test_the_log_ratio_of_every_token_is_zero(tmp_path, hopper, plugin):
+    model_folder(tmp_path / "model", head_dim=128, **SIZES)
+    options = {"plugins": [QATAligned(plugin)]} if plugin else {"precision": "bf16-true"}
+    sizes = {"prompts_per_iteration": 40, "group_size": 8, "mini_batches": 2, "micro_batches": 2}
+    _, _, data = fit(
+        tmp_path,
+        callbacks=[AIS()],
+        format="auto",
+        policy={"dtype": "bf16", "gradient_checkpointing": True},
+        engine=engine(batch_invariant=True),
+        trainer={"accelerator": "gpu", "max_epochs": 3, **options},
+        data=sizes,
+    )
+    data.engine.close()
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        found = [row for row in csv.DictReader(file) if row["mismatch/ratio_max"]]
+    assert len(found) == 3
+    for row in found:
+        assert float(row["mismatch/ratio_max"]) == float(row["mismatch/ratio_min"]) == 1
+        assert float(row["mismatch/abs_log_ratio"]) == 0
+        assert float(row["update/grad_norm"]) > 0
+
+
+@pytest.mark.parametrize("kind", ["embedded", "vllm", "invariant"])
+def test_two_deterministic_runs_are_equal_to_the_last_bit(tmp_path, kind):
+    found = []
+    for name in ("first", "second"):
+        model_folder(tmp_path / name / "model", head_dim=128, **SIZES)
+        made = TransformersEngine() if kind == "embedded" else engine(batch_invariant=kind == "invariant")
+        _, module, data = fit(
+            tmp_path / name,
+            format="auto" if kind == "invariant" else "fp8_row",
+            policy={"dtype": "bf16"},
+            engine=made,
+            trainer={"accelerator": "gpu", "deterministic": True, "max_epochs": 20, "precision": "bf16-true"},
+        )
+        data.engine.close()
+        found.append((rows(tmp_path / name), parameters_of(module)))
+    assert found[0][0] == found[1][0]
+    assert found[0][1].equal(found[1][1])
