@@ -202,7 +202,7 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
     ends, peak, deadline = watch(process, run / "metrics.csv", time.monotonic() + args.timeout)
     rows = read_rows(run / "metrics.csv")
     if process.returncode or len(rows) <= WARM_UP + 1:
-        return {"error": f"status {process.returncode}", "log": run.with_suffix(".log").read_text()[-2000:]}
+        return {"error": f"status {process.returncode}", "log": run.with_suffix(".log").read_text()[-8000:]}
     wall = [b - a for a, b in itertools.pairwise(ends)][WARM_UP - 1 :]
     phases = {
         phase: round(statistics.median(row.get(f"time/{phase}", 0.0) for row in rows[WARM_UP:]), 3) for phase in PHASES
