@@ -259,9 +259,9 @@ def configuration(
     trainer = {"default_root_dir": str(run), "max_epochs": args.iterations, "limit_val_batches": 0, "devices": 1}
     if parts:
         trainer |= {"devices": args.devices, "strategy": {"class_path": "ShardedStrategy"}}
-    elif plugins:
+    if plugins:
         trainer["plugins"] = plugins
-    else:
+    elif not parts:
         trainer["precision"] = "bf16-true"
     if not case.get("format"):
         trainer["callbacks"] = [{"class_path": "AIS"} if denoises(case) else TIS]

@@ -30,6 +30,7 @@ class _StraightThrough(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.has_bias = layer, bias is not None
         out = layer.multiply(x, None if bias is None else bias.to(x.dtype))
+        layer.used()
         # no view in autograd's eyes: a model may add to it in place, as Falcon's does
         return torch.ops.aten._unsafe_view(out, list(out.shape))
 
@@ -45,6 +46,7 @@ class _StraightThrough(torch.autograd.Function):
             grad_weight = flat.t() @ ctx.layer.backward_input(x).reshape(-1, x.shape[-1])
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = flat.sum(dim=0)
+        ctx.layer.used()
         return grad_x, grad_weight, grad_bias, None
 
 
