@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -267,6 +268,13 @@ def check_divisible(strategy: ShardedStrategy, module: Any) -> None:
             expected="share_weights: false; the packed base is held once in each process, beside the engine's",
             given="share_weights: true",
             remedy="Set it to false, or trainer.strategy to ddp.",
+        )
+    if isinstance(plugin, HalfPrecision):
+        raise ConfigError(
+            "ShardedStrategy keeps the learner in fp32, and trainer.precision would make all of it 16-bit.",
+            expected="trainer.precision: null; trainer.strategy.compute_dtype says what is computed in",
+            given=plugin.precision,
+            remedy="Add --trainer.precision null.",
         )
     if policy.dtype not in ("auto", "fp32"):
         raise ConfigError(

@@ -54,6 +54,8 @@ def test_what_cannot_be_divided_is_refused_with_what_to_do(tmp_path):
     refused(
         tmp_path, "LBFGS may need whole matrices.*MuonAdamW", optimizer=lambda n: torch.optim.LBFGS(dict(n).values())
     )
+    half = {"precision": "bf16-true"}
+    refused(tmp_path, "would make all of it 16-bit.*Given: bf16-true.*--trainer.precision null", trainer=half)
     plugin = {"plugins": [NVFP4LoRA(share_weights=True)]}
     refused(tmp_path, "NVFP4LoRA cannot share its base.*share_weights: false", trainer=plugin, format="auto")
     refused(tmp_path, "offload moves the learner to the host.*Given: cpu", ShardedStrategy("fp32", offload=True))
