@@ -2,8 +2,7 @@
 
     python docs/cost.py
 
-Everything is on paper: bytes by counting, seconds by the rates of `Machine`. Two rates are measured, on two GPUs
-(`MEASURED`); the test of this script says how far its sums for the other measured shapes are from what was seen.
+Everything is on paper: bytes by counting, seconds by the rates of `Machine`, none of which was measured here.
 """
 
 import math

@@ -150,7 +150,10 @@ def remove_unused(folder: Path, kept: Path) -> None:
     """
     named = {kept.name}
     for file in folder.glob("*.ckpt"):
-        named.add(torch.load(file, map_location="meta", weights_only=True, mmap=True).get(FOLDER, ""))
+        try:
+            named.add(torch.load(file, map_location="meta", weights_only=True, mmap=True).get(FOLDER, ""))
+        except Exception:  # of a damaged file it is not known what it names
+            return
     for parts in folder.glob("parts-*"):
         if parts.name not in named:
             shutil.rmtree(parts, ignore_errors=True)

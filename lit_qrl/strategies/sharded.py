@@ -125,13 +125,13 @@ class ShardedStrategy(Described, ModelParallelStrategy):
             plugin.gather_in(policy, torch.bfloat16 if self.compute_dtype == "bf16" else torch.float32)
         if self.packed_base == "sharded":
             divide_packed(policy.network, self.device_mesh["data_parallel"].get_group())
-        roots = (policy, *policy.frozen_copies)
+        roots, deferred = (policy, *policy.frozen_copies), policy.deferred
         # A layer of the learner and of its reference, which are the same numbers until the first step, one after the
         # other; what is in no layer comes last.
         for same in zip(*((*decoder_layers(root.network)[1], root) for root in roots), strict=True):
-            for part in same if policy.deferred is not None else ():
-                for module in part.modules():
-                    policy.deferred.fill(module)
+            for module in (module for part in same for module in part.modules()):
+                if deferred is not None:
+                    deferred.fill(module)
             for number, part in enumerate(same):
                 self._divide(part, trains=number == 0)
         policy.deferred = None

@@ -81,5 +81,9 @@ def test_what_no_checkpoint_names_is_removed(tmp_path):
         (tmp_path / name / "data").touch()
     torch.save({"parts": "parts-2"}, tmp_path / "iteration-1.ckpt")
     torch.save({"state_dict": {}}, tmp_path / "last.ckpt")
+    (tmp_path / "damaged.ckpt").write_bytes(b"?")
+    remove_unused(tmp_path, tmp_path / "parts-4")
+    assert len(list(tmp_path.glob("parts-*"))) == 4
+    (tmp_path / "damaged.ckpt").unlink()
     remove_unused(tmp_path, tmp_path / "parts-4")
     assert sorted(one.name for one in tmp_path.glob("parts-*")) == ["parts-2", "parts-4"]
