@@ -138,7 +138,7 @@ class MuonAdamW(Optimizer, Described):
             state["momentum_buffer"] = torch.zeros_like(matrix.grad, memory_format=torch.preserve_format)
         buffer = state["momentum_buffer"]
         buffer.lerp_(matrix.grad, 1 - mu)
-        looked_at = matrix.grad.lerp(buffer, mu) if group["nesterov"] else buffer
+        looked_at: Any = matrix.grad.lerp(buffer, mu) if group["nesterov"] else buffer
         # torch's Muon on a matrix of zeros, without momentum or decay, makes of U the step alone.
         change = torch.nn.Parameter(torch.zeros(matrix.shape, dtype=matrix.dtype, device=matrix.device))
         change.grad = looked_at.full_tensor()

@@ -43,6 +43,8 @@ class QuantizedPrecision(PublishingPrecision):
     layer_class: type[LowBitLinear]
     expert_class: type[LowBitExpert]
     trains_format = True
+    gathered_in: torch.dtype | None = None
+    """Dtype in which processes gather the weights of which each holds a part, or None."""
 
     def __init__(
         self, format: NumberFormat, exclude: Sequence[str] = (), autocast: Literal["none", "bf16"] = "none"
@@ -115,12 +117,14 @@ class QuantizedPrecision(PublishingPrecision):
         return found
 
     def gather_in(self, module: nn.Module, dtype: torch.dtype) -> None:
-        """Say that processes will each hold a part of the weights, and in which dtype a layer's are gathered.
+        """Convert a module of whose weights each process is to hold a part.
 
         Args:
-            module: converted.
-            dtype: of the weights that the format is made of, in the forward pass and in a publish.
+            module: as `convert_module` takes it.
+            dtype: in which a layer's weights are gathered, and of which the format is made, in a publish too.
         """
+        self.gathered_in = dtype
+        self.convert_module(module)
         for layer in self.layers(module).values():
             layer.gathered_in = dtype
 

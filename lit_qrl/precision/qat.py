@@ -176,7 +176,8 @@ class QATAligned(QuantizedPrecision):
         require_fp8("QATAligned", self.format, device, remedy)
         tell_emulated("QATAligned", self.format, device)
         if layers:
-            dtype = torch.bfloat16 if self.autocast == "bf16" else next(iter(layers.values())).weight.dtype
+            dtype = self.gathered_in or next(iter(layers.values())).weight.dtype
+            dtype = torch.bfloat16 if self.autocast == "bf16" else dtype
             self.choice.require({name: layer.shape for name, layer in layers.items()}, dtype)
         for layer in layers.values():
             assert isinstance(layer, AlignedWeight)

@@ -121,8 +121,8 @@ class ShardedStrategy(Described, ModelParallelStrategy):
         plugin = self.precision_plugin
         if isinstance(plugin, QuantizedPrecision):
             # FSDP keeps hold of the modules that it divides: swapped before, they are not when Lightning asks again.
-            plugin.convert_module(self.lightning_module)  # pyright: ignore[reportArgumentType]
-            plugin.gather_in(policy, torch.bfloat16 if self.compute_dtype == "bf16" else torch.float32)
+            dtype = torch.bfloat16 if self.compute_dtype == "bf16" else torch.float32
+            plugin.gather_in(self.lightning_module, dtype)  # pyright: ignore[reportArgumentType]
         if self.packed_base == "sharded":
             divide_packed(policy.network, self.device_mesh["data_parallel"].get_group())
         roots, deferred = (policy, *policy.frozen_copies), policy.deferred
