@@ -360,8 +360,14 @@ def test_when_a_process_is_killed_the_other_ends_and_the_run_goes_on(tmp_path):
     assert learn(tmp_path, 1, 5, ckpt_path=tmp_path / "run" / "checkpoints" / "last.ckpt")["rows"]
 
 
-def assert_went_on(ranks, name, folder):
-    alone = learn(folder, 1, 6, options=RUNS["AIS and a rejection, passes and mini-batches"])
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    return learn(
+        tmp_path_factory.mktemp("unbroken"), 1, 6, options=RUNS["AIS and a rejection, passes and mini-batches"]
+    )
+
+
+def assert_went_on(ranks, name, alone):
     for rank in ranks:
         last = made(rank, name)
         assert_close(last["weights"], alone["weights"], "weights of")
@@ -374,14 +380,14 @@ def assert_went_on(ranks, name, folder):
             assert_close(found, wanted, "metrics:")
 
 
-def test_a_run_goes_on_with_another_number_of_processes(ranks, tmp_path):
-    assert_went_on(ranks, "resumed", tmp_path)
+def test_a_run_goes_on_with_another_number_of_processes(ranks, unbroken):
+    assert_went_on(ranks, "resumed", unbroken)
 
 
-def test_a_run_that_writes_parts_goes_on_whole_and_in_parts_again(ranks, tmp_path):
-    assert_went_on(ranks, "resumed from parts", tmp_path)
+def test_a_run_that_writes_parts_goes_on_whole_and_in_parts_again(ranks, unbroken):
+    assert_went_on(ranks, "resumed from parts", unbroken)
 
 
 @pytest.mark.slow
-def test_a_run_in_parts_goes_on_whole_and_in_parts_again(slow_ranks, tmp_path):
-    assert_went_on(slow_ranks, "resumed in parts", tmp_path)
+def test_a_run_in_parts_goes_on_whole_and_in_parts_again(slow_ranks, unbroken):
+    assert_went_on(slow_ranks, "resumed in parts", unbroken)
