@@ -219,7 +219,7 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
     rows = read_rows(run / "metrics.csv")
     apart = mismatch(rows)
     if process.returncode or len(rows) <= WARM_UP + 1:
-        log_end = run.with_suffix(".log").read_text()[-2000:]
+        log_end = run.with_suffix(".log").read_text()[-8000:]
         return {"error": f"status {process.returncode}", "rows": len(rows), **apart, "log": log_end}
     wall = [b - a for a, b in itertools.pairwise(ends)][WARM_UP - 1 :]
     phases = {
@@ -291,9 +291,9 @@ def configuration(
     trainer = {"default_root_dir": str(run), "max_epochs": args.iterations, "limit_val_batches": 0, "devices": 1}
     if parts:
         trainer |= {"devices": args.devices, "strategy": {"class_path": "ShardedStrategy"}}
-    elif plugins:
+    if plugins:
         trainer["plugins"] = plugins
-    else:
+    elif not parts:
         trainer["precision"] = "bf16-true"
     if not case.get("format"):
         trainer["callbacks"] = [{"class_path": "AIS"} if denoises(case) else TIS]

@@ -52,8 +52,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
     "14B": _LARGE | {"intermediate_size": 13824, "num_hidden_layers": 48},
     "32B": _LARGE | {"intermediate_size": 27648, "num_hidden_layers": 64},
+    "72B": _LARGE
+    | {"hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64},
 }
 """The shapes of Qwen2.5."""
+ONE_GPU = tuple(SHAPES)[:-1]
 
 
 class Row(NamedTuple):
@@ -139,7 +142,7 @@ def parts(shape: str, row: Row, groups: int = GROUPS, completion: int = COMPLETI
     return found
 
 
-def lines(shapes: tuple[str, ...] = tuple(SHAPES)) -> Iterator[str]:
+def lines(shapes: tuple[str, ...] = ONE_GPU) -> Iterator[str]:
     """Yield the table's lines."""
     yield f"| trained | sampler | optimizer | {' | '.join(shapes)} |"
     yield f"| --- | --- | --- |{' ---: |' * len(shapes)}"
@@ -157,33 +160,47 @@ def comparison() -> Iterator[str]:
         yield f"| {shape} | {row.trained} | {whole:.1f} | {measured:.1f} | {measured - whole:.1f} |"
 
 
-def per_gpu(shape: str, row: Row, gpus: int, divided: bool) -> float:
+def per_gpu(shape: str, row: Row, gpus: int, layout: str) -> float:
     """Return GiB on each of so many GPUs that share 32 sequences, with a learner that is whole or in fp32 parts.
 
     A part is 16 bytes a trained weight: itself, its gradient and AdamW's two states. Beside it there are, whole and in
-    bf16, two decoder layers (the next is fetched while one computes), what is no layer, and a sum in fp32.
+    bf16, two decoder layers (the next is fetched while one computes), what is no layer, and a sum in fp32. Codes of a
+    packed base are on every GPU, or a part of them and one matrix in bf16.
     """
     found = parts(shape, row, groups=max(GROUPS // gpus, 1))
-    if not divided:
+    if layout == "whole":
         return sum(found.values())
     _, held = learner(shape, row.trained != "full")
-    layers = {name for name in held.shapes if ".layers." in name}
-    one, rest = held.count(layers) / SHAPES[shape]["num_hidden_layers"], held.count(set(held.shapes) - layers)
-    trained, whole = held.count(held.trained), held.count(set(held.shapes))
+    codes = held.quantizable if "nvfp4" in row.trained else set()
+    layers = {name for name in held.shapes if ".layers." in name} - set(codes)
+    one, rest = held.count(layers) / SHAPES[shape]["num_hidden_layers"], held.count(set(held.shapes) - layers - codes)
+    trained, whole = held.count(held.trained), held.count(set(held.shapes) - set(codes))
     kept = (4 * (whole - trained) + 16 * trained) / gpus + 2 * (2 * one + rest) + 4 * max(one, rest)
+    packed = NVFP4LoRA().format.bits_per_weight / 8 * held.count(codes)
+    matrix = 2 * SHAPES[shape]["hidden_size"] * SHAPES[shape]["intermediate_size"] if codes else 0
+    kept += matrix + (packed / gpus if layout == "codes in parts" else packed)
     learners = ("weights", "adapters", "master bits", "gradients", "optimizer states")
     return kept / dry_run.GIB + sum(size for name, size in found.items() if name not in learners)
+
+
+LAYOUT_ROWS = (
+    ("`ddp`", "whole", ROWS[1], (2,)),
+    ("`ShardedStrategy`", "parts", ROWS[0], (2, 4, 8, 64)),
+    ("`ShardedStrategy`", "parts", ROWS[1], (2, 4, 8, 64)),
+    ("`ShardedStrategy`", "parts", ROWS[4], (2, 4, 8)),
+    ("`ShardedStrategy`", "parts", ROWS[5], (2, 8)),
+    ("`ShardedStrategy`", "codes in parts", ROWS[5], (2, 8)),
+)
 
 
 def layouts(shapes: tuple[str, ...] = tuple(SHAPES)) -> Iterator[str]:
     """Yield the lines of the table of layouts."""
     yield f"| strategy | trained | sampler | GPUs | {' | '.join(shapes)} |"
     yield f"| --- | --- | --- | ---: |{' ---: |' * len(shapes)}"
-    for divided, row in ((False, ROWS[1]), (True, ROWS[0]), (True, ROWS[1]), (True, ROWS[4])):
-        for gpus in (2,) if not divided else (2, 4, 8):
-            sums = (f"{per_gpu(shape, row, gpus, divided):.1f}" for shape in shapes)
-            name = "`ShardedStrategy`" if divided else "`ddp`"
-            trained = row.trained.replace("bf16", "fp32") if divided else row.trained
+    for name, layout, row, counts in LAYOUT_ROWS:
+        for gpus in counts:
+            sums = (f"{per_gpu(shape, row, gpus, layout):.1f}" for shape in shapes)
+            trained = row.trained.replace("bf16", "fp32") + (", codes in parts" if layout == "codes in parts" else "")
             yield f"| {name} | {trained} | `{row.sampler}` | {gpus} | {' | '.join(sums)} |"
 
 

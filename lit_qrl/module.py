@@ -38,6 +38,7 @@ from lit_qrl.run.determinism import make_deterministic
 from lit_qrl.run.diary import number
 from lit_qrl.run.identity import check_frozen, check_identity, describe_frozen, identity
 from lit_qrl.run.interrupt import Interrupted
+from lit_qrl.run.parts import put_together
 from lit_qrl.strategies.peers import Peers
 from lit_qrl.strategies.sharded import ShardedStrategy
 from lit_qrl.types import AllReduce, MicroBatch, RolloutBatch
@@ -249,6 +250,8 @@ class GRPOModule(Described, LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the weights of another model, and an adapter over another base."""
         check_identity(checkpoint, self.policy)
+        if not isinstance(self.trainer.strategy, ShardedStrategy):
+            put_together(checkpoint, self.trainer.ckpt_path or "")
         frozen = self._frozen()
         check_frozen(checkpoint, frozen)
         checkpoint["state_dict"] = {**frozen, **checkpoint["state_dict"]}

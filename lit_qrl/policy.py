@@ -324,7 +324,10 @@ class CausalPolicy(Described, nn.Module):
     def keep_reference(self) -> None:
         """Keep a frozen copy of the current weights for `reference`; under an adapter the base serves and none is."""
         if self.lora is None and not self.frozen_copies:
-            frozen = copy.deepcopy(self.network).requires_grad_(False)
+            if self.deferred is not None:  # weights that are still to come are frozen by whoever fills them
+                frozen = self.deferred.twin()
+            else:
+                frozen = copy.deepcopy(self.network).requires_grad_(False)
             self.frozen_copies.append(Reference(frozen.eval()))
 
     @contextmanager

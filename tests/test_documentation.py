@@ -159,6 +159,34 @@ def test_the_table_of_layouts_is_what_the_script_computes():
     assert column == made[2:]
 
 
+def test_the_tables_of_the_cost_are_what_the_script_computes():
+    page, cost = (DOCS / "scale.md").read_text(), script("cost")
+    assert "\n".join(cost.moved_lines()) in page
+    assert "\n".join(cost.bound_lines()) in page
+
+
+def test_the_costs_add_up():
+    """Against sums by hand: 8B on 2 GPUs half of the model comes from the other; 70B is bound as the page says."""
+    cost = script("cost")
+    model = cost.Model(8e9, 32, 131072)
+    assert cost.moved(model, 2) == (16e9, 16e9, 8e9, 16e9)
+    assert cost.moved(model, 1) == (0, 0, 0, 0)
+    assert cost.needed(model, 2, 8) == pytest.approx(64e9 + 2 * 2 * 2 * 8e9 / 32 + 8e9)
+    load = cost.Load(sequences=4, prompt=0, completion=100, rows=2)
+    machine = cost.Machine(matmul=1e12, utilisation=0.5, memory=1e9, streaming=1.0, link=1e9, hop=0.0)
+    found = cost.cost(model, 2, load, 8, machine)
+    assert found.compute == pytest.approx(10 * 8e9 * 200 / 0.5e12)
+    assert found.travel == pytest.approx(40.0)
+    assert found.rollout == pytest.approx(100 * (8e9 + 2 * 50 * 131072) / 1e9)
+    assert found.publish == pytest.approx(16 + 40)
+    assert found.bound == "the GPU's memory (decoding)"
+    assert found.iteration == pytest.approx(max(found.compute, 40) + found.rollout + 56)
+    crowded = load._replace(sequences=64, completion=10000)  # 42 GB of keys and values
+    small = machine._replace(capacity=100e9)  # of which 16 GB are free
+    waves = cost.cost(model, 2, crowded, 8, small).rollout / 10000 * 1e9 - 32 * 5000 * 131072
+    assert waves == pytest.approx(3 * 8e9)
+
+
 def test_measured_peaks_of_the_sizing_page_are_those_of_the_study():
     sizing = script("sizing")
     qerl = (DOCS / "qerl.md").read_text()

@@ -12,8 +12,11 @@ from peft import LoraConfig
 
 from lit_qrl.callbacks import AIS, GeometricRejection, RLCallback, TruncatedIS
 from lit_qrl.errors import ConfigError
+from lit_qrl.formats import Int4Group
 from lit_qrl.network.shards import whole
 from lit_qrl.objective import DAPO, GRPO, GSPO
+from lit_qrl.optim import MuonAdamW
+from lit_qrl.precision import NVFP4LoRA, QATAligned, UnifiedFP8
 from lit_qrl.seeding import derive_seed
 from lit_qrl.strategies import ShardedStrategy
 from tests.tiny_run import DigitReward, DigitTask, build, model_folder
@@ -24,6 +27,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 CLOCKS = ("time/", "rollout/tokens_per", "publish/gigabytes")
 ITERATIONS = 5
 PARTS = partial(ShardedStrategy, "fp32")
+WRITTEN_IN_PARTS = partial(ShardedStrategy, "fp32", distributed_checkpoints=True)
 
 
 class Few(DigitReward):
@@ -42,7 +46,7 @@ class Disturbed(RLCallback):
     """Makes a sampler that is not the learner: noise on its norms, of each iteration's own."""
 
     def on_publish(self, trainer, module, name, tensor):
-        if tensor.ndim != 1:
+        if tensor.ndim != 1 or not tensor.numel():  # nothing stands for a weight that is packed
             return tensor
         generator = torch.Generator().manual_seed(derive_seed(name, trainer.current_epoch))
         return tensor * (1 + 0.1 * torch.randn(tensor.shape, generator=generator))
@@ -79,13 +83,38 @@ RUNS = {
 }
 
 
+ADAPTED = {"lora": LoraConfig(r=4, target_modules="all-linear"), "gradient_checkpointing": True}
+
+
+def low_bit(plugin, **options):
+    """A run whose learner computes in the plugin's arithmetic."""
+    options = {"data": {"mini_batches": 2}, "trainer": {"plugins": [plugin]}, "format": "auto", **options}
+    return {"callbacks": [Disturbed(), TruncatedIS()], **options}
+
+
 SHARDED = {
     "full weights in parts": RUNS["AIS and a rejection, passes and mini-batches"],
     "adapter in parts": lambda: {
         **RUNS["GSPO with TIS"](),
         "policy": {"lora": LoraConfig(r=4, target_modules="all-linear"), "gradient_checkpointing": True},
     },
+    "aligned in parts": lambda: low_bit(
+        QATAligned(Int4Group(32)), policy={"gradient_checkpointing": True}, objective=GRPO(kl_coefficient=0.01)
+    ),
+    "Muon in parts": lambda: {
+        **RUNS["GSPO with TIS"](),
+        "optimizer": lambda named: MuonAdamW(named, lr=2e-5),
+    },
+    "packed base in parts": lambda: low_bit(NVFP4LoRA(), policy=ADAPTED),
+    "replicated base under parts": lambda: low_bit(NVFP4LoRA(), policy=ADAPTED),
 }
+SLOW = ("adapter in parts", "replicated base under parts")
+IN_PARTS = [name for name in SHARDED if name not in SLOW]
+
+
+def few(name):
+    """Iterations of a run in parts: where a code turns over, since a weight's last bit is another, draws part ways."""
+    return 1 if name.startswith("aligned") else 2
 
 
 class Watch(Callback):
@@ -160,8 +189,13 @@ def quick(rank, ports, folder):
     """What two processes do in one start, since that takes longest."""
     steps = {name: partial(learn, folder / name.split()[0], RANKS, options=made) for name, made in RUNS.items()}
     steps["resumed"] = partial(resumed, rank, ports, folder / "resumed")
-    full = partial(learn, folder / "full", RANKS, 2, strategy=PARTS, options=SHARDED["full weights in parts"])
-    steps["full weights in parts"] = full
+    for name in IN_PARTS:
+        parts = partial(ShardedStrategy, "fp32", packed_base="sharded" if "packed" in name else "replicated")
+        steps[name] = partial(learn, folder / name.split()[0], RANKS, few(name), strategy=parts, options=SHARDED[name])
+    for name, strategy in (("unified", PARTS), ("unified, whole", lambda: "ddp")):
+        unified = partial(low_bit, UnifiedFP8(), data={"micro_batches": 2})
+        steps[name] = partial(learn, folder / "unified", RANKS, 2, strategy=strategy, options=unified)
+    steps["resumed from parts"] = partial(resumed, rank, ports, folder / "resumed from parts", WRITTEN_IN_PARTS)
     steps["refused"] = partial(refused, rank, ports, folder)
     return taken(steps, rank, ports)
 
@@ -171,6 +205,9 @@ def thorough(rank, ports, folder):
     steps = {
         "adapter in parts": partial(
             learn, folder / "adapter", RANKS, strategy=PARTS, options=SHARDED["adapter in parts"]
+        ),
+        "replicated base under parts": partial(
+            learn, folder / "replicated", RANKS, 2, strategy=PARTS, options=SHARDED["replicated base under parts"]
         ),
         "resumed in parts": partial(resumed, rank, ports, folder / "resumed in parts", PARTS),
     }
@@ -188,8 +225,11 @@ def taken(steps, rank, ports):
     return found
 
 
+RESUMED = ("resumed", "resumed in parts", "resumed from parts")
+
+
 def with_models(folder):
-    for name in (*(name.split()[0] for name in (*RUNS, *SHARDED)), "resumed", "resumed in parts", "refused"):
+    for name in (*(name.split()[0] for name in (*RUNS, *SHARDED)), "unified", "refused", *RESUMED):
         model_folder(folder / name / "model")
     return folder
 
@@ -252,14 +292,31 @@ def test_two_processes_repeat_the_run_of_one(name, ranks, tmp_path):
 
 
 def assert_parts_are_the_whole(ranks, name, epochs, folder):
+    model_folder(folder / "model")  # a network that is made draws what an adapter would
     alone, parts = learn(folder, 1, epochs, options=SHARDED[name]), [made(rank, name) for rank in ranks]
     for run in (alone, *parts):  # a learner in parts is not scored against its sampler
         run["rows"] = [{k: v for k, v in row.items() if not k.startswith("publish/probe")} for row in run["rows"]]
     assert_same(parts, alone)
 
 
-def test_a_learner_in_parts_repeats_the_run_of_a_whole_one(ranks, tmp_path):
-    assert_parts_are_the_whole(ranks, "full weights in parts", 2, tmp_path)
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_a_learner_in_parts_repeats_the_run_of_a_whole_one(name, ranks, tmp_path):
+    assert_parts_are_the_whole(ranks, name, few(name), tmp_path)
+
+
+def test_unified_fp8_in_parts_repeats_the_run_of_whole_learners(ranks):
+    # One process's gradients are others: a block of 128 tokens that share a scale holds rows of both.
+    for rank in ranks:
+        parts, whole_ones = made(rank, "unified"), made(rank, "unified, whole")
+        assert parts["tokens"] == whole_ones["tokens"]
+        for found, wanted in zip(parts["gradients"], whole_ones["gradients"], strict=True):
+            assert_close(found, wanted, "gradient of")
+        assert_close(parts["weights"], whole_ones["weights"], "weights of")
+
+
+@pytest.mark.slow
+def test_a_packed_base_that_every_process_holds_repeats_the_run_of_one(slow_ranks, tmp_path):
+    assert_parts_are_the_whole(slow_ranks, "replicated base under parts", 2, tmp_path)
 
 
 @pytest.mark.slow
@@ -303,8 +360,14 @@ def test_when_a_process_is_killed_the_other_ends_and_the_run_goes_on(tmp_path):
     assert learn(tmp_path, 1, 5, ckpt_path=tmp_path / "run" / "checkpoints" / "last.ckpt")["rows"]
 
 
-def assert_went_on(ranks, name, folder):
-    alone = learn(folder, 1, 6, options=RUNS["AIS and a rejection, passes and mini-batches"])
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    return learn(
+        tmp_path_factory.mktemp("unbroken"), 1, 6, options=RUNS["AIS and a rejection, passes and mini-batches"]
+    )
+
+
+def assert_went_on(ranks, name, alone):
     for rank in ranks:
         last = made(rank, name)
         assert_close(last["weights"], alone["weights"], "weights of")
@@ -317,10 +380,14 @@ def assert_went_on(ranks, name, folder):
             assert_close(found, wanted, "metrics:")
 
 
-def test_a_run_goes_on_with_another_number_of_processes(ranks, tmp_path):
-    assert_went_on(ranks, "resumed", tmp_path)
+def test_a_run_goes_on_with_another_number_of_processes(ranks, unbroken):
+    assert_went_on(ranks, "resumed", unbroken)
+
+
+def test_a_run_that_writes_parts_goes_on_whole_and_in_parts_again(ranks, unbroken):
+    assert_went_on(ranks, "resumed from parts", unbroken)
 
 
 @pytest.mark.slow
-def test_a_run_in_parts_goes_on_whole_and_in_parts_again(slow_ranks, tmp_path):
-    assert_went_on(slow_ranks, "resumed in parts", tmp_path)
+def test_a_run_in_parts_goes_on_whole_and_in_parts_again(slow_ranks, unbroken):
+    assert_went_on(slow_ranks, "resumed in parts", unbroken)

@@ -158,6 +158,10 @@ def parts(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, learner
     if isinstance(trainer.strategy, ShardedStrategy):
         ranks = trainer.world_size
         learners = [Part(part.name, part.size / ranks, f"{part.note}, 1 of {ranks} parts") for part in learners]
+        if isinstance(plugin, PackedLoRA) and trainer.strategy.packed_base == "replicated":
+            codes = learner.count(packed) * plugin.format.bits_per_weight / 8
+            whole = learners[0].size + codes * (1 - 1 / ranks)
+            learners[0] = Part("weights", whole, f"{held}, the codes whole, the rest 1 of {ranks} parts")
     return [
         *learners,
         *engine_parts(data, spec, learner, module.policy.config.get_text_config(), trainer.strategy.root_device),

@@ -164,6 +164,7 @@ def restore(config_path: Path, checkpoint_path: Path, adapter_only: bool = False
 
     from lit_qrl.network.names import is_saved_with_adapter
     from lit_qrl.run.identity import check_frozen, check_identity
+    from lit_qrl.run.parts import put_together
 
     try:
         checkpoint = torch.load(checkpoint_path, map_location="cpu", weights_only=True, mmap=True)
@@ -171,6 +172,7 @@ def restore(config_path: Path, checkpoint_path: Path, adapter_only: bool = False
         raise ConfigError(
             "The file is not a readable checkpoint.", given=f"{checkpoint_path} ({type(error).__name__})"
         ) from error
+    put_together(checkpoint, checkpoint_path, optimizers=False)
     policy = _policy(config_path)
     check_identity(checkpoint, policy)
     if adapter_only and policy.lora is None:

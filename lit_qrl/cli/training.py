@@ -1,5 +1,6 @@
 """LightningCLI with the parts that every run has: publisher, monitor, guard, report, checkpoint, progress."""
 
+import os
 import re
 import shlex
 import signal
@@ -62,6 +63,7 @@ from lit_qrl.run.identity import check_identity
 from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.run.lock import RunLock
 from lit_qrl.run.loggers import RunCSVLogger
+from lit_qrl.run.peers import require_free_port
 from lit_qrl.run.quiet import quiet
 from lit_qrl.strategies.sharded import check_strategy
 
@@ -232,6 +234,9 @@ class QRLCLI(LightningCLI):
                 raise
             raise refused(error, config) from error
         check_strategy(trainer.strategy)  # before other processes are started
+        met = torch.distributed.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if trainer.world_size > 1 and trainer.global_rank == 0 and not met:
+            require_free_port(trainer.strategy.cluster_environment.main_port)  # pyright: ignore[reportAttributeAccessIssue]
         return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:

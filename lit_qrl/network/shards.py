@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.distributed import all_gather
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -45,13 +47,52 @@ def own_part(value: Tensor, like: Tensor) -> Tensor:
     """Return what this process holds of a whole tensor, divided as `like` is, on its device; nothing is sent.
 
     Args:
-        value: the whole tensor, the same on all processes.
+        value: the whole tensor, the same on all processes; one that is divided already comes back itself.
         like: a parameter; one that is not divided gives `value` itself, on its device.
     """
+    if isinstance(value, DTensor):
+        return value
     value = value.to(like.device)
     if not isinstance(like, DTensor):
         return value
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
+class Divided(NamedTuple):
+    """What a tensor was that `divided` took a part of.
+
+    Args:
+        shape: of the whole.
+        dtype: of the whole.
+        group: the processes.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    group: Any
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Return the tensor from the parts of all processes, which must ask for the same ones in the same order."""
+        found = part.new_empty(part.numel() * self.group.size())
+        all_gather(list(found.chunk(self.group.size())), part, group=self.group)
+        return found[: self.shape.numel() * self.dtype.itemsize].view(self.dtype).view(self.shape)
+
+
+def divided(tensor: Tensor, group: Any) -> tuple[Tensor, Divided]:
+    """Return this process's equal part of a tensor's bytes, and how the tensor is had again; nothing is sent.
+
+    Bytes, so that codes of any format travel, whatever a backend knows of their dtype.
+
+    Args:
+        tensor: one dimension or more, the same on all processes.
+        group: the processes.
+    """
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    size = -(-flat.numel() // group.size())
+    part = flat.new_zeros(size)
+    own_bytes = flat[group.rank() * size : (group.rank() + 1) * size]
+    part[: own_bytes.numel()] = own_bytes
+    return part, Divided(tensor.shape, tensor.dtype, group)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lit_qrl.errors import ConfigError
@@ -27,6 +28,9 @@ class MuonAdamW(Optimizer, Described):
     Newton–Schulz iteration, makes the singular values about 1, so the factor 0.2·√max(out, in) of `match_rms_adamw`
     ("Muon is Scalable for LLM Training", arXiv:2502.16982, §2.2) gives the update AdamW's usual root mean square,
     0.2: a rate tuned for AdamW, such as QaRL's 1e-6, serves both.
+
+    Of a matrix that is divided over processes (`DTensor`) each keeps its part, of the momentum too. U is gathered and
+    orthogonalized on all of them.
 
     Args:
         params: pairs of name and parameter, as `named_parameters()` yields them.
@@ -116,9 +120,34 @@ class MuonAdamW(Optimizer, Described):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for part in self._parts:
-            part.step()
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            divided = [one for one in group["params"] if isinstance(one, DTensor) and one.grad is not None]
+            if group["algorithm"] == "muon" and divided:
+                for matrix in divided:
+                    self._step_on_part(matrix, group)
+            else:
+                part.step()
         return loss
+
+    def _step_on_part(self, matrix: Tensor, group: dict[str, Any]) -> None:
+        """Take Muon's step on a matrix of which this process holds a part: momentum too; U alone is gathered."""
+        assert isinstance(matrix, DTensor)
+        assert matrix.grad is not None
+        state, mu = self.state[matrix], group["momentum"]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(matrix.grad, memory_format=torch.preserve_format)
+        buffer = state["momentum_buffer"]
+        buffer.lerp_(matrix.grad, 1 - mu)
+        looked_at: Any = matrix.grad.lerp(buffer, mu) if group["nesterov"] else buffer
+        # torch's Muon on a matrix of zeros, without momentum or decay, makes of U the step alone.
+        change = torch.nn.Parameter(torch.zeros(matrix.shape, dtype=matrix.dtype, device=matrix.device))
+        change.grad = looked_at.full_tensor()
+        settings = {name: group[name] for name in ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
+        torch.optim.Muon([change], weight_decay=0.0, momentum=0.0, nesterov=False, **settings).step()
+        part = distribute_tensor(change.detach(), matrix.device_mesh, matrix.placements, src_data_rank=None).to_local()
+        matrix.mul_(1 - group["lr"] * group["weight_decay"])
+        held = matrix.to_local()
+        held.add_(part.to(held.device))
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -21,8 +21,9 @@ from lit_qrl.network.linears import (
     swap_linears,
 )
 from lit_qrl.network.names import is_adapted
+from lit_qrl.network.stream import quantize_named
 from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitExperts, LowBitLinear, LowBitWeight, StepClock
-from lit_qrl.precision.source import Held, PublishingPrecision, WeightSource
+from lit_qrl.precision.source import Change, Held, Named, PublishingPrecision, WeightSource
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ class QuantizedPrecision(PublishingPrecision):
     layer_class: type[LowBitLinear]
     expert_class: type[LowBitExpert]
     trains_format = True
+    gathered_in: torch.dtype | None = None
+    """Dtype in which processes gather the weights of which each holds a part, or None."""
 
     def __init__(
         self, format: NumberFormat, exclude: Sequence[str] = (), autocast: Literal["none", "bf16"] = "none"
@@ -113,6 +116,18 @@ class QuantizedPrecision(PublishingPrecision):
                 found |= part.weights
         return found
 
+    def gather_in(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """Convert a module of whose weights each process is to hold a part.
+
+        Args:
+            module: as `convert_module` takes it.
+            dtype: in which a layer's weights are gathered, and of which the format is made, in a publish too.
+        """
+        self.gathered_in = dtype
+        self.convert_module(module)
+        for layer in self.layers(module).values():
+            layer.gathered_in = dtype
+
     @override
     def source(
         self, policy: Any, format: NumberFormat | None, exclude: Sequence[str] = (), head: bool = False
@@ -141,11 +156,28 @@ class LowBitSource(WeightSource):
         return {name: layer.shape for name, layer in self.plugin.layers(self.policy).items()}
 
     @override
+    def whole(self, change: Change, dtype: torch.dtype | None) -> Named:
+        gathered: dict[str, torch.dtype | None] = {}
+        for name, part in network_of(self.policy).named_modules():
+            if isinstance(part, LowBitLinear):
+                gathered[f"{name}.weight"] = part.gathered_in
+            elif isinstance(part, LowBitExperts):
+                kept = next(iter(part.weights.values())).gathered_in
+                gathered |= {f"{name}.{matrix}": kept for matrix in part.stack.parts}
+
+        def as_computed(name: str, tensor: Tensor) -> Tensor:
+            return change(name, tensor).to(gathered.get(name))
+
+        return super().whole(as_computed, dtype)
+
+    @override
     def held(self) -> Held:
         layers = self.plugin.layers(self.policy)
 
         def codes(name: str, tensor: Tensor) -> QuantizedWeight | None:
             layer = layers[name]
+            if layer.gathered_in is not None:  # layers that share a scale are seen together by the stream alone
+                return None if self.plugin.format.shares_amax else quantize_named(self.plugin.format, name, tensor)
             return layer.quantized() if tensor.data_ptr() == layer.weight.data_ptr() else None
 
         return codes

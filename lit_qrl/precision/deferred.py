@@ -1,11 +1,13 @@
 """Weights that come layer by layer: a model that is packed at once need never exist in full precision."""
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +83,9 @@ class DeferredWeights:
         self._waiting: dict[int, nn.Parameter] = {}
         # How many modules hold a placeholder (a tied output embedding shares one), and what took its place in some.
         self._places: Counter[int] = Counter()
+        # What a plugin has put in the place of a family's module does not say how its weights are drawn.
+        self._origins: dict[int, nn.Module] = {}
+        self._family = WeakSet(self.network.modules())
         self._filled: dict[int, nn.Parameter] = {}
         placeholders: dict[int, nn.Parameter] = {}
         for module in self.network.modules():
@@ -92,6 +97,7 @@ class DeferredWeights:
                     placeholders[id(parameter)] = nn.Parameter(one.expand(parameter.shape), parameter.requires_grad)
                 placeholder = placeholders[id(parameter)]
                 self._names[id(placeholder)] = names[id(parameter)]
+                self._origins.setdefault(id(placeholder), module)
                 # kept alive here, so that no other parameter can get its identity
                 self._waiting[id(placeholder)] = placeholder
                 self._places[id(placeholder)] += 1
@@ -100,7 +106,7 @@ class DeferredWeights:
     @torch.no_grad()
     def fill(self, module: nn.Module) -> None:
         """Draw or read a module's own parameters; what is there already stays."""
-        drawn = False
+        drawn: nn.Module | None = None
         for name, parameter in module._parameters.items():
             key = id(parameter)
             if parameter is None or key not in self._waiting:
@@ -110,13 +116,24 @@ class DeferredWeights:
                 if self.read is not None:
                     fresh.copy_(self.read(self._names[key]))
                 self._filled[key] = nn.Parameter(fresh, parameter.requires_grad)
-                drawn = self.read is None
+                if self.read is None:
+                    drawn = module if module in self._family else self._origins[key]
             module._parameters[name] = self._filled[key]
             self._places[key] -= 1
             if not self._places[key]:
-                del self._filled[key]
-        if drawn:
-            self.network._init_weights(module)
+                del self._filled[key], self._origins[key]
+        if drawn is not None:
+            before, drawn._parameters = drawn._parameters, module._parameters
+            self.network._init_weights(drawn)
+            drawn._parameters = before
+
+    def twin(self) -> Any:
+        """Return a copy of the model whose weights are to be filled as the model's own are, with the same numbers."""
+        copied = copy.deepcopy(self.network, dict(self._waiting))  # placeholders are what they are
+        self._family.update(copied.modules())
+        for module in copied.modules():
+            self._places.update(id(one) for one in module._parameters.values() if id(one) in self._waiting)
+        return copied
 
     def fill_all(self) -> None:
         """Draw or read whatever is still missing."""

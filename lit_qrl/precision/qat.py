@@ -30,6 +30,7 @@ class _StraightThrough(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.has_bias = layer, bias is not None
         out = layer.multiply(x, None if bias is None else bias.to(x.dtype))
+        layer.used()
         # no view in autograd's eyes: a model may add to it in place, as Falcon's does
         return torch.ops.aten._unsafe_view(out, list(out.shape))
 
@@ -45,6 +46,7 @@ class _StraightThrough(torch.autograd.Function):
             grad_weight = flat.t() @ ctx.layer.backward_input(x).reshape(-1, x.shape[-1])
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = flat.sum(dim=0)
+        ctx.layer.used()
         return grad_x, grad_weight, grad_bias, None
 
 
@@ -173,7 +175,8 @@ class QATAligned(QuantizedPrecision):
         require_fp8("QATAligned", self.format, device, remedy)
         tell_emulated("QATAligned", self.format, device)
         if layers:
-            dtype = torch.bfloat16 if self.autocast == "bf16" else next(iter(layers.values())).weight.dtype
+            dtype = self.gathered_in or next(iter(layers.values())).weight.dtype
+            dtype = torch.bfloat16 if self.autocast == "bf16" else dtype
             self.choice.require({name: layer.shape for name, layer in layers.items()}, dtype)
         for layer in layers.values():
             assert isinstance(layer, AlignedWeight)

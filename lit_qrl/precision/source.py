@@ -15,6 +15,7 @@ from lit_qrl.network.adapters import base_weights
 from lit_qrl.network.experts import expert_stacks, unstacked
 from lit_qrl.network.linears import quantizable_layers, quantizable_linears
 from lit_qrl.network.names import kept_in_fp32
+from lit_qrl.network.shards import whole
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.precision.vllm_kernels.borrowed import WeightStore
 from lit_qrl.run.description import Described
@@ -109,7 +110,7 @@ class WeightSource:
 
     def norms(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the learner's own tensors of these names."""
-        return {name: self.policy.network.get_parameter(name).detach() for name in names}
+        return {name: whole(self.policy.network.get_parameter(name).detach()) for name in names}
 
     def base_state(self) -> tuple[Any, ...]:
         """Return a key that changes whenever a frozen tensor of the learner is written or replaced."""

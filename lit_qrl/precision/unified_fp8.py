@@ -34,6 +34,7 @@ class _BlockScaled(torch.autograd.Function):
         across = across if learns else None
         added = None if bias is None else bias.to(x.dtype)
         out = layer.backend.multiply(along, layer.operands()[0], x.dtype, added)[: flat.shape[0]]
+        layer.used()
         ctx.layer, ctx.shape, ctx.has_bias, ctx.weight_dtype = layer, x.shape, bias is not None, weight.dtype
         ctx.save_for_backward(*(() if across is None else (across.codes, across.scale)))
         # no view in autograd's eyes: a model may add to it in place, as Llama 4's does
@@ -48,6 +49,7 @@ class _BlockScaled(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if along is not None:
             grad_x = backend.multiply(along, ctx.layer.operands()[1], grad.dtype)[: flat.shape[0]].view(ctx.shape)
+            ctx.layer.used()
         if across is not None:
             codes, scale = ctx.saved_tensors
             kept = Operand(codes, scale, False)

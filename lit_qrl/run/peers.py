@@ -42,6 +42,27 @@ def check_same(settings: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
+def require_free_port(port: int) -> None:
+    """Raise `ConfigError` when another program listens where the first process is to wait for the others.
+
+    They would talk to it, and wait for minutes.
+
+    Args:
+        port: of this host.
+    """
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the end of a run before this one does not count
+        try:
+            trial.bind(("", port))
+        except OSError as error:
+            raise ConfigError(
+                "The processes of the run cannot meet: their port is in use.",
+                expected="a port that nobody listens on",
+                given=f"MASTER_PORT {port} ({error.strerror})",
+                remedy="Set MASTER_PORT to another one, or leave it out where one machine starts all of them.",
+            ) from error
+
+
 class PeerWatch:
     """Tells when another process of the run ends before this one, at once and whatever this one is waiting for.
 

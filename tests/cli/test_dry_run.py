@@ -1,4 +1,5 @@
 import shutil
+import socket
 from collections import namedtuple
 from pathlib import Path
 
@@ -78,6 +79,53 @@ def test_an_adapter_in_16_bits_and_another_optimizer(run):
     assert sizes["weights"] == 2 * 987_776
     assert sizes["optimizer states"] == 0
     assert sizes["sampler's weights"] == 0  # the learner's own tensors
+
+
+class Seen:
+    """A Trainer as one of two processes sees it."""
+
+    world_size = 2
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def __getattr__(self, name):
+        return getattr(self.trainer, name)
+
+
+def test_of_a_learner_in_parts_each_process_has_its_share_and_the_codes_of_a_packed_base(run, monkeypatch):
+    lora = ("--model.policy.lora", "peft.LoraConfig", "--model.policy.lora.r", 4)
+    plugin = ("--trainer.plugins", '[{"class_path": "NVFP4LoRA"}]', "--publisher.format", "auto")
+    found, parts = {}, dry.parts
+
+    def of_two(trainer, *rest):
+        for packed_base in ("replicated", "sharded"):
+            trainer.strategy.packed_base = packed_base
+            found[packed_base] = {part.name: part.size for part in parts(Seen(trainer), *rest)}
+        return parts(trainer, *rest)
+
+    monkeypatch.setattr(dry, "parts", of_two)
+    try:
+        sharded = ("--config", ROOT / "configs" / "strategy" / "sharded.yaml", "--trainer.devices", 1)
+        _, whole, text = run(*sharded, *lora, *plugin)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert "1 of 1 parts" in text, text
+    assert found["sharded"]["weights"] == whole["weights"] / 2
+    assert found["sharded"]["gradients"] == found["replicated"]["gradients"] == whole["gradients"] / 2
+    codes = 2 * (found["replicated"]["weights"] - found["sharded"]["weights"])
+    assert codes * 8 / 4.5 * 4 + (whole["weights"] - codes) == pytest.approx(4 * 987_776)
+
+
+def test_a_port_that_is_taken_is_said_before_other_processes_start(run, monkeypatch):
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        monkeypatch.setenv("MASTER_PORT", str(listening.getsockname()[1]))
+        status, _, text = run("--trainer.devices", 2, "--trainer.strategy", "ddp")
+    assert status == 2
+    assert "their port is in use" in text
 
 
 def test_what_fit_refuses_is_refused(run):

@@ -1,10 +1,13 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_qrl import formats
@@ -12,6 +15,7 @@ from lit_qrl.cli.export import export
 from lit_qrl.cli.main import main as lit_qrl
 from lit_qrl.cli.parser import run as called
 from lit_qrl.errors import ConfigError
+from lit_qrl.run.parts import take_parts, write_parts
 from tests.tiny_run import command, model_folder, without_plots
 
 LORA = {"class_path": "peft.LoraConfig", "init_args": {"r": 4, "target_modules": "all-linear"}}
@@ -57,6 +61,27 @@ def test_a_fully_trained_policy_is_written_bit_for_bit(full, tmp_path, capsys):
         assert torch.equal(parameter, state[f"policy.model.{name}"])
         assert not torch.equal(parameter, start.get_parameter(name))
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("1+2=")["input_ids"]
+
+
+def test_a_checkpoint_in_parts_is_written_as_one_in_a_file(full, tmp_path):
+    run, store = tmp_path / "run", torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    shutil.copytree(full, run)
+    whole = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        held = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in whole["state_dict"].items()}
+        parts = {**whole, "state_dict": held, "optimizer_states": [], "parts": "parts-1"}
+        write_parts(take_parts(parts), run / "checkpoints" / "parts-1")
+    finally:
+        torch.distributed.destroy_process_group()
+    torch.save(parts, run / "checkpoints" / "last.ckpt")
+    export(run, output=tmp_path / "out")
+    network = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(p, saved(full)[f"policy.model.{name}"]) for name, p in network.named_parameters())
+    shutil.rmtree(run / "checkpoints" / "parts-1")
+    with pytest.raises(ConfigError, match="they are not beside it"):
+        export(run, output=tmp_path / "again")
 
 
 def test_dtype_and_shards(full, tmp_path):

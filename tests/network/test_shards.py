@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -5,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lit_qrl.network.adapters import merged_weights
+from lit_qrl.network.shards import divided as cut
 from lit_qrl.network.shards import gathered, is_sharded, own, own_part, whole
 
 
@@ -51,3 +54,23 @@ def test_a_part_is_cut_as_another_is(mesh):
     assert torch.equal(whole(part), value)
     assert own_part(value, torch.empty(4, 2)) is value
     assert whole(value) is value
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.float32])
+def test_bytes_are_cut_into_equal_parts_for_any_number_of_processes(dtype):
+    value = torch.arange(7 * 3).view(7, 3).to(dtype)
+    for size in (1, 2, 3, 50):
+        made = [cut(value, SimpleNamespace(size=lambda n=size: n, rank=lambda r=rank: r)) for rank in range(size)]
+        parts = [part for part, _ in made]
+        assert len({part.numel() for part in parts}) == 1
+        joined = torch.cat(parts)[: value.numel() * dtype.itemsize].view(dtype).view(7, 3)
+        assert torch.equal(joined.view(torch.uint8), value.view(torch.uint8))
+        assert {(whole.shape, whole.dtype) for _, whole in made} == {(value.shape, dtype)}
+
+
+def test_a_tensor_whose_bytes_were_cut_is_had_again(mesh):
+    value = torch.randn(5, 3).to(torch.float8_e4m3fn)
+    part, whole_again = cut(value, mesh.get_group())
+    found = whole_again.whole(part)
+    assert found.dtype == value.dtype
+    assert torch.equal(found.float(), value.float())

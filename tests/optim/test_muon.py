@@ -6,6 +6,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_qrl.errors import ConfigError
@@ -237,3 +239,28 @@ def test_a_run_with_muon_clips_and_resumes_bit_for_bit(tmp_path):
     trainer.fit(module, datamodule=data, ckpt_path=saved, weights_only=True)
     assert trainer.current_epoch == 4
     assert torch.equal(parameters_of(whole), parameters_of(module))
+
+
+def test_a_matrix_that_processes_share_takes_the_step_of_a_whole_one(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        whole, divided = model(), model()
+        for module in divided.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+        optimizers = [MuonAdamW(one.named_parameters(), lr=0.01, weight_decay=0.1) for one in (whole, divided)]
+        for step in range(3):
+            set_gradients(whole, step)
+            for mine, theirs in zip(divided.parameters(), whole.parameters(), strict=True):
+                mine.grad = distribute_tensor(theirs.grad.clone(), mesh, [Shard(0)])
+            for optimizer in optimizers:
+                optimizer.step()
+        for name, parameter in divided.named_parameters():
+            wanted = whole.get_parameter(name)
+            assert torch.allclose(parameter.full_tensor(), wanted, rtol=0, atol=1e-7), name
+        kept = optimizers[1].state[divided["up"].weight]["momentum_buffer"]
+        assert torch.allclose(kept.full_tensor(), optimizers[0].state[whole["up"].weight]["momentum_buffer"])
+    finally:
+        torch.distributed.destroy_process_group()

@@ -8,9 +8,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from lit_qrl.precision import NVFP4LoRA
+from lit_qrl.precision import NVFP4LoRA, QATAligned
 from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, deferred_weights, weights_are_deferred
 from lit_qrl.precision.packed_lora import PackedLinear
+from tests.families.configs import BY_TYPE, random_network
 from tests.tiny_run import fit, model_folder
 
 SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -80,6 +81,23 @@ def test_a_filled_weight_is_kept_by_its_module_alone():
     seen = weakref.ref(mlp.up_proj.weight)
     mlp.up_proj = nn.Identity()
     assert seen() is None
+
+
+def test_experts_that_a_plugin_swapped_before_they_were_drawn_are_the_familys():
+    drawn, config = {}, random_network(BY_TYPE["qwen3_moe"]).config
+    for swapped in (False, True):
+        torch.manual_seed(0)
+        weights = DeferredWeights(lambda: AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+        module = nn.Module()
+        module.policy = nn.Module()
+        module.policy.network = weights.network
+        if swapped:
+            QATAligned("int4_group").convert_module(module)
+        weights.fill_all()
+        drawn[swapped] = {name: value.detach().clone() for name, value in weights.network.named_parameters()}
+    assert drawn[True].keys() == drawn[False].keys()
+    assert all(torch.equal(value, drawn[False][name]) for name, value in drawn[True].items())
+    assert 0.005 < drawn[True]["model.layers.0.mlp.experts.gate_up_proj"].std() < 0.05
 
 
 def test_the_context_ends():

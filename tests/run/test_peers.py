@@ -1,11 +1,12 @@
 import queue
+import socket
 import threading
 
 import pytest
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.run import peers
-from lit_qrl.run.peers import PeerWatch, check_same
+from lit_qrl.run.peers import PeerWatch, check_same, require_free_port
 
 
 def connected(size):
@@ -73,3 +74,13 @@ def test_settings_that_differ_are_named_with_their_ranks():
     check_same([{"data.seed": 1}] * 3)
     with pytest.raises(ConfigError, match=r"data\.seed 1 on rank 0 and 2 on rank 2, model\.warmup None on rank 0 and"):
         check_same([{"data.seed": 1}, {"data.seed": 1}, {"data.seed": 2, "model.warmup": 0.1}])
+
+
+def test_a_port_that_somebody_listens_on_is_named():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        listening.listen()
+        with pytest.raises(ConfigError, match=rf"their port is in use.*MASTER_PORT {port} \(.*leave it out"):
+            require_free_port(port)
+    require_free_port(port)

@@ -8,13 +8,15 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import Int4Group
+from lit_qrl.network.expert_list import ExpertList
 from lit_qrl.objective import GRPO
 from lit_qrl.optim import MuonAdamW
 from lit_qrl.policy import CausalPolicy
-from lit_qrl.precision import QATAligned
+from lit_qrl.precision import NVFP4LoRA, QATAligned
 from lit_qrl.precision.deferred import weights_are_deferred
+from lit_qrl.precision.layers.packed_linear import PackedLinear
 from lit_qrl.strategies import sharded
-from lit_qrl.strategies.sharded import ShardedStrategy, check_strategy
+from lit_qrl.strategies.sharded import ShardedStrategy, check_strategy, divide_packed
 from tests.tiny_run import build
 
 
@@ -49,29 +51,78 @@ def refused(tmp_path, match, strategy=None, **options):
 
 def test_what_cannot_be_divided_is_refused_with_what_to_do(tmp_path):
     refused(tmp_path, "keeps the learner in fp32.*Given: bf16.*compute_dtype to bf16", policy={"dtype": "bf16"})
-    refused(tmp_path, "MuonAdamW may need whole matrices.*AdamW", optimizer=lambda named: MuonAdamW(named))
-    plugin = {"plugins": [QATAligned(Int4Group(32))]}
-    refused(tmp_path, "QATAligned computes on whole weights.*Remove the plugin", trainer=plugin, format="auto")
+    refused(
+        tmp_path, "LBFGS may need whole matrices.*MuonAdamW", optimizer=lambda n: torch.optim.LBFGS(dict(n).values())
+    )
+    half = {"precision": "bf16-true"}
+    refused(tmp_path, "would make all of it 16-bit.*Given: bf16-true.*--trainer.precision null", trainer=half)
+    plugin = {"plugins": [NVFP4LoRA(share_weights=True)]}
+    refused(tmp_path, "NVFP4LoRA cannot share its base.*share_weights: false", trainer=plugin, format="auto")
     refused(tmp_path, "offload moves the learner to the host.*Given: cpu", ShardedStrategy("fp32", offload=True))
     with pytest.raises(ConfigError, match=r"compute_dtype is unknown.*Given: fp8"):
         ShardedStrategy("fp8")
+    with pytest.raises(ConfigError, match=r"packed_base is unknown.*Given: whole"):
+        ShardedStrategy(packed_base="whole")
+
+
+def test_only_a_packed_base_of_linear_layers_is_divided():
+    with pytest.raises(ConfigError, match=r"the policy has none.*NVFP4LoRA"):
+        divide_packed(torch.nn.Linear(2, 2), None)
+    layer = PackedLinear(Int4Group(32), (2, 32), None)
+    experts = ExpertList.__new__(ExpertList)
+    torch.nn.Module.__init__(experts)
+    experts.layer = layer
+    with pytest.raises(ConfigError, match=r"processes choose different ones.*replicated"):
+        divide_packed(torch.nn.Sequential(experts), None)
 
 
 def test_a_strategy_of_ours_passes_and_plain_optimizers_do(tmp_path):
     trainer, module, _ = build(tmp_path)
     strategy = ShardedStrategy()
     check_strategy(strategy)
-    strategy.precision_plugin = trainer.precision_plugin
+    for plugin in (trainer.precision_plugin, QATAligned(Int4Group(32)), NVFP4LoRA()):
+        strategy.precision_plugin = plugin
+        strategy.check(module)
+    module.optimizer = lambda named: MuonAdamW(named)
     strategy.check(module)
 
 
-def test_only_a_policy_without_a_copied_reference_waits_for_its_weights(tmp_path):
-    waits = {}
-    for kl in (0.0, 0.1):
-        _, module, _ = build(tmp_path, objective=GRPO(kl_coefficient=kl))
-        strategy = ShardedStrategy()
-        strategy._lightning_module = module
-        with strategy.model_sharded_context():
-            waits[kl] = weights_are_deferred(adapted=False)
-    assert waits == {0.0: True, 0.1: False}
+def test_a_policy_and_its_reference_are_read_and_divided_layer_by_layer(tmp_path, monkeypatch):
+    """A process holds one layer that is not divided; the reference has the learner's numbers, without gradients."""
+    _, module, _ = build(tmp_path, objective=GRPO(kl_coefficient=0.1))
+    expected = CausalPolicy(str(tmp_path / "model"))
+    expected.configure()
+    strategy, policy = ShardedStrategy("fp32"), module.policy
+    strategy._lightning_module, strategy._device_mesh = module, {"data_parallel": None}
+    with strategy.model_sharded_context():
+        assert weights_are_deferred(adapted=False)
+        policy.configure()
+        policy.keep_reference()
     assert not weights_are_deferred(adapted=False)
+    most, parts = [], {}
+
+    def divide(part, **options):
+        whole = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in every(policy)}
+        most.append(sum(size for size in whole.values() if size > 4))
+        for child in part.modules():
+            for name, parameter in child._parameters.items():
+                if parameter is not None:
+                    parts.setdefault((child, name), parameter)
+                    child._parameters[name] = torch.nn.Parameter(torch.zeros(()), parameter.requires_grad)
+
+    monkeypatch.setattr(sharded, "fully_shard", divide)
+    strategy.shard(policy)
+    layer = sum(p.nbytes for p in expected.network.model.layers[0].parameters())
+    rest = sum(p.nbytes for p in expected.network.parameters()) - 2 * layer
+    assert max(most) == max(layer, rest)
+    for root, trained in ((policy.network, True), (policy.frozen_copies[0].network, False)):
+        for name, wanted in expected.network.named_parameters():
+            owner, _, leaf = name.rpartition(".")
+            found = parts[root.get_submodule(owner), leaf]
+            assert torch.equal(found, wanted)
+            assert found.requires_grad == trained
+
+
+def every(policy):
+    """Every parameter of a policy and of its reference."""
+    return [p for one in (policy, *policy.frozen_copies) for p in one.parameters()]

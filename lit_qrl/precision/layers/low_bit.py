@@ -32,6 +32,8 @@ class LowBitWeight:
     out_features: int
     in_features: int
     siblings: tuple["LowBitWeight", ...]
+    gathered_in: torch.dtype | None = None
+    """Dtype of the weight while its layer computes, where each process holds a part of it in between; else None."""
     _cached: tuple[Any, QuantizedWeight] | None
     _amax: tuple[Any, Tensor] | None
     _prepared: dict[Any, Any]
@@ -88,6 +90,13 @@ class LowBitWeight:
             with torch.inference_mode(False), torch.no_grad():
                 self._prepared[dtype] = self.format.prepare(q, dtype)
         return self._prepared[dtype]
+
+    def used(self) -> None:
+        """Forget what was derived from a weight that is gathered for one pass: beside the parts nothing whole stays."""
+        if self.gathered_in is not None:
+            self.drop_cache()
+            for part in self.siblings:
+                part._amax = None
 
     def drop_cache(self) -> None:
         """Forget the low-bit weight, as after a move to another device."""

@@ -12,6 +12,7 @@ from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.formats.support import row_of
 from lit_qrl.network.quantized_linear import QuantizedLinear
+from lit_qrl.network.shards import Divided, divided
 from lit_qrl.precision.layers.low_bit import autocast_input
 from lit_qrl.precision.vllm_kernels.borrowed import MarlinNVFP4
 
@@ -37,6 +38,8 @@ class PackedLinear(QuantizedLinear):
     """True while the codes stay on the host, whatever the module is moved to, until an engine holds them."""
     stored: MarlinNVFP4 | None = None
     """The weight in an engine's memory, in place of codes of its own."""
+    parts: dict[str, Divided] | None = None
+    """How codes and scales are gathered of which this process holds a part, for one product at a time."""
     kernel: str = "dequantize"
     """How a borrowed weight is multiplied in the forward pass."""
 
@@ -58,6 +61,10 @@ class PackedLinear(QuantizedLinear):
     @property
     def weight(self) -> QuantizedWeight:
         """The weight in the layout of a checkpoint; of one that is borrowed, a copy."""
+        if self.parts is not None:
+            whole = {name: one.whole(getattr(self, name)) for name, one in self.parts.items()}
+            codes, scales = whole["codes"], whole.get("scales")
+            return QuantizedWeight(codes, scales, self.global_scale, self.format, self.shape)
         if self.stored is None:
             return super().weight
         assert self.global_scale is not None
@@ -73,6 +80,12 @@ class PackedLinear(QuantizedLinear):
         """Move the codes to the host until an engine holds them."""
         self.set_weight(self.weight_on(torch.device("cpu")))
         self.waits_on_host = True
+
+    def divide(self, group: Any) -> None:
+        """Keep this process's part of codes and scales; from now on all processes must use the layer alike."""
+        made = {name: divided(held, group) for name in ("codes", "scales") if (held := getattr(self, name)) is not None}
+        self.codes, self.scales = made["codes"][0], made["scales"][0] if "scales" in made else None
+        self.parts = {name: whole for name, (_, whole) in made.items()}
 
     def borrow(self, stored: MarlinNVFP4) -> None:
         """Read the weight from `stored` from now on, and drop the codes and scales held here."""

@@ -71,8 +71,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         max_model_len: longest prompt and completion together, in tokens; None is the sum of the run's two limits.
         max_num_seqs: sequences decoded at a time.
         enforce_eager: no compilation and no CUDA graphs: starts in seconds and decodes slower; always so on CPU.
-        quick_start: CUDA graphs for decoding without compilation, which takes a minute and makes a step up to a quarter
-            shorter: `auto` compiles where the run plans 50,000 decode steps (100 iterations of 512 tokens) or more.
+        quick_start: CUDA graphs without compilation, which takes a minute; `auto` compiles from 50,000 decode steps on.
         max_lora_rank: of adapters published apart from their base; 0 allows none.
         sleep_level: what `sleep` does on a GPU: 0 nothing, 1 moves the weights to the host, 2 drops them; the KV cache
             is dropped in both. Needs `trainer.strategy: ColocatedStrategy`.
@@ -117,7 +116,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         self.step_timeout, self.start_timeout = step_timeout, start_timeout
         self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
         self.batch_invariant = invariant.asked_for(batch_invariant)
-        self.quick_start: bool | Literal["auto"] = quick_start or bool(batch_invariant)
+        self.quick_start: bool | Literal["auto"] = bool(batch_invariant) or quick_start
         self._arguments: dict[str, Any] = {
             "gpu_memory_utilization": gpu_memory_utilization,
             "kv_cache_dtype": kv_cache_dtype,

@@ -142,3 +142,32 @@ def test_a_shape_that_does_not_fit_is_named():
     module.down_proj = nn.Parameter(torch.zeros(4, 128, 100))
     with pytest.raises(ConfigError, match=rf"4 layers do not fit nvfp4: {name}.0.down_proj \(128, 100\)"):
         QATAligned("nvfp4").convert_module(network)
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_what_is_gathered_for_a_pass_goes_out_as_it_was_computed_with_and_nothing_whole_stays(name):
+    """Parts in fp32 that are gathered in bf16: pass and publish have the codes of the bf16 numbers."""
+    plugin, wanted = PLUGINS[name](), PLUGINS[name]()
+    network, policy = learner("qwen3_moe", plugin)
+    rounded_network, rounded_policy = learner("qwen3_moe", wanted)
+    rounded_network.bfloat16()
+    plugin.gather_in(network, torch.bfloat16)
+    sent, expected = (
+        dict(one.source(whose, one.format).whole(unchanged, None))
+        for one, whose in ((plugin, policy), (wanted, rounded_policy))
+    )
+    assert sent.keys() == expected.keys()
+    for tensor in plugin.source(policy, plugin.format).shapes():
+        for part in (f"{tensor}.weight", f"{tensor}.weight_scale", f"{tensor}.weight_packed"):
+            if part in sent:
+                assert torch.equal(sent[part].float(), expected[part].float()), part
+    rounded_network(IDS).logits.sum().backward()
+    network.bfloat16()  # what FSDP does around each layer
+    network(IDS).logits.sum().backward()
+    for (where, one), other in zip(network.named_parameters(), rounded_network.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=where)
+    for layer in plugin.layers(network).values():
+        assert layer._cached is None
+        assert layer._amax is None
+        assert not layer._prepared
+    assert any(layer._cached is not None for layer in wanted.layers(rounded_network).values())

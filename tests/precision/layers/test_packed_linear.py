@@ -1,4 +1,5 @@
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,3 +83,31 @@ def test_under_autocast_the_product_is_in_its_dtype():
     assert got.dtype == torch.bfloat16
     weight = layer.format.dequantize(layer.weight, torch.bfloat16)
     assert torch.equal(got, x.bfloat16() @ weight.t())
+
+
+def test_a_layer_of_which_a_process_holds_a_part_multiplies_by_the_whole(monkeypatch):
+    """Another process's part comes when the product asks for it, and goes with it."""
+    layer, whole = packed(), packed()
+    other = packed()
+    other.divide(SimpleNamespace(size=lambda: 2, rank=lambda: 1))
+    layer.divide(SimpleNamespace(size=lambda: 2, rank=lambda: 0))
+    assert layer.codes.untyped_storage().nbytes() == whole.codes.untyped_storage().nbytes() / 2
+    theirs = {layer.codes.data_ptr(): other.codes, layer.scales.data_ptr(): other.scales}
+
+    def gather(found, part, group):
+        found[0].copy_(part)
+        found[1].copy_(theirs[part.data_ptr()])
+
+    monkeypatch.setattr("lit_qrl.network.shards.all_gather", gather)
+    x = torch.randn(3, 64, requires_grad=True)
+    out = layer(x)
+    assert torch.equal(out, whole(x))
+    assert same_codes(layer, whole)
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(gradient, torch.autograd.grad(whole(x).sum(), x)[0])
+
+
+def same_codes(first, second):
+    """Whether two layers hold the same codes and scales."""
+    one, other = first.weight, second.weight
+    return torch.equal(one.codes, other.codes) and torch.equal(one.scales.float(), other.scales.float())
