@@ -29,7 +29,7 @@ import study as studies  # noqa: E402
 
 ROOT = HERE.parents[1]
 SHIPPED = ROOT / "docs" / "figures" / "evidence"
-SCALES = (1, 4, 6, 8, 10, 12, 14)
+SCALES = (1, 4, 6, 8, 10, 12, 13)
 ITERATIONS, REPLAYED = 120, 10
 CONTROL = "s8+none+bf16"
 """The bf16 sampler of all positions of the dial: 8 is a power of two, so it changes no bit of the function."""
@@ -44,7 +44,7 @@ class Block:
 
 
 BLOCKS = {
-    "levels": Block((CONTROL, "{s4,s6,s8,s12,s14}+{none,tis,ais,sequence_tis}+int4")),
+    "levels": Block((CONTROL, "{s4,s6,s8,s12,s13}+{none,tis,ais,sequence_tis}+int4")),
     "rejection": Block(("s10+{geo,geo_wide,ais_geo}+int4",)),
     "products": Block(("s1+none+{int4,fp8_block,nvfp4,mxfp4,w4a8}",)),
     "slow": Block(("slow+s8+none+bf16", "slow+{s8,s10,s12}+{none,tis,sequence_tis}+int4")),

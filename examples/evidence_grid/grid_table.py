@@ -92,7 +92,7 @@ def read(path: Path) -> list[Row]:
 def control_of(arm: str) -> str:
     """Return the arm whose bf16 sampler an arm is compared with: the same but for dial, correction and format.
 
-    >>> control_of("cosine+s10+none+int4"), control_of("s14+tis+int4"), control_of("slow+s12+none+int4")
+    >>> control_of("cosine+s10+none+int4"), control_of("s13+tis+int4"), control_of("slow+s12+none+int4")
     ('cosine+s10+none+bf16', 's8+none+bf16', 'slow+s8+none+bf16')
     """
     *habits, _, _, _ = arm.split("+")
