@@ -36,7 +36,7 @@ METRICS = {
 }
 """Metrics of the first iterations by their name in the CSV, as means over iterations 1 to 5 and 6 to 10."""
 HALVES = {"a": (0, EARLY // 2), "b": (EARLY // 2, EARLY)}
-ENDS = ("learner", "sampler", "start", "best", "log_ratio_mean", "log_ratio_last")
+ENDS = ("learner", "sampler", "start", "best", "log_ratio_1", "log_ratio_mean", "log_ratio_last")
 KEY = ("study", "rate", "arm", "seed")
 FIELDS = (*KEY, "iterations", *ENDS, "accuracy_10", *(f"{name}_{half}" for half in HALVES for name in METRICS))
 Row = dict[str, str | int | float | None]
@@ -64,6 +64,7 @@ def row(study: str, rate: float, job: studies.Job) -> Row:
         "sampler": fmean(reward.values[-LAST_ITERATIONS:]),
         "start": accuracy.values[0],
         "best": max(accuracy.values),
+        "log_ratio_1": distance.first,
         "log_ratio_mean": fmean(distance.values),
         "log_ratio_last": fmean(distance.values[-LAST_ITERATIONS:]),
         "accuracy_10": dict(zip(accuracy.iterations, accuracy.values, strict=True)).get(EARLY),

@@ -30,7 +30,7 @@ from lit_qrl.report.figures import COLORS, INK, prepare  # noqa: E402
 SHIPPED = HERE.parents[1] / "docs" / "figures" / "evidence"
 RIDGE, BOOTSTRAPS, NEWTON_STEPS = 1.0, 10_000, 50
 ODDS_FILE, TABLE_FILE, FIGURE_FILE = "odds.csv", "odds.md", "odds.png"
-AUDIT = ("distance", "token", "sequence")
+AUDIT = ("start", "token", "sequence")
 DIGITS = 8
 """Of what is written of a model."""
 
@@ -45,7 +45,7 @@ class Example:
         arm: as in `study.toml`.
         seed: of everything.
         difference: of the learner's accuracy to its bf16 sampler's.
-        inputs: of the model `early`, which has those of `audit`.
+        inputs: of both models.
     """
 
     study: str
@@ -86,7 +86,8 @@ def inputs_of(row: grid_table.Row) -> dict[str, float]:
     token = 0.0 if correction == "none" or "sequence" in correction else 1.0
     if "ais" in correction:
         token = grid_table.early(row, "alpha")
-    return loss_odds.early_inputs(*halves, token=token, sequence=sequence)
+    start = loss_odds.audit_inputs(float(str(row["log_ratio_1"])), token, sequence)
+    return loss_odds.early_inputs(*halves, token=token, sequence=sequence) | start
 
 
 def examples_of(rows: Sequence[grid_table.Row], earlier: Path) -> list[Example]:
@@ -194,7 +195,7 @@ def judge(name: str, score: Callable[[Example], float], held_out: Sequence[Examp
 
 def judged(examples: Sequence[Example]) -> tuple[list[Judged], dict[str, loss_odds.LossModel]]:
     """Return the table's lines, and the two models that are shipped."""
-    names = list(examples[0].inputs)
+    names = [name for name in examples[0].inputs if name != "start"]
     fitted, held_out = ([one for one in examples if one.held_out is kind] for kind in (False, True))
     early, audit = fit(fitted, names), fit(fitted, AUDIT)
 
@@ -208,7 +209,7 @@ def judged(examples: Sequence[Example]) -> tuple[list[Judged], dict[str, loss_od
         unseen |= {id(one): model.log_odds(one.inputs) for one in examples if one.position == position}
     lines = [
         judge("first ten iterations, odd seeds", score(early), held_out),
-        judge("mean abs. log-ratio alone", lambda one: one.inputs["distance"], held_out),
+        judge("mean abs. log-ratio alone", lambda one: one.inputs["start"], held_out),
         judge("with the correction: what `audit` knows", score(audit), held_out),
         judge("fitted on study and pilot, judged on the grid", score(fit(old, names)), new),
         judge("each position of the dial by a model without it", lambda one: unseen[id(one)], examples),
