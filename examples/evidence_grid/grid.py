@@ -83,12 +83,8 @@ def of_block(block: Block, out: Path, extra: Sequence[str] = ()) -> list[Planned
     """Return a block's runs, seed by seed, in the order of its arms."""
     arms = [arm for pattern in block.arms for arm in studies.expand(pattern)]
     limit = ["--trainer.max_epochs", str(ITERATIONS), *extra]
-    found = []
-    for seed in block.seeds:
-        for arm in arms:
-            (job,) = studies.plan(settings(), out / "runs", [arm], [seed], limit)
-            found.append(Planned("grid", 1e-4 if "slow" in arm.split("+") else 2e-4, dialled(job, out)))
-    return found
+    jobs = studies.plan(settings(), out / "runs", arms, block.seeds, limit)
+    return [Planned("grid", 1e-4 if "slow" in job.arm.split("+") else 2e-4, dialled(job, out)) for job in jobs]
 
 
 def dialled(job: studies.Job, out: Path) -> studies.Job:
@@ -104,14 +100,16 @@ def replays(out: Path) -> list[Planned]:
     for name in ("runs", "pilot"):
         with (SHIPPED / f"{name}.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))
+        arms: dict[float, dict[str, set[int]]] = {}
         for row in rows:
-            if row["arm"].endswith(("bf16", "aligned")):
-                continue
-            rate = float(row.get("rate", evidence.DEFAULT.rate))
-            place = out / "replay" / name / f"{rate:g}"
+            if not row["arm"].endswith(("bf16", "aligned")):
+                rate = float(row.get("rate", evidence.DEFAULT.rate))
+                arms.setdefault(rate, {}).setdefault(row["arm"], set()).add(int(row["seed"]))
+        for rate, there in arms.items():
             options = [*evidence.rate_option(rate), *short]
-            (job,) = studies.plan(study, place, [row["arm"]], [int(row["seed"])], options)
-            found.append(Planned(name, rate, dialled(job, out)))
+            seeds = sorted(set().union(*there.values()))
+            jobs = studies.plan(study, out / "replay" / name / f"{rate:g}", list(there), seeds, options)
+            found += [Planned(name, rate, dialled(job, out)) for job in jobs if job.seed in there[job.arm]]
     return found
 
 

@@ -1,0 +1,157 @@
+import csv
+import importlib
+import math
+import random
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from lit_qrl.run.diary import log_event
+from lit_qrl.run.loggers import RunCSVLogger
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SHIPPED = EXAMPLES.parent / "docs" / "figures" / "evidence"
+MODULES = (
+    "study",
+    "study_report",
+    "dial",
+    "paired",
+    "summary",
+    "verdicts",
+    "pilot_figure",
+    "run",
+    "grid",
+    "grid_table",
+)
+
+
+@pytest.fixture
+def grid(monkeypatch):
+    for folder in ("mismatch_dial", "", "evidence_study", "evidence_grid"):
+        monkeypatch.syspath_prepend(str(EXAMPLES / folder))
+    yield importlib.import_module("grid")
+    for name in (*MODULES, "odds"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def odds(grid):
+    return importlib.import_module("odds")
+
+
+def finish(grid, planned, learner, reward=0.5):
+    """Write the folder that a run of 20 iterations would leave."""
+    job = planned.job
+    job.folder.mkdir(parents=True)
+    grid.studies.record(job)
+    log_event(job.folder, "start", "Training started.", iteration=0)
+    logger = RunCSVLogger(job.folder)
+    for epoch in range(20):
+        row = {"epoch": epoch, "reward/mean": reward, "mismatch/abs_log_ratio": 0.1 * (epoch + 1)}
+        logger.log_metrics(row | ({"val/accuracy": learner} if epoch % 10 == 9 else {}), step=epoch)
+    log_event(job.folder, "finish", "Training ended.", iteration=20)
+
+
+def test_the_grid_has_the_settings_of_the_study_and_each_run_once(grid, tmp_path):
+    assert grid.settings().common == grid.studies.load(EXAMPLES / "evidence_study").common
+    planned = [one for block in grid.BLOCKS.values() for one in grid.of_block(block, tmp_path)] + grid.replays(tmp_path)
+    keys = {(one.study, one.rate, one.job.arm, one.job.seed) for one in planned}
+    assert len(keys) == len({one.job.folder for one in planned}) == len(planned)
+    assert not {one.job.seed for one in planned if one.study == "grid"} & {*range(10), 100, 101}
+    for one in planned:
+        options = dict(pairwise(one.job.arguments))
+        assert options["--model.policy.model"].removeprefix(f"{tmp_path}/models/") in one.job.arm.split("+")
+        assert options["--trainer.max_epochs"] == str(120 if one.study == "grid" else 10)
+    # every arm has the bf16 sampler that it is compared with
+    arms = {one.job.arm for one in planned if one.study == "grid"}
+    assert {grid.grid_table.control_of(arm) for arm in arms} <= arms
+    assert all(one.rate == 1e-4 for one in planned if one.study == "grid" and "slow" in one.job.arm)
+
+
+def test_replays_are_the_earlier_runs_of_a_plain_learner(grid, tmp_path):
+    found = {(one.study, one.rate, one.job.arm, one.job.seed) for one in grid.replays(tmp_path)}
+    with (SHIPPED / "runs.csv").open(newline="") as file:
+        kept = [row for row in csv.DictReader(file) if not row["arm"].endswith(("bf16", "aligned"))]
+    assert {one for one in found if one[0] == "runs"} == {("runs", 2e-4, row["arm"], int(row["seed"])) for row in kept}
+    assert sum(study == "pilot" for study, *_ in found) == 32
+
+
+def test_a_line_for_each_run_and_a_table_of_differences(grid, tmp_path, capsys, monkeypatch):
+    block = grid.Block(("s8+none+bf16", "s8+none+int4"), (10, 11))
+    monkeypatch.setattr(grid, "BLOCKS", {"levels": block})
+    out = tmp_path / "out"
+    for one in grid.of_block(block, out):
+        finish(
+            grid,
+            one,
+            (0.9 if one.job.arm.endswith("bf16") else 0.5) + 0.01 * (one.job.seed - 10) * (one.job.arm[-1] == "4"),
+        )
+    assert grid.main(["--blocks", "levels", "--report", "--out", str(out)]) == 0
+    cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].strip("|").split("|")]
+    assert cells[:2] == ["s8+none+int4", "2"]
+    assert cells[6] == "-0.395 ± 0.005"
+    rows = grid.grid_table.read(out / "results" / "runs.csv")
+    assert len(rows) == 4
+    # metrics of the iterations 1 to 5 and 6 to 10
+    assert rows[0]["abs_log_ratio_a"] == pytest.approx(0.3)
+    assert rows[0]["abs_log_ratio_b"] == pytest.approx(0.8)
+    assert rows[0]["log_ratio_1"] == pytest.approx(0.1)
+    assert rows[0]["grad_norm_a"] is None
+    # what an earlier call has is not run again
+    assert (
+        grid.main(["--blocks", "levels", "--list", "--before", str(out / "results"), "--out", str(tmp_path / "b")]) == 0
+    )
+    assert capsys.readouterr().out == ""
+
+
+def synthetic(odds, count, seed=0):
+    rng = random.Random(seed)
+    names = (*odds.loss_odds.early_inputs({}, {}, 0.0, 0.0), "start")
+    found = []
+    for index in range(count):
+        inputs = {name: rng.gauss(0, 1) for name in names}
+        difference = -0.05 - 0.1 * (inputs["distance"] - inputs["sequence"] + rng.gauss(0, 0.5))
+        found.append(
+            odds.Example("grid" if index % 3 else "runs", 2e-4, f"s{index % 2}+x+int4", index // 2, difference, inputs)
+        )
+    return found
+
+
+def test_the_fit_is_where_the_penalised_likelihood_is_highest(odds):
+    examples = synthetic(odds, 80)
+    names = ("distance", "sequence")
+    model = odds.fit(examples, names)
+    assert model.weight[0] > 0 > model.weight[1]
+
+    def objective(weight, constant):
+        total = 0.0
+        for one in examples:
+            standard = [(one.inputs[n] - c) / s for n, c, s in zip(names, model.center, model.spread, strict=True)]
+            z = constant + sum(w * x for w, x in zip(weight, standard, strict=True))
+            total += math.log1p(math.exp(-z if one.lost else z))
+        return total + 0.5 * sum(w * w for w in weight)
+
+    best = objective(model.weight, model.constant)
+    for step in (-1e-3, 1e-3):
+        assert objective(model.weight, model.constant + step) > best
+        assert objective((model.weight[0] + step, model.weight[1]), model.constant) > best
+        assert objective((model.weight[0], model.weight[1] + step), model.constant) > best
+
+
+def test_auroc_counts_pairs_and_its_interval_holds_it(odds):
+    examples = synthetic(odds, 120, seed=1)
+    scores, losses = [one.inputs["distance"] for one in examples], [one.lost for one in examples]
+    pairs = [
+        (a, b)
+        for a, la in zip(scores, losses, strict=True)
+        for b, lb in zip(scores, losses, strict=True)
+        if la and not lb
+    ]
+    area = odds.auroc(scores, losses)
+    assert area == pytest.approx(sum(a > b for a, b in pairs) / len(pairs))
+    low, high = odds.interval(scores, losses)
+    assert low < area < high < low + 0.25
+    assert odds.interval(list(map(float, losses)), losses) == (1.0, 1.0)
+    assert math.isnan(odds.auroc([0.1], [True]))
