@@ -4,9 +4,9 @@
     python examples/evidence_grid/grid.py --blocks habits int3 --before docs/figures/evidence/grid --out out/grid
     python examples/evidence_grid/grid.py --report --out out/grid                            # the CSVs and tables again
 
-Blocks come in their order, each seed by seed, so that what the time limit cuts is whole up to there. `replay` runs the
-first iterations of earlier studies' runs again: their ends are known, their metrics were not kept. The same command
-goes on where it was cut; `--before FOLDER` joins the results of another machine.
+Each seed goes through the blocks in their order. A run that the time limit cuts after 60 of 80 iterations counts.
+`replay` runs the first iterations of earlier studies' runs again: their ends are known, their metrics were not kept.
+The same command goes on where it was cut; `--before FOLDER` joins the results of another machine.
 """
 
 import argparse
@@ -30,29 +30,25 @@ import study as studies  # noqa: E402
 ROOT = HERE.parents[1]
 SHIPPED = ROOT / "docs" / "figures" / "evidence"
 SCALES = (1, 4, 6, 8, 10, 12, 13)
-ITERATIONS, REPLAYED = 120, 10
+ITERATIONS, REPLAYED = 80, 10
+SHORTEST = 60
+"""Iterations from which a run that the time limit has cut counts."""
 CONTROL = "s8+none+bf16"
 """The bf16 sampler of all positions of the dial: 8 is a power of two, so it changes no bit of the function."""
 
 
-@dataclass(frozen=True)
-class Block:
-    """What is run together: arms, with alternatives in braces, and seeds."""
-
-    arms: tuple[str, ...]
-    seeds: Sequence[int] = range(10, 13)
-
-
+SEEDS = (10, 11, 12)
 BLOCKS = {
-    "levels": Block((CONTROL, "{s4,s6,s8,s12,s13}+{none,tis,ais,sequence_tis}+int4")),
-    "rejection": Block(("s10+{geo,geo_wide,ais_geo}+int4",)),
-    "products": Block(("s1+none+{int4,fp8_block,nvfp4,mxfp4,w4a8}",)),
-    "slow": Block(("slow+s8+none+bf16", "slow+{s8,s10,s12}+{none,tis,sequence_tis}+int4")),
-    "updates": Block(("s10+none+int4", "{one_update,eight_updates}+s10+none+{bf16,int4}")),
-    "int3": Block(("s4+{none,ais,sequence_tis}+int3", "s4+none+int3_aligned")),
-    "gate": Block(("s10+{ais,tis5,ais_always,ais_undamped}+int4",)),
-    "habits": Block(("{cosine,unscaled,adam_eps,decay}+s10+none+{bf16,int4}",)),
+    "levels": (CONTROL, "{s4,s6,s8,s12,s13}+{none,tis,ais,sequence_tis}+int4"),
+    "rejection": (CONTROL, "s10+{geo,geo_wide,ais_geo}+int4"),
+    "int3": (CONTROL, "s4+{none,ais,sequence_tis}+int3", "s4+none+int3_aligned"),
+    "updates": (CONTROL, "s10+none+int4", "{one_update,eight_updates}+s10+none+{bf16,int4}"),
+    "gate": (CONTROL, "s10+{ais,tis5,ais_always,ais_undamped}+int4"),
+    "products": (CONTROL, "s1+none+{int4,fp8_block,nvfp4,mxfp4,w4a8}"),
+    "slow": ("slow+s8+none+bf16", "slow+{s8,s10,s12}+{none,tis,sequence_tis}+int4"),
+    "habits": (CONTROL, "s10+none+int4", "{cosine,unscaled,adam_eps,decay}+s10+none+{bf16,int4}"),
 }
+"""What is run together, the most important first: arms, with alternatives in braces."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +75,11 @@ def make_models(out: Path) -> None:
                 raise SystemExit(2)
 
 
-def of_block(block: Block, out: Path, extra: Sequence[str] = ()) -> list[Planned]:
+def of_block(arms: Sequence[str], seeds: Sequence[int], out: Path, extra: Sequence[str] = ()) -> list[Planned]:
     """Return a block's runs, seed by seed, in the order of its arms."""
-    arms = [arm for pattern in block.arms for arm in studies.expand(pattern)]
+    names = [arm for pattern in arms for arm in studies.expand(pattern)]
     limit = ["--trainer.max_epochs", str(ITERATIONS), *extra]
-    jobs = studies.plan(settings(), out / "runs", arms, block.seeds, limit)
+    jobs = studies.plan(settings(), out / "runs", names, seeds, limit)
     return [Planned("grid", 1e-4 if "slow" in job.arm.split("+") else 2e-4, dialled(job, out)) for job in jobs]
 
 
@@ -113,6 +109,11 @@ def replays(out: Path) -> list[Planned]:
     return found
 
 
+def counts(job: studies.Job) -> bool:
+    """Return whether a run has an end: its own, or where a time limit has cut it late enough."""
+    return job.state == "finished" or (job.state == "cut" and grid_table.Run(job.folder).iterations >= SHORTEST)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     given, extra = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time (default: one for each core)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="time limit, the summary left out")
     parser.add_argument("--blocks", nargs="+", choices=("replay", *BLOCKS), default=["replay", *BLOCKS])
-    parser.add_argument("--seeds", type=int, nargs="+", help="instead of the blocks' own")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="one after the other, each in all blocks")
     parser.add_argument("--list", action="store_true", help="show the runs and their states, run nothing")
     parser.add_argument("--report", action="store_true", help="write what there is, run nothing")
     parser.add_argument("--before", type=Path, help="results of an earlier call, which are not run again")
@@ -131,24 +132,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running = not (options.list or options.report)
     if running:
         make_models(out)
-    planned: list[Planned] = []
-    for name in options.blocks:
-        block = BLOCKS.get(name)
-        if block is not None and options.seeds:
-            block = replace(block, seeds=options.seeds)
-        planned += replays(out) if block is None else of_block(block, out, extra)
+    offered = replays(out) if "replay" in options.blocks else []
+    for seed in options.seeds:
+        for name in (name for name in BLOCKS if name in options.blocks):
+            offered += of_block(BLOCKS[name], [seed], out, extra)
+    planned: dict[tuple[object, ...], Planned] = {}
     known = {grid_table.key(row) for row in earlier}
-    planned = [one for one in planned if (one.study, one.rate, one.job.arm, one.job.seed) not in known]
+    for one in offered:
+        place = (one.study, one.rate, one.job.arm, one.job.seed)
+        if place not in known:
+            planned.setdefault(place, one)
     if options.list:
-        for one in planned:
+        for one in planned.values():
             print(f"{one.job.state:<9} {one.study} {one.rate:g} {one.job.arm} seed {one.job.seed}")
         return 0
-    if running and any(one.job.state == "changed" for one in planned):
+    if running and any(one.job.state == "changed" for one in planned.values()):
         print(f"{out} holds runs of another configuration. Remove them, or choose another --out.", file=sys.stderr)
         return 2
-    failed = evidence.run_until([one.job for one in planned], options.jobs, deadline) if running else []
-    finished = [one for one in planned if one.job.state == "finished"]
-    rows = [*earlier, *(grid_table.row(one.study, one.rate, one.job) for one in finished)]
+    failed = evidence.run_until([one.job for one in planned.values()], options.jobs, deadline) if running else []
+    rows = [*earlier, *(grid_table.row(one.study, one.rate, one.job) for one in planned.values() if counts(one.job))]
     print(grid_table.write(rows, out / "results"))
     return 1 if failed else 0
 

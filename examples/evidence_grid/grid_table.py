@@ -38,7 +38,12 @@ METRICS = {
 HALVES = {"a": (0, EARLY // 2), "b": (EARLY // 2, EARLY)}
 ENDS = ("learner", "sampler", "start", "best", "log_ratio_1", "log_ratio_mean", "log_ratio_last")
 KEY = ("study", "rate", "arm", "seed")
-FIELDS = (*KEY, "iterations", *ENDS, "accuracy_10", *(f"{name}_{half}" for half in HALVES for name in METRICS))
+EVALUATED = range(10, 121, 10)
+FIELDS = (
+    *(*KEY, "iterations", *ENDS),
+    *(f"accuracy_{at}" for at in EVALUATED),
+    *(f"{name}_{half}" for half in HALVES for name in METRICS),
+)
 Row = dict[str, str | int | float | None]
 
 
@@ -51,6 +56,7 @@ def row(study: str, rate: float, job: studies.Job) -> Row:
     """Return a finished run's line."""
     run = Run(job.folder)
     accuracy, reward, distance = run.accuracy, run.series("reward/mean"), run.series(METRICS["abs_log_ratio"])
+    evaluated = dict(zip(accuracy.iterations, accuracy.values, strict=True))
     early = {
         f"{name}_{half}": _between(run, metric, *HALVES[half]) for half in HALVES for name, metric in METRICS.items()
     }
@@ -67,7 +73,7 @@ def row(study: str, rate: float, job: studies.Job) -> Row:
         "log_ratio_1": distance.first,
         "log_ratio_mean": fmean(distance.values),
         "log_ratio_last": fmean(distance.values[-LAST_ITERATIONS:]),
-        "accuracy_10": dict(zip(accuracy.iterations, accuracy.values, strict=True)).get(EARLY),
+        **{f"accuracy_{at}": evaluated.get(at) for at in EVALUATED},
         **early,
     }
 
@@ -87,7 +93,22 @@ def read(path: Path) -> list[Row]:
         return int(text) if name in ("seed", "iterations") else float(text) if text else None
 
     with path.open(newline="") as file:
-        return [{name: made(name, text) for name, text in line.items()} for line in csv.DictReader(file)]
+        return [{name: made(name, line.get(name) or "") for name in FIELDS} for line in csv.DictReader(file)]
+
+
+def difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> float | None:
+    """Return a run's accuracy minus another's at the end, or at the last evaluations that both have.
+
+    A run that a time limit has cut is compared with what the other had reached by then; None where that is not known.
+    """
+    if ours["iterations"] == theirs["iterations"]:
+        return _number(ours["learner"]) - _number(theirs["learner"])
+    names = [f"accuracy_{at}" for at in EVALUATED]
+    common = [name for name in names if None not in (ours[name], theirs[name])][-LAST_EVALUATIONS:]
+    until = min(_number(ours["iterations"]), _number(theirs["iterations"])) // EARLY * EARLY
+    if not common or common[-1] != f"accuracy_{until:g}":
+        return None
+    return fmean(_number(ours[name]) - _number(theirs[name]) for name in common)
 
 
 def control_of(arm: str) -> str:
@@ -123,7 +144,8 @@ def table(rows: Sequence[Row]) -> list[str]:
     lines = []
     for arm, runs in arms.items():
         control = arms.get(control_of(arm), {})
-        gap = [_number(runs[seed]["learner"]) - _number(control[seed]["learner"]) for seed in runs if seed in control]
+        gaps = [difference(runs[seed], control[seed]) for seed in runs if seed in control]
+        gap = [one for one in gaps if one is not None]
         judged = bool(gap) and not arm.endswith("bf16")
         lines.append(
             (

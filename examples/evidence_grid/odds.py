@@ -8,7 +8,6 @@ Reads `runs.csv` of the grid, and the ends of the earlier runs beside it.
 
 import argparse
 import csv
-import json
 import math
 import random
 import sys
@@ -28,6 +27,7 @@ from lit_qrl.functional import loss_odds  # noqa: E402
 from lit_qrl.report.figures import COLORS, INK, prepare  # noqa: E402
 
 SHIPPED = HERE.parents[1] / "docs" / "figures" / "evidence"
+MODULE = HERE.parents[1] / "lit_qrl" / "functional" / "loss_models.py"
 RIDGE, BOOTSTRAPS, NEWTON_STEPS = 1.0, 10_000, 50
 ODDS_FILE, TABLE_FILE, FIGURE_FILE = "odds.csv", "odds.md", "odds.png"
 AUDIT = ("start", "token", "sequence")
@@ -97,28 +97,25 @@ def examples_of(rows: Sequence[grid_table.Row], earlier: Path) -> list[Example]:
         rows: of the grid's `runs.csv`.
         earlier: folder with `runs.csv` and `pilot.csv` of the evidence study.
     """
-    ends: dict[tuple[object, ...], float] = {
-        grid_table.key(row): float(str(row["learner"])) for row in rows if row["study"] == "grid"
-    }
+    ends = {grid_table.key(row): row for row in rows if row["study"] == "grid"}
     for name in ("runs", "pilot"):
         with (earlier / f"{name}.csv").open(newline="") as file:
             for line in csv.DictReader(file):
                 place = (name, float(line.get("rate") or 2e-4), line["arm"], int(line["seed"]))
-                ends[place] = float(line["learner_accuracy"])
+                ends[place] = {"iterations": int(line["iterations"]), "learner": float(line["learner_accuracy"])}
     found = []
     for row in rows:
-        arm = str(row["arm"])
+        arm, place = str(row["arm"]), grid_table.key(row)
         if arm.endswith(("bf16", "aligned")):
             continue
         control = grid_table.control_of(arm) if row["study"] == "grid" else f"{arm.split('+')[0]}+none+bf16"
-        theirs = (row["study"], row["rate"], control, row["seed"])
-        if grid_table.key(row) in ends and theirs in ends:
-            difference = ends[grid_table.key(row)] - ends[theirs]
-            found.append(
-                Example(
-                    str(row["study"]), float(str(row["rate"])), arm, int(str(row["seed"])), difference, inputs_of(row)
-                )
-            )
+        theirs = ends.get((row["study"], row["rate"], control, row["seed"]))
+        if theirs is None or place not in ends:
+            continue
+        difference, inputs = grid_table.difference(ends[place], theirs), inputs_of(row)
+        if difference is not None and all(math.isfinite(value) for value in inputs.values()):
+            study, rate, seed = str(row["study"]), float(str(row["rate"])), int(str(row["seed"]))
+            found.append(Example(study, rate, arm, seed, difference, inputs))
     return found
 
 
@@ -217,10 +214,26 @@ def judged(examples: Sequence[Example]) -> tuple[list[Judged], dict[str, loss_od
     return lines, {"audit": audit, "early": early}
 
 
-def write_models(models: dict[str, loss_odds.LossModel], counts: dict[str, int]) -> str:
-    """Return the text of the file of the shipped models."""
-    made = "examples/evidence_grid/odds.py --write"
-    return json.dumps({"made_by": made, **counts, "models": {k: asdict(v) for k, v in models.items()}}, indent=1) + "\n"
+def source_of(models: dict[str, loss_odds.LossModel], fitted: int) -> str:
+    """Return the text of the module that ships the models."""
+    lines = [
+        '"""The fitted models of a loss: `AUDIT` takes what an audit measures, `EARLY` the first iterations of a run.',
+        "",
+        f"Fitted on {fitted} runs and written by `python examples/evidence_grid/odds.py --write`.",
+        '"""',
+        "",
+        "from lit_qrl.functional.loss_odds import LossModel",
+    ]
+    for name, model in models.items():
+        lines += ["", f"{name.upper()} = LossModel("]
+        for field, value in asdict(model).items():
+            if isinstance(value, tuple):
+                entries = (f'        "{one}",' if isinstance(one, str) else f"        {one!r}," for one in value)
+                lines += [f"    {field}=(", *entries, "    ),"]
+            else:
+                lines.append(f"    {field}={value!r},")
+        lines.append(")")
+    return "\n".join(lines) + "\n"
 
 
 def draw(examples: Sequence[Example], models: dict[str, loss_odds.LossModel], path: Path) -> None:
@@ -287,8 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     draw(examples, models, out / FIGURE_FILE)
     print("\n".join(table))
     if options.write:
-        counts = {"fitted_on": sum(not one.held_out for one in examples), "judged_on": lines[0].runs}
-        loss_odds.MODELS_FILE.write_text(write_models(models, counts))
+        MODULE.write_text(source_of(models, sum(not one.held_out for one in examples)))
     return 0
 
 

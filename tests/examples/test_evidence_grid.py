@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lit_qrl.functional import loss_models
 from lit_qrl.run.diary import log_event
 from lit_qrl.run.loggers import RunCSVLogger
 
@@ -56,14 +57,15 @@ def finish(grid, planned, learner, reward=0.5):
 
 def test_the_grid_has_the_settings_of_the_study_and_each_run_once(grid, tmp_path):
     assert grid.settings().common == grid.studies.load(EXAMPLES / "evidence_study").common
-    planned = [one for block in grid.BLOCKS.values() for one in grid.of_block(block, tmp_path)] + grid.replays(tmp_path)
+    planned = [one for arms in grid.BLOCKS.values() for one in grid.of_block(arms, grid.SEEDS, tmp_path)]
+    planned += grid.replays(tmp_path)
     keys = {(one.study, one.rate, one.job.arm, one.job.seed) for one in planned}
-    assert len(keys) == len({one.job.folder for one in planned}) == len(planned)
+    assert len(keys) == len({one.job.folder for one in planned})
     assert not {one.job.seed for one in planned if one.study == "grid"} & {*range(10), 100, 101}
     for one in planned:
         options = dict(pairwise(one.job.arguments))
         assert options["--model.policy.model"].removeprefix(f"{tmp_path}/models/") in one.job.arm.split("+")
-        assert options["--trainer.max_epochs"] == str(120 if one.study == "grid" else 10)
+        assert options["--trainer.max_epochs"] == str(grid.ITERATIONS if one.study == "grid" else 10)
     # every arm has the bf16 sampler that it is compared with
     arms = {one.job.arm for one in planned if one.study == "grid"}
     assert {grid.grid_table.control_of(arm) for arm in arms} <= arms
@@ -79,10 +81,10 @@ def test_replays_are_the_earlier_runs_of_a_plain_learner(grid, tmp_path):
 
 
 def test_a_line_for_each_run_and_a_table_of_differences(grid, tmp_path, capsys, monkeypatch):
-    block = grid.Block(("s8+none+bf16", "s8+none+int4"), (10, 11))
-    monkeypatch.setattr(grid, "BLOCKS", {"levels": block})
+    arms = ("s8+none+bf16", "s8+none+int4")
+    monkeypatch.setattr(grid, "BLOCKS", {"levels": arms})
     out = tmp_path / "out"
-    for one in grid.of_block(block, out):
+    for one in grid.of_block(arms, (10, 11), out):
         finish(
             grid,
             one,
@@ -101,9 +103,33 @@ def test_a_line_for_each_run_and_a_table_of_differences(grid, tmp_path, capsys, 
     assert rows[0]["grad_norm_a"] is None
     # what an earlier call has is not run again
     assert (
-        grid.main(["--blocks", "levels", "--list", "--before", str(out / "results"), "--out", str(tmp_path / "b")]) == 0
+        grid.main(
+            [
+                "--blocks",
+                "levels",
+                "--seeds",
+                "10",
+                "11",
+                "--list",
+                "--before",
+                str(out / "results"),
+                "--out",
+                str(tmp_path / "b"),
+            ]
+        )
+        == 0
     )
     assert capsys.readouterr().out == ""
+
+
+def test_a_run_that_was_cut_is_compared_where_both_were(grid):
+    difference = grid.grid_table.difference
+    accuracies = {f"accuracy_{at}": None for at in grid.grid_table.EVALUATED}
+    whole = {"iterations": 80, "learner": 0.9, **accuracies, **{f"accuracy_{at}": at / 100 for at in range(10, 81, 10)}}
+    cut = {"iterations": 67, "learner": 0.3, **accuracies, **{f"accuracy_{at}": 0.3 for at in range(10, 61, 10)}}
+    assert difference(whole, {**whole, "learner": 0.8}) == pytest.approx(0.1)
+    assert difference(cut, whole) == pytest.approx(0.3 - 0.45)  # at 30 to 60
+    assert difference({**whole, "iterations": 120}, {**cut, **accuracies}) is None
 
 
 def synthetic(odds, count, seed=0):
@@ -140,7 +166,8 @@ def test_the_fit_is_where_the_penalised_likelihood_is_highest(odds):
         assert objective((model.weight[0], model.weight[1] + step), model.constant) > best
 
 
-def test_auroc_counts_pairs_and_its_interval_holds_it(odds):
+def test_auroc_counts_pairs_and_its_interval_holds_it(odds, monkeypatch):
+    monkeypatch.setattr(odds, "BOOTSTRAPS", 500)
     examples = synthetic(odds, 120, seed=1)
     scores, losses = [one.inputs["distance"] for one in examples], [one.lost for one in examples]
     pairs = [
@@ -155,3 +182,28 @@ def test_auroc_counts_pairs_and_its_interval_holds_it(odds):
     assert low < area < high < low + 0.25
     assert odds.interval(list(map(float, losses)), losses) == (1.0, 1.0)
     assert math.isnan(odds.auroc([0.1], [True]))
+
+
+def test_the_shipped_models_and_figures_are_what_the_command_computes(odds, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(odds, "BOOTSTRAPS", 20)  # of the intervals, which are not compared
+    grid_table = sys.modules["grid_table"]
+    rows = grid_table.read(SHIPPED / "grid" / "runs.csv")
+    lines, models = odds.judged(odds.examples_of(rows, SHIPPED))
+    for name, model in models.items():
+        shipped = getattr(loss_models, name.upper())
+        assert model.inputs == shipped.inputs
+        for field in ("lowest", "highest", "center", "spread", "weight"):
+            assert getattr(model, field) == pytest.approx(getattr(shipped, field), rel=1e-5, abs=1e-6)
+        assert model.constant == pytest.approx(shipped.constant, rel=1e-5)
+    written = (SHIPPED / "grid" / "odds.md").read_text().splitlines()
+    for line, row in zip(lines, written[2:], strict=False):
+        assert row.startswith(f"| {line.name} | {line.runs} | {line.lost} | {line.auroc:.3f} | ")
+    assert grid_table.write(rows, tmp_path) == (SHIPPED / "grid" / "table.md").read_text().rstrip("\n")
+    assert (tmp_path / "runs.csv").read_text() == (SHIPPED / "grid" / "runs.csv").read_text()
+
+
+def test_a_module_of_models_holds_them(odds):
+    model = odds.fit(synthetic(odds, 40), ("distance", "sequence"))
+    space = {}
+    exec(odds.source_of({"early": model}, 40), space)
+    assert space["EARLY"] == model
