@@ -23,6 +23,7 @@ EVIDENCE = HERE.parent / "evidence_study"
 sys.path[:0] = [str(HERE), str(EVIDENCE), str(HERE.parent), str(HERE.parent / "mismatch_dial")]
 
 import dial  # noqa: E402
+import grid_figure  # noqa: E402
 import grid_table  # noqa: E402
 import run as evidence  # noqa: E402
 import study as studies  # noqa: E402
@@ -151,7 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     failed = evidence.run_until([one.job for one in planned.values()], options.jobs, deadline) if running else []
     rows = [*earlier, *(grid_table.row(one.study, one.rate, one.job) for one in planned.values() if counts(one.job))]
-    print(grid_table.write(rows, out / "results"))
+    print(grid_table.write(rows, out / "results"), flush=True)
+    grid_figure.draw(rows, SHIPPED, out / "results" / grid_figure.FIGURE_FILE)
     return 1 if failed else 0
 
 
