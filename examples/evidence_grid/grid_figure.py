@@ -66,6 +66,8 @@ def draw(rows: Sequence[grid_table.Row], earlier: Path, path: Path) -> None:
                 axes.plot(*zip(*means, strict=True), color=color, linewidth=1.4, label=CORRECTIONS[name])
         axes.axhline(0.0, color=ink["faint"], linewidth=0.8)
         axes.set_xscale("log")
+        axes.set_xticks([0.02, 0.05, 0.1, 0.2, 0.5, 1.0], ["0.02", "0.05", "0.1", "0.2", "0.5", "1"])
+        axes.minorticks_off()
         axes.set_xlabel("mean |log-ratio| before the first update, nats", fontsize=8, color=ink["faint"])
         axes.legend(fontsize=7, frameon=False, labelcolor=ink["text"])
         sheet.savefig(path, facecolor=ink["paper"])

@@ -1,6 +1,7 @@
 """`lit-qrl audit`: how far a model's sampler would be from its learner in each number format, without any training."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -139,17 +140,18 @@ def odds_of_loss(results: dict[str, dict[str, float]]) -> list[str]:
 
     lines = [f"Odds of a loss of {LOSS:g} or more, in the study of docs/evidence.md at such a mean |d|:"]
     lines += [f"{'format':<14}" + "".join(f"{name:>12}" for name in CORRECTIONS)]
+    lowest, highest = math.exp(AUDIT.lowest[0]), math.exp(AUDIT.highest[0])
     for title, metrics in results.items():
-        inputs = {name: audit_inputs(metrics["abs_log_ratio"], *given) for name, given in CORRECTIONS.items()}
         if title == "learner":
             continue
-        if AUDIT.outside(inputs["none"]):
-            lines.append(f"{title:<14}  no run of the study had such a mean |d|")
-            continue
-        odds = {name: AUDIT.probability(given) for name, given in inputs.items()}
+        distance = metrics["abs_log_ratio"]
+        # the odds rise with the distance, so those of the nearest that was run are a bound
+        sign = "<" if distance < lowest else ">" if distance > highest else ""
+        near = min(max(distance, lowest), highest)
+        odds = {name: AUDIT.probability(audit_inputs(near, *given)) for name, given in CORRECTIONS.items()}
         best = min(odds, key=odds.__getitem__)
         advice = "" if odds["none"] < 0.5 else f"  {best}-level weights" if odds[best] < 0.5 else "  align the learner"
-        lines.append(f"{title:<14}" + "".join(f"{one:>12.0%}" for one in odds.values()) + advice)
+        lines.append(f"{title:<14}" + "".join(f"{f'{sign}{one:.0%}':>12}" for one in odds.values()) + advice)
     return lines
 
 

@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 from transformers.utils.logging import enable_progress_bar
@@ -49,13 +50,18 @@ def test_each_format_gets_a_row_and_coarser_ones_differ_more(arguments, tmp_path
 
 
 def test_odds_are_those_of_the_fitted_model_where_it_was_fitted():
-    distances = {"learner": 1e-6, "coarse": 0.2, "close": 1e-6}
+    assert AUDIT.inputs[0] == "start"
+    assert AUDIT.weight[0] > 0  # so that odds at the ends of what was run are bounds
+    distances = {"learner": 1e-6, "coarse": 0.2, "close": 1e-6, "far": 9.0}
     lines = odds_of_loss({name: {"abs_log_ratio": distance} for name, distance in distances.items()})
-    assert [line.split()[0] for line in lines[2:]] == ["coarse", "close"]
+    assert [line.split()[0] for line in lines[2:]] == ["coarse", "close", "far"]
     expected = [AUDIT.probability(audit_inputs(0.2, *given)) for given in CORRECTIONS.values()]
     assert lines[2].split()[1:4] == [f"{one:.0%}" for one in expected]
     assert lines[2].endswith("sequence-level weights")
-    assert lines[3].endswith("no run of the study had such a mean |d|")
+    ends = (math.exp(AUDIT.lowest[0]), math.exp(AUDIT.highest[0]))
+    for line, sign, end in zip(lines[3:], "<>", ends, strict=True):
+        bounds = [AUDIT.probability(audit_inputs(end, *given)) for given in CORRECTIONS.values()]
+        assert line.split()[1:4] == [f"{sign}{one:.0%}" for one in bounds]
 
 
 def test_the_same_seed_measures_the_same(arguments, tmp_path):
