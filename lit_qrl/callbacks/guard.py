@@ -6,10 +6,12 @@ import torch
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
+from lit_qrl.callbacks.loss_odds import LossForecast, told
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional.importance import log_ratio
+from lit_qrl.functional.loss_odds import EARLY_ITERATIONS
 from lit_qrl.functional.mismatch import mismatch_metrics
-from lit_qrl.loop.hooks import RLCallback
+from lit_qrl.loop.hooks import RLCallback, rl_callbacks
 from lit_qrl.network.shards import whole
 from lit_qrl.run.diary import event
 from lit_qrl.run.stop import stop_run
@@ -44,6 +46,7 @@ class Guard(RLCallback):
     importance weights above e^20 (no bound)   the tokens leave the loss and its denominator
     ESS ratio under `ess_floor`                `action`: warn, skip the iteration's updates, or stop
     mismatch KL over `kl_ceiling`              the same
+    first ten iterations that foretell a loss  one event with the odds, and what had better ones in docs/evidence.md
     engine died: crash, out of memory, hang    it is built again, its weights are published and verified, and the same
                                                is drawn once more; after `publisher.max_restarts` in a row the run
                                                stops
@@ -56,6 +59,8 @@ class Guard(RLCallback):
             set is measured before the update, which takes one more forward pass where nothing else needs it.
         kl_ceiling: highest KL(sampler ‖ learner_old), in nats per token; None does not look.
         action: what follows when `ess_floor` or `kl_ceiling` trips.
+        loss_odds: probability of a loss by low precision from which the first ten iterations are warned of; null does
+            not look. Nothing is said of a run that is unlike all that it was fitted on.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class Guard(RLCallback):
         ess_floor: float | None = None,
         kl_ceiling: float | None = None,
         action: Action = "warn",
+        loss_odds: float | None = 0.5,
     ) -> None:
         if not 0 <= max_nonfinite_fraction <= 1:
             raise ConfigError(
@@ -76,9 +82,12 @@ class Guard(RLCallback):
             raise ConfigError("guard.ess_floor is a ratio.", expected="(0, 1]", given=ess_floor)
         if kl_ceiling is not None and kl_ceiling <= 0:
             raise ConfigError("guard.kl_ceiling must be positive.", given=kl_ceiling)
+        if loss_odds is not None and not 0 <= loss_odds <= 1:
+            raise ConfigError("guard.loss_odds is a probability.", expected="[0, 1]", given=loss_odds)
         self.max_nonfinite_fraction, self.patience = max_nonfinite_fraction, patience
         self.ess_floor, self.kl_ceiling, self.action = ess_floor, kl_ceiling, action
         self.needs_learner_old = ess_floor is not None or kl_ceiling is not None
+        self.loss_odds, self._forecast = loss_odds, LossForecast()
         self.vetoed_in_a_row = 0
         self.vetoed = 0
         self.skipped = 0
@@ -161,13 +170,18 @@ class Guard(RLCallback):
         pl_module.iteration.metrics.value("update/grad_norm", norm)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
-        """Say when an untruncated correction met weights that no batch can carry."""
+        """Say when an untruncated correction met weights that no batch can carry, and what the beginning foretells."""
         extreme = pl_module.iteration.row.get("correction/extreme_tokens", 0.0)
         if extreme:
             message = (
                 f"{extreme:g} tokens of a mini-batch (mean) had an importance weight above e^20 and were rejected."
             )
             event(trainer, "extreme_weights", message, tokens=extreme)
+        if self.loss_odds is not None and len(self._forecast.rows) < EARLY_ITERATIONS:
+            self._forecast.add(pl_module.iteration.row)
+            odds = self._forecast.probability(rl_callbacks(trainer))
+            if odds is not None and odds >= self.loss_odds:
+                event(trainer, "loss_odds", told(odds, self._forecast.start), probability=odds)
 
     @staticmethod
     def _clear(optimizer: Optimizer) -> None:
@@ -175,10 +189,15 @@ class Guard(RLCallback):
         optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts."""
-        return {"vetoed": self.vetoed, "skipped": self.skipped, "vetoed_in_a_row": self.vetoed_in_a_row}
+        """Return the counts, and what is kept of the first iterations."""
+        counts = {"vetoed": self.vetoed, "skipped": self.skipped, "vetoed_in_a_row": self.vetoed_in_a_row}
+        return {**counts, "first_rows": self._forecast.rows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the counts."""
         self.vetoed, self.skipped = state_dict["vetoed"], state_dict["skipped"]
         self.vetoed_in_a_row = state_dict["vetoed_in_a_row"]
+        if "first_rows" in state_dict:
+            self._forecast = LossForecast(state_dict["first_rows"])
+        else:  # a checkpoint of before, whose beginning is not known
+            self.loss_odds = None

@@ -1,0 +1,172 @@
+"""A line for every run of the grid: its end, and the metrics of its first iterations; and the table of its arms."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+import study as studies
+from study_report import detectable, spread, standard_error
+
+from lit_qrl.report.run import Run
+
+RUNS_FILE, CURVES_FILE, TABLE_FILE = "runs.csv", "curves.csv", "table.md"
+LAST_EVALUATIONS, LAST_ITERATIONS, EARLY = 4, 20, 10
+COLLAPSED, LOSS = 0.5, 0.05
+METRICS = {
+    "abs_log_ratio": "mismatch/abs_log_ratio",
+    "log_ratio_p99": "mismatch/log_ratio_p99",
+    "chi2_token": "mismatch/chi2_token",
+    "chi2_sequence": "mismatch/chi2_sequence",
+    "ess_ratio": "mismatch/ess_ratio",
+    "kl_k1": "mismatch/kl_k1",
+    "kl_k3": "mismatch/kl_k3",
+    "abs_prob_diff": "mismatch/abs_prob_diff",
+    "grad_norm": "update/grad_norm",
+    "entropy": "update/entropy",
+    "update_kl": "update/kl",
+    "clipped": "update/clip_fraction_high_positive",
+    "clipped_low": "update/clip_fraction_low_negative",
+    "ratio_p01": "update/ratio_p01",
+    "ratio_p99": "update/ratio_p99",
+    "reward": "reward/mean",
+    "reward_std": "reward/std",
+    "length": "rollout/length",
+    "alpha": "correction/alpha",
+}
+"""Metrics of the first iterations by their name in the CSV, as means over iterations 1 to 5 and 6 to 10."""
+HALVES = {"a": (0, EARLY // 2), "b": (EARLY // 2, EARLY)}
+ENDS = ("learner", "sampler", "start", "best", "log_ratio_1", "log_ratio_mean", "log_ratio_last")
+KEY = ("study", "rate", "arm", "seed")
+EVALUATED = range(10, 121, 10)
+FIELDS = (
+    *(*KEY, "iterations", *ENDS),
+    *(f"accuracy_{at}" for at in EVALUATED),
+    *(f"{name}_{half}" for half in HALVES for name in METRICS),
+)
+Row = dict[str, str | int | float | None]
+
+
+def key(row: Mapping[str, object]) -> tuple[object, ...]:
+    """Return what tells a run from all others."""
+    return tuple(row[name] for name in KEY)
+
+
+def row(study: str, rate: float, job: studies.Job) -> Row:
+    """Return a finished run's line."""
+    run = Run(job.folder)
+    accuracy, reward, distance = run.accuracy, run.series("reward/mean"), run.series(METRICS["abs_log_ratio"])
+    evaluated = dict(zip(accuracy.iterations, accuracy.values, strict=True))
+    early = {
+        f"{name}_{half}": _between(run, metric, *HALVES[half]) for half in HALVES for name, metric in METRICS.items()
+    }
+    return {
+        "study": study,
+        "rate": rate,
+        "arm": job.arm,
+        "seed": job.seed,
+        "iterations": run.iterations,
+        "learner": fmean(accuracy.values[-LAST_EVALUATIONS:]),
+        "sampler": fmean(reward.values[-LAST_ITERATIONS:]),
+        "start": accuracy.values[0],
+        "best": max(accuracy.values),
+        "log_ratio_1": distance.first,
+        "log_ratio_mean": fmean(distance.values),
+        "log_ratio_last": fmean(distance.values[-LAST_ITERATIONS:]),
+        **{f"accuracy_{at}": evaluated.get(at) for at in EVALUATED},
+        **early,
+    }
+
+
+def _between(run: Run, metric: str, after: int, until: int) -> float | None:
+    series = run.series(metric)
+    values = [y for x, y in zip(series.iterations, series.values, strict=True) if after < x <= until]
+    return fmean(values) if values else None
+
+
+def read(path: Path) -> list[Row]:
+    """Return what `write` has written."""
+
+    def made(name: str, text: str) -> str | int | float | None:
+        if name in ("study", "arm"):
+            return text
+        return int(text) if name in ("seed", "iterations") else float(text) if text else None
+
+    with path.open(newline="") as file:
+        return [{name: made(name, line.get(name) or "") for name in FIELDS} for line in csv.DictReader(file)]
+
+
+def difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> float | None:
+    """Return a run's accuracy minus another's at the end, or at the last evaluations that both have.
+
+    A run that a time limit has cut is compared with what the other had reached by then; None where that is not known.
+    """
+    if ours["iterations"] == theirs["iterations"]:
+        return _number(ours["learner"]) - _number(theirs["learner"])
+    names = [f"accuracy_{at}" for at in EVALUATED]
+    common = [name for name in names if None not in (ours[name], theirs[name])][-LAST_EVALUATIONS:]
+    until = min(_number(ours["iterations"]), _number(theirs["iterations"])) // EARLY * EARLY
+    if not common or common[-1] != f"accuracy_{until:g}":
+        return None
+    return fmean(_number(ours[name]) - _number(theirs[name]) for name in common)
+
+
+def control_of(arm: str) -> str:
+    """Return the arm whose bf16 sampler an arm is compared with: the same but for dial, correction and format.
+
+    >>> control_of("cosine+s10+none+int4"), control_of("s13+tis+int4"), control_of("slow+s12+none+int4")
+    ('cosine+s10+none+bf16', 's8+none+bf16', 'slow+s8+none+bf16')
+    """
+    *habits, _, _, _ = arm.split("+")
+    position = "s8" if habits in ([], ["slow"]) else "s10"
+    return "+".join([*habits, position, "none", "bf16"])
+
+
+def write(rows: Sequence[Row], folder: Path) -> str:
+    """Write every run's line and the table of the grid's arms into `folder`; return the table's text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / RUNS_FILE).open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        for line in rows:
+            writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in line.items()})
+    text = "\n".join(table([one for one in rows if one["study"] == "grid"]))
+    (folder / TABLE_FILE).write_text(text + "\n")
+    return text
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Return a Markdown table of the grid's arms, each with the paired difference to its bf16 sampler."""
+    head = ("arm", "seeds", "mean abs. log-ratio, first ten", "last", "learner", "sampler", "to bf16", "detectable")
+    arms: dict[str, dict[int, Row]] = {}
+    for one in rows:
+        arms.setdefault(str(one["arm"]), {})[int(one["seed"] or 0)] = one
+    lines = []
+    for arm, runs in arms.items():
+        control = arms.get(control_of(arm), {})
+        gaps = [difference(runs[seed], control[seed]) for seed in runs if seed in control]
+        gap = [one for one in gaps if one is not None]
+        judged = bool(gap) and not arm.endswith("bf16")
+        lines.append(
+            (
+                arm,
+                str(len(runs)),
+                spread([early(one, "abs_log_ratio") for one in runs.values()]),
+                spread([_number(one["log_ratio_last"]) for one in runs.values()]),
+                spread([_number(one["learner"]) for one in runs.values()]),
+                spread([_number(one["sampler"]) for one in runs.values()]),
+                f"{fmean(gap):+.3f}" + (f" ± {standard_error(gap):.2g}" if len(gap) > 1 else "") if judged else "–",
+                f"{detectable(gap):.2g}" if judged and len(gap) > 1 else "–",
+            )
+        )
+    return ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines)]
+
+
+def _number(value: object) -> float:
+    return float("nan") if value is None else float(str(value))
+
+
+def early(row: Mapping[str, object], name: str) -> float:
+    """Return a metric's mean over the first ten iterations, NaN where the run has none."""
+    found = [_number(row[f"{name}_{half}"]) for half in HALVES if row[f"{name}_{half}"] is not None]
+    return fmean(found) if found else float("nan")
