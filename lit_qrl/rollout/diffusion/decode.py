@@ -1,5 +1,6 @@
 """Semi-autoregressive denoising of a batch: blocks from left to right, in each step the surest tokens of the block."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,9 +13,13 @@ from lit_qrl.functional.logprobs import CHUNK_ELEMENTS
 from lit_qrl.network.denoising import Layout
 from lit_qrl.network.head import SamplerHead
 from lit_qrl.rollout.diffusion.cache import CanvasCache
+from lit_qrl.rollout.diffusion.graphs import record
+from lit_qrl.rollout.diffusion.stack import Angles, Stack
 from lit_qrl.rollout.embedded.decode import Drawn, Piece
 from lit_qrl.rollout.embedded.sampling import truncate
 from lit_qrl.types import SamplingParams
+
+log = logging.getLogger(__name__)
 
 Reuse = Literal["none", "prompt", "blocks"]
 RowSeed = Callable[[int, int], int]
@@ -39,6 +44,8 @@ class Canvas:
     Args:
         tokens: "b s", prompts and completions.
         layout: of its rows.
+        angles: of all columns, where the model's layers are called one by one.
+        first: column at which the block under way begins.
         noise: generator of each row.
         columns: " block", of the block under way.
         masked: "b block", which of them are masked.
@@ -46,10 +53,13 @@ class Canvas:
         clock: the step under way, a number on the device.
         uniform: "b block v", noise of the step under way; None where decoding is greedy or noise is drawn in parts.
         cache: keys and values of all columns, where some are kept.
+        graph: a step that is not a block's first, as it was recorded.
     """
 
     tokens: Tensor
     layout: Layout
+    angles: Angles | None
+    first: int
     noise: list[torch.Generator]
     columns: Tensor
     masked: Tensor
@@ -57,9 +67,16 @@ class Canvas:
     clock: Tensor
     uniform: Tensor | None
     cache: CanvasCache | None
+    graph: torch.cuda.CUDAGraph | None = None
+
+    @property
+    def results(self) -> tuple[Tensor, ...]:
+        """What a step writes to."""
+        return self.tokens, self.masked, self.when, self.clock
 
     def begin(self, first: int) -> None:
         """Go to the block that begins at column `first`."""
+        self.first = first
         self.columns.copy_(torch.arange(first, first + len(self.columns), device=self.columns.device))
         self.masked.fill_(True)
         self.clock.zero_()
@@ -82,6 +99,7 @@ class Denoiser:
         reuse: keys and values that a block's steps after the first take over from its first: `none`; of what is left
             of the block (`prompt`); of all other `blocks` too.
         head_dtype: that the output head computes in; None is its own.
+        graphs: on a GPU, replay a block's later steps as one CUDA graph where the model's layers are known.
     """
 
     def __init__(
@@ -92,16 +110,19 @@ class Denoiser:
         steps: int,
         reuse: Reuse = "none",
         head_dtype: torch.dtype | None = None,
+        graphs: bool = True,
     ) -> None:
         self.network, self.sampling = network, sampling
         self.block, self.steps, self.reuse = block, steps, reuse
-        self.head = SamplerHead.of(network, head_dtype)
+        self.head, self.stack = SamplerHead.of(network, head_dtype), Stack.of(network)
         self.device = network.get_input_embeddings().weight.device
         self.mask_token: int = network.config.mask_token_id
         stops = () if sampling.ignore_stop else sampling.stop_token_ids
         self.stops = torch.tensor(stops, dtype=torch.long, device=self.device)
         self.words: int = network.get_output_embeddings().weight.shape[0]
         self.share = max(1, CHUNK_ELEMENTS.get(self.device.type, CHUNK_ELEMENTS["cpu"]) // (block * self.words))
+        self.graphs = graphs and self.stack is not None and self.device.type == "cuda"
+        self._checked = False
 
     # A tensor of inference mode cannot tell that it was not written to, so that layers would not share its codes.
     @torch.no_grad()
@@ -141,9 +162,13 @@ class Denoiser:
         )
         rows, total = torch.arange(b, device=self.device), 0
         # The canvases of a prompt's completions are still the same: its first states serve all of them.
-        first = once.states(self.network, start.to(self.device)) if self.reuse == "none" else None
+        first = None
+        if self.reuse == "none":
+            shown = torch.arange(width, width + self.block, device=self.device)
+            angles = None if self.stack is None else self.stack.angles(once.positions)
+            first = self._forward(start.to(self.device), once, angles, shown)
         for number, part in enumerate(blocks_of(length, self.block)):
-            states = None if first is None else first[owner, width + part.start : width + part.stop]
+            states = None if first is None else first[owner]
             first = None
             self._fill(canvas, width + part.start, states)
             drawn.unmasked_at[rows, part] = canvas.when + number * self.steps
@@ -173,13 +198,15 @@ class Denoiser:
         return Canvas(
             tokens=tokens,
             layout=layout,
+            angles=None if self.stack is None else self.stack.angles(layout.positions),
+            first=0,
             noise=noise,
             columns=torch.zeros(self.block, dtype=torch.long, device=self.device),
             masked=torch.ones(b, self.block, dtype=torch.bool, device=self.device),
             when=torch.zeros(b, self.block, dtype=torch.long, device=self.device),
             clock=torch.zeros((), dtype=torch.long, device=self.device),
             uniform=uniform,
-            cache=None if self.reuse == "none" else CanvasCache(self._layers, tokens.shape[1]),
+            cache=None if self.reuse == "none" else CanvasCache(self.network.config.num_hidden_layers, tokens.shape[1]),
         )
 
     def _fill(self, canvas: Canvas, first: int, states: Tensor | None) -> None:
@@ -191,12 +218,39 @@ class Denoiser:
             states: hidden states of the first step, "b block h", where they are known.
         """
         canvas.begin(first)
+        if self.reuse == "prompt":  # whose steps are of other shapes in each block
+            former, canvas.graph = canvas.graph, None
+        else:
+            former = None
         for step in range(self.steps):
             canvas.draw_noise()
             if step == 0:
                 self._step(canvas, self._states(canvas, whole=True) if states is None else states)
-            else:
+            elif not self.graphs or (canvas.uniform is None and self.sampling.temperature):
                 self._step(canvas, self._states(canvas))
+            elif canvas.graph is None:
+                canvas.graph = self._recorded(canvas, former)
+            else:
+                canvas.graph.replay()
+
+    def _recorded(self, canvas: Canvas, former: torch.cuda.CUDAGraph | None) -> torch.cuda.CUDAGraph | None:
+        """Take a step and return it as a graph; the first graph of all is compared with the step as it is launched."""
+        graph = record(lambda: self._step(canvas, self._states(canvas)), self.device, former)
+        if self._checked:
+            graph.replay()
+            return graph
+        before = [one.clone() for one in canvas.results]
+        graph.replay()
+        replayed = [one.clone() for one in canvas.results]
+        for one, value in zip(canvas.results, before, strict=True):
+            one.copy_(value)
+        self._step(canvas, self._states(canvas))
+        self._checked = True
+        if all(torch.equal(one, value) for one, value in zip(canvas.results, replayed, strict=True)):
+            return graph
+        self.graphs = False
+        log.warning("A recorded step draws other tokens than the launched one: steps are launched one by one.")
+        return None
 
     def _step(self, canvas: Canvas, states: Tensor) -> None:
         """Draw a token for every masked position of the block and keep the surest; nothing waits for the device.
@@ -213,24 +267,46 @@ class Denoiser:
         canvas.masked.logical_and_(~chosen)
         canvas.clock.add_(1)
 
-    @property
-    def _layers(self) -> int:
-        return self.network.config.num_hidden_layers
-
     def _states(self, canvas: Canvas, whole: bool = False) -> Tensor:
         """Return the hidden states of the block under way, "b block h", of a `whole` forward or of what is not kept."""
-        kept = canvas.cache
-        if kept is None:
-            return canvas.layout.states(self.network, canvas.tokens).index_select(1, canvas.columns)
-        options = {"past_key_values": kept, "use_cache": True}
-        if whole:
-            kept.at = None
-            return canvas.layout.states(self.network, canvas.tokens, **options).index_select(1, canvas.columns)
-        kept.at = canvas.columns
+        kept, layout = canvas.cache, canvas.layout
+        if kept is None or whole:
+            if kept is not None:
+                kept.at = None
+            return self._forward(canvas.tokens, layout, canvas.angles, canvas.columns, kept)
+        kept.at, part = canvas.columns, None
         if self.reuse == "prompt":
-            kept.at = torch.arange(int(canvas.columns[0]), kept.columns, device=self.device)
-        tokens = canvas.tokens.index_select(1, kept.at)
-        return canvas.layout.states(self.network, tokens, kept.at, **options)[:, : self.block]
+            kept.at = torch.arange(canvas.first, kept.columns, device=self.device)
+            part = torch.arange(self.block, device=self.device)
+        angles = canvas.angles and (
+            canvas.angles[0].index_select(1, kept.at),
+            canvas.angles[1].index_select(1, kept.at),
+        )
+        return self._forward(canvas.tokens.index_select(1, kept.at), layout, angles, part, kept)
+
+    def _forward(
+        self,
+        tokens: Tensor,
+        layout: Layout,
+        angles: Angles | None,
+        part: Tensor | None,
+        kept: CanvasCache | None = None,
+    ) -> Tensor:
+        """Return the last hidden states "b p h".
+
+        Args:
+            tokens: "b n", of the columns that are computed.
+            layout: of the canvas.
+            angles: of those columns.
+            part: " p", which of them are read; None for all.
+            kept: keys and values of the canvas, with the columns set that are computed.
+        """
+        if self.stack is not None:
+            assert angles is not None
+            return self.stack.states(tokens, angles, layout.valid, part, kept)
+        options = {} if kept is None else {"past_key_values": kept, "use_cache": True}
+        states = layout.states(self.network, tokens, None if kept is None else kept.at, **options)
+        return states if part is None else states.index_select(1, part)
 
     def _draw(self, states: Tensor, canvas: Canvas) -> tuple[Tensor, Tensor]:
         """Return a token for every position of the block, and how sure the model is of it, both "b block"."""

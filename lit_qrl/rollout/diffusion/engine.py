@@ -47,6 +47,8 @@ class DiffusionEngine(EmbeddedSampler):
         dtype: what unquantized tensors are cast to; `auto` keeps them as they are published.
         share: `auto` holds the learner's own tensors where nothing was changed, `never` copies.
         keep_operands: let quantized layers keep their dequantized weights between calls: faster, more memory.
+        graphs: on a GPU, replay the steps of a batch as one CUDA graph, for models whose layers are a Llama's. Before
+            a graph is used its first step is compared with the one that is launched.
 
     Raises:
         ConfigError: for steps that do not divide a block, or an option that is unknown.
@@ -63,6 +65,7 @@ class DiffusionEngine(EmbeddedSampler):
         dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
         share: Literal["auto", "never"] = "auto",
         keep_operands: bool = True,
+        graphs: bool = True,
     ) -> None:
         super().__init__(max_batch, dtype, share, keep_operands)
         if block < 1 or reuse not in ("none", "prompt", "blocks"):
@@ -80,7 +83,7 @@ class DiffusionEngine(EmbeddedSampler):
                 given=steps,
                 remedy=f"Set it to {min(divisors, key=lambda count: abs(count - steps))}, or change data.engine.block.",
             )
-        self.block, self.steps = block, steps
+        self.block, self.steps, self.graphs = block, steps, graphs
         self.reuse: Reuse = reuse
 
     def validate(self, spec: SamplerSpec) -> None:
@@ -134,7 +137,9 @@ class DiffusionEngine(EmbeddedSampler):
         self._check_length(sampling.max_tokens, "The completion limit")
         self._check_prompts(prompts, sampling)
         self._check_current()
-        denoiser = Denoiser(self.network, sampling, self.block, self.steps, self.reuse, self.spec.head_dtype)
+        denoiser = Denoiser(
+            self.network, sampling, self.block, self.steps, self.reuse, self.spec.head_dtype, self.graphs
+        )
         results: list[Completion | None] = [None] * (len(prompts) * n)
         finished = tokens = 0
 
