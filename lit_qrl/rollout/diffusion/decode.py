@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lit_qrl.formats.kernels import dispatch
 from lit_qrl.functional.diffusion import blocks_of, confidence, gumbel_argmax, most_confident
 from lit_qrl.functional.logprobs import CHUNK_ELEMENTS
 from lit_qrl.network.denoising import Layout
@@ -122,6 +123,7 @@ class Denoiser:
         self.words: int = network.get_output_embeddings().weight.shape[0]
         self.share = max(1, CHUNK_ELEMENTS.get(self.device.type, CHUNK_ELEMENTS["cpu"]) // (block * self.words))
         self.graphs = graphs and self.stack is not None and self.device.type == "cuda"
+        self.temperature = torch.tensor(sampling.temperature, dtype=torch.float64, device=self.device)
         self._checked = False
 
     # A tensor of inference mode cannot tell that it was not written to, so that layers would not share its codes.
@@ -308,12 +310,25 @@ class Denoiser:
         states = layout.states(self.network, tokens, None if kept is None else kept.at, **options)
         return states if part is None else states.index_select(1, part)
 
+    def _draws_at_once(self, logits: Tensor, canvas: Canvas) -> bool:
+        """Return whether one kernel can draw what a step needs: of the whole batch, and of all words."""
+        noisy = self.sampling.temperature != 0
+        whole = len(logits) == len(canvas.tokens) and (canvas.uniform is not None or not noisy)
+        return (
+            dispatch.available(logits) and whole and logits.is_contiguous() and not (noisy and self.sampling.truncated)
+        )
+
     def _draw(self, states: Tensor, canvas: Canvas) -> tuple[Tensor, Tensor]:
         """Return a token for every position of the block, and how sure the model is of it, both "b block"."""
         tokens, sure = [], []
         greedy = self.sampling.temperature == 0
         for begin in range(0, len(states), self.share):
-            logits = self.head.logits(states[begin : begin + self.share]).float()
+            logits = self.head.logits(states[begin : begin + self.share])
+            if self._draws_at_once(logits, canvas):
+                from lit_qrl.rollout.diffusion import fused_triton
+
+                return fused_triton.draw(logits, canvas.uniform, canvas.masked, self.temperature, self.mask_token)
+            logits = logits.float()
             logits.select(-1, self.mask_token).fill_(float("-inf"))
             uniform, allowed = canvas.uniform, logits
             if not greedy:
