@@ -8,16 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_qrl.formats.kernels import dispatch
-from lit_qrl.functional.diffusion import blocks_of, confidence, gumbel_argmax, most_confident
-from lit_qrl.functional.logprobs import CHUNK_ELEMENTS
+from lit_qrl.functional.diffusion import blocks_of, most_confident
 from lit_qrl.network.denoising import Layout
-from lit_qrl.network.head import SamplerHead
 from lit_qrl.rollout.diffusion.cache import CanvasCache
+from lit_qrl.rollout.diffusion.drawing import Drawer, fill
 from lit_qrl.rollout.diffusion.graphs import record
 from lit_qrl.rollout.diffusion.stack import Angles, Stack
 from lit_qrl.rollout.embedded.decode import Drawn, Piece
-from lit_qrl.rollout.embedded.sampling import truncate
 from lit_qrl.types import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -85,8 +82,7 @@ class Canvas:
     def draw_noise(self) -> None:
         """Draw the noise of a step, of each row by its own generator."""
         if self.uniform is not None:
-            for row, generator in enumerate(self.noise):
-                torch.rand(self.uniform.shape[1:], generator=generator, out=self.uniform[row])
+            fill(self.uniform, self.noise)
 
 
 class Denoiser:
@@ -115,15 +111,12 @@ class Denoiser:
     ) -> None:
         self.network, self.sampling = network, sampling
         self.block, self.steps, self.reuse = block, steps, reuse
-        self.head, self.stack = SamplerHead.of(network, head_dtype), Stack.of(network)
+        self.drawer, self.stack = Drawer(network, sampling, block, head_dtype), Stack.of(network)
         self.device = network.get_input_embeddings().weight.device
         self.mask_token: int = network.config.mask_token_id
         stops = () if sampling.ignore_stop else sampling.stop_token_ids
         self.stops = torch.tensor(stops, dtype=torch.long, device=self.device)
-        self.words: int = network.get_output_embeddings().weight.shape[0]
-        self.share = max(1, CHUNK_ELEMENTS.get(self.device.type, CHUNK_ELEMENTS["cpu"]) // (block * self.words))
         self.graphs = graphs and self.stack is not None and self.device.type == "cuda"
-        self.temperature = torch.tensor(sampling.temperature, dtype=torch.float64, device=self.device)
         self._checked = False
 
     # A tensor of inference mode cannot tell that it was not written to, so that layers would not share its codes.
@@ -194,9 +187,6 @@ class Denoiser:
     def _canvas(self, tokens: Tensor, layout: Layout, noise: list[torch.Generator]) -> Canvas:
         """Return rows with room for what their steps write."""
         b = len(tokens)
-        uniform = None
-        if self.sampling.temperature and b <= self.share:
-            uniform = torch.empty(b, self.block, self.words, dtype=torch.float64, device=self.device)
         return Canvas(
             tokens=tokens,
             layout=layout,
@@ -207,7 +197,7 @@ class Denoiser:
             masked=torch.ones(b, self.block, dtype=torch.bool, device=self.device),
             when=torch.zeros(b, self.block, dtype=torch.long, device=self.device),
             clock=torch.zeros((), dtype=torch.long, device=self.device),
-            uniform=uniform,
+            uniform=self.drawer.memory(b),
             cache=None if self.reuse == "none" else CanvasCache(self.network.config.num_hidden_layers, tokens.shape[1]),
         )
 
@@ -228,7 +218,7 @@ class Denoiser:
             canvas.draw_noise()
             if step == 0:
                 self._step(canvas, self._states(canvas, whole=True) if states is None else states)
-            elif not self.graphs or (canvas.uniform is None and self.sampling.temperature):
+            elif not self.graphs or (canvas.uniform is None and not self.drawer.greedy):
                 self._step(canvas, self._states(canvas))
             elif canvas.graph is None:
                 canvas.graph = self._recorded(canvas, former)
@@ -261,7 +251,7 @@ class Denoiser:
             canvas: whose noise of this step is drawn.
             states: hidden states "b block h".
         """
-        tokens, sure = self._draw(states, canvas)
+        tokens, sure = self.drawer.draw(states, canvas.masked, canvas.uniform, canvas.noise)
         chosen = most_confident(sure, canvas.masked, self.block // self.steps)
         block = torch.where(chosen, tokens, canvas.tokens.index_select(1, canvas.columns))
         canvas.tokens.index_copy_(1, canvas.columns, block)
@@ -309,38 +299,3 @@ class Denoiser:
         options = {} if kept is None else {"past_key_values": kept, "use_cache": True}
         states = layout.states(self.network, tokens, None if kept is None else kept.at, **options)
         return states if part is None else states.index_select(1, part)
-
-    def _draws_at_once(self, logits: Tensor, canvas: Canvas) -> bool:
-        """Return whether one kernel can draw what a step needs: of the whole batch, and of all words."""
-        noisy = self.sampling.temperature != 0
-        whole = len(logits) == len(canvas.tokens) and (canvas.uniform is not None or not noisy)
-        return (
-            dispatch.available(logits) and whole and logits.is_contiguous() and not (noisy and self.sampling.truncated)
-        )
-
-    def _draw(self, states: Tensor, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """Return a token for every position of the block, and how sure the model is of it, both "b block"."""
-        tokens, sure = [], []
-        greedy = self.sampling.temperature == 0
-        for begin in range(0, len(states), self.share):
-            logits = self.head.logits(states[begin : begin + self.share])
-            if self._draws_at_once(logits, canvas):
-                from lit_qrl.rollout.diffusion import fused_triton
-
-                return fused_triton.draw(logits, canvas.uniform, canvas.masked, self.temperature, self.mask_token)
-            logits = logits.float()
-            logits.select(-1, self.mask_token).fill_(float("-inf"))
-            uniform, allowed = canvas.uniform, logits
-            if not greedy:
-                if uniform is None:
-                    uniform = torch.empty(logits.shape, dtype=torch.float64, device=self.device)
-                    for row, generator in enumerate(canvas.noise[begin : begin + self.share]):
-                        torch.rand(logits.shape[1:], generator=generator, out=uniform[row])
-                if self.sampling.truncated:
-                    scores = (logits / self.sampling.temperature).flatten(0, 1)
-                    kept = truncate(scores, self.sampling.top_k, self.sampling.top_p).view_as(logits)
-                    allowed = logits.masked_fill(kept == float("-inf"), float("-inf"))
-            chosen = gumbel_argmax(allowed, uniform, self.sampling.temperature)
-            tokens.append(chosen)
-            sure.append(confidence(logits, chosen))
-        return torch.cat(tokens), torch.cat(sure)

@@ -63,6 +63,17 @@ def test_tokens_and_their_order_are_those_of_the_published_loop(network, block, 
     assert not drawn.stopped.any()
 
 
+def test_positions_of_one_confidence_are_unmasked_from_the_left():
+    network = build_denoiser()
+    torch.nn.init.zeros_(network.lm_head.weight)  # every word is as likely as every other, wherever
+    drawn = run(network, 4, 2, temperature=1.0)
+    assert drawn.unmasked_at.tolist() == [[0, 0, 1, 1, 2, 2, 3, 3]] * len(ROWS)
+    for row, (prompt, index) in enumerate(ROWS):
+        assert (drawn.tokens[row].tolist(), drawn.unmasked_at[row].tolist()) == slowly(
+            network, prompt, index, 4, 2, 1.0
+        )
+
+
 def test_one_block_and_one_token_at_a_time_is_plain_confidence_decoding(network):
     drawn = run(network, LENGTH, LENGTH, temperature=0.0)
     assert all(sorted(row) == list(range(LENGTH)) for row in drawn.unmasked_at.tolist())
