@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel,
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.network.structure import body
 from lit_qrl.rollout.diffusion.cache import CanvasCache
+from lit_qrl.rollout.embedded.attention import FOLDED
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines "b n d" of rotary embeddings."""
@@ -34,7 +35,7 @@ class Stack:
     def of(cls, network: Any) -> "Stack | None":
         """Return the layers of a network, or None for one that is no Llama with scaled dot-product attention."""
         inner: Any = body(network)
-        plain = type(inner) is LlamaModel and network.config._attn_implementation == "sdpa"
+        plain = type(inner) is LlamaModel and network.config._attn_implementation in ("sdpa", FOLDED)
         known = plain and all(type(layer.self_attn) is LlamaAttention for layer in inner.layers)
         return cls(network) if known else None
 
