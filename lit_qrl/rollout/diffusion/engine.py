@@ -13,8 +13,11 @@ from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.structure import body, cached_numbers
 from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.rollout.diffusion.decode import Denoised, Denoiser, Reuse
+from lit_qrl.rollout.diffusion.grouped import lay_together
+from lit_qrl.rollout.diffusion.stack import Stack
 from lit_qrl.rollout.embedded.cache import free_memory
 from lit_qrl.rollout.embedded.decode import Piece, plan
+from lit_qrl.rollout.embedded.loading import Modules
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
 from lit_qrl.rollout.embedded.sampling import check_sampling
 from lit_qrl.rollout.engine import EnginePolicy, Progress, SamplerSpec
@@ -119,6 +122,11 @@ class DiffusionEngine(EmbeddedSampler):
         assert self._modules is not None
         if self._modules.device.type == "cuda":
             take_one_pass(self._modules.network)
+
+    def loaded(self, modules: Modules) -> None:
+        stack = Stack.of(modules.network) if modules.device.type == "cuda" else None
+        if stack is not None:
+            lay_together(stack.layers, {p.untyped_storage().data_ptr() for p in self.policy.network.parameters()})
 
     # ----------------------------------------------------------------------------------------------------- generation
 

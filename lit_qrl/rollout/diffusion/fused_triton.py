@@ -56,13 +56,13 @@ def norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tens
 
 
 @triton.jit
-def _rotate_kernel(x, cos, sin, heads, HEADS: tl.constexpr, HALF: tl.constexpr):
+def _rotate_kernel(x, cos, sin, stride, heads, HEADS: tl.constexpr, HALF: tl.constexpr):
     """All heads of one token, in place."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     lane = tl.arange(0, HALF)[None, :]
     inside = (head < heads) & (lane < HALF)
-    low = x + (token * heads + head) * (2 * HALF) + lane
+    low = x + token * stride + head * (2 * HALF) + lane
     angle = token * (2 * HALF) + lane
     dtype: tl.constexpr = x.dtype.element_ty
     first = tl.load(low, mask=inside, other=0.0).to(tl.float32)
@@ -79,12 +79,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Turn queries or keys "b n heads d" by their angles, in place, as `apply_rotary_pos_emb` of a Llama does.
 
     Args:
-        x: contiguous; d is twice a power of two.
+        x: heads and d without gaps, tokens in even steps; d is twice a power of two.
         cos: "b n d", contiguous, dtype of `x`.
         sin: the same.
     """
     heads, d = x.shape[-2:]
-    _rotate_kernel[(x.numel() // (heads * d),)](x, cos, sin, heads, triton.next_power_of_2(heads), d // 2, num_warps=4)
+    width, tokens = triton.next_power_of_2(heads), x.numel() // (heads * d)
+    _rotate_kernel[(tokens,)](x, cos, sin, x.stride(1), heads, width, d // 2, num_warps=4)
 
 
 CHUNK = 4096

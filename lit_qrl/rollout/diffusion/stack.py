@@ -9,7 +9,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel,
 
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.network.structure import body
+from lit_qrl.precision.layers.one_pass import OnePassGatedMLP
 from lit_qrl.rollout.diffusion.cache import CanvasCache
+from lit_qrl.rollout.diffusion.grouped import PARTS, Group, members
 from lit_qrl.rollout.embedded.attention import FOLDED
 
 Angles = tuple[Tensor, Tensor]
@@ -30,6 +32,7 @@ class Stack:
     def __init__(self, network: Any) -> None:
         self.inner: Any = body(network)
         self.layers = list(self.inner.layers)
+        self.groups = [{part: Group.of(members(layer, part)) for part in PARTS} for layer in self.layers]
 
     @classmethod
     def of(cls, network: Any) -> "Stack | None":
@@ -67,12 +70,17 @@ class Stack:
             attention = layer.self_attn
             size = (*tokens.shape, -1, attention.head_dim)
             x, residual = _normed(layer.input_layernorm, delta, residual)
-            key = _turned(attention.k_proj(x).view(size), angles)
-            value = attention.v_proj(x).view(size).transpose(1, 2)
+            group = self.groups[index]["self_attn"]
             if part is not None and index == len(self.layers) - 1:
+                key, value = attention.k_proj(x), attention.v_proj(x)
                 x, residual = x.index_select(1, part), residual.index_select(1, part)
-                angles = angles[0].index_select(1, part), angles[1].index_select(1, part)
-            query = _turned(attention.q_proj(x).view(*x.shape[:2], *size[2:]), angles)
+                query = attention.q_proj(x)
+                turned = angles[0].index_select(1, part), angles[1].index_select(1, part)
+            else:
+                query, key, value = _each(group, x, attention.q_proj, attention.k_proj, attention.v_proj)
+                turned = angles
+            query = _turned(query.view(*x.shape[:2], *size[2:]), turned)
+            key, value = _turned(key.view(size), angles), value.view(size).transpose(1, 2)
             if cache is not None:
                 key, value = cache.update(key, value, index)
             groups = attention.num_key_value_groups
@@ -81,8 +89,20 @@ class Stack:
             seen = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=attention.scaling)
             delta = attention.o_proj(seen.transpose(1, 2).reshape(*x.shape[:2], -1))
             x, residual = _normed(layer.post_attention_layernorm, delta, residual)
-            delta = layer.mlp(x)
+            delta = _mlp(layer.mlp, self.groups[index]["mlp"], x)
         return _normed(self.inner.norm, delta, residual)[0]
+
+
+def _each(group: Group | None, x: Tensor, *layers: Any) -> tuple[Tensor, ...]:
+    return tuple(layer(x) for layer in layers) if group is None else group(x)
+
+
+def _mlp(mlp: Any, group: Group | None, x: Tensor) -> Tensor:
+    if group is None:
+        return mlp(x)
+    gate, up = group(x)
+    hidden = mlp.hidden(gate, up) if isinstance(mlp, OnePassGatedMLP) else mlp.act_fn(gate) * up
+    return mlp.down_proj(hidden)
 
 
 def _fused(x: Tensor) -> bool:
@@ -108,7 +128,8 @@ def _turned(x: Tensor, angles: Angles) -> Tensor:
     if _fused(x) and half & (half - 1) == 0 and angles[0].shape[-1] == 2 * half:
         from lit_qrl.rollout.diffusion import fused_triton
 
-        x = x.contiguous()
+        if x.stride()[2:] != (2 * half, 1) or x.stride(0) != len(x[0]) * x.stride(1):
+            x = x.contiguous()
         fused_triton.rotate(x, *angles)
         return x.transpose(1, 2)
     x = x.transpose(1, 2)

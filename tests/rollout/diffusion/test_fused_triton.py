@@ -36,9 +36,12 @@ def compare_turns(device):
         rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=heads * d, num_attention_heads=heads))
         cos, sin = rotary(x, positions)
         expected = apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=2)[0]
-        found = x.clone().to(device)
-        fused_triton.rotate(found, cos.to(device), sin.to(device))
-        assert torch.equal(found.cpu(), expected)
+        beside = torch.zeros(2, 7, 2, heads, d, dtype=x.dtype, device=device)
+        beside[:, :, 0] = x.to(device)
+        for found in (x.clone().to(device), beside[:, :, 0]):
+            fused_triton.rotate(found, cos.to(device), sin.to(device))
+            assert torch.equal(found.cpu(), expected)
+        assert not beside[:, :, 1].any()
 
 
 def compare_draws(device):
