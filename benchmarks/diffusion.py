@@ -4,11 +4,12 @@
 
 LLaDA-8B's shape with random weights, completions of 256 tokens in blocks of 32, two tokens unmasked in each step. For
 each (batch, G), as in the AIS paper's Table 6, whose figures are printed beside: seconds of generation (with the
-sampler's log-probs of what it drew), of those log-probs alone, of the reference's, and peak memory, in bf16 and in FP8
-with one dynamic scale per tensor. `plain` is a plain form of LLaDA's published loop in
-bf16 (a full forward per step with the library's modules, logits and noise of all positions in fp64, no early stop).
-For the first shape, the longest kernels of a step, other formats and the ways of keeping keys and values too, and the
-share of tokens that differ.
+sampler's log-probs of what it drew), of those log-probs alone, and peak memory, in bf16 and in FP8 with one dynamic
+scale per tensor, exact and with keys and values kept. `plain` is LLaDA's published loop in bf16 (a full forward per
+step with the library's modules, noise and probabilities of all positions in fp64, no early stop). Weights of the
+samplers are their own, as they are where an adapter is merged.
+For the first shape: the same without graphs, by the library's forward, and over the learner's own weights; products by
+themselves; and where a step's time goes. `WRONG` marks other tokens where there should be the same.
 
 Each line is printed when it is measured: medians of `--repeats` after a warm-up of two blocks. `--tiny` tries every
 line on a CPU; its figures mean nothing but the differences of `--model`, a folder with trained weights for 4×4 Sudoku.
@@ -84,6 +85,7 @@ MORE: tuple[dict[str, Any], ...] = (
     {"variant": "fp8_tensor, launched", "format": "fp8_tensor", "graphs": False},
     {"variant": "bf16, library's forward", "graphs": False, "library": True},
     {"variant": "fp8_tensor, library's forward", "format": "fp8_tensor", "graphs": False, "library": True},
+    {"variant": "bf16, the learner's weights", "share": "auto"},
     {"variant": "fp8_row", "format": "fp8_row"},
 )
 SAME = {"bf16, launched": "bf16", "fp8_tensor, launched": "fp8_tensor"}
@@ -137,16 +139,16 @@ def engine_of(network: Any, format: Any, spec: SamplerSpec, **options: Any) -> D
 
 
 @torch.inference_mode()
-def plain_loop(network: Any, prompts: list[list[int]], length: int, block: int) -> torch.Tensor:
+def plain_loop(network: Any, prompts: list[list[int]], length: int, block: int, blocks: int) -> torch.Tensor:
     """Decode as LLaDA's `generate.py` does (ML-GSAI/LLaDA at 41760b9), for several rows.
 
-    A full forward at every step; noise and probabilities of all logits in fp64.
+    A full forward at every step; noise and probabilities of all logits in fp64. Only the first `blocks` are decoded.
     """
     device, mask = network.get_input_embeddings().weight.device, network.config.mask_token_id
     prompt = torch.tensor(prompts, device=device)
     canvas = torch.cat([prompt, torch.full((len(prompts), length), mask, device=device)], dim=1)
     width = prompt.shape[1]
-    for start in range(width, width + length, block):
+    for start in range(width, width + blocks * block, block):
         for _ in range(block // 2):
             logits = network(canvas, use_cache=False).logits
             wide = logits.to(torch.float64)
@@ -200,10 +202,12 @@ class Bench:
             self.options.out.write_text(json.dumps(self.rows, indent=1) + "\n")
 
     def plain(self, prompts: list[list[int]], group: int) -> dict[str, Any]:
-        """Return the published loop's seconds."""
+        """Return the published loop's seconds: of a quarter of the blocks, times four, since its steps are alike."""
         flat, length, block = [one for one in prompts for _ in range(group)], self.options.length, self.options.block
-        plain_loop(self.network, flat, block, block)
-        return {"generate": timed(lambda: plain_loop(self.network, flat, length, block), self.options.repeats)[0]}
+        blocks = max(length // block // 4, 1)
+        plain_loop(self.network, flat, length, block, 1)
+        seconds, _ = timed(lambda: plain_loop(self.network, flat, length, block, blocks), self.options.repeats)
+        return {"generate": seconds * (length // block) / blocks}
 
     def engine(
         self,
@@ -213,13 +217,14 @@ class Bench:
         reuse: Any = "none",
         graphs: bool = True,
         library: bool = False,
+        share: Any = "never",
     ) -> tuple[dict[str, Any], list[Any]]:
         """Return an engine's seconds of each phase, and what it drew."""
         options = self.options
         sampling = SamplingParams(max_tokens=options.length, temperature=0.9)
         spec = SamplerSpec(sampling=sampling, estimator=Estimator())
         chosen = None if format is None else formats.get(format)
-        engine = engine_of(self.network, chosen, spec, block=options.block, reuse=reuse, graphs=graphs)
+        engine = engine_of(self.network, chosen, spec, block=options.block, reuse=reuse, graphs=graphs, share=share)
         with patch.object(Stack, "of", return_value=None) if library else nullcontext():
             engine.generate(prompts, group, 0, sampling=replace(sampling, max_tokens=2 * options.block))
             seconds, drawn = timed(lambda: engine.generate(prompts, group, 0), options.repeats)
@@ -230,25 +235,42 @@ class Bench:
         engine.close()
         return row, drawn
 
-    def kernels(self, prompts: list[list[int]], group: int, format: str | None, count: int = 9) -> dict[str, Any]:
-        """Return the kernels that take longest, in ms of a step, and the sum of all."""
+    def kernels(self, batch: int, format: str | None, count: int = 14) -> dict[str, Any]:
+        """Return ms of a launched step over a whole canvas: in all, on the device, and the longest kernels and calls.
+
+        The prompt is so long that one block fills the canvas, and the block is decoded.
+        """
         from torch.profiler import ProfilerActivity, profile
 
-        sampling = SamplingParams(max_tokens=self.options.block, temperature=0.9)
+        options = self.options
+        words = min(self.network.config.mask_token_id, 60_000)
+        prompts = torch.randint(4, words, (1, options.prompt + options.length - options.block)).tolist()
+        sampling = SamplingParams(max_tokens=options.block, temperature=0.9)
         spec = SamplerSpec(sampling=sampling, estimator=Estimator())
         chosen = None if format is None else formats.get(format)
-        engine = engine_of(self.network, chosen, spec, block=self.options.block, graphs=False)
-        engine.generate(prompts, group, 0)
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            engine.generate(prompts, group, 0)
+        found: dict[str, Any] = {}
+        steps = options.block // 2
+        for graphs in (True, False):
+            engine = engine_of(self.network, chosen, spec, block=options.block, share="never", graphs=graphs)
+            engine.generate(prompts, batch, 0)
+            seconds, _ = timed(lambda e=engine: e.generate(prompts, batch, 0), 2)
+            found["replayed" if graphs else "launched"] = seconds * 1e3 / steps
+            if graphs:
+                engine.close()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            engine.generate(prompts, batch, 0)
             synchronize()
         engine.close()
-        steps = self.options.block // 2
-        events = [(one.self_device_time_total / 1e3 / steps, one.count, one.key) for one in profiler.key_averages()]
-        longest = sorted(events, reverse=True)[:count]
-        return {"ms": sum(event[0] for event in events)} | {
-            key[:70]: f"{ms:.2f} ms, {number / steps:.0f} times" for ms, number, key in longest
-        }
+        averages = list(profiler.key_averages())
+        device = [one for one in averages if one.device_type != torch.autograd.DeviceType.CPU]
+        found["device"] = sum(one.self_device_time_total for one in device) / 1e3 / steps
+        found["kernels of a step"] = sum(one.count for one in device) / steps
+        for events, field in ((device, "self_device_time_total"), (averages, "self_cpu_time_total")):
+            longest = sorted(events, key=lambda one: getattr(one, field), reverse=True)[:count]
+            for one in longest:
+                what = f"{'cpu ' * (field == 'self_cpu_time_total')}{one.key[:90]}"
+                found[what] = f"{getattr(one, field) / 1e3 / steps:.3f} ms, {one.count / steps:.1f} times"
+        return found
 
     def products(self, batch: int) -> dict[str, Any]:
         """Return µs of LLaDA's products of a whole canvas, in bf16 and in FP8, summed exactly and fast.
@@ -306,7 +328,7 @@ def main() -> None:
         for batch, group in shapes:
             compare(bench, batch, group, tuple(one for one in BOTH if one["variant"] in chosen), "plain" in chosen)
     batch, group = shapes[0]
-    shape, prompts = {"batch": batch, "G": group}, bench.prompts(max(batch // group, 1))
+    shape = {"batch": batch, "G": group}
     if "more" in options.parts:
         compare(bench, batch, group, BOTH[:2] * ("shapes" not in options.parts) + MORE)
     if bench.device.type == "cuda" and "products" in options.parts:
@@ -315,7 +337,7 @@ def main() -> None:
     if bench.device.type == "cuda" and "kernels" in options.parts:
         for name in (None, "fp8_tensor"):
             row = {**shape, "variant": f"kernels, {name or 'bf16'}"}
-            bench.measure(row, lambda f=name: (bench.kernels(prompts, group, f), None))
+            bench.measure(row, lambda f=name: (bench.kernels(batch, f), None))
     table(bench.rows)
 
 

@@ -52,6 +52,7 @@ class Canvas:
         uniform: "b block v", noise of the step under way; None where decoding is greedy or noise is drawn in parts.
         cache: keys and values of all columns, where some are kept.
         graph: a step that is not a block's first, as it was recorded.
+        warm: whether such a step was launched.
     """
 
     tokens: Tensor
@@ -66,6 +67,7 @@ class Canvas:
     uniform: Tensor | None
     cache: CanvasCache | None
     graph: torch.cuda.CUDAGraph | None = None
+    warm: bool = False
 
     @property
     def results(self) -> tuple[Tensor, ...]:
@@ -210,20 +212,20 @@ class Denoiser:
             states: hidden states of the first step, "b block h", where they are known.
         """
         canvas.begin(first)
+        former = canvas.graph
         if self.reuse == "prompt":  # whose steps are of other shapes in each block
-            former, canvas.graph = canvas.graph, None
-        else:
-            former = None
+            canvas.graph, canvas.warm = None, False
         for step in range(self.steps):
             canvas.draw_noise()
             if step == 0:
                 self._step(canvas, self._states(canvas, whole=True) if states is None else states)
-            elif not self.graphs or (canvas.uniform is None and not self.drawer.greedy):
-                self._step(canvas, self._states(canvas))
-            elif canvas.graph is None:
-                canvas.graph = self._recorded(canvas, former)
-            else:
+            elif canvas.graph is not None:
                 canvas.graph.replay()
+            elif self.graphs and canvas.warm and (canvas.uniform is not None or self.drawer.greedy):
+                canvas.graph = self._recorded(canvas, former)
+            else:  # kernels are made by the first step of its shapes, and a graph is recorded after
+                self._step(canvas, self._states(canvas))
+                canvas.warm = True
 
     def _recorded(self, canvas: Canvas, former: torch.cuda.CUDAGraph | None) -> torch.cuda.CUDAGraph | None:
         """Take a step and return it as a graph; the first graph of all is compared with the step as it is launched."""

@@ -43,5 +43,9 @@ def record(
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that graphs are recorded on: one, since libraries keep a workspace for each."""
-    return torch.cuda.Stream(device)
+    """Return the stream that graphs are recorded on: one, since libraries keep a workspace for each, made here."""
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        small = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+        torch.mm(small, small)
+    return stream

@@ -102,7 +102,9 @@ def lay_together(blocks: Sequence[nn.Module], owned: Collection[int]) -> int:
             tensors = _weights(layers)
             if tensors is None or any(tensor.untyped_storage().data_ptr() in owned for tensor in tensors):
                 continue
-            pieces = torch.cat([tensor.view(torch.uint8) for tensor in tensors]).split([len(one) for one in tensors])
+            pieces = torch.cat([tensor.contiguous().view(torch.uint8) for tensor in tensors]).split(
+                [len(one) for one in tensors]
+            )
             for layer, tensor, piece in zip(layers, tensors, pieces, strict=True):
                 laid = piece.view(tensor.dtype)
                 if isinstance(layer, QuantizedLinear):

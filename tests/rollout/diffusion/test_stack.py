@@ -5,6 +5,7 @@ from transformers import Qwen3Config
 from lit_qrl.network.denoising import Layout
 from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.rollout.diffusion.cache import CanvasCache
+from lit_qrl.rollout.diffusion.grouped import lay_together
 from lit_qrl.rollout.diffusion.stack import Stack
 from tests.networks import build_denoiser, build_network
 
@@ -55,3 +56,27 @@ def test_layers_that_are_not_known_are_the_librarys():
     assert Stack.of(network) is not None
     network.set_attn_implementation("eager")
     assert Stack.of(network) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prompts", [[4, 4], [4, 2]])
+@pytest.mark.parametrize("together", [False, True])
+@torch.no_grad()
+def test_states_on_a_gpu_are_those_of_the_librarys_forward(prompts, together):
+    network = build_denoiser(hidden_size=256, intermediate_size=512, head_dim=64, dtype=torch.bfloat16).cuda()
+    layout, tokens = canvas(prompts)
+    layout = Layout(layout.positions.cuda(), None if layout.valid is None else layout.valid.cuda())
+    expected = layout.states(network, tokens.cuda()).float()
+    take_one_pass(network, True)
+    if together:
+        lay_together(network.model.layers, ())
+    stack = Stack.of(network)
+    assert (stack.groups[0]["mlp"] is not None) == together
+    angles = stack.angles(layout.positions)
+    there = slice(None) if layout.valid is None else layout.valid
+    found = stack.states(tokens.cuda(), angles, layout.valid).float()
+    scale = expected[there].abs().mean()
+    assert float((found - expected)[there].abs().mean() / scale) < 0.01
+    part = torch.tensor([4, 5, 9], device="cuda")
+    some = stack.states(tokens.cuda(), angles, layout.valid, part).float()
+    assert float((some - expected[:, part]).abs().mean() / scale) < 0.01
