@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from lit_qrl.rollout.diffusion import decode
 from lit_qrl.rollout.diffusion.decode import Denoiser
 from lit_qrl.rollout.embedded.decode import Piece
 from lit_qrl.types import SamplingParams
@@ -133,3 +134,48 @@ def test_truncation_draws_likely_tokens_alone(network):
     greedy = run(network, 1, 1, temperature=0.0)
     assert torch.equal(narrow.tokens, greedy.tokens)
     assert not torch.equal(run(network, 1, 1, temperature=1.0).tokens, greedy.tokens)
+
+
+class Repeated:
+    """Stands for a CUDA graph: it does the work again when it is replayed."""
+
+    made = 0
+
+    def __init__(self, work, device, former=None):
+        self.work, Repeated.made = work, Repeated.made + 1
+
+    def replay(self):
+        self.work()
+
+
+def replayed(network, monkeypatch, reuse, graph):
+    monkeypatch.setattr(decode, "record", graph)
+    monkeypatch.setattr(Repeated, "made", 0)
+    denoiser = Denoiser(network, SamplingParams(max_tokens=LENGTH, temperature=1.0), 4, 4, reuse)
+    assert not denoiser.graphs  # on a CPU
+    denoiser.graphs = True
+    return denoiser, denoiser.run(PROMPTS, PIECES, seed_of, lambda *done: None)
+
+
+@pytest.mark.parametrize(("reuse", "recorded"), [("none", 1), ("prompt", 2), ("blocks", 1)])
+def test_replayed_steps_are_the_launched_ones(network, monkeypatch, reuse, recorded):
+    expected = run(network, 4, 4, reuse, temperature=1.0)
+    denoiser, drawn = replayed(network, monkeypatch, reuse, Repeated)
+    assert torch.equal(drawn.tokens, expected.tokens)
+    assert torch.equal(drawn.unmasked_at, expected.unmasked_at)
+    assert Repeated.made == recorded  # one shape for all blocks, but where the columns that are computed get fewer
+    assert denoiser.graphs
+
+
+def test_a_graph_that_draws_other_tokens_is_not_used(network, monkeypatch, caplog):
+    class Wrong(Repeated):
+        def replay(self):
+            self.work()
+            self.work()  # unmasks twice as many
+
+    expected = run(network, 4, 4, temperature=1.0)
+    denoiser, drawn = replayed(network, monkeypatch, "none", Wrong)
+    assert torch.equal(drawn.tokens, expected.tokens)
+    assert torch.equal(drawn.unmasked_at, expected.unmasked_at)
+    assert "steps are launched one by one" in caplog.text
+    assert not denoiser.graphs
