@@ -12,7 +12,7 @@ from lit_qrl.functional.diffusion import blocks_of, most_confident
 from lit_qrl.network.denoising import Layout
 from lit_qrl.rollout.diffusion.cache import CanvasCache
 from lit_qrl.rollout.diffusion.drawing import Drawer, fill
-from lit_qrl.rollout.diffusion.graphs import record
+from lit_qrl.rollout.diffusion.graphs import Trust, record
 from lit_qrl.rollout.diffusion.stack import Angles, Stack
 from lit_qrl.rollout.embedded.decode import Drawn, Piece
 from lit_qrl.types import SamplingParams
@@ -98,7 +98,8 @@ class Denoiser:
         reuse: keys and values that a block's steps after the first take over from its first: `none`; of what is left
             of the block (`prompt`); of all other `blocks` too.
         head_dtype: that the output head computes in; None is its own.
-        graphs: on a GPU, replay a block's later steps as one CUDA graph where the model's layers are known.
+        graphs: what is known of recorded steps; where it is given, a block's later steps are replayed as one CUDA graph
+            on a GPU, if the model's layers are known. None launches every step.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Denoiser:
         steps: int,
         reuse: Reuse = "none",
         head_dtype: torch.dtype | None = None,
-        graphs: bool = True,
+        graphs: Trust | None = None,
     ) -> None:
         self.network, self.sampling = network, sampling
         self.block, self.steps, self.reuse = block, steps, reuse
@@ -118,8 +119,7 @@ class Denoiser:
         self.mask_token: int = network.config.mask_token_id
         stops = () if sampling.ignore_stop else sampling.stop_token_ids
         self.stops = torch.tensor(stops, dtype=torch.long, device=self.device)
-        self.graphs = graphs and self.stack is not None and self.device.type == "cuda"
-        self._checked = False
+        self.graphs = graphs if self.stack is not None and self.device.type == "cuda" else None
 
     # A tensor of inference mode cannot tell that it was not written to, so that layers would not share its codes.
     @torch.no_grad()
@@ -221,28 +221,33 @@ class Denoiser:
                 self._step(canvas, self._states(canvas, whole=True) if states is None else states)
             elif canvas.graph is not None:
                 canvas.graph.replay()
-            elif self.graphs and canvas.warm and (canvas.uniform is not None or self.drawer.greedy):
+            elif canvas.warm and self._replays(canvas):
                 canvas.graph = self._recorded(canvas, former)
             else:  # kernels are made by the first step of its shapes, and a graph is recorded after
                 self._step(canvas, self._states(canvas))
                 canvas.warm = True
 
+    def _replays(self, canvas: Canvas) -> bool:
+        """Return whether a step of the canvas may be recorded: its noise is drawn before, for all rows."""
+        known = self.graphs is not None and not self.graphs.broken
+        return known and (canvas.uniform is not None or self.drawer.greedy)
+
     def _recorded(self, canvas: Canvas, former: torch.cuda.CUDAGraph | None) -> torch.cuda.CUDAGraph | None:
         """Take a step and return it as a graph; the first graph of all is compared with the step as it is launched."""
+        assert self.graphs is not None
         graph = record(lambda: self._step(canvas, self._states(canvas)), self.device, former)
-        if self._checked:
-            graph.replay()
-            return graph
         before = [one.clone() for one in canvas.results]
         graph.replay()
+        if self.graphs.checked:
+            return graph
         replayed = [one.clone() for one in canvas.results]
         for one, value in zip(canvas.results, before, strict=True):
             one.copy_(value)
         self._step(canvas, self._states(canvas))
-        self._checked = True
+        self.graphs.checked = True
         if all(torch.equal(one, value) for one, value in zip(canvas.results, replayed, strict=True)):
             return graph
-        self.graphs = False
+        self.graphs.broken = True
         log.warning("A recorded step draws other tokens than the launched one: steps are launched one by one.")
         return None
 

@@ -13,6 +13,7 @@ from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.structure import body, cached_numbers
 from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.rollout.diffusion.decode import Denoised, Denoiser, Reuse
+from lit_qrl.rollout.diffusion.graphs import Trust
 from lit_qrl.rollout.diffusion.grouped import lay_together
 from lit_qrl.rollout.diffusion.stack import Stack
 from lit_qrl.rollout.embedded.cache import free_memory
@@ -50,8 +51,8 @@ class DiffusionEngine(EmbeddedSampler):
         dtype: what unquantized tensors are cast to; `auto` keeps them as they are published.
         share: `auto` holds the learner's own tensors where nothing was changed, `never` copies.
         keep_operands: let quantized layers keep their dequantized weights between calls: faster, more memory.
-        graphs: on a GPU, replay the steps of a batch as one CUDA graph, for models whose layers are a Llama's. Before
-            a graph is used its first step is compared with the one that is launched.
+        graphs: on a GPU, replay the steps of a batch as one CUDA graph, for models whose layers are a Llama's. The
+            first graph of all is compared with the launched step; should they differ, steps are launched.
 
     Raises:
         ConfigError: for steps that do not divide a block, or an option that is unknown.
@@ -86,7 +87,8 @@ class DiffusionEngine(EmbeddedSampler):
                 given=steps,
                 remedy=f"Set it to {min(divisors, key=lambda count: abs(count - steps))}, or change data.engine.block.",
             )
-        self.block, self.steps, self.graphs = block, steps, graphs
+        self.block, self.steps = block, steps
+        self.graphs = Trust() if graphs else None
         self.reuse: Reuse = reuse
 
     def validate(self, spec: SamplerSpec) -> None:

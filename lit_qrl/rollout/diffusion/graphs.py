@@ -3,9 +3,23 @@
 import gc
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 
 import torch
+
+
+@dataclass(slots=True)
+class Trust:
+    """What is known of recorded steps.
+
+    Args:
+        checked: whether one was compared with the launched step.
+        broken: whether it drew other tokens.
+    """
+
+    checked: bool = False
+    broken: bool = False
 
 
 def record(

@@ -3,6 +3,7 @@ import torch
 
 from lit_qrl.rollout.diffusion import decode
 from lit_qrl.rollout.diffusion.decode import Denoiser
+from lit_qrl.rollout.diffusion.graphs import Trust
 from lit_qrl.rollout.embedded.decode import Piece
 from lit_qrl.types import SamplingParams
 from tests.networks import MASK, build_denoiser
@@ -151,9 +152,10 @@ class Repeated:
 def replayed(network, monkeypatch, reuse, graph):
     monkeypatch.setattr(decode, "record", graph)
     monkeypatch.setattr(Repeated, "made", 0)
-    denoiser = Denoiser(network, SamplingParams(max_tokens=LENGTH, temperature=1.0), 4, 4, reuse)
-    assert not denoiser.graphs  # on a CPU
-    denoiser.graphs = True
+    trust = Trust()
+    denoiser = Denoiser(network, SamplingParams(max_tokens=LENGTH, temperature=1.0), 4, 4, reuse, graphs=trust)
+    assert denoiser.graphs is None  # on a CPU
+    denoiser.graphs = trust
     return denoiser, denoiser.run(PROMPTS, PIECES, seed_of, lambda *done: None)
 
 
@@ -164,7 +166,8 @@ def test_replayed_steps_are_the_launched_ones(network, monkeypatch, reuse, recor
     assert torch.equal(drawn.tokens, expected.tokens)
     assert torch.equal(drawn.unmasked_at, expected.unmasked_at)
     assert Repeated.made == recorded  # one shape for all blocks, but where the columns that are computed get fewer
-    assert denoiser.graphs
+    assert denoiser.graphs.checked
+    assert not denoiser.graphs.broken
 
 
 def test_a_graph_that_draws_other_tokens_is_not_used(network, monkeypatch, caplog):
@@ -178,4 +181,4 @@ def test_a_graph_that_draws_other_tokens_is_not_used(network, monkeypatch, caplo
     assert torch.equal(drawn.tokens, expected.tokens)
     assert torch.equal(drawn.unmasked_at, expected.unmasked_at)
     assert "steps are launched one by one" in caplog.text
-    assert not denoiser.graphs
+    assert denoiser.graphs.broken
