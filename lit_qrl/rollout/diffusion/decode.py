@@ -235,7 +235,15 @@ class Denoiser:
     def _recorded(self, canvas: Canvas, former: torch.cuda.CUDAGraph | None) -> torch.cuda.CUDAGraph | None:
         """Take a step and return it as a graph; the first graph of all is compared with the step as it is launched."""
         assert self.graphs is not None
-        graph = record(lambda: self._step(canvas, self._states(canvas)), self.device, former)
+        try:
+            graph = record(lambda: self._step(canvas, self._states(canvas)), self.device, former)
+        except torch.OutOfMemoryError:
+            raise  # the batch is halved
+        except RuntimeError as error:
+            self.graphs.broken = True
+            log.warning("A step cannot be recorded as a CUDA graph: steps are launched one by one. %s", error)
+            self._step(canvas, self._states(canvas))
+            return None
         before = [one.clone() for one in canvas.results]
         graph.replay()
         if self.graphs.checked:

@@ -170,14 +170,20 @@ def test_replayed_steps_are_the_launched_ones(network, monkeypatch, reuse, recor
     assert not denoiser.graphs.broken
 
 
-def test_a_graph_that_draws_other_tokens_is_not_used(network, monkeypatch, caplog):
-    class Wrong(Repeated):
-        def replay(self):
-            self.work()
-            self.work()  # unmasks twice as many
+class Wrong(Repeated):
+    def replay(self):
+        self.work()
+        self.work()  # unmasks twice as many
 
+
+def refused(work, device, former=None):
+    raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize("graph", [Wrong, refused])
+def test_a_graph_that_draws_other_tokens_or_cannot_be_recorded_is_not_used(network, monkeypatch, caplog, graph):
     expected = run(network, 4, 4, temperature=1.0)
-    denoiser, drawn = replayed(network, monkeypatch, "none", Wrong)
+    denoiser, drawn = replayed(network, monkeypatch, "none", graph)
     assert torch.equal(drawn.tokens, expected.tokens)
     assert torch.equal(drawn.unmasked_at, expected.unmasked_at)
     assert "steps are launched one by one" in caplog.text
