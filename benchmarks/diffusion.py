@@ -17,6 +17,7 @@ with trained weights for 4×4 Sudoku.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -307,6 +308,7 @@ class Bench:
         """Print what some work measured with its peak memory, or its error; return what it drew."""
         drawn = None
         if self.device.type == "cuda":
+            gc.collect()  # the modules of an engine before refer to one another
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         try:
