@@ -3,27 +3,32 @@
     python benchmarks/diffusion.py --out out.json
 
 LLaDA-8B's shape with random weights, completions of 256 tokens in blocks of 32, two tokens unmasked in each step. For
-each (batch, G), as in the AIS paper's Table 6, whose figures are printed beside: seconds of generation (with the
-sampler's log-probs of what it drew), of those log-probs alone, of the reference's, and peak memory, in bf16 and in FP8
-with one dynamic scale per tensor. `plain` is a plain form of LLaDA's published loop in
-bf16 (a full forward per step with the library's modules, logits and noise of all positions in fp64, no early stop).
-For the first shape, the longest kernels of a step, other formats and the ways of keeping keys and values too, and the
-share of tokens that differ.
+each (batch, G), as in the AIS paper's Table 6, whose figures are printed beside: seconds of generation, of the
+sampler's log-probs of what it drew, and peak memory, in bf16 and in FP8 with one dynamic scale per tensor. `plain` is
+LLaDA's published loop in bf16 (a full forward per step with the library's modules, noise and probabilities of all
+positions in fp64, no early stop). Weights of the samplers are their own, as they are where an adapter is merged.
+For the first shape: with keys and values kept; the same without graphs, by the library's forward, and over the
+learner's own weights; products by themselves; and where a step's time goes. `WRONG` marks other tokens where there
+should be the same.
 
-Each line is printed when it is measured: medians of `--repeats` after a warm-up of two blocks. `--tiny` tries every
-line on a CPU; its figures mean nothing but the differences of `--model`, a folder with trained weights for 4×4 Sudoku.
+Each line is printed when it is measured, after a warm-up of two blocks; for the first shape it is the median of
+`--repeats`. `--tiny` tries every line on a CPU; its figures mean nothing but the differences of `--model`, a folder
+with trained weights for 4×4 Sudoku.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -42,6 +47,7 @@ from lit_qrl.network.linears import quantizable_linears  # noqa: E402
 from lit_qrl.network.llada import LLaDAConfig  # noqa: E402
 from lit_qrl.network.stream import weight_stream  # noqa: E402
 from lit_qrl.rollout import DiffusionEngine  # noqa: E402
+from lit_qrl.rollout.diffusion.stack import Stack  # noqa: E402
 from lit_qrl.rollout.engine import SamplerSpec  # noqa: E402
 from lit_qrl.types import SamplingParams  # noqa: E402
 
@@ -71,13 +77,24 @@ TABLE_6 = {
 BOTH: tuple[dict[str, Any], ...] = (
     {"variant": "bf16"},
     {"variant": "fp8_tensor", "format": "fp8_tensor"},
-)
-MORE: tuple[dict[str, Any], ...] = (
-    {"variant": "fp8_row", "format": "fp8_row"},
     {"variant": "bf16, reuse prompt", "reuse": "prompt"},
+    {"variant": "fp8_tensor, reuse prompt", "format": "fp8_tensor", "reuse": "prompt"},
     {"variant": "bf16, reuse blocks", "reuse": "blocks"},
     {"variant": "fp8_tensor, reuse blocks", "format": "fp8_tensor", "reuse": "blocks"},
 )
+MORE: tuple[dict[str, Any], ...] = (
+    {"variant": "bf16, launched", "graphs": False},
+    {"variant": "fp8_tensor, launched", "format": "fp8_tensor", "graphs": False},
+    {"variant": "bf16, library's forward", "graphs": False, "library": True},
+    {"variant": "fp8_tensor, library's forward", "format": "fp8_tensor", "graphs": False, "library": True},
+    {"variant": "bf16, the learner's weights", "share": "auto"},
+    {"variant": "fp8_row", "format": "fp8_row"},
+)
+SAME = {"bf16, launched": "bf16", "fp8_tensor, launched": "fp8_tensor"}
+"""Variants that draw the same tokens as another, of which the comparison is with bf16."""
+
+
+PARTS = ("shapes", "more", "products", "kernels")
 
 
 def parse() -> argparse.Namespace:
@@ -89,6 +106,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--shapes", nargs="+", default=[f"{b},{g}" for b, g in TABLE_6], metavar="BATCH,G")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="shapes: every shape's lines")
+    parser.add_argument("--variants", nargs="+", help="of those of every shape, such as plain bf16 fp8_tensor")
     parser.add_argument("--tiny", action="store_true", help="the smallest sizes, on a CPU")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
@@ -122,19 +141,22 @@ def engine_of(network: Any, format: Any, spec: SamplerSpec, **options: Any) -> D
 
 
 @torch.inference_mode()
-def plain_loop(network: Any, prompts: list[list[int]], length: int, block: int) -> torch.Tensor:
-    """Decode as the published loop does: a full forward, and noise for all logits, at every step."""
+def plain_loop(network: Any, prompts: list[list[int]], length: int, block: int, blocks: int) -> torch.Tensor:
+    """Decode as LLaDA's `generate.py` does (ML-GSAI/LLaDA at 41760b9), for several rows.
+
+    A full forward at every step; noise and probabilities of all logits in fp64. Only the first `blocks` are decoded.
+    """
     device, mask = network.get_input_embeddings().weight.device, network.config.mask_token_id
     prompt = torch.tensor(prompts, device=device)
     canvas = torch.cat([prompt, torch.full((len(prompts), length), mask, device=device)], dim=1)
     width = prompt.shape[1]
-    for start in range(width, width + length, block):
+    for start in range(width, width + blocks * block, block):
         for _ in range(block // 2):
             logits = network(canvas, use_cache=False).logits
             wide = logits.to(torch.float64)
             drawn = (wide.exp() / (-torch.rand_like(wide).log()) ** 0.9).argmax(-1)
             del wide
-            sure = logits.softmax(-1).gather(-1, drawn[..., None])[..., 0]
+            sure = logits.to(torch.float64).softmax(-1).gather(-1, drawn[..., None])[..., 0]
             open_ = canvas == mask
             open_[:, start + block :] = False
             sure = torch.where(open_, sure, -1.0)
@@ -158,10 +180,10 @@ class Bench:
                 config = LLaDAConfig.from_dict(TINY if options.tiny else LLADA)
                 network = AutoModelForCausalLM.from_config(config, dtype=dtype)
         self.network, self.device = network.to(device).eval(), device
-        self.generator = torch.Generator().manual_seed(0)
+        self.drawn: dict[tuple[int, int, str], list[Any]] = {}
         self.rows: list[dict[str, Any]] = []
 
-    def prompts(self, count: int) -> list[list[int]]:
+    def prompts(self, count: int, seed: int = 0) -> list[list[int]]:
         """Return random prompts, of a trained model Sudoku's."""
         if self.options.model:
             task = Sudoku(prompt_format="short", train_size=1, evaluation_size=count)
@@ -169,7 +191,8 @@ class Bench:
             tokenizer = AutoTokenizer.from_pretrained(self.options.model)
             return [tokenizer(str(task.prompt(row))).input_ids for row in task.evaluation_rows()]
         words = min(self.network.config.mask_token_id, 60_000)
-        return torch.randint(4, words, (count, self.options.prompt), generator=self.generator).tolist()
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(4, words, (count, self.options.prompt), generator=generator).tolist()
 
     def tell(self, row: dict[str, Any]) -> None:
         """Print a line and keep it."""
@@ -181,73 +204,111 @@ class Bench:
             self.options.out.write_text(json.dumps(self.rows, indent=1) + "\n")
 
     def plain(self, prompts: list[list[int]], group: int) -> dict[str, Any]:
-        """Return the published loop's seconds."""
+        """Return the published loop's seconds: of a quarter of the blocks, times four, since its steps are alike."""
         flat, length, block = [one for one in prompts for _ in range(group)], self.options.length, self.options.block
-        plain_loop(self.network, flat, block, block)
-        return {"generate": timed(lambda: plain_loop(self.network, flat, length, block), self.options.repeats)[0]}
+        blocks = max(length // block // 4, 1)
+        plain_loop(self.network, flat, length, block, 1)
+        seconds, _ = timed(lambda: plain_loop(self.network, flat, length, block, blocks), self.options.repeats)
+        return {"generate": seconds * (length // block) / blocks}
 
     def engine(
-        self, prompts: list[list[int]], group: int, format: str | None = None, reuse: Any = "none"
+        self,
+        prompts: list[list[int]],
+        group: int,
+        format: str | None = None,
+        reuse: Any = "none",
+        graphs: bool = True,
+        library: bool = False,
+        share: Any = "never",
     ) -> tuple[dict[str, Any], list[Any]]:
         """Return an engine's seconds of each phase, and what it drew."""
         options = self.options
         sampling = SamplingParams(max_tokens=options.length, temperature=0.9)
         spec = SamplerSpec(sampling=sampling, estimator=Estimator())
         chosen = None if format is None else formats.get(format)
-        engine = engine_of(self.network, chosen, spec, block=options.block, reuse=reuse)
-        engine.generate(prompts, group, 0, sampling=replace(sampling, max_tokens=2 * options.block))
-        seconds, drawn = timed(lambda: engine.generate(prompts, group, 0), options.repeats)
+        engine = engine_of(self.network, chosen, spec, block=options.block, reuse=reuse, graphs=graphs, share=share)
+        with patch.object(Stack, "of", return_value=None) if library else nullcontext():
+            engine.generate(prompts, group, 0, sampling=replace(sampling, max_tokens=2 * options.block))
+            seconds, drawn = timed(lambda: engine.generate(prompts, group, 0), options.repeats)
         rollout = assemble(prompts, drawn, group, 0).to(self.device)
         engine.estimate(rollout)
-        row: dict[str, Any] = {"generate": seconds, "log-probs": timed(lambda: engine.estimate(rollout), 3)[0]}
-        row["forwards of a second"] = options.length // 2 / seconds
+        scoring, _ = timed(lambda: engine.estimate(rollout), 3)
+        row: dict[str, Any] = {"generate": seconds - scoring, "log-probs": scoring}
+        if engine.graphs is not None:
+            row["replayed"] = engine.graphs.checked and not engine.graphs.broken
+        row["ms of a step"] = row["generate"] * 2e3 / options.length
         engine.close()
         return row, drawn
 
-    def kernels(self, prompts: list[list[int]], group: int, format: str | None, count: int = 9) -> dict[str, Any]:
-        """Return the kernels that take longest, in ms of a step, and the sum of all."""
+    def kernels(self, batch: int, format: str | None, count: int = 14) -> dict[str, Any]:
+        """Return ms of a launched step over a whole canvas: in all, on the device, and the longest kernels and calls.
+
+        The prompt is so long that one block fills the canvas, and the block is decoded.
+        """
         from torch.profiler import ProfilerActivity, profile
 
-        sampling = SamplingParams(max_tokens=self.options.block, temperature=0.9)
+        options = self.options
+        words = min(self.network.config.mask_token_id, 60_000)
+        prompts = torch.randint(4, words, (1, options.prompt + options.length - options.block)).tolist()
+        sampling = SamplingParams(max_tokens=options.block, temperature=0.9)
         spec = SamplerSpec(sampling=sampling, estimator=Estimator())
         chosen = None if format is None else formats.get(format)
-        engine = engine_of(self.network, chosen, spec, block=self.options.block)
-        engine.generate(prompts, group, 0)
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            engine.generate(prompts, group, 0)
+        found: dict[str, Any] = {}
+        steps = options.block // 2
+        for graphs in (True, False):
+            engine = engine_of(self.network, chosen, spec, block=options.block, share="never", graphs=graphs)
+            engine.generate(prompts, batch, 0)
+            seconds, _ = timed(lambda e=engine: e.generate(prompts, batch, 0), 2)
+            found["replayed" if graphs else "launched"] = seconds * 1e3 / steps
+            if graphs:
+                engine.close()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            engine.generate(prompts, batch, 0)
             synchronize()
         engine.close()
-        steps = self.options.block // 2
-        events = [(one.self_device_time_total / 1e3 / steps, one.count, one.key) for one in profiler.key_averages()]
-        longest = sorted(events, reverse=True)[:count]
-        return {"ms": sum(event[0] for event in events)} | {
-            key[:70]: f"{ms:.2f} ms, {number / steps:.0f} times" for ms, number, key in longest
-        }
+        averages = list(profiler.key_averages())
+        device = [one for one in averages if one.device_type != torch.autograd.DeviceType.CPU]
+        found["device"] = sum(one.self_device_time_total for one in device) / 1e3 / steps
+        found["kernels of a step"] = sum(one.count for one in device) / steps
+        for events, field in ((device, "self_device_time_total"), (averages, "self_cpu_time_total")):
+            longest = sorted(events, key=lambda one: getattr(one, field), reverse=True)[:count]
+            for one in longest:
+                what = f"{'cpu ' * (field == 'self_cpu_time_total')}{one.key[:90]}"
+                found[what] = f"{getattr(one, field) / 1e3 / steps:.3f} ms, {one.count / steps:.1f} times"
+        return found
 
-    def products(self) -> dict[str, Any]:
-        """Return TFLOP/s of the products of LLaDA's up-projection, in bf16 and in FP8, summed exactly and fast."""
-        m, k, n = 4 * (self.options.prompt + self.options.length), 4096, 12288
-        a, b = torch.randn(m, k, device=self.device).bfloat16(), torch.randn(n, k, device=self.device).bfloat16()
-        (x, scale_x), (w, scale_w) = dispatch.e4m3_whole(a), dispatch.e4m3_whole(b)
+    def products(self, batch: int) -> dict[str, Any]:
+        """Return µs of LLaDA's products of a whole canvas, in bf16 and in FP8, summed exactly and fast.
+
+        Layers that read the same input are multiplied by themselves, and as one: q, k, v; gate and up.
+        """
+        m = batch * (self.options.prompt + self.options.length)
         options = {"scale_recipe_a": ScalingType.TensorWise, "scale_recipe_b": ScalingType.TensorWise}
         options |= {"output_dtype": torch.bfloat16}
-        work: dict[str, Callable[[], Any]] = {
-            "bf16": lambda: a @ b.t(),
-            "fp8": lambda: scaled_mm(x, w.t(), scale_a=scale_x, scale_b=scale_w, **options),
-            "fp8 fast": lambda: scaled_mm(x, w.t(), scale_a=scale_x, scale_b=scale_w, use_fast_accum=True, **options),
-        }
         found: dict[str, Any] = {}
-        for name, one in work.items():
-            one()
-            seconds, _ = timed(lambda one=one: [one() for _ in range(50)], 3)
-            found[name] = 50 * 2 * m * n * k / seconds / 1e12
-        quantize = timed(lambda: [dispatch.e4m3_whole(a) for _ in range(50)], 3)[0] / 50
-        return found | {"codes of an input, µs": quantize * 1e6}
+        for name, k, n in (
+            ("q", 4096, 4096), ("qkv", 4096, 12288), ("gate", 4096, 12288), ("gate, up", 4096, 24576),
+            ("down", 12288, 4096),
+        ):  # fmt: skip
+            a, b = torch.randn(m, k, device=self.device).bfloat16(), torch.randn(n, k, device=self.device).bfloat16()
+            (x, scale_x), (w, scale_w) = dispatch.e4m3_whole(a), dispatch.e4m3_whole(b)
+            scales = {"scale_a": scale_x, "scale_b": scale_w, **options}
+            work: dict[str, Callable[[], Any]] = {
+                "bf16": lambda a=a, b=b: a @ b.t(),
+                "fp8": lambda x=x, w=w, s=scales: scaled_mm(x, w.t(), **s),
+                "fp8 fast": lambda x=x, w=w, s=scales: scaled_mm(x, w.t(), use_fast_accum=True, **s),
+                "codes": lambda a=a: dispatch.e4m3_whole(a),
+            }
+            for kind, one in work.items():
+                one()
+                found[f"{name}, {kind}"] = timed(lambda one=one: [one() for _ in range(30)], 3)[0] / 30 * 1e6
+        return found
 
     def measure(self, row: dict[str, Any], work: Callable[[], tuple[dict[str, Any], Any]]) -> Any:
         """Print what some work measured with its peak memory, or its error; return what it drew."""
         drawn = None
         if self.device.type == "cuda":
+            gc.collect()  # the modules of an engine before refer to one another
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         try:
@@ -268,35 +329,50 @@ def main() -> None:
         options.length, options.block, options.prompt = 16, 8, 8
     bench = Bench(options)
     shapes = [(int(batch), int(group)) for batch, group in (one.split(",") for one in options.shapes)]
-    for batch, group in shapes:
-        compare(bench, batch, group, BOTH, plain=True)
+    chosen = options.variants or ["plain", *(one["variant"] for one in BOTH)]
+    if "shapes" in options.parts:
+        for batch, group in shapes:
+            first = (batch, group) == shapes[0]
+            variants = tuple(one for one in BOTH if one["variant"] in chosen and (first or "reuse" not in one))
+            compare(bench, batch, group, variants, "plain" in chosen)
+            options.repeats = 1
     batch, group = shapes[0]
-    compare(bench, batch, group, BOTH[:1] + MORE)
-    if bench.device.type == "cuda":
-        shape, prompts = {"batch": batch, "G": group}, bench.prompts(max(batch // group, 1))
-        bench.measure({**shape, "variant": "TFLOP/s"}, lambda: (bench.products(), None))
+    shape = {"batch": batch, "G": group}
+    if "more" in options.parts:
+        compare(bench, batch, group, BOTH[:2] * ("shapes" not in options.parts) + MORE)
+    if bench.device.type == "cuda" and "products" in options.parts:
+        for rows in dict.fromkeys(batch for batch, _ in shapes):
+            bench.measure({"batch": rows, "G": 0, "variant": "µs"}, lambda r=rows: (bench.products(r), None))
+    if bench.device.type == "cuda" and "kernels" in options.parts:
         for name in (None, "fp8_tensor"):
             row = {**shape, "variant": f"kernels, {name or 'bf16'}"}
-            bench.measure(row, lambda f=name: (bench.kernels(prompts, group, f), None))
+            bench.measure(row, lambda f=name: (bench.kernels(batch, f), None))
     table(bench.rows)
 
 
 def compare(bench: Bench, batch: int, group: int, variants: tuple[dict[str, Any], ...], plain: bool = False) -> None:
     """Measure variants, and the published loop, on the same prompts."""
-    prompts = bench.prompts(max(batch // group, 1))
+    prompts = bench.prompts(max(batch // group, 1), batch)
     group = batch // len(prompts)
     shape = {"batch": batch, "G": group}
     if plain:
         bench.measure({**shape, "variant": "plain"}, lambda: (bench.plain(prompts, group), None))
-    exact = None
     for variant in variants:
+        name = variant["variant"]
         chosen = {key: value for key, value in variant.items() if key != "variant"}
-        row = {**shape, "variant": variant["variant"]}
+        row = {**shape, "variant": name}
         drawn = bench.measure(row, lambda c=chosen: bench.engine(prompts, group, **c))
-        exact = exact or drawn
-        if exact and drawn:
+        if drawn is None:
+            continue
+        bench.drawn[batch, group, name] = drawn
+        exact = bench.drawn.get((batch, group, "bf16"))
+        if exact is not None:
             row["other tokens"], row["other steps"] = differing(exact, drawn)
             print(f"  other tokens than in bf16: {row['other tokens']:.4f}, other steps: {row['other steps']:.4f}")
+        twin = bench.drawn.get((batch, group, SAME.get(name, "")))
+        if twin is not None:
+            row["same as replayed"] = differing(twin, drawn) == (0.0, 0.0)
+            print("  the same tokens as replayed" if row["same as replayed"] else f"  WRONG: {differing(twin, drawn)}")
 
 
 def differing(one: list[Any], other: list[Any]) -> tuple[float, float]:
@@ -311,19 +387,22 @@ def differing(one: list[Any], other: list[Any]) -> tuple[float, float]:
 
 
 def table(rows: list[dict[str, Any]]) -> None:
-    """Print seconds, and speed-ups next to the paper's."""
-    print("batch G | plain | bf16 | fp8_tensor | bf16 / fp8 | plain / bf16 | peak GiB bf16, fp8 | Table 6")
+    """Print seconds and speed-ups, exact and with keys and values kept, next to the paper's."""
+    nothing = float("nan")
+    print("batch G | reuse | plain | bf16 | fp8_tensor | bf16 / fp8 | plain / bf16 | peak GiB bf16, fp8 | Table 6")
     for batch, group in dict.fromkeys((row["batch"], row["G"]) for row in rows):
         here = {row["variant"]: row for row in rows if (row["batch"], row["G"]) == (batch, group)}
-        names = ("plain", "bf16", "fp8_tensor")
-        plain, bf16, fp8 = (here.get(name, {}).get("generate", float("nan")) for name in names)
-        peaks = [here.get(name, {}).get("peak_gib", float("nan")) for name in ("bf16", "fp8_tensor")]
-        paper = TABLE_6.get((batch, group))
-        beside = (
-            "" if paper is None else f"{paper[0]} / {paper[1]} = {paper[0] / paper[1]:.2f}, {paper[2]}, {paper[3]} GB"
-        )
-        cells = [f"{one:.2f}" for one in (plain, bf16, fp8, bf16 / fp8, plain / bf16)]
-        print(" | ".join([f"{batch} {group}", *cells, f"{peaks[0]:.1f}, {peaks[1]:.1f}", beside]))
+        for kind in ("", ", reuse prompt", ", reuse blocks"):
+            lines = [here.get(name, {}) for name in ("plain", f"bf16{kind}", f"fp8_tensor{kind}")]
+            plain, bf16, fp8 = (line.get("generate", nothing) for line in lines)
+            if not (lines[1] or lines[2]):
+                continue
+            paper, beside = TABLE_6.get((batch, group)), ""
+            if paper is not None and not kind:
+                beside = f"{paper[0]} / {paper[1]} = {paper[0] / paper[1]:.2f}, {paper[2]}, {paper[3]} GB"
+            peaks = ", ".join(f"{line.get('peak_gib', nothing):.1f}" for line in lines[1:])
+            cells = [f"{one:.2f}" for one in (plain, bf16, fp8, bf16 / fp8, plain / bf16)]
+            print(" | ".join([f"{batch} {group}", kind[8:] or "none", *cells, peaks, beside]))
 
 
 if __name__ == "__main__":

@@ -190,6 +190,8 @@ class Layout:
             takes_bool = ALL_MASK_ATTENTION_FUNCTIONS.get(network.config._attn_implementation) is sdpa_mask
             mask = mask[:, None, None, :] if takes_bool else mask.long()
         positions = self.positions if at is None else self.positions.index_select(1, at)
+        if mask is None and at is None:
+            positions = None  # 0, 1, 2, …; of given ones the library asks the device whether sequences are packed
         options = {"use_cache": False, **options}
         forward = body(network)
         return forward(input_ids=canvas, attention_mask=mask, position_ids=positions, **options).last_hidden_state

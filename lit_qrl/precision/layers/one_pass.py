@@ -133,14 +133,17 @@ class OnePassGatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP's output: "... k" -> "... k"."""
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(self.hidden(self.gate_proj(x), self.up_proj(x)))
+
+    def hidden(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return `SiLU(gate) · up`, which `down` reads."""
         if not _in_one_pass(self.codes, gate, up):
-            return self.down_proj(self.act_fn(gate) * up)
+            return self.act_fn(gate) * up
         made: list[Any] | None = [] if self.codes else None
         hidden: Tensor = _Gated.apply(gate, up, self.columns and torch.is_grad_enabled(), made)  # pyright: ignore
         if made is not None:
             dispatch.keep(hidden, dispatch.TILES, *made)
-        return self.down_proj(hidden)
+        return hidden
 
 
 def quantize_in_passing(network: nn.Module, readers: type[nn.Module], columns: bool, choice: Fuse = True) -> list[str]:

@@ -29,7 +29,8 @@ class CanvasLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Renew the columns `cache.at` and return those of the whole canvas, always in the same memory."""
         if not self.is_initialized:
-            self.keys, self.values, self.is_initialized = key_states, value_states, True
+            # of their own, since they may be parts of one product together with the queries
+            self.keys, self.values, self.is_initialized = key_states.contiguous(), value_states.contiguous(), True
         elif self.cache.at is None:
             self.keys.copy_(key_states)
             self.values.copy_(value_states)

@@ -1,5 +1,6 @@
 """Semi-autoregressive denoising of a batch: blocks from left to right, in each step the surest tokens of the block."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -7,14 +8,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_qrl.functional.diffusion import blocks_of, confidence, gumbel_argmax, most_confident
-from lit_qrl.functional.logprobs import CHUNK_ELEMENTS
+from lit_qrl.functional.diffusion import blocks_of, most_confident
 from lit_qrl.network.denoising import Layout
-from lit_qrl.network.head import SamplerHead
 from lit_qrl.rollout.diffusion.cache import CanvasCache
+from lit_qrl.rollout.diffusion.drawing import Drawer, fill
+from lit_qrl.rollout.diffusion.graphs import Trust, record
+from lit_qrl.rollout.diffusion.stack import Angles, Stack
 from lit_qrl.rollout.embedded.decode import Drawn, Piece
-from lit_qrl.rollout.embedded.sampling import truncate
 from lit_qrl.types import SamplingParams
+
+log = logging.getLogger(__name__)
 
 Reuse = Literal["none", "prompt", "blocks"]
 RowSeed = Callable[[int, int], int]
@@ -39,6 +42,8 @@ class Canvas:
     Args:
         tokens: "b s", prompts and completions.
         layout: of its rows.
+        angles: of all columns, where the model's layers are called one by one.
+        first: column at which the block under way begins.
         noise: generator of each row.
         columns: " block", of the block under way.
         masked: "b block", which of them are masked.
@@ -46,10 +51,14 @@ class Canvas:
         clock: the step under way, a number on the device.
         uniform: "b block v", noise of the step under way; None where decoding is greedy or noise is drawn in parts.
         cache: keys and values of all columns, where some are kept.
+        graph: a step that is not a block's first, as it was recorded.
+        warm: whether such a step was launched.
     """
 
     tokens: Tensor
     layout: Layout
+    angles: Angles | None
+    first: int
     noise: list[torch.Generator]
     columns: Tensor
     masked: Tensor
@@ -57,9 +66,17 @@ class Canvas:
     clock: Tensor
     uniform: Tensor | None
     cache: CanvasCache | None
+    graph: torch.cuda.CUDAGraph | None = None
+    warm: bool = False
+
+    @property
+    def results(self) -> tuple[Tensor, ...]:
+        """What a step writes to."""
+        return self.tokens, self.masked, self.when, self.clock
 
     def begin(self, first: int) -> None:
         """Go to the block that begins at column `first`."""
+        self.first = first
         self.columns.copy_(torch.arange(first, first + len(self.columns), device=self.columns.device))
         self.masked.fill_(True)
         self.clock.zero_()
@@ -67,8 +84,7 @@ class Canvas:
     def draw_noise(self) -> None:
         """Draw the noise of a step, of each row by its own generator."""
         if self.uniform is not None:
-            for row, generator in enumerate(self.noise):
-                torch.rand(self.uniform.shape[1:], generator=generator, out=self.uniform[row])
+            fill(self.uniform, self.noise)
 
 
 class Denoiser:
@@ -82,6 +98,8 @@ class Denoiser:
         reuse: keys and values that a block's steps after the first take over from its first: `none`; of what is left
             of the block (`prompt`); of all other `blocks` too.
         head_dtype: that the output head computes in; None is its own.
+        graphs: what is known of recorded steps; where it is given, a block's later steps are replayed as one CUDA graph
+            on a GPU, if the model's layers are known. None launches every step.
     """
 
     def __init__(
@@ -92,16 +110,16 @@ class Denoiser:
         steps: int,
         reuse: Reuse = "none",
         head_dtype: torch.dtype | None = None,
+        graphs: Trust | None = None,
     ) -> None:
         self.network, self.sampling = network, sampling
         self.block, self.steps, self.reuse = block, steps, reuse
-        self.head = SamplerHead.of(network, head_dtype)
+        self.drawer, self.stack = Drawer(network, sampling, block, head_dtype), Stack.of(network)
         self.device = network.get_input_embeddings().weight.device
         self.mask_token: int = network.config.mask_token_id
         stops = () if sampling.ignore_stop else sampling.stop_token_ids
         self.stops = torch.tensor(stops, dtype=torch.long, device=self.device)
-        self.words: int = network.get_output_embeddings().weight.shape[0]
-        self.share = max(1, CHUNK_ELEMENTS.get(self.device.type, CHUNK_ELEMENTS["cpu"]) // (block * self.words))
+        self.graphs = graphs if self.stack is not None and self.device.type == "cuda" else None
 
     # A tensor of inference mode cannot tell that it was not written to, so that layers would not share its codes.
     @torch.no_grad()
@@ -141,9 +159,13 @@ class Denoiser:
         )
         rows, total = torch.arange(b, device=self.device), 0
         # The canvases of a prompt's completions are still the same: its first states serve all of them.
-        first = once.states(self.network, start.to(self.device)) if self.reuse == "none" else None
+        first = None
+        if self.reuse == "none":
+            shown = torch.arange(width, width + self.block, device=self.device)
+            angles = None if self.stack is None else self.stack.angles(once.positions)
+            first = self._forward(start.to(self.device), once, angles, shown)
         for number, part in enumerate(blocks_of(length, self.block)):
-            states = None if first is None else first[owner, width + part.start : width + part.stop]
+            states = None if first is None else first[owner]
             first = None
             self._fill(canvas, width + part.start, states)
             drawn.unmasked_at[rows, part] = canvas.when + number * self.steps
@@ -167,19 +189,18 @@ class Denoiser:
     def _canvas(self, tokens: Tensor, layout: Layout, noise: list[torch.Generator]) -> Canvas:
         """Return rows with room for what their steps write."""
         b = len(tokens)
-        uniform = None
-        if self.sampling.temperature and b <= self.share:
-            uniform = torch.empty(b, self.block, self.words, dtype=torch.float64, device=self.device)
         return Canvas(
             tokens=tokens,
             layout=layout,
+            angles=None if self.stack is None else self.stack.angles(layout.positions),
+            first=0,
             noise=noise,
             columns=torch.zeros(self.block, dtype=torch.long, device=self.device),
             masked=torch.ones(b, self.block, dtype=torch.bool, device=self.device),
             when=torch.zeros(b, self.block, dtype=torch.long, device=self.device),
             clock=torch.zeros((), dtype=torch.long, device=self.device),
-            uniform=uniform,
-            cache=None if self.reuse == "none" else CanvasCache(self._layers, tokens.shape[1]),
+            uniform=self.drawer.memory(b),
+            cache=None if self.reuse == "none" else CanvasCache(self.network.config.num_hidden_layers, tokens.shape[1]),
         )
 
     def _fill(self, canvas: Canvas, first: int, states: Tensor | None) -> None:
@@ -191,12 +212,52 @@ class Denoiser:
             states: hidden states of the first step, "b block h", where they are known.
         """
         canvas.begin(first)
+        former = canvas.graph
+        if self.reuse == "prompt":  # whose steps are of other shapes in each block
+            canvas.graph, canvas.warm = None, False
         for step in range(self.steps):
             canvas.draw_noise()
             if step == 0:
                 self._step(canvas, self._states(canvas, whole=True) if states is None else states)
-            else:
+            elif canvas.graph is not None:
+                canvas.graph.replay()
+            elif canvas.warm and self._replays(canvas):
+                canvas.graph = self._recorded(canvas, former)
+            else:  # kernels are made by the first step of its shapes, and a graph is recorded after
                 self._step(canvas, self._states(canvas))
+                canvas.warm = True
+
+    def _replays(self, canvas: Canvas) -> bool:
+        """Return whether a step of the canvas may be recorded: its noise is drawn before, for all rows."""
+        known = self.graphs is not None and not self.graphs.broken
+        return known and (canvas.uniform is not None or self.drawer.greedy)
+
+    def _recorded(self, canvas: Canvas, former: torch.cuda.CUDAGraph | None) -> torch.cuda.CUDAGraph | None:
+        """Take a step and return it as a graph; the first graph of all is compared with the step as it is launched."""
+        assert self.graphs is not None
+        try:
+            graph = record(lambda: self._step(canvas, self._states(canvas)), self.device, former)
+        except torch.OutOfMemoryError:
+            raise  # the batch is halved
+        except RuntimeError as error:
+            self.graphs.broken = True
+            log.warning("A step cannot be recorded as a CUDA graph: steps are launched one by one. %s", error)
+            self._step(canvas, self._states(canvas))
+            return None
+        before = [one.clone() for one in canvas.results]
+        graph.replay()
+        if self.graphs.checked:
+            return graph
+        replayed = [one.clone() for one in canvas.results]
+        for one, value in zip(canvas.results, before, strict=True):
+            one.copy_(value)
+        self._step(canvas, self._states(canvas))
+        self.graphs.checked = True
+        if all(torch.equal(one, value) for one, value in zip(canvas.results, replayed, strict=True)):
+            return graph
+        self.graphs.broken = True
+        log.warning("A recorded step draws other tokens than the launched one: steps are launched one by one.")
+        return None
 
     def _step(self, canvas: Canvas, states: Tensor) -> None:
         """Draw a token for every masked position of the block and keep the surest; nothing waits for the device.
@@ -205,7 +266,7 @@ class Denoiser:
             canvas: whose noise of this step is drawn.
             states: hidden states "b block h".
         """
-        tokens, sure = self._draw(states, canvas)
+        tokens, sure = self.drawer.draw(states, canvas.masked, canvas.uniform, canvas.noise)
         chosen = most_confident(sure, canvas.masked, self.block // self.steps)
         block = torch.where(chosen, tokens, canvas.tokens.index_select(1, canvas.columns))
         canvas.tokens.index_copy_(1, canvas.columns, block)
@@ -213,43 +274,43 @@ class Denoiser:
         canvas.masked.logical_and_(~chosen)
         canvas.clock.add_(1)
 
-    @property
-    def _layers(self) -> int:
-        return self.network.config.num_hidden_layers
-
     def _states(self, canvas: Canvas, whole: bool = False) -> Tensor:
         """Return the hidden states of the block under way, "b block h", of a `whole` forward or of what is not kept."""
-        kept = canvas.cache
-        if kept is None:
-            return canvas.layout.states(self.network, canvas.tokens).index_select(1, canvas.columns)
-        options = {"past_key_values": kept, "use_cache": True}
-        if whole:
-            kept.at = None
-            return canvas.layout.states(self.network, canvas.tokens, **options).index_select(1, canvas.columns)
-        kept.at = canvas.columns
+        kept, layout = canvas.cache, canvas.layout
+        if kept is None or whole:
+            if kept is not None:
+                kept.at = None
+            return self._forward(canvas.tokens, layout, canvas.angles, canvas.columns, kept)
+        kept.at, part = canvas.columns, None
         if self.reuse == "prompt":
-            kept.at = torch.arange(int(canvas.columns[0]), kept.columns, device=self.device)
-        tokens = canvas.tokens.index_select(1, kept.at)
-        return canvas.layout.states(self.network, tokens, kept.at, **options)[:, : self.block]
+            kept.at = torch.arange(canvas.first, kept.columns, device=self.device)
+            part = torch.arange(self.block, device=self.device)
+        angles = canvas.angles and (
+            canvas.angles[0].index_select(1, kept.at),
+            canvas.angles[1].index_select(1, kept.at),
+        )
+        return self._forward(canvas.tokens.index_select(1, kept.at), layout, angles, part, kept)
 
-    def _draw(self, states: Tensor, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """Return a token for every position of the block, and how sure the model is of it, both "b block"."""
-        tokens, sure = [], []
-        greedy = self.sampling.temperature == 0
-        for begin in range(0, len(states), self.share):
-            logits = self.head.logits(states[begin : begin + self.share]).float()
-            logits.select(-1, self.mask_token).fill_(float("-inf"))
-            uniform, allowed = canvas.uniform, logits
-            if not greedy:
-                if uniform is None:
-                    uniform = torch.empty(logits.shape, dtype=torch.float64, device=self.device)
-                    for row, generator in enumerate(canvas.noise[begin : begin + self.share]):
-                        torch.rand(logits.shape[1:], generator=generator, out=uniform[row])
-                if self.sampling.truncated:
-                    scores = (logits / self.sampling.temperature).flatten(0, 1)
-                    kept = truncate(scores, self.sampling.top_k, self.sampling.top_p).view_as(logits)
-                    allowed = logits.masked_fill(kept == float("-inf"), float("-inf"))
-            chosen = gumbel_argmax(allowed, uniform, self.sampling.temperature)
-            tokens.append(chosen)
-            sure.append(confidence(logits, chosen))
-        return torch.cat(tokens), torch.cat(sure)
+    def _forward(
+        self,
+        tokens: Tensor,
+        layout: Layout,
+        angles: Angles | None,
+        part: Tensor | None,
+        kept: CanvasCache | None = None,
+    ) -> Tensor:
+        """Return the last hidden states "b p h".
+
+        Args:
+            tokens: "b n", of the columns that are computed.
+            layout: of the canvas.
+            angles: of those columns.
+            part: " p", which of them are read; None for all.
+            kept: keys and values of the canvas, with the columns set that are computed.
+        """
+        if self.stack is not None:
+            assert angles is not None
+            return self.stack.states(tokens, angles, layout.valid, part, kept)
+        options = {} if kept is None else {"past_key_values": kept, "use_cache": True}
+        states = layout.states(self.network, tokens, None if kept is None else kept.at, **options)
+        return states if part is None else states.index_select(1, part)

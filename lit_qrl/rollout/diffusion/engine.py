@@ -14,7 +14,11 @@ from lit_qrl.network.memory import free_memory
 from lit_qrl.network.structure import body, cached_numbers
 from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.rollout.diffusion.decode import Denoised, Denoiser, Reuse
+from lit_qrl.rollout.diffusion.graphs import Trust
+from lit_qrl.rollout.diffusion.grouped import lay_together
+from lit_qrl.rollout.diffusion.stack import Stack
 from lit_qrl.rollout.embedded.decode import Piece, plan
+from lit_qrl.rollout.embedded.loading import Modules
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
 from lit_qrl.rollout.embedded.sampling import check_sampling
 from lit_qrl.rollout.engine import EnginePolicy, Progress, SamplerSpec
@@ -47,6 +51,8 @@ class DiffusionEngine(EmbeddedSampler):
         dtype: what unquantized tensors are cast to; `auto` keeps them as they are published.
         share: `auto` holds the learner's own tensors where nothing was changed, `never` copies.
         keep_operands: let quantized layers keep their dequantized weights between calls: faster, more memory.
+        graphs: on a GPU, replay the steps of a batch as one CUDA graph, for models whose layers are a Llama's. The
+            first graph of all is compared with the launched step; should they differ, steps are launched.
 
     Raises:
         ConfigError: for steps that do not divide a block, or an option that is unknown.
@@ -63,6 +69,7 @@ class DiffusionEngine(EmbeddedSampler):
         dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
         share: Literal["auto", "never"] = "auto",
         keep_operands: bool = True,
+        graphs: bool = True,
     ) -> None:
         super().__init__(max_batch, dtype, share, keep_operands)
         if block < 1 or reuse not in ("none", "prompt", "blocks"):
@@ -81,6 +88,7 @@ class DiffusionEngine(EmbeddedSampler):
                 remedy=f"Set it to {min(divisors, key=lambda count: abs(count - steps))}, or change data.engine.block.",
             )
         self.block, self.steps = block, steps
+        self.graphs = Trust() if graphs else None
         self.reuse: Reuse = reuse
 
     def validate(self, spec: SamplerSpec) -> None:
@@ -117,6 +125,11 @@ class DiffusionEngine(EmbeddedSampler):
         if self._modules.device.type == "cuda":
             take_one_pass(self._modules.network)
 
+    def loaded(self, modules: Modules) -> None:
+        stack = Stack.of(modules.network) if modules.device.type == "cuda" else None
+        if stack is not None:
+            lay_together(stack.layers, {p.untyped_storage().data_ptr() for p in self.policy.network.parameters()})
+
     # ----------------------------------------------------------------------------------------------------- generation
 
     def generate(
@@ -134,7 +147,9 @@ class DiffusionEngine(EmbeddedSampler):
         self._check_length(sampling.max_tokens, "The completion limit")
         self._check_prompts(prompts, sampling)
         self._check_current()
-        denoiser = Denoiser(self.network, sampling, self.block, self.steps, self.reuse, self.spec.head_dtype)
+        denoiser = Denoiser(
+            self.network, sampling, self.block, self.steps, self.reuse, self.spec.head_dtype, self.graphs
+        )
         results: list[Completion | None] = [None] * (len(prompts) * n)
         finished = tokens = 0
 

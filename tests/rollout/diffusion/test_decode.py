@@ -1,7 +1,9 @@
 import pytest
 import torch
 
+from lit_qrl.rollout.diffusion import decode
 from lit_qrl.rollout.diffusion.decode import Denoiser
+from lit_qrl.rollout.diffusion.graphs import Trust
 from lit_qrl.rollout.embedded.decode import Piece
 from lit_qrl.types import SamplingParams
 from tests.networks import MASK, build_denoiser
@@ -63,6 +65,17 @@ def test_tokens_and_their_order_are_those_of_the_published_loop(network, block, 
     assert not drawn.stopped.any()
 
 
+def test_positions_of_one_confidence_are_unmasked_from_the_left():
+    network = build_denoiser()
+    torch.nn.init.zeros_(network.lm_head.weight)  # every word is as likely as every other, wherever
+    drawn = run(network, 4, 2, temperature=1.0)
+    assert drawn.unmasked_at.tolist() == [[0, 0, 1, 1, 2, 2, 3, 3]] * len(ROWS)
+    for row, (prompt, index) in enumerate(ROWS):
+        assert (drawn.tokens[row].tolist(), drawn.unmasked_at[row].tolist()) == slowly(
+            network, prompt, index, 4, 2, 1.0
+        )
+
+
 def test_one_block_and_one_token_at_a_time_is_plain_confidence_decoding(network):
     drawn = run(network, LENGTH, LENGTH, temperature=0.0)
     assert all(sorted(row) == list(range(LENGTH)) for row in drawn.unmasked_at.tolist())
@@ -122,3 +135,56 @@ def test_truncation_draws_likely_tokens_alone(network):
     greedy = run(network, 1, 1, temperature=0.0)
     assert torch.equal(narrow.tokens, greedy.tokens)
     assert not torch.equal(run(network, 1, 1, temperature=1.0).tokens, greedy.tokens)
+
+
+class Repeated:
+    """Stands for a CUDA graph: it does the work again when it is replayed."""
+
+    made = 0
+
+    def __init__(self, work, device, former=None):
+        self.work, Repeated.made = work, Repeated.made + 1
+
+    def replay(self):
+        self.work()
+
+
+def replayed(network, monkeypatch, reuse, graph):
+    monkeypatch.setattr(decode, "record", graph)
+    monkeypatch.setattr(Repeated, "made", 0)
+    trust = Trust()
+    denoiser = Denoiser(network, SamplingParams(max_tokens=LENGTH, temperature=1.0), 4, 4, reuse, graphs=trust)
+    assert denoiser.graphs is None  # on a CPU
+    denoiser.graphs = trust
+    return denoiser, denoiser.run(PROMPTS, PIECES, seed_of, lambda *done: None)
+
+
+@pytest.mark.parametrize(("reuse", "recorded"), [("none", 1), ("prompt", 2), ("blocks", 1)])
+def test_replayed_steps_are_the_launched_ones(network, monkeypatch, reuse, recorded):
+    expected = run(network, 4, 4, reuse, temperature=1.0)
+    denoiser, drawn = replayed(network, monkeypatch, reuse, Repeated)
+    assert torch.equal(drawn.tokens, expected.tokens)
+    assert torch.equal(drawn.unmasked_at, expected.unmasked_at)
+    assert Repeated.made == recorded  # one shape for all blocks, but where the columns that are computed get fewer
+    assert denoiser.graphs.checked
+    assert not denoiser.graphs.broken
+
+
+class Wrong(Repeated):
+    def replay(self):
+        self.work()
+        self.work()  # unmasks twice as many
+
+
+def refused(work, device, former=None):
+    raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize("graph", [Wrong, refused])
+def test_a_graph_that_draws_other_tokens_or_cannot_be_recorded_is_not_used(network, monkeypatch, caplog, graph):
+    expected = run(network, 4, 4, temperature=1.0)
+    denoiser, drawn = replayed(network, monkeypatch, "none", graph)
+    assert torch.equal(drawn.tokens, expected.tokens)
+    assert torch.equal(drawn.unmasked_at, expected.unmasked_at)
+    assert "steps are launched one by one" in caplog.text
+    assert denoiser.graphs.broken

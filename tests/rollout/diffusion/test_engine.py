@@ -12,6 +12,7 @@ from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.receipts.ledger import Ledger, compare
 from lit_qrl.rollout import DiffusionEngine, TransformersEngine
+from lit_qrl.rollout.diffusion.stack import Stack
 from lit_qrl.rollout.engine import Estimates, SamplerSpec, Scores
 from lit_qrl.types import SamplingParams
 from tests.network.test_denoising import estimated
@@ -144,6 +145,10 @@ def test_bad_options_are_refused_with_a_remedy(network):
         engine_of(network).generate(PROMPTS, 1, 0, sampling=SamplingParams(max_tokens=7))
 
 
+def test_the_samplers_layers_are_known(network):
+    assert Stack.of(engine_of(network).network) is not None
+
+
 def test_what_the_two_embedded_engines_share():
     assert DiffusionEngine.denoises
     assert not TransformersEngine.denoises
@@ -162,3 +167,21 @@ def test_a_gpu_draws_and_estimates_as_the_learner_does(name):
     learner = engine_of(network)
     gap = (learner.estimate(batch) - batch.sampler_logprobs)[batch.mask].abs().mean()
     assert float(gap) < (0.02 if name is None else 0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [None, "fp8_tensor", "fp8_row"])
+@pytest.mark.parametrize(("temperature", "reuse"), [(0.0, "none"), (1.0, "none"), (1.0, "prompt"), (1.0, "blocks")])
+@pytest.mark.parametrize("size", [128, 1024])
+def test_a_graph_of_the_step_changes_nothing(name, temperature, reuse, size, caplog):
+    network = build_denoiser(hidden_size=size, intermediate_size=size, head_dim=64, dtype=torch.bfloat16).cuda()
+    sampling = SamplingParams(max_tokens=16, stop_token_ids=(EOS,), temperature=temperature)
+    format = None if name is None else formats.get(name)
+    options = {"block": 8, "reuse": reuse}
+    plain, replayed = (engine_of(network, format, sampling, graphs=graphs, **options) for graphs in (False, True))
+    for prompts in (PROMPTS, [[5, 6, 7]] * 3):  # of several lengths, and of one
+        expected, found = (one.generate(prompts, 3, seed=0) for one in (plain, replayed))
+        assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+        assert [one.unmasked_at for one in found] == [one.unmasked_at for one in expected]
+    assert replayed.graphs.checked
+    assert not replayed.graphs.broken, caplog.text

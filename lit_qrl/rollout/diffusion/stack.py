@@ -1,0 +1,136 @@
+"""The decoder layers of a Llama one after the other, for denoising: few kernels, and no work that nobody reads."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel, apply_rotary_pos_emb
+
+from lit_qrl.formats.kernels import dispatch
+from lit_qrl.network.structure import body
+from lit_qrl.precision.layers.one_pass import OnePassGatedMLP
+from lit_qrl.rollout.diffusion.cache import CanvasCache
+from lit_qrl.rollout.diffusion.grouped import PARTS, Group, members
+from lit_qrl.rollout.embedded.attention import FOLDED
+
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines "b n d" of rotary embeddings."""
+
+
+class Stack:
+    """The layers of a bidirectional Llama, whose modules it calls without the library's forward between them.
+
+    That forward asks the device whether sequences are packed, and takes another kernel for attention while a CUDA graph
+    is recorded. Of the last layer queries, output and MLP are computed for the columns alone whose states are read:
+    those of the others go nowhere.
+
+    Args:
+        network: the model; `of` says whether it is one.
+    """
+
+    def __init__(self, network: Any) -> None:
+        self.inner: Any = body(network)
+        self.layers = list(self.inner.layers)
+        self.groups = [{part: Group.of(members(layer, part)) for part in PARTS} for layer in self.layers]
+
+    @classmethod
+    def of(cls, network: Any) -> "Stack | None":
+        """Return the layers of a network, or None for one that is no Llama with scaled dot-product attention."""
+        inner: Any = body(network)
+        plain = type(inner) is LlamaModel and network.config._attn_implementation in ("sdpa", FOLDED)
+        known = plain and all(type(layer.self_attn) is LlamaAttention for layer in inner.layers)
+        return cls(network) if known else None
+
+    def angles(self, positions: Tensor) -> Angles:
+        """Return the rotary embeddings of positions "b n"."""
+        cos, sin = self.inner.rotary_emb(self.inner.embed_tokens.weight, position_ids=positions)
+        return cos.contiguous(), sin.contiguous()
+
+    def states(
+        self,
+        tokens: Tensor,
+        angles: Angles,
+        valid: Tensor | None,
+        part: Tensor | None = None,
+        cache: CanvasCache | None = None,
+    ) -> Tensor:
+        """Return the last hidden states "b p h" of some of the columns that are computed.
+
+        Args:
+            tokens: "b n", of the columns that are computed.
+            angles: of their positions.
+            valid: "b s", which columns of the canvas hold a token; None where all do.
+            part: " p", which of the n columns are read; None for all of them.
+            cache: keys and values of the canvas; without it the n columns are all there are.
+        """
+        mask = None if valid is None else valid[:, None, None, :]
+        residual, delta = self.inner.embed_tokens(tokens), None
+        for index, layer in enumerate(self.layers):
+            attention = layer.self_attn
+            size = (*tokens.shape, -1, attention.head_dim)
+            x, residual = _normed(layer.input_layernorm, delta, residual)
+            group = self.groups[index]["self_attn"]
+            if part is not None and index == len(self.layers) - 1:
+                key, value = attention.k_proj(x), attention.v_proj(x)
+                x, residual = x.index_select(1, part), residual.index_select(1, part)
+                query = attention.q_proj(x)
+                turned = angles[0].index_select(1, part), angles[1].index_select(1, part)
+            else:
+                query, key, value = _each(group, x, attention.q_proj, attention.k_proj, attention.v_proj)
+                turned = angles
+            query = _turned(query.view(*x.shape[:2], *size[2:]), turned)
+            key, value = _turned(key.view(size), angles), value.view(size).transpose(1, 2)
+            if cache is not None:
+                key, value = cache.update(key, value, index)
+            groups = attention.num_key_value_groups
+            if groups > 1:
+                key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+            seen = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=attention.scaling)
+            delta = attention.o_proj(seen.transpose(1, 2).reshape(*x.shape[:2], -1))
+            x, residual = _normed(layer.post_attention_layernorm, delta, residual)
+            delta = _mlp(layer.mlp, self.groups[index]["mlp"], x)
+        return _normed(self.inner.norm, delta, residual)[0]
+
+
+def _each(group: Group | None, x: Tensor, *layers: Any) -> tuple[Tensor, ...]:
+    return tuple(layer(x) for layer in layers) if group is None else group(x)
+
+
+def _mlp(mlp: Any, group: Group | None, x: Tensor) -> Tensor:
+    if group is None:
+        return mlp(x)
+    gate, up = group(x)
+    hidden = mlp.hidden(gate, up) if isinstance(mlp, OnePassGatedMLP) else mlp.act_fn(gate) * up
+    return mlp.down_proj(hidden)
+
+
+def _fused(x: Tensor) -> bool:
+    return dispatch.available(x) and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def _normed(norm: Any, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the norm of a sum, and the sum, which may stand where the residual stood."""
+    if _fused(residual) and norm.weight.dtype == residual.dtype:
+        from lit_qrl.rollout.diffusion import fused_triton
+
+        if residual.shape[-1] <= fused_triton.WIDEST:
+            if delta is None:
+                return fused_triton.norm(residual, None, norm.weight, norm.variance_epsilon), residual
+            return fused_triton.norm(delta.contiguous(), residual, norm.weight, norm.variance_epsilon), residual
+    residual = residual if delta is None else residual + delta
+    return norm(residual), residual
+
+
+def _turned(x: Tensor, angles: Angles) -> Tensor:
+    """Return queries or keys "b n heads d" under their angles, "b heads n d"; those given may be written over."""
+    half = x.shape[-1] // 2
+    if _fused(x) and half & (half - 1) == 0 and angles[0].shape[-1] == 2 * half:
+        from lit_qrl.rollout.diffusion import fused_triton
+
+        if x.stride()[2:] != (2 * half, 1) or x.stride(0) != len(x[0]) * x.stride(1):
+            x = x.contiguous()
+        fused_triton.rotate(x, *angles)
+        return x.transpose(1, 2)
+    x = x.transpose(1, 2)
+    return apply_rotary_pos_emb(x, x, *angles)[0]
