@@ -24,6 +24,7 @@ def token_logprobs(
     entropy_gradient: bool = False,
     chunk_elements: int | None = None,
     head_dtype: torch.dtype | None = None,
+    kept: Int[Tensor, "*n k"] | None = None,
 ) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"] | None]:
     r"""Return the log-probs of `tokens` and, where asked for, the full-vocabulary entropies, both in nats.
 
@@ -48,6 +49,8 @@ def token_logprobs(
         head_dtype: of the products with the output embedding, both ways, fp32 or above; hidden states and weight are
             raised to it, the weight by at most `chunk_elements` at a time. None takes the dtype of `hidden`, or of
             autocast.
+        kept: "*n k", ids of the words that a token could be, −1 behind them: the distribution is the one over those,
+            as a sampler with `top_p` or `top_k` has it. None, or no id at all, is the whole vocabulary.
 
     Raises:
         ValueError: for a temperature that is not positive, or shapes that do not fit.
@@ -78,6 +81,7 @@ def token_logprobs(
             weight if head_dtype else weight.to(hidden.dtype),
             bias if bias is None or head_dtype else bias.to(hidden.dtype),
             tokens.flatten(),
+            None if kept is None else kept.flatten(0, -2),
             options,
         )  # pyright: ignore[reportGeneralTypeIssues]
     return logprobs.view(tokens.shape), entropies.view(tokens.shape) if entropy else None
@@ -166,6 +170,13 @@ def _entropy(scores: Tensor, normalizer: Tensor) -> Tensor:
     return normalizer - torch.where(probabilities > 0, probabilities * scores, 0.0).sum(dim=-1)
 
 
+def _outside(kept: Tensor, words: int) -> Tensor:
+    """Return True "n v" for words that are not among the kept ids "n k"; nothing is outside of none."""
+    outside = torch.ones(len(kept), words + 1, dtype=torch.bool, device=kept.device)
+    outside.scatter_(1, kept.long() + 1, False)  # the first column takes the −1
+    return outside[:, 1:] & (kept >= 0).any(dim=1, keepdim=True)
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """Log-probs by chunks of rows; the backward pass makes each chunk's logits again."""
 
@@ -187,7 +198,13 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, options: tuple
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: Tensor,
+        kept: Tensor | None,
+        options: tuple,
     ) -> tuple[Tensor, Tensor]:
         rows = options[-1]
         dtype = torch.float64 if torch.float64 in (hidden.dtype, options[5]) else torch.float32
@@ -197,12 +214,14 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, len(tokens), rows):
             part = slice(start, start + rows)
             scores, _ = _TokenLogprobs._scores(hidden[part], weight, bias, options)
+            if kept is not None:
+                scores = scores.masked_fill_(_outside(kept[part], len(weight)), -torch.inf)
             normalizer[part] = scores.logsumexp(dim=-1)
             logprobs[part] = scores.gather(-1, tokens[part, None])[:, 0] - normalizer[part]
             if options[3]:
                 entropies[part] = _entropy(scores, normalizer[part])
         differentiable = options[3] and options[4]
-        ctx.save_for_backward(hidden, weight, bias, tokens, normalizer, entropies if differentiable else None)
+        ctx.save_for_backward(hidden, weight, bias, tokens, kept, normalizer, entropies if differentiable else None)
         ctx.options = options
         if not differentiable:
             ctx.mark_non_differentiable(entropies)
@@ -212,8 +231,8 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        hidden, weight, bias, tokens, normalizer, entropies = ctx.saved_tensors
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, bias, tokens, kept, normalizer, entropies = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         temperature, _, scale, _, _, head_dtype, width, rows = ctx.options
         dtype = head_dtype or hidden.dtype
@@ -228,6 +247,8 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, len(tokens), rows):
             part = slice(start, start + rows)
             scores, slope = _TokenLogprobs._scores(hidden[part], weight, bias, ctx.options)
+            if kept is not None:
+                scores = scores.masked_fill_(_outside(kept[part], len(weight)), -torch.inf)
             # d log π(y) / d z = onehot(y) − π
             step = upstream[part, None]
             log_shares = scores.sub_(normalizer[part, None])
@@ -255,6 +276,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
             None,
             None,
         )

@@ -33,6 +33,16 @@ def needs_learner_old(learner: Learner) -> bool:
     return several and (objective.old_logprobs == "decoupled" or bool(corrections) or objective.carries_ratio)
 
 
+def needs_kept(learner: Learner) -> bool:
+    """Return whether the rollout is truncated by `top_p` or `top_k` while something compares learner and sampler.
+
+    The learner's distribution must then be the one over the tokens that the sampler could draw, as the sampler's is.
+    """
+    sampling, objective = learner.data.sampling, learner.objective
+    compared = corrected(learner.trainer) or objective.carries_ratio
+    return sampling.truncated and sampling.temperature > 0 and compared
+
+
 @torch.no_grad()
 def correct(learner: Learner, mini_batch: RolloutBatch) -> tuple[Tensor, Tensor]:
     """Set weights and kept tokens of a whole mini-batch, as callbacks and objective say.
