@@ -263,16 +263,16 @@ class Scored(RLCallback):
 @pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 5}, {"top_p": 0.7, "top_k": 8, "temperature": 1.5}])
 def test_learner_and_sampler_agree_over_the_tokens_that_were_kept(tmp_path, truncation):
     scored = Scored()
-    fit(tmp_path, callbacks=[TruncatedIS(), scored], format=None, data={**truncation, "mini_batches": 2})
+    fit(tmp_path, callbacks=[TruncatedIS(), scored], format="auto", data={**truncation, "mini_batches": 2})
     assert len(scored.apart) == 2
-    assert max(scored.apart) < 1e-6
+    assert max(scored.apart) < 2e-6  # two units in the last place
     assert min(scored.whole) > 1e-2  # what the whole vocabulary would have said
     assert abs(float(rows_of(tmp_path)[0]["mismatch/kl_k3"])) < 1e-6
 
 
 def test_what_nothing_compares_is_not_recorded(tmp_path):
     scored = Scored()
-    fit(tmp_path, callbacks=[scored], data={"top_p": 0.9}, objective=GRPO(old_logprobs="none"))
+    fit(tmp_path, callbacks=[scored], data={"top_p": 0.9})
     assert scored.apart == scored.whole
 
 
