@@ -38,9 +38,10 @@ def needs_kept(learner: Learner) -> bool:
 
     The learner's distribution must then be the one over the tokens that the sampler could draw, as the sampler's is.
     """
-    sampling, objective = learner.data.sampling, learner.objective
-    compared = corrected(learner.trainer) or objective.carries_ratio
-    return sampling.truncated and sampling.temperature > 0 and compared
+    sampling = learner.data.sampling
+    if not sampling.truncated or sampling.temperature == 0:
+        return False
+    return corrected(learner.trainer) or learner.objective.carries_ratio
 
 
 @torch.no_grad()

@@ -216,8 +216,8 @@ class Conversations:
             one.routes = joined(one.routes, answer.routed_experts)
         if answer.kept is not None:
             known = one.kept or []
-            said = len(one.tokens) - len(answer.token_ids) - len(known)
-            one.kept = [*known, *[torch.empty(0, dtype=torch.int32)] * said, *answer.kept]
+            between = len(one.tokens) - len(answer.token_ids) - len(known)
+            one.kept = [*known, *[torch.empty(0, dtype=torch.int32)] * between, *answer.kept]
         one.turns, one.version, one.finish_reason = one.turns + 1, answer.version, answer.finish_reason
         if answer.finish_reason == "length":
             self._end(one, "length")
