@@ -129,11 +129,12 @@ def main() -> None:
             count = draw(repeat)
             seconds, busy = time.perf_counter() - start, time.process_time() - busy
             assert count == drawn, (name, count, drawn)
+            print(f"{name:>8}: {count / seconds:8.0f} tokens/s{'' if repeat else ', warming up'}", flush=True)
             if repeat:  # the first warms up
                 rates[name].append((count / seconds, count / busy))
     medians = {name: [statistics.median(kind) for kind in zip(*pairs, strict=True)] for name, pairs in rates.items()}
     for name, (wall, busy) in medians.items():
-        print(f"{name:>8}: {wall:8.0f} tokens/s, {busy:8.0f} per second of processor time")
+        print(f"{name:>8}, median: {wall:8.0f} tokens/s, {busy:8.0f} per second of processor time")
     one, more = medians.values()
     print(f"   ratio: {more[0] / one[0]:.2f}, of processor time {more[1] / one[1]:.2f}")
     engine.close()

@@ -16,10 +16,10 @@ from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.batching import deal_by_length
 from lit_qrl.loop.combine import check_combination, check_estimated
-from lit_qrl.loop.correction import close, weigh_here
+from lit_qrl.loop.correction import close, needs_kept, weigh_here
 from lit_qrl.loop.evaluation import answer
 from lit_qrl.loop.generation import drawn
-from lit_qrl.loop.hooks import PreparesTrainer, corrected, rl_callbacks, trainer_all_reduce
+from lit_qrl.loop.hooks import PreparesTrainer, rl_callbacks, trainer_all_reduce
 from lit_qrl.loop.metrics import BOUNDS, EvaluationMetrics, log_row
 from lit_qrl.loop.routing import balanced, record_difference
 from lit_qrl.loop.state import IterationState
@@ -188,11 +188,12 @@ class GRPOModule(Described, LightningModule):
                     given=1,
                     remedy="Raise data.group_size, or set objective.baseline to none and its scale to whiten.",
                 )
-            if data.sampling.truncated and (corrected(self.trainer) or objective.carries_ratio):
+            if needs_kept(self) and not data.engine.records_kept:
                 raise ConfigError(
                     "A correction needs the full sampling distribution, but the rollout is truncated: the sampler's "
-                    "log-probs are renormalised over the kept tokens and the learner's are not.",
-                    expected="data.top_p = 1 and data.top_k = 0",
+                    f"log-probs are renormalised over the kept tokens, and {type(data.engine).__name__} does not say "
+                    "which those are, so that the learner's could be.",
+                    expected="data.top_p = 1 and data.top_k = 0, or an engine that does, as TransformersEngine",
                     given=f"top_p = {data.top_p}, top_k = {data.top_k}",
                     remedy="Lower data.temperature instead, or remove the correction.",
                 )

@@ -363,7 +363,8 @@ class CausalPolicy(Described, nn.Module):
         """Return fp32 log-probs "b t" of the completion tokens, exactly 0 where the mask is False.
 
         Only the hidden states that predict a completion token meet the output embedding. Where the batch says which
-        experts its tokens took, they take them again, weighed by the policy's own routers.
+        experts its tokens took, they take them again, weighed by the policy's own routers; where it says among which
+        ids they were drawn, the distribution is the one over those.
 
         Args:
             batch: the sequences.
@@ -387,6 +388,7 @@ class CausalPolicy(Described, nn.Module):
             hidden,
             tokens=completions if scored is None else completions[scored],
             temperature=temperature,
+            kept=batch.kept if batch.kept is None or scored is None else batch.kept[scored],
             entropy=entropy,
             entropy_gradient=gradient,
             head_dtype=self.head_dtype,

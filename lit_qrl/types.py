@@ -102,6 +102,8 @@ class Completion:
         mask_seed: of masked diffusion: the seed of the masks under which its log-probs are estimated.
         drawn_over: of masked diffusion: positions that it was drawn over, those behind its end too.
         unmasked_at: of masked diffusion: the step at which each token was unmasked, from 0.
+        kept: for each token, the ids " k" among which it was drawn under `top_p` or `top_k`, where the engine records
+            them; none of them for the environment's tokens.
     """
 
     token_ids: list[int]
@@ -114,6 +116,7 @@ class Completion:
     mask_seed: int | None = None
     drawn_over: int | None = None
     unmasked_at: list[int] | None = None
+    kept: list[Tensor] | None = None
 
     def cut(self, tokens: int) -> "Completion":
         """Return the first tokens of it; the same where it is not longer.
@@ -130,6 +133,7 @@ class Completion:
             logprobs=self.logprobs[:tokens],
             finish_reason="length",
             routed_experts=None if routes is None else routes[: len(routes) - len(self.token_ids) + tokens],
+            kept=None if self.kept is None else self.kept[:tokens],
         )
 
 
@@ -140,6 +144,8 @@ class RolloutBatch:
     A reward that is NaN was not given: the sequence is left out of its group's statistics, and its mask is False.
     `routed_experts` "b s layers k" is the choice of experts that the learner's forward passes replay, whoever recorded
     it; None where its routers choose.
+    `kept` "b t k" are the ids among which each token was drawn under `top_p` or `top_k`, −1 behind them; the learner's
+    log-probs are then of the distribution over those too. None where all tokens could be drawn, or nothing asks.
     The last three are of masked diffusion, as in `Completion`.
     """
 
@@ -158,6 +164,7 @@ class RolloutBatch:
     routed_experts: Tensor | None = None
     weights: Float[Tensor, "b t"] | None = None
     keep: Bool[Tensor, "b t"] | None = None
+    kept: Int[Tensor, "b t k"] | None = None
     mask_seed: Int[Tensor, " b"] | None = None
     drawn_over: Int[Tensor, " b"] | None = None
     unmasked_at: Int[Tensor, "b t"] | None = None

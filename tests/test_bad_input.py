@@ -298,7 +298,7 @@ KNOWN_BEFORE_A_MODEL = {
     "mini-batches": (["--data.mini_batches", 3], ["not divisible", "multiple of 3", "Given: 4"]),
     "micro-batches": (["--data.micro_batches", 3], ["not divisible", "divisor of its 16", "Given: 3"]),
     "top_p with a correction": (
-        ["--data.top_p", 0.9, "--config", CORRECTIONS / "tis.yaml"],
+        ["--data.top_p", 0.9, "--config", CORRECTIONS / "tis.yaml", "--data.engine", "tests.test_module.Forgetful"],
         ["full sampling distribution", "top_p = 0.9", "remove the correction"],
     ),
     "backend that the device lacks": (

@@ -1,5 +1,6 @@
 import csv
 import os
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -246,10 +247,51 @@ def test_two_corrections_with_the_ratio_are_refused_by_name(tmp_path):
             trainer.fit(module, datamodule=data)
 
 
+class Scored(RLCallback):
+    """Scores every rollout with the published learner, with and without the ids that tokens were drawn among."""
+
+    def __init__(self):
+        self.apart, self.whole = [], []
+
+    def on_rollout_end(self, trainer, module, rollout):
+        mask = rollout.mask
+        for found, batch in ((self.apart, rollout), (self.whole, replace(rollout, kept=None))):
+            difference = module.score(batch) - rollout.sampler_logprobs
+            found.append(float((difference * mask).abs().max()))
+
+
+@pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 5}, {"top_p": 0.7, "top_k": 8, "temperature": 1.5}])
+def test_learner_and_sampler_agree_over_the_tokens_that_were_kept(tmp_path, truncation):
+    scored = Scored()
+    fit(tmp_path, callbacks=[TruncatedIS(), scored], format="auto", data={**truncation, "mini_batches": 2})
+    assert len(scored.apart) == 2
+    assert max(scored.apart) < 2e-6  # two units in the last place
+    assert min(scored.whole) > 1e-2  # what the whole vocabulary would have said
+    assert abs(float(rows_of(tmp_path)[0]["mismatch/kl_k3"])) < 1e-6
+
+
+def test_what_nothing_compares_is_not_recorded(tmp_path):
+    scored = Scored()
+    fit(tmp_path, callbacks=[scored], data={"top_p": 0.9})
+    assert scored.apart == scored.whole
+
+
+class Forgetful(TransformersEngine):
+    """Does not say among which ids a token was drawn."""
+
+    records_kept = False
+
+
+def test_an_engine_that_does_not_say_what_it_kept_is_refused(tmp_path):
+    trainer, module, data = build(tmp_path, callbacks=[AIS()], data={"top_p": 0.9}, engine=Forgetful())
+    with pytest.raises(ConfigError, match=r"full sampling distribution.*Forgetful does not say"):
+        trainer.fit(module, datamodule=data)
+    assert module.policy.model is None
+
+
 def test_bad_sizes_are_refused_before_a_model_is_loaded(tmp_path):
     cases = [
         ({"group_size": 1}, GRPO(scale="none"), "group of one completion"),
-        ({"top_p": 0.9}, GRPO(), "full sampling distribution"),
         ({"max_tokens_per_micro_batch": 100}, GRPO(), r"data\.micro_batches to 4"),
     ]
     for data, objective, words in cases:

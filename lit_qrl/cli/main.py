@@ -3,11 +3,13 @@
 import gc
 import importlib
 import os
+import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from lit_qrl.cli.stand_ins import HEAVY, stand_ins
 from lit_qrl.errors import ConfigError, StoppedError
 
 EXIT_CONFIG = 2
@@ -17,8 +19,8 @@ EXIT_INTERRUPTED = 130
 EXIT_STOPPED = 70
 """Exit status of a run that could not go on for another reason: EX_SOFTWARE of sysexits.h."""
 
-UNUSED = ("bitsandbytes",)
-"""What PEFT imports where it is installed, for a second or more, and a command that only prints does not need."""
+HELP = re.compile(r"-h|--([\w.]+\.)?help(=.*)?|--print_config(=.*)?")
+"""Words with which a command prints something and ends."""
 
 TRAINING = {
     "fit": "train a policy with reinforcement learning",
@@ -37,6 +39,8 @@ COMMANDS = {
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run `lit-qrl`; one paragraph and status 2 for what cannot work as given, 70 for a run that could not go on."""
+    # A process of its own that only prints needs the names of libraries, not the libraries.
+    names_alone = HEAVY if args is None and prints_only(sys.argv[1:]) else ()
     args = list(sys.argv[1:] if args is None else args)
     word = args[0] if args else "--help"
     if word in ("-h", "--help"):
@@ -59,12 +63,15 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.path.append(os.getcwd())
     try:
         if word in COMMANDS:
-            with uncollected():
+            with uncollected(), stand_ins(names_alone):
                 from lit_qrl.cli.parser import run
 
                 command = getattr(importlib.import_module(f"lit_qrl.cli.{word}"), word)
             run(command, args[1:])
         elif word in TRAINING:
+            with uncollected(), stand_ins(names_alone):
+                if names_alone:
+                    importlib.import_module("lit_qrl.cli.training")
             run_training(args)
         else:
             from lit_qrl.errors import nearest
@@ -120,26 +127,14 @@ def overview() -> str:
 
 
 def prints_only(args: Sequence[str]) -> bool:
-    """Return whether a command prints its configuration and computes nothing.
-
-    Help and completion are another matter: they list the optimizers of bitsandbytes.
+    """Return whether a command prints its help or its configuration and computes nothing.
 
     >>> prints_only(["fit", "--print_config=comments"]), prints_only(["fit", "--config", "a.yaml"])
     (True, False)
+    >>> prints_only(["fit", "-h"]), prints_only(["fit", "--trainer.strategy.help", "ColocatedStrategy"])
+    (True, True)
     """
-    return any(word.startswith("--print_config") for word in args)
-
-
-@contextmanager
-def without(libraries: Iterable[str]) -> Iterator[None]:
-    """Let libraries look as if they were not installed while others are imported; what is imported already stays."""
-    hidden = [name for name in libraries if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # pyright: ignore[reportArgumentType, reportCallIssue]
-    try:
-        yield
-    finally:
-        for name in hidden:
-            del sys.modules[name]
+    return any(HELP.fullmatch(word) for word in args)
 
 
 @contextmanager
@@ -156,7 +151,7 @@ def uncollected() -> Iterator[None]:
 
 def run_training(args: Sequence[str]) -> Any:
     """Run a Trainer command and return the CLI object."""
-    with uncollected(), without(UNUSED if prints_only(args) else ()):
+    with uncollected():
         from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
         from lit_qrl.cli.training import QRLCLI

@@ -2,6 +2,8 @@
 
 import asyncio
 import inspect
+import os
+import queue
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -87,11 +89,56 @@ class MultiTurnTask(Task):
         ]
 
 
-async def called(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a function returns: awaited where it is `async`, else run in a thread of its own.
+class Threads:
+    """Runs calls side by side, however many there are; a thread that has come back takes the next call.
 
-    The thread is a daemon: one that hangs keeps neither the event loop nor the end of the process waiting.
+    They are daemons: one that hangs keeps neither another call nor the end of the process waiting. Starting a thread
+    for each call takes as long as many an answer.
+
+    Args:
+        patience: seconds after which a thread without a call ends.
     """
+
+    def __init__(self, patience: float = 5.0) -> None:
+        self.patience = patience
+        self._begin()
+        os.register_at_fork(after_in_child=self._begin)  # there are no threads in it
+
+    def _begin(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._idle, self._lock = 0, threading.Lock()
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Run a call, which must not raise, and come back at once."""
+        with self._lock:
+            idle = self._idle > 0
+            if idle:
+                self._idle -= 1
+                self._calls.put(call)
+        if not idle:
+            threading.Thread(target=self._work, args=(call,), name="environment", daemon=True).start()
+
+    def _work(self, call: Callable[[], None]) -> None:
+        while True:
+            call()
+            with self._lock:
+                self._idle += 1
+            try:
+                call = self._calls.get(timeout=self.patience)
+            except queue.Empty:
+                with self._lock:
+                    try:
+                        call = self._calls.get_nowait()  # it came just now
+                    except queue.Empty:
+                        self._idle -= 1
+                        return
+
+
+_threads = Threads()
+
+
+async def called(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function returns: awaited where it is `async`, else run in a thread, beside all other calls."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
     loop = asyncio.get_running_loop()
@@ -114,5 +161,5 @@ async def called(function: Callable[..., Any], *arguments: Any) -> Any:
         except RuntimeError:
             return  # the rollout has ended without it
 
-    threading.Thread(target=work, name="environment", daemon=True).start()
+    _threads.run(work)
     return await future

@@ -31,6 +31,7 @@ def token_logprobs(
     chunk_elements: int | None = None,
     head_dtype: torch.dtype | None = None,
     pick: Pick | None = None,
+    kept: Int[Tensor, "*n k"] | None = None,
 ) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"] | None]:
     r"""Return the log-probs of `tokens` and, where asked for, the full-vocabulary entropies, both in nats.
 
@@ -57,6 +58,8 @@ def token_logprobs(
             autocast.
         pick: from z "m v" and tokens " m" to their log-probs, where another order of the sums than that of this
             function is wanted.
+        kept: "*n k", ids of the words that a token could be, −1 behind them: the distribution is the one over those,
+            as a sampler with `top_p` or `top_k` has it. None, or no id at all, is the whole vocabulary.
 
     Raises:
         ValueError: for a temperature that is not positive, or shapes that do not fit.
@@ -80,7 +83,7 @@ def token_logprobs(
     if chunk_elements is None:
         chunk_elements = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"])
     plain = bias is None and softcap is None and head_dtype is None and not (entropy and entropy_gradient)
-    kernel = plain and pick is None and _kernel_takes(hidden)
+    kernel = plain and pick is None and kept is None and _kernel_takes(hidden)
     rows, width = (max(1, chunk_elements * (4 if kernel else 1) // size) for size in weight.shape)
     options = _Options(temperature, softcap, scale, entropy, entropy_gradient, head_dtype, width, rows, kernel, pick)
     with torch.autocast(device, enabled=False):
@@ -89,6 +92,7 @@ def token_logprobs(
             weight if head_dtype else weight.to(hidden.dtype),
             bias if bias is None or head_dtype else bias.to(hidden.dtype),
             tokens.flatten(),
+            None if kept is None else kept.flatten(0, -2),
             options,
         )  # pyright: ignore[reportGeneralTypeIssues]
     return logprobs.view(tokens.shape), entropies.view(tokens.shape) if entropy else None
@@ -202,6 +206,13 @@ class _Options(NamedTuple):
     pick: Pick | None
 
 
+def _outside(kept: Tensor, words: int) -> Tensor:
+    """Return True "n v" for words that are not among the kept ids "n k"; nothing is outside of none."""
+    outside = torch.ones(len(kept), words + 1, dtype=torch.bool, device=kept.device)
+    outside.scatter_(1, kept.long() + 1, False)  # the first column takes the −1
+    return outside[:, 1:] & (kept >= 0).any(dim=1, keepdim=True)
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """Log-probs by chunks of rows; the backward pass makes each chunk's logits again."""
 
@@ -223,7 +234,13 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, options: _Options
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: Tensor,
+        kept: Tensor | None,
+        options: _Options,
     ) -> tuple[Tensor, Tensor]:
         rows, pick = options.rows, options.pick
         dtype = torch.float64 if torch.float64 in (hidden.dtype, options.head_dtype) else torch.float32
@@ -243,6 +260,8 @@ class _TokenLogprobs(torch.autograd.Function):
                     entropies[part] = normalizer[part] - mean
                 continue
             scores, _ = _TokenLogprobs._scores(hidden[part], weight, bias, options)
+            if kept is not None:
+                scores = scores.masked_fill_(_outside(kept[part], len(weight)), -torch.inf)
             normalizer[part] = scores.logsumexp(dim=-1)
             if pick is None:
                 logprobs[part] = scores.gather(-1, tokens[part, None])[:, 0] - normalizer[part]
@@ -251,7 +270,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if options.entropy:
                 entropies[part] = _entropy(scores, normalizer[part])
         differentiable = options.entropy and options.entropy_gradient
-        ctx.save_for_backward(hidden, weight, bias, tokens, normalizer, entropies if differentiable else None)
+        ctx.save_for_backward(hidden, weight, bias, tokens, kept, normalizer, entropies if differentiable else None)
         ctx.options = options
         if not differentiable:
             ctx.mark_non_differentiable(entropies)
@@ -261,8 +280,8 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        hidden, weight, bias, tokens, normalizer, entropies = ctx.saved_tensors
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, bias, tokens, kept, normalizer, entropies = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         head_dtype, width, rows = ctx.options.head_dtype, ctx.options.width, ctx.options.rows
         factor = ctx.options.scale / ctx.options.temperature
@@ -288,6 +307,8 @@ class _TokenLogprobs(torch.autograd.Function):
                     grad_weight += grad.T @ hidden[part]
                 continue
             scores, slope = _TokenLogprobs._scores(hidden[part], weight, bias, ctx.options)
+            if kept is not None:
+                scores = scores.masked_fill_(_outside(kept[part], len(weight)), -torch.inf)
             # d log π(y) / d z = onehot(y) − π
             step = upstream[part, None]
             log_shares = scores.sub_(normalizer[part, None])
@@ -315,6 +336,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
             None,
             None,
         )

@@ -52,6 +52,7 @@ def assemble(
         version=torch.tensor([completion.version for completion in completions]),
         stopped=torch.tensor([completion.finish_reason == "stop" for completion in completions]),
         routed_experts=_routes(completions, tokens.shape[1], t),
+        kept=_kept(completions, t),
         **_denoising(completions, t),
     )
 
@@ -75,6 +76,19 @@ def _routes(completions: Sequence[Completion], s: int, t: int) -> Tensor | None:
         if lost:
             raise LostRoutesError(_lost(row, f"token {lost[0]}", f"{len(lost)} of {len(routes) - 1} are missing"))
         batch[row, s - t + n - len(routes) : s - t + n] = routes
+    return batch
+
+
+def _kept(completions: Sequence[Completion], t: int) -> Tensor | None:
+    """Return the ids among which a batch's tokens were drawn, "b t k" with −1 behind them; None where not recorded."""
+    recorded = [completion.kept or [] for completion in completions]
+    if all(completion.kept is None for completion in completions):
+        return None
+    most = max((len(ids) for row in recorded for ids in row), default=0)
+    batch = torch.full((len(recorded), t, max(most, 1)), -1, dtype=torch.int32)
+    for row, tokens in enumerate(recorded):
+        for step, ids in enumerate(tokens):
+            batch[row, step, : len(ids)] = ids
     return batch
 
 
@@ -131,6 +145,13 @@ def concatenate(parts: list[RolloutBatch], pad_token_id: int, group_size: int, l
         for part in parts
         if part.routed_experts is not None
     ]
+    most = max((part.kept.shape[2] for part in parts if part.kept is not None), default=0)
+    kept = [
+        None
+        if part.kept is None
+        else F.pad(part.kept, (0, most - part.kept.shape[2], 0, t - part.mask.shape[1]), value=-1)
+        for part in parts
+    ]
     names = parts[0].reward_parts
     b = sum(map(len, parts))
     return RolloutBatch(
@@ -148,6 +169,7 @@ def concatenate(parts: list[RolloutBatch], pad_token_id: int, group_size: int, l
         drawn_over=_joined([part.drawn_over for part in parts]),
         unmasked_at=_joined([None if part.unmasked_at is None else right(part.unmasked_at) for part in parts]),
         routed_experts=torch.cat(routes) if routes else None,
+        kept=_joined(kept),
     )
 
 

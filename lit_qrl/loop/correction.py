@@ -33,6 +33,17 @@ def needs_learner_old(learner: Learner) -> bool:
     return several and (objective.old_logprobs == "decoupled" or bool(corrections) or objective.carries_ratio)
 
 
+def needs_kept(learner: Learner) -> bool:
+    """Return whether the rollout is truncated by `top_p` or `top_k` while something compares learner and sampler.
+
+    The learner's distribution must then be the one over the tokens that the sampler could draw, as the sampler's is.
+    """
+    sampling = learner.data.sampling
+    if not sampling.truncated or sampling.temperature == 0:
+        return False
+    return corrected(learner.trainer) or learner.objective.carries_ratio
+
+
 @torch.no_grad()
 def correct(learner: Learner, mini_batch: RolloutBatch) -> tuple[Tensor, Tensor]:
     """Set weights and kept tokens of a whole mini-batch, as callbacks and objective say.

@@ -74,6 +74,7 @@ class _Sequence:
     answer: "asyncio.Future[Completion] | None" = None
     busy_since: float = 0.0
     routes: Tensor | None = None
+    kept: list[Tensor] | None = None
     episode: Episode | None = None
 
 
@@ -213,6 +214,10 @@ class Conversations:
         one.drawn += [True] * len(answer.token_ids)
         if answer.routed_experts is not None:
             one.routes = joined(one.routes, answer.routed_experts)
+        if answer.kept is not None:
+            known = one.kept or []
+            between = len(one.tokens) - len(answer.token_ids) - len(known)
+            one.kept = [*known, *[torch.empty(0, dtype=torch.int32)] * between, *answer.kept]
         one.turns, one.version, one.finish_reason = one.turns + 1, answer.version, answer.finish_reason
         if answer.finish_reason == "length":
             self._end(one, "length")
@@ -279,6 +284,7 @@ class Conversations:
                 drawn=one.drawn,
                 episode=one.episode,
                 routed_experts=one.routes,
+                kept=one.kept,
             )
             for one in self._sequences
         ]

@@ -9,6 +9,7 @@ from lit_qrl.diffusion_policy import DiffusionPolicy
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
+from lit_qrl.loop.correction import needs_kept
 from lit_qrl.loop.hooks import Learner
 from lit_qrl.loop.routing import replayed_level
 from lit_qrl.network.adapters import check_fits
@@ -124,6 +125,7 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
         estimator=policy.estimator if isinstance(policy, DiffusionPolicy) else None,
         outlives_update=settings.every_n_iterations > 1,
         routes=replayed_level(learner.trainer) == "rollout",
+        kept=needs_kept(learner),
         on_hang=on_hang,
     )
     engine.validate(spec)

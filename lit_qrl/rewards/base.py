@@ -220,6 +220,9 @@ def score_all(
         total[i] = None
     for i in failed:
         total[i] = error_reward
+    if samples and not failed and all(score is None for score in total):
+        names = ", ".join(repr(reward.name) for reward in rewards)
+        log.warning("None of %d completions has a score (reward %s): nothing is learned of them.", len(total), names)
     return Scores(total, parts, len(failed))
 
 

@@ -76,11 +76,18 @@ class FunctionReward(Reward):
         self.concurrency, self.timeout, self.retries, self.time_limit = concurrency, timeout, retries, time_limit
         self.failures = {}
         try:
-            parameters = inspect.signature(self.function).parameters.values()
+            parameters = list(inspect.signature(self.function).parameters.values())
         except (TypeError, ValueError):  # a builtin
-            parameters = ()
-        self._takes_all = not parameters or any(one.kind is one.VAR_KEYWORD for one in parameters)
-        named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+            parameters = None
+        self._takes_all = parameters is None or any(one.kind is one.VAR_KEYWORD for one in parameters)
+        named = [one for one in parameters or () if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        if not named and not self._takes_all:
+            raise ConfigError(
+                f"{self.described} takes nothing that it could score.",
+                expected="a parameter `completions`, and others or **kwargs for the columns of the rows",
+                given="a function without parameters that have a name",
+                remedy="Write it as `def score(completions, **kwargs)`.",
+            )
         self._named = {one.name for one in named}
         self._required = {one.name for one in named if one.default is one.empty} - {*self.arguments, *GIVEN}
 

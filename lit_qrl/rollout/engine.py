@@ -42,6 +42,8 @@ class SamplerSpec:
             the learner's tensors must copy them.
         routes: record which experts each token takes, in `Completion.routed_experts`; only where the engine is one of
             `RecordsRoutes`.
+        kept: record the ids among which `top_p` and `top_k` let each token of a rollout be drawn, in
+            `Completion.kept`; only where the engine has `records_kept`.
         on_hang: called with a sentence, in a thread of its own, when the engine hangs beyond recovery, just before it
             ends the process.
 
@@ -62,6 +64,7 @@ class SamplerSpec:
     estimator: Estimator | None = None
     outlives_update: bool = False
     routes: bool = False
+    kept: bool = False
     on_hang: Callable[[str], None] | None = None
 
 
@@ -141,6 +144,8 @@ class RolloutEngine(Described, ABC):
     """True when a token's log-prob does not depend on what it is computed with; the learner then computes likewise."""
     kernels: str = "torch"
     """Whose kernels multiply packed weights: `torch`, which multiplies them out, or `vllm`."""
+    records_kept: bool = False
+    """True when it can say among which ids a token was drawn under `top_p` or `top_k`."""
     plain_dtype: torch.dtype | None = None
     """The dtype in which plain tensors must be sent; None takes what comes."""
 

@@ -1,6 +1,7 @@
 """Silence for the advice of Lightning and transformers that does not apply to reinforcement learning."""
 
 import logging
+import sys
 import warnings
 
 
@@ -18,9 +19,10 @@ def quiet() -> None:
         ".*LeafSpec.*is deprecated.*",  # Lightning's own use of torch
     ):
         warnings.filterwarnings("ignore", pattern)
-    from transformers.utils.logging import disable_progress_bar
+    if "transformers" in sys.modules:  # a command that only prints has not loaded it
+        from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
+        disable_progress_bar()
     ours = logging.getLogger("lit_qrl")
     if not ours.handlers:
         ours.addHandler(logging.StreamHandler())

@@ -1,9 +1,11 @@
 import asyncio
+import queue
 import threading
+from functools import partial
 
 import pytest
 
-from lit_qrl.data.environment import called
+from lit_qrl.data.environment import Threads, called
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards.base import Sample
 from lit_qrl.rewards.constant import ConstantReward
@@ -40,6 +42,45 @@ def test_an_abandoned_function_does_not_trouble_the_loop_that_left_it():
 
     asyncio.run(abandon())
     release.set()
+
+
+def test_calls_run_side_by_side_and_in_threads_that_have_come_back():
+    threads, release, seen = Threads(), threading.Event(), queue.SimpleQueue()
+
+    def call(number):
+        seen.put((number, threading.get_ident()))
+
+    def held():
+        release.wait()
+        call(0)
+
+    threads.run(held)
+    found = []
+    for number in range(1, 40):  # none waits for the one that is held up
+        threads.run(partial(call, number))
+        found.append(seen.get(timeout=60))
+    release.set()
+    found.append(seen.get(timeout=60))
+    assert sorted(number for number, _ in found) == list(range(40))
+    assert len({thread for _, thread in found}) < 40
+
+
+def test_a_thread_without_a_call_ends_and_the_next_call_has_another():
+    threads, done = Threads(patience=0.001), queue.SimpleQueue()
+    for _ in range(20):
+        threads.run(lambda: done.put(threading.current_thread()))
+        thread = done.get(timeout=60)
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    threads, done = Threads(), queue.SimpleQueue()
+    threads.run(partial(done.put, 1))
+    assert done.get(timeout=60) == 1
+    threads._begin()  # as the system calls it in the child
+    threads.run(partial(done.put, 2))
+    assert done.get(timeout=60) == 2
 
 
 @pytest.mark.parametrize("limit", ["max_turns", "time_limit", "max_message_tokens"])

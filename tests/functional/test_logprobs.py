@@ -70,6 +70,46 @@ def test_gradients_match_finite_differences(options, chunk_elements):
     assert torch.autograd.gradcheck(run, inputs)
 
 
+KEPT = [[3, 0, 7], [10, -1, -1], [], [5, 2, -1], [1, 4, 9], [0, -1, -1], [6, 8, -1]]
+
+
+def among(tokens):
+    """Return ids "n k" that hold each row's token, −1 behind them; all −1 where anything goes."""
+    rows = [
+        [token, *[one for one in ids if one != token]] if ids else [] for token, ids in zip(tokens, KEPT, strict=True)
+    ]
+    return torch.tensor([[*row, *[-1] * (4 - len(row))] for row in rows], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("options", CASES)
+@pytest.mark.parametrize("chunk_elements", [1, 25, None])
+def test_a_distribution_over_kept_words_is_that_of_a_head_of_those_words(options, chunk_elements):
+    hidden, weight, bias, tokens = problem()
+    kept = among(tokens.tolist())
+    got, entropy = token_logprobs(
+        hidden, weight, tokens, bias=bias, entropy=True, kept=kept, chunk_elements=chunk_elements, **options
+    )
+    for i, ids in enumerate(kept):
+        words = ids[ids >= 0].long() if (ids >= 0).any() else torch.arange(len(weight))
+        place = (words == tokens[i]).nonzero()[0]
+        expected = reference(hidden[i : i + 1], weight[words], place, bias=bias[words], **options)
+        torch.testing.assert_close((got[i : i + 1], entropy[i : i + 1]), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_gradients_over_kept_words_match_finite_differences(entropy):
+    hidden, weight, bias, tokens = problem()
+    kept = among(tokens.tolist())
+    inputs = [tensor.requires_grad_() for tensor in (hidden, weight, bias)]
+
+    def run(h, w, b):
+        options = {"temperature": 1.3, "softcap": 3.0, "entropy": entropy, "entropy_gradient": entropy}
+        logprobs, entropies = token_logprobs(h, w, tokens, bias=b, kept=kept, chunk_elements=25, **options)
+        return (logprobs, entropies) if entropy else logprobs
+
+    assert torch.autograd.gradcheck(run, inputs)
+
+
 def test_several_leading_dimensions():
     hidden, weight, _, tokens = problem(n=12)
     flat, _ = token_logprobs(hidden, weight, tokens)

@@ -55,6 +55,24 @@ def test_assemble_pads_prompts_left_and_completions_right():
     assert batch.version.tolist() == [4, 4, 4, 4]
 
 
+def test_the_ids_that_tokens_were_drawn_among_are_padded_behind():
+    def drawn_among(ids, kept):
+        one = completion(ids)
+        one.kept = [torch.tensor(those, dtype=torch.int32) for those in kept]
+        return one
+
+    batch = assemble([[1], [4]], [drawn_among([5, 6], [[5], [6, 2]]), drawn_among([7], [[7, 8]])], 1, 0)
+    assert batch.kept.tolist() == [[[5, -1], [6, 2]], [[7, 8], [-1, -1]]]
+    assert batch.select(torch.tensor([1])).kept.tolist() == [[[7, 8]]]
+    wide = assemble([[1, 2]], [drawn_among([5, 6, 7], [[5, 1, 2], [], [7]])], 1, 0)
+    joined = concatenate([batch, wide], 0, 1)
+    assert joined.kept.shape == (3, 3, 3)
+    assert joined.kept[0].tolist() == [[5, -1, -1], [6, 2, -1], [-1, -1, -1]]
+    assert joined.kept[2].tolist() == [[5, 1, 2], [-1, -1, -1], [7, -1, -1]]
+    assert drawn_among([5, 6], [[5], [6]]).cut(1).kept[0].tolist() == [5]
+    assert assemble([[1]], [completion([5])], 1, 0).kept is None
+
+
 def test_select_trims_columns_that_are_padding_in_all_rows():
     batch = assemble([[1, 2, 3], [4]], [completion([5, 6, 6]), completion([7])], group_size=1, pad_token_id=0)
     short = batch.select(torch.tensor([1]))

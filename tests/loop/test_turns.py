@@ -233,6 +233,20 @@ def test_the_batch_of_conversations_trains_on_what_was_drawn_alone():
     assert batch.tokens[0].tolist() == [5, 6, *completions[0].token_ids]
 
 
+def test_what_the_environment_said_was_drawn_among_nothing():
+    def answer(turn):
+        one = said([9, EOS])
+        one.kept = [torch.tensor([9, 4, len(turn.tokens)]), torch.tensor([EOS])]
+        return one
+
+    (completion,), _ = talk(Echo(), [{"says": ["1+", "2+"]}], answer)
+    kept = [ids.tolist() for ids in completion.kept]
+    assert kept == [[9, 4, 2], [EOS], [], [], [9, 4, 6], [EOS], [], [], [9, 4, 10], [EOS]]
+    assert [len(ids) > 0 for ids in kept] == completion.drawn
+    batch = assemble([[5, 6]], [completion], group_size=1, pad_token_id=0)
+    assert (batch.kept >= 0).any(dim=2).tolist() == batch.mask.tolist()
+
+
 def test_a_token_keeps_the_experts_with_which_it_was_drawn():
     def routes(*numbers):
         return torch.tensor(numbers, dtype=torch.uint8)[:, None, None]

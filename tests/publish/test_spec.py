@@ -9,7 +9,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from peft import LoraConfig
 
 from lit_qrl import formats
+from lit_qrl.callbacks import AIS
 from lit_qrl.errors import ConfigError
+from lit_qrl.objective import GRPO
 from lit_qrl.precision import NVFP4LoRA, QATAligned
 from lit_qrl.publish.spec import PublishSettings, sampler_spec
 from lit_qrl.rollout.embedded.engine import TransformersEngine
@@ -21,25 +23,34 @@ LORA, SAMPLING = LoraConfig(r=8, target_modules=["q_proj"]), SamplingParams(max_
 NETWORK = build_network()
 
 
-def spec(plugin=None, adapter=None, tied=False, engine=None, **settings):
+def spec(plugin=None, adapter=None, tied=False, engine=None, callbacks=(), sampling=SAMPLING, **settings):
     config = SimpleNamespace(model_type="toy", tie_word_embeddings=tied)
     config.get_text_config = lambda: config
     learner = SimpleNamespace(
         trainer=SimpleNamespace(
-            precision_plugin=plugin or Precision(), strategy=SingleDeviceStrategy(), callbacks=[], max_epochs=3
+            precision_plugin=plugin or Precision(), strategy=SingleDeviceStrategy(), callbacks=callbacks, max_epochs=3
         ),
         policy=SimpleNamespace(
             config=config, lora=adapter, head_dtype=torch.float32, model=NETWORK, network=NETWORK, denoises=False
         ),
         data=SimpleNamespace(
             engine=engine or TransformersEngine(),
-            sampling=SAMPLING,
+            sampling=sampling,
             max_prompt_tokens=11,
             longest_evaluation=30,
             evaluations=[SimpleNamespace(completion_tokens=19)],
         ),
+        objective=GRPO(),
     )
     return sampler_spec(PublishSettings(**settings), learner, print)
+
+
+def test_what_was_kept_is_asked_for_where_a_correction_compares_truncated_samples():
+    truncated = SamplingParams(max_tokens=7, top_p=0.9)
+    assert spec(callbacks=[AIS()], sampling=truncated).kept
+    assert not spec(callbacks=[AIS()]).kept
+    assert not spec(sampling=truncated).kept
+    assert not spec(callbacks=[AIS()], sampling=SamplingParams(max_tokens=7, top_k=4, temperature=0)).kept
 
 
 def test_what_the_engine_is_told():

@@ -77,6 +77,26 @@ def test_none_leaves_a_sample_out():
     assert score_all([reward], SAMPLES, group_size=4).total == [1.0, None, 1.0, 1.0]
 
 
+def test_a_reward_that_scores_nothing_at_all_is_told(caplog):
+    def silent(completions):
+        return [None] * len(completions)
+
+    samples = [Sample("", "a"), Sample("", "b")]
+    with caplog.at_level("WARNING"):
+        assert score_all([FunctionReward(silent), FunctionReward(lambda completions: [1.0, 2.0])], samples).total
+        assert not caplog.text  # another one scores
+        assert score_all([FunctionReward(silent)], samples).total == [None, None]
+    assert "None of 2 completions has a score (reward 'silent')" in caplog.text
+
+
+def test_a_function_without_parameters_is_refused_before_anything_is_loaded():
+    def nothing():
+        return []
+
+    with pytest.raises(ConfigError, match=r"takes nothing that it could score.*`completions`"):
+        FunctionReward(nothing)
+
+
 def test_a_service_that_fails_on_a_sample_costs_that_one_after_retries(monkeypatch):
     monkeypatch.setattr("lit_qrl.rewards.service.FIRST_PAUSE", 0.0)
     tries = []

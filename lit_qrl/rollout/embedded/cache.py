@@ -123,6 +123,9 @@ class SlotCache(Cache):
             device = held.slots[0].keys.device
             targets = torch.tensor(chosen, device=device)
             sources = torch.tensor([rows[target].row for target in chosen], device=device)
+            begin = rows[chosen[0]].start
+            # Where the conversations are of one length, whole columns are copied.
+            alike = all(counts[target] == ends and rows[target].start == begin for target in chosen)
             first = torch.tensor([[ends - counts[target]] for target in chosen], device=device)
             start = torch.tensor([[rows[target].start] for target in chosen], device=device)
             columns = torch.arange(ends, device=device)
@@ -133,8 +136,11 @@ class SlotCache(Cache):
                     new.lazy_initialization(old.keys, old.values)
                     new.keys[:, :, :ends], new.values[:, :, :ends] = 0, 0
                 for source, target in ((old.keys, new.keys), (old.values, new.values)):
-                    taken = source[sources[:, None], :, columns].transpose(1, 2)
-                    target[targets, :, :ends] = taken.masked_fill(empty, 0)
+                    if alike:
+                        taken = source[:, :, begin : begin + ends].index_select(0, sources)
+                    else:
+                        taken = source[sources[:, None], :, columns].transpose(1, 2).masked_fill(empty, 0)
+                    target[:, :, :ends].index_copy_(0, targets, taken)
 
     @staticmethod
     def bytes_per_token(config: Any, dtype: torch.dtype) -> int:

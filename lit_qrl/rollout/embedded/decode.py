@@ -115,6 +115,8 @@ class Drawn:
         cache: keys and values of all tokens but the last of each row, where they are kept.
         places: " b", the cache's row of each.
         width: columns of the cache that the prompts take; a prompt ends in the last of them.
+        kept: " n", the ids among which the tokens were drawn, row by row and step by step, and "b steps", how many of
+            them belong to each token; None where they are not recorded.
     """
 
     tokens: Tensor
@@ -125,6 +127,7 @@ class Drawn:
     cache: SlotCache | None = None
     places: Tensor | None = None
     width: int = 0
+    kept: tuple[Tensor, Tensor] | None = None
 
 
 class Decoder:
@@ -135,12 +138,18 @@ class Decoder:
         sampling: how tokens are drawn.
         head_dtype: that the output head computes in; None is its own.
         routes: record which experts every token takes.
+        kept: record the ids among which every token is drawn.
     """
 
     def __init__(
-        self, network: Any, sampling: SamplingParams, head_dtype: torch.dtype | None = None, routes: bool = False
+        self,
+        network: Any,
+        sampling: SamplingParams,
+        head_dtype: torch.dtype | None = None,
+        routes: bool = False,
+        kept: bool = False,
     ) -> None:
-        self.network, self.sampling = network, sampling
+        self.network, self.sampling, self.kept = network, sampling, kept
         self.routers = routers(network) if routes else []
         self.head = SamplerHead.of(network, head_dtype)
         self.device = network.get_input_embeddings().weight.device
@@ -238,7 +247,9 @@ class Decoder:
                 mask[index, width - len(prompt) :] = 1
             tokens, mask = tokens.to(self.device), mask.to(self.device)
             padded = any(len(prompt) < width for prompt in part)
-            once = SlotCache(self.layers, len(part), width)
+            # A prompt of one completion each, all in one share: the cache itself takes what is computed.
+            alone = len(part) == len(counts) == cache.capacity
+            once = cache if alone else SlotCache(self.layers, len(part), width)
             if new < width:
                 once.restore(rows, [max(0, len(prompt) - new) for prompt in part], width - new)
                 once.filled = width - new
@@ -250,7 +261,8 @@ class Decoder:
             )
             once.filled = width
             share_counts = counts[start : start + share].to(self.device)
-            cache.take(once, share_counts, row)
+            if not alone:
+                cache.take(once, share_counts, row)
             row += int(share_counts.sum())
             logits.append(self.head.logits(hidden).repeat_interleave(share_counts, dim=0))
             if routes is not None:
@@ -286,9 +298,14 @@ class Decoder:
     ) -> Tensor:
         """Draw until all rows have ended, and return the cache's row of each where they are kept."""
         order = rows = torch.arange(len(logits), device=self.device)
-        total = 0
-        for step in range(drawn.tokens.shape[1]):
-            tokens, logprobs = self.sampler(logits, None if random is None else random[rows, step])
+        total, steps = 0, drawn.tokens.shape[1]
+        kept: list[tuple[Tensor, Tensor]] = []
+        for step in range(steps):
+            scores = self.sampler.processed(logits)
+            tokens, logprobs = self.sampler.draw(scores, None if random is None else random[rows, step])
+            if self.kept:
+                row, ids = (scores > -torch.inf).nonzero(as_tuple=True)
+                kept.append((rows[row] * steps + step, ids.int()))
             drawn.tokens[rows, step] = tokens
             drawn.logprobs[rows, step] = logprobs
             total += len(rows)
@@ -318,4 +335,17 @@ class Decoder:
             if routes is not None and drawn.routes is not None:
                 drawn.routes[rows, column] = routes[:, 0]
             positions = positions + 1
+        if kept:
+            drawn.kept = _by_token(kept, drawn.tokens.shape)
         return order.argsort()
+
+
+def _by_token(kept: Sequence[tuple[Tensor, Tensor]], shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the ids that were kept, token by token, and how many there are of each.
+
+    Args:
+        kept: of each step, " n" the numbers of the tokens that ids belong to, and the ids.
+        shape: rows and steps; a token's number is row × steps + step.
+    """
+    owners, ids = (torch.cat(parts) for parts in zip(*kept, strict=True))
+    return ids[owners.argsort(stable=True)], owners.bincount(minlength=shape[0] * shape[1]).view(*shape)

@@ -79,6 +79,8 @@ class TransformersEngine(EmbeddedSampler):
                 remedy="Use VLLMEngine for this architecture.",
             )
 
+    records_kept = True
+
     def check_routes(self, user: str) -> None:
         """Do nothing: what a model's routers choose is seen as it decodes."""
 
@@ -109,7 +111,7 @@ class TransformersEngine(EmbeddedSampler):
         sampling: SamplingParams | None = None,
         positions: Sequence[int] | None = None,
     ) -> list[Completion]:
-        sampling = sampling or self.spec.sampling
+        kept, sampling = self.spec.kept and sampling is None, sampling or self.spec.sampling
         positions = range(len(prompts)) if positions is None else positions
         check_sampling(sampling)
         self._check_prompts(prompts, sampling)
@@ -119,7 +121,8 @@ class TransformersEngine(EmbeddedSampler):
             return uniforms(seed, positions[prompt], n, steps)
 
         batches = self._plan(prompts, n, sampling.max_tokens, self._cache_tokens())
-        return self._draw(prompts, n, batches, random, progress, sampling)
+        decoder = Decoder(self.network, sampling, self.spec.head_dtype, self.spec.routes, kept)
+        return self._draw(decoder, prompts, n, batches, random, progress)
 
     def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
         """Draw every turn of a dialogue, those that wait at a time in one call.
@@ -128,7 +131,7 @@ class TransformersEngine(EmbeddedSampler):
         computed; not in a batch-invariant run, whose rounding must not depend on the turns, nor where experts are
         recorded, of every token.
         """
-        sampling = sampling or self.spec.sampling
+        kept, sampling = self.spec.kept and sampling is None, sampling or self.spec.sampling
         held = Held(self._cache_tokens(), keeps=not (self.batch_invariant or self.spec.routes))
         while dialogue.open:
             turns = dialogue.waiting("all")
@@ -149,7 +152,8 @@ class TransformersEngine(EmbeddedSampler):
             batches = list(self._plan(prompts, n, params.max_tokens, held.room))
             held.make_room(dialogue, batches, params.max_tokens)
             batches = [held.in_order(pieces, turns, n) for pieces in batches]
-            drawn = self._draw(prompts, n, batches, random, None, params, (held, turns))
+            decoder = Decoder(self.network, params, self.spec.head_dtype, self.spec.routes, kept)
+            drawn = self._draw(decoder, prompts, n, batches, random, None, (held, turns))
             for turn, completion in zip(turns, drawn, strict=True):
                 dialogue.answered(turn, completion.cut(turn.max_tokens))
 
@@ -158,15 +162,14 @@ class TransformersEngine(EmbeddedSampler):
 
     def _draw(
         self,
+        decoder: Decoder,
         prompts: Sequence[Sequence[int]],
         n: int,
         batches: Iterable[list[Piece]],
         random: Random,
         progress: Progress | None,
-        sampling: SamplingParams,
         kept: tuple[Held, list[Turn]] | None = None,
     ) -> list[Completion]:
-        decoder = Decoder(self.network, sampling, self.spec.head_dtype, self.spec.routes)
         results: list[Completion | None] = [None] * (len(prompts) * n)
         finished = tokens = 0
 
@@ -186,7 +189,7 @@ class TransformersEngine(EmbeddedSampler):
                     raise
 
         for batch in batches:
-            longest = max(piece.length for piece in batch) + sampling.max_tokens
+            longest = max(piece.length for piece in batch) + decoder.sampling.max_tokens
             for pieces, drawn in self._shortage.halving(batch, longest, draw):
                 tokens += self._collect(drawn, pieces, n, results)
                 finished += len(drawn.tokens)
@@ -198,6 +201,11 @@ class TransformersEngine(EmbeddedSampler):
         length, stopped = drawn.length.tolist(), drawn.stopped.tolist()
         tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
         routes = None if drawn.routes is None else drawn.routes.cpu()
+        kept: list[list[Tensor]] | None = None
+        if drawn.kept is not None:
+            counts = drawn.kept[1].tolist()
+            ids = iter(drawn.kept[0].cpu().split([count for row in counts for count in row]))
+            kept = [[next(ids) for _ in row] for row in counts]
         width, row = max(piece.length for piece in pieces), 0
         for piece in pieces:
             for index in range(piece.first, piece.first + piece.count):
@@ -207,6 +215,7 @@ class TransformersEngine(EmbeddedSampler):
                     finish_reason="stop" if stopped[row] else "length",
                     version=self.version,
                     routed_experts=None if routes is None else routes[row, width - piece.length : width + length[row]],
+                    kept=None if kept is None else kept[row][: length[row]],
                 )
                 row += 1
         return sum(length)

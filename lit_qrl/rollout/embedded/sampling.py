@@ -93,11 +93,19 @@ class TokenSampler:
             logits: "b v".
             uniform: " b", in [0, 1); None is greedy.
         """
+        return self.draw(self.processed(logits), uniform)
+
+    def processed(self, logits: Tensor) -> Tensor:
+        """Return the fp32 scores "b v" that tokens are drawn from, −inf outside of the kept set."""
         scores = logits.float()
         if self.temperature != 1.0:
             scores = scores / self.temperature
         if self.top_k or self.top_p < 1:
             scores = truncate(scores, self.top_k, self.top_p)
+        return scores
+
+    def draw(self, scores: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return tokens and log-probs as a call does, of processed scores "b v"."""
         top = scores.amax(dim=-1, keepdim=True)
         mass = (scores - top).exp_()
         normalizer = mass.sum(dim=-1).log() + top[:, 0]

@@ -74,6 +74,15 @@ def test_rows_of_several_caches_are_restored_before_a_column():
     assert cache.slots[1].values[0, 0, :5, 0].tolist() == [0, 0, 0, -201, -202]
 
 
+def test_rows_of_sequences_of_one_length_are_restored_too():
+    held = filled(4, 6)
+    cache = SlotCache(2, 3, 7)
+    rows = {target: HeldRow(held, row, 1, [7] * 5) for target, row in ((0, 3), (1, 1), (2, 2))}
+    cache.restore(rows, [4, 4, 4], 4)
+    assert cache.slots[0].keys[:, 1, :4, 2].tolist() == [[row * 100 + c for c in range(1, 5)] for row in (3, 1, 2)]
+    assert cache.slots[1].values[1, 0, :4, 0].tolist() == [-101, -102, -103, -104]
+
+
 @pytest.mark.parametrize(
     "sequence, shared", [([7, 8, 9, 4], 3), ([7, 8, 9], 2), ([7, 3, 9, 4], 1), ([1, 2], 0), ([7, 8, 9, 4, 5], 3)]
 )

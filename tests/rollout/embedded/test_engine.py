@@ -13,6 +13,7 @@ from lit_qrl.network.routing import Routing, differing
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.receipts.ledger import Ledger, compare
 from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.rollout.embedded.sampling import truncate
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
@@ -503,3 +504,22 @@ def test_every_token_says_which_experts_it_took(max_batch):
     again = engine.generate(PROMPTS, 3, seed=5)
     assert [one.token_ids for one in again] == [one.token_ids for one in completions]
     assert {one.routed_experts for one in again} == {None}
+
+
+@pytest.mark.parametrize("truncation", [{"top_p": 0.6}, {"top_k": 3}, {"top_p": 0.8, "top_k": 4, "temperature": 1.4}])
+def test_an_engine_says_among_which_ids_a_token_was_drawn(truncation):
+    torch.manual_seed(0)
+    network = build_network()
+    engine = TransformersEngine()
+    sampling = SamplingParams(max_tokens=6, stop_token_ids=(EOS, 9, 14), **truncation)
+    engine.setup(SamplerSpec(sampling=sampling, kept=True), policy_of(network))
+    publish(engine, network)
+    for prompt, drawn in zip([one for one in PROMPTS for _ in range(3)], engine.generate(PROMPTS, 3, 0), strict=True):
+        tokens = [*prompt, *drawn.token_ids]
+        with torch.no_grad():
+            logits = engine.network(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1].double()
+        kept = truncate(logits / sampling.temperature, sampling.top_k, sampling.top_p).isfinite()
+        assert [sorted(ids.tolist()) for ids in drawn.kept] == [row.nonzero()[:, 0].tolist() for row in kept]
+    plain = engine.generate(PROMPTS, 3, 0, None, sampling)  # an evaluation asks for none
+    assert plain[0].kept is None
+    assert [one.token_ids for one in plain] == [one.token_ids for one in engine.generate(PROMPTS, 3, 0)]
