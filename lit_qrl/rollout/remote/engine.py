@@ -69,7 +69,7 @@ class RemoteEngine(RolloutEngine):
         self.batch_invariant, self.plain_dtype = engine.batch_invariant, engine.plain_dtype
         self.spec = SamplerSpec()
         self.replicas: list[Replica] = []
-        self._sender: Sender | None = None
+        self._sender = Sender()
         self._kept: tuple[str, dict[int, list[Completion]]] = ("", {})
         # Protocols are asked for by their methods: it has those of the engines that it holds.
         for name in ASKED:
@@ -124,15 +124,13 @@ class RemoteEngine(RolloutEngine):
         if not any(replica.dead for replica in self.replicas):
             for replica in self.replicas:  # an engine died in a process that lives
                 replica.restart()
-        self._sender = None
 
     def close(self) -> None:
         replicas, self.replicas = self.replicas, []
         for replica in replicas:
             replica.close()
-        if self._sender is not None:
-            self._sender.close()
-        self._sender, self._kept = None, ("", {})
+        self._sender.close()
+        self._kept = ("", {})
 
     # ----------------------------------------------------------------------------------------------------- publishing
 
@@ -146,10 +144,9 @@ class RemoteEngine(RolloutEngine):
 
     @torch.no_grad()
     def _publish(self, what: str, tensors: Iterator[tuple[str, Tensor]], *args: Any) -> PublishReport:
-        if self._sender is None:
-            self._sender = Sender({replica: self._way(replica) for replica in self.replicas})
+        ways = {replica: self._way(replica) for replica in self.replicas}
         try:
-            reports = self._sender.publish(what, tensors, args)
+            reports = self._sender.publish(ways, what, tensors, args)
         except EngineDiedError:
             for replica in self.replicas:
                 if replica.dead:

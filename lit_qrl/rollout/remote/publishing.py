@@ -14,20 +14,19 @@ SLOTS = 2
 
 
 class Sender:
-    """Sends streams; its memory stays from one publish to the next.
+    """Sends streams; its memory stays from one publish to the next."""
 
-    Args:
-        ways: through which each replica takes tensors.
-    """
-
-    def __init__(self, ways: dict[Replica, Way]) -> None:
-        self.ways = ways
+    def __init__(self) -> None:
+        self.ways: dict[Replica, Way] = {}
         self._memory = [SharedMemory() for _ in range(SLOTS)]
 
-    def publish(self, what: str, tensors: Iterator[Named], args: Sequence[Any]) -> list[PublishReport]:
+    def publish(
+        self, ways: dict[Replica, Way], what: str, tensors: Iterator[Named], args: Sequence[Any]
+    ) -> list[PublishReport]:
         """Return every replica's report of a stream.
 
         Args:
+            ways: through which each replica takes tensors.
             what: the engines' method.
             tensors: names and tensors.
             args: that follow them.
@@ -35,7 +34,7 @@ class Sender:
         Raises:
             Exception: what the sender's stream or the first engine raised; the others are then told to give up.
         """
-        self._sent = 0
+        self.ways, self._sent = ways, 0
         self._under_way: list[Any] = []  # tensors stay until they were taken
         told: set[Replica] = set()
         replicas = list(self.ways)

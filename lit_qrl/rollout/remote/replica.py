@@ -56,7 +56,7 @@ class Replica:
         self._process: subprocess.Popen[bytes] | None = None
         self._token = place.token
         self._connection: Any = None
-        self._number = 0
+        self._number, self._opened = 0, False
         self._early: list[Any] = []
 
     @property
@@ -97,7 +97,13 @@ class Replica:
             return
         self.start()
         host, _, port = (f"127.0.0.1:{self._port()}" if self.place.started else self.place.name).rpartition(":")
-        self._connection = connect(host, int(port), self._token)
+        try:
+            self._connection = connect(host, int(port), self._token)
+        except ConfigError as error:
+            if self._opened:  # it was there, so the run can say more than that its settings are wrong
+                raise EngineDiedError(str(error)) from error
+            raise
+        self._opened = True
         memory = probe()
         self.sees_memory = bool(self.call("open", _pickled(self._engine), memory.name))
         memory.close()

@@ -61,3 +61,12 @@ def test_what_is_asked_of_a_replica_that_is_gone_is_its_death():
     with pytest.raises(EngineDiedError, match=r"127\.0\.0\.1:1 is gone"):
         one.call("score", [[1]])
     assert one.dead
+
+
+def test_a_server_that_was_there_and_is_gone_is_a_death_and_no_setting():
+    with server() as place:
+        one = Replica(Place(place, TOKEN), TransformersEngine())
+        one.open()
+    one.restart()
+    with pytest.raises(EngineDiedError, match="cannot be reached"):
+        one.open()
