@@ -78,7 +78,7 @@ CASES: dict[str, dict[str, Any]] = {
     "parts-8b": {"shape": "8b", "prompts": 16, "completion": 512, "micro_batches": 32, "parts": True},
     "lora-7b": {"shape": "7b", "prompts": 16, "completion": 512, "micro_batches": 16, "lora": LORA},
     "qerl-32b": {"shape": "32b", "prompts": 4, "completion": 300, "micro_batches": 8, "lora": LORA, "format": "nvfp4"},
-    "apart-8b": {"shape": "8b", "prompts": 16, "completion": 512, "micro_batches": 16, "lora": LORA, "apart": True},
+    "apart-8b": {"shape": "8b", "prompts": 8, "completion": 384, "micro_batches": 8, "lora": LORA, "apart": True},
     "llada-8b": {"shape": "llada-8b", "prompts": 2, "completion": 256, "micro_batches": 4, "lora": LARGE_LORA},
 }
 ARMS = ("bf16", "fp8_row", "QATAligned", "UnifiedFP8")
