@@ -8,7 +8,6 @@ not encrypted.
 import importlib.metadata
 import json
 import platform
-import secrets
 import socket
 import struct
 from contextlib import suppress
@@ -74,7 +73,7 @@ def read_token(path: str | Path) -> bytes:
             "The token of the engine's server cannot be read.",
             expected="a file with one line that run and server share, readable by its owner alone",
             given=why,
-            remedy=f"Write one, such as {secrets.token_hex(4)}… of `openssl rand -hex 32`, and give both its path.",
+            remedy="Write one by `openssl rand -hex 32 > token`, and give both its path.",
         )
     return token.encode()
 
