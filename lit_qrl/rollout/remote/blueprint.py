@@ -8,6 +8,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 
+from lit_qrl.network.padding_free import padded_attention
 from lit_qrl.run.description import plain_class
 
 
@@ -29,8 +30,11 @@ class Blueprint:
     def network(self) -> nn.Module:
         """The model; its parameters have no memory."""
         kind: Any = self.kind
+        config = copy.deepcopy(self.config)
+        # The learner's own lays rows end to end, which only its process has registered.
+        attention = padded_attention(config.get_text_config()._attn_implementation)
         with init_empty_weights(include_buffers=False):
-            built = kind._from_config(copy.deepcopy(self.config))
+            built = kind._from_config(config, attn_implementation=attention)
         built.tie_weights()  # what was tied inside is two parameters now
         for parameter in built.parameters():
             if parameter.is_floating_point():

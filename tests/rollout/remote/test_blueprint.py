@@ -6,6 +6,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from lit_qrl.network.linears import quantizable_linears
+from lit_qrl.network.padding_free import enable_padding_free, padded_attention
 from lit_qrl.rollout.remote.blueprint import blueprint
 from tests.networks import build_network
 
@@ -26,3 +27,11 @@ def test_of_a_model_with_an_adapter_it_is_the_base():
     layers = list(quantizable_linears(plain))
     adapted = get_peft_model(plain, LoraConfig(r=2, target_modules="all-linear")).get_base_model()
     assert list(quantizable_linears(blueprint(adapted).network)) == layers
+
+
+def test_the_attention_of_the_learners_process_is_not_asked_for():
+    network = build_network()
+    assert enable_padding_free(network)
+    ours = network.config._attn_implementation
+    again = pickle.loads(pickle.dumps(blueprint(network))).network
+    assert ours != again.config._attn_implementation == padded_attention(ours)
