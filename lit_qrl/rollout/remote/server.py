@@ -55,6 +55,8 @@ class Session:
                 self._serve(*self._receive())
         except (EOFError, OSError) as error:
             log.info("The run is over: %s.", type(error).__name__)
+        except Exception:  # what it sent cannot be read here, such as an object of a class that only the run has
+            log.exception("The run is given up.")
         finally:
             self._close()
             self.connection.close()

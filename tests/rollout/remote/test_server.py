@@ -40,3 +40,16 @@ def test_an_error_that_cannot_travel_is_told_in_words():
     assert type(again) is RuntimeError
     assert str(again) == "OwnError: so it was"
     assert type(server.portable(EngineDiedError("dead"))) is EngineDiedError
+
+
+def test_a_message_that_cannot_be_read_ends_the_session_and_not_the_server():
+    with served() as place:
+        one = Replica(Place(place, TOKEN), TransformersEngine())
+        one.open()
+        one._connection.send_bytes(b"no pickle")
+        with pytest.raises(EngineDiedError):
+            one.call("check_routes", "this test")
+        one.restart()
+        one.open()
+        assert one.call("check_routes", "this test") is None
+        one.close()
