@@ -84,9 +84,9 @@ class MismatchMonitor(RLCallback):
 
     def on_train_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Say how old the weights were that drew the tokens, where rollouts were drawn ahead."""
-        told = tell_ages(pl_module)
-        if told:
-            event(trainer, "ages", told, tokens={str(k): v for k, v in pl_module.data.ahead.tokens_of_age.items()})
+        told, ahead = tell_ages(pl_module), pl_module.data.ahead
+        if told and ahead is not None:
+            event(trainer, "ages", told, tokens={str(age): count for age, count in ahead.tokens_of_age.items()})
             if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
                 bar.print(told)
 

@@ -144,7 +144,7 @@ class RemoteEngine(RolloutEngine):
 
     @torch.no_grad()
     def _publish(self, what: str, tensors: Iterator[tuple[str, Tensor]], *args: Any) -> PublishReport:
-        ways = {replica: self._way(replica) for replica in self.replicas}
+        ways: dict[Replica, Way] = {replica: self._way(replica) for replica in self.replicas}
         try:
             reports = self._sender.publish(ways, what, tensors, args)
         except EngineDiedError:

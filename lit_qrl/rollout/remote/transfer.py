@@ -164,7 +164,7 @@ def pack(tensors: Sequence[Named], way: Way, memory: SharedMemory | None = None)
         memory: for the way of that name.
     """
     if way == "ipc":
-        from torch.multiprocessing.reductions import ForkingPickler
+        from multiprocessing.reduction import ForkingPickler
 
         on_device = [(name, tensor.detach()) for name, tensor in tensors]
         torch.cuda.synchronize()
