@@ -12,10 +12,12 @@ full-7b    the same with AdamW of 8 bits
 lora-7b    LoRA of rank 32 on all linear layers in bf16, TIS
 qerl-32b   NVFP4 base from a quantized folder under a LoRA of rank 32
 parts-3b, parts-8b  full fine-tuning with fp32 masters in parts (`ShardedStrategy`) on `--devices` GPUs, a vLLM on each
+apart-8b   lora-7b at 8B, the adapter merged into each publish, vLLM in a process of its own on another GPU
 llada-8b   masked diffusion of LLaDA-8B's shape, 16 completions: LoRA of rank 128, FP8 sampler, AIS
 
     python benchmarks/iteration.py --cases full-3b --arms bf16 fp8_row UnifiedFP8 QATAligned --checkpoints none
     python benchmarks/iteration.py --cases parts-8b --devices 2 --checkpoints none
+    python benchmarks/iteration.py --cases apart-8b --arms fp8_row --schedules on_policy one_step_off --checkpoints none
     python benchmarks/iteration.py --cases full-1.5b --peers here trl trl here --checkpoints none
 
 `--arms`: what the sampler is published in, or a precision plugin. `--peers trl` runs `trl_iteration.py`, the
@@ -88,12 +90,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "lora-7b": {"shape": "7b", "prompts": 16, "completion": 512, "micro_batches": 16, "lora": LORA},
     "qerl-32b": {"shape": "32b", "prompts": 4, "completion": 300, "micro_batches": 8, "lora": LORA, "format": "nvfp4"},
+    "apart-8b": {"shape": "8b", "prompts": 8, "completion": 384, "micro_batches": 8, "lora": LORA, "apart": True},
     "llada-8b": {"shape": "llada-8b", "prompts": 2, "completion": 256, "micro_batches": 4, "lora": LARGE_LORA},
 }
 ARMS = ("bf16", "fp8_row", "QATAligned", "UnifiedFP8")
 PLUGINS: dict[str, dict[str, Any]] = {"QATAligned": {"weights": "fp8_row"}, "UnifiedFP8": {}}
 WARM_UP = 2
-PHASES = ("publish", "rollout", "score", "update", "evaluate", "checkpoint", "other")
+PHASES = ("publish", "rollout", "wait", "score", "update", "evaluate", "checkpoint", "other")
 
 
 def parse() -> argparse.Namespace:
@@ -103,6 +106,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoints", nargs="+", choices=("none", "auto", "every"), default=["none", "auto"])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["bf16"], help="of cases without a quantized base")
     parser.add_argument("--peers", nargs="+", choices=("here", "trl"), default=["here"], help="one run each, in order")
+    parser.add_argument("--schedules", nargs="+", default=["on_policy"], help="of the cases with an engine apart")
     parser.add_argument("--devices", type=int, default=1, help="GPUs of the cases in parts")
     parser.add_argument("--iterations", type=int, default=7, help="of each run, the first two of which do not count")
     parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt")
@@ -128,12 +132,14 @@ def main() -> None:
                 shape = "tiny-denoiser" if denoises(case) else "tiny"
                 case |= {"shape": shape, "prompts": 4, "completion": 8, "micro_batches": 2}
             folder = model_folder(models, case["shape"], case.get("format"), case.get("stops", 1))
-            for number, (checkpoints, arm, peer) in enumerate(
-                itertools.product(args.checkpoints, args.arms, args.peers)
+            schedules = args.schedules if case.get("apart") else ["on_policy"]
+            for number, (checkpoints, arm, peer, schedule) in enumerate(
+                itertools.product(args.checkpoints, args.arms, args.peers, schedules)
             ):
                 run = Path(temporary) / f"{name}-{number}"
-                case |= {"arm": arm, "peer": peer}
+                case |= {"arm": arm, "peer": peer, "schedule": schedule}
                 what = {"case": name, "arm": arm, "peer": peer, "checkpoints": checkpoints}
+                what |= {"schedule": schedule} if case.get("apart") else {}
                 result = {**what, **measure(args, case, folder, run, checkpoints)}
                 print(json.dumps(result), flush=True)
                 results.append(result)
@@ -239,6 +245,8 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
         "checkpoint_seconds": [round(row.get("time/checkpoint", 0.0), 2) for row in rows],
         "checkpoint_gib": round(saved.stat().st_size / 2**30, 2) if saved.exists() else None,
         "peak_gib": peak,
+        "drawn_ahead_in": round(statistics.median(row.get("rollout/seconds_ahead", 0.0) for row in rows[WARM_UP:]), 3),
+        "publish_gigabytes": round(rows[-1].get("publish/bytes", 0.0) / 1e9, 3),
         "seconds_in_all": round(time.monotonic() - deadline + args.timeout, 1),
         **phases,
     }
@@ -274,6 +282,11 @@ def configuration(
         share = {"32b": 0.5, "8b": 0.25}.get(case["shape"], 0.35)
         options = {"gpu_memory_utilization": share, "quick_start": True, "max_lora_rank": 32 if "lora" in case else 0}
         engine = {"class_path": "VLLMEngine", "init_args": options}
+    if case.get("apart"):
+        options = {"engine": engine, "transfer": "auto" if args.tiny else "ipc"}
+        if not args.tiny:
+            options["engine"]["init_args"] |= {"gpu_memory_utilization": 0.8, "max_lora_rank": 0}
+        engine = {"class_path": "RemoteEngine", "init_args": options}
     if denoises(case):
         engine = {"class_path": "DiffusionEngine", "init_args": {"block": 8 if args.tiny else 32}}
     plugins = [{"class_path": "NVFP4LoRA", "init_args": {"autocast": "bf16"}}] if case.get("format") else None
@@ -297,7 +310,7 @@ def configuration(
         trainer["precision"] = "bf16-true"
     if not case.get("format"):
         trainer["callbacks"] = [{"class_path": "AIS"} if denoises(case) else TIS]
-    publisher = {"lora": "adapter" if "lora" in case and not args.tiny else "auto"}
+    publisher = {"lora": "adapter" if "lora" in case and not (args.tiny or case.get("apart")) else "auto"}
     if denoises(case):
         publisher = {"format": "fp8_tensor"}
     elif case["arm"] == "fp8_row":
@@ -311,6 +324,7 @@ def configuration(
         "data": {
             "task": {"class_path": "DatasetTask", "init_args": task},
             "engine": engine,
+            "schedule": case.get("schedule", "on_policy"),
             "prompts_per_iteration": case["prompts"],
             "group_size": 8,
             "micro_batches": case["micro_batches"] // (args.devices if parts else 1),
@@ -345,10 +359,8 @@ def read_rows(metrics: Path) -> list[dict[str, float]]:
         return []
     with metrics.open() as file:
         found = [row for row in csv.DictReader(file) if row.get("time/iteration")]
-    return [
-        {key: float(value) for key, value in row.items() if key.startswith(("time/", "mismatch/")) and value}
-        for row in found
-    ]
+    kept = ("time/", "mismatch/", "rollout/seconds_ahead", "publish/gigabytes_per_second", "publish/bytes")
+    return [{key: float(value) for key, value in row.items() if key.startswith(kept) and value} for row in found]
 
 
 def device_memory() -> float:

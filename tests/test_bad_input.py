@@ -350,6 +350,29 @@ KNOWN_BEFORE_A_MODEL = {
         [*MASKED, "--model.policy.model", "causal"],
         ["This model is causal", "Set model.policy to CausalPolicy"],
     ),
+    "drawing ahead with an engine of the learner's process": (
+        ["--data.schedule", "one_step_off"],
+        ["data.schedule: one_step_off", "TransformersEngine, which shares the learner's memory", "RemoteEngine"],
+    ),
+    "staleness without a schedule": (
+        ["--data.max_staleness", 4],
+        ["data.max_staleness does not fit data.schedule", "4 with on_policy", "Set data.schedule to async"],
+    ),
+    "engines of servers without a token": (
+        ["--data.engine", "RemoteVLLMEngine", "--data.engine.hosts", '["node:80"]'],
+        ["data.engine.hosts needs the servers' token", "data.engine.token_file", "lit-qrl serve"],
+    ),
+    "a server that is not there": (
+        [
+            *("--data.engine", "RemoteVLLMEngine", "--data.engine.hosts", '["127.0.0.1:9"]'),
+            *("--data.engine.token_file", ROOT / "README.md"),
+        ],
+        ["The engine's server at 127.0.0.1:9 cannot be reached", "lit-qrl serve"],
+    ),
+    "engines on devices that are not there": (
+        ["--data.engine", "RemoteVLLMEngine", "--data.engine.devices", "[77]"],
+        ["data.engine.devices names what is not there", "77"],
+    ),
     "causal policy in a diffusion engine": (
         ["--data.engine", "DiffusionEngine", "--data.engine.block", 4],
         ["DiffusionEngine fills in masks", "CausalPolicy", "Set data.engine to TransformersEngine"],

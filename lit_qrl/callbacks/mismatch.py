@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
@@ -13,8 +14,10 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.functional.diagnostics import histogram2d_by_sign, low_probability_share, mean_by_position, repeated_ngrams
 from lit_qrl.functional.importance import log_ratio
 from lit_qrl.functional.mismatch import k3_divergence, mismatch_metrics
+from lit_qrl.loop.ahead import tell_ages
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.loop.updates import UpdateCounts
+from lit_qrl.run.diary import event
 
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
@@ -78,6 +81,14 @@ class MismatchMonitor(RLCallback):
             drawn = self._histograms(pl_module, d, sampler, mask, rollout.advantages)
             drawn += updates.histograms(pl_module.objective, limit, pl_module.reduce)
             self._write(trainer, drawn)
+
+    def on_train_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
+        """Say how old the weights were that drew the tokens, where rollouts were drawn ahead."""
+        told, ahead = tell_ages(pl_module), pl_module.data.ahead
+        if told and ahead is not None:
+            event(trainer, "ages", told, tokens={str(age): count for age, count in ahead.tokens_of_age.items()})
+            if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
+                bar.print(told)
 
     def _histograms(
         self, module: "GRPOModule", d: Tensor, sampler: Tensor, mask: Tensor, advantages: Tensor

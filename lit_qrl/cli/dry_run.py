@@ -23,7 +23,7 @@ from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.routing import route_dtype, routers
 from lit_qrl.policy import DTYPES
 from lit_qrl.precision.packed_lora import PackedLoRA
-from lit_qrl.rollout import DiffusionEngine, TransformersEngine, VLLMEngine
+from lit_qrl.rollout import DiffusionEngine, RemoteEngine, RemoteVLLMEngine, TransformersEngine, VLLMEngine
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.strategies.sharded import ShardedStrategy
@@ -194,8 +194,10 @@ def optimizer_states(module: GRPOModule, learner: Tensors, dtype: torch.dtype) -
 def engine_parts(
     data: RolloutDataModule, spec: SamplerSpec, learner: Tensors, config: Any, device: torch.device
 ) -> Iterator[Part]:
-    """Yield the memory of the sampler's weights and of its key-value cache."""
+    """Yield the memory of the sampler's weights and of its key-value cache, where the learner's device has them."""
     engine, format = data.engine, spec.format
+    if isinstance(engine, (RemoteEngine, RemoteVLLMEngine)):
+        return
     plain = learner.dtype
     given = getattr(engine, "dtype", None)
     if isinstance(given, torch.dtype):

@@ -185,7 +185,7 @@ class QRLCLI(LightningCLI):
             if not self.dry_run or config.ckpt_path is None:
                 keep_last(folder, config.ckpt_path)
         if not self.dry_run:
-            if "VLLM" in str(getattr(config.data.engine, "class_path", "")):
+            if "VLLM" in str(config.data.engine):
                 say(f"What vLLM says goes to {folder / LOG_FILE}, its warnings and errors here too.")
             self.parts.enter_context(kept_from_the_screen(folder))
         if last and config.ckpt_path is None:
@@ -323,7 +323,7 @@ def known_classes(key: str = "") -> list[str]:
     """Return the names that a `class_path` may have without a module path, at that key (none if unknown) or at any.
 
     >>> known_classes("data.engine")
-    ['DiffusionEngine', 'TransformersEngine', 'VLLMEngine']
+    ['DiffusionEngine', 'RemoteEngine', 'RemoteVLLMEngine', 'TransformersEngine', 'VLLMEngine']
     """
     kinds = tuple(KINDS[part] for part in key.split(".") if part in KINDS) if key else tuple(KINDS.values())
     modules = (

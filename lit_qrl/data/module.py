@@ -16,6 +16,7 @@ from lit_qrl.data.dataset import RolloutDataset
 from lit_qrl.data.problems import Problem, PromptOrder, admit
 from lit_qrl.data.task import Task
 from lit_qrl.errors import ConfigError, StoppedError
+from lit_qrl.loop.ahead import Ahead, check_ahead, staleness_of
 from lit_qrl.loop.generation import scoring_progress
 from lit_qrl.loop.hooks import Learner
 from lit_qrl.loop.ranks import Slots, gather_objects, several_processes
@@ -61,6 +62,9 @@ class RolloutDataModule(Described, LightningDataModule):
         evaluation_completion_tokens: longest completion of an evaluation; by default `max_completion_tokens`.
         evaluate_task: evaluate on the task's own held-out problems; else on `benchmarks` alone.
         benchmarks: further sets to evaluate on, each with its own task, decoding and lengths.
+        schedule: `on_policy` draws and updates in turns; `one_step_off` draws the next rollout while the learner
+            updates on this one, `async` the next `max_staleness`, by an engine in a process of its own.
+        max_staleness: iterations by which the weights that drew may be older than the learner, with `async`.
         error_reward: the reward of a sample whose reward function failed or timed out; null leaves the sample out of
             its group's statistics and of the loss, as a reward that returns None does.
         reward_weights: factors of the task's rewards by name, instead of their own.
@@ -91,6 +95,8 @@ class RolloutDataModule(Described, LightningDataModule):
         evaluation_completion_tokens: int | None = None,
         evaluate_task: bool = True,
         benchmarks: list[Benchmark] | None = None,
+        schedule: Literal["on_policy", "one_step_off", "async"] = "on_policy",
+        max_staleness: int = 1,
         error_reward: float | None = 0.0,
         reward_weights: dict[str, float] | None = None,
         seed: int | None = None,
@@ -108,6 +114,9 @@ class RolloutDataModule(Described, LightningDataModule):
         self.evaluation_greedy, self.evaluation_completion_tokens = evaluation_greedy, evaluation_completion_tokens
         self.evaluate_task, self.benchmarks = evaluate_task, list(benchmarks or [])
         self.error_reward, self.reward_weights = error_reward, reward_weights or {}
+        self.schedule: Literal["on_policy", "one_step_off", "async"] = schedule
+        self.max_staleness, staleness = max_staleness, staleness_of(schedule, max_staleness)
+        self.ahead = Ahead(staleness) if staleness else None
         weigh_by_name(task.rewards, self.reward_weights)
         self.base_seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.position = 0
@@ -248,6 +257,8 @@ class RolloutDataModule(Described, LightningDataModule):
                     expected="an engine with `converse`, such as TransformersEngine or VLLMEngine",
                     remedy="Set data.engine.",
                 )
+        if self.ahead is not None and stage == "fit":
+            check_ahead(self.module, self.schedule)
         self.task.setup()
         for one in self.evaluations:
             one.task.setup()
@@ -285,12 +296,21 @@ class RolloutDataModule(Described, LightningDataModule):
             count: how many all ranks draw now, the same on each: so the stream moves on by as much.
             numbers: of those the ones that this rank draws, from 0; by default all.
         """
-        problems = self._problems["train"]
         start, self.position = self.position, self.position + count
+        return self.problems_at(start, range(count) if numbers is None else numbers)
+
+    def problems_at(self, start: int, numbers: Sequence[int]) -> list[Problem]:
+        """Return prompts of the stream.
+
+        Args:
+            start: a position in it.
+            numbers: of those that are wanted, counted from there.
+        """
+        problems = self._problems["train"]
         if self._order is None:
             sources = [self.task.source(problem.row) for problem in problems]
             self._order = PromptOrder(sources, self.task.weights, self.base_seed, self.task.in_order)
-        return [problems[self._order.index(start + i)] for i in (range(count) if numbers is None else numbers)]
+        return [problems[self._order.index(start + i)] for i in numbers]
 
     @contextmanager
     def rolling_out(self) -> Iterator[None]:
@@ -298,6 +318,8 @@ class RolloutDataModule(Described, LightningDataModule):
         self.unfinished = self.position
         yield
         self.unfinished = None
+        if self.ahead is not None:
+            self.ahead.over = self.module.trainer.current_epoch
 
     def samples(
         self, problems: Sequence[Problem], completions: Sequence[Completion], task: Task | None = None
@@ -356,21 +378,34 @@ class RolloutDataModule(Described, LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the stream of prompts, at the start of a rollout that is not finished."""
-        return {"position": self.position if self.unfinished is None else self.unfinished}
+        if self.ahead is None:
+            return {"position": self.position if self.unfinished is None else self.unfinished}
+        position, ahead = self.ahead.state(self.position, self.module.trainer.world_size == 1)
+        return {"position": position, "ahead": ahead}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the saved position."""
         self.position = state_dict["position"]
+        saved = state_dict.get("ahead")
+        if saved is not None and self.ahead is not None:
+            self.ahead.load(saved)
+        elif saved is not None and saved["drafts"]:  # of a run that drew ahead, as this one does not
+            self.position = saved["drafts"][0]["start"]
 
     def teardown(self, stage: str) -> None:
         """Free the engine and the rewards' workers."""
-        self.engine.close()
+        self._close_engine()
         for task in {id(task): task for task in (self.task, *(one.task for one in self.evaluations))}.values():
             task.close()
 
     def on_exception(self, exception: BaseException) -> None:
         """Free the engine's memory and its folder, which Lightning's teardown does not reach then."""
         try:
-            self.engine.close()
+            self._close_engine()
         except Exception as error:  # must not hide the one that ended the run
             log.warning("The engine could not be closed: %s: %s", type(error).__name__, error)
+
+    def _close_engine(self) -> None:
+        if self.ahead is not None:
+            self.ahead.close()
+        self.engine.close()

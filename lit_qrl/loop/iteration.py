@@ -30,7 +30,7 @@ from lit_qrl.loop.ranks import lacking, widest
 from lit_qrl.loop.routing import scored_routes
 from lit_qrl.rollout.engine import Estimates
 from lit_qrl.seeding import derive_seed
-from lit_qrl.types import MicroBatch, RolloutBatch
+from lit_qrl.types import Completion, MicroBatch, RolloutBatch
 
 
 def iterate(learner: Learner) -> Iterator[MicroBatch]:
@@ -65,10 +65,14 @@ def roll_out(learner: Learner) -> RolloutBatch:
             if not open_slots:
                 break
             numbers = [number for number, slot in enumerate(open_slots) if slot % slots.width in slots.columns]
-            problems = data.next_problems(len(open_slots), numbers)
+            completions = None
+            if data.ahead is None:
+                problems = data.next_problems(len(open_slots), numbers)
+            else:
+                problems, completions = _drawn_ahead(learner)
             if not problems:  # the others' slots alone are open
                 continue
-            drawn_now = _draw_groups(learner, problems, attempt, numbers)
+            drawn_now = _draw_groups(learner, problems, attempt, numbers, completions)
             kept = list(range(len(problems)))
             if objective.filter_zero_variance:
                 varied = differing(drawn_now.rewards.view(-1, data.group_size))
@@ -93,7 +97,22 @@ def _in_order(learner: Learner, parts: list[RolloutBatch], found: list[int]) -> 
     return replace(rollout.select(rows_of(order, g), trim=False), group=rollout.group)
 
 
-def _draw_groups(learner: Learner, problems: Sequence[Any], attempt: int, numbers: Sequence[int]) -> RolloutBatch:
+def _drawn_ahead(learner: Learner) -> tuple[Sequence[Any], list[Completion] | None]:
+    """Return the problems and completions that were drawn while earlier iterations went on, when they are there."""
+    state = learner.iteration
+    with state.timed("wait"):
+        draft = learner.data.ahead.take(learner)
+    state.drawing = draft.seconds
+    return draft.problems, draft.completions
+
+
+def _draw_groups(
+    learner: Learner,
+    problems: Sequence[Any],
+    attempt: int,
+    numbers: Sequence[int],
+    completions: list[Completion] | None = None,
+) -> RolloutBatch:
     """Return G completions of each problem, with their rewards.
 
     Args:
@@ -101,15 +120,17 @@ def _draw_groups(learner: Learner, problems: Sequence[Any], attempt: int, number
         problems: of this rank.
         attempt: the round.
         numbers: of the problems among those that all ranks draw in this round; their randomness comes from it.
+        completions: where they were drawn already.
     """
     data, state = learner.data, learner.iteration
     ids = [problem.prompt_ids for problem in problems]
-    # The 0 was a rank's number once; runs of one process repeat what they drew then.
-    seed = derive_seed(data.base_seed, "rollout", learner.trainer.current_epoch, attempt, 0)
-    positions = numbers if data.slots.world_size > 1 else None
-    with state.timed("generate"):
-        played = played_by(data.task, [problem.row for problem in problems])
-        completions = draw(learner, ids, data.group_size, seed, "rollout", positions=positions, played=played)
+    if completions is None:
+        # The 0 was a rank's number once; runs of one process repeat what they drew then.
+        seed = derive_seed(data.base_seed, "rollout", learner.trainer.current_epoch, attempt, 0)
+        positions = numbers if data.slots.world_size > 1 else None
+        with state.timed("generate"):
+            played = played_by(data.task, [problem.row for problem in problems])
+            completions = draw(learner, ids, data.group_size, seed, "rollout", positions=positions, played=played)
     tell_episodes(learner, completions)
     batch = assemble(ids, completions, data.group_size, learner.policy.pad_token_id)
     with state.timed("reward"):

@@ -28,6 +28,7 @@ class IterationState:
         rollout: scored, from the end of its generation to the last update on it.
         problems: of the rollout, one for each of its groups.
         logprobs: of the last training forward, "b t" of its micro-batch, detached.
+        drawing: seconds that the engine drew the rollout in, where that was before the iteration.
         skip_step: True when the mini-batch under way has nothing to learn from.
         row: the metrics of the iteration that was closed last, until they are logged.
     """
@@ -38,6 +39,7 @@ class IterationState:
         self.rollout: RolloutBatch | None = None
         self.problems: list[Any] = []
         self.logprobs: Tensor | None = None
+        self.drawing: float | None = None
         self.skip_step = False
         self.row: dict[str, float] = {}
         self._closed: float | None = None
@@ -117,7 +119,10 @@ class IterationState:
             self.metrics.values(name, values)
         self.metrics.values("rollout/stopped", rollout.stopped.float())
         self.metrics.add("reward/std", deviation(rollout.rewards, all_reduce))
-        self.metrics.value("rollout/tokens_per_second", tokens / max(self.seconds["generate"], 1e-9))
+        drawing = self.seconds["generate"] if self.drawing is None else self.drawing
+        self.metrics.value("rollout/tokens_per_second", tokens / max(drawing, 1e-9))
+        if self.drawing is not None:
+            self.metrics.value("rollout/seconds_ahead", self.drawing)
         now, began = time.perf_counter(), self._closed
         self.seconds["iteration"] = now - (now if began is None else began)
         self.seconds["other"] = self.seconds["iteration"] - self._accounted
@@ -125,7 +130,7 @@ class IterationState:
         self.metrics.update({f"time/{phase}": seconds for phase, seconds in self.seconds.items()})
         self.seconds.clear()
         self.row = self.metrics.compute(all_reduce)
-        self.rollout = self._old = None
+        self.rollout = self._old = self.drawing = None
 
     def take_row(self) -> dict[str, float]:
         """Return the closed iteration's metrics, once: the epoch end that a resumed run repeats has none."""

@@ -69,8 +69,15 @@ class Publisher:
 
     def begin_iteration(self) -> None:
         """Publish this iteration's sampler where one is due; else wake the engine that holds it."""
-        trainer = self.learner.trainer
-        if trainer.current_epoch % self.settings.every_n_iterations == 0 or not self._holds_rollout:
+        trainer, ahead = self.learner.trainer, self.learner.data.ahead
+        if ahead is not None and not ahead.due(trainer.current_epoch):
+            return  # the engine draws with what it holds, or has drawn already
+        self._settle()
+        if (
+            ahead is not None
+            or trainer.current_epoch % self.settings.every_n_iterations == 0
+            or not self._holds_rollout
+        ):
             with self.learner.iteration.timed("publish"):
                 self.version += 1
                 self._publish_rollout()
@@ -84,6 +91,7 @@ class Publisher:
 
     def begin_evaluation(self) -> None:
         """Give the engine the current clean weights, which count as no version."""
+        self._settle()
         self._again = self.begin_evaluation
         learner, engine, choice = self.learner, self.engine, self.settings.evaluation_format
 
@@ -124,6 +132,16 @@ class Publisher:
         assert self._again is not None
         with self.learner.iteration.timed("publish"):
             self._again()
+
+    def _settle(self) -> None:
+        """Wait for what is drawn ahead: an engine takes weights between two draws."""
+        ahead = self.learner.data.ahead
+        if ahead is None:
+            return
+        with self.learner.iteration.timed("wait"):
+            error = ahead.settle(self.learner)
+        if error is not None:
+            self._bury(error)
 
     # ------------------------------------------------------------------------------------------------------ publishing
 
@@ -219,7 +237,7 @@ class Publisher:
         """Count a death, and free what is left of the engine."""
         self._disconnect()
         self._restarts.died(self.learner.trainer, error)
-        self.engine.close()
+        self.engine.discard()
 
     def _disconnect(self) -> None:
         """Forget everything about an engine that is gone."""

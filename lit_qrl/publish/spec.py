@@ -21,6 +21,7 @@ from lit_qrl.precision.source import PublishingPrecision
 from lit_qrl.publish.adapter import published_apart
 from lit_qrl.rollout.engine import ChecksModel, RolloutEngine, SamplerSpec, Scores
 from lit_qrl.strategies.colocated import check_phases
+from lit_qrl.strategies.disjoint import learners
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +103,13 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
     if engine.batch_invariant:
         _check_same_arithmetic(settings, format, aligned, learner)
     apart = published_apart(settings.lora, policy.lora, engine, plugin, same, settings.unaligned)
+    if data.ahead is not None and settings.every_n_iterations > 1:
+        raise ConfigError(
+            "data.schedule says when weights are published, and the publisher too.",
+            expected="publisher.every_n_iterations: 1",
+            given=settings.every_n_iterations,
+            remedy="Leave it out; data.max_staleness is how old weights may be.",
+        )
     check_phases(learner.trainer, engine, settings.every_n_iterations)
     if (
         settings.evaluation_format == "learner"
@@ -126,6 +134,7 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
         outlives_update=settings.every_n_iterations > 1,
         routes=replayed_level(learner.trainer) == "rollout",
         kept=needs_kept(learner),
+        learners=learners(learner.trainer),
         on_hang=on_hang,
     )
     engine.validate(spec)

@@ -71,6 +71,10 @@ class Checksums:
         self._counts: list[tuple[str, Tensor]] = []
         self._fused: dict[torch.device, Sums] = {}
 
+    def __reduce__(self) -> tuple:
+        """Travel empty: what was finished is in the receipts, and what was collected stays in its process."""
+        return (Checksums, ())
+
     def add(self, name: str, tensor: Tensor) -> None:
         """Remember the sums of one tensor; nothing waits for the device."""
         bits = as_matrix(tensor)

@@ -8,14 +8,24 @@ if TYPE_CHECKING:
     from lit_qrl.rollout.diffusion.engine import DiffusionEngine
     from lit_qrl.rollout.embedded.engine import TransformersEngine
     from lit_qrl.rollout.engine import RolloutEngine
+    from lit_qrl.rollout.remote.engine import RemoteEngine, RemoteVLLMEngine
     from lit_qrl.rollout.vllm.engine import VLLMEngine
 
-__all__ = ["DiffusionEngine", "RolloutEngine", "TransformersEngine", "VLLMEngine"]
+__all__ = [
+    "DiffusionEngine",
+    "RemoteEngine",
+    "RemoteVLLMEngine",
+    "RolloutEngine",
+    "TransformersEngine",
+    "VLLMEngine",
+]
 # What names vLLM's versions or patches loads no engine.
 __getattr__ = offering(
     __name__,
     {
         "DiffusionEngine": "diffusion.engine",
+        "RemoteEngine": "remote.engine",
+        "RemoteVLLMEngine": "remote.engine",
         "RolloutEngine": "engine",
         "TransformersEngine": "embedded.engine",
         "VLLMEngine": "vllm.engine",

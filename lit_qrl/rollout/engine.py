@@ -23,6 +23,21 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Learners:
+    """The learner's processes, as an engine must know them that takes devices of its own.
+
+    Args:
+        devices: GPUs that they use on this host, by number.
+        local: number of this process among those of its host, and how many they are.
+        whole: the same among those of the run.
+    """
+
+    devices: tuple[int, ...] = ()
+    local: tuple[int, int] = (0, 1)
+    whole: tuple[int, int] = (0, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSpec:
     """What is known of a run's sampler before its engine starts.
 
@@ -44,6 +59,7 @@ class SamplerSpec:
             `RecordsRoutes`.
         kept: record the ids among which `top_p` and `top_k` let each token of a rollout be drawn, in
             `Completion.kept`; only where the engine has `records_kept`.
+        learners: the processes of the learner.
         on_hang: called with a sentence, in a thread of its own, when the engine hangs beyond recovery, just before it
             ends the process.
 
@@ -65,6 +81,7 @@ class SamplerSpec:
     outlives_update: bool = False
     routes: bool = False
     kept: bool = False
+    learners: Learners = Learners()
     on_hang: Callable[[str], None] | None = None
 
 
@@ -123,8 +140,21 @@ class EnginePolicy(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class OutlinedPolicy:
+    """A learner in another process, as the engine in this one knows it.
+
+    Args:
+        network: its model, without memory for weights.
+        device: where the engine computes.
+    """
+
+    network: nn.Module
+    device: torch.device
+
+
 class EngineDiedError(RuntimeError):
-    """The engine cannot go on: its own error is the cause. `close` it, `setup` it and publish to build it again."""
+    """The engine cannot go on: its own error is the cause. `discard` it, `setup` it and publish to build it again."""
 
 
 class RolloutEngine(Described, ABC):
@@ -148,6 +178,8 @@ class RolloutEngine(Described, ABC):
     """True when it can say among which ids a token was drawn under `top_p` or `top_k`."""
     plain_dtype: torch.dtype | None = None
     """The dtype in which plain tensors must be sent; None takes what comes."""
+    overlaps: bool = False
+    """True when it draws in a process of its own, so that the learner can update meanwhile."""
 
     def validate(self, spec: SamplerSpec) -> None:
         """Raise `ConfigError` for what cannot work on this host; called before any weight is loaded."""
@@ -199,6 +231,10 @@ class RolloutEngine(Described, ABC):
             format: the format of the quantized layers, or None when every tensor is plain.
             version: stamped on the completions from now on.
         """
+
+    def discard(self) -> None:
+        """Free what a death left, before `setup` and a publish of all weights: here everything."""
+        self.close()
 
     def close(self) -> None:
         """Free everything."""

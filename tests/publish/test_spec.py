@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from peft import LoraConfig
@@ -28,13 +29,22 @@ def spec(plugin=None, adapter=None, tied=False, engine=None, callbacks=(), sampl
     config.get_text_config = lambda: config
     learner = SimpleNamespace(
         trainer=SimpleNamespace(
-            precision_plugin=plugin or Precision(), strategy=SingleDeviceStrategy(), callbacks=callbacks, max_epochs=3
+            precision_plugin=plugin or Precision(),
+            strategy=SingleDeviceStrategy(),
+            callbacks=callbacks,
+            accelerator=CPUAccelerator(),
+            max_epochs=3,
+            world_size=1,
+            num_nodes=1,
+            local_rank=0,
+            global_rank=0,
         ),
         policy=SimpleNamespace(
             config=config, lora=adapter, head_dtype=torch.float32, model=NETWORK, network=NETWORK, denoises=False
         ),
         data=SimpleNamespace(
             engine=engine or TransformersEngine(),
+            ahead=None,
             sampling=sampling,
             max_prompt_tokens=11,
             longest_evaluation=30,

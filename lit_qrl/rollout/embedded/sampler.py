@@ -18,7 +18,7 @@ from lit_qrl.rollout.embedded.adapter import EmbeddedAdapter
 from lit_qrl.rollout.embedded.loading import Loader, Modules, skeleton
 from lit_qrl.rollout.embedded.sampling import check_sampling
 from lit_qrl.rollout.embedded.shortage import Shortage
-from lit_qrl.rollout.engine import EnginePolicy, RolloutEngine, SamplerSpec
+from lit_qrl.rollout.engine import EnginePolicy, OutlinedPolicy, RolloutEngine, SamplerSpec
 from lit_qrl.types import SamplingParams
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -75,7 +75,8 @@ class EmbeddedSampler(RolloutEngine):
         self.spec, self.policy = spec, policy
         learner: Any = policy.network
         self.check_model(learner)
-        device = next(learner.parameters()).device
+        outlined = isinstance(policy, OutlinedPolicy)
+        device = policy.device if outlined else next(learner.parameters()).device
         self._modules, self._adapter = Modules(skeleton(learner, device), device), None
         self._whole, self._shortage = False, Shortage()
 

@@ -1,0 +1,351 @@
+"""Rollouts that are drawn before their iteration begins, while the learner updates on earlier ones.
+
+With a staleness of k the weights of iteration n, a multiple of k, draw the rollouts of n + 1 to n + k one after the
+other in a thread, and the first of all draw their own too. So the engine waits for an update every k iterations alone,
+and no rollout is more than k iterations older than the learner that it updates. All of it follows from the settings:
+the prompts, their order, their seeds and which weights drew them. The sampler's log-probs are those of its older
+weights; corrections take them for what they are.
+"""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.functional.mismatch import k3_divergence
+from lit_qrl.loop.hooks import Learner, rl_callbacks
+from lit_qrl.rollout.engine import EngineDiedError, Scores
+from lit_qrl.seeding import derive_seed
+from lit_qrl.types import Completion
+
+log = logging.getLogger(__name__)
+
+SCORED = 32
+"""Sequences that show how far new weights are from those that drew them."""
+
+
+@dataclass
+class Draft:
+    """A rollout on its way.
+
+    Args:
+        iteration: that learns from it.
+        weights: the iteration whose weights draw it.
+        start: position of its first prompt.
+        problems: of this process.
+        completions: None until they are drawn.
+        seconds: that the engine took.
+    """
+
+    iteration: int
+    weights: int
+    start: int
+    problems: Sequence[Any]
+    completions: list[Completion] | None = None
+    seconds: float = 0.0
+
+
+class Ahead:
+    """Keeps the drafts of a run in the order of their iterations.
+
+    Args:
+        staleness: iterations by which weights may be older than the learner that they draw for.
+    """
+
+    def __init__(self, staleness: int) -> None:
+        self.staleness = staleness
+        self.drafts: dict[int, Draft] = {}
+        self.over = -1
+        """The last iteration whose rollout is not needed again."""
+        self.tokens_of_age: dict[int, int] = {}
+        """Tokens that were learned from, by how many iterations older their weights were."""
+        self._pool: ThreadPoolExecutor | None = None
+        self._futures: dict[int, Future[None]] = {}
+        self._restored: list[dict[str, Any]] = []
+
+    def due(self, iteration: int) -> bool:
+        """Return whether new weights are published before an iteration."""
+        return iteration % self.staleness == 0 or not (iteration in self.drafts or self._restores(iteration))
+
+    def _restores(self, iteration: int) -> bool:
+        return any(saved["iteration"] == iteration for saved in self._restored)
+
+    # --------------------------------------------------------------------------------------------------------- drawing
+
+    def extend(self, learner: Learner) -> None:
+        """Begin what the published weights are to draw and is not under way: all up to the next publish."""
+        self._restore(learner)
+        trainer, now = learner.trainer, learner.trainer.current_epoch
+        end = now - now % self.staleness + self.staleness
+        if trainer.max_epochs is not None and trainer.max_epochs > 0:
+            end = min(end, trainer.max_epochs - 1)
+        missing = [number for number in range(now, end + 1) if number not in self.drafts]
+        if now % self.staleness == 0 and now in self.drafts and self.drafts[now].weights < now:
+            measure_staleness(learner, self.drafts[now])
+        for number in missing:
+            data = learner.data
+            start, slots = data.position, data.slots
+            self.drafts[number] = Draft(number, now, start, data.next_problems(slots.groups, slots.own))
+            self._submit(learner, self.drafts[number])
+
+    def take(self, learner: Learner) -> Draft:
+        """Return the drawn rollout of this iteration; where the engine died, what it lacked is drawn by a new one.
+
+        Raises:
+            EngineDiedError: when no callback built the engine again.
+        """
+        now = learner.trainer.current_epoch
+        for number in [number for number in self.drafts if number < now]:
+            del self.drafts[number]
+        self.extend(learner)
+        while self.drafts[now].completions is None:
+            try:
+                self._futures[now].result()
+            except EngineDiedError as error:
+                self._forget_undone(learner)
+                revived = [one.on_engine_died(learner.trainer, learner, error) for one in rl_callbacks(learner.trainer)]
+                if not any(revived):
+                    raise
+                self.extend(learner)
+        draft = self.drafts[now]
+        assert draft.completions is not None
+        age = now - draft.weights
+        learner.iteration.metrics.value("rollout/age", float(age))
+        tokens = sum(len(one.token_ids) for one in draft.completions)
+        self.tokens_of_age[age] = self.tokens_of_age.get(age, 0) + tokens
+        return draft
+
+    def settle(self, learner: Learner) -> EngineDiedError | None:
+        """Wait until nothing is under way; return the engine's death, after which what it lacked is not begun."""
+        wait(self._futures.values())
+        errors = [error for future in self._futures.values() if (error := future.exception()) is not None]
+        self._futures = {}
+        if not errors:
+            return None
+        self._forget_undone(learner)
+        for error in errors:
+            if not isinstance(error, EngineDiedError):
+                raise error
+        return errors[0]  # pyright: ignore[reportReturnType]
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+        self.drafts, self._futures, self._restored = {}, {}, []
+
+    def _submit(self, learner: Learner, draft: Draft) -> None:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="ahead")
+        data, before = learner.data, self._futures.get(draft.iteration - 1)
+        seed = derive_seed(data.base_seed, "rollout", draft.iteration, 0, 0)
+        positions = {"positions": data.slots.own} if data.slots.world_size > 1 else {}
+        prompts = [problem.prompt_ids for problem in draft.problems]
+
+        def draw() -> None:
+            error = before.exception() if before is not None else None
+            if error is not None:
+                raise error  # in their order, or not at all
+            start = time.perf_counter()
+            draft.completions = data.engine.generate(prompts, data.group_size, seed, **positions)
+            draft.seconds = time.perf_counter() - start
+
+        self._futures[draft.iteration] = self._pool.submit(draw)
+
+    def _forget_undone(self, learner: Learner) -> None:
+        """Forget what was not drawn, as if it had never been begun."""
+        undone = [draft for draft in self.drafts.values() if draft.completions is None]
+        wait([future for number, future in self._futures.items() if number in {draft.iteration for draft in undone}])
+        undone = [draft for draft in self.drafts.values() if draft.completions is None]
+        if undone:
+            learner.data.position = min(draft.start for draft in undone)
+        for draft in undone:
+            del self.drafts[draft.iteration]
+            self._futures.pop(draft.iteration, None)
+
+    # ----------------------------------------------------------------------------------------------------- checkpoints
+
+    def state(self, position: int, alone: bool) -> tuple[int, dict[str, Any]]:
+        """Return the position in the stream of prompts, and what continues the run bit for bit.
+
+        It waits for what is under way. In several processes, of which one writes the checkpoint, drafts are not kept:
+        the run that goes on draws them with its own, younger weights.
+
+        Args:
+            position: of the prompt after all drafts.
+            alone: whether this is the only process.
+        """
+        wait(self._futures.values())
+        later = [draft for number, draft in sorted(self.drafts.items()) if number > self.over]
+        kept = []
+        for draft in later:
+            if draft.completions is None or not alone:
+                position = draft.start
+                break
+            place = {"iteration": draft.iteration, "weights": draft.weights, "start": draft.start}
+            kept.append({**place, **packed(draft.completions)})
+        if len(kept) < len(later):
+            log.info("%d rollouts that were begun are not in the checkpoint.", len(later) - len(kept))
+        return position, {"drafts": kept, "ages": {str(age): count for age, count in self.tokens_of_age.items()}}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; the drafts are made whole at the first iteration."""
+        self._restored = list(state["drafts"])
+        self.tokens_of_age = {int(age): count for age, count in state["ages"].items()}
+
+    def _restore(self, learner: Learner) -> None:
+        saved, self._restored = self._restored, []
+        data = learner.data
+        if saved and data.slots.world_size > 1:
+            data.position = saved[0]["start"]
+            return
+        for one in saved:
+            problems = data.problems_at(one["start"], data.slots.own)
+            draft = Draft(one["iteration"], one["weights"], one["start"], problems, unpacked(one))
+            self.drafts[draft.iteration] = draft
+
+
+def tell_ages(learner: Learner) -> str:
+    """Return what share of the run's tokens was drawn by weights of which age, as a sentence; empty where all were new.
+
+    Args:
+        learner: of a run that has ended.
+    """
+    counts = {} if learner.data.ahead is None else learner.data.ahead.tokens_of_age
+    if not any(counts):
+        return ""
+    whole = sum(counts.values())
+    shares = [f"{count / whole:.1%} {age}" for age, count in sorted(counts.items())]
+    return f"Tokens by the age in iterations of the weights that drew them: {', '.join(shares)} old."
+
+
+def staleness_of(schedule: str, max_staleness: int) -> int:
+    """Return by how many iterations a schedule's weights may be older; 0 draws and updates in turns.
+
+    Args:
+        schedule: `on_policy`, `one_step_off` or `async`.
+        max_staleness: of `async`.
+
+    Raises:
+        ConfigError: for another schedule, or a staleness that does not fit it.
+
+    >>> staleness_of("one_step_off", 1), staleness_of("async", 4)
+    (1, 4)
+    """
+    if schedule not in ("on_policy", "one_step_off", "async"):
+        raise ConfigError("data.schedule is unknown.", expected="on_policy, one_step_off or async", given=schedule)
+    if max_staleness < 1 or (schedule != "async" and max_staleness != 1):
+        raise ConfigError(
+            "data.max_staleness does not fit data.schedule.",
+            expected="1 or more with schedule async, else nothing",
+            given=f"{max_staleness} with {schedule}",
+            remedy="Set data.schedule to async, or leave max_staleness out.",
+        )
+    return max_staleness if schedule == "async" else int(schedule == "one_step_off")
+
+
+def check_ahead(learner: Learner, schedule: str) -> None:
+    """Raise `ConfigError` where rollouts cannot be drawn while the learner updates.
+
+    Args:
+        learner: with engine, objective and policy.
+        schedule: for the error.
+    """
+    engine, objective = learner.data.engine, learner.objective
+    for differs, expected, given, remedy in (
+        (
+            not engine.overlaps,
+            "an engine in a process of its own",
+            f"data.engine: {type(engine).__name__}, which shares the learner's memory",
+            "Put it into data.engine: RemoteEngine.",
+        ),
+        (
+            objective.filter_zero_variance,
+            "an objective that takes every group",
+            "filter_zero_variance, which draws again when rewards are known",
+            "Set it to false, or data.schedule to on_policy.",
+        ),
+        (
+            learner.policy.denoises,
+            "a causal policy",
+            f"{type(learner.policy).__name__}, whose sampler estimates log-probs again for each pass",
+            "Set data.schedule to on_policy.",
+        ),
+    ):
+        if differs:
+            raise ConfigError(
+                f"data.schedule: {schedule} draws rollouts while the learner updates, which this run cannot.",
+                expected=expected,
+                given=given,
+                remedy=remedy,
+            )
+
+
+@torch.no_grad()
+def measure_staleness(learner: Learner, draft: Draft) -> None:
+    """Log how far the published weights are from the older ones that drew a rollout, both in the sampler's arithmetic.
+
+    It is the part of the mismatch that comes of the schedule; the rest is that of kernels, format and noise. Only where
+    the engine scores, and log-probs are at a temperature of 1.
+
+    Args:
+        learner: whose engine holds the new weights and draws nothing.
+        draft: of the iteration under way, drawn by older ones.
+    """
+    data, engine = learner.data, learner.data.engine
+    if not isinstance(engine, Scores) or data.temperature != 1.0 or data.sampling.truncated or not draft.completions:
+        return
+    chosen = [(i, one) for i, one in enumerate(draft.completions[:SCORED]) if one.token_ids]
+    prompts = [draft.problems[i // data.group_size].prompt_ids for i, _ in chosen]
+    sequences = [[*prompt, *one.token_ids] for prompt, (_, one) in zip(prompts, chosen, strict=True)]
+    with learner.iteration.timed("verify"):
+        scores = engine.score(sequences)
+    new = torch.cat([row[-len(one.token_ids) :] for row, (_, one) in zip(scores, chosen, strict=True)])
+    old = torch.tensor([value for _, one in chosen for value in one.logprobs])
+    moved = new.float().cpu() - old
+    learner.iteration.metrics.values("mismatch/staleness_abs", moved.abs())
+    learner.iteration.metrics.values("mismatch/staleness_kl", k3_divergence(moved))
+
+
+def packed(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return completions as tensors, for a checkpoint.
+
+    >>> one = Completion(token_ids=[3, 4], logprobs=[-0.1, -0.2], finish_reason="stop", version=7)
+    >>> unpacked(packed([one])) == [one]
+    True
+    """
+    routes = [one.routed_experts for one in completions]
+    return {
+        "lengths": torch.tensor([len(one.token_ids) for one in completions], dtype=torch.long),
+        "tokens": torch.tensor([token for one in completions for token in one.token_ids], dtype=torch.long),
+        "logprobs": torch.tensor([value for one in completions for value in one.logprobs], dtype=torch.float64),
+        "stopped": torch.tensor([one.finish_reason == "stop" for one in completions]),
+        "version": torch.tensor([one.version for one in completions], dtype=torch.long),
+        **({"routes": routes} if any(one is not None for one in routes) else {}),
+    }
+
+
+def unpacked(saved: Mapping[str, Any]) -> list[Completion]:
+    """Return the completions of `packed`."""
+    ends = list(accumulate(saved["lengths"].tolist()))
+    begins = [0, *ends[:-1]]
+    tokens, logprobs = saved["tokens"].tolist(), saved["logprobs"].tolist()
+    stopped, version = saved["stopped"].tolist(), saved["version"].tolist()
+    routes = saved.get("routes", [None] * len(ends))
+    return [
+        Completion(
+            token_ids=tokens[begins[i] : end],
+            logprobs=logprobs[begins[i] : end],
+            finish_reason="stop" if stopped[i] else "length",
+            version=version[i],
+            routed_experts=routes[i],
+        )
+        for i, end in enumerate(ends)
+    ]

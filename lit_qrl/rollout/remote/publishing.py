@@ -1,0 +1,128 @@
+"""One stream of tensors to several engines in other processes: packed once for all that take it the same way."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lit_qrl.receipts.ledger import Fault, PublishReport
+from lit_qrl.rollout.remote.replica import Replica
+from lit_qrl.rollout.remote.transfer import CHUNK, Named, SharedMemory, Way, pack, size_of
+
+SLOTS = 2
+"""Chunks under way: one is packed while the one before is taken."""
+
+
+class Sender:
+    """Sends streams; its memory stays from one publish to the next."""
+
+    def __init__(self) -> None:
+        self.ways: dict[Replica, Way] = {}
+        self._memory = [SharedMemory() for _ in range(SLOTS)]
+
+    def publish(
+        self, ways: dict[Replica, Way], what: str, tensors: Iterator[Named], args: Sequence[Any]
+    ) -> list[PublishReport]:
+        """Return every replica's report of a stream.
+
+        Args:
+            ways: through which each replica takes tensors.
+            what: the engines' method.
+            tensors: names and tensors.
+            args: that follow them.
+
+        Raises:
+            Exception: what the sender's stream or the first engine raised; the others are then told to give up.
+        """
+        self.ways, self._sent = ways, 0
+        self._under_way: list[Any] = []  # tensors stay until they were taken
+        told: set[Replica] = set()
+        replicas = list(self.ways)
+        try:
+            for replica in replicas:
+                replica.begin(what, *args)
+            for chunk in chunks(tensors):
+                self._send(chunk, told)
+            while self._under_way:
+                self._await(told)
+            for replica in replicas:
+                replica.end(whole=True)
+                told.add(replica)
+            return [replica.answer() for replica in replicas]
+        finally:
+            self._under_way = []
+            for replica in replicas:
+                if replica not in told and not replica.dead:
+                    replica.end(whole=False)
+
+    def _send(self, chunk: list[Named], told: set[Replica]) -> None:
+        if len(self._under_way) == SLOTS:
+            self._await(told)
+        memory, packed = self._memory[self._sent % SLOTS], {}
+        for replica, way in self.ways.items():
+            if way not in packed:
+                packed[way] = pack(chunk, way, memory)
+            replica.send_chunk(*packed[way])
+        self._sent += 1
+        self._under_way.append(chunk)
+
+    def _await(self, told: set[Replica]) -> None:
+        for replica in self.ways:
+            try:
+                replica.await_taken()
+            except Exception:
+                told.add(replica)
+                raise
+        self._under_way.pop(0)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for memory in self._memory:
+            memory.close()
+
+
+def chunks(tensors: Iterator[tuple[str, Tensor]], limit: int = CHUNK) -> Iterator[list[Named]]:
+    """Yield a stream in parts of about `limit` bytes; a larger tensor is a part of its own.
+
+    >>> import torch
+    >>> [len(part) for part in chunks(iter([("a", torch.zeros(2)), ("b", torch.zeros(2)), ("c", torch.zeros(9))]), 16)]
+    [2, 1]
+    """
+    part: list[Named] = []
+    held = 0
+    for name, tensor in tensors:
+        if part and held + size_of(tensor) > limit:
+            yield part
+            part, held = [], 0
+        part.append((name, tensor))
+        held += size_of(tensor)
+    if part:
+        yield part
+
+
+def as_one(reports: Sequence[PublishReport], names: Sequence[str]) -> PublishReport:
+    """Return the first report, with a fault for whatever another replica holds otherwise.
+
+    Args:
+        reports: of the same stream, one of each replica.
+        names: of the replicas.
+    """
+    first = reports[0]
+    if first.received is None:
+        return first
+    held = first.received.receipts()
+    for report, name in zip(reports[1:], names[1:], strict=True):
+        other = report.received
+        assert other is not None
+        receipts = other.receipts()
+        faults = [*other.faults]
+        for key in dict.fromkeys([*held, *receipts]):
+            if held.get(key) != receipts.get(key):
+                kind = "missing" if key not in receipts else "extra" if key not in held else "different"
+                faults.append(Fault(kind, key))
+        if other.version != first.version:
+            faults.append(Fault("version", "the engine"))
+        first.received.prefix_reset &= other.prefix_reset
+        place = f"the engine at {name}, beside that at {names[0]}"
+        first.received.faults += [Fault(one.kind, one.name, one.detail or place) for one in faults]
+    return first

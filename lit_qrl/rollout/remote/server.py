@@ -1,0 +1,215 @@
+"""The process of an engine: it serves one run at a time, and holds that run's engine."""
+
+import argparse
+import logging
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_qrl.rollout.engine import OutlinedPolicy, RolloutEngine
+from lit_qrl.rollout.remote.blueprint import Blueprint
+from lit_qrl.rollout.remote.transfer import Mapped, dumps, sees, unpack
+from lit_qrl.rollout.remote.wire import RefusedClientError, admit, listen
+from lit_qrl.rollout.vllm.folder import remove_all
+
+log = logging.getLogger(__name__)
+
+PROGRESS = 0.5
+"""Seconds between two words on how far a generation is."""
+CALLS = ("validate", "check_routes", "generate", "score", "estimate", "read_back", "read_columns")
+"""Methods of an engine that a run may call as they are."""
+PUBLISHES = ("load_weights", "load_adapter", "perturb")
+
+
+class HalfSentError(RuntimeError):
+    """A publish whose sender gave up before its end."""
+
+
+class Session:
+    """One run's use of this process, from its first word to its last.
+
+    Args:
+        connection: to the run, which was admitted.
+        device: where the engine computes.
+    """
+
+    def __init__(self, connection: Any, device: torch.device) -> None:
+        self.connection, self.device = connection, device
+        self.engine: RolloutEngine | None = None
+        self._mapped = Mapped()
+
+    def run(self) -> None:
+        """Serve until the run is over, or gone; then nothing of its engine is left."""
+        try:
+            while True:
+                self._serve(*self._receive())
+        except (EOFError, OSError) as error:
+            log.info("The run is over: %s.", type(error).__name__)
+        except Exception:  # what it sent cannot be read here, such as an object of a class that only the run has
+            log.exception("The run is given up.")
+        finally:
+            self._close()
+            self.connection.close()
+
+    def _receive(self) -> Any:
+        return pickle.loads(self.connection.recv_bytes())
+
+    def _send(self, *message: Any) -> None:
+        self.connection.send_bytes(dumps(message))
+
+    def _serve(self, number: int, what: str, args: tuple[Any, ...]) -> None:
+        publishes = what in PUBLISHES
+        self._ended = not publishes
+        try:
+            value = self._publish(number, what, args) if publishes else self._call(number, what, args)
+        except Exception as error:
+            self._send("error", number, portable(error))
+        else:
+            self._send("answer", number, value)
+        with suppress(HalfSentError):
+            while not self._ended:  # what the sender had sent before it heard of the error
+                self._next(number)
+
+    def _call(self, number: int, what: str, args: tuple[Any, ...]) -> Any:
+        if what == "open":
+            self._close()
+            self.engine = pickle.loads(args[0])
+            return sees(args[1])
+        engine: Any = self.engine
+        if what == "close":
+            return self._close()
+        if what == "check_model":
+            return engine.check_model(args[0].network)
+        if what == "setup":
+            spec, model = args
+            assert isinstance(model, Blueprint)
+            engine.setup(spec, OutlinedPolicy(model.network, self.device))
+            return engine.plain_dtype
+        if what not in CALLS:
+            raise ValueError(f"{what!r} is nothing that a run may ask of an engine.")
+        if what == "generate":
+            prompts, n, seed, sampling, positions = args
+            return engine.generate(prompts, n, seed, self._progress(number), sampling, positions=positions)
+        return getattr(engine, what)(*args)
+
+    def _progress(self, number: int) -> Any:
+        told = time.monotonic()
+
+        def tell(done: int, tokens: int) -> None:
+            nonlocal told
+            if time.monotonic() - told >= PROGRESS:
+                told = time.monotonic()
+                self._send("progress", number, (done, tokens))
+
+        return tell
+
+    def _publish(self, number: int, what: str, args: tuple[Any, ...]) -> Any:
+        report = getattr(self.engine, what)(self._stream(number), *args)
+        if report.received is not None:
+            report.received.receipts()  # what they are made of stays here
+        return report
+
+    def _stream(self, number: int) -> Iterator[tuple[str, Tensor]]:
+        while (chunk := self._next(number)) is not None:
+            yield from chunk
+
+    def _next(self, number: int) -> list[tuple[str, Tensor]] | None:
+        """Return the next chunk, acknowledged, or None at the end of the stream.
+
+        Raises:
+            HalfSentError: where the sender gave up.
+        """
+        kind, *rest = self._receive()
+        if kind == "chunk":
+            tensors = unpack(rest[0], self.connection, self._mapped, self.device)
+            self._send("taken", number, None)
+            return tensors
+        self._ended = True
+        if kind == "abort":
+            raise HalfSentError("The sender gave up in the middle of a publish.")
+        return None
+
+    def _close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+
+def portable(error: Exception) -> Exception:
+    """Return an error that can be raised in another process, with a note that says where it came from."""
+    told = "".join(traceback.format_exception(error)).rstrip()
+    try:
+        again = pickle.loads(pickle.dumps(error))
+    except Exception:
+        again = RuntimeError(f"{type(error).__name__}: {error}")
+    again.add_note(f"In the engine's process:\n{told}")
+    return again
+
+
+def serve(listener: socket.socket, token: bytes, device: torch.device, once: bool = False) -> None:
+    """Serve runs one after the other.
+
+    Args:
+        listener: a listening socket.
+        token: that a run must know.
+        device: where engines compute.
+        once: end with the first run.
+    """
+    while True:
+        accepted, (host, *_) = listener.accept()
+        try:
+            connection = admit(accepted, token)
+        except RefusedClientError as error:
+            log.warning("A client of %s was refused: %s.", host, error)
+            continue
+        Session(connection, device).run()
+        if once:
+            return
+
+
+def use(name: str) -> torch.device:
+    """Return the device of a name, which is from now on this process's own.
+
+    >>> use("cpu")
+    device(type='cpu')
+    """
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def main() -> None:
+    """Serve the run that started this process: the token comes over standard input, the port goes back."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu")
+    device = use(parser.parse_args().device)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # for engines of the user's own
+    token = sys.stdin.buffer.readline().strip()
+    listener = listen("127.0.0.1", 0)
+    print(listener.getsockname()[1], flush=True)
+    os.dup2(2, 1)  # libraries' words go where the run's own go
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    serve(listener, token, device, once=True)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    with suppress(Exception):
+        remove_all()  # what runs at the end of a process does not run here
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""How published tensors reach another process: through memory that both see, as CUDA handles, or over the connection.
+
+A chunk of tensors is packed once for all servers that take it the same way, and unpacked into tensors of the receiver's
+own before it is acknowledged; then the sender may use the memory again.
+"""
+
+import io
+import mmap
+import os
+import pickle
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Way = Literal["memory", "ipc", "socket"]
+CHUNK = 64 * 2**20
+"""Bytes after which a chunk is sent."""
+ALIGNED = 64
+PROBE = b"the engine's server reads this"
+
+Named = tuple[str, Tensor]
+Header = list[tuple[str, torch.dtype, tuple[int, ...], int]]
+"""Of each tensor name, dtype, shape, and where it begins."""
+
+
+class SharedMemory:
+    """Memory that another process of this host can map by its name; nothing of it is left when its owner ends.
+
+    Args:
+        size: in bytes, at first; it grows.
+    """
+
+    def __init__(self, size: int = 0) -> None:
+        self._file, self._map, self.size = -1, None, 0
+        if size:
+            self.reserve(size)
+
+    def reserve(self, size: int) -> None:
+        """Make it at least so large; what was in it is gone when it grows."""
+        if size <= self.size:
+            return
+        self.close()
+        self._file = os.memfd_create("lit-qrl-publish")
+        os.ftruncate(self._file, size)
+        self._map, self.size = mmap.mmap(self._file, size), size
+
+    @property
+    def name(self) -> str:
+        """By which another process of this user opens it."""
+        return f"/proc/{os.getpid()}/fd/{self._file}"
+
+    @property
+    def bytes(self) -> Tensor:
+        """All of it, as a tensor of bytes."""
+        assert self._map is not None
+        return torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Give it back."""
+        if self._map is not None:
+            with suppress(BufferError):  # a tensor still looks at it; then it goes with that
+                self._map.close()
+            os.close(self._file)
+        self._file, self._map, self.size = -1, None, 0
+
+
+class Mapped:
+    """What a receiver has mapped of a sender's memory."""
+
+    def __init__(self) -> None:
+        self._maps: dict[tuple[str, int], Tensor] = {}
+
+    def bytes(self, name: str, size: int) -> Tensor:
+        """Return memory of another process as a tensor of bytes.
+
+        Raises:
+            OSError: where it is on another host, or another user's.
+        """
+        if (name, size) not in self._maps:
+            with open(name, "r+b") as file:
+                mapped = mmap.mmap(file.fileno(), size)
+            self._maps[name, size] = torch.frombuffer(mapped, dtype=torch.uint8)
+        return self._maps[name, size]
+
+
+class _HostPickler(pickle.Pickler):
+    """Writes tensors as their bytes, wherever they lie; torch's own way shares memory with children alone."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor):
+            return _as_tensor, (raw(obj).cpu().numpy().tobytes(), obj.dtype, tuple(obj.shape))
+        return NotImplemented
+
+
+def dumps(value: Any) -> bytes:
+    """Return a message; what `pickle.loads` makes of it has its tensors in the host's memory.
+
+    >>> pickle.loads(dumps({"codes": torch.ones(2, dtype=torch.float8_e4m3fn)}))["codes"].dtype
+    torch.float8_e4m3fn
+    """
+    buffer = io.BytesIO()
+    _HostPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+def _as_tensor(held: bytes, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    if not held:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(held), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def probe() -> SharedMemory:
+    """Return memory with known contents, by which a server tells whether it sees the run's."""
+    memory = SharedMemory(mmap.PAGESIZE)
+    memory.bytes[: len(PROBE)] = torch.frombuffer(bytearray(PROBE), dtype=torch.uint8)
+    return memory
+
+
+def sees(name: str) -> bool:
+    """Return whether memory named by another process is that of `probe`."""
+    try:
+        held = Mapped().bytes(name, mmap.PAGESIZE)[: len(PROBE)]
+    except (OSError, ValueError):
+        return False
+    return bytes(held.tolist()) == PROBE
+
+
+def size_of(tensor: Tensor) -> int:
+    """Return a tensor's bytes."""
+    return tensor.numel() * tensor.element_size()
+
+
+def layout(tensors: Sequence[Named]) -> tuple[Header, int]:
+    """Return where each tensor begins in a chunk, and the chunk's bytes.
+
+    >>> layout([("a", torch.zeros(3)), ("b", torch.zeros(2))])
+    ([('a', torch.float32, (3,), 0), ('b', torch.float32, (2,), 64)], 128)
+    """
+    header, place = [], 0
+    for name, tensor in tensors:
+        header.append((name, tensor.dtype, tuple(tensor.shape), place))
+        place += -(-size_of(tensor) // ALIGNED) * ALIGNED
+    return header, place
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes, where it lies.
+
+    >>> raw(torch.ones(1))
+    tensor([  0,   0, 128,  63], dtype=torch.uint8)
+    """
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def pack(tensors: Sequence[Named], way: Way, memory: SharedMemory | None = None) -> tuple[Any, list[Any]]:
+    """Return the message of a chunk, and the bytes that follow it over the connection.
+
+    Args:
+        tensors: names and tensors, which must stay until the chunk is acknowledged.
+        way: through which they go.
+        memory: for the way of that name.
+    """
+    if way == "ipc":
+        from multiprocessing.reduction import ForkingPickler
+
+        on_device = [(name, tensor.detach()) for name, tensor in tensors]
+        torch.cuda.synchronize()
+        buffer = io.BytesIO()
+        ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(on_device)
+        return (way, buffer.getvalue()), []
+    header, size = layout(tensors)
+    if way == "socket":
+        return (way, header), [raw(tensor).cpu().numpy() for _, tensor in tensors if tensor.numel()]
+    assert memory is not None
+    memory.reserve(max(size, CHUNK))
+    held = memory.bytes
+    for (_, tensor), (_, _, _, place) in zip(tensors, header, strict=True):
+        held[place : place + size_of(tensor)].copy_(raw(tensor))
+    return (way, memory.name, memory.size, header), []
+
+
+def unpack(message: Any, connection: Any, mapped: Mapped, device: torch.device) -> list[Named]:
+    """Return the tensors of a chunk as copies on `device`.
+
+    Args:
+        message: of `pack`.
+        connection: over which bytes follow.
+        mapped: of this receiver.
+        device: where the engine computes.
+    """
+    way, *rest = message
+    if way == "ipc":
+        given = [(name, tensor.to(device, copy=True)) for name, tensor in pickle.loads(rest[0])]
+        torch.cuda.synchronize(device)
+        return given
+    if way == "memory":
+        name, size, header = rest
+        whole = mapped.bytes(name, size)
+        pieces = [whole[place : place + _bytes(dtype, shape)] for _, dtype, shape, place in header]
+        copied = [piece.to(device, copy=True) for piece in pieces]
+    else:
+        (header,) = rest
+        copied = []
+        for _, dtype, shape, _ in header:
+            piece = torch.empty(_bytes(dtype, shape), dtype=torch.uint8)
+            if len(piece):
+                connection.recv_bytes_into(piece.numpy())
+            copied.append(piece.to(device))
+    parts = zip(header, copied, strict=True)
+    return [(name, piece.view(dtype).reshape(shape)) for (name, dtype, shape, _), piece in parts]
+
+
+def _bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize

@@ -1,0 +1,229 @@
+"""An engine behind the server draws what it draws in the learner's process, and every way of dying is outlived."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.receipts.ledger import PublishError
+from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.rollout.engine import Converses, EngineDiedError, ReadsBack, SamplerSpec, Scores, Sleeps, TakesAdapter
+from lit_qrl.rollout.remote import engine as remote_engine
+from lit_qrl.rollout.remote import replica, wire
+from lit_qrl.rollout.remote.engine import RemoteEngine, RemoteVLLMEngine, spread
+from tests.rollout.remote.served import PROMPTS, SAMPLING, Mortal, embedded, publish, remote, server, stream_of
+from tests.tiny_run import build, parameters_of
+
+NORM = "model.layers.0.input_layernorm.weight"
+
+
+def plain(completions):
+    return [(one.token_ids, one.logprobs, one.finish_reason, one.version) for one in completions]
+
+
+def assert_near(got, expected):
+    """The same tokens; log-probs but for what other batches round."""
+    assert [one.token_ids for one in got] == [one.token_ids for one in expected]
+    for one, other in zip(got, expected, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("format", [None, "fp8_row", "int4_group", "nvfp4"])
+@pytest.mark.parametrize("transfer", ["memory", "socket"])
+def test_what_is_published_is_verified_and_drawn_with(tmp_path, format, transfer):
+    with remote(tmp_path, transfer=transfer) as (engine, network):
+        faults, report = publish(engine, network, format)
+        assert faults == []
+        assert report.version == 0
+        near = embedded(network, format)
+        assert plain(engine.generate(PROMPTS, 3, 7)) == plain(near.generate(PROMPTS, 3, 7))
+        for far, close in zip(engine.score(PROMPTS), near.score(PROMPTS), strict=True):
+            assert torch.equal(far, close)
+
+
+def test_two_replicas_draw_what_one_draws_and_by_position(tmp_path):
+    with remote(tmp_path, servers=2) as (engine, network):
+        assert publish(engine, network)[0] == []
+        near = embedded(network)
+        assert_near(engine.generate(PROMPTS, 2, 7), near.generate(PROMPTS, 2, 7))
+        at = [4, 9, 0, 2, 1]
+        progress = []
+        drawn = engine.generate(PROMPTS, 2, 7, lambda *now: progress.append(now), positions=at)
+        assert_near(drawn, near.generate(PROMPTS, 2, 7, positions=at))
+        assert progress[-1] == (10, sum(len(one.token_ids) for one in drawn))
+
+
+def test_it_can_what_its_engine_can(tmp_path):
+    engine = RemoteEngine(TransformersEngine())
+    assert isinstance(engine, Scores)
+    assert isinstance(engine, ReadsBack)
+    assert isinstance(engine, TakesAdapter)
+    assert not isinstance(engine, Sleeps)
+    assert not isinstance(engine, Converses)
+    other = RemoteVLLMEngine(max_num_seqs=4)
+    assert other.single_format
+    assert other.kernels == "vllm"
+    assert other.overlaps
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "kind"),
+    [
+        (lambda new: new | {NORM: new[NORM] + 1}, "different"),
+        (lambda new: new | {NORM: new[NORM].bfloat16()}, "dtype"),
+        (lambda new: new | {NORM: new["model.layers.1.input_layernorm.weight"]}, "swapped"),
+    ],
+)
+def test_what_was_corrupted_on_the_way_is_named(tmp_path, corrupt, kind):
+    with remote(tmp_path) as (engine, network):
+        with torch.no_grad():
+            network.get_parameter("model.layers.1.input_layernorm.weight").mul_(1.5)
+        faults, _ = publish(engine, network, wire=lambda stream: iter(corrupt(dict(stream)).items()))
+        assert kind in {fault.kind for fault in faults if fault.name == NORM}
+
+
+def test_a_replica_that_holds_something_else_is_named(tmp_path):
+    with remote(tmp_path, servers=2) as (engine, network):
+        taken = engine.replicas[1].call
+
+        def other(what, *args, **kwargs):
+            return taken(what, *args, **kwargs)
+
+        engine.replicas[1].call = other
+        answer = engine.replicas[1].answer
+
+        def corrupted(progress=None):
+            report = answer(progress)
+            held = report.received.receipts()
+            held[NORM] = held["model.norm.weight"]
+            return report
+
+        network.get_parameter("model.norm.weight").data.mul_(2)
+        engine.replicas[1].answer = corrupted
+        faults, _ = publish(engine, network)
+        assert [(fault.kind, fault.name) for fault in faults] == [("different", NORM)]
+        assert engine.replicas[1].place.name in str(faults[0])
+
+
+def test_a_publish_that_is_half_sent_is_refused_and_the_next_one_taken(tmp_path):
+    with remote(tmp_path) as (engine, network):
+        assert publish(engine, network)[0] == []
+
+        def half(stream):
+            yield next(stream)
+            raise PublishError([], 1)
+
+        with pytest.raises(PublishError):
+            publish(engine, network, version=1, wire=half)
+        with pytest.raises(RuntimeError, match="no whole set of weights"):
+            engine.generate(PROMPTS, 1, 0)
+        assert publish(engine, network, version=2)[0] == []
+        assert {one.version for one in engine.generate(PROMPTS, 1, 0)} == {2}
+
+
+def test_a_refusal_of_the_engine_ends_the_stream(tmp_path):
+    with remote(tmp_path) as (engine, network):
+
+        def unknown(stream):
+            yield "model.nothing.weight", torch.zeros(2)
+            yield from stream
+
+        with pytest.raises(PublishError, match=r"no tensor named model\.nothing\.weight"):
+            publish(engine, network, wire=unknown)
+        assert publish(engine, network)[0] == []
+
+
+def test_a_run_that_vanishes_in_a_publish_leaves_the_server_ready(tmp_path):
+    (tmp_path / "token").write_text("between these two")
+    with server() as place:
+        for version in range(2):
+            engine = RemoteEngine(TransformersEngine(), hosts=[place], token_file=str(tmp_path / "token"))
+            network = embedded_network()
+            spec = SamplerSpec(sampling=SAMPLING)
+            engine.setup(spec, SimpleNamespace(network=network))
+            if version == 0:
+
+                def vanish(stream, engine=engine):
+                    yield next(stream)
+                    wire.hang_up(engine.replicas[0]._connection)
+                    yield from stream
+
+                with pytest.raises(EngineDiedError):
+                    engine.load_weights(vanish(stream_of(network, None)), None, 0)
+            else:
+                assert publish(engine, network)[0] == []
+            engine.close()
+
+
+def embedded_network():
+    from tests.networks import build_network
+
+    return build_network()
+
+
+def test_what_the_others_have_drawn_is_kept_when_one_dies(tmp_path, monkeypatch):
+    with remote(tmp_path, servers=2, engine=Mortal()) as (engine, network):
+        assert publish(engine, network)[0] == []
+        whole = engine.generate(PROMPTS, 2, 7)
+        monkeypatch.setattr(Mortal, "switch", True)
+        with pytest.raises(EngineDiedError, match="as the test wants"):
+            engine.generate(PROMPTS, 2, 7)
+        kept = set(engine._kept[1])
+        assert kept
+        assert kept < set(range(len(PROMPTS)))
+        engine.discard()
+        engine.setup(engine.spec, SimpleNamespace(network=network))
+        assert publish(engine, network)[0] == []
+        asked = []
+        for one in engine.replicas:
+            call = one.call
+            one.call = lambda what, *args, call=call, **kwargs: asked.extend(args[0]) or call(what, *args, **kwargs)
+        assert_near(engine.generate(PROMPTS, 2, 7), whole)
+        assert sorted(asked) == sorted(PROMPTS[i] for i in range(len(PROMPTS)) if i not in kept)
+
+
+def test_prompts_are_spread_by_outstanding_tokens():
+    shares = spread([100, 1, 1, 1, 97], 2)
+    assert shares == [[0], [1, 2, 3, 4]]
+    assert sorted(i for share in spread([5] * 7, 3) for i in share) == list(range(7))
+
+
+def test_an_engine_that_pickle_does_not_take_is_refused(tmp_path):
+    engine = TransformersEngine()
+    engine.own = lambda: None
+    with pytest.raises(ConfigError, match="cannot be sent to another process"):
+        replica._pickled(engine)
+
+
+def test_handles_of_a_device_are_of_one_host():
+    with pytest.raises(ConfigError, match="of one host"):
+        RemoteEngine(TransformersEngine(), hosts=["a:1"], token_file="t", transfer="ipc")
+
+
+def run(folder, engine):
+    trainer, module, data = build(
+        folder, engine=engine, trainer={"limit_val_batches": 1}, publisher={"max_restarts": 1}
+    )
+    trainer.fit(module, datamodule=data)
+    return parameters_of(module), data
+
+
+@pytest.mark.slow
+def test_a_run_over_processes_of_its_own_is_that_of_the_embedded_engine(tmp_path, monkeypatch):
+    expected, _ = run(tmp_path / "near", TransformersEngine())
+    engine = RemoteEngine(TransformersEngine(), devices=["cpu", "cpu"])
+    killed = []
+    generate = RemoteEngine.generate
+
+    def kill_once(self, *args, **kwargs):
+        if self.version == 1 and not killed:
+            killed.append(self.replicas[1]._process.pid)
+            self.replicas[1]._process.kill()
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(remote_engine.RemoteEngine, "generate", kill_once)
+    got, _ = run(tmp_path / "far", engine)
+    assert killed
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert engine.replicas == []

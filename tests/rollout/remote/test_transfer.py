@@ -1,0 +1,66 @@
+"""Tensors arrive bit for bit, whichever way they go."""
+
+import multiprocessing
+import pickle
+
+import pytest
+import torch
+
+from lit_qrl.rollout.remote import transfer
+
+TENSORS = [
+    ("scalar", torch.tensor(3.5)),
+    ("nothing", torch.empty(0, 4)),
+    ("codes", torch.arange(200, dtype=torch.uint8).view(4, 50)),
+    ("fp8", torch.randn(7, 5).to(torch.float8_e4m3fn)),
+    ("half", torch.randn(9, 3, dtype=torch.bfloat16).T),
+]
+
+
+def bits(tensor):
+    return tensor.dtype, tuple(tensor.shape), bytes(transfer.raw(tensor).tolist())
+
+
+@pytest.mark.parametrize("way", ["memory", "socket"])
+def test_a_chunk_arrives_as_it_was(way):
+    near, far = multiprocessing.Pipe()
+    memory = transfer.SharedMemory()
+    message, following = transfer.pack(TENSORS, way, memory)
+    for piece in following:
+        near.send_bytes(piece)
+    got = transfer.unpack(message, far, transfer.Mapped(), torch.device("cpu"))
+    assert [name for name, _ in got] == [name for name, _ in TENSORS]
+    assert [bits(tensor) for _, tensor in got] == [bits(tensor) for _, tensor in TENSORS]
+
+
+def test_what_was_unpacked_is_a_copy():
+    memory = transfer.SharedMemory()
+    mapped = transfer.Mapped()
+    first, _ = transfer.pack([("a", torch.ones(4))], "memory", memory)
+    got = transfer.unpack(first, None, mapped, torch.device("cpu"))
+    second, _ = transfer.pack([("a", torch.zeros(4))], "memory", memory)
+    assert torch.equal(got[0][1], torch.ones(4))
+    assert torch.equal(transfer.unpack(second, None, mapped, torch.device("cpu"))[0][1], torch.zeros(4))
+
+
+def test_memory_grows_and_is_seen_by_another_process():
+    memory = transfer.probe()
+    context = multiprocessing.get_context("fork")
+    with context.Pool(1) as pool:
+        assert pool.apply(transfer.sees, (memory.name,))
+    size = memory.size
+    memory.reserve(3 * size)
+    assert memory.size == 3 * size
+    assert len(memory.bytes) == 3 * size
+    memory.close()
+    assert not transfer.sees("/proc/1/fd/999999")
+
+
+def test_other_memory_is_not_taken_for_the_runs():
+    assert not transfer.sees(transfer.SharedMemory(4096).name)
+
+
+def test_messages_carry_tensors_of_every_dtype_by_their_bytes():
+    got = pickle.loads(transfer.dumps({"tensors": [tensor for _, tensor in TENSORS], "words": ["a"]}))
+    assert [bits(tensor) for tensor in got["tensors"]] == [bits(tensor) for _, tensor in TENSORS]
+    assert got["words"] == ["a"]

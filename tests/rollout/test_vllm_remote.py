@@ -1,0 +1,143 @@
+"""vLLM in a process of its own: every format verified there, every corruption named, every death outlived."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lit_qrl.rollout.engine import SamplerSpec
+from lit_qrl.rollout.remote import replica
+from lit_qrl.rollout.remote.engine import RemoteVLLMEngine
+from lit_qrl.rollout.remote.replica import Replica
+from lit_qrl.run.diary import read_jsonl
+from lit_qrl.types import SamplingParams
+from tests.cpu_kernels import skip_without_kernel
+from tests.rollout import test_vllm_faults as faults
+from tests.tiny_run import build, model_folder, parameters_of
+from tests.vllm_engines import (
+    COMPLETION_LIMIT,
+    PROMPT_LIMIT,
+    checkpoint,
+    disagreement,
+    optimizer_step,
+    publish,
+    sampler_format,
+    tiny_network,
+)
+
+pytestmark = pytest.mark.vllm
+
+# CPU kernels that vLLM lacks are emulated, in that process too.
+SERVER = (
+    "from tests import vllm_cpu_shim; vllm_cpu_shim.install(); from lit_qrl.rollout.remote import server; server.main()"
+)
+CORRUPTIONS = [
+    faults.test_skipped_layer,
+    faults.test_dropped_k_proj_is_refused_and_the_old_weights_stay,
+    faults.test_two_layers_exchanged,
+    faults.test_stale_scale,
+    faults.test_wrong_scale,
+    faults.test_wrong_version,
+    faults.test_not_finite_on_the_way,
+    faults.test_not_finite_at_the_sender_is_refused_and_named,
+    faults.test_transposed_block,
+    faults.test_old_norms,
+    faults.test_wrong_dtype,
+    faults.test_tensor_sent_twice,
+]
+
+
+@pytest.fixture(scope="module")
+def served():
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(replica, "COMMAND", (sys.executable, "-c", SERVER))
+        yield
+
+
+@pytest.fixture(scope="module", params=["plain", "fp8_row", "int4_group", "nvfp4"])
+def held(request, served):
+    """An engine that holds the weights of before one optimizer step, as in the tests of the one in this process."""
+    format, network = sampler_format(request.param), tiny_network()
+    skip_without_kernel(format)
+    engine = RemoteVLLMEngine(max_num_seqs=32)
+    sampling = SamplingParams(max_tokens=COMPLETION_LIMIT, ignore_stop=True)
+    spec = SamplerSpec(sampling=sampling, format=format, prompt_limit=PROMPT_LIMIT)
+    engine.validate(spec)
+    engine.setup(spec, SimpleNamespace(network=network))
+    assert publish(network, engine, format, 0)[0] == []
+    version = 0
+
+    def one_step_later():
+        nonlocal version
+        found, sent, _ = publish(network, engine, format, version)
+        assert found == []
+        old = {name: tensor.clone() for name, tensor in checkpoint(network, engine, format)}
+        optimizer_step(network, seed=version)
+        version += 1
+        return SimpleNamespace(
+            network=network, engine=engine, format=format, version=version, old=old, previous=sent.receipts(), shares=[]
+        )
+
+    yield one_step_later
+    assert publish(network, engine, format, version + 1)[0] == []
+    assert disagreement(network, engine, format) < 0.03
+    engine.close()
+
+
+@pytest.mark.parametrize("corruption", CORRUPTIONS, ids=lambda test: test.__name__.removeprefix("test_"))
+def test_every_corruption_is_named(held, corruption):
+    corruption(held)
+
+
+class Killing:
+    """Kills the process of a replica once, as soon as it was asked for `what` with the weights of a version."""
+
+    def __init__(self, what, version):
+        self.what, self.version, self.killed = what, version, []
+
+    def install(self, monkeypatch, engine):
+        begin = Replica.begin
+
+        def killed(one, what, *args):
+            begin(one, what, *args)
+            at = args[-1] if what == "load_weights" else engine.version
+            if what == self.what and at == self.version and not self.killed:
+                self.killed.append(one._process.pid)
+                one._process.kill()
+
+        monkeypatch.setattr(Replica, "begin", killed)
+
+
+@pytest.fixture(scope="module")
+def run(served, tmp_path_factory):
+    """Make a run, and return its weights, its versions and its deaths."""
+
+    def make(monkeypatch=None, killing=None):
+        folder = tmp_path_factory.mktemp("run")
+        model_folder(folder / "model", hidden_size=128, intermediate_size=256, head_dim=32)
+        engine = RemoteVLLMEngine(max_num_seqs=16)
+        if killing is not None:
+            killing.install(monkeypatch, engine)
+        trainer, module, data = build(folder, engine=engine, trainer={"max_epochs": 3}, publisher={"probe_every": 0})
+        trainer.fit(module, datamodule=data)
+        deaths = [one for one in read_jsonl(folder / "run" / "events.jsonl") if one["kind"] == "engine_died"]
+        return parameters_of(module), deaths
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run):
+    return run()[0]
+
+
+@pytest.mark.parametrize("what", ["generate", "load_weights"])
+def test_a_server_that_is_killed_is_replaced_and_the_run_is_the_same(run, undisturbed, monkeypatch, what):
+    killing = Killing(what, version=1)
+    weights, deaths = run(monkeypatch, killing)
+    assert len(killing.killed) == 1
+    assert len(deaths) == 1
+    assert "ended with status -9" in deaths[0]["message"]
+    assert torch.equal(weights, undisturbed)
