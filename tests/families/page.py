@@ -66,9 +66,14 @@ paragraph, given below. `auto` is the learner's dtype, here fp32; `–` was not 
 Through vLLM, a format **works** when two sets of weights far apart were published one after the other, every layer was
 compared, and the log-probs of its completions are, in the mean, within 1e-5 nats of the learner's eager forward pass in
 fp32; where vLLM rounds to bf16 or quantizes activations, within 0.05, or twice what the learner's own forward pass in
-bf16 differs by, if that is more. Where no module is known to keep a tensor as vLLM's loader rewrites it (experts), what
-was verified is the share given. Models that take pictures, and Qwen3.5, need torchvision beside vLLM, whose build on
-the package index loads with CUDA's torch alone; linear attention has kernels for bf16 alone on a CPU.
+bf16 differs by, if that is more. Every tensor was verified unless a share is given. Models that take pictures, and
+Qwen3.5, need torchvision beside vLLM, whose build on the package index loads with CUDA's torch alone; linear attention
+has kernels for bf16 alone on a CPU.
+
+What the checks of a publish are worth is tested for every family that works: between two publishes one optimizer step
+apart, the last tensor of every kind (each expert's among them) is kept back, and matrices of one shape are exchanged;
+each must be named. `tests/families/test_injection.py` does so embedded, plain, in `fp8_row` and in `int4_group`, and
+`tests/families/test_vllm_injection.py` through vLLM, in `auto`, and in `fp8_row` in `make test-slow`.
 """
 
 
@@ -101,7 +106,8 @@ def document() -> str:
     parts.append("| family | command | tried |\n| --- | --- | --- |")
     for family in FAMILIES:
         tried = kept(family).get("transformers", {}).get("command", {"state": "–"})
-        parts.append(f"| {family.name} | `{command(family)}` | {tried['state']} |")
+        why = f": {_general(tried['text'])}" if tried["state"] == "refused" else ""
+        parts.append(f"| {family.name} | `{command(family)}` | {tried['state']}{why} |")
     return "\n".join(parts) + "\n"
 
 
