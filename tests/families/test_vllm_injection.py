@@ -38,7 +38,7 @@ def step(network, seed, dtype):
     behind is not stale; it goes to the next one here.
     """
     generator = torch.Generator().manual_seed(seed)
-    for tensor in dict.fromkeys((*network.parameters(), *network.buffers())):
+    for tensor in {id(tensor): tensor for tensor in network.state_dict(keep_vars=True).values()}.values():
         if tensor.is_floating_point():
             size = (torch.finfo(dtype).eps * tensor.abs()).clamp(min=LEARNING_RATE)
             tensor.add_(size * (2.0 * torch.randint(2, tensor.shape, generator=generator) - 1))
