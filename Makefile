@@ -49,7 +49,7 @@ test: $(VENV)/.test  ## run the CPU tests in two processes (ARGS="-n 0 -k name" 
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 $(ARGS)
 
 test-slow: $(VENV)/.vllm $(VENV)/.environments  ## run the tests that take minutes
-	@$(BIN)/pytest -q -m slow $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m 'slow and not gpu' $(ARGS)
 
 test-vllm: $(VENV)/.vllm  ## install the CPU build of vLLM and run the tests that use it
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m 'vllm and not gpu and not slow' $(ARGS)

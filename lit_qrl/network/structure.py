@@ -49,6 +49,8 @@ MASKS_SCORES = frozenset({"group_limited_greedy"})
 """Values of a router's `topk_method` with which an expert outside of the chosen groups has no score of its own left."""
 PLAIN_ATTENTION = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "granite", "olmo2"})
 """Model types whose attention is softmax(q·kᵀ·scaling)·v over the whole past, by way of the library's registry."""
+ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+"""What transformers calls layers that remember keys and values alone."""
 
 
 def text_part(root: nn.Module) -> nn.Module:
@@ -109,6 +111,18 @@ def decoder_layers(network: Any) -> tuple[str, nn.ModuleList]:
         expected="a decoder such as Llama's or Qwen's",
         remedy="Quantize it elsewhere, or on load.",
     )
+
+
+def states(network: Any) -> list[str]:
+    """Return what a model carries from token to token beside keys and values; its weights need not be there.
+
+    >>> from transformers import LlamaConfig, Mamba2Config
+    >>> states(outline(LlamaConfig())), states(outline(Mamba2Config()))
+    ([], ['linear_attention'])
+    """
+    kinds = set(getattr(network.config.get_text_config(), "layer_types", None) or ())
+    recurrent = ["a recurrent state"] * bool(getattr(network, "_is_stateful", False))
+    return sorted(kinds - set(ATTENTION_KINDS)) or recurrent
 
 
 def cached_numbers(config: Any) -> int:

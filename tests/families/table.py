@@ -51,8 +51,9 @@ EXPORTED = (None, "bf16", *WEIGHT_ONLY)
 EXPORTS = tuple(f"export/{format or 'plain'}" for format in EXPORTED)
 EXACT = 1e-5
 """Largest |Δ log p| in fp32, in nats, between a sampler and a plain forward pass of the library."""
-FLIPPED = 2e-3
-"""Mean |Δ log p| under activations in 8 bits, of which last bits of fp32 may flip a code."""
+FLIPPED = 1e-2
+"""Mean |Δ log p| under activations in 8 bits, of which last bits of fp32 may flip a code; half of the tokens are within
+`EXACT` all the same, since a flip reaches no other completion."""
 ROUNDED = 0.03
 """Mean |Δ log p| where the two round differently, in bf16."""
 LR = 2e-2
@@ -117,8 +118,10 @@ def fitted(family: Family, folder: Path, format: str = "auto", lora: bool = Fals
     for side, found in (("sampler", witness.sampler), ("learner", witness.learner)):
         difference = torch.cat(found)
         figures[side] = float(difference.max() if bounds[side] == EXACT else difference.mean())
-        if not figures[side] <= bounds[side]:
-            raise Difference(f"the {side}'s log-probs are {figures[side]:.2g} nats from a plain forward pass")
+        usual = float(difference.median()) if bounds[side] == FLIPPED else 0.0
+        if not (figures[side] <= bounds[side] and usual <= EXACT):
+            off = f"{figures[side]:.2g} nats (half of them at least {usual:.2g})"
+            raise Difference(f"the {side}'s log-probs are {off} from a plain forward pass")
     told = json.loads((folder / "run" / "publish.json").read_text())
     shares = {key: told.get(f"{key}_share") for key in ("quantized", "verified")}
     return Cell("works", difference=figures["sampler"], **shares)

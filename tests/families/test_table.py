@@ -5,7 +5,7 @@ import pytest
 from lit_qrl.cli.models import MEASURED
 from tests.families.configs import FAMILIES, absent
 from tests.families.page import DOCUMENT, document, kept, packaged
-from tests.families.table import measured
+from tests.families.table import EXPORTS, FORMATS, measured, methods
 
 CHECKED = ("fit/auto", "fit/fp8_row", "fit/int4_group", "lora/fp8_row", "qat/int4_group", "quantize/int4_group")
 """Formats of three kinds: plain, quantized activations, packed weights."""
@@ -37,13 +37,25 @@ def test_a_family_works_or_is_refused(family):
             assert (one.quantized or 0) == 0 if name == "fit/auto" else one.quantized > 0.5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES, ids=names)
-def test_all_of_a_family_works_or_is_refused(family):
-    cells = measured(family, "transformers")
+ALL = [
+    pytest.param(
+        family,
+        method,
+        marks=[pytest.mark.slow, *[pytest.mark.vllm] * (family.kind == "state" and method == "command")],
+        id=f"{family.model_type}-{method}",
+    )
+    for family in FAMILIES
+    for method in dict.fromkeys(name.partition("/")[0] for name in (*methods("transformers", FORMATS), *EXPORTS))
+]
+"""Every cell of the embedded engine, a method at a time; the command of a family with a state needs vLLM."""
+
+
+@pytest.mark.parametrize(("family", "method"), ALL)
+def test_all_of_a_family_works_or_is_refused(family, method):
+    cells = measured(family, "transformers", wanted=lambda name: name.partition("/")[0] == method)
     assert {name: one.text for name, one in cells.items() if one.state == "failed"} == {}
-    found = states(cells)
-    assert {name: found[name] for name in kept(family)["transformers"]} == states(kept(family)["transformers"])
+    told = states(kept(family)["transformers"])
+    assert states(cells) == {name: told[name] for name in told if name.partition("/")[0] == method}
 
 
 def test_the_page_is_what_is_kept():

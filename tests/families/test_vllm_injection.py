@@ -1,36 +1,47 @@
 """Through vLLM: a part that stayed behind or was exchanged between two publishes one optimizer step apart is named."""
 
+from collections import defaultdict
+
 import pytest
 import torch
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.adapters import merged_weights
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.vllm import derived, models
 from tests.families.configs import BY_TYPE, FAMILIES
 from tests.families.page import kept
-from tests.families.vllm_cells import eager_network, publish, start
+from tests.families.vllm_cells import allowed, disagreement, dtype_of, eager_network, publish, start, stream
 from tests.vllm_engines import LEARNING_RATE, sampler_format
 
 pytestmark = pytest.mark.vllm
 
-KNOWN = [pytest.param(family, id=family.model_type) for family in FAMILIES if family.vllm]
+KNOWN = [
+    pytest.param(family, format, marks=[pytest.mark.slow] * (format != "plain"), id=f"{family.model_type}-{format}")
+    for family in FAMILIES
+    if family.vllm
+    for format in ("plain", "fp8_row")
+]
 
 
-def check_refusal(family, error):
-    """A family that docs/models.md says to work is refused for want of a package, or in fp32 where bf16 alone works."""
-    said = kept(family).get("vllm", {}).get("publish/auto", {}).get("state")
-    half = "linear_key_head_dim" in family.options and "in bf16 alone" in str(error)
-    assert said != "works" or half or "cannot load it here" in str(error)
+def check_refusal(family, format, error):
+    """A family that docs/models.md says to work is refused for want of a package alone."""
+    column = f"publish/{'auto' if format == 'plain' else format}"
+    said = kept(family).get("vllm", {}).get(column, {}).get("state")
+    assert said != "works" or "cannot load it here" in str(error)
 
 
 @torch.no_grad()
-def step(network, seed):
-    """What one optimizer step changes: every number by the learning rate."""
+def step(network, seed, dtype):
+    """What one optimizer step changes, as far as the engine's dtype shows it: every number by the learning rate.
+
+    A number of which that is less than half the spacing in bf16 would be sent as the same one, so that what stays
+    behind is not stale; it goes to the next one here.
+    """
     generator = torch.Generator().manual_seed(seed)
-    for tensor in dict.fromkeys((*network.parameters(), *network.buffers())):
+    for tensor in {id(tensor): tensor for tensor in network.state_dict(keep_vars=True).values()}.values():
         if tensor.is_floating_point():
-            tensor.add_(LEARNING_RATE * (2.0 * torch.randint(2, tensor.shape, generator=generator) - 1))
+            size = (torch.finfo(dtype).eps * tensor.abs()).clamp(min=LEARNING_RATE)
+            tensor.add_(size * (2.0 * torch.randint(2, tensor.shape, generator=generator) - 1))
 
 
 def faults_of(network, engine, version, previous, wire=lambda stream: stream):
@@ -45,50 +56,74 @@ def one_of_each(names):
     return set({name.rpartition("layers.")[2].partition(".")[2] or name: name for name in names}.values())
 
 
-@pytest.mark.parametrize("family", KNOWN)
-def test_every_kind_of_tensor_is_named_when_it_stays_behind(family, monkeypatch):
+def exchanged(tensors, kept_back):
+    """The names of two matrices of each shape, each with the other's."""
+    alike = defaultdict(list)
+    for name, tensor in tensors.items():
+        if tensor.ndim > 1 and name not in kept_back:
+            alike[tensor.shape, tensor.dtype].append(name)
+    pairs = [names[:2] for names in alike.values() if len(names) > 1]
+    return {one: other for pair in pairs for one, other in (pair, pair[::-1])}
+
+
+@pytest.mark.parametrize(("family", "format"), KNOWN)
+def test_what_stays_behind_and_what_is_exchanged_is_named(family, format, monkeypatch):
     network, latent = eager_network(family, 0), "kv_lora_rank" in family.options
     try:
-        engine = start(network, None)
+        engine = start(network, sampler_format(format), dtype=dtype_of(family))
     except ConfigError as error:
-        check_refusal(family, error)
+        check_refusal(family, format, error)
         return
     try:
         try:
             faults, sent, report = publish(network, engine, 0)
         except ConfigError as error:  # vLLM builds no engine of it
-            check_refusal(family, error)
+            check_refusal(family, format, error)
             return
         assert faults == []
         unread, previous = set(report.received.unread), sent.receipts()
         for reload in (False, True):  # along routes, where the first publish showed them, and through vLLM's reload
-            old = {name: tensor.clone() for name, tensor in engine.arranged(merged_weights(network))}
-            step(network, int(reload))
-            kept = one_of_each(name for name in old if name not in unread)
+            old = {name: tensor.clone() for name, tensor in stream(network, engine)}
+            step(network, int(reload), engine.plain_dtype)
+            new = {name: tensor.clone() for name, tensor in stream(network, engine)}
+            changed = {name for name in old if not torch.equal(old[name], new[name])}
+            assert changed == {name for name in old if not name.endswith("weight_shape")}
+            kept = one_of_each(name for name in old if name in changed - unread)
             if reload:
                 engine.live.routes, engine.live.learns_routes = None, False
 
-            def keeping(stream, kept=kept, old=old):
-                return ((name, old[name] if name in kept else tensor) for name, tensor in stream)
+            def keeping(wire, kept=kept, old=old):
+                return ((name, old[name] if name in kept else tensor) for name, tensor in wire)
 
             named = faults_of(network, engine, 1 + reload, previous, keeping)
             assert {name for kind, name in named if kind == "stale"} == kept
             faults, sent, _ = publish(network, engine, 3 + reload)
             assert faults == []
             previous = sent.receipts()
+            others = exchanged(new, unread)
+            assert others
+
+            def exchanging(wire, others=others, new=new):
+                return ((name, new[others.get(name, name)]) for name, _ in wire)
+
+            named = faults_of(network, engine, 5 + reload, None, exchanging)
+            assert {name for kind, name in named if kind == "swapped"} == others.keys()
+            assert publish(network, engine, 7 + reload)[0] == []
         engine.live.learns_routes = True
-        assert publish(network, engine, 5)[0] == []
+        assert publish(network, engine, 9)[0] == []
+        mean, _, rounding = disagreement(network, engine)
+        assert mean <= allowed(engine, format, rounding)
         if latent:
             assert engine.live.routes is not None
             for module in engine.live._derived.values():  # of a plain layer they are views, of a quantized one copies
                 module.W_UK_T.data, module.W_UV.data = module.W_UK_T.data.clone(), module.W_UV.data.clone()
-            step(network, 2)
+            step(network, 2, engine.plain_dtype)
             with monkeypatch.context() as patch:
                 patch.setattr(derived, "make_again", lambda llm, modules: None)
-                named = faults_of(network, engine, 6, None)
+                named = faults_of(network, engine, 10, None)
             pieces = {f"{name}.{piece}" for name in engine.live._derived for piece in ("W_UK_T", "W_UV")}
             assert {name for kind, name in named if kind == "derived"} == pieces
-            assert publish(network, engine, 7)[0] == []
+            assert publish(network, engine, 11)[0] == []
     finally:
         engine.close()
 

@@ -4,7 +4,7 @@
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,13 +65,22 @@ def start(network: Any, format: Any, **options: Any) -> Any:
     return engine
 
 
+def stream(network: Any, engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return what a publish sends: every tensor of the learner in the engine's format and dtype."""
+    layers = list(quantizable_linears(network))
+    return engine.arranged(weight_stream(merged_weights(network), engine.spec.format, layers, engine.plain_dtype))
+
+
+def dtype_of(family: Family) -> str:
+    """Return the `dtype` of an engine for a family: linear attention has kernels for bf16 alone in the CPU build."""
+    return "bf16" if "linear_key_head_dim" in family.options else "auto"
+
+
 def publish(network: Any, engine: Any, version: int, previous: Any = None, wire: Any = lambda stream: stream) -> Any:
     """Publish all weights and buffers and look into every layer; return the faults, what was sent, and the report."""
-    format = engine.spec.format
-    layers = quantizable_linears(network)
-    stream = weight_stream(merged_weights(network), format, list(layers), engine.plain_dtype)
+    format, layers = engine.spec.format, quantizable_linears(network)
     sent = SentLedger(version, format, {name: (one.out_features, one.in_features) for name, one in layers.items()})
-    report = engine.load_weights(wire(sent.watch(engine.arranged(stream))), format, version)
+    report = engine.load_weights(wire(sent.watch(stream(network, engine))), format, version)
     faults = compare(sent, report.received, previous)
     faults += compare_columns(sent, engine.read_columns, exact=format is None)
     faults += compare_read_back(sent, engine.read_back, list(sent.receipts()))
@@ -94,6 +103,19 @@ def disagreement(network: Any, engine: Any) -> tuple[float, float, float]:
     return float(every.mean()), float(every.max()), float(torch.cat(own).mean())
 
 
+def allowed(engine: Any, format_name: str, rounding: float) -> float:
+    """Return the largest mean |Δ log p| of a sampler that computes what the learner does.
+
+    Args:
+        engine: that generated.
+        format_name: of `FORMATS`.
+        rounding: the third figure of `disagreement`.
+    """
+    if engine.plain_dtype == torch.float32:
+        return TOLERANCE.get(format_name, LOW_BIT)
+    return max(LOW_BIT, ROUNDED_TWICE * rounding)
+
+
 def _share(network: Any, unread: Iterable[str]) -> float:
     """Return the share of the model's numbers that are in the tensors of those names."""
     sizes = {name: tensor.numel() for name, tensor in merged_weights(network)}
@@ -111,9 +133,7 @@ def run_cell(family: Family, format_name: str) -> dict[str, Any]:
     engine = None
     try:
         format = sampler_format(format_name)
-        half = "linear_key_head_dim" in family.options  # which the CPU build computes in bf16 alone
-        engine = start(eager_network(family, 0), format, dtype="bf16" if half else "auto")
-        bound = LOW_BIT if half else TOLERANCE.get(format_name, LOW_BIT)
+        engine = start(eager_network(family, 0), format, dtype=dtype_of(family))
         outcome = "works"
         for version in range(2):
             network = eager_network(family, version)
@@ -123,9 +143,8 @@ def run_cell(family: Family, format_name: str) -> dict[str, Any]:
             cell["verified"] = 1 - _share(network, report.received.unread)
             cell["difference"], cell["largest"], cell["rounding"] = disagreement(network, engine)
             cell["along_routes"] = engine.live.routes is not None
-            if engine.plain_dtype != torch.float32:
-                bound = max(bound, ROUNDED_TWICE * cell["rounding"])
-            outcome = "faulty" if faults else "works" if cell["difference"] <= bound else "wrong"
+            close = cell["difference"] <= allowed(engine, format_name, cell["rounding"])
+            outcome = "faulty" if faults else "works" if close else "wrong"
             cell["publish"] = version
             if outcome != "works":
                 break

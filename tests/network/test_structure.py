@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
@@ -16,6 +18,7 @@ from lit_qrl.network.structure import (
     check_tokens,
     decoder_layers,
     outline,
+    states,
     text_part,
 )
 from tests.families.configs import BY_TYPE
@@ -67,6 +70,13 @@ def test_the_body_yields_hidden_states_and_the_text_part_is_in_it(kind):
     assert hidden.shape == (1, 2, 128)
     assert text_part(network) in set(body(network).modules())
     assert network.get_output_embeddings() not in set(text_part(network).modules())
+
+
+def test_layers_that_carry_a_state_are_named():
+    named = {family.model_type for family in BY_TYPE.values() if states(outline(family.config()))}
+    assert named == {"qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1", "mamba2"}
+    assert states(outline(BY_TYPE["qwen3_next"].config())) == ["linear_attention"]
+    assert states(SimpleNamespace(config=LlamaConfig(), _is_stateful=True)) == ["a recurrent state"]
 
 
 def test_layers_may_differ_in_their_heads():

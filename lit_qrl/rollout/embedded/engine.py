@@ -11,7 +11,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.invariant import batch_invariant, check_invariant
 from lit_qrl.network.memory import free_memory
-from lit_qrl.network.structure import body
+from lit_qrl.network.structure import ATTENTION_KINDS, body, states
 from lit_qrl.rollout.embedded.cache import SlotCache
 from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Piece, Random, plan
 from lit_qrl.rollout.embedded.held import Held, grouped
@@ -22,7 +22,6 @@ from lit_qrl.rollout.embedded.shortage import freed
 from lit_qrl.rollout.engine import Dialogue, EnginePolicy, Progress, SamplerSpec, Turn
 from lit_qrl.types import Completion, SamplingParams
 
-ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 """What a config calls layers whose only state are keys and values."""
 CPU_CACHE_BYTES = 2**29
 """Key-value cache on a CPU, 0.5 GB: a quarter of the memory that the smallest supported run may take."""
@@ -68,14 +67,11 @@ class TransformersEngine(EmbeddedSampler):
 
     def check_model(self, network: nn.Module) -> None:
         """Raise `ConfigError` for a model with layers that carry a state from token to token beside keys and values."""
-        config: Any = network.config
-        kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
-        odd = sorted(kinds - set(ATTENTION_KINDS))
-        if odd or getattr(network, "_is_stateful", False):
+        if odd := states(network):
             raise ConfigError(
                 "TransformersEngine decodes attention layers only, and this model has layers that carry a state.",
                 expected=f"layers of {' or '.join(ATTENTION_KINDS)}",
-                given=f"{type(network).__name__} with {', '.join(odd) or 'a recurrent state'}",
+                given=f"{type(network).__name__} with {', '.join(odd)}",
                 remedy="Use VLLMEngine for this architecture.",
             )
 

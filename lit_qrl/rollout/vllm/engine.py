@@ -241,7 +241,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
                     self.llm = LLM(**arguments)
             except Exception as error:
                 if not self._started and not isinstance(error, TimeoutError):
-                    raise refused_model(type(policy.network).__name__, error) from error
+                    raise refused_model(policy.network, error) from error
                 again = " again" if self._started else ""
                 raise EngineDiedError(f"vLLM did not start{again}: {type(error).__name__}: {error}") from error
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.network.structure import states
 
 LONGEST = 400
 """Characters of vLLM's own words that are shown."""
@@ -77,7 +78,7 @@ def check_model(network: nn.Module, dtype: torch.dtype | None = None) -> None:
             f"vLLM knows the model type {name}, but cannot load it here: {str(error)[:LONGEST].rstrip('.')}.",
             expected="the packages that vLLM's own code of this model imports, built for the torch that is installed",
             given=f"no module {absent}" if absent else type(error).__name__,
-            remedy=f"Install {absent or 'what it names'}, or use TransformersEngine.",
+            remedy=_or_embedded(network, f"Install {absent or 'what it names'}"),
         ) from error
     if name in PAST_RELOAD:
         raise ConfigError(
@@ -95,23 +96,28 @@ def check_model(network: nn.Module, dtype: torch.dtype | None = None) -> None:
         _check_linear(name, config, dtype)
 
 
-def refused_model(name: str, error: Exception) -> Exception:
+def refused_model(network: nn.Module, error: Exception) -> Exception:
     """Return what to raise where vLLM could not build its first engine; running out of memory stays what it is.
 
     Args:
-        name: of the model's class.
+        network: the learner's model.
         error: vLLM's.
     """
     if isinstance(error, ConfigError) or not isinstance(
         error, (ValueError, KeyError, TypeError, AttributeError, AssertionError, NotImplementedError, ImportError)
     ):
         return error
-    said = " ".join(f"{type(error).__name__}: {error}".split())
+    name, said = type(network).__name__, " ".join(f"{type(error).__name__}: {error}".split())
     return ConfigError(
         f"vLLM does not build an engine of {name} with these arguments: {said[:LONGEST].rstrip('.')}.",
         expected="a model and data.engine arguments that the installed vLLM takes",
-        remedy="Change what it names, take another version of vLLM, or use TransformersEngine.",
+        remedy=_or_embedded(network, "Change what it names, take another version of vLLM"),
     )
+
+
+def _or_embedded(network: nn.Module, remedy: str) -> str:
+    """Return a remedy with the embedded engine as another, where that decodes the model."""
+    return f"{remedy}." if states(network) else f"{remedy}, or use TransformersEngine."
 
 
 def _class_of(name: str) -> Any:

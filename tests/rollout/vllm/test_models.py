@@ -123,11 +123,15 @@ def test_models_with_a_state_are_known_by_their_class():
 
 
 def test_what_vllm_says_of_a_first_engine_is_one_paragraph():
-    found = vllm_models.refused_model("GptOssForCausalLM", KeyError("factor"))
+    network = outline(BY_TYPE["gpt_oss"].config())
+    found = vllm_models.refused_model(network, KeyError("factor"))
     assert isinstance(found, ConfigError)
     assert "does not build an engine of GptOssForCausalLM with these arguments: KeyError: 'factor'" in str(found)
     memory = RuntimeError("out of memory")
-    assert vllm_models.refused_model("GptOssForCausalLM", memory) is memory
+    assert vllm_models.refused_model(network, memory) is memory
+    assert str(found).endswith("or use TransformersEngine.")
+    state = vllm_models.refused_model(outline(BY_TYPE["mamba2"].config()), KeyError("factor"))
+    assert str(state).endswith("Change what it names, take another version of vLLM.")  # the other engine has no state
 
 
 def test_linear_attention_on_a_cpu_wants_bf16_and_one_size(monkeypatch):
