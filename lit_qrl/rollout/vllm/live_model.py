@@ -35,7 +35,7 @@ from lit_qrl.rollout.vllm.locations import (
 )
 from lit_qrl.rollout.vllm.naming import Naming, stored
 from lit_qrl.rollout.vllm.patches import tied_head
-from lit_qrl.rollout.vllm.reload import reloading
+from lit_qrl.rollout.vllm.reload import reloading, same_kernel
 
 
 class LiveModel:
@@ -186,7 +186,8 @@ class LiveModel:
                 return
             before = {key: tensor.data_ptr() for key, tensor in tensors_of(layer).items()}
             self._record(name)
-            process(layer)
+            with same_kernel(layer):
+                process(layer)
             made = restored_names(layer)
             for key, tensor in tensors_of(layer).items():
                 if key not in made and before.get(key) == tensor.data_ptr():
