@@ -89,11 +89,11 @@ class ExpertStack:
         return [self.parts_of(matrix, one) for one in stack.unbind(0)]
 
     def parts_of(self, matrix: str, one: Tensor) -> tuple[Tensor, ...]:
-        """Return the matrices "out in" that lie in one expert's part of a parameter."""
-        rows = one.t() if self.transposed else one
+        """Return the matrices "out in" that lie in one expert's part of a parameter, or "experts out in" of all."""
+        rows = one.mT if self.transposed else one
         if len(self.parts[matrix]) == 1:
             return (rows,)
-        return rows.unflatten(0, (-1, 2)).unbind(1) if self.interleaved else rows.chunk(2, dim=0)
+        return rows.unflatten(-2, (-1, 2)).unbind(-2) if self.interleaved else rows.chunk(2, dim=-2)
 
     def named(self, matrix: str, stack: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the names of `layers` and their weights, views of a parameter's values."""

@@ -15,7 +15,6 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.network.adapters import base_weights, merged_weights
-from lit_qrl.network.expert_list import ExpertList
 from lit_qrl.network.experts import ExpertStack, expert_stacks
 from lit_qrl.network.linears import SwapReport, check_quantizable, fused_groups, quantizable_linears
 from lit_qrl.network.names import base_of, checkpoint_modules, checkpoint_name, is_adapter, put_layer
@@ -23,6 +22,7 @@ from lit_qrl.network.quantized_linear import leave_to_each_rank
 from lit_qrl.network.stream import quantize_named, shared_amax
 from lit_qrl.precision.base import QuantizedPrecision, check_shapes, network_of
 from lit_qrl.precision.deferred import DeferredWeights, deferred_weights
+from lit_qrl.precision.layers.packed_experts import PackedExperts
 from lit_qrl.precision.layers.packed_linear import PackedLinear
 from lit_qrl.precision.packed_base import PackedBase
 from lit_qrl.precision.source import Named, WeightSource
@@ -182,7 +182,7 @@ class PackedLoRA(QuantizedPrecision):
         """Put experts that are packed one by one, or lie so in a base's folder, in the place of a stack."""
         weights = {matrix: plain.get_parameter(matrix).detach() for matrix in stack.parts}
         device = next(iter(weights.values())).device
-        apart = ExpertList(stack, plain, lambda shape: PackedLinear(self.format, shape, cache=False))
+        apart = PackedExperts(stack, plain, lambda shape: PackedLinear(self.format, shape, cache=False))
         layers = {name: layer for name, layer in apart.named_modules() if isinstance(layer, PackedLinear)}
         for name, shape in stack.layers().items() if base is not None else ():
             layers[name.removeprefix(f"{stack.name}.")].set_weight(base.weight(name, shape, device))
