@@ -90,18 +90,25 @@ TABLE: dict[str, FormatSupport] = {
         folder_experts=_LIBRARIES,
         vllm_methods=("W8A8Fp8[tensor]", "W8A16Fp8[tensor]", "Fp8LinearMethod[tensor]"),
     ),
-    "fp8_row": replace(_FP8, folder_experts=_LIBRARIES, vllm_methods=("W8A8Fp8[channel]", "W8A16Fp8[channel]")),
+    "fp8_row": replace(
+        _FP8,
+        vllm_experts=("cuda",),
+        folder_experts=_LIBRARIES,
+        vllm_methods=("W8A8Fp8[channel]", "W8A16Fp8[channel]"),
+    ),
     "fp8_block": replace(
         _FP8,
         own_gemm=gemm.FP8_BLOCKS,
         vllm=("cuda",),
         vllm_head=False,
+        vllm_experts=("cuda",),
         vllm_methods=("W8A8Fp8[block]", "W8A16Fp8[block]", "Fp8LinearMethod[block]"),
     ),
     "int8_channel": FormatSupport(
         vllm=_BOTH,
         vllm_cpu_operators=("dynamic_scaled_int8_quant", "create_onednn_scaled_mm_handler", "onednn_scaled_mm"),
         vllm_head=True,
+        vllm_experts=("cuda",),
         vllm_methods=("W8A8Int8",),
     ),
     "int4_group": replace(
@@ -109,6 +116,7 @@ TABLE: dict[str, FormatSupport] = {
         learner_kernels=("machete", "marlin"),
         vllm=_BOTH,
         vllm_cpu_operators=("cpu_gemm_wna16",),
+        vllm_experts=("cuda",),
         folder_experts=_LIBRARIES,
         vllm_methods=("WNA16[4]", "WNA16Marlin[4]", "W4A8Fp8", "WNA8Int", "W4A8Int"),
         under={"fp8": replace(_INT4, vllm_gpu=gemm.Requirement((9, 0), newer=False)), "int8": _INT4},
@@ -116,6 +124,7 @@ TABLE: dict[str, FormatSupport] = {
     "nvfp4": replace(
         _4_BITS,
         vllm_head=True,
+        vllm_experts=("cuda",),
         vllm_methods=("W4A4Fp4", "W4A16Fp4", "W4A4Nvfp4"),
         vllm_lends=("cuda",),
     ),
