@@ -44,12 +44,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class TokenScores(NamedTuple):
     """What the policy says of a batch: log-probs "b t" and, where asked for, entropies "b t" and its routers' choices.
 
-    The choices are "b s layers k", as in `network.routing`.
+    The choices are "b s layers k", as in `network.routing`, and as wide what the routers give the experts taken.
     """
 
     logprobs: Tensor
     entropy: Tensor | None
     routes: Tensor | None = None
+    gates: Tensor | None = None
 
 
 class CausalPolicy(Described, nn.Module):
@@ -371,7 +372,7 @@ class CausalPolicy(Described, nn.Module):
 
     def _scores(self, network: Any, batch: RolloutBatch, temperature: float, *asked: bool) -> TokenScores:
         entropy, gradient, routes = asked
-        hidden, scored, own = scored_hidden(network, batch, routes)
+        hidden, scored, own, gates = scored_hidden(network, batch, routes)
         completions = batch.tokens[:, -batch.mask.shape[1] :]
         logprobs, entropies = token_logprobs(
             hidden,
@@ -386,4 +387,5 @@ class CausalPolicy(Described, nn.Module):
             spread(logprobs, batch.mask, scored),
             None if entropies is None else spread(entropies, batch.mask, scored),
             own,
+            gates,
         )

@@ -139,7 +139,7 @@ class RolloutBatch:
 
     A reward that is NaN was not given: the sequence is left out of its group's statistics, and its mask is False.
     `routed_experts` "b s layers k" is the choice of experts that the learner's forward passes replay, whoever recorded
-    it; None where its routers choose.
+    it; None where its routers choose. `router_logprobs`, as wide, is what learner_old's routers give these experts.
     The last three are of masked diffusion, as in `Completion`.
     """
 
@@ -156,6 +156,7 @@ class RolloutBatch:
     learner_old_logprobs: Float[Tensor, "b t"] | None = None
     reference_logprobs: Float[Tensor, "b t"] | None = None
     routed_experts: Tensor | None = None
+    router_logprobs: Tensor | None = None
     weights: Float[Tensor, "b t"] | None = None
     keep: Bool[Tensor, "b t"] | None = None
     mask_seed: Int[Tensor, " b"] | None = None
