@@ -38,6 +38,14 @@ class RouterShift(RLCallback):
                 expected="RouterReplay in trainer.callbacks",
                 remedy="Add it (configs/replay/old.yaml), or remove RouterShift.",
             )
+        if pl_module.objective.carries_ratio:
+            raise ConfigError(
+                f"{type(pl_module.objective).__name__} takes learner_old's log-probs for the mismatch with the "
+                "sampler, too, which RouterShift would change.",
+                expected="an objective whose loss does not hold the ratio learner_old / sampler, such as GRPO or GSPO",
+                given=type(pl_module.objective).__name__,
+                remedy="Take another, or remove RouterShift.",
+            )
         if data.passes * data.mini_batches == 1 or old != "decoupled":
             raise ConfigError(
                 "RouterShift rescales the ratio of the learner to learner_old, which is 1 here.",

@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.functional._statistics import as_float
 
 
 def check_floor(floor: float) -> None:
@@ -31,5 +32,5 @@ def router_shift(
     >>> router_shift(before + torch.tensor([0.1, -0.3]), before, 0.5), router_shift(before - 9, before, 0.5)
     (tensor([[0.8187]]), tensor([[0.5000]]))
     """
-    moved = (now.detach().float() - before.float()).abs().flatten(2).mean(dim=2)
+    moved = (as_float(now.detach()) - as_float(before)).abs().flatten(2).mean(dim=2)
     return torch.exp(-moved).clamp(min=floor)

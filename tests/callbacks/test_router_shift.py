@@ -3,7 +3,7 @@ import torch
 
 from lit_qrl.callbacks import RouterReplay, RouterShift
 from lit_qrl.errors import ConfigError
-from lit_qrl.objective import GRPO
+from lit_qrl.objective import GRPO, TBPO
 from lit_qrl.policy import CausalPolicy
 from tests.callbacks.test_router_replay import column, trained
 
@@ -72,6 +72,11 @@ def test_the_second_updates_ratio_is_smaller_by_the_shift(tmp_path):
 def test_what_it_needs_is_named(callbacks, data, match, tmp_path):
     with pytest.raises(ConfigError, match=match):
         trained(tmp_path, *callbacks, data=data)
+
+
+def test_an_objective_that_corrects_the_mismatch_itself_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="TBPO takes learner_old's log-probs for the mismatch"):
+        trained(tmp_path, RouterReplay(), RouterShift(), data={"mini_batches": 2}, objective=TBPO())
 
 
 def test_an_objective_without_that_ratio_is_refused(tmp_path):

@@ -16,7 +16,11 @@ def test_the_ratio_is_that_of_the_mean_move_over_layers_and_experts():
     floored = 0
     for b in range(2):
         for t in range(3):
-            moved = [abs(float(now[b, t, layer, k] - before[b, t, layer, k])) for layer in range(4) for k in range(2)]
+            moved = [
+                abs(float(now[b, t, layer, k].detach() - before[b, t, layer, k]))
+                for layer in range(4)
+                for k in range(2)
+            ]
             expected = max(0.4, math.exp(-sum(moved) / 8))
             floored += expected == 0.4
             assert float(got[b, t]) == pytest.approx(expected, rel=1e-6)
