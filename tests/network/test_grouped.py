@@ -66,3 +66,30 @@ def test_all_experts_at_once_make_what_they_make_one_after_another(biased, inter
 
 def test_a_cpu_and_other_dtypes_have_the_loop():
     assert not can_group(ExpertStack("experts", 4, PARTS, SHAPES), rows(2, 16).bfloat16())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("empty", [False, True])
+def test_on_a_gpu_in_bf16_products_and_gradients_are_those_of_the_loop(empty):
+    counts = torch.tensor([0, 7, 0, 25, 1, 0, 31, 0] if empty else [8, 8, 3, 5, 9, 16, 7, 8])
+    ends = counts.cumsum(0).to(torch.int32).cuda()
+    total = int(counts.sum())
+    made = [
+        rows(*shape, seed=i).bfloat16().cuda() for i, shape in enumerate([(total, 128), (8, 256, 128), (total, 256)])
+    ]
+    x, weight, grad = made
+    for one in (x, weight):
+        one.requires_grad_()
+    stack = ExpertStack("experts", 8, {"up_proj": ("up_proj",)}, {"up_proj": (256, 128)})
+    assert can_group(stack, x)
+    torch.empty(8, 256, 128, dtype=torch.bfloat16, device="cuda").fill_(float("nan"))  # what memory may have held
+    out = grouped_product(x, ends, lambda: weight.detach(), weight)
+    out.backward(grad)
+    parts = x.detach().float().split(counts.tolist()), grad.float().split(counts.tolist())
+    for expert, (a, g) in enumerate(zip(*parts, strict=True)):
+        own = weight[expert].detach().float()
+        start = int(counts[:expert].sum())
+        part = slice(start, start + len(a))
+        torch.testing.assert_close(out[part].float(), a @ own.t(), rtol=2**-7, atol=0.05)
+        torch.testing.assert_close(x.grad[part].float(), g @ own, rtol=2**-7, atol=0.05)
+        torch.testing.assert_close(weight.grad[expert].float(), g.t() @ a, rtol=2**-7, atol=0.05)
