@@ -236,7 +236,8 @@ def _check_experts(stacks: Mapping[str, ExpertStack], format: NumberFormat) -> N
             "publisher.format.",
         )
     known = [name for name in names_where(lambda row: bool(row.folder_experts)) if _weight_only(formats.get(name))]
-    if stacks and not (readers := row_of(format).folder_experts):
+    readers = row_of(format).folder_experts
+    if stacks and not readers:
         raise ConfigError(
             f"No library reads experts in {format.name} from a folder.",
             expected=f"{', '.join(known)}, or --exclude '*.experts'",
