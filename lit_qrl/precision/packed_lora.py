@@ -184,8 +184,9 @@ class PackedLoRA(QuantizedPrecision):
         device = next(iter(weights.values())).device
         apart = PackedExperts(stack, plain, lambda shape: PackedLinear(self.format, shape, cache=False))
         layers = {name: layer for name, layer in apart.named_modules() if isinstance(layer, PackedLinear)}
-        for name, shape in stack.layers().items() if base is not None else ():
-            layers[name.removeprefix(f"{stack.name}.")].set_weight(base.weight(name, shape, device))
+        if base is not None:
+            for name, shape in stack.layers().items():
+                layers[name.removeprefix(f"{stack.name}.")].set_weight(base.weight(name, shape, device))
         for matrix in stack.parts if base is None else ():
             slices = dict(stack.named(matrix, weights.pop(matrix)))
             for names in fused_groups(slices).values():
