@@ -14,11 +14,14 @@ qerl-32b   NVFP4 base from a quantized folder under a LoRA of rank 32
 parts-3b, parts-8b  full fine-tuning with fp32 masters in parts (`ShardedStrategy`) on `--devices` GPUs, a vLLM on each
 apart-8b   lora-7b at 8B, the adapter merged into each publish, vLLM in a process of its own on another GPU
 llada-8b   masked diffusion of LLaDA-8B's shape, 16 completions: LoRA of rank 128, FP8 sampler, AIS
+moe-30b    Qwen3-30B-A3B's shape, drawn at random and packed layer by layer: attention and experts in 4 bits (`--arms
+           nvfp4`, `int4_group`) under a LoRA of rank 32 on attention, with routing replay or without (`--replay`)
 
     python benchmarks/iteration.py --cases full-3b --arms bf16 fp8_row UnifiedFP8 QATAligned --checkpoints none
     python benchmarks/iteration.py --cases parts-8b --devices 2 --checkpoints none
     python benchmarks/iteration.py --cases apart-8b --arms fp8_row --schedules on_policy one_step_off --checkpoints none
     python benchmarks/iteration.py --cases full-1.5b --peers here trl trl here --checkpoints none
+    python benchmarks/iteration.py --cases moe-30b --arms nvfp4 --replay on off --checkpoints none
 
 `--arms`: what the sampler is published in, or a precision plugin. `--peers trl` runs `trl_iteration.py`, the
 same iteration with TRL's trainer and its vLLM in the same process. `--tiny` tries every line on a CPU.
@@ -69,6 +72,21 @@ SHAPES["llada-8b"] = {
     "vocab_size": 126464,
     "mask_token_id": 126336,
 }
+SHAPES["30b-a3b"] = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
+_FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+SHAPES["tiny-mixture"] = {**SHAPES["tiny"], **_FEW, "head_dim": 64}
 SHAPES["tiny-denoiser"] = {**SHAPES["tiny"], "mask_token_id": 511}
 LORA = {"class_path": "peft.LoraConfig", "init_args": {"r": 32, "lora_alpha": 64, "target_modules": "all-linear"}}
 LARGE_LORA = {"class_path": "peft.LoraConfig", "init_args": {**LORA["init_args"], "r": 128}}
@@ -91,10 +109,13 @@ CASES: dict[str, dict[str, Any]] = {
     "lora-7b": {"shape": "7b", "prompts": 16, "completion": 512, "micro_batches": 16, "lora": LORA},
     "qerl-32b": {"shape": "32b", "prompts": 4, "completion": 300, "micro_batches": 8, "lora": LORA, "format": "nvfp4"},
     "apart-8b": {"shape": "8b", "prompts": 8, "completion": 384, "micro_batches": 8, "lora": LORA, "apart": True},
+    "moe-30b": {"shape": "30b-a3b", "prompts": 4, "completion": 300, "micro_batches": 2, "lora": LORA, "replay": "on"},
     "llada-8b": {"shape": "llada-8b", "prompts": 2, "completion": 256, "micro_batches": 4, "lora": LARGE_LORA},
 }
-ARMS = ("bf16", "fp8_row", "QATAligned", "UnifiedFP8")
+ARMS = ("bf16", "fp8_row", "QATAligned", "UnifiedFP8", "nvfp4", "int4_group")
 PLUGINS: dict[str, dict[str, Any]] = {"QATAligned": {"weights": "fp8_row"}, "UnifiedFP8": {}}
+PACKED = ("nvfp4", "int4_group")
+"""What a base that is drawn at random is packed in."""
 WARM_UP = 2
 PHASES = ("publish", "rollout", "wait", "score", "update", "evaluate", "checkpoint", "other")
 
@@ -105,6 +126,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--checkpoints", nargs="+", choices=("none", "auto", "every"), default=["none", "auto"])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["bf16"], help="of cases without a quantized base")
+    parser.add_argument("--replay", nargs="+", choices=("on", "off"), default=["on"], help="of routes, in mixtures")
     parser.add_argument("--peers", nargs="+", choices=("here", "trl"), default=["here"], help="one run each, in order")
     parser.add_argument("--schedules", nargs="+", default=["on_policy"], help="of the cases with an engine apart")
     parser.add_argument("--devices", type=int, default=1, help="GPUs of the cases in parts")
@@ -129,17 +151,19 @@ def main() -> None:
         for name in args.cases:
             case = dict(CASES[name])
             if args.tiny:
-                shape = "tiny-denoiser" if denoises(case) else "tiny"
+                shape = "tiny-denoiser" if denoises(case) else "tiny-mixture" if mixes(case) else "tiny"
                 case |= {"shape": shape, "prompts": 4, "completion": 8, "micro_batches": 2}
             folder = model_folder(models, case["shape"], case.get("format"), case.get("stops", 1))
             schedules = args.schedules if case.get("apart") else ["on_policy"]
-            for number, (checkpoints, arm, peer, schedule) in enumerate(
-                itertools.product(args.checkpoints, args.arms, args.peers, schedules)
+            replay = args.replay if mixes(case) else ["off"]
+            for number, (checkpoints, arm, peer, schedule, routes) in enumerate(
+                itertools.product(args.checkpoints, args.arms, args.peers, schedules, replay)
             ):
                 run = Path(temporary) / f"{name}-{number}"
-                case |= {"arm": arm, "peer": peer, "schedule": schedule}
+                case |= {"arm": arm, "peer": peer, "schedule": schedule, "replay": routes}
                 what = {"case": name, "arm": arm, "peer": peer, "checkpoints": checkpoints}
                 what |= {"schedule": schedule} if case.get("apart") else {}
+                what |= {"replay": routes} if mixes(case) else {}
                 result = {**what, **measure(args, case, folder, run, checkpoints)}
                 print(json.dumps(result), flush=True)
                 results.append(result)
@@ -153,16 +177,22 @@ def denoises(case: dict[str, Any]) -> bool:
     return "mask_token_id" in SHAPES[case["shape"]]
 
 
+def mixes(case: dict[str, Any]) -> bool:
+    """Return whether a case is of a mixture of experts."""
+    return "num_experts" in SHAPES[case["shape"]]
+
+
 # --------------------------------------------------------------------------------------------------------------- model
 
 
 def model_folder(models: Path, shape: str, format: str | None, stops: int = 1) -> Path:
     """Return the folder of a model of that shape with random weights, plain or quantized, made where it is not.
 
-    So many of its words end a completion; with random weights all are about as likely.
+    So many of its words end a completion; with random weights all are about as likely. A mixture's folder has no
+    weights: its run draws them.
     """
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
+    from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen3MoeConfig
 
     from lit_qrl import formats
     from lit_qrl.network.folder import FolderWriter
@@ -174,9 +204,12 @@ def model_folder(models: Path, shape: str, format: str | None, stops: int = 1) -
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    kind = LLaDAConfig if denoises({"shape": shape}) else Qwen2Config
+    case = {"shape": shape}
+    kind = LLaDAConfig if denoises(case) else Qwen3MoeConfig if mixes(case) else Qwen2Config
     config = kind(**SHAPES[shape], max_position_embeddings=4096, dtype="bfloat16")
     write_model(config, folder)
+    if mixes(case):
+        return folder
     GenerationConfig(eos_token_id=[1, *range(config.vocab_size - stops + 1, config.vocab_size)]).save_pretrained(folder)
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -279,7 +312,7 @@ def configuration(
     data.write_text("".join(json.dumps({**row, "answer": "1"}) + "\n" for row in rows))
     engine = {"class_path": "TransformersEngine"}
     if not args.tiny:
-        share = {"32b": 0.5, "8b": 0.25}.get(case["shape"], 0.35)
+        share = {"32b": 0.5, "8b": 0.25, "30b-a3b": 0.25}.get(case["shape"], 0.35)
         options = {"gpu_memory_utilization": share, "quick_start": True, "max_lora_rank": 32 if "lora" in case else 0}
         engine = {"class_path": "VLLMEngine", "init_args": options}
     if case.get("apart"):
@@ -290,6 +323,9 @@ def configuration(
     if denoises(case):
         engine = {"class_path": "DiffusionEngine", "init_args": {"block": 8 if args.tiny else 32}}
     plugins = [{"class_path": "NVFP4LoRA", "init_args": {"autocast": "bf16"}}] if case.get("format") else None
+    if mixes(case):
+        packed = case["arm"] if case["arm"] in PACKED else "nvfp4"
+        plugins = [{"class_path": "NVFP4LoRA", "init_args": {"format": packed, "autocast": "bf16"}}]
     if case["arm"] in PLUGINS:
         plugins = [{"class_path": case["arm"], "init_args": PLUGINS[case["arm"]]}]
     policy = {
@@ -298,6 +334,7 @@ def configuration(
         "dtype": "fp32" if case.get("parts") else "bf16",
         **({"gradient_checkpointing": True} if case.get("parts") else {}),
         **({"lora": case["lora"]} if "lora" in case else {}),
+        **({"random_weights": True} if mixes(case) else {}),
     }
     task = {"path": str(data), "evaluation_size": 8, "chat": False, "rewards": [{"class_path": "even_words.EvenWords"}]}
     parts = case.get("parts") and not args.tiny
@@ -308,7 +345,9 @@ def configuration(
         trainer["plugins"] = plugins
     elif not parts:
         trainer["precision"] = "bf16-true"
-    if not case.get("format"):
+    if mixes(case):
+        trainer["callbacks"] = [{"class_path": "RouterReplay"}] if case["replay"] == "on" else []
+    elif not case.get("format"):
         trainer["callbacks"] = [{"class_path": "AIS"} if denoises(case) else TIS]
     publisher = {"lora": "adapter" if "lora" in case and not (args.tiny or case.get("apart")) else "auto"}
     if denoises(case):
@@ -377,11 +416,11 @@ def device_memory() -> float:
 def table(results: list[dict[str, Any]]) -> None:
     """Print one line a run."""
     columns = ("wall", "mean_wall", "phases_sum", *PHASES, "checkpoint_gib", "peak_gib")
-    what = ("case", "arm", "peer", "checkpoints")
+    what = ("case", "arm", "peer", "checkpoints", "schedule", "replay")
     print(" | ".join([*what, *columns]))
     for result in results:
         cells = [str(result.get(column, "")) for column in columns]
-        print(" | ".join([*(result[name] for name in what), *cells, result.get("error", "")]))
+        print(" | ".join([*(str(result.get(name, "")) for name in what), *cells, result.get("error", "")]))
 
 
 if __name__ == "__main__":

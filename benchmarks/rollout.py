@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--completion", type=int, default=256, help="tokens of each completion")
     parser.add_argument("--grpo", type=int, nargs=3, default=[64, 8, 1024], help="prompts, completions, most tokens")
     parser.add_argument("--repeats", type=int, default=2, help="timed runs of each kind; the best counts")
+    parser.add_argument("--publishes", type=int, default=5, help="of the section publish; the first does not count")
     parser.add_argument("--share", type=float, default=0.45, help="of the GPU's memory, for the engine")
     parser.add_argument("--start", choices=("quick", "compile", "eager"), default="quick", help="how decoding is run")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
@@ -426,11 +427,11 @@ class Bench:
         figures, times = self.ready(), []
         if self.device == "cuda":
             self.torch.cuda.reset_peak_memory_stats()
-        for _ in range(5):
+        for _ in range(self.args.publishes):
             self.step()
             times.append(self.publish())
         median = {part: round(statistics.median(t[part] for t in times[1:]), 4) for part in times[0]}
-        bare = statistics.median(self.unverified() for _ in range(4))
+        bare = statistics.median(self.unverified() for _ in range(self.args.publishes - 1))
         median |= (self.parts() if self.twice else {}) | {
             "unverified": round(bare, 4),
             "receipts": round(median["all"] - bare, 4),

@@ -21,7 +21,7 @@ from lit_qrl.loop.evaluation import answer
 from lit_qrl.loop.generation import drawn
 from lit_qrl.loop.hooks import PreparesTrainer, rl_callbacks, trainer_all_reduce
 from lit_qrl.loop.metrics import BOUNDS, EvaluationMetrics, log_row
-from lit_qrl.loop.routing import balanced, record_difference
+from lit_qrl.loop.routing import balanced, record_difference, shifted
 from lit_qrl.loop.state import IterationState
 from lit_qrl.loop.stopping import expect_metrics, follow_iterations
 from lit_qrl.network.balance import balance_coefficient
@@ -112,8 +112,11 @@ class GRPOModule(Described, LightningModule):
                 forward = self.policy(piece, self.temperature, routes=routes is not None)
                 t = piece.mask.shape[1]
                 scored[rows, :t] = forward.logprobs.float()
+                columns = slice(prompts + t - piece.tokens.shape[1], prompts + t)
                 if routes is not None:
-                    routes[rows, prompts + t - piece.tokens.shape[1] : prompts + t] = forward.routes
+                    routes[rows, columns] = forward.routes
+                if rollout.router_logprobs is not None and rollout.learner_old_logprobs is None:
+                    rollout.router_logprobs[rows, columns] = forward.gates
         return scored.masked_fill_(~rollout.mask, 0.0)
 
     def training_step(self, micro_batch: MicroBatch, batch_idx: int) -> Tensor:
@@ -127,7 +130,7 @@ class GRPOModule(Described, LightningModule):
         if batch_idx < self.data.micro_batches:
             self.iteration.remember_old(micro_batch, forward.logprobs)
         weigh_here(self, batch, forward.logprobs)
-        terms = self.objective.terms(forward.logprobs, batch, forward.entropy)
+        terms = self.objective.terms(forward.logprobs, shifted(self, batch, forward.gates), forward.entropy)
         loss = self.objective.loss(terms.loss, batch, micro_batch.total) + balance(batch)
         self._record(micro_batch, forward.entropy, terms.metrics, loss)
         if batch.routed_experts is not None:

@@ -23,9 +23,9 @@ from lit_qrl.network.chat import chat_ids, turn_ids, with_special_tokens
 from lit_qrl.network.denoising import check_causal
 from lit_qrl.network.folder import FOLDER_REMEDY, HUB_REMEDY, check_expert_count, local_folder, resolve_model
 from lit_qrl.network.head import check_tied, output_head
-from lit_qrl.network.hidden import recomputation, scored_hidden
+from lit_qrl.network.hidden import scored_hidden
 from lit_qrl.network.invariant import batch_invariant
-from lit_qrl.network.memory import SelectiveRecomputation
+from lit_qrl.network.memory import compute_again
 from lit_qrl.network.modes import train_without_dropout
 from lit_qrl.network.padding_free import enable_padding_free, spread
 from lit_qrl.network.reference import Reference
@@ -46,12 +46,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class TokenScores(NamedTuple):
     """What the policy says of a batch: log-probs "b t" and, where asked for, entropies "b t" and its routers' choices.
 
-    The choices are "b s layers k", as in `network.routing`.
+    The choices are "b s layers k", as in `network.routing`, and as wide what the routers give the experts taken.
     """
 
     logprobs: Tensor
     entropy: Tensor | None
     routes: Tensor | None = None
+    gates: Tensor | None = None
 
 
 class CausalPolicy(Described, nn.Module):
@@ -219,11 +220,7 @@ class CausalPolicy(Described, nn.Module):
         else:
             network = self._pretrained(dtype, options)
         network.config.use_cache = False
-        checkpointing = not on_cpu if self.gradient_checkpointing == "auto" else self.gradient_checkpointing
-        if checkpointing:
-            network.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recomputation})
-            if self.gradient_checkpointing == "auto":
-                SelectiveRecomputation(network)
+        compute_again(network, self.gradient_checkpointing, on_cpu)
         if self.packing == "auto" and self.attn_implementation is None:
             enable_padding_free(network, self.dropout)
         if self.lora is not None:
@@ -381,7 +378,7 @@ class CausalPolicy(Described, nn.Module):
 
     def _scores(self, network: Any, batch: RolloutBatch, temperature: float, *asked: bool) -> TokenScores:
         entropy, gradient, routes = asked
-        hidden, scored, own = scored_hidden(network, batch, routes)
+        hidden, scored, own, gates = scored_hidden(network, batch, routes)
         kernels = kernels_adopted(network)
         completions = batch.tokens[:, -batch.mask.shape[1] :]
         logprobs, entropies = token_logprobs(
@@ -399,4 +396,5 @@ class CausalPolicy(Described, nn.Module):
             spread(logprobs, batch.mask, scored),
             None if entropies is None else spread(entropies, batch.mask, scored),
             own,
+            gates,
         )

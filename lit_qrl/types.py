@@ -143,7 +143,7 @@ class RolloutBatch:
 
     A reward that is NaN was not given: the sequence is left out of its group's statistics, and its mask is False.
     `routed_experts` "b s layers k" is the choice of experts that the learner's forward passes replay, whoever recorded
-    it; None where its routers choose.
+    it; None where its routers choose. `router_logprobs`, as wide, is what learner_old's routers give these experts.
     `kept` "b t k" are the ids among which each token was drawn under `top_p` or `top_k`, −1 behind them; the learner's
     log-probs are then of the distribution over those too. None where all tokens could be drawn, or nothing asks.
     The last three are of masked diffusion, as in `Completion`.
@@ -162,6 +162,7 @@ class RolloutBatch:
     learner_old_logprobs: Float[Tensor, "b t"] | None = None
     reference_logprobs: Float[Tensor, "b t"] | None = None
     routed_experts: Tensor | None = None
+    router_logprobs: Tensor | None = None
     weights: Float[Tensor, "b t"] | None = None
     keep: Bool[Tensor, "b t"] | None = None
     kept: Int[Tensor, "b t k"] | None = None

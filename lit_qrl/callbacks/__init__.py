@@ -12,6 +12,7 @@ from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.callbacks.rejection import GeometricRejection, RatioRejection
 from lit_qrl.callbacks.report import Report
 from lit_qrl.callbacks.router_replay import RouterReplay
+from lit_qrl.callbacks.router_shift import RouterShift
 from lit_qrl.callbacks.truncated import TruncatedIS
 from lit_qrl.callbacks.veto import TokenVeto
 from lit_qrl.loop.hooks import RLCallback
@@ -29,6 +30,7 @@ __all__ = [
     "RatioRejection",
     "Report",
     "RouterReplay",
+    "RouterShift",
     "RunCheckpoint",
     "TokenVeto",
     "TruncatedIS",

@@ -87,7 +87,7 @@ class RouterReplay(RLCallback):
             return
         chunks, own = module.data.mini_batches * module.data.micro_batches, torch.full_like(routes, 0)
         with module.iteration.timed("score"):
-            free = module.score(replace(batch, routed_experts=None), chunks, own)
+            free = module.score(replace(batch, routed_experts=None, router_logprobs=None), chunks, own)
             replayed = batch.learner_old_logprobs
             replayed = module.score(batch, chunks) if replayed is None else replayed
         for name, scored in (("free", free), ("replayed", replayed)):

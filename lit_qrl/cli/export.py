@@ -241,13 +241,16 @@ def write_plain(policy: Any, folder: Path, dtype: Any, shard_bytes: int) -> None
     import torch
 
     from lit_qrl.network.folder import FolderWriter
+    from lit_qrl.network.names import stored
 
     writer = FolderWriter(folder, shard_bytes)
     with torch.no_grad():
         for name, tensor in policy.named_weights():
             if tensor.is_floating_point() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
                 raise ConfigError(f"{name} of the checkpoint holds NaN or inf.", remedy="Take an earlier checkpoint.")
-            writer.add(name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
+            tensor = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+            for other, part in stored(policy.network, name, tensor).items():  # experts one by one
+                writer.add(other, part)
     writer.close()
     config = policy.network.config
     config.dtype = dtype or next(p.dtype for p in policy.network.parameters() if p.is_floating_point())

@@ -46,6 +46,8 @@ class FormatSupport:
         vllm_lends: devices on which a learner can compute with the weights in vLLM's memory.
         vllm_varies: vLLM's kernel for it on CUDA where that adds in another order in another batch; None where not.
         folders: whether a library reads folders in it, so that `quantize` and `export` write them.
+        folder_experts: libraries that read the experts of a mixture in it from a folder, beside `NVFP4LoRA` where it is
+            weight-only.
         folder_dtype: dtype of everything else in a folder, where libraries multiply the codes out in no other.
         under: rows of the same weights under activations that the format's option `activations` has quantized.
     """
@@ -67,11 +69,13 @@ class FormatSupport:
     vllm_lends: tuple[str, ...] = ()
     vllm_varies: str | None = "a kernel that was not tried"
     folders: bool = True
+    folder_experts: tuple[str, ...] = ("vLLM",)
     folder_dtype: torch.dtype | None = None
     under: Mapping[str, "FormatSupport"] = field(default_factory=dict)
 
 
 _BOTH = ("cpu", "cuda")
+_LIBRARIES = ("vLLM", "transformers")
 _PLAIN = FormatSupport(
     vllm=_BOTH, vllm_varies=None, vllm_copied=("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 )
@@ -91,19 +95,31 @@ TABLE: dict[str, FormatSupport] = {
     "bf16": _PLAIN,
     "fp16": replace(_PLAIN, audited=False),
     "fp32": replace(_PLAIN, audited=False),
-    "fp8_tensor": replace(_FP8, vllm_methods=("W8A8Fp8[tensor]", "W8A16Fp8[tensor]", "Fp8LinearMethod[tensor]")),
-    "fp8_row": replace(_FP8, vllm_varies=None, vllm_methods=("W8A8Fp8[channel]", "W8A16Fp8[channel]")),
+    "fp8_tensor": replace(
+        _FP8,
+        folder_experts=_LIBRARIES,
+        vllm_methods=("W8A8Fp8[tensor]", "W8A16Fp8[tensor]", "Fp8LinearMethod[tensor]"),
+    ),
+    "fp8_row": replace(
+        _FP8,
+        vllm_varies=None,
+        vllm_experts=("cuda",),
+        folder_experts=_LIBRARIES,
+        vllm_methods=("W8A8Fp8[channel]", "W8A16Fp8[channel]"),
+    ),
     "fp8_block": replace(
         _FP8,
         own_gemm=gemm.FP8_BLOCKS,
         vllm=("cuda",),
         vllm_head=False,
+        vllm_experts=("cuda",),
         vllm_methods=("W8A8Fp8[block]", "W8A16Fp8[block]", "Fp8LinearMethod[block]"),
     ),
     "int8_channel": FormatSupport(
         vllm=_BOTH,
         vllm_cpu_operators=("dynamic_scaled_int8_quant", "create_onednn_scaled_mm_handler", "onednn_scaled_mm"),
         vllm_head=True,
+        vllm_experts=("cuda",),
         vllm_methods=("W8A8Int8",),
     ),
     "int4_group": replace(
@@ -111,12 +127,15 @@ TABLE: dict[str, FormatSupport] = {
         learner_kernels=("machete", "marlin"),
         vllm=_BOTH,
         vllm_cpu_operators=("cpu_gemm_wna16",),
+        vllm_experts=("cuda",),
+        folder_experts=_LIBRARIES,
         vllm_methods=("WNA16[4]", "WNA16Marlin[4]", "W4A8Fp8", "WNA8Int", "W4A8Int"),
         under={"fp8": replace(_INT4, vllm_gpu=gemm.Requirement((9, 0), newer=False)), "int8": _INT4},
     ),
     "nvfp4": replace(
         _4_BITS,
         vllm_head=True,
+        vllm_experts=("cuda",),
         vllm_methods=("W4A4Fp4", "W4A16Fp4", "W4A4Nvfp4"),
         vllm_lends=("cuda",),
     ),
@@ -127,8 +146,9 @@ TABLE: dict[str, FormatSupport] = {
         vllm=_BOTH,
         vllm_methods=("NF4LinearMethod",),
         vllm_copied=("NF4LinearMethod",),
+        folder_experts=(),
     ),
-    "int3_channel": FormatSupport(audited=False, folders=False),
+    "int3_channel": FormatSupport(audited=False, folders=False, folder_experts=()),
 }
 """A row for each format, by name."""
 

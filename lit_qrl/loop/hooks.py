@@ -89,6 +89,8 @@ class RLCallback(Described, Callback):
     """True when `on_rollout_end` reads learner_old's log-probs."""
     replays: Literal["rollout", "old"] | None = None
     """Whose choice of experts the learner's forward passes take instead of their own; see `loop.routing`."""
+    shift_floor: float | None = None
+    """The smallest ratio by which the shift of routers rescales that of an objective; None where it does not."""
 
     def on_rollout_start(self, trainer: Trainer, module: "Learner", version: int) -> None:
         """Called before the weights of `version` are published."""

@@ -27,7 +27,7 @@ from lit_qrl.loop.correction import correct, needs_learner_old
 from lit_qrl.loop.generation import draw, drawn, played_by, tell_episodes
 from lit_qrl.loop.hooks import Learner, rl_callbacks
 from lit_qrl.loop.ranks import lacking, widest
-from lit_qrl.loop.routing import scored_routes
+from lit_qrl.loop.routing import scored_gates, scored_routes
 from lit_qrl.rollout.engine import Estimates
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import Completion, MicroBatch, RolloutBatch
@@ -168,12 +168,14 @@ def score(learner: Learner, rollout: RolloutBatch) -> RolloutBatch:
     data, objective = learner.data, learner.objective
     chunks = data.mini_batches * data.micro_batches
     if needs_learner_old(learner):
-        routes = scored_routes(learner, rollout)
+        routes, rollout.router_logprobs = scored_routes(learner, rollout), scored_gates(learner, rollout)
         rollout.learner_old_logprobs = learner.score(rollout, chunks, routes)
         rollout.routed_experts = rollout.routed_experts if routes is None else routes
     if objective.kl_coefficient > 0:
         with learner.policy.reference():  # another model, whose routers choose for themselves
-            rollout.reference_logprobs = learner.score(replace(rollout, routed_experts=None), chunks)
+            rollout.reference_logprobs = learner.score(
+                replace(rollout, routed_experts=None, router_logprobs=None), chunks
+            )
     rollout.advantages = objective.rollout_advantages(
         rollout, data.group_size, data.max_completion_tokens, learner.reduce
     )

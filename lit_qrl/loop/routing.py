@@ -15,12 +15,14 @@ Either way the choice is `RolloutBatch.routed_experts` from then on: the engine 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lit_qrl.functional.router_shift import router_shift
 from lit_qrl.loop.hooks import Learner, rl_callbacks
 from lit_qrl.loop.metrics import IterationMetrics
 from lit_qrl.network.balance import balance_coefficient, balance_loss, real_tokens, router_logits
@@ -41,6 +43,41 @@ def scored_routes(learner: Learner, rollout: RolloutBatch) -> Tensor | None:
     dtype = route_dtype(max(router.experts for router in found))
     shape = (*rollout.tokens.shape, len(found), found[0].chosen)
     return torch.full(shape, unrouted(dtype), dtype=dtype, device=rollout.tokens.device)
+
+
+def _shift_floor(trainer: Trainer) -> float | None:
+    return next((one.shift_floor for one in rl_callbacks(trainer) if one.shift_floor is not None), None)
+
+
+def scored_gates(learner: Learner, rollout: RolloutBatch) -> Tensor | None:
+    """Return "b s layers k" for what learner_old's routers give the experts taken, or None where nobody asks."""
+    if _shift_floor(learner.trainer) is None:
+        return None
+    found = routers(learner.policy.network)
+    shape = (*rollout.tokens.shape, len(found), found[0].chosen)
+    return torch.zeros(shape, device=rollout.tokens.device)
+
+
+def shifted(learner: Learner, batch: RolloutBatch, gates: Tensor | None) -> RolloutBatch:
+    """Return the batch with learner_old's log-probs less log γ, so that an objective's ratio is rescaled by γ.
+
+    γ is that of the position from which a token is predicted (`functional.router_shift`).
+
+    Args:
+        learner: whose callbacks say the floor.
+        batch: the sequences.
+        gates: "b s layers k", what the routers that are trained give the experts taken, or None.
+    """
+    floor, before = _shift_floor(learner.trainer), batch.router_logprobs
+    if floor is None or before is None or gates is None or batch.learner_old_logprobs is None:
+        return batch
+    s, t = batch.tokens.shape[1], batch.mask.shape[1]
+    predicting = slice(s - t - 1, s - 1)
+    ratio = router_shift(gates[:, predicting], before[:, predicting], floor).masked_fill(~batch.mask, 1.0)
+    count = batch.mask.sum().float()
+    for name, values in (("shift", ratio), ("shift_floored", (ratio <= floor).float())):
+        learner.iteration.metrics.add(f"routing/{name}", torch.stack([(values * batch.mask).sum(), count]))
+    return replace(batch, learner_old_logprobs=batch.learner_old_logprobs - ratio.log())
 
 
 def record_difference(metrics: IterationMetrics, own: Tensor, replayed: Tensor, prefix: str = "") -> None:

@@ -1,6 +1,6 @@
 """Experts of one layer that are held apart, each with linear layers of its own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -72,3 +72,28 @@ class ExpertList(nn.Module):
     def _apply_gate(self, rows: Tensor) -> Tensor:
         """Return what lies between the two products, as the family's module computes it."""
         return activation(self._plain[0])(rows)
+
+
+def hold_apart(network: nn.Module, stacks: Mapping[str, ExpertStack]) -> None:
+    """Put linear layers without memory in the place of stacked experts, one for each matrix, to be filled one by one.
+
+    Args:
+        network: changed in place.
+        stacks: from `expert_stacks`.
+
+    >>> from transformers import Qwen3MoeConfig
+    >>> from lit_qrl.network.experts import expert_stacks
+    >>> from lit_qrl.network.structure import outline
+    >>> network = outline(Qwen3MoeConfig(num_hidden_layers=1, num_experts=4))
+    >>> hold_apart(network, expert_stacks(network))
+    >>> type(network.get_submodule("model.layers.0.mlp.experts.3.gate_proj")).__name__
+    'Linear'
+    """
+    for name, stack in stacks.items():
+        plain = network.get_submodule(name)
+        dtype = next(plain.parameters()).dtype
+        with torch.device("meta"):
+            apart = ExpertList(
+                stack, plain, lambda shape, dtype=dtype: nn.Linear(*shape[::-1], bias=False, dtype=dtype)
+            )
+        network.set_submodule(name, apart)

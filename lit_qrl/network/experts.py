@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from lit_qrl.errors import ConfigError, listed
-from lit_qrl.network.names import base_of, checkpoint_modules
+from lit_qrl.network.names import base_of, checkpoint_modules, stored_names
+from lit_qrl.network.names import stored as stored_as
 from lit_qrl.network.structure import EXPERT_LAYOUTS, text_part
 
 _GATED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -89,11 +89,11 @@ class ExpertStack:
         return [self.parts_of(matrix, one) for one in stack.unbind(0)]
 
     def parts_of(self, matrix: str, one: Tensor) -> tuple[Tensor, ...]:
-        """Return the matrices "out in" that lie in one expert's part of a parameter."""
-        rows = one.t() if self.transposed else one
+        """Return the matrices "out in" that lie in one expert's part of a parameter, or "experts out in" of all."""
+        rows = one.mT if self.transposed else one
         if len(self.parts[matrix]) == 1:
             return (rows,)
-        return rows.unflatten(0, (-1, 2)).unbind(1) if self.interleaved else rows.chunk(2, dim=0)
+        return rows.unflatten(-2, (-1, 2)).unbind(-2) if self.interleaved else rows.chunk(2, dim=-2)
 
     def named(self, matrix: str, stack: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the names of `layers` and their weights, views of a parameter's values."""
@@ -209,10 +209,31 @@ def _leaves(
     """Return what a checkpoint calls the matrices of one expert, such as w1 and w3; None where it stacks them too."""
     key = name.rpartition(".")[2]
     if key not in known:
-        stored = revert_weight_conversion(root, {name: stack.detach()}) if isinstance(root, PreTrainedModel) else {}
+        stored = stored_as(root, name, stack.detach()) if isinstance(root, PreTrainedModel) else {}
         ends = list(dict.fromkeys(one.removesuffix(".weight").rpartition(".")[2] for one in stored))
         known[key] = tuple(ends) if len(stored) == len(own) * stack.shape[0] and len(ends) == len(own) else None
     return known[key]
+
+
+def names_apart(root: Any, names: Collection[str]) -> dict[str, str]:
+    """Return what `stored_names` does, with the experts that a checkpoint holds one by one under the names of `layers`.
+
+    Args:
+        root: a Hugging Face model; its weights need not be there.
+        names: of the checkpoint's tensors: weights, or codes and scales.
+    """
+    theirs: dict[str, str] = {}
+    for stack in expert_stacks(root).values():
+        for matrix, leaves in stack.parts.items() if stack.apart else ():
+            rows, columns = stack.shapes[leaves[0]]
+            sizes = (columns, len(leaves) * rows) if stack.transposed else (len(leaves) * rows, columns)
+            whole = torch.empty((stack.count, *sizes), device="meta")
+            for layer in (name.removesuffix(".weight") for name in stored_as(root, f"{stack.name}.{matrix}", whole)):
+                expert, leaf = layer.split(".")[-2:]
+                theirs[layer] = f"{stack.name}.{expert}.{leaf}"
+    found = {name: name.partition(".weight") for name in names}
+    apart = {f"{theirs[layer]}{mark}{rest}": name for name, (layer, mark, rest) in found.items() if layer in theirs}
+    return {**stored_names(root, set(names) - set(apart.values())), **apart}
 
 
 def _excluded(stack: ExpertStack, exclude: Collection[str]) -> bool:

@@ -21,11 +21,13 @@ class ScoredHidden(NamedTuple):
         states: "m h" of the scored tokens, or "b t h".
         scored: positions "m" of the scored tokens in the mask: rows, steps; None where all are there.
         routes: "b s layers k", the experts that the model's routers chose themselves; None where not asked for.
+        gates: "b s layers k", the routers' log-probs for the experts that were taken; None where the batch has none.
     """
 
     states: Tensor
     scored: tuple[Tensor, Tensor] | None
     routes: Tensor | None
+    gates: Tensor | None = None
 
 
 def scored_hidden(network: Any, batch: RolloutBatch, routes: bool = False) -> ScoredHidden:
@@ -39,15 +41,24 @@ def scored_hidden(network: Any, batch: RolloutBatch, routes: bool = False) -> Sc
     if is_padding_free(network):
         flat = flatten(batch).to(batch.tokens.device)
         given = None if batch.routed_experts is None else flat.laid_out(batch.routed_experts)
-        with _routing(network, given, routes) as routing:
+        with _routing(network, given, routes, batch) as routing:
             hidden = flat_hidden(network, flat)
         own = None if not routes or routing is None else routing.own
-        return ScoredHidden(hidden, flat.scored, None if own is None else flat.put_back(own, unrouted(own.dtype)))
+        gates = None if routing is None else routing.gates
+        return ScoredHidden(
+            hidden,
+            flat.scored,
+            None if own is None else flat.put_back(own, unrouted(own.dtype)),
+            None if gates is None else flat.put_back(gates, 0),
+        )
     return _padded(network, batch, routes)
 
 
-def _routing(network: Any, given: Tensor | None, routes: bool) -> AbstractContextManager[Routing | None]:
-    return Routing(network, given) if routes or given is not None else nullcontext()
+def _routing(
+    network: Any, given: Tensor | None, routes: bool, batch: RolloutBatch
+) -> AbstractContextManager[Routing | None]:
+    gates = batch.router_logprobs is not None
+    return Routing(network, given, gates=gates) if routes or gates or given is not None else nullcontext()
 
 
 def _padded(network: Any, batch: RolloutBatch, routes: bool) -> ScoredHidden:
@@ -63,16 +74,18 @@ def _padded(network: Any, batch: RolloutBatch, routes: bool) -> ScoredHidden:
     tokens = batch.tokens.gather(1, turned)
     rows = torch.arange(len(batch), device=tokens.device)[:, None]
     given = None if batch.routed_experts is None else batch.routed_experts[rows, turned].flatten(0, 1)
-    with _routing(network, given, routes) as routing:
+    with _routing(network, given, routes, batch) as routing:
         hidden = body(network)(input_ids=tokens, use_cache=False).last_hidden_state
-    own = None
+    own, gates = None, None if routing is None else routing.gates
     if routes and routing is not None:
         own = routing.own.unflatten(0, tokens.shape)[rows, (columns - padding) % s]
+    if gates is not None:
+        gates = gates.unflatten(0, tokens.shape)[rows, (columns - padding) % s]
     predictors = columns[s - t - 1 : s - 1] - padding
     if scores_all(batch.mask):
-        return ScoredHidden(hidden[rows, predictors], None, own)
+        return ScoredHidden(hidden[rows, predictors], None, own, gates)
     scored = batch.mask.nonzero(as_tuple=True)
-    return ScoredHidden(hidden[scored[0], predictors[scored]], (scored[0], scored[1]), own)
+    return ScoredHidden(hidden[scored[0], predictors[scored]], (scored[0], scored[1]), own, gates)
 
 
 def scores_all(mask: Tensor) -> bool:

@@ -1,12 +1,13 @@
 """What a GPU still has room for, and how many decoder layers may keep what their backward pass reads."""
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lit_qrl.network.hidden import recomputation
 from lit_qrl.network.structure import body, decoder_layers
 
 RESERVE = 0.05
@@ -48,6 +49,21 @@ def kept_layers(layers: int, tokens: int, each: float, width: int, free: int, gr
     """
     room = free - RESERVE * total - gradients - HEAD - tokens * (layers * width + TRANSIENT * each)
     return int(min(max(room // (tokens * max(each - width, 1.0)), 0), layers))
+
+
+def compute_again(network: Any, layers: bool | Literal["auto"], on_cpu: bool) -> None:
+    """Let the backward pass compute decoder layers again: all, none, or those whose activations do not fit.
+
+    Args:
+        network: a causal language model.
+        layers: as `gradient_checkpointing` of `CausalPolicy`.
+        on_cpu: where `auto` means none.
+    """
+    if not layers or (layers == "auto" and on_cpu):
+        return
+    network.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recomputation})
+    if layers == "auto":
+        SelectiveRecomputation(network)
 
 
 class SelectiveRecomputation:

@@ -8,9 +8,9 @@ from typing import Any
 from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
-from torch import nn
+from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
 
 _BASE, _TRAINED_COPIES = "base_layer", "modules_to_save"
 _TRAINED_ROWS = "token_adapter"
@@ -117,6 +117,20 @@ def stored_names(network: Any, names: Iterable[str]) -> dict[str, str]:
         renamed, computed = rename_source_key(name, renamings, others)
         found[name if computed else renamed] = name
     return found
+
+
+def stored(network: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return a tensor of the model under the names that a checkpoint on the hub has for it.
+
+    Experts, which a model in memory holds stacked, are stored one by one, some layers have other names there, and
+    some of vLLM's loaders know no others.
+
+    Args:
+        network: a Hugging Face model, whose class says what is stored how.
+        name: in the model.
+        tensor: of that name.
+    """
+    return revert_weight_conversion(network, {name: tensor})
 
 
 def kept_in_fp32(network: nn.Module) -> frozenset[str]:

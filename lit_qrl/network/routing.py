@@ -133,6 +133,7 @@ class _Choice(TorchFunctionMode):
         super().__init__()
         self.router, self.given = router, given
         self.own: Tensor | None = None
+        self.taken: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -142,7 +143,7 @@ class _Choice(TorchFunctionMode):
         # Routers with groups of experts have other calls before: over groups, or within each.
         if scores.ndim != 2 or result[1].shape[1] != self.router.chosen or scores.shape[1] != self.router.experts:
             return result
-        self.own = result[1]
+        self.own = self.taken = result[1]
         if self.given is None:
             return result
         if len(self.given) != len(scores):
@@ -151,7 +152,7 @@ class _Choice(TorchFunctionMode):
                 f"{len(scores)}. Expected: one route for each token."
             )
         given = self.given.long()
-        chosen = torch.where(given == unrouted(self.given.dtype), result[1], given)
+        chosen = self.taken = torch.where(given == unrouted(self.given.dtype), result[1], given)
         return torch.return_types.topk((scores.gather(1, chosen), chosen))
 
 
@@ -171,17 +172,23 @@ class Routing:
         network: the model whose forward pass runs inside; it is not changed for longer.
         replayed: "n layers k", the choice to replay; tokens for which it is `unrouted` go where the router says.
         found: the model's routers, for a caller with many passes.
+        gates: also keep what the routers give the experts that are taken.
 
     Raises:
         ValueError: for routes of another number of layers or experts, or of tokens.
     """
 
     def __init__(
-        self, network: nn.Module, replayed: Tensor | None = None, found: Sequence[Router] | None = None
+        self,
+        network: nn.Module,
+        replayed: Tensor | None = None,
+        found: Sequence[Router] | None = None,
+        gates: bool = False,
     ) -> None:
         self.routers, self.replayed = routers(network) if found is None else found, replayed
         self._dtype = route_dtype(max((router.experts for router in self.routers), default=0))
         self._own: dict[int, Tensor] = {}
+        self._gates: dict[int, Tensor] | None = {} if gates else None
         wanted = (len(self.routers), self.routers[0].chosen) if self.routers else (0, 0)
         if replayed is not None and replayed.shape[1:] != wanted:
             raise ValueError(
@@ -192,6 +199,13 @@ class Routing:
     def own(self) -> Tensor:
         """What the routers chose themselves, "n layers k": under a replay, after the layers before took the given."""
         return torch.stack([self._own[layer] for layer in range(len(self.routers))], dim=1)
+
+    @property
+    def gates(self) -> Tensor | None:
+        """Log-probs "n layers k", fp32, of the routers for the experts that are taken; None where not asked for."""
+        if self._gates is None:
+            return None
+        return torch.stack([self._gates[layer] for layer in range(len(self.routers))], dim=1)
 
     def __enter__(self) -> "Routing":
         self._within = self.applied()
@@ -224,6 +238,8 @@ class Routing:
         if choice.own is None:
             raise RuntimeError(f"{self.routers[layer].name} chose no experts by topk, so its routes are not known.")
         self._own[layer] = choice.own.to(self._dtype)
+        if self._gates is not None and choice.taken is not None:  # all routers return their logits first
+            self._gates[layer] = result[0].detach().float().log_softmax(dim=-1).gather(1, choice.taken)
         return result
 
 

@@ -13,8 +13,9 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats import MXFP4, NF4, NVFP4, Int4Group
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.network.adapters import starts_from_base
+from lit_qrl.network.experts import ExpertStack, expert_stacks, names_apart
 from lit_qrl.network.folder import FolderReader
-from lit_qrl.network.names import base_of, checkpoint_modules, stored_names
+from lit_qrl.network.names import base_of, checkpoint_modules
 from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.precision.deferred import DeferredWeights
 
@@ -110,6 +111,7 @@ class PackedBase:
         self.folder, self.format = folder, format
         self.reader = FolderReader(folder)
         self._parts = self._found()
+        self._stacks: dict[str, ExpertStack] = {}
 
     def _found(self) -> dict[str, list[str]]:
         parts: dict[str, list[str]] = {}
@@ -139,8 +141,9 @@ class PackedBase:
             ConfigError: when the folder's tensors are not those of the model.
         """
         network = DeferredWeights(model).network
-        self.reader.rename(stored_names(network, self.reader.names))
+        self.reader.rename(names_apart(network, self.reader.names))
         self._parts = self._found()
+        self._stacks = {name: one for name, one in expert_stacks(network).items() if self._holds_apart(one)}
         self._check(network)
         shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
         device = torch.get_default_device()
@@ -151,23 +154,34 @@ class PackedBase:
             wanted = dtype if tensor.is_floating_point() else None
             own = tensor.to(device=device, dtype=wanted, copy=True)
             set_module_tensor_to_device(network, name, device, value=own, dtype=own.dtype)
+        for name, stack in self._stacks.items():
+            for matrix in stack.parts if not stack.within(self._parts) else ():
+                tensors = self.reader.read([f"{layer}.weight" for layer in stack.layers(matrix)])
+                parts = {key.removesuffix(".weight"): tensor for key, tensor in tensors.items()}
+                own = stack.joined(matrix, parts).to(device=device, dtype=dtype)
+                set_module_tensor_to_device(network, f"{name}.{matrix}", device, value=own, dtype=own.dtype)
         network.tie_weights()
         return network
 
+    def _holds_apart(self, stack: ExpertStack) -> bool:
+        """Return whether the folder holds every expert of a layer by itself, as codes or plain."""
+        return all(layer in self._parts or f"{layer}.weight" in self.reader.shapes for layer in stack.layers())
+
     def _check(self, network: Any) -> None:
         modules = dict(network.named_modules())
+        experts = {name: shape for stack in self._stacks.values() for name, shape in stack.layers().items()}
         for layer in self._parts:
-            if not isinstance(modules.get(layer), nn.Linear):
+            linear: Any = modules.get(layer)
+            if layer not in experts and not isinstance(linear, nn.Linear):
                 raise self._foreign(network, f"it has no linear layer {layer}")
-            linear: Any = modules[layer]
-            shape = (linear.out_features, linear.in_features)
+            shape = experts.get(layer) or (linear.out_features, linear.in_features)
             try:
                 self.weight(layer, shape, "cpu")
             except (ValueError, RuntimeError, KeyError) as error:
                 raise self._foreign(network, f"{layer} is {shape} there: {error}") from error
         tied = network.config.get_text_config().tie_word_embeddings
         skipped = set(getattr(network, "_tied_weights_keys", None) or ()) if tied else set()
-        codes = {name for parts in self._parts.values() for name in parts}
+        codes = {name for parts in self._parts.values() for name in parts} | {f"{layer}.weight" for layer in experts}
         for name in self.reader.names:  # old folders hold the rotary frequencies, which are computed today
             layer = name.rpartition(".")[0]
             if name in codes or name in network.state_dict() or layer in self._parts or name.endswith("inv_freq"):
@@ -176,6 +190,8 @@ class PackedBase:
         for name, tensor in network.state_dict().items():
             held = self.reader.shapes.get(name)
             if name.removesuffix(".weight") in self._parts or (held is None and name in skipped):
+                continue
+            if name.rpartition(".")[0] in self._stacks:
                 continue
             if held != tuple(tensor.shape):
                 given = "is missing" if held is None else f"has shape {held} instead of {tuple(tensor.shape)}"

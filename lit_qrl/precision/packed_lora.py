@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lit_qrl import formats
-from lit_qrl.errors import ConfigError, listed
+from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.network.adapters import base_weights, merged_weights
-from lit_qrl.network.expert_list import ExpertList
 from lit_qrl.network.experts import ExpertStack, expert_stacks
 from lit_qrl.network.linears import SwapReport, check_quantizable, fused_groups, quantizable_linears
 from lit_qrl.network.names import base_of, checkpoint_modules, checkpoint_name, is_adapter, put_layer
@@ -23,6 +22,7 @@ from lit_qrl.network.quantized_linear import leave_to_each_rank
 from lit_qrl.network.stream import quantize_named, shared_amax
 from lit_qrl.precision.base import QuantizedPrecision, check_shapes, network_of
 from lit_qrl.precision.deferred import DeferredWeights, deferred_weights
+from lit_qrl.precision.layers.packed_experts import PackedExperts
 from lit_qrl.precision.layers.packed_linear import PackedLinear
 from lit_qrl.precision.packed_base import PackedBase
 from lit_qrl.precision.source import Named, WeightSource
@@ -121,17 +121,12 @@ class PackedLoRA(QuantizedPrecision):
                 remedy="Correct the plugin's `exclude` globs, or use a model made of nn.Linear layers.",
             )
         base: PackedBase | None = getattr(policy, "packed_base", None)
-        if base is not None and stacks:
-            raise ConfigError(
-                f"{type(self).__name__} packs no experts over {base.folder}, which is quantized already.",
-                expected="the plain checkpoint, or '*.experts' in the plugin's exclude",
-                given=listed(stacks, 2),
-                remedy="Start from the plain checkpoint, whose experts are packed when it is read.",
-            )
-        if base is not None:
-            held = base.select(self.format, self.exclude, linears)
-            linears = {name: linears[name] for name in linears if name in held}
         experts = {name: shape for stack in stacks.values() for name, shape in stack.layers().items()}
+        if base is not None:
+            held = base.select(self.format, self.exclude, {*linears, *experts})
+            linears = {name: linears[name] for name in linears if name in held}
+            stacks = {name: stack for name, stack in stacks.items() if stack.within(held)}
+            experts = {name: shape for name, shape in experts.items() if name in held}
         check_shapes(self.format, {**linears, **experts})
         deferred: DeferredWeights | None = getattr(policy, "deferred", None)
         for names in fused_groups(linears).values():
@@ -154,7 +149,7 @@ class PackedLoRA(QuantizedPrecision):
             plain = network.get_submodule(name)
             if deferred is not None:
                 deferred.fill(plain)
-            self._pack_experts(network, stack, plain)
+            self._pack_experts(network, stack, plain, base)
         if deferred is not None:
             deferred.fill_all()
             policy.deferred = None
@@ -181,12 +176,18 @@ class PackedLoRA(QuantizedPrecision):
         held = [None if part is None else part.to(home) for part in (q.scales, q.global_scale)]
         return QuantizedWeight(q.codes.to(home), held[0], held[1], q.format, q.shape)
 
-    def _pack_experts(self, network: nn.Module, stack: ExpertStack, plain: nn.Module) -> None:
-        """Put experts that are packed one by one in the place of a stack."""
+    def _pack_experts(
+        self, network: nn.Module, stack: ExpertStack, plain: nn.Module, base: PackedBase | None = None
+    ) -> None:
+        """Put experts that are packed one by one, or lie so in a base's folder, in the place of a stack."""
         weights = {matrix: plain.get_parameter(matrix).detach() for matrix in stack.parts}
-        apart = ExpertList(stack, plain, lambda shape: PackedLinear(self.format, shape, cache=False))
+        device = next(iter(weights.values())).device
+        apart = PackedExperts(stack, plain, lambda shape: PackedLinear(self.format, shape, cache=False))
         layers = {name: layer for name, layer in apart.named_modules() if isinstance(layer, PackedLinear)}
-        for matrix in stack.parts:
+        if base is not None:
+            for name, shape in stack.layers().items():
+                layers[name.removeprefix(f"{stack.name}.")].set_weight(base.weight(name, shape, device))
+        for matrix in stack.parts if base is None else ():
             slices = dict(stack.named(matrix, weights.pop(matrix)))
             for names in fused_groups(slices).values():
                 parts = {name: slices[name] for name in names}

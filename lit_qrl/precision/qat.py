@@ -93,6 +93,11 @@ class AlignedLinear(AlignedWeight, LowBitLinear):
 class AlignedExpert(AlignedWeight, LowBitExpert):
     """A matrix of one expert that multiplies as the sampler does and learns as a plain one."""
 
+    @property
+    def groups(self) -> bool:
+        """True for weights alone: a format that quantizes activations has a GEMM of its own."""
+        return not self.format.quantizes_activations
+
 
 class QATAligned(QuantizedPrecision):
     """Quantization-aware RL: the learner's forward pass runs in the rollout's number format (QaRL, §3.1).

@@ -11,6 +11,10 @@ same function as before; only the rounding differs. α = 0 is plain rounding, so
 
 With G = X Xᵀ / tokens ("in in") and Dᵢ = Q(Wᵢ diag(s)) diag(s)⁻¹ − Wᵢ, L = Σᵢ tr(Dᵢ G Dᵢᵀ): all calibration tokens
 count, and none has to be kept.
+
+In a mixture of experts the first matrices of all experts are W₁, W₂, …: each is measured on all tokens of the layer,
+whichever its router sends there. The router reads the same X, so that its columns are scaled, too, and not rounded. An
+expert's last matrix is measured on the tokens that come to it.
 """
 
 from collections.abc import Sequence
@@ -124,13 +128,13 @@ class Found:
 
 
 def search(
-    format: NumberFormat, weights: Sequence[Tensor], statistics: InputStatistics, grid: int = GRID
+    format: NumberFormat, weights: Sequence[Sequence[Tensor]], statistics: InputStatistics, grid: int = GRID
 ) -> tuple[float, Tensor, float, float]:
     """Return the best α, its scales " in", L(α) and L(0).
 
     Args:
         format: the weight-only format.
-        weights: "out in" each, with the same inputs.
+        weights: "out in" each, with the same inputs, in groups that share a scale where the format shares it.
         statistics: of those inputs.
         grid: steps of α on [0, 1].
     """
@@ -139,7 +143,7 @@ def search(
     plain = 0.0
     for step in range(grid + 1):
         scales = channel_scales(magnitude, step / grid)
-        loss = reconstruction_loss(format, weights, gram, scales)
+        loss = sum(reconstruction_loss(format, group, gram, scales) for group in weights)
         if step == 0:
             plain = loss
         if best is None or loss < best[2]:
@@ -149,7 +153,7 @@ def search(
 
 
 @torch.no_grad()
-def fold(producer: nn.Module, consumers: Sequence[nn.Linear], scales: Tensor) -> None:
+def fold(producer: nn.Module, consumers: Sequence[nn.Module], scales: Tensor) -> None:
     """Multiply the consumers' columns by s and divide what the producer puts out by s, in place.
 
     What a norm's weight rounds to in its own dtype decides the scale that the columns really get, so that the product
@@ -157,7 +161,7 @@ def fold(producer: nn.Module, consumers: Sequence[nn.Linear], scales: Tensor) ->
 
     Args:
         producer: a norm with a weight " in", or a linear layer with "in" outputs.
-        consumers: the layers that read its output.
+        consumers: the layers that read its output, linear ones and routers.
         scales: s, " in".
     """
     weight: Tensor = producer.weight  # pyright: ignore[reportAssignmentType]
@@ -175,4 +179,5 @@ def fold(producer: nn.Module, consumers: Sequence[nn.Linear], scales: Tensor) ->
     if bias is not None:
         bias.copy_((bias.to(wide) / scales).to(bias.dtype))
     for consumer in consumers:
-        consumer.weight.copy_(scale_columns(consumer.weight, scales))
+        read: Tensor = consumer.weight  # pyright: ignore[reportAssignmentType]
+        read.copy_(scale_columns(read, scales))

@@ -1,6 +1,7 @@
 """Calibration sequences through a model whose layers are in memory one at a time, and their AWQ scaling."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -8,11 +9,15 @@ from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
+from lit_qrl.network.expert_list import ExpertList
+from lit_qrl.network.linears import fused_groups
+from lit_qrl.network.routing import routers
 from lit_qrl.network.structure import ROW_PAIRS, body, decoder_layers
 from lit_qrl.quantize.awq import Found, InputStatistics, fold, search
 
 # A fold that a model does not allow changes a layer's update by its own size; rounding to bf16 changes it by 1 %.
 _TOLERANCE = 0.05
+_NONE: Mapping[str, ExpertList] = MappingProxyType({})
 
 
 class _Stop(Exception):  # noqa: N818 - no error: it ends a forward pass early
@@ -113,7 +118,10 @@ class LayerRunner:
             ConfigError: when the scaled layer computes something else than before.
         """
         linears = {child: part for child, part in layer.named_modules() if isinstance(part, nn.Linear)}
-        inputs, producers = self._statistics(layer, index, linears)
+        experts = {child: part for child, part in layer.named_modules() if isinstance(part, ExpertList)}
+        # a router that is no linear layer reads what its experts read
+        readers = {**{router.name: router.module for router in routers(layer)}, **linears}
+        inputs, producers = self._statistics(layer, index, readers, experts)
         first = self.hidden[0]
         self.hidden = [self.run(layer, index, hidden).cpu() for hidden in self.hidden]
         before = self.hidden[0].to(self.device)
@@ -123,17 +131,20 @@ class LayerRunner:
             wanted = [child for child in consumers if f"{name}.{child}" in chosen]
             if not wanted:
                 return
-            weights = [linears[child].weight for child in wanted]
+            groups = fused_groups(wanted).values()
+            weights = [[linears[child].weight for child in group] for group in groups]
             alpha, scales, loss, plain = search(format, weights, statistics)
             found.append(Found(tuple(f"{name}.{c}" for c in wanted), f"{name}.{producer}", alpha, loss, plain))
             if alpha > 0:
-                fold(layer.get_submodule(producer), [linears[child] for child in consumers], scales)
+                fold(layer.get_submodule(producer), [readers[child] for child in consumers], scales)
 
         # rows first: they change weights that the norms' search then looks at
-        for producer, consumer in _row_pairs(linears):
-            settle(producer, [consumer], inputs[consumer])
+        for producer, consumer in _row_pairs(linears, experts):
+            if consumer in inputs:  # no token of the calibration may have come to an expert
+                settle(producer, [consumer], inputs[consumer])
         for producer, consumers in producers.items():
-            settle(producer, consumers, inputs[consumers[0]])
+            apart = [child for one in consumers for child in (_first(one, experts[one]) if one in experts else [one])]
+            settle(producer, apart, inputs[consumers[0]])
         after = self.run(layer, index, first)
         update = (before.float() - first.to(self.device).float()).norm()
         change = float((after.float() - before.float()).norm() / update.clamp(min=torch.finfo(torch.float32).tiny))
@@ -147,40 +158,42 @@ class LayerRunner:
         return found
 
     def _statistics(
-        self, layer: nn.Module, index: int, linears: dict[str, nn.Linear]
+        self, layer: nn.Module, index: int, readers: dict[str, nn.Module], experts: dict[str, ExpertList]
     ) -> tuple[dict[str, InputStatistics], dict[str, list[str]]]:
-        """Return the statistics of every linear layer's input, and for each norm the layers that read its output.
+        """Return the statistics of what layers and experts read, and for each norm those that read its output.
 
-        Which layers share an input is seen from the tensor itself, so no architecture has to be known by name.
+        Which share an input is seen from the tensor itself, so no architecture has to be known by name.
         """
         by_input: dict[str, InputStatistics] = {}
         producers: dict[str, list[str]] = {}
-        seen: dict[int, tuple[Tensor, str]] = {}
-        outputs: dict[int, tuple[Tensor, str]] = {}
+        seen: dict[tuple[int, int], tuple[Tensor, str]] = {}
+        outputs: dict[tuple[int, int], tuple[Tensor, str]] = {}
 
         def produced(producer: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 if isinstance(output, Tensor):
-                    outputs[id(output)] = (output, producer)
+                    outputs[_memory(output)] = (output, producer)
 
             return hook
 
         def consumed(child: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any) -> None:
-                (x,) = args
-                if id(x) not in seen:
-                    seen[id(x)] = (x, child)
+                x, key = args[0], _memory(args[0])
+                if key not in seen:
+                    seen[key] = (x, child)
                     by_input.setdefault(child, InputStatistics()).add(x)
                 else:
-                    by_input.setdefault(child, by_input[seen[id(x)][1]])
-                if id(x) in outputs:
-                    consumers = producers.setdefault(outputs[id(x)][1], [])
+                    by_input.setdefault(child, by_input[seen[key][1]])
+                if key in outputs:
+                    consumers = producers.setdefault(outputs[key][1], [])
                     if child not in consumers:
                         consumers.append(child)
 
             return hook
 
-        hooks = [linear.register_forward_pre_hook(consumed(child)) for child, linear in linears.items()]
+        within = {child for name, held in experts.items() for child in _first(name, held)}
+        looked_at = {**{child: part for child, part in readers.items() if child not in within}, **experts}
+        hooks = [module.register_forward_pre_hook(consumed(child)) for child, module in looked_at.items()]
         for child, module in layer.named_modules():
             weight = module._parameters.get("weight")
             if weight is not None and weight.dim() == 1:
@@ -196,9 +209,29 @@ class LayerRunner:
         return by_input, producers
 
 
-def _row_pairs(linears: dict[str, nn.Linear]) -> list[tuple[str, str]]:
-    """Return (producer, consumer) for v → o and up → down where the shapes allow: no value head is shared."""
+def _memory(x: Tensor) -> tuple[int, int]:
+    """Return what a tensor and another view of the same numbers have in common."""
+    return x.data_ptr(), x.numel()
+
+
+def _first(name: str, experts: ExpertList) -> list[str]:
+    """Return the names of the matrices of all experts that read the layer's tokens."""
+    leaves = next(iter(experts.stack.parts.values()))
+    return [f"{name}.{expert}.{leaf}" for expert in range(experts.stack.count) for leaf in leaves]
+
+
+def _row_pairs(linears: dict[str, nn.Linear], experts: Mapping[str, ExpertList] = _NONE) -> list[tuple[str, str]]:
+    """Return (producer, consumer) for v → o and up → down where the shapes allow: no value head is shared.
+
+    Args:
+        linears: of one decoder layer.
+        experts: among them, whose matrices have names of their own.
+    """
     pairs = []
+    for name, held in experts.items():
+        (*gate, up), (down,) = held.stack.parts.values()
+        pairs += [(f"{name}.{e}.{up}", f"{name}.{e}.{down}") for e in range(held.stack.count) if gate]
+    linears = {child: part for child, part in linears.items() if not child.startswith(tuple(f"{n}." for n in experts))}
     for producer, consumer, sibling in ROW_PAIRS:
         for child, linear in linears.items():
             parent, _, leaf = child.rpartition(".")

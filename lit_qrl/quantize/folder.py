@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,23 @@ from lit_qrl.errors import ConfigError, listed
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.numerics import NONFINITE_REMEDY
 from lit_qrl.formats.support import names_where, row_of
-from lit_qrl.network.experts import expert_stacks
+from lit_qrl.network.expert_list import hold_apart
+from lit_qrl.network.experts import ExpertStack, expert_stacks, names_apart
 from lit_qrl.network.folder import FolderReader, FolderWriter, appearing, copy_side_files, read_config
-from lit_qrl.network.linears import check_quantizable, fused_group, fused_groups, quantizable_linears
-from lit_qrl.network.names import kept_in_fp32, stored_names
+from lit_qrl.network.linears import (
+    check_quantizable,
+    fused_group,
+    fused_groups,
+    quantizable_layers,
+    quantizable_linears,
+)
+from lit_qrl.network.names import kept_in_fp32
 from lit_qrl.network.stream import quantize_named, shared_amax
 from lit_qrl.network.structure import decoder_layers, outline
 from lit_qrl.precision.base import check_shapes
 from lit_qrl.quantize.awq import Found
 from lit_qrl.quantize.calibration import LayerRunner
+from lit_qrl.rollout.vllm.checks import plain_mixtures
 
 log = logging.getLogger(__name__)
 
@@ -138,14 +146,17 @@ def quantize_checkpoint(
     checkpoint = FolderReader(source)
     network = _skeleton(source)
     layers = _chosen(network, format, exclude)
-    checkpoint.rename(stored_names(network, checkpoint.names))
+    mixture = plain_mixtures(network, exclude)
+    checkpoint.rename(names_apart(network, checkpoint.names))
+    hold_apart(network, {name: stack for name, stack in expert_stacks(network).items() if stack.apart})
     _check_names(network, checkpoint)
-    parameters = sum(linear.weight.numel() for linear in layers.values())
+    parameters = sum(rows * columns for rows, columns in layers.values())
     stored = next((bytes for name in layers if (bytes := _item(checkpoint, f"{name}.weight"))), 2)
     expected_bytes = checkpoint.bytes - int(parameters * (stored - format.bits_per_weight / 8))
     plain = [name for name, part in network.named_modules() if isinstance(part, nn.Linear) and name not in layers]
     # transformers asks for a layer by its name in the model, vLLM by that in the checkpoint
     plain = list(dict.fromkeys(other for name in plain for other in (name, _stored_layer(checkpoint, name))))
+    plain += [name for name in mixture if name not in plain]
     worker = _Worker(network, checkpoint, format, layers, dtype, torch.device(device), sequences)
     with appearing(output, expected_bytes) as folder:
         writer = FolderWriter(folder, shard_bytes)
@@ -178,25 +189,19 @@ def _skeleton(source: Path) -> Any:
         ) from error
 
 
-def _chosen(network: Any, format: NumberFormat, exclude: Sequence[str]) -> dict[str, nn.Linear]:
+def _chosen(network: Any, format: NumberFormat, exclude: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Return (out, in) of the layers to quantize, experts one by one, by their names in the model."""
     check_quantizable(network, format.name, exclude, "--exclude")
-    stacks = expert_stacks(network, exclude)
-    if stacks:
-        raise ConfigError(
-            f"Experts are quantized at each publish alone; a folder with experts in {format.name} is not written.",
-            expected="a model without experts",
-            given=listed(stacks, 2),
-            remedy="Set publisher.format, or a precision plugin's format, to have them so in a run; the plain folder "
-            "(lit-qrl export --format bf16 or fp32) is what other tools start from.",
-        )
-    layers = quantizable_linears(network, exclude)
+    _check_experts(expert_stacks(network, exclude), format)
+    linears = quantizable_linears(network, exclude)
+    layers = quantizable_layers(network, exclude)
     if not layers:
         raise ConfigError(
             "No linear layer is left to quantize.",
             expected="at least one nn.Linear beside the output embedding and the routers",
             given=f"--exclude {' '.join(exclude)}" if exclude else type(network).__name__,
         )
-    own = {name: type(layer) for name, layer in layers.items() if type(layer).forward is not nn.Linear.forward}
+    own = {name: type(layer) for name, layer in linears.items() if type(layer).forward is not nn.Linear.forward}
     if own:
         raise ConfigError(
             f"{next(iter(own.values())).__name__} multiplies by its weight itself, so that transformers could not load "
@@ -207,7 +212,7 @@ def _chosen(network: Any, format: NumberFormat, exclude: Sequence[str]) -> dict[
         )
     check_shapes(format, layers, exclude="Name them with --exclude")
     fused = {fused_group(name) for name in layers}
-    split = [name for name in quantizable_linears(network) if name not in layers and fused_group(name) in fused]
+    split = [name for name in quantizable_layers(network) if name not in layers and fused_group(name) in fused]
     if split:
         raise ConfigError(
             "--exclude splits layers that engines multiply as one.",
@@ -216,6 +221,37 @@ def _chosen(network: Any, format: NumberFormat, exclude: Sequence[str]) -> dict[
             remedy="Exclude q, k and v together, and gate and up together.",
         )
     return layers
+
+
+def _check_experts(stacks: Mapping[str, ExpertStack], format: NumberFormat) -> None:
+    """Raise `ConfigError` for experts that no library would read in the format."""
+    whole = [name for name, stack in stacks.items() if not stack.apart]
+    if whole:
+        raise ConfigError(
+            f"Checkpoints of this model hold the experts of a layer in one piece, which no library reads in "
+            f"{format.name}.",
+            expected="a family whose checkpoints hold experts one by one, such as Qwen3-MoE, Mixtral or DeepSeek-V3",
+            given=listed(whole, 2),
+            remedy="Leave them plain with --exclude '*.experts', or quantize them at each publish: set "
+            "publisher.format.",
+        )
+    known = [name for name in names_where(lambda row: bool(row.folder_experts)) if _weight_only(formats.get(name))]
+    readers = row_of(format).folder_experts
+    if stacks and not readers:
+        raise ConfigError(
+            f"No library reads experts in {format.name} from a folder.",
+            expected=f"{', '.join(known)}, or --exclude '*.experts'",
+            given=listed(stacks, 2),
+            remedy="Choose one of these, or quantize them at each publish: set publisher.format.",
+        )
+    if stacks and "transformers" not in readers:
+        log.warning(
+            "transformers does not read experts in %s: it would take other numbers for them and say no more than "
+            "'UNEXPECTED'. %s reads them%s.",
+            format.name,
+            " and ".join(readers),
+            ", and so does NVFP4LoRA" if _weight_only(format) else "",
+        )
 
 
 def _item(checkpoint: FolderReader, name: str) -> int:
@@ -246,7 +282,7 @@ def _check_names(network: Any, checkpoint: FolderReader) -> None:
                 f"{checkpoint.folder} is not a checkpoint of {type(network).__name__}, which its config names: "
                 f"it {text} {names[0]}{more}.",
                 expected="the tensors of that architecture",
-                remedy="Take config and weights of one model; mixtures of experts are not supported.",
+                remedy="Take config and weights of one model.",
             )
     packed = [name for name in expected if name in checkpoint.shapes and checkpoint.dtype(name) is None]
     if packed:
@@ -265,7 +301,7 @@ class _Worker:
         network: Any,
         checkpoint: FolderReader,
         format: NumberFormat,
-        layers: dict[str, nn.Linear],
+        layers: Collection[str],
         dtype: torch.dtype | None,
         device: torch.device,
         sequences: Tensor | None,

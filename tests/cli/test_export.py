@@ -11,11 +11,16 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_qrl import formats
-from lit_qrl.cli.export import export
+from lit_qrl.cli.export import export, write_plain
 from lit_qrl.cli.main import main as lit_qrl
 from lit_qrl.cli.parser import run as called
 from lit_qrl.errors import ConfigError
+from lit_qrl.network.folder import FolderReader
+from lit_qrl.policy import CausalPolicy
+from lit_qrl.quantize.folder import quantize_checkpoint
 from lit_qrl.run.parts import take_parts, write_parts
+from tests.families.configs import BY_TYPE
+from tests.families.configs import model_folder as family_folder
 from tests.tiny_run import command, model_folder, without_plots
 
 LORA = {"class_path": "peft.LoraConfig", "init_args": {"r": 4, "target_modules": "all-linear"}}
@@ -190,3 +195,20 @@ def test_a_run_in_low_precision_is_exported_as_it_computed(tmp_path, capsys):
     export(run, output=tmp_path / "masters", format="fp32")
     masters = load_file(tmp_path / "masters" / "model.safetensors")
     assert torch.equal(masters[f"{layer}.weight"], weights[f"policy.model.{layer}.weight"])
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_experts_are_written_as_checkpoints_hold_them(kind, tmp_path):
+    source = Path(family_folder(BY_TYPE[kind], tmp_path / "model"))
+    policy = CausalPolicy(str(source), dtype="fp32")
+    policy.configure()
+    (tmp_path / "out").mkdir()
+    write_plain(policy, tmp_path / "out", None, 2**30)
+    before, after = FolderReader(source), FolderReader(tmp_path / "out")
+    assert {name: after.shapes[name] for name in before.names if "inv_freq" not in name} == after.shapes
+    held = before.read(before.names)
+    assert all(torch.equal(tensor, held[name]) for name, tensor in after.read(after.names).items())
+    if kind != "gpt_oss":
+        quantize_checkpoint(tmp_path / "out", tmp_path / "int4", formats.get("int4_group"))
+        codes = [name for name in FolderReader(tmp_path / "int4").names if name.endswith("weight_packed")]
+        assert sum(".experts." in name for name in codes) == 2 * 4 * 3

@@ -78,7 +78,7 @@ def test_shipped_studies_have_the_arms_of_their_question(study):
         assert {f"{objective}+{x}" for x in ("bf16", "int4_rollout", "int4_aligned")} <= arms["alignment_study"]
     assert {"grpo+fp8_rollout", "grpo+fp8_unified"} <= arms["alignment_study"]
     assert {"bf16_lora", "nvfp4_lora", "nvfp4_lora+aqn", "mxfp4_lora", "nf4_lora", "int4_full"} <= arms["qerl_study"]
-    for replayed in ("none", "tis", "ais", "r3", "r3_ais"):
+    for replayed in ("none", "tis", "ais", "r2", "r3", "r3_ais"):
         assert {f"{replayed}+{x}" for x in ("bf16", "fp8_row", "int4_group", "nvfp4")} <= arms["mixture_study"]
     assert {"aligned+qat_nvfp4", "quickstart+int4_group"} <= arms["mixture_study"]
     for name in STUDIES:

@@ -24,15 +24,19 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_qrl import formats
 from lit_qrl.cli.audit import audit
 from lit_qrl.cli.export import export
 from lit_qrl.cli.models import MEASURED
 from lit_qrl.errors import ConfigError
+from lit_qrl.formats.support import TABLE
+from lit_qrl.network.experts import expert_stacks
 from lit_qrl.network.linears import fused_groups, quantizable_linears
 from lit_qrl.network.stream import shared_amax
+from lit_qrl.network.structure import outline
+from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision import NVFP4LoRA, QATAligned
 from lit_qrl.quantize.folder import quantize_checkpoint
 from lit_qrl.rollout.embedded.engine import TransformersEngine
@@ -162,7 +166,7 @@ def _reloaded(folder: Path, format: str | None) -> Cell:
             export(folder / "run", output=output, format=format)
     except ConfigError as error:
         return Cell("refused", str(error))
-    loaded: Any = AutoModelForCausalLM.from_pretrained(output, attn_implementation="eager").eval()
+    loaded = _read(output, format)
     half = loaded.dtype == torch.bfloat16
     policy = restore(*locate(folder / "run", "last"))
     ids = torch.arange(2, 14)[None]
@@ -181,16 +185,31 @@ def _reloaded(folder: Path, format: str | None) -> Cell:
     return Cell("works", difference=figure)
 
 
+def _read(output: Path, format: str | None) -> Any:
+    """Return the model of a folder; experts in a format that transformers misreads as `NVFP4LoRA` reads them."""
+    outlined = outline(AutoConfig.from_pretrained(output))
+    apart = format in WEIGHT_ONLY and bool(expert_stacks(outlined))
+    if not apart or "transformers" in TABLE[str(format)].folder_experts:
+        return AutoModelForCausalLM.from_pretrained(output, attn_implementation="eager").eval()
+    policy = CausalPolicy(str(output), lora=LoraConfig(r=1, target_modules=["q_proj", "q_a_proj"]), dtype="bf16")
+    policy.configure()
+    NVFP4LoRA(formats.get(format)).configure_policy(policy)
+    return policy.network.eval()
+
+
 @torch.no_grad()
 def _round_weights(network: Any, format: Any) -> None:
     """Put in place of each weight what its codes in a weight-only format stand for."""
-    linears = quantizable_linears(network)
-    for names in fused_groups(linears).values():
-        parts = {name: linears[name].weight for name in names}
+    weights = {name: linear.weight for name, linear in quantizable_linears(network).items()}
+    for name, stack in expert_stacks(network).items():
+        for matrix in stack.parts:
+            weights |= stack.named(matrix, network.get_parameter(f"{name}.{matrix}"))
+    for names in fused_groups(weights).values():
+        parts = {name: weights[name] for name in names}
         shared = shared_amax(parts) if format.shares_amax and len(parts) > 1 else None
         rounded = {name: format.dequantize(format.quantize(part, shared)) for name, part in parts.items()}
         for name, weight in rounded.items():
-            linears[name].weight.copy_(weight)
+            weights[name].copy_(weight)
 
 
 def audited(family: Family, folder: Path, chosen: tuple[str, ...] = FORMATS[1:]) -> Cell:

@@ -41,7 +41,7 @@ def test_every_token_of_a_batch_takes_its_own_route(packed, same_prompt):
     network, batch = build_mixture(), batch_with_routes(same_prompt)
     expected = [alone(network, batch, row) for row in range(len(PROMPTS))]
     assert enable_padding_free(network) if packed else True
-    states, scored, own = scored_hidden(network, batch, routes=True)
+    states, scored, own, _ = scored_hidden(network, batch, routes=True)
     torch.testing.assert_close(states, torch.cat([hidden for hidden, _, _ in expected]))
     assert scored is not None
     assert own is not None
@@ -61,7 +61,7 @@ def test_all_positions_are_there_where_the_mask_is_not_looked_at(monkeypatch):
     network, batch = build_mixture(), batch_with_routes()
     some = scored_hidden(network, batch, routes=True)
     monkeypatch.setattr("lit_qrl.network.hidden.scores_all", lambda mask: True)
-    states, scored, own = scored_hidden(network, batch, routes=True)
+    states, scored, own, _ = scored_hidden(network, batch, routes=True)
     assert scored is None
     torch.testing.assert_close(states[batch.mask], some.states)
     assert torch.equal(own, some.routes)

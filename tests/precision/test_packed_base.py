@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lit_qrl import formats
@@ -202,3 +203,33 @@ def test_exclude_means_checkpoint_names_under_an_adapter_too(tmp_path):
         model_folder(tmp_path / "model"), formats.get("nvfp4"), NVFP4LoRA(exclude=["*.down_proj"])
     )
     assert len(packer.packed(policy)) == 12
+
+
+@pytest.mark.parametrize("exclude", [(), ("*.experts",)])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_a_folder_with_experts_gives_the_base_that_packing_on_load_gives(kind, exclude, tmp_path):
+    format = formats.get("nvfp4")
+    plain = family_folder(BY_TYPE[kind], tmp_path / "model")
+    quantize_checkpoint(Path(plain), tmp_path / "nvfp4", format, exclude=exclude, dtype=torch.bfloat16)
+    attention = lora(target_modules=["q_proj", "v_proj"])
+    made = [
+        configured(str(folder), format, NVFP4LoRA(format, exclude=exclude), lora=attention, dtype="bf16")
+        for folder in (tmp_path / "nvfp4", plain)
+    ]
+    (from_codes, packer), (on_load, other) = made
+    names = packer.packed(from_codes).keys()
+    assert names == other.packed(on_load).keys()
+    assert len([name for name in names if ".experts.3." in name]) == (0 if exclude else 2 * 3)
+    for layer, packed in packer.packed(from_codes).items():
+        assert torch.equal(packed.weight.codes, other.packed(on_load)[layer].weight.codes), layer
+    assert torch.equal(from_codes(BATCH).logprobs, on_load(BATCH).logprobs)
+
+
+def test_a_folder_that_lacks_an_expert_is_named(tmp_path):
+    plain = Path(family_folder(BY_TYPE["qwen3_moe"], tmp_path / "model"))
+    quantize_checkpoint(plain, tmp_path / "out", formats.get("nvfp4"))
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    kept = {name: tensor for name, tensor in held.items() if ".0.mlp.experts.2.up_proj" not in name}
+    save_file(kept, tmp_path / "out" / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"layers.0.mlp.experts|mlp.experts.*missing"):
+        configured(str(tmp_path / "out"), formats.get("nvfp4"))

@@ -77,7 +77,7 @@ def test_scales_are_powers_of_the_magnitude():
 def test_outliers_make_the_search_find_a_smaller_error(name):
     format = formats.get(name, **FORMATS[name])
     statistics = statistics_of(outlier_inputs())
-    alpha, scales, loss, plain = search(format, weights(32, 16), statistics)
+    alpha, scales, loss, plain = search(format, [weights(32, 16)], statistics)
     assert alpha > 0
     assert loss < 0.7 * plain
     assert loss == reconstruction_loss(format, weights(32, 16), statistics.gram, scales)
@@ -88,7 +88,7 @@ def test_the_search_is_never_worse_than_plain_rounding(name):
     format = formats.get(name, **FORMATS[name])
     for seed in range(3):
         x = torch.randn(100, 64, generator=torch.Generator().manual_seed(seed))
-        _, _, loss, plain = search(format, weights(16), statistics_of(x))
+        _, _, loss, plain = search(format, [weights(16)], statistics_of(x))
         assert loss <= plain
         assert plain == reconstruction_loss(format, weights(16), statistics_of(x).gram, torch.ones(64))
 

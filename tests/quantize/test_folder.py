@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
+from lit_qrl.network.expert_list import hold_apart
+from lit_qrl.network.experts import expert_stacks
 from lit_qrl.network.folder import INDEX, FolderReader, appearing
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.quantize.calibration import LayerRunner
@@ -96,6 +99,61 @@ def test_names_of_a_checkpoint_that_are_not_the_models_own(model_type, other, tm
     assert {name for name in ignored if "lm_head" in name or "embed_out" in name} >= (
         {"lm_head", "embed_out"} if model_type == "gpt_neox" else {"lm_head"}
     )
+
+
+@torch.no_grad()
+def experts_in_format(source, format):
+    """As `in_format`, with each expert's matrices rounded: gate and up of one have a largest number in common."""
+    network = in_format(source, format, dtype=torch.float32)
+    for module in network.modules():
+        for parameter in (p for p in module._parameters.values() if p is not None and p.ndim == 3):
+            for one in parameter:  # gate above up, "out in"
+                q = format.quantize(one, one.abs().amax() if format.shares_amax else None)
+                one.copy_(format.dequantize(q, torch.float32))
+    return network
+
+
+@pytest.mark.parametrize("name", ["int4_group", "fp8_row"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_transformers_reads_experts_as_the_format_computes_them(kind, name, tmp_path):
+    source, format = Path(model_folder(BY_TYPE[kind], tmp_path / "model")), formats.get(name)
+    report = quantize_checkpoint(source, tmp_path / "out", format)
+    before, after = FolderReader(source), FolderReader(tmp_path / "out")
+    packed = [name.removesuffix("_scale") for name in after.names if name.endswith("_scale")]
+    assert set(packed) <= set(before.names)  # experts are called as the checkpoint calls them
+    assert len(packed) == len(report.layers)
+    assert any(".experts.3." in layer for layer in report.layers)
+    got, expected = loaded(tmp_path / "out", torch.float32), experts_in_format(source, format)
+    if name == "fp8_row":  # it multiplies the codes out into bf16, and rounds what other layers read
+        stacks = {key: parameter for key, parameter in expected.named_parameters() if parameter.ndim == 3}
+        assert stacks
+        for key, parameter in stacks.items():
+            torch.testing.assert_close(got.get_parameter(key).float(), parameter, rtol=2**-8, atol=0)
+        return
+    torch.testing.assert_close(logprobs(got), logprobs(expected), rtol=0, atol=1e-5)
+    assert (logprobs(loaded(source, torch.float32)) - logprobs(expected)).abs().max() > 0.05
+
+
+def test_routers_and_experts_that_are_left_out_are_listed_for_engines(tmp_path):
+    source, format = Path(model_folder(BY_TYPE["mixtral"], tmp_path / "model")), formats.get("int4_group")
+    quantize_checkpoint(source, tmp_path / "out", format, exclude=["*.experts"])
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    found = [pattern.removeprefix("re:") for pattern in ignored if pattern.startswith("re:")]
+    for name in ("model.layers.1.block_sparse_moe.gate", "model.layers.1.block_sparse_moe.experts.3.w1"):
+        assert any(re.fullmatch(pattern, name) for pattern in found)
+    assert not any(re.fullmatch(pattern, "model.layers.1.self_attn.q_proj") for pattern in found)
+    before, after = FolderReader(source), FolderReader(tmp_path / "out")
+    plain = [name for name in before.names if ".experts." in name]
+    assert torch.equal(after.read(plain[:1])[plain[0]], before.read(plain[:1])[plain[0]])
+
+
+def test_a_format_that_transformers_misreads_for_experts_is_warned_of(tmp_path, caplog):
+    source = Path(model_folder(BY_TYPE["qwen3_moe"], tmp_path / "model"))
+    quantize_checkpoint(source, tmp_path / "out", formats.get("nvfp4"))
+    assert "transformers does not read experts in nvfp4" in caplog.text
+    caplog.clear()
+    quantize_checkpoint(source, tmp_path / "int4", formats.get("int4_group"))
+    assert "transformers does not read" not in caplog.text
 
 
 def test_layers_that_are_left_out_stay_bit_for_bit(source, tmp_path):
@@ -201,6 +259,59 @@ def test_awq_comes_closer_to_the_plain_model_than_rounding(name, tmp_path):
     assert errors[1] < errors[0]
 
 
+def outlier_mixture(folder, kind):
+    network = AutoModelForCausalLM.from_pretrained(model_folder(BY_TYPE[kind], folder), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if "layernorm" in name and parameter.ndim == 1:
+                parameter[[3, 20, 41]] *= 20
+            elif "o_proj" not in name and "down_proj" not in name and parameter.shape[-1] == network.config.hidden_size:
+                parameter[..., [3, 20, 41]] /= 10
+    network.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_scaling_of_a_mixture_leaves_routes_and_function_unchanged(kind, tmp_path):
+    network = loaded(outlier_mixture(tmp_path / "source", kind), torch.float64)
+    stacks = expert_stacks(network)
+    weights = {
+        layer: part.detach().clone()
+        for name, stack in stacks.items()
+        for matrix in stack.parts
+        for layer, part in stack.named(matrix, network.get_parameter(f"{name}.{matrix}"))
+    }
+    hold_apart(network, stacks)
+    for layer, weight in weights.items():
+        network.get_submodule(layer).weight = torch.nn.Parameter(weight)
+    before = network(PROMPTS).logits
+    chosen = {*quantizable_linears(network)}
+    with torch.no_grad():
+        runner = LayerRunner(network, sequences(), torch.device("cpu"))
+    found = []
+    for index, layer in enumerate(network.model.layers):
+        found += runner.scale(layer, index, f"model.layers.{index}", formats.get("int4_group"), chosen)
+    # DeepSeek's router computes in fp32
+    torch.testing.assert_close(network(PROMPTS).logits, before, rtol=1e-5, atol=1e-6)
+    name, stack = next(iter(stacks.items()))
+    gate, up, down = (leaf for leaves in stack.parts.values() for leaf in leaves)
+    (norm,) = [one for one in found if f"{name}.0.{gate}" in one.layers]
+    assert norm.producer == f"{name.rsplit('.', 2)[0]}.post_attention_layernorm"
+    assert norm.alpha > 0
+    assert {f"{name}.{expert}.{leaf}" for expert in range(stack.count) for leaf in (gate, up)} <= {*norm.layers}
+    assert any(one.producer == f"{name}.0.{up}" and one.layers == (f"{name}.0.{down}",) for one in found)
+
+
+def test_awq_of_experts_comes_closer_to_the_plain_model_than_rounding(tmp_path):
+    folder, format = outlier_mixture(tmp_path / "source", "qwen3_moe"), formats.get("int4_group")
+    quantize_checkpoint(folder, tmp_path / "plain", format)
+    scaled = quantize_checkpoint(folder, tmp_path / "awq", format, sequences=sequences())
+    assert scaled.loss_ratio < 0.9
+    reference = logprobs(loaded(folder, torch.float32))
+    errors = [(logprobs(loaded(tmp_path / kind, torch.float32)) - reference).abs().mean() for kind in ("plain", "awq")]
+    assert errors[1] < errors[0]
+
+
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 
@@ -276,11 +387,17 @@ def test_shapes_excludes_and_values_that_do_not_fit(source, tmp_path):
     nothing_left(tmp_path, before)
 
 
-def test_experts_are_not_written(tmp_path):
+def test_experts_that_checkpoints_hold_in_one_piece_are_not_written(tmp_path):
     source = Path(model_folder(BY_TYPE["gpt_oss"], tmp_path / "model"))
-    with pytest.raises(ConfigError, match=r"at each publish alone.*layers.0.mlp.experts.*export --format bf16"):
+    with pytest.raises(ConfigError, match=r"in one piece.*layers.0.mlp.experts.*--exclude '\*.experts'"):
         quantize_checkpoint(source, tmp_path / "out", formats.get("int4_group"))
     assert not (tmp_path / "out").exists()
+
+
+def test_experts_are_not_written_in_a_format_that_no_library_reads(tmp_path):
+    source = Path(model_folder(BY_TYPE["qwen3_moe"], tmp_path / "model"))
+    with pytest.raises(ConfigError, match=r"No library reads experts in nf4.*int4_group.*Given: model.layers.0"):
+        quantize_checkpoint(source, tmp_path / "out", formats.get("nf4"))
 
 
 def test_a_folder_that_is_quantized_already(source, tmp_path):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 from lit_qrl.network.experts import expert_stacks
@@ -130,5 +131,15 @@ def test_few_bits_beside_plain_experts():
             scores = learner_scores(network, probe.tokens, format, exclude=("*.experts",))
             assert probe.compare(engine.score(probe.tokens), scores).passed
             optimizer_step(network, seed=version, learning_rate=0.01)
+    finally:
+        engine.close()
+
+
+def test_experts_beside_an_adapter_of_attention_have_kernels():
+    network = mixture()
+    engine = build_engine(network, lora=LoraConfig(r=4, target_modules=["q_proj"]), max_lora_rank=8)
+    try:
+        assert publish(network, engine, None, 0)[0] == []
+        assert disagreement(network, engine) < 1e-5
     finally:
         engine.close()

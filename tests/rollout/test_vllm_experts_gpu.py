@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import MixtralConfig, Qwen3MoeConfig
 
+from lit_qrl.formats import support
 from lit_qrl.network.experts import expert_stacks, unstacked
 from lit_qrl.network.linears import quantizable_layers
 from lit_qrl.network.routing import Routing, differing
@@ -18,8 +19,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 EXPERTS, CHOSEN, LAYERS = 8, 2, 2
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_experts_per_tok": CHOSEN, "dtype": torch.bfloat16}
 QWEN = {"num_experts": EXPERTS, "moe_intermediate_size": 256, "norm_topk_prob": True}
-FORMATS = ["plain", "fp8_row", "fp8_block", "int8_channel", "int4_group", "nvfp4"]
-"""Formats of experts that vLLM 0.26 has kernels for; one that passes gets `vllm_experts` in `formats/support.py`."""
+FORMATS = ["plain", *support.names_where(lambda row: "cuda" in row.vllm_experts)]
+"""A format gets `vllm_experts` in `formats/support.py` when it passes here."""
 
 
 def mixture(family="qwen3_moe"):
@@ -52,9 +53,7 @@ def probed(network, engine, format):
 
 @pytest.mark.parametrize("start", ["eager", "graphs"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_experts_are_verified_and_faults_are_named(name, start, format_rows):
-    if name != "plain":
-        format_rows(name, vllm_experts=("cuda",))
+def test_experts_are_verified_and_faults_are_named(name, start):
     network, format = mixture(), sampler_format(name)
     options = {"enforce_eager": True} if start == "eager" else {"quick_start": True}
     engine = build_engine(network, format, gpu_memory_utilization=0.1, kv_cache_gib=1.0, **options)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight
 from lit_qrl.network.experts import ExpertStack, activation, experts_output
+from lit_qrl.network.grouped import can_group, grouped_output, grouped_product
 from lit_qrl.network.linears import fused_groups
 from lit_qrl.network.stream import quantize_named
 
@@ -141,6 +142,15 @@ class LowBitLinear(LowBitWeight, nn.Linear):
 class LowBitExpert(LowBitWeight):
     """One matrix of one expert: a slice of the stack that the learner trains."""
 
+    @property
+    def groups(self) -> bool:
+        """True where the product is that of `x` and the prepared operand, which one grouped GEMM can have of all."""
+        return False
+
+    def backward_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what the output's gradient is multiplied by for that of the input."""
+        raise NotImplementedError
+
     def __init__(self, stack: "LowBitExperts", matrix: str, expert: int, leaf: int, shape: tuple[int, int]) -> None:
         self._stack, self._where = stack, (matrix, expert, leaf)
         self.out_features, self.in_features = shape
@@ -190,7 +200,10 @@ class LowBitExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, chosen: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         """Return what the experts make of their tokens; the arguments are those of `routed`."""
-        stack = self.stack
+        stack, x = self.stack, autocast_input(hidden_states)
+        alike = next(iter(self.weights.values()))
+        if chosen is not None and weights is not None and len(x) and alike.groups and can_group(stack, x):
+            return grouped_output(stack, self, self._multiply_all, x, chosen, weights).to(hidden_states.dtype)
         slices = {matrix: stack.split(matrix, self.get_parameter(matrix)) for matrix in stack.parts}
 
         def multiply(expert: int, matrix: str, rows: Tensor) -> list[Tensor]:
@@ -200,6 +213,25 @@ class LowBitExperts(nn.Module):
             ]
 
         return experts_output(stack, self, multiply, hidden_states, chosen, weights)
+
+    def _multiply_all(self, matrix: str, rows: Tensor, ends: Tensor) -> list[Tensor]:
+        """Return the products of rows sorted by expert with each matrix of theirs that lies in a parameter."""
+        stack, leaves = self.stack, self.stack.parts[matrix]
+        learned = stack.parts_of(matrix, self.get_parameter(matrix))
+        made = []
+        for leaf, weight in zip(leaves, learned, strict=True):
+            own = weight.detach()
+            held = [self.weights[f"{stack.name}.{expert}.{leaf}"] for expert in range(stack.count)]
+
+            def operand(held: Any = held) -> Tensor:
+                return torch.stack([one.prepared(rows.dtype).operand for one in held])
+
+            def backward(held: Any = held, own: Tensor = own) -> Tensor:
+                pairs = zip(held, own.unbind(0), strict=True)
+                return torch.stack([one.backward_weight(part, rows.dtype) for one, part in pairs])
+
+            made.append(grouped_product(rows, ends, operand, weight, backward))
+        return made
 
     def _apply_gate(self, rows: Tensor) -> Tensor:
         """Return what lies between the two products, as the family's module computes it."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lit_qrl.errors import listed
 from lit_qrl.network.linears import transposed_layers
-from lit_qrl.network.names import checkpoint_name
+from lit_qrl.network.names import checkpoint_name, stored
 from lit_qrl.receipts.checksum import Checksums
 from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError, share_of_bound
 from lit_qrl.rollout.vllm import derived
@@ -33,9 +33,9 @@ from lit_qrl.rollout.vllm.locations import (
     tensors_of,
     whole_experts,
 )
-from lit_qrl.rollout.vllm.naming import Naming, stored
+from lit_qrl.rollout.vllm.naming import Naming
 from lit_qrl.rollout.vllm.patches import tied_head
-from lit_qrl.rollout.vllm.reload import reloading
+from lit_qrl.rollout.vllm.reload import reloading, same_kernel
 
 
 class LiveModel:
@@ -186,7 +186,8 @@ class LiveModel:
                 return
             before = {key: tensor.data_ptr() for key, tensor in tensors_of(layer).items()}
             self._record(name)
-            process(layer)
+            with same_kernel(layer):
+                process(layer)
             made = restored_names(layer)
             for key, tensor in tensors_of(layer).items():
                 if key not in made and before.get(key) == tensor.data_ptr():

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
-from transformers.core_model_loading import revert_weight_conversion
+from torch import nn
 
 from lit_qrl.network.names import checkpoint_name
 from lit_qrl.rollout.vllm.derived import computing_loader
@@ -92,17 +91,3 @@ class Naming:
         return computing_loader(parameter) is not None or (
             self._rearranges and layer.rpartition(".")[2] in ("q_proj", "k_proj")
         )
-
-
-def stored(network: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return a tensor of the learner under the names that a checkpoint on the hub has for it.
-
-    Experts, which a model in memory holds stacked, are stored one by one, some layers have other names there, and
-    some of vLLM's loaders know no others.
-
-    Args:
-        network: the learner's Hugging Face model, whose class says what is stored how.
-        name: in the model.
-        tensor: of that name.
-    """
-    return revert_weight_conversion(network, {name: tensor})

@@ -1,11 +1,11 @@
 """The bracket around vLLM's own reload of weights, and what must be there before it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lit_qrl.rollout.vllm.patches.base_without_adapters import without_adapters
 
@@ -58,3 +58,34 @@ def register_head_bias(model: nn.Module, network: Any) -> None:
         if register is not None and getattr(module, "bias", None) is None:
             with torch.device(module.weight.device):  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
                 register()
+
+
+@contextmanager
+def same_kernel(module: nn.Module) -> Iterator[None]:
+    """Keep the kernel of a module of experts while its weights are packed anew, with the scales that it reads.
+
+    vLLM makes another kernel, of the memory that it has just packed into, and then moves what is registered back to
+    where it was. Captured graphs go on reading the former scales; of those that are not registered (NVFP4's global
+    ones) they would never see a new number.
+    """
+    method: Any = getattr(module, "quant_method", None)
+    kernel, config = getattr(method, "moe_kernel", None), getattr(method, "moe_quant_config", None)
+    yield
+    if kernel is None or config is None or method.moe_kernel is kernel:
+        return
+    held, made = _numbers_of(config), _numbers_of(method.moe_quant_config)
+    shapes, wanted = ({name: tuple(tensor.shape) for name, tensor in one.items()} for one in (made, held))
+    if shapes != wanted:
+        raise RuntimeError(f"vLLM packed experts with scales {shapes}, and the kernel that runs reads {wanted}.")
+    with torch.no_grad():
+        for name, tensor in held.items():
+            if tensor is not made[name]:
+                tensor.copy_(made[name])
+    method.moe_kernel, method.moe_quant_config = kernel, config
+
+
+def _numbers_of(config: Any) -> Mapping[str, Tensor]:
+    """Return the tensors that a kernel of experts reads beside the weights, by name."""
+    parts = {name: part for name, part in vars(config).items() if hasattr(part, "__dict__")}
+    found = {f"{name}.{key}": value for name, part in parts.items() for key, value in vars(part).items()}
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}

@@ -11,6 +11,7 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.adapters import merged_weights
 from lit_qrl.precision import QATAligned, UnifiedFP8
+from lit_qrl.precision.layers import low_bit
 from lit_qrl.precision.source import unchanged
 from lit_qrl.receipts.ledger import SentLedger, compare
 from lit_qrl.rollout.embedded.engine import TransformersEngine
@@ -65,8 +66,12 @@ def test_the_sampler_has_the_learners_log_probs(kind, name):
     assert {report.layers[name] for name in experts} == {plugin.format.name}
 
 
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
-def test_gradients_are_those_of_the_rounded_model(kind):
+def test_gradients_are_those_of_the_rounded_model(kind, grouped, monkeypatch):
+    asked = []
+    if grouped:  # as on a GPU: one product for all experts
+        monkeypatch.setattr(low_bit, "can_group", lambda stack, x: asked.append(x.dtype) or True)
     format = formats.get("nvfp4")
     network, _ = learner(kind, QATAligned(format))
     reference = rounded(kind, random_network(BY_TYPE[kind]), format)
@@ -78,6 +83,7 @@ def test_gradients_are_those_of_the_rounded_model(kind):
     names = [name for name, _ in network.named_parameters()]
     assert names == list(expected)
     assert any(name.endswith("experts.gate_up_proj") for name in names)
+    assert bool(asked) == grouped
     for name, parameter in network.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5, rtol=1e-4)
 

@@ -239,14 +239,18 @@ def test_gradients_need_memory_beside_an_engine_that_never_sleeps(gpu):
 def test_experts_are_taken_in_the_formats_that_were_verified_on_the_device(monkeypatch, format_rows):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     network, stacked = (outline(BY_TYPE[kind].config()) for kind in ("qwen3_moe", "gpt_oss"))
-    for name in ("fp8_row", "nvfp4"):
-        format_rows(name, vllm_experts=("cuda",))
+    for name in ("fp8_row", "fp8_block", "int8_channel", "int4_group", "nvfp4"):
         vllm_checks.check_experts(network, formats.get(name), ())
         with pytest.raises(ConfigError, match=f"not sent experts in {name}.*layers.0.mlp.experts.*on CUDA"):
             vllm_checks.check_experts(stacked, formats.get(name), ())
-    for name in ("fp8_tensor", "int4_group", "nf4"):
-        with pytest.raises(ConfigError, match=f"not sent experts in {name}.*bf16, or fp8_row, nvfp4, or.*on CUDA"):
-            vllm_checks.check_experts(network, formats.get(name), ())
+    others = [formats.get(name) for name in ("fp8_tensor", "mxfp4", "nf4")]
+    for other in (*others, formats.get("int4_group", activations="fp8")):
+        with pytest.raises(
+            ConfigError, match=f"not sent experts in {other.name}.*bf16, or fp8_row, .*nvfp4, or.*on CUDA"
+        ):
+            vllm_checks.check_experts(network, other, ())
+    format_rows("mxfp4", vllm_experts=("cuda",))
+    vllm_checks.check_experts(network, formats.get("mxfp4"), ())
 
 
 def test_routers_and_plain_experts_are_listed_as_vllm_names_them():

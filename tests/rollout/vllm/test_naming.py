@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from lit_qrl.rollout.vllm.naming import Naming, stored
+from lit_qrl.network.names import stored
+from lit_qrl.rollout.vllm.naming import Naming
 from tests.families.configs import BY_TYPE, random_network
 
 

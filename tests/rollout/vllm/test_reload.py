@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_qrl.rollout.vllm.reload import register_head_bias, reloading
+from lit_qrl.rollout.vllm.reload import register_head_bias, reloading, same_kernel
 
 
 @pytest.fixture
@@ -74,3 +74,41 @@ def test_a_head_has_its_bias_before_the_first_reload(bias):
     assert (kept is not None) == bias
     register_head_bias(model, network)
     assert model["head"].bias is kept
+
+
+def experts_of(scale, alphas):
+    weights = SimpleNamespace(scale=torch.nn.Parameter(torch.tensor(scale)), alpha_or_gscale=torch.tensor(alphas))
+    config = SimpleNamespace(_w1=weights, _a1=SimpleNamespace(scale=None, dtype="fp8"), gemm1_alpha=None)
+    return SimpleNamespace(moe_kernel=SimpleNamespace(config=config), moe_quant_config=config)
+
+
+def test_experts_that_are_packed_again_keep_their_kernel_and_what_it_reads():
+    module = torch.nn.Module()
+    module.quant_method = method = experts_of([1.0, 2.0], [3.0])
+    kernel, scale, alphas = (
+        method.moe_kernel,
+        method.moe_quant_config._w1.scale,
+        method.moe_quant_config._w1.alpha_or_gscale,
+    )
+    with same_kernel(module):
+        vars(method).update(vars(experts_of([5.0, 6.0], [7.0])))
+    assert method.moe_kernel is kernel
+    assert method.moe_kernel.config is method.moe_quant_config
+    assert scale.tolist() == [5.0, 6.0]
+    assert alphas.tolist() == [7.0]
+
+
+def test_scales_that_the_kernel_cannot_take_are_an_error():
+    module = torch.nn.Module()
+    module.quant_method = method = experts_of([1.0, 2.0], [3.0])
+    with pytest.raises(RuntimeError, match=r"_w1.scale.: \(3,\)"), same_kernel(module):
+        vars(method).update(vars(experts_of([5.0, 6.0, 7.0], [7.0])))
+
+
+def test_experts_that_are_packed_for_the_first_time_keep_their_first_kernel():
+    module = torch.nn.Module()
+    module.quant_method = method = SimpleNamespace(moe_kernel=None, moe_quant_config=None)
+    made = experts_of([5.0], [7.0])
+    with same_kernel(module):
+        vars(method).update(vars(made))
+    assert method.moe_kernel is made.moe_kernel

@@ -1,0 +1,27 @@
+import pytest
+import torch
+
+from lit_qrl.precision.layers import packed_experts
+from tests.precision.test_packed_lora import packed_experts as under_adapter
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_one_product_of_all_experts_is_that_of_each(kind, monkeypatch):
+    policy, _, _ = under_adapter(kind)
+    network, ids = policy.network, torch.arange(3, 13)[None]
+    trained = {name: one for name, one in network.named_parameters() if one.requires_grad}
+
+    def computed():
+        network.zero_grad()
+        logits = network(ids).logits.log_softmax(-1)
+        logits[..., 5].sum().backward()
+        return logits.detach(), {name: one.grad.clone() for name, one in trained.items() if one.grad is not None}
+
+    (expected, grads), asked = computed(), []
+    monkeypatch.setattr(packed_experts, "can_group", lambda stack, x: asked.append(x.dtype) or True)
+    got, found = computed()
+    assert len(asked) >= 2
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert found.keys() == grads.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(found[name], grad, atol=1e-5, rtol=1e-4)
