@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from lit_qrl.data.benchmark import Benchmark, Share, evaluation_sets, without_benchmarks
 from lit_qrl.data.dataset import RolloutDataset
 from lit_qrl.data.problems import Problem, PromptOrder, admit
+from lit_qrl.data.sizes import check_ranks, check_sizes
 from lit_qrl.data.task import Task
 from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.loop.ahead import Ahead, check_ahead, staleness_of
@@ -123,7 +124,7 @@ class RolloutDataModule(Described, LightningDataModule):
         self.unfinished: int | None = None
         self._problems: dict[str, list[Problem]] = {}
         self._order: PromptOrder | None = None
-        self._check_sizes()
+        check_sizes(self)
         own = {
             "samples": evaluation_samples,
             "temperature": evaluation_temperature,
@@ -134,55 +135,6 @@ class RolloutDataModule(Described, LightningDataModule):
         self.evaluations = evaluation_sets(task if evaluate_task else None, evaluation_size, own, self.benchmarks)
 
     # ------------------------------------------------------------------------------------------------ configuration
-
-    def _check_sizes(self) -> None:
-        positive = ("prompts_per_iteration", "group_size", "passes", "mini_batches", "micro_batches")
-        for name in (*positive, "max_prompt_tokens", "max_completion_tokens", "evaluation_samples"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"data.{name} is too small.", expected="at least 1", given=getattr(self, name))
-        if self.temperature <= 0:
-            raise ConfigError(
-                "data.temperature must be positive: greedy rollouts explore nothing.",
-                expected="a number above 0",
-                given=self.temperature,
-                remedy="Set it to 1.0; evaluations decode greedily with data.evaluation_greedy.",
-            )
-        if not 0 < self.top_p <= 1:
-            raise ConfigError("data.top_p is out of range.", expected="a number in (0, 1]", given=self.top_p)
-        if self.prompts_per_iteration % self.mini_batches:
-            raise ConfigError(
-                "data.prompts_per_iteration is not divisible by data.mini_batches.",
-                expected=f"a multiple of {self.mini_batches}",
-                given=self.prompts_per_iteration,
-                remedy="Groups stay whole: change one of the two.",
-            )
-        rows = self.prompts_per_iteration // self.mini_batches * self.group_size
-        if rows % self.micro_batches:
-            raise ConfigError(
-                "A mini-batch is not divisible by data.micro_batches.",
-                expected=f"a divisor of its {rows} sequences",
-                given=self.micro_batches,
-                remedy="Change data.micro_batches.",
-            )
-
-    def _check_ranks(self, ranks: int) -> None:
-        unit = ranks * self.mini_batches
-        if self.prompts_per_iteration % unit:
-            raise ConfigError(
-                "data.prompts_per_iteration does not divide over the ranks.",
-                expected=f"a multiple of {ranks} ranks × {self.mini_batches} mini-batches",
-                given=self.prompts_per_iteration,
-                remedy=f"Set it to {-(-self.prompts_per_iteration // unit) * unit}, or trainer.devices to a divisor of "
-                f"{self.prompts_per_iteration // self.mini_batches}, the groups of a mini-batch.",
-            )
-        rows = self.prompts_per_iteration // unit * self.group_size
-        if rows < self.micro_batches:
-            raise ConfigError(
-                "A rank has fewer sequences of a mini-batch than data.micro_batches.",
-                expected=f"at most {rows}, since {ranks} ranks share a mini-batch",
-                given=self.micro_batches,
-                remedy="Lower data.micro_batches: a micro-batch is a rank's, and grows smaller with more ranks.",
-            )
 
     @property
     def sampling(self) -> SamplingParams:
@@ -237,7 +189,7 @@ class RolloutDataModule(Described, LightningDataModule):
         if self.trainer is not None and self.trainer.world_size > 1 and several_processes():
             own = flat({"model": describe(self.module), "data": describe(self)})
             check_same(gather_objects(own))
-        self._check_ranks(self.trainer.world_size if self.trainer else 1)
+        check_ranks(self, self.trainer.world_size if self.trainer else 1)
         longest = self.max_prompt_tokens + self.max_completion_tokens
         rows = self.prompts_per_rank // self.mini_batches * self.group_size
         limit = self.max_tokens_per_micro_batch

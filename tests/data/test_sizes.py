@@ -1,0 +1,40 @@
+"""Which sizes fit each other; the data module asks, and tests/data/test_module.py holds its words."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from lit_qrl.data.sizes import check_ranks, check_sizes
+from lit_qrl.errors import ConfigError
+
+SIZES = {
+    "prompts_per_iteration": 12, "group_size": 4, "passes": 1, "mini_batches": 2, "micro_batches": 3,
+    "max_prompt_tokens": 8, "max_completion_tokens": 8, "evaluation_samples": 1, "temperature": 1.0, "top_p": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"group_size": 0}, "group_size is too small"),
+        ({"temperature": 0.0}, "temperature must be positive"),
+        ({"top_p": 1.5}, "top_p is out of range"),
+        ({"mini_batches": 5}, "not divisible by data.mini_batches"),
+        ({"micro_batches": 7}, "not divisible by data.micro_batches"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(change, words):
+    check_sizes(SimpleNamespace(**SIZES))
+    with pytest.raises(ConfigError, match=words):
+        check_sizes(SimpleNamespace(**{**SIZES, **change}))
+
+
+def test_groups_divide_over_ranks():
+    data = SimpleNamespace(**SIZES)
+    check_ranks(data, 3)
+    with pytest.raises(ConfigError, match="does not divide over the ranks") as error:
+        check_ranks(data, 4)
+    assert "Set it to 16" in str(error.value)
+    data.micro_batches = 9
+    with pytest.raises(ConfigError, match="at most 8, since 3 ranks"):
+        check_ranks(data, 3)
