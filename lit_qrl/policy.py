@@ -220,7 +220,7 @@ class CausalPolicy(Described, nn.Module):
         else:
             network = self._pretrained(dtype, options)
         network.config.use_cache = False
-        compute_again(network, self.gradient_checkpointing, on_cpu)
+        compute_again(network, self.gradient_checkpointing, on_cpu)  # pyright: ignore[reportArgumentType]
         if self.packing == "auto" and self.attn_implementation is None:
             enable_padding_free(network, self.dropout)
         if self.lora is not None:

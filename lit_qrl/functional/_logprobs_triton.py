@@ -4,7 +4,7 @@ Import it only where Triton and a CUDA device are. The plain operations go over 
 """
 
 # Kernels are compiled from their source and launched with arguments that their Python signature does not have.
-# pyright: reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 
 import torch
 import triton

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ def record(
     gc.disable()  # what it would free may be another graph, which must not happen while one is recorded
     try:
         with torch.cuda.stream(stream):
-            options = {} if former is None else {"pool": former.pool()}
+            options: dict[str, Any] = {} if former is None else {"pool": former.pool()}
             graph.capture_begin(capture_error_mode="thread_local", **options)
             try:
                 work()

@@ -77,7 +77,7 @@ def _weights(layers: Sequence[nn.Module]) -> list[Tensor] | None:
     if any(getattr(layer, "bias", None) is not None for layer in layers):
         return None
     if all(type(layer) is nn.Linear for layer in layers):
-        tensors = [layer.weight.detach() for layer in layers]  # pyright: ignore
+        tensors: list[Any] = [layer.weight.detach() for layer in layers]  # pyright: ignore
     elif all(isinstance(layer, QuantizedLinear) and layer.format == layers[0].format for layer in layers):
         tensors = [layer.codes for layer in layers]
         if not all(isinstance(layer.format, ScaledE4M3) for layer in layers):
