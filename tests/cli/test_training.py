@@ -68,7 +68,7 @@ def test_the_run_is_resumed_whatever_was_validated_or_refused_after_it(lit):
     assert lit("fit")[0] == 0
     assert lit("validate", "--trainer.limit_val_batches", 1)[0] == 0
     assert lit("fit", "--data.micro_batches", 3)[0] == 2
-    assert lit("fit", "--data.top_p", 0.5, "--trainer.callbacks+=AIS")[0] == 2
+    assert lit("fit", "--data.group_size", 1)[0] == 2
     assert names() == ["1", "validate"]
     (RUNS / "7").mkdir()
     for option, n in ((("--ckpt_path", "last"), 2), (("--resume_if_possible", "true"), 3)):
@@ -116,7 +116,7 @@ def test_other_settings_are_named_and_the_former_are_kept(lit):
 def test_a_refused_resumption_leaves_the_configuration_alone(lit):
     assert lit("fit")[0] == 0
     first = (RUNS / "1" / "config.yaml").read_text()
-    assert lit("fit", "--ckpt_path", "last", "--data.top_p", 0.5, "--trainer.callbacks+=AIS")[0] == 2
+    assert lit("fit", "--ckpt_path", "last", "--data.group_size", 1)[0] == 2
     assert (RUNS / "1" / "config.yaml").read_text() == first
     assert not (RUNS / "1" / "config.1.yaml").exists()
 

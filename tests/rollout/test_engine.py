@@ -106,7 +106,11 @@ def test_the_smallest_engine_runs(tmp_path):
     trainer.fit(module, datamodule=data)
     assert data.engine.version == 1
     assert data.engine.spec == SamplerSpec(
-        sampling=data.sampling, prompt_limit=16, evaluation_limits=(4,), on_hang=data.engine.spec.on_hang
+        sampling=data.sampling,
+        prompt_limit=16,
+        evaluation_limits=(4,),
+        decode_steps=2 * 4,
+        on_hang=data.engine.spec.on_hang,
     )
     assert len(rows) == 2
     assert all(row["mismatch/abs_log_ratio"] < 1e-5 for row in rows)
