@@ -14,6 +14,7 @@ from lit_qrl.formats import FP8Block
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.support import require_fp8, tell_emulated
 from lit_qrl.precision.base import QuantizedPrecision, device_of, network_of
+from lit_qrl.precision.cost import tell_cost
 from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitLinear, LowBitWeight
 from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
 from lit_qrl.precision.vllm_kernels.choice import Kernel, KernelChoice
@@ -179,6 +180,7 @@ class QATAligned(QuantizedPrecision):
         device, remedy = device_of(module), "Choose int8_channel or int4_group, or UnifiedFP8 with backend: emulate."
         require_fp8("QATAligned", self.format, device, remedy)
         tell_emulated("QATAligned", self.format, device)
+        tell_cost(f"QATAligned({self.format.name})", network_of(module), device)
         if layers:
             dtype = self.gathered_in or next(iter(layers.values())).weight.dtype
             dtype = torch.bfloat16 if self.autocast == "bf16" else dtype

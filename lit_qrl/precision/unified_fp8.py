@@ -13,6 +13,7 @@ from lit_qrl.formats.fp8_block import BLOCK, FP8Block
 from lit_qrl.formats.support import tell_emulated
 from lit_qrl.network.linears import quantizable_layers
 from lit_qrl.precision.base import QuantizedPrecision, device_of, network_of
+from lit_qrl.precision.cost import tell_cost
 from lit_qrl.precision.layers import block_fp8
 from lit_qrl.precision.layers.block_fp8 import Backend, Operand
 from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitLinear, LowBitWeight
@@ -147,6 +148,7 @@ class UnifiedFP8(QuantizedPrecision):
         for layer in self.layers(module).values():
             assert isinstance(layer, UnifiedWeight)
             layer.backend = self.backend
+        tell_cost("UnifiedFP8", network_of(module), device)
         if self.fuse is True or self.backend.name == "torch":
             quantize_in_passing(network_of(module), UnifiedLinear, columns=True, choice=self.fuse)
         return module

@@ -1,0 +1,41 @@
+"""What a learner in few bits costs beside one in bf16, as measured; told where it is slower."""
+
+import logging
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+PASSES: dict[str, dict[int, float]] = {
+    "UnifiedFP8": {1536: 1.75, 3584: 0.94},
+    "QATAligned(fp8_row)": {1536: 1.99, 3584: 1.50},
+}
+"""Time of a forward and backward pass of 8,600 tokens (1536) and 4,300 (3584) to that in bf16, by the model's hidden
+size: one H200, Qwen2.5's shapes at 1.5B and 7B, 2026-11-22."""
+
+
+def tell_cost(learner: str, network: Any, device: torch.device) -> None:
+    """Warn, once per process, where a learner was measured to be slower than bf16 at about this model's width.
+
+    Args:
+        learner: plugin and, where it has several, format.
+        network: a causal language model.
+        device: where it is trained; figures are of GPUs alone.
+    """
+    config = getattr(network, "config", None)
+    if device.type == "cuda" and config is not None and learner in PASSES:
+        figures, width = PASSES[learner], config.get_text_config().hidden_size
+        nearest = min(figures, key=lambda known: abs(known - width))
+        if figures[nearest] > 1:
+            _warn(
+                f"{learner} is slower than bf16 here: at a hidden size of {nearest} a pass took {figures[nearest]:.2f} "
+                "times as long on an H200. Learner and sampler agree for it; a bf16 learner with a correction "
+                "(configs/correction/) is faster."
+            )
+
+
+@lru_cache
+def _warn(message: str) -> None:
+    log.warning("%s", message)

@@ -1,0 +1,36 @@
+"""What is said of a learner's speed."""
+
+import logging
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from lit_qrl.precision import cost
+
+
+class Model:
+    def __init__(self, width):
+        self.config = Qwen2Config(hidden_size=width)
+
+
+@pytest.mark.parametrize(
+    ("learner", "width", "device", "said"),
+    [
+        ("UnifiedFP8", 2048, "cuda", "1.75"),
+        ("UnifiedFP8", 3072, "cuda", None),
+        ("UnifiedFP8", 1536, "cpu", None),
+        ("QATAligned(fp8_row)", 4096, "cuda", "1.50"),
+        ("QATAligned(int4_group)", 4096, "cuda", None),
+    ],
+)
+def test_a_learner_that_is_slower_says_so_once(learner, width, device, said, caplog):
+    cost._warn.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            cost.tell_cost(learner, Model(width), torch.device(device))
+    assert len(caplog.messages) == (said is not None)
+    if said is not None:
+        assert f"{learner} is slower than bf16 here" in caplog.text
+        assert f"took {said} times as long" in caplog.text
+    cost.tell_cost(learner, torch.nn.Linear(2, 2), torch.device("cuda"))  # no language model
