@@ -17,10 +17,13 @@ HEADS = 4
 
 @triton.jit
 def _rotate_kernel(
-    x, cos, sin, out, heads, row_stride, head_stride, rotation_stride, HALF: tl.constexpr, SIZE: tl.constexpr,
-    HEADS: tl.constexpr, BACK: tl.constexpr,
+    x, cos, sin, out, heads, row_stride, head_stride, out_row_stride, out_head_stride, HALF: tl.constexpr,
+    SIZE: tl.constexpr, HEADS: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of some heads of one token, rounded where the plain operations round: products, then the sum."""
+    """Both halves of some heads of one token, rounded where the plain operations round: products, then the sum.
+
+    What a program writes it alone has read, so that `out` may be `x`.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, SIZE)
@@ -29,7 +32,7 @@ def _rotate_kernel(
     at = x + token * row_stride + head[:, None] * head_stride + column[None, :]
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
-    rotation = token * rotation_stride + column
+    rotation = token * 2 * HALF + column
     cos_first = tl.load(cos + rotation, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
     cos_second = tl.load(cos + rotation + HALF, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
     sin_first = tl.load(sin + rotation, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
@@ -39,28 +42,31 @@ def _rotate_kernel(
         c, d = (second * sin_second).to(dtype).to(tl.float32), -(first * sin_first).to(dtype).to(tl.float32)
     else:
         c, d = -(second * sin_first).to(dtype).to(tl.float32), (first * sin_second).to(dtype).to(tl.float32)
-    to = out + (token * heads + head[:, None]) * (2 * HALF) + column[None, :]
+    to = out + token * out_row_stride + head[:, None] * out_head_stride + column[None, :]
     tl.store(to, (a + c).to(dtype), mask=inside)
     tl.store(to + HALF, (b + d).to(dtype), mask=inside)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False, in_place: bool = False) -> Tensor:
     """Return `x cos + rotate_half(x) sin`, or with `back` the gradient of `x` for that of the result: "n heads dim".
 
     Args:
-        x: "n heads dim", the last dimension contiguous.
+        x: "n heads dim", the last dimension contiguous where it is written over.
         cos: "n dim".
         sin: "n dim".
         back: apply the transpose.
+        in_place: write over `x` and return it.
     """
     n, heads, dim = x.shape
     if x.stride(-1) != 1:
+        if in_place:
+            raise ValueError(f"x is written over, and its last dimension has a stride of {x.stride(-1)}. Expected: 1.")
         x = x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
-    out = torch.empty((n, heads, dim), dtype=x.dtype, device=x.device)
+    out = x if in_place else torch.empty((n, heads, dim), dtype=x.dtype, device=x.device)
     half = dim // 2
     _rotate_kernel[(n, triton.cdiv(heads, HEADS))](
-        x, cos, sin, out, heads, x.stride(0), x.stride(1), dim, half, triton.next_power_of_2(half), HEADS, back,
+        x, cos, sin, out, heads, *x.stride()[:2], *out.stride()[:2], half, triton.next_power_of_2(half), HEADS, back,
         num_warps=2,
     )  # fmt: skip
     return out

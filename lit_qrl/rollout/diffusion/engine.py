@@ -14,8 +14,8 @@ from lit_qrl.network.memory import free_memory
 from lit_qrl.network.structure import body, cached_numbers
 from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.rollout.diffusion.decode import Denoised, Denoiser, Reuse
+from lit_qrl.rollout.diffusion.fused_projections import lay_together
 from lit_qrl.rollout.diffusion.graphs import Trust
-from lit_qrl.rollout.diffusion.grouped import lay_together
 from lit_qrl.rollout.diffusion.stack import Stack
 from lit_qrl.rollout.embedded.decode import Piece, plan
 from lit_qrl.rollout.embedded.loading import Modules

@@ -1,4 +1,4 @@
-"""Triton kernels of a denoising forward: residual sum and RMS norm in one, and rotary embeddings in place.
+"""Triton kernels of a denoising step: residual sum and RMS norm in one, and drawing of words.
 
 Import it only where Triton and a CUDA device are. Results are rounded where the modules of transformers round; a norm's
 mean is summed in another order, which changes its last bit at times.
@@ -53,39 +53,6 @@ def norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tens
         x, x if residual is None else residual, weight, y, k, eps, residual is not None, size, num_warps=warps
     )
     return y
-
-
-@triton.jit
-def _rotate_kernel(x, cos, sin, stride, heads, HEADS: tl.constexpr, HALF: tl.constexpr):
-    """All heads of one token, in place."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, HEADS)[:, None]
-    lane = tl.arange(0, HALF)[None, :]
-    inside = (head < heads) & (lane < HALF)
-    low = x + token * stride + head * (2 * HALF) + lane
-    angle = token * (2 * HALF) + lane
-    dtype: tl.constexpr = x.dtype.element_ty
-    first = tl.load(low, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(low + HALF, mask=inside, other=0.0).to(tl.float32)
-    along = (first * tl.load(cos + angle).to(tl.float32)).to(dtype).to(tl.float32)
-    across = (second * tl.load(sin + angle).to(tl.float32)).to(dtype).to(tl.float32)
-    also = (second * tl.load(cos + angle + HALF).to(tl.float32)).to(dtype).to(tl.float32)
-    other = (first * tl.load(sin + angle + HALF).to(tl.float32)).to(dtype).to(tl.float32)
-    tl.store(low, (along - across).to(dtype), mask=inside)
-    tl.store(low + HALF, (also + other).to(dtype), mask=inside)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn queries or keys "b n heads d" by their angles, in place, as `apply_rotary_pos_emb` of a Llama does.
-
-    Args:
-        x: heads and d without gaps, tokens in even steps; d is twice a power of two.
-        cos: "b n d", contiguous, dtype of `x`.
-        sin: the same.
-    """
-    heads, d = x.shape[-2:]
-    width, tokens = triton.next_power_of_2(heads), x.numel() // (heads * d)
-    _rotate_kernel[(tokens,)](x, cos, sin, x.stride(1), heads, width, d // 2, num_warps=4)
 
 
 CHUNK = 4096

@@ -11,7 +11,7 @@ from lit_qrl.formats.kernels import dispatch
 from lit_qrl.network.structure import body
 from lit_qrl.precision.layers.one_pass import OnePassGatedMLP
 from lit_qrl.rollout.diffusion.cache import CanvasCache
-from lit_qrl.rollout.diffusion.grouped import PARTS, Group, members
+from lit_qrl.rollout.diffusion.fused_projections import PARTS, Group, members
 from lit_qrl.rollout.embedded.attention import FOLDED
 
 Angles = tuple[Tensor, Tensor]
@@ -124,13 +124,13 @@ def _normed(norm: Any, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, 
 
 def _turned(x: Tensor, angles: Angles) -> Tensor:
     """Return queries or keys "b n heads d" under their angles, "b heads n d"; those given may be written over."""
-    half = x.shape[-1] // 2
-    if _fused(x) and half & (half - 1) == 0 and angles[0].shape[-1] == 2 * half:
-        from lit_qrl.rollout.diffusion import fused_triton
+    if _fused(x) and angles[0].shape[-1] == x.shape[-1]:
+        from lit_qrl.formats.kernels import rotary_triton
 
-        if x.stride()[2:] != (2 * half, 1) or x.stride(0) != len(x[0]) * x.stride(1):
+        if x.stride(3) != 1 or x.stride(0) != len(x[0]) * x.stride(1):
             x = x.contiguous()
-        fused_triton.rotate(x, *angles)
+        cos, sin = (angle.flatten(0, 1) for angle in angles)
+        rotary_triton.rotate(x.flatten(0, 1), cos, sin, in_place=True)
         return x.transpose(1, 2)
     x = x.transpose(1, 2)
     return apply_rotary_pos_emb(x, x, *angles)[0]

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import rotate_half
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb, rotate_half
 
 from tests.triton_interpreter import run_interpreted
 
@@ -26,11 +27,37 @@ def compare_rotation(device):
             torch.testing.assert_close(back, x.grad, atol=2**-7, rtol=2**-7)
 
 
-@pytest.mark.vllm
-def test_the_interpreted_kernel_rounds_as_the_plain_operations_do():
-    run_interpreted(compare_rotation)
+def compare_turns_in_place(device):
+    """Queries that are written over, also as a part of a wider tensor, whose rest stays."""
+    from lit_qrl.formats.kernels import rotary_triton
+
+    for heads, d in ((4, 32), (3, 16)):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(2, 7, heads, d, generator=generator).bfloat16()
+        positions = torch.randint(0, 500, (2, 7), generator=generator)
+        rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=heads * d, num_attention_heads=heads))
+        cos, sin = rotary(x, positions)
+        expected = apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=2)[0]
+        beside = torch.zeros(2, 7, 2, heads, d, dtype=x.dtype, device=device)
+        beside[:, :, 0] = x.to(device)
+        for found in (x.clone().to(device), beside[:, :, 0]):
+            rotary_triton.rotate(
+                found.flatten(0, 1), cos.flatten(0, 1).to(device), sin.flatten(0, 1).to(device), in_place=True
+            )
+            assert torch.equal(found.cpu(), expected)
+        assert not beside[:, :, 1].any()
+
+
+COMPARISONS = [compare_rotation, compare_turns_in_place]
+
+
+@pytest.mark.vllm  # which brings Triton
+@pytest.mark.parametrize("compare", COMPARISONS)
+def test_the_interpreted_kernel_rounds_as_the_plain_operations_do(compare):
+    run_interpreted(compare)
 
 
 @pytest.mark.gpu
-def test_the_kernel_rounds_as_the_plain_operations_do():
-    compare_rotation(torch.device("cuda"))
+@pytest.mark.parametrize("compare", COMPARISONS)
+def test_the_kernel_rounds_as_the_plain_operations_do(compare):
+    compare(torch.device("cuda"))

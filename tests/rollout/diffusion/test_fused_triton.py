@@ -1,7 +1,6 @@
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lit_qrl.functional.diffusion import confidence, gumbel_argmax
 from tests.triton_interpreter import run_interpreted
@@ -26,24 +25,6 @@ def compare_norms(device):
         assert torch.equal(total.cpu(), x + residual)
 
 
-def compare_turns(device):
-    from lit_qrl.rollout.diffusion import fused_triton
-
-    for heads, d in ((4, 32), (3, 16)):
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(2, 7, heads, d, generator=generator).bfloat16()
-        positions = torch.randint(0, 500, (2, 7), generator=generator)
-        rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=heads * d, num_attention_heads=heads))
-        cos, sin = rotary(x, positions)
-        expected = apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=2)[0]
-        beside = torch.zeros(2, 7, 2, heads, d, dtype=x.dtype, device=device)
-        beside[:, :, 0] = x.to(device)
-        for found in (x.clone().to(device), beside[:, :, 0]):
-            fused_triton.rotate(found, cos.to(device), sin.to(device))
-            assert torch.equal(found.cpu(), expected)
-        assert not beside[:, :, 1].any()
-
-
 def compare_draws(device):
     from lit_qrl.rollout.diffusion import fused_triton
 
@@ -66,7 +47,7 @@ def compare_draws(device):
             torch.testing.assert_close(sure.cpu()[masked], confidence(masked_out, expected)[masked])
 
 
-COMPARISONS = [compare_norms, compare_turns, compare_draws]
+COMPARISONS = [compare_norms, compare_draws]
 
 
 @pytest.mark.vllm  # which brings Triton
