@@ -93,6 +93,31 @@ def publish(network, engine, format, version, previous=None, wire=lambda stream:
     return faults, sent, report
 
 
+def one_step_behind(network, engine, format):
+    """Yield what publishes, takes an optimizer step that is not published, and returns the state; end with a clean one.
+
+    The engine has had one publish, of version 0.
+    """
+    version = 0
+
+    def one_step_later():
+        nonlocal version
+        faults, sent, _ = publish(network, engine, format, version)
+        assert faults == []
+        old = {name: tensor.clone() for name, tensor in checkpoint(network, engine, format)}
+        optimizer_step(network, seed=version)
+        version += 1
+        return SimpleNamespace(
+            network=network, engine=engine, format=format, version=version, old=old, previous=sent.receipts(), shares=[]
+        )
+
+    yield one_step_later
+    faults, _, _ = publish(network, engine, format, version + 1)
+    assert faults == []
+    assert disagreement(network, engine, format) < 0.03
+    engine.close()
+
+
 def gemm_shares(sent, engine, format):
     """By sampled layer: the largest distance of the engine's GEMM from what was sent, as a share of its bound."""
     return {

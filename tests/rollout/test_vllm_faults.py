@@ -9,9 +9,8 @@ from lit_qrl.receipts.ledger import Fault, PublishError
 from tests.vllm_engines import (
     build_engine,
     checkpoint,
-    disagreement,
     gemm_shares,
-    optimizer_step,
+    one_step_behind,
     prompts,
     publish,
     sampler_format,
@@ -47,24 +46,7 @@ def held(request):
     assert engine.live.routes is not None
     if reloaded:
         engine.live.routes, engine.live.learns_routes = None, False
-    version = 0
-
-    def one_step_later():
-        nonlocal version
-        faults, sent, _ = publish(network, engine, format, version)
-        assert faults == []
-        old = {name: tensor.clone() for name, tensor in checkpoint(network, engine, format)}
-        optimizer_step(network, seed=version)
-        version += 1
-        return SimpleNamespace(
-            network=network, engine=engine, format=format, version=version, old=old, previous=sent.receipts(), shares=[]
-        )
-
-    yield one_step_later
-    faults, _, _ = publish(network, engine, format, version + 1)
-    assert faults == []
-    assert disagreement(network, engine, format) < 0.03
-    engine.close()
+    yield from one_step_behind(network, engine, format)
 
 
 def corrupted(state, corrupt, **options):

@@ -18,9 +18,7 @@ from tests.tiny_run import build, model_folder, parameters_of
 from tests.vllm_engines import (
     COMPLETION_LIMIT,
     PROMPT_LIMIT,
-    checkpoint,
-    disagreement,
-    optimizer_step,
+    one_step_behind,
     publish,
     sampler_format,
     tiny_network,
@@ -67,23 +65,7 @@ def held(request, served):
     engine.validate(spec)
     engine.setup(spec, SimpleNamespace(network=network))
     assert publish(network, engine, format, 0)[0] == []
-    version = 0
-
-    def one_step_later():
-        nonlocal version
-        found, sent, _ = publish(network, engine, format, version)
-        assert found == []
-        old = {name: tensor.clone() for name, tensor in checkpoint(network, engine, format)}
-        optimizer_step(network, seed=version)
-        version += 1
-        return SimpleNamespace(
-            network=network, engine=engine, format=format, version=version, old=old, previous=sent.receipts(), shares=[]
-        )
-
-    yield one_step_later
-    assert publish(network, engine, format, version + 1)[0] == []
-    assert disagreement(network, engine, format) < 0.03
-    engine.close()
+    yield from one_step_behind(network, engine, format)
 
 
 @pytest.mark.parametrize("corruption", CORRUPTIONS, ids=lambda test: test.__name__.removeprefix("test_"))
