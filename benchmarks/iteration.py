@@ -32,6 +32,7 @@ import csv
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -252,7 +253,8 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
     command = [sys.executable, "-m", "lit_qrl.cli", "fit", "--config", str(config), *args.set]
     if case["peer"] == "trl":
         command = [sys.executable, str(Path(__file__).with_name("trl_iteration.py")), str(config), str(run)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT), *sys.path[1:]])}
+    paths = os.pathsep.join([str(Path(__file__).parent), str(ROOT), *sys.path[1:]])
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"}
     process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=run.parent)
     ends, peak, deadline = watch(process, run / "metrics.csv", time.monotonic() + args.timeout)
     rows = read_rows(run / "metrics.csv")
@@ -387,6 +389,9 @@ def watch(process: subprocess.Popen, metrics: Path, deadline: float) -> tuple[li
         if time.monotonic() - asked > 1.0:
             peak, asked = max(peak, device_memory()), time.monotonic()
         time.sleep(0.02)
+    if process.poll() is None:  # what it hangs in stands at the end of its log then
+        process.send_signal(signal.SIGABRT)
+        time.sleep(3.0)
     process.kill()
     process.wait()
     return ends, round(peak, 1) or None, deadline
