@@ -5,6 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+from lightning.pytorch import Trainer
+
 from lit_qrl.diffusion_policy import DiffusionPolicy
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
@@ -124,6 +127,7 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
         format=format,
         exclude=plugin.exclude if publishes and same else settings.exclude,
         quantize_head=settings.quantize_head,
+        compute_dtype=compute_dtype(learner.trainer),
         head_dtype=policy.head_dtype,
         adapter=policy.lora if apart else None,
         prompt_limit=data.max_prompt_tokens,
@@ -140,6 +144,14 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
     engine.validate(spec)
     _check_model(learner.policy, spec, engine)
     return spec
+
+
+def compute_dtype(trainer: Trainer) -> torch.dtype | None:
+    """Return what the learner's products are computed in where it is not its weights' own dtype, else None."""
+    plugin, parts = trainer.precision_plugin, getattr(trainer.strategy, "compute_dtype", None)
+    if parts == "bf16" or getattr(plugin, "autocast", "none") == "bf16" or plugin.precision == "bf16-mixed":
+        return torch.bfloat16
+    return torch.float16 if plugin.precision == "16-mixed" else None
 
 
 def _check_same_arithmetic(

@@ -46,6 +46,7 @@ class SamplerSpec:
         format: of the layers that are published quantized; None where every tensor is plain.
         exclude: name patterns of linear layers that stay plain, beside embeddings, head and routers.
         quantize_head: the output head comes in the format too.
+        compute_dtype: of the learner's products where it is not its weights': bf16 under autocast over fp32 weights.
         head_dtype: that the learner computes its logits in, and an engine that can does too; None is the weights'.
         adapter: the PEFT config of an adapter that is published beside its base; None where there is none, or merged.
         prompt_limit: longest prompt in tokens, where it is known.
@@ -71,6 +72,7 @@ class SamplerSpec:
     format: NumberFormat | None = None
     exclude: tuple[str, ...] = ()
     quantize_head: bool = False
+    compute_dtype: torch.dtype | None = None
     head_dtype: torch.dtype | None = None
     adapter: Any = None
     prompt_limit: int | None = None

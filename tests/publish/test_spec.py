@@ -14,9 +14,10 @@ from lit_qrl.callbacks import AIS
 from lit_qrl.errors import ConfigError
 from lit_qrl.objective import GRPO
 from lit_qrl.precision import NVFP4LoRA, QATAligned
-from lit_qrl.publish.spec import PublishSettings, sampler_spec
+from lit_qrl.publish.spec import PublishSettings, compute_dtype, sampler_spec
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import RolloutEngine, SamplerSpec
+from lit_qrl.strategies import ShardedStrategy
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
 
@@ -81,6 +82,18 @@ def test_what_the_engine_is_told():
     assert (aligned.format, aligned.exclude) == (fp8, ("*.down_proj",))
     other = spec(QATAligned("fp8_row", exclude=["*.down_proj"]), format=formats.get("nvfp4"), unaligned=True)
     assert (other.format.name, other.exclude) == ("nvfp4", ())
+
+
+def test_a_learner_that_computes_in_another_dtype_than_its_weights_says_so():
+    assert spec().compute_dtype is None
+    assert spec(MixedPrecision("bf16-mixed", "cpu")).compute_dtype == torch.bfloat16
+    assert spec(MixedPrecision("16-mixed", "cuda", scaler=torch.amp.GradScaler("cpu"))).compute_dtype == torch.float16
+    assert spec(QATAligned("fp8_row", autocast="bf16")).compute_dtype == torch.bfloat16
+    assert spec(QATAligned("fp8_row")).compute_dtype is None
+    strategy = ShardedStrategy()
+    assert compute_dtype(SimpleNamespace(precision_plugin=Precision(), strategy=strategy)) == torch.bfloat16
+    strategy = ShardedStrategy(compute_dtype="fp32")
+    assert compute_dtype(SimpleNamespace(precision_plugin=Precision(), strategy=strategy)) is None
 
 
 def test_an_adapter_is_told_only_where_it_stands_beside_its_base():

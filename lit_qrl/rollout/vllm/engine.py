@@ -63,8 +63,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
     It is built at the first `load_weights`, when the format is known, and holds that format from then on.
 
     Args:
-        dtype: of activations and of all tensors that are not quantized; `auto` is the format's or the learner's, but
-            bf16 where the low-bit kernels take nothing else.
+        dtype: of activations and of all tensors that are not quantized; `auto` is the format's, or what the learner
+            computes in, but bf16 where the low-bit kernels take nothing else.
         gpu_memory_utilization: share of the GPU's memory that the engine may take, weights and KV cache together.
         kv_cache_gib: size of the KV cache in GiB: on a GPU, instead of what the share leaves; on CPU, 1 by default.
         kv_cache_dtype: `auto` is the model's; `fp8` is a source of mismatch of its own.
@@ -170,7 +170,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         self.spec, self.policy, self.format = spec, policy, spec.format
         network = policy.network
         self.routed = requests.routed_layers(network) if spec.routes else None
-        learner = next(network.parameters()).dtype
+        learner = spec.compute_dtype or next(network.parameters()).dtype
         self.plain_dtype = dtype = DTYPES.get(self.dtype) or automatic_dtype(spec.format, learner)
         check_model(network, dtype)
         check_experts(network, spec.format, spec.exclude)
