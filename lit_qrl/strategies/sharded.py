@@ -106,8 +106,8 @@ class ShardedStrategy(Described, ModelParallelStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Let the policy leave its weights where they are until `shard` asks for them, layer by layer."""
-        with deferred_weights(whole_policies=True):
+        """Let the policy leave its weights where they are until `shard` asks for a layer's, on the device."""
+        with deferred_weights(whole_policies=True), self.root_device:
             yield
 
     def shard(self, policy: Any) -> None:

@@ -94,6 +94,7 @@ def test_a_policy_and_its_reference_are_read_and_divided_layer_by_layer(tmp_path
     expected.configure()
     strategy, policy = ShardedStrategy("fp32"), module.policy
     strategy._lightning_module, strategy._device_mesh = module, {"data_parallel": None}
+    strategy.parallel_devices = [torch.device("cpu")]
     with strategy.model_sharded_context():
         assert weights_are_deferred(adapted=False)
         policy.configure()
