@@ -256,10 +256,11 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
     paths = os.pathsep.join([str(Path(__file__).parent), str(ROOT), *sys.path[1:]])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"}
     process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=run.parent)
-    ends, peak, deadline = watch(process, run / "metrics.csv", time.monotonic() + args.timeout)
+    enough = args.iterations if checkpoints == "none" else None  # the last one is saved all the same, for minutes
+    ends, peak, deadline = watch(process, run / "metrics.csv", time.monotonic() + args.timeout, enough)
     rows = read_rows(run / "metrics.csv")
     apart = mismatch(rows)
-    if process.returncode or len(rows) <= WARM_UP + 1:
+    if len(rows) <= WARM_UP + 1 or (process.returncode and len(rows) != enough):
         log_end = run.with_suffix(".log").read_text()[-8000:]
         return {"error": f"status {process.returncode}", "rows": len(rows), **apart, "log": log_end}
     wall = [b - a for a, b in itertools.pairwise(ends)][WARM_UP - 1 :]
@@ -378,18 +379,23 @@ def configuration(
     }
 
 
-def watch(process: subprocess.Popen, metrics: Path, deadline: float) -> tuple[list[float], float | None, float]:
-    """Return when each row of an iteration appeared, the device's peak in GiB, and the deadline."""
+def watch(
+    process: subprocess.Popen, metrics: Path, deadline: float, enough: int | None
+) -> tuple[list[float], float | None, float]:
+    """Return when each row of an iteration appeared, the device's peak in GiB, and the deadline.
+
+    The process is ended after so many rows, or at the deadline.
+    """
     ends: list[float] = []
     peak, asked = 0.0, 0.0
-    while process.poll() is None and time.monotonic() < deadline:
+    while process.poll() is None and time.monotonic() < deadline and (enough is None or len(ends) < enough):
         if metrics.exists():
             seen = len(read_rows(metrics))
             ends += [time.monotonic()] * (seen - len(ends))
         if time.monotonic() - asked > 1.0:
             peak, asked = max(peak, device_memory()), time.monotonic()
         time.sleep(0.02)
-    if process.poll() is None:  # what it hangs in stands at the end of its log then
+    if process.poll() is None and len(ends) != enough:  # what it hangs in stands at the end of its log then
         process.send_signal(signal.SIGABRT)
         time.sleep(3.0)
     process.kill()

@@ -1,6 +1,7 @@
 """Saves the run in one fixed place, atomically, in the background, as often as costs little."""
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities import rank_zero_only
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.run.description import Described
@@ -20,6 +22,9 @@ from lit_qrl.run.saving import Cadence, CheckpointFiles
 
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
+
+PATIENCE = 1.0
+"""Seconds after which the end of a run says what it waits for."""
 
 
 class RunCheckpoint(Described, Checkpoint):
@@ -97,10 +102,15 @@ class RunCheckpoint(Described, Checkpoint):
         return every > 0 and iteration % every == 0
 
     def on_train_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
-        """Save the last iteration, if that has not been done, and wait for the file."""
-        if self._saved != trainer.global_step:
-            self._save(trainer, None)
-        self._files.wait()
+        """Save the last iteration, if that has not been done, and wait for the file; one that takes long is told."""
+        told = threading.Timer(PATIENCE, _tell, [Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt"])
+        told.start()
+        try:
+            if self._saved != trainer.global_step:
+                self._save(trainer, None)
+            self._files.wait()
+        finally:
+            told.cancel()
         self._interruption.remove()
 
     def on_exception(self, trainer: Trainer, pl_module: "GRPOModule", exception: BaseException) -> None:
@@ -138,6 +148,11 @@ class RunCheckpoint(Described, Checkpoint):
         with _staged(trainer, self._files, targets):
             trainer.save_checkpoint(targets[0], weights_only=False)  # optimizer and loops too
         self._saved = trainer.global_step
+
+
+@rank_zero_only
+def _tell(path: Path) -> None:
+    print(f"Writing the last iteration's checkpoint: {path}", flush=True)
 
 
 class _StagedIO(CheckpointIO):

@@ -1,11 +1,13 @@
 import os
 import signal
+import threading
 
 import pytest
 import torch
 from peft import LoraConfig
 
 from lit_qrl.callbacks import AIS, AQNNoise, RLCallback
+from lit_qrl.callbacks import checkpoint as checkpoint_module
 from lit_qrl.callbacks.checkpoint import resolve_checkpoint
 from lit_qrl.errors import ConfigError
 from lit_qrl.run.folder import last_checkpoint
@@ -108,3 +110,18 @@ def test_how_often_it_saves(tmp_path, monkeypatch, every, saves):
     trainer.fit(module, datamodule=data)
     assert 1 <= len(targets) <= 3 if saves is None else len(targets) == saves
     assert torch.load(last_checkpoint(tmp_path / "run"), weights_only=True)["global_step"] == 3
+
+
+def test_the_end_of_a_run_says_that_its_checkpoint_takes_long(tmp_path, monkeypatch, capsys):
+    said, wait = threading.Event(), CheckpointFiles.wait
+    tell = checkpoint_module._tell
+    monkeypatch.setattr(checkpoint_module, "PATIENCE", 0.0)
+    monkeypatch.setattr(checkpoint_module, "_tell", lambda path: (tell(path), said.set()))
+    monkeypatch.setattr(CheckpointFiles, "wait", lambda self: (said.wait(30), wait(self)))  # the disk takes as long
+    fit(tmp_path, trainer={"max_epochs": 1})
+    path = last_checkpoint(tmp_path / "run")
+    assert f"Writing the last iteration's checkpoint: {path}" in capsys.readouterr().out
+    monkeypatch.setattr(checkpoint_module, "PATIENCE", 60.0)
+    monkeypatch.setattr(CheckpointFiles, "wait", wait)
+    fit(tmp_path / "quick", trainer={"max_epochs": 1})
+    assert "Writing" not in capsys.readouterr().out
