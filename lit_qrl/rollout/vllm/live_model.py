@@ -22,6 +22,7 @@ from lit_qrl.rollout.vllm import derived
 from lit_qrl.rollout.vllm import fast_load as direct
 from lit_qrl.rollout.vllm.locations import (
     DESCRIPTIVE,
+    Cutter,
     Place,
     checkpoint_names,
     expert_place,
@@ -199,12 +200,13 @@ class LiveModel:
         return watched
 
     def _record(self, module_name: str) -> None:
+        cutter = Cutter()
         for name in self.pending.pop(module_name, []):
             place, shape, _ = self.sent[name]
             tensor = getattr(place.module, place.attribute, None)
             if tensor is not None:
                 place.spread(tensor, shape)
-            cut = None if tensor is None else place.cut(tensor, shape)
+            cut = None if tensor is None else cutter.cut(place, tensor, shape)
             assert self._ledger is not None
             if cut is None:
                 self._ledger.faults.append(Fault("shape", name, "its slice of the engine's parameter does not fit"))
