@@ -110,6 +110,17 @@ class NumberFormat(ABC):
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight ("out in") that the codes stand for."""
 
+    def dequantize_stack(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return `dequantize` of each matrix of what `quantize_stack` made, "matrices out in", to the bit."""
+        count, (rows, columns) = len(q.codes), q.shape
+        if self.rows_together is None or rows % self.rows_together:
+            parts = ([None] * count if part is None else part.unbind() for part in (q.scales, q.global_scale))
+            each = zip(q.codes.unbind(), *parts, strict=True)
+            return torch.stack([self.dequantize(QuantizedWeight(*one, self, q.shape), dtype) for one in each])
+        scales = None if q.scales is None else q.scales.flatten(0, 1)
+        whole = QuantizedWeight(q.codes.flatten(0, 1), scales, None, self, (count * rows, columns))
+        return self.dequantize(whole, dtype).unflatten(0, (count, rows))
+
     def prepare(self, q: QuantizedWeight, dtype: torch.dtype) -> PreparedWeight:
         """Return the operand that `apply` multiplies inputs of `dtype` by; a weight-only format dequantizes."""
         return PreparedWeight(self.dequantize(q, dtype))

@@ -84,12 +84,19 @@ class NVFP4(NumberFormat):
         return QuantizedWeight(packed, scale.to(E4M3), global_scale.view(count, 1), self, (rows, columns))
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self._values(q, dtype)
+
+    def dequantize_stack(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self._values(q, dtype)
+
+    def _values(self, q: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+        """Return a weight, or those of a stack, one for each global scale."""
         assert q.scales is not None
         assert q.global_scale is not None
         made = dispatch.fp4_values(q.codes, q.scales, BLOCK, dtype, q.global_scale)
         if made is not None:
             return made
-        scale = q.scales.float() / q.global_scale
+        scale = q.scales.float() / (q.global_scale.unsqueeze(-1) if q.codes.ndim > 2 else q.global_scale)
         values = fp4_values(unpack_nibbles(q.codes)).unflatten(-1, (-1, BLOCK))
         return values.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
 

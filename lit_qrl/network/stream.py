@@ -54,7 +54,7 @@ def weight_stream(
     cast = dtype if format is not None and format.scales_like_weight else None
     waiting: dict[str, dict[str, Tensor]] = {}
     seen: set[str] = set()
-    finite, stacked = _Finite(), None if format is None else StackQuantizer(format, cast)
+    finite, stacked = Finite(), None if format is None else StackQuantizer(format, cast)
     for name, tensor in named:
         layer = name.removesuffix(_WEIGHT)
         if format is None or layer not in chosen or not name.endswith(_WEIGHT):
@@ -76,7 +76,7 @@ def weight_stream(
     finite.check()
 
 
-class _Finite:
+class Finite:
     """Refuses NaN and inf: at once on a CPU, all in one transfer on an accelerator."""
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ def _quantized(
     parts: dict[str, Tensor],
     format: NumberFormat,
     existing: Callable[[str, Tensor], QuantizedWeight | None],
-    finite: _Finite,
+    finite: Finite,
     stacked: StackQuantizer | None,
     cast: torch.dtype | None,
 ) -> Iterator[tuple[str, Tensor]]:

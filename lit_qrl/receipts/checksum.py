@@ -142,10 +142,10 @@ class Checksums:
 
     def _of_stack(self, stack: Tensor) -> _Entry | None:
         """Return the sums of a stack, taken now or before; None where it was written to since, or lies otherwise."""
-        version = -1 if stack.is_inference() else stack._version
         kept = self._stacks.get(id(stack))
         if kept is not None and kept[0]() is stack:
-            return kept[2] if kept[1] == version else None
+            return kept[2] if kept[1] < 0 or kept[1] == stack._version else None
+        version = -1 if stack.is_inference() else stack._version  # a tensor under inference mode counts no writes
         bits = as_matrices(stack)
         if bits is None:
             return None

@@ -167,6 +167,7 @@ def test_a_stack_has_the_codes_of_its_matrices_one_by_one(name, rows, dtype):
             assert (held is None) == (expected is None)
             assert held is None or held[index].shape == expected.shape
             assert held is None or torch.equal(bits(held[index]), bits(expected))
+        assert torch.equal(format.dequantize_stack(together, dtype)[index], format.dequantize(alone, dtype))
 
 
 def test_a_stack_is_quantized_in_the_operations_of_one_matrix():
