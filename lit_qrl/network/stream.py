@@ -84,7 +84,7 @@ class Finite:
 
     def plain(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Return the tensor as it is sent."""
-        tensor = tensor.detach()
+        tensor = tensor.detach() if tensor.requires_grad else tensor
         if not tensor.is_floating_point():
             return tensor
         if dtype is not None:

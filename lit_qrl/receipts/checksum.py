@@ -3,6 +3,7 @@
 import math
 import weakref
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ MIX_A, MIX_B = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 # Keeps the weights of column positions apart from those of row positions.
 COLUMN_OFFSET = 1 << 40
-# Integers that are known by their values.
+# Integers that are kept by their values.
 _FEW = 8
 
 
@@ -117,7 +118,8 @@ class Checksums:
         self._names: list[str] = []
         self._entries: list[_Entry] = []
         self._stacks: dict[int, tuple[weakref.ref[Tensor], int, _Entry]] = {}
-        self._small: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        self._small: dict[tuple[Any, ...], str] = {}
+        self._same: dict[str, str] = {}
         self._non_finite: list[str] = []
         self._fused: dict[torch.device, Sums] = {}
 
@@ -134,7 +136,13 @@ class Checksums:
             if isinstance(entry.bad, list) and entry.bad[found.index]:
                 self._non_finite.append(name)
             return
-        entry = self._few(tensor) or self._sums(as_matrix(tensor).unsqueeze(0), tensor.unsqueeze(0))
+        if tensor.numel() <= _FEW and tensor.device.type == "cpu" and not tensor.is_floating_point():
+            # a few integers on the host, such as a shape that comes with every expert, are known by their values
+            first = self._small.setdefault((tensor.dtype, tensor.shape, *tensor.flatten().tolist()), name)
+            if first != name:
+                self._same[name] = first
+                return
+        entry = self._sums(as_matrix(tensor).unsqueeze(0), tensor.unsqueeze(0))
         entry.names[0] = name
         self._entries.append(entry)
         if isinstance(entry.bad, list) and entry.bad[0]:
@@ -146,23 +154,13 @@ class Checksums:
         if kept is not None and kept[0]() is stack:
             return kept[2] if kept[1] < 0 or kept[1] == stack._version else None
         version = -1 if stack.is_inference() else stack._version  # a tensor under inference mode counts no writes
-        bits = as_matrices(stack)
+        bits = as_matrices(stack if not len(stack) or stack[0].is_contiguous() else stack.contiguous())
         if bits is None:
             return None
         entry = self._sums(bits, stack)
         self._stacks[id(stack)] = weakref.ref(stack), version, entry
         self._entries.append(entry)
         return entry
-
-    def _few(self, tensor: Tensor) -> _Entry | None:
-        """Return the sums of a few integers on the host, such as a shape that comes with every expert, or None."""
-        if tensor.numel() > _FEW or tensor.device.type != "cpu" or tensor.is_floating_point() or not tensor.numel():
-            return None
-        key = tensor.dtype, *tensor.flatten().tolist()
-        if key not in self._small:
-            bits = as_matrix(tensor).unsqueeze(0)
-            self._small[key] = bits.sum(dim=2, dtype=torch.int64), bits.sum(dim=1, dtype=torch.int64)
-        return _Entry([None], *self._small[key], None)
 
     def _sums(self, bits: Tensor, stack: Tensor) -> _Entry:
         """Return the sums over rows and columns of "slices rows columns", which are the bits of `stack`."""
@@ -232,7 +230,7 @@ class Checksums:
             for name, value in zip(names, sums.tolist(), strict=True):
                 if name is not None:
                     result[name] = value, name not in bad
-        return {name: result[name] for name in self._names}
+        return {name: result[self._same.get(name, name)] for name in self._names}
 
 
 def checksum(tensor: Tensor) -> int:
@@ -245,6 +243,16 @@ def checksum(tensor: Tensor) -> int:
     collected = Checksums()
     collected.add("tensor", tensor)
     return collected.finish()["tensor"][0]
+
+
+@lru_cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without its module.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
 
 
 def warm_up(device: torch.device) -> None:
