@@ -388,7 +388,9 @@ class LiveModel:
 
     def formats(self) -> dict[str, str]:
         """Return for every tensor of the last stream the name of the format that its live module computes in."""
-        return {name: loaded_format(place.module, dtype) for name, (place, _, dtype) in self.sent.items()}
+        modules = {(place.module_name, dtype): place.module for place, _, dtype in self.sent.values()}
+        found = {(name, dtype): loaded_format(module, dtype) for (name, dtype), module in modules.items()}
+        return {name: found[place.module_name, dtype] for name, (place, _, dtype) in self.sent.items()}
 
     @torch.inference_mode()
     def clear_kv_cache(self) -> None:
