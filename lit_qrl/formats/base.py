@@ -114,8 +114,9 @@ class NumberFormat(ABC):
         """Return `dequantize` of each matrix of what `quantize_stack` made, "matrices out in", to the bit."""
         count, (rows, columns) = len(q.codes), q.shape
         if self.rows_together is None or rows % self.rows_together:
-            parts = ([None] * count if part is None else part.unbind() for part in (q.scales, q.global_scale))
-            each = zip(q.codes.unbind(), *parts, strict=True)
+            none = [None] * count
+            scales, wholes = (none if part is None else part.unbind() for part in (q.scales, q.global_scale))
+            each = zip(q.codes.unbind(), scales, wholes, strict=True)
             return torch.stack([self.dequantize(QuantizedWeight(*one, self, q.shape), dtype) for one in each])
         scales = None if q.scales is None else q.scales.flatten(0, 1)
         whole = QuantizedWeight(q.codes.flatten(0, 1), scales, None, self, (count * rows, columns))

@@ -88,7 +88,10 @@ class StackQuantizer:
         scales = nothing if q.scales is None else slices(q.scales)
         wholes = nothing if q.global_scale is None else slices(q.global_scale)
         parts = zip(slices(q.codes), scales, wholes, _apart(kept, len(weights)), strict=True)
-        return [Made(QuantizedWeight(*tensors, q.format, q.shape), amaxes) for *tensors, amaxes in parts]
+        return [
+            Made(QuantizedWeight(codes, scale, whole, q.format, q.shape), amaxes)
+            for codes, scale, whole, amaxes in parts
+        ]
 
 
 def _apart(kept: list[Tensor], count: int) -> list[list[Tensor]]:

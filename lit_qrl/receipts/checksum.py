@@ -192,7 +192,7 @@ class Checksums:
         by_device: dict[torch.device, list[_Entry]] = {}
         for entry in self._entries:
             if isinstance(entry.bad, Tensor):
-                by_device.setdefault(entry.bad.device, []).append(entry)
+                by_device.setdefault(entry.rows.device, []).append(entry)
         for entries in by_device.values():
             counts = torch.cat([entry.bad for entry in entries if isinstance(entry.bad, Tensor)]).tolist()
             for entry in entries:
