@@ -88,7 +88,7 @@ def test_learner_is_sampler_under_the_samplers_routes(family, pieces, margin):
         margin("replayed through vLLM, |log-ratio| at most", f"{max(furthest):.1e} ({family}, {pieces=})")
         exact = copy.deepcopy(network).double()
         exact.set_experts_implementation("eager")  # no grouped GEMM takes fp64
-        errors = [rounding_of_both(network, exact, asked[i // 3], one) for i, one in enumerate(drawn) if i % 3 == 0]
+        errors = [rounding_of_both(network, exact, asked[i // 3], one) for i, one in enumerate(drawn) if i % 6 == 0]
         learner, sampler = (max(side) for side in zip(*errors, strict=True))
         assert max(learner, sampler) < 4e-6
         assert 1 / 4 < learner / sampler < 4  # neither side computes something else
