@@ -264,7 +264,7 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
     options = ["fit", "--config", str(config), *args.set]
     command = [sys.executable, "-m", "lit_qrl.cli", *options]
     if args.stacks and args.out:
-        command = [sys.executable, "-c", STACKS, str(args.stacks), f"{args.out}.{run.name}.stacks", *options]
+        command = [sys.executable, "-c", STACKS, str(args.stacks), f"{args.out.resolve()}.{run.name}.stacks", *options]
     if case["peer"] == "trl":
         command = [sys.executable, str(Path(__file__).with_name("trl_iteration.py")), str(config), str(run)]
     paths = os.pathsep.join([str(Path(__file__).parent), str(ROOT), *sys.path[1:]])
