@@ -118,6 +118,16 @@ PLUGINS: dict[str, dict[str, Any]] = {"QATAligned": {"weights": "fp8_row"}, "Uni
 PACKED = ("nvfp4", "int4_group")
 """What a base that is drawn at random is packed in."""
 WARM_UP = 2
+STACKS = """
+import faulthandler, sys
+
+seconds, path = sys.argv[1:3]
+faulthandler.dump_traceback_later(float(seconds), repeat=True, file=open(path, "w"))
+from lit_qrl.cli.main import main
+
+main(sys.argv[3:])
+"""
+"""Runs the command, and writes the stack of every thread into a file, again and again."""
 PHASES = ("publish", "rollout", "wait", "score", "update", "evaluate", "checkpoint", "other")
 
 
@@ -135,6 +145,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt")
     parser.add_argument("--models", type=Path, help="where model folders are kept (default: nowhere)")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for each run")
+    parser.add_argument("--stacks", type=float, help="write what each run is doing every so many seconds, beside --out")
     parser.add_argument(
         "--set", nargs=argparse.REMAINDER, default=[], help="last: further options of fit, such as --a.b c"
     )
@@ -250,19 +261,29 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
     config = run.with_suffix(".yaml")
     config.write_text(yaml.safe_dump(configuration(args, case, model, run, checkpoints)))
     log = run.with_suffix(".log").open("w")
-    command = [sys.executable, "-m", "lit_qrl.cli", "fit", "--config", str(config), *args.set]
+    options = ["fit", "--config", str(config), *args.set]
+    command = [sys.executable, "-m", "lit_qrl.cli", *options]
+    if args.stacks and args.out:
+        command = [sys.executable, "-c", STACKS, str(args.stacks), f"{args.out.resolve()}.{run.name}.stacks", *options]
     if case["peer"] == "trl":
         command = [sys.executable, str(Path(__file__).with_name("trl_iteration.py")), str(config), str(run)]
     paths = os.pathsep.join([str(Path(__file__).parent), str(ROOT), *sys.path[1:]])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"}
     process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=run.parent)
+    begun = time.monotonic()
     enough = args.iterations if checkpoints == "none" else None  # the last one is saved all the same, for minutes
     ends, peak, deadline = watch(process, run / "metrics.csv", time.monotonic() + args.timeout, enough)
     rows = read_rows(run / "metrics.csv")
     apart = mismatch(rows)
     if len(rows) <= WARM_UP + 1 or (process.returncode and len(rows) != enough):
         log_end = run.with_suffix(".log").read_text()[-8000:]
-        return {"error": f"status {process.returncode}", "rows": len(rows), **apart, "log": log_end}
+        return {
+            "error": f"status {process.returncode}",
+            "rows": len(rows),
+            **apart,
+            **start(begun, ends, rows),
+            "log": log_end,
+        }
     wall = [b - a for a, b in itertools.pairwise(ends)][WARM_UP - 1 :]
     phases = {
         phase: round(statistics.median(row.get(f"time/{phase}", 0.0) for row in rows[WARM_UP:]), 3) for phase in PHASES
@@ -277,6 +298,7 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
         "phases_sum": round(statistics.median(without), 3),
         "row_iteration": round(statistics.median(row["time/iteration"] for row in rows[WARM_UP:]), 3),
         **apart,
+        **start(begun, ends, rows),
         "walls": [round(one, 2) for one in wall],
         "checkpoint_seconds": [round(row.get("time/checkpoint", 0.0), 2) for row in rows],
         "checkpoint_gib": round(saved.stat().st_size / 2**30, 2) if saved.exists() else None,
@@ -286,6 +308,19 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
         "seconds_in_all": round(time.monotonic() - deadline + args.timeout, 1),
         **phases,
     }
+
+
+def start(begun: float, ends: list[float], rows: list[dict[str, float]]) -> dict[str, float]:
+    """Return the seconds until the first iteration, and those of it and of its publish, which starts the engine."""
+    if not rows or not ends:
+        return {}
+    first = rows[0]["time/iteration"]
+    before = {
+        "start": ends[0] - begun - first,
+        "first_iteration": first,
+        "first_publish": rows[0].get("time/publish", 0.0),
+    }
+    return {name: round(seconds, 1) for name, seconds in before.items()}
 
 
 def mismatch(rows: list[dict[str, float]]) -> dict[str, float]:

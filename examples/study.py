@@ -280,8 +280,13 @@ def _recorded(folder: Path) -> str | None:
 
 
 def _write(path: Path, config: dict[str, Any]) -> Path:
+    """Write a configuration where it changed, in one step, since runs may be reading it; return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    text = yaml.safe_dump(config, sort_keys=False)
+    if not path.is_file() or path.read_text() != text:
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_text(text)
+        temporary.replace(path)
     return path
 
 

@@ -34,7 +34,7 @@ from lit_qrl.network.shards import whole
 from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, weights_are_deferred
 from lit_qrl.precision.layers.lora_linear import keep_factors, swap_lora_linears
 from lit_qrl.precision.layers.one_pass import Fuse, take_one_pass
-from lit_qrl.precision.packed_base import PackedBase, take_packed_format
+from lit_qrl.precision.packed_base import PackedBase, multiplied_out, take_packed_format
 from lit_qrl.run.description import Described
 from lit_qrl.types import RolloutBatch
 
@@ -208,7 +208,7 @@ class CausalPolicy(Described, nn.Module):
             return
         on_cpu = torch.get_default_device().type == "cpu"
         dtype = DTYPES.get(self.dtype, torch.float32 if on_cpu else "auto")
-        options: dict[str, Any] = {"trust_remote_code": self._hub["trust_remote_code"]}
+        options: dict[str, Any] = {"trust_remote_code": self._hub["trust_remote_code"], **multiplied_out(self.config)}
         if self.attn_implementation is not None:
             options["attn_implementation"] = self.attn_implementation
         if self.random_weights:

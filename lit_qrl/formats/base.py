@@ -56,6 +56,9 @@ class NumberFormat(ABC):
     shares_amax: ClassVar[bool] = False
     """True when layers that the engine fuses (q, k, v; gate, up) must share one amax (a per-tensor or global scale)."""
 
+    rows_together: ClassVar[int | None] = None
+    """How many rows of a weight share scales, the first of them a multiple of that; None where all of them may."""
+
     scales_like_weight: ClassVar[bool] = False
     """True when scales have the dtype of the weight, which is cast to the engine's before it is quantized."""
 
@@ -82,9 +85,42 @@ class NumberFormat(ABC):
     def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:
         """Return codes and scales of `weight` ("out in"); `shared_amax` replaces its own where `shares_amax`."""
 
+    def quantize_stack(self, weights: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:
+        """Return what `quantize` returns of each matrix of a stack, to the bit, in tensors with one more dimension.
+
+        All at once where no scale covers rows of two matrices, else one by one.
+
+        Args:
+            weights: "matrices out in".
+            shared_amax: of each matrix, " matrices".
+        """
+        (count, rows, columns), together = weights.shape, self.rows_together
+        if together is None or rows % together:
+            each = [None] * count if shared_amax is None else shared_amax.unbind()
+            made = [self.quantize(one.contiguous(), amax) for one, amax in zip(weights.unbind(), each, strict=True)]
+            return _stacked(made)
+        whole = self.quantize(weights.reshape(count * rows, columns))
+        codes, scales = (
+            None if part is None else part.unflatten(0, (count, -1)) for part in (whole.codes, whole.scales)
+        )
+        assert codes is not None
+        return QuantizedWeight(codes, scales, None, self, (rows, columns))
+
     @abstractmethod
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight ("out in") that the codes stand for."""
+
+    def dequantize_stack(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return `dequantize` of each matrix of what `quantize_stack` made, "matrices out in", to the bit."""
+        count, (rows, columns) = len(q.codes), q.shape
+        if self.rows_together is None or rows % self.rows_together:
+            none = [None] * count
+            scales, wholes = (none if part is None else part.unbind() for part in (q.scales, q.global_scale))
+            each = zip(q.codes.unbind(), scales, wholes, strict=True)
+            return torch.stack([self.dequantize(QuantizedWeight(*one, self, q.shape), dtype) for one in each])
+        scales = None if q.scales is None else q.scales.flatten(0, 1)
+        whole = QuantizedWeight(q.codes.flatten(0, 1), scales, None, self, (count * rows, columns))
+        return self.dequantize(whole, dtype).unflatten(0, (count, rows))
 
     def prepare(self, q: QuantizedWeight, dtype: torch.dtype) -> PreparedWeight:
         """Return the operand that `apply` multiplies inputs of `dtype` by; a weight-only format dequantizes."""
@@ -124,6 +160,16 @@ class NumberFormat(ABC):
     @abstractmethod
     def quantization_config(self, ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
         """Return the `quantization_config` of a Hugging Face `config.json`."""
+
+
+def _stacked(made: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    first = made[0]
+    codes, scales, wholes = (
+        None if getattr(first, name) is None else torch.stack([getattr(one, name) for one in made])
+        for name in ("codes", "scales", "global_scale")
+    )
+    assert codes is not None
+    return QuantizedWeight(codes, scales, wholes, first.format, first.shape)
 
 
 def expect_shape(q: QuantizedWeight, shape: tuple[int, int]) -> QuantizedWeight:

@@ -28,6 +28,7 @@ class FP8Block(ScaledE4M3):
     """
 
     name: ClassVar[str] = "fp8_block"
+    rows_together: ClassVar[int | None] = BLOCK
 
     @property
     def bits_per_weight(self) -> float:

@@ -17,3 +17,4 @@ class FP8Row(ScaledE4M3):
     """
 
     name: ClassVar[str] = "fp8_row"
+    rows_together: ClassVar[int | None] = 1

@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.formats.base import QuantizedWeight
+from lit_qrl.formats.numerics import magnitudes, require_finite, scale_from_amax
 from lit_qrl.formats.scaled import ScaledE4M3
 
 
@@ -44,6 +47,17 @@ class FP8Tensor(ScaledE4M3):
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
         return (1,)
+
+    @torch.no_grad()
+    def quantize_stack(self, weights: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:
+        amaxes = magnitudes(weights)
+        require_finite(amaxes)
+        if shared_amax is not None:
+            amaxes = shared_amax.to(device=weights.device, dtype=weights.dtype)
+        scales = scale_from_amax(amaxes, self.steps).unsqueeze(1)
+        return QuantizedWeight(
+            self.encode(weights.detach(), scales.unsqueeze(2)), scales, None, self, (weights.shape[1], weights.shape[2])
+        )
 
     def granularity(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"strategy": "tensor"}, {"strategy": self.activations}

@@ -25,6 +25,7 @@ class Int3Channel(NumberFormat):
 
     name: ClassVar[str] = "int3_channel"
     suffixes: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale")
+    rows_together: ClassVar[int | None] = 1
 
     @property
     def bits_per_weight(self) -> float:

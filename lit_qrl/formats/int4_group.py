@@ -41,6 +41,7 @@ class Int4Group(NumberFormat):
 
     name: ClassVar[str] = "int4_group"
     suffixes: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale")
+    rows_together: ClassVar[int | None] = 1
     scales_like_weight: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

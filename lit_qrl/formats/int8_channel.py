@@ -24,6 +24,7 @@ class Int8Channel(Scaled):
     """
 
     name: ClassVar[str] = "int8_channel"
+    rows_together: ClassVar[int | None] = 1
     kind = "int"
     steps = INT8_STEPS
 

@@ -35,6 +35,7 @@ class MXFP4(NumberFormat):
 
     name: ClassVar[str] = "mxfp4"
     suffixes: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale")
+    rows_together: ClassVar[int | None] = 1
 
     @property
     def bits_per_weight(self) -> float:

@@ -65,6 +65,16 @@ def magnitude(tensor: Tensor) -> Tensor:
     return torch.linalg.vector_norm(tensor, float("inf")) if runs_ahead(tensor) else tensor.abs().amax()
 
 
+def magnitudes(stack: Tensor) -> Tensor:
+    """Return `magnitude` of each matrix of "matrices out in".
+
+    >>> magnitudes(torch.tensor([[[1.0, -3.0]], [[0.0, 2.0]]])).tolist()
+    [3.0, 2.0]
+    """
+    stack = stack.detach().flatten(1)
+    return torch.linalg.vector_norm(stack, float("inf"), dim=1) if runs_ahead(stack) else stack.abs().amax(dim=1)
+
+
 def require_finite(amax: Tensor) -> None:
     """Raise `ConfigError` when `amax` (whose maximum propagates NaN) shows a NaN or an infinity in the weight."""
     kept = _postponed.get()

@@ -15,7 +15,7 @@ from lit_qrl.formats.numerics import (
     FP4_MAX,
     check_divisible,
     fp4_values,
-    magnitude,
+    magnitudes,
     pack_nibbles,
     require_finite,
     to_fp4_codes,
@@ -53,34 +53,50 @@ class NVFP4(NumberFormat):
         >>> q.scales.float().item(), q.global_scale.item()
         (448.0, 448.0)
         """
-        self.check("This weight", (weight.shape[0], weight.shape[1]))
-        weight, shape = weight.detach(), (weight.shape[0], weight.shape[1])
-        if dispatch.available_for_e4m3(weight) and weight.dtype != torch.float64:
+        amax = None if shared_amax is None else shared_amax.reshape(1)
+        q = self.quantize_stack(weight.unsqueeze(0), amax)
+        assert q.scales is not None
+        assert q.global_scale is not None
+        return QuantizedWeight(q.codes[0], q.scales[0], q.global_scale[0], self, q.shape)
+
+    @torch.no_grad()
+    def quantize_stack(self, weights: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:
+        count, rows, columns = weights.shape
+        self.check("This weight", (rows, columns))
+        weights = weights.detach()
+        shared = None if shared_amax is None else shared_amax.to(weights.device, weights.dtype)
+        if dispatch.available_for_e4m3(weights) and weights.dtype != torch.float64:
             from lit_qrl.formats.kernels import fp4_triton
 
-            whole = magnitude(weight) if shared_amax is None else shared_amax.to(weight.device, weight.dtype)
-            global_scale = _global_scale(whole)
-            codes, scale, bad = fp4_triton.nvfp4_blocks(weight, global_scale, _ZERO_BLOCK_SCALE)
+            global_scale = _global_scale(magnitudes(weights) if shared is None else shared)
+            packed, scale, bad = fp4_triton.nvfp4_blocks(weights, global_scale, _ZERO_BLOCK_SCALE)
             require_finite(bad)
-            return QuantizedWeight(codes, scale, global_scale, self, shape)
-        blocks = weight.unflatten(-1, (-1, BLOCK))
+            return QuantizedWeight(packed, scale, global_scale.view(count, 1), self, (rows, columns))
+        blocks = weights.unflatten(-1, (-1, BLOCK))
         amax = blocks.abs().amax(dim=-1)
         require_finite(amax)
-        whole = amax.amax() if shared_amax is None else shared_amax.to(weight.device, weight.dtype)
-        global_scale = _global_scale(whole)
-        scale = (global_scale * (amax / FP4_MAX)).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
+        global_scale = _global_scale(amax.amax(dim=(1, 2)) if shared is None else shared)
+        one = global_scale.view(count, 1, 1)
+        scale = (one * (amax / FP4_MAX)).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
         scale = torch.where(scale.float() == 0, _ZERO_BLOCK_SCALE, scale.float())
-        divisors = (scale / global_scale).unsqueeze(-1)
+        divisors = (scale / one).unsqueeze(-1)
         packed = pack_nibbles(to_fp4_codes(blocks / divisors).flatten(-2))
-        return QuantizedWeight(packed, scale.to(E4M3), global_scale, self, shape)
+        return QuantizedWeight(packed, scale.to(E4M3), global_scale.view(count, 1), self, (rows, columns))
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self._values(q, dtype)
+
+    def dequantize_stack(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self._values(q, dtype)
+
+    def _values(self, q: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+        """Return a weight, or those of a stack, one for each global scale."""
         assert q.scales is not None
         assert q.global_scale is not None
         made = dispatch.fp4_values(q.codes, q.scales, BLOCK, dtype, q.global_scale)
         if made is not None:
             return made
-        scale = q.scales.float() / q.global_scale
+        scale = q.scales.float() / (q.global_scale.unsqueeze(-1) if q.codes.ndim > 2 else q.global_scale)
         values = fp4_values(unpack_nibbles(q.codes)).unflatten(-1, (-1, BLOCK))
         return values.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
 
@@ -95,7 +111,7 @@ class NVFP4(NumberFormat):
         return compressed_tensors_config("nvfp4-pack-quantized", weights=weights, ignore=ignore)
 
 
-def _global_scale(amax: Tensor) -> Tensor:
-    """Return 448 · 6 / amax, " 1", fp32, divided in the dtype of `amax`; 1 where the quotient is no number."""
-    quotient = (E4M3_MAX * FP4_MAX) / amax.clamp(min=torch.finfo(amax.dtype).tiny)
-    return torch.nan_to_num(quotient, nan=1.0, posinf=1.0).to(torch.float32).reshape(1)
+def _global_scale(amaxes: Tensor) -> Tensor:
+    """Return 448 · 6 / amax of each matrix, fp32, divided in the dtype of `amaxes`; 1 where that is no number."""
+    quotient = (E4M3_MAX * FP4_MAX) / amaxes.clamp(min=torch.finfo(amaxes.dtype).tiny)
+    return torch.nan_to_num(quotient, nan=1.0, posinf=1.0).to(torch.float32)

@@ -29,6 +29,7 @@ from lit_qrl.errors import ConfigError, listed
 from lit_qrl.network.names import base_of, checkpoint_modules, stored_names
 from lit_qrl.network.names import stored as stored_as
 from lit_qrl.network.structure import EXPERT_LAYOUTS, text_part
+from lit_qrl.receipts.slices import slices
 
 _GATED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _UNGATED = {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
@@ -96,8 +97,9 @@ class ExpertStack:
         return rows.unflatten(-2, (-1, 2)).unbind(-2) if self.interleaved else rows.chunk(2, dim=-2)
 
     def named(self, matrix: str, stack: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names of `layers` and their weights, views of a parameter's values."""
-        return zip(self.layers(matrix), (part for parts in self.split(matrix, stack) for part in parts), strict=True)
+        """Yield the names of `layers` and their weights, views of a parameter's values and `slices` of it."""
+        beside = (slices(part) for part in self.parts_of(matrix, stack))
+        return zip(self.layers(matrix), (part for parts in zip(*beside, strict=True) for part in parts), strict=True)
 
     def joined(self, matrix: str, weights: Mapping[str, Tensor]) -> Tensor:
         """Return what `named` takes apart.
@@ -270,7 +272,7 @@ def unstacked(named: Iterable[tuple[str, Tensor]], stacks: Mapping[str, ExpertSt
         if stack is None or matrix not in stack.parts:
             yield name, tensor
         else:
-            yield from ((f"{layer}.weight", part) for layer, part in stack.named(matrix, tensor))
+            yield from ((f"{layer}.weight", part) for layer, part in stack.named(matrix, tensor.detach()))
 
 
 def activation(module: Any) -> Callable[[Tensor], Tensor]:

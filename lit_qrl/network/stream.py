@@ -12,12 +12,10 @@ from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.formats.dense import Dense
 from lit_qrl.formats.numerics import NONFINITE_REMEDY, magnitude, postponed_checks, require_finite, runs_ahead
 from lit_qrl.network.linears import fused_group, fused_groups
+from lit_qrl.network.stacked import REMEDY as QUANTIZER_REMEDY
+from lit_qrl.network.stacked import StackQuantizer
 
 _WEIGHT = ".weight"
-_QUANTIZER_REMEDY = (
-    "A quantizer needs several copies of one layer: lower the engine's share of the device, or quantize where there is "
-    "more memory."
-)
 
 
 @torch.no_grad()
@@ -32,7 +30,8 @@ def weight_stream(
     """Yield checkpoint names and tensors of a stream of weights, the given layers in `format`.
 
     The weights of layers that engines fuse come out together, with one scale where the format shares it; no more
-    than the fused layers still incomplete are held, which is one when the stream is in the model's order.
+    than the fused layers still incomplete are held, which is one when the stream is in the model's order, and of
+    matrices that are slices of one stack, such as a layer's experts, those that one launch quantizes.
 
     Args:
         named: checkpoint names and tensors of the plain model.
@@ -55,7 +54,7 @@ def weight_stream(
     cast = dtype if format is not None and format.scales_like_weight else None
     waiting: dict[str, dict[str, Tensor]] = {}
     seen: set[str] = set()
-    finite = _Finite()
+    finite, stacked = Finite(), None if format is None else StackQuantizer(format, cast)
     for name, tensor in named:
         layer = name.removesuffix(_WEIGHT)
         if format is None or layer not in chosen or not name.endswith(_WEIGHT):
@@ -64,9 +63,9 @@ def weight_stream(
         seen.add(layer)
         key = fused_group(layer)
         parts = waiting.setdefault(key, {})
-        parts[layer] = tensor.detach()
+        parts[layer] = tensor.detach() if tensor.requires_grad else tensor  # a slice that says so stays one
         if len(parts) == len(groups[key]):
-            yield from _quantized(waiting.pop(key), format, quantized or _none, finite, cast)
+            yield from _quantized(waiting.pop(key), format, quantized or _none, finite, stacked, cast)
     missing = sorted(chosen - seen)
     if missing:
         held = f", while {', '.join(sorted(waiting))} waited for them" if waiting else ""
@@ -77,7 +76,7 @@ def weight_stream(
     finite.check()
 
 
-class _Finite:
+class Finite:
     """Refuses NaN and inf: at once on a CPU, all in one transfer on an accelerator."""
 
     def __init__(self) -> None:
@@ -85,7 +84,7 @@ class _Finite:
 
     def plain(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Return the tensor as it is sent."""
-        tensor = tensor.detach()
+        tensor = tensor.detach() if tensor.requires_grad else tensor
         if not tensor.is_floating_point():
             return tensor
         if dtype is not None:
@@ -103,7 +102,11 @@ class _Finite:
         kept: list[Tensor] = []
         with postponed_checks(kept):
             yield
-        self._kept += [(f"{layer}{_WEIGHT}", amax.amax()) for amax in kept]
+        self.later(layer, [amax.amax() for amax in kept])
+
+    def later(self, layer: str, amaxes: Iterable[Tensor]) -> None:
+        """Check numbers of an accelerator with all others."""
+        self._kept += [(f"{layer}{_WEIGHT}", amax) for amax in amaxes]
 
     def check(self) -> None:
         """Wait for the device; raise `ConfigError` naming the first tensor that is not finite."""
@@ -144,7 +147,8 @@ def _quantized(
     parts: dict[str, Tensor],
     format: NumberFormat,
     existing: Callable[[str, Tensor], QuantizedWeight | None],
-    finite: _Finite,
+    finite: Finite,
+    stacked: StackQuantizer | None,
     cast: torch.dtype | None,
 ) -> Iterator[tuple[str, Tensor]]:
     made = {layer: existing(layer, tensor) for layer, tensor in parts.items()}
@@ -155,6 +159,11 @@ def _quantized(
             made = dict.fromkeys(made)
         for layer, tensor in parts.items():
             format.check(layer, (tensor.shape[0], tensor.shape[1]))
+        if stacked is not None and not any(made.values()) and (together := stacked.of(parts)) is not None:
+            for layer, one in zip(parts, together, strict=True):
+                finite.later(layer, one.amaxes)
+                yield from format.export(one.weight, layer)
+            return
         if format.shares_amax and len(parts) > 1:
             with postponed_checks([]):  # each part is checked below, under its own name
                 shared = shared_amax(parts)
@@ -172,7 +181,7 @@ def quantize_named(format: NumberFormat, layer: str, weight: Tensor, shared: Ten
     """Return `format.quantize(weight, shared)`; an error names the parameter."""
     size = weight.numel() * weight.element_size() / 2**30
     try:
-        with within_memory(f"quantizing {layer}{_WEIGHT} ({size:.2f} GiB) to {format.name}", _QUANTIZER_REMEDY):
+        with within_memory(f"quantizing {layer}{_WEIGHT} ({size:.2f} GiB) to {format.name}", QUANTIZER_REMEDY):
             return format.quantize(weight.contiguous(), shared)  # an expert's may be a view that is turned
     except ValueError as error:
         raise _named(layer, error) from None

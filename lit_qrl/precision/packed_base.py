@@ -96,6 +96,24 @@ def take_packed_format(config: Any, source: str, lora: PeftConfig | None, random
     return found
 
 
+def multiplied_out(config: Any) -> dict[str, Any]:
+    """Return what `from_pretrained` needs to read a folder whose experts are in gpt-oss's own MXFP4 as plain weights.
+
+    Without it transformers keeps their codes where a device and its `kernels` package can multiply them, and experts
+    that no format, receipt or gradient sees.
+
+    Args:
+        config: the model's, as transformers reads it.
+    """
+    from transformers import Mxfp4Config
+
+    quantization = getattr(config, "quantization_config", None) or {}
+    quantization = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
+    if quantization.get("quant_method") != "mxfp4":
+        return {}
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
+
+
 class PackedBase:
     """The weights of a quantized folder: plain ones go into the model at once, codes when a layer asks for them.
 

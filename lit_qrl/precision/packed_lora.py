@@ -19,7 +19,8 @@ from lit_qrl.network.experts import ExpertStack, expert_stacks
 from lit_qrl.network.linears import SwapReport, check_quantizable, fused_groups, quantizable_linears
 from lit_qrl.network.names import base_of, checkpoint_modules, checkpoint_name, is_adapter, put_layer
 from lit_qrl.network.quantized_linear import leave_to_each_rank
-from lit_qrl.network.stream import quantize_named, shared_amax
+from lit_qrl.network.stacked import StackQuantizer
+from lit_qrl.network.stream import Finite, quantize_named, shared_amax
 from lit_qrl.precision.base import QuantizedPrecision, check_shapes, network_of
 from lit_qrl.precision.deferred import DeferredWeights, deferred_weights
 from lit_qrl.precision.layers.packed_experts import PackedExperts
@@ -172,9 +173,24 @@ class PackedLoRA(QuantizedPrecision):
         home = weight.device
         # a weight waiting on the host is packed where that is fast, one layer at a time
         device = torch.device("cuda") if torch.cuda.is_available() else home
-        q = quantize_named(self.format, name, weight.to(device), shared)
-        held = [None if part is None else part.to(home) for part in (q.scales, q.global_scale)]
-        return QuantizedWeight(q.codes.to(home), held[0], held[1], q.format, q.shape)
+        return _moved(quantize_named(self.format, name, weight.to(device), shared), home)
+
+    def _quantized_stack(self, stack: ExpertStack, matrix: str, whole: Tensor) -> Iterator[tuple[str, QuantizedWeight]]:
+        """Yield names and codes of the matrices that lie in one parameter, as many at a time as a launch takes."""
+        home, device = whole.device, torch.device("cuda") if torch.cuda.is_available() else whole.device
+        parts, finite = dict(stack.named(matrix, whole.to(device))), Finite()
+        together = StackQuantizer(self.format)
+        for names in fused_groups(parts).values():
+            group = {name: parts[name] for name in names}
+            made = together.of(group)
+            if made is None:
+                shared = shared_amax(group) if self.format.shares_amax and len(group) > 1 else None
+                yield from ((name, self._quantized(name, part, shared)) for name, part in group.items())
+                continue
+            for name, one in zip(names, made, strict=True):
+                finite.later(name, one.amaxes)
+                yield name, one.weight if device == home else _moved(one.weight, home)
+        finite.check()
 
     def _pack_experts(
         self, network: nn.Module, stack: ExpertStack, plain: nn.Module, base: PackedBase | None = None
@@ -188,12 +204,8 @@ class PackedLoRA(QuantizedPrecision):
             for name, shape in stack.layers().items():
                 layers[name.removeprefix(f"{stack.name}.")].set_weight(base.weight(name, shape, device))
         for matrix in stack.parts if base is None else ():
-            slices = dict(stack.named(matrix, weights.pop(matrix)))
-            for names in fused_groups(slices).values():
-                parts = {name: slices[name] for name in names}
-                shared = shared_amax(parts) if self.format.shares_amax and len(parts) > 1 else None
-                for name, part in parts.items():
-                    layers[name.removeprefix(f"{stack.name}.")].set_weight(self._quantized(name, part, shared))
+            for name, q in self._quantized_stack(stack, matrix, weights.pop(matrix)):
+                layers[name.removeprefix(f"{stack.name}.")].set_weight(q)
         network.set_submodule(stack.name, apart)
 
     def _place(self, network: nn.Module, name: str, linear: nn.Linear, q: QuantizedWeight) -> None:
@@ -334,13 +346,33 @@ class PackedSource(WeightSource):
         log.info("%s: %d weights are the engine's own", type(self.plugin).__name__, len(taken))
 
 
+def _moved(q: QuantizedWeight, device: torch.device) -> QuantizedWeight:
+    scales, global_scale = (None if part is None else part.to(device) for part in (q.scales, q.global_scale))
+    return QuantizedWeight(q.codes.to(device), scales, global_scale, q.format, q.shape)
+
+
 def fingerprint_of(layers: dict[str, PackedLinear]) -> str:
     """Return a short digest of names, shapes and sampled codes of a packed base: equal for equal bases."""
     digest = blake2b(digest_size=8)
+    names: list[str] = []
+    samples: list[Tensor] = []
     for name, layer in layers.items():
         q = layer.weight
         flat = q.codes.flatten()
         # 64 codes spread over each layer tell two models apart without copying gigabytes to the host
-        sample = flat[:: max(flat.numel() // 64, 1)][:64].cpu().contiguous().view(torch.uint8)
-        digest.update(f"{name} {q.format} {q.shape}".encode() + bytes(sample.tolist()))
+        samples.append(flat[:: max(flat.numel() // 64, 1)][:64].contiguous().view(torch.uint8))
+        names.append(f"{name} {q.format} {q.shape}")
+    for name, sample in zip(names, _on_host(samples), strict=True):
+        digest.update(name.encode() + sample)
     return digest.hexdigest()
+
+
+def _on_host(samples: list[Tensor]) -> Iterator[bytes]:
+    """Yield the bytes of tensors, for which the host waits once for each device."""
+    devices = {one.device for one in samples}
+    held = {device: bytes(torch.cat([one for one in samples if one.device == device]).tolist()) for device in devices}
+    used = dict.fromkeys(devices, 0)
+    for one in samples:
+        start = used[one.device]
+        used[one.device] += len(one)
+        yield held[one.device][start : start + len(one)]

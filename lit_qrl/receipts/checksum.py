@@ -1,12 +1,16 @@
 """Checksums of tensors that see every bit and every position, computed where the tensor lives."""
 
 import math
-from typing import TYPE_CHECKING
+import weakref
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lit_qrl.formats.kernels import dispatch
+from lit_qrl.receipts.slices import slice_of
 
 if TYPE_CHECKING:
     from lit_qrl.receipts.checksum_triton import Sums
@@ -14,8 +18,12 @@ if TYPE_CHECKING:
 # Odd constants of a 64-bit integer mix (the golden ratio, and the two of the splitmix64 generator), as signed integers.
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 MIX_A, MIX_B = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+# Of so many bytes, the widest first.
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 # Keeps the weights of column positions apart from those of row positions.
 COLUMN_OFFSET = 1 << 40
+# Integers that are kept by their values.
+_FEW = 8
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
@@ -25,16 +33,38 @@ def as_matrix(tensor: Tensor) -> Tensor:
     torch.Size([3, 4])
     """
     flat = tensor.detach().contiguous().reshape(-1)
-    size = flat.numel() * flat.element_size()
-    width = next(width for width in (8, 4, 2, 1) if size % width == 0)
-    dtype = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]
+    width = _word(flat.numel() * flat.element_size())
     if flat.storage_offset() * flat.element_size() % width:
         flat = flat.clone()
-    bits = flat.view(dtype)
-    count = max(bits.numel(), 1)
-    # About a square: then the sums over rows and over columns are both short.
-    columns = math.gcd(count, 1 << max(count.bit_length() // 2, 1))
-    return bits.view(-1, columns)
+    bits = flat.view(_WORDS[width])
+    return bits.view(-1, _columns(bits.numel()))
+
+
+def as_matrices(stack: Tensor) -> Tensor | None:
+    """Return `as_matrix` of each slice of a stack as one tensor, a view, or None where the slices are not laid out so.
+
+    >>> as_matrices(torch.zeros(5, 6, 4)[1:, :3]).shape
+    torch.Size([4, 2, 3])
+    """
+    first = stack[0] if len(stack) else stack
+    size, one = first.numel() * stack.element_size(), stack.element_size()
+    width = _word(size)
+    step = stack.stride(0) * one
+    if not size or not first.is_contiguous() or first.storage_offset() * one % width or step % width:
+        return None
+    bits = first.detach().reshape(-1).view(_WORDS[width])
+    columns = _columns(bits.numel())
+    return bits.as_strided((len(stack), bits.numel() // columns, columns), (step // width, columns, 1))
+
+
+def _word(size: int) -> int:
+    return next(width for width in _WORDS if size % width == 0)
+
+
+def _columns(count: int) -> int:
+    """Return a number of columns that makes about a square: then the sums over rows and columns are both short."""
+    count = max(count, 1)
+    return math.gcd(count, 1 << max(count.bit_length() // 2, 1))
 
 
 def position_weights(start: int, count: int, device: torch.device) -> Tensor:
@@ -53,6 +83,24 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
+@dataclass(slots=True)
+class _Entry:
+    """Sums of the slices of one stack, or of one tensor.
+
+    Args:
+        names: of the slices; None for one that was not added.
+        rows: "slices rows", the sums over each row of their bits.
+        columns: "slices columns".
+        bad: for each slice whether it is not finite: numbers of the device above 0 or not finite themselves, or what
+            the host knows of them; None for what is always finite.
+    """
+
+    names: list[str | None]
+    rows: Tensor
+    columns: Tensor
+    bad: Tensor | list[bool] | None
+
+
 class Checksums:
     """Collects tensors and returns for each a 64-bit checksum and whether it is finite, in one transfer per device.
 
@@ -61,14 +109,18 @@ class Checksums:
     bijection h of `scrambled`. Two plain reductions per tensor read it twice and hold nothing of its size; on CUDA one
     kernel reads it once. A changed value, exchanged elements, rows or columns, a transposed block and a change of sign
     all move the result; what stays unseen leaves the sums of every row and of every column as they were.
+
+    The sums of a whole stack are taken when the first of its slices comes (`slices.slices`), in as many launches as
+    those of one tensor; each slice has the checksum that it has alone.
     """
 
     def __init__(self) -> None:
         self._names: list[str] = []
-        self._sums: list[tuple[Tensor, Tensor]] = []
-        self._extremes: list[tuple[str, Tensor]] = []
+        self._entries: list[_Entry] = []
+        self._stacks: dict[int, tuple[weakref.ref[Tensor], int, _Entry]] = {}
+        self._small: dict[tuple[Any, ...], str] = {}
+        self._same: dict[str, str] = {}
         self._non_finite: list[str] = []
-        self._counts: list[tuple[str, Tensor]] = []
         self._fused: dict[torch.device, Sums] = {}
 
     def __reduce__(self) -> tuple:
@@ -77,28 +129,54 @@ class Checksums:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Remember the sums of one tensor; nothing waits for the device."""
-        bits = as_matrix(tensor)
         self._names.append(name)
-        if bits.dtype == torch.int64 and dispatch.available(bits):
-            self._add_fused(name, bits, tensor.dtype)
-            return
-        self._sums.append((bits.sum(dim=1, dtype=torch.int64), bits.sum(dim=0, dtype=torch.int64)))
-        if tensor.is_floating_point() and tensor.numel():
-            low, high = _extremes(tensor.detach())
-            if tensor.device.type != "cpu":
-                self._extremes.append((name, torch.stack((low, high)).float()))
-            elif not (math.isfinite(low) and math.isfinite(high)):
+        found = slice_of(tensor)
+        if found is not None and (entry := self._of_stack(found.stack)) is not None:
+            entry.names[found.index] = name
+            if isinstance(entry.bad, list) and entry.bad[found.index]:
                 self._non_finite.append(name)
+            return
+        if tensor.numel() <= _FEW and tensor.device.type == "cpu" and not tensor.is_floating_point():
+            # a few integers on the host, such as a shape that comes with every expert, are known by their values
+            first = self._small.setdefault((tensor.dtype, tensor.shape, *tensor.flatten().tolist()), name)
+            if first != name:
+                self._same[name] = first
+                return
+        entry = self._sums(as_matrix(tensor).unsqueeze(0), tensor.unsqueeze(0))
+        entry.names[0] = name
+        self._entries.append(entry)
+        if isinstance(entry.bad, list) and entry.bad[0]:
+            self._non_finite.append(name)
 
-    def _add_fused(self, name: str, bits: Tensor, dtype: torch.dtype) -> None:
-        from lit_qrl.receipts.checksum_triton import Sums
+    def _of_stack(self, stack: Tensor) -> _Entry | None:
+        """Return the sums of a stack, taken now or before; None where it was written to since, or lies otherwise."""
+        kept = self._stacks.get(id(stack))
+        if kept is not None and kept[0]() is stack:
+            return kept[2] if kept[1] < 0 or kept[1] == stack._version else None
+        version = -1 if stack.is_inference() else stack._version  # a tensor under inference mode counts no writes
+        bits = as_matrices(stack if not len(stack) or stack[0].is_contiguous() else stack.contiguous())
+        if bits is None:
+            return None
+        entry = self._sums(bits, stack)
+        self._stacks[id(stack)] = weakref.ref(stack), version, entry
+        self._entries.append(entry)
+        return entry
 
-        if bits.device not in self._fused:
-            self._fused[bits.device] = Sums(bits.device)
-        rows, columns, not_finite = self._fused[bits.device].of(bits, dtype)
-        self._sums.append((rows, columns))
-        if not_finite is not None:
-            self._counts.append((name, not_finite))
+    def _sums(self, bits: Tensor, stack: Tensor) -> _Entry:
+        """Return the sums over rows and columns of "slices rows columns", which are the bits of `stack`."""
+        names: list[str | None] = [None] * len(bits)
+        if bits.dtype == torch.int64 and dispatch.available(bits):
+            from lit_qrl.receipts.checksum_triton import Sums
+
+            if bits.device not in self._fused:
+                self._fused[bits.device] = Sums(bits.device)
+            return _Entry(names, *self._fused[bits.device].of(bits, stack.dtype))
+        sums = bits.sum(dim=2, dtype=torch.int64), bits.sum(dim=1, dtype=torch.int64)
+        bad = None
+        if stack.is_floating_point() and stack.numel():
+            bad = _not_finite(stack.detach().flatten(1) if stack.ndim > 1 else stack.detach().unsqueeze(1))
+            bad = bad.tolist() if stack.device.type == "cpu" else bad.long()
+        return _Entry(names, *sums, bad)
 
     def first_non_finite(self, wait: bool = True) -> str | None:
         """Return a name whose tensor holds NaN or infinity, the first added if there are more, or None.
@@ -111,16 +189,18 @@ class Checksums:
         return self._non_finite[0] if self._non_finite else None
 
     def _settle(self) -> None:
-        if self._extremes:
-            device = self._extremes[0][1].device
-            finite = torch.stack([value.to(device) for _, value in self._extremes]).isfinite().all(dim=1).tolist()
-            self._non_finite += [name for (name, _), good in zip(self._extremes, finite, strict=True) if not good]
-            self._extremes = []
-        if self._counts:
-            device = self._counts[0][1].device
-            counts = torch.cat([count.to(device) for _, count in self._counts]).tolist()
-            self._non_finite += [name for (name, _), count in zip(self._counts, counts, strict=True) if count]
-            self._counts = []
+        by_device: dict[torch.device, list[_Entry]] = {}
+        for entry in self._entries:
+            if isinstance(entry.bad, Tensor):
+                by_device.setdefault(entry.rows.device, []).append(entry)
+        for entries in by_device.values():
+            counts = torch.cat([entry.bad for entry in entries if isinstance(entry.bad, Tensor)]).tolist()
+            for entry in entries:
+                entry.bad = [count > 0 for count in counts[: len(entry.names)]]
+                del counts[: len(entry.names)]
+                self._non_finite += [
+                    name for name, bad in zip(entry.names, entry.bad, strict=True) if bad and name is not None
+                ]
         order = {name: index for index, name in enumerate(self._names)}
         self._non_finite.sort(key=lambda name: order[name])
 
@@ -129,25 +209,28 @@ class Checksums:
         self._settle()
         bad = set(self._non_finite)
         result: dict[str, tuple[int, bool]] = {}
-        by_device: dict[torch.device, list[int]] = {}
-        for index, (rows, _) in enumerate(self._sums):
-            by_device.setdefault(rows.device, []).append(index)
-        for device, members in by_device.items():
-            sums = torch.zeros(len(members), dtype=torch.int64, device=device)
-            for axis, offset in ((0, 0), (1, COLUMN_OFFSET)):
-                parts = [self._sums[index][axis] for index in members]
-                lengths = [part.shape[0] for part in parts]
-                table = position_weights(offset, max(lengths), device)
-                weights = torch.cat([table[:length] for length in lengths])
+        by_device: dict[torch.device, list[_Entry]] = {}
+        for entry in self._entries:
+            by_device.setdefault(entry.rows.device, []).append(entry)
+        for device, entries in by_device.items():
+            names = [name for entry in entries for name in entry.names]
+            sums = torch.zeros(len(names), dtype=torch.int64, device=device)
+            for offset, parts in (
+                (0, [entry.rows for entry in entries]),
+                (COLUMN_OFFSET, [entry.columns for entry in entries]),
+            ):
+                table = position_weights(offset, max(part.shape[1] for part in parts), device)
+                weights = torch.cat([table[: part.shape[1]].repeat(len(part)) for part in parts])
+                lengths = torch.tensor([part.shape[1] for part in parts for _ in range(len(part))], device=device)
                 owner = torch.repeat_interleave(
-                    torch.arange(len(members), device=device),
-                    torch.tensor(lengths, device=device),
-                    output_size=sum(lengths),
+                    torch.arange(len(names), device=device), lengths, output_size=len(weights)
                 )
-                sums.index_add_(0, owner, scrambled(torch.cat(parts) * weights))
-            for index, value in zip(members, sums.tolist(), strict=True):
-                result[self._names[index]] = value, self._names[index] not in bad
-        return {name: result[name] for name in self._names}
+                flat = torch.cat([part.reshape(-1) for part in parts])
+                sums.index_add_(0, owner, scrambled(flat * weights))
+            for name, value in zip(names, sums.tolist(), strict=True):
+                if name is not None:
+                    result[name] = value, name not in bad
+        return {name: result[self._same.get(name, name)] for name in self._names}
 
 
 def checksum(tensor: Tensor) -> int:
@@ -162,6 +245,16 @@ def checksum(tensor: Tensor) -> int:
     return collected.finish()["tensor"][0]
 
 
+@lru_cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without its module.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
 def warm_up(device: torch.device) -> None:
     """Compile the kernels on an accelerator, so that the first publish does not wait for them."""
     sums = Checksums()
@@ -171,15 +264,15 @@ def warm_up(device: torch.device) -> None:
     sums.finish()
 
 
-def _extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two numbers that are finite exactly when all of `tensor` is."""
-    if tensor.element_size() > 1:
-        return torch.aminmax(tensor)
+def _not_finite(rows: Tensor) -> Tensor:
+    """Return for each row whether a number in it is NaN or infinity."""
+    if rows.element_size() > 1:
+        # `aminmax` along a dimension is ten times slower on a CPU
+        low, high = (one.view(1) for one in torch.aminmax(rows)) if len(rows) == 1 else (rows.amin(1), rows.amax(1))
+        return ~(low.isfinite() & high.isfinite())
     # NaN is a code with all seven lower bits set in E4M3, which has no infinity, and the last code in E8M0.
     nan_codes = {torch.float8_e4m3fn: 0x7F, torch.float8_e8m0fnu: 0xFF}
-    if tensor.dtype not in nan_codes:
-        return torch.aminmax(tensor.float())
-    last = nan_codes[tensor.dtype]
-    highest = tensor.view(torch.uint8).bitwise_and(last).amax()
-    high = highest.float().masked_fill_(highest == last, float("nan"))
-    return high, high
+    if rows.dtype not in nan_codes:
+        return ~rows.float().isfinite().all(dim=1)
+    last = nan_codes[rows.dtype]
+    return rows.view(torch.uint8).bitwise_and(last).amax(dim=1) == last

@@ -42,12 +42,15 @@ _PATTERNS = {
 }
 
 
-@triton.jit(do_not_specialize=["start", "rows", "columns", "ones", "lowest", "signs"])
+@triton.jit(do_not_specialize=["start", "step", "rows", "columns", "ones", "lowest", "signs"])
 def _sums_kernel(
-    bits, sums, start, rows, columns, ones, lowest, signs,
+    bits, sums, start, step, rows, columns, ones, lowest, signs,
     CHECK: tl.constexpr, UNSIGNED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile's sums over rows and columns to `sums`: `rows` of them, then `columns`, then what is not finite."""
+    """Add one tile's sums over rows and columns to those of its matrix: `rows`, `columns`, then what is not finite."""
+    matrix = tl.program_id(2).to(tl.int64)
+    bits += matrix * step
+    start += matrix * (rows + columns + 1)
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.program_id(1) * C + tl.arange(0, C)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -71,14 +74,17 @@ class Sums:
         self._used = 0
 
     def of(self, bits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the sums over the rows and over the columns, and for floats a count above 0 if one is not finite.
+        """Return sums over rows and over columns, and for floats a count above 0 where a number is not finite.
+
+        One launch takes them of all matrices: "matrices rows", "matrices columns" and " matrices".
 
         Args:
-            bits: int64 "rows columns", columns a power of two.
+            bits: int64 "matrices rows columns", columns a power of two; each matrix contiguous.
             dtype: of the numbers in it.
         """
-        rows, columns = bits.shape
-        start, size = self._used, rows + columns + 1
+        count, rows, columns = bits.shape
+        start, each = self._used, rows + columns + 1
+        size = count * each
         if start + size > self._pool.numel():
             self._pool = torch.zeros(max(POOL, size), dtype=torch.int64, device=self.device)
             start = 0
@@ -87,12 +93,11 @@ class Sums:
         wide = WIDE if columns >= WIDE // 2 else NARROW  # two kernels to compile, not one for every power of two
         high = TILE // wide
         ones, lowest, signs = pattern or (0, 0, 0)
-        grid = (triton.cdiv(rows, high), triton.cdiv(columns, wide))
+        grid = (triton.cdiv(rows, high), triton.cdiv(columns, wide), count)
         unsigned = dtype == torch.float8_e8m0fnu
         _sums_kernel[grid](
-            bits, self._pool, start, rows, columns, ones, lowest, signs, pattern is not None, unsigned, high, wide,
-            num_warps=8,
+            bits, self._pool, start, bits.stride(0), rows, columns, ones, lowest, signs, pattern is not None, unsigned,
+            high, wide, num_warps=8,
         )  # fmt: skip
-        middle, end = start + rows, start + rows + columns
-        flag = None if pattern is None else self._pool[end : end + 1]
-        return self._pool[start:middle], self._pool[middle:end], flag
+        sums = self._pool[start : start + size].view(count, each)
+        return sums[:, :rows], sums[:, rows : rows + columns], None if pattern is None else sums[:, -1]

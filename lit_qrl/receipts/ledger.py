@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from lit_qrl.receipts.checksum import Checksums
+from lit_qrl.receipts.checksum import Checksums, dtype_name
 
 if TYPE_CHECKING:
     from lit_qrl.formats.base import NumberFormat
@@ -121,10 +121,10 @@ class Ledger:
     def record(self, name: str, tensor: Tensor) -> None:
         """Remember one tensor under its checkpoint name; nothing is copied to the host."""
         self._times[name] += 1
-        self.bytes += tensor.numel() * tensor.element_size()
-        if self._times[name] == 1:
-            self._described[name] = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-            self.sizes[name] = tensor.numel(), tensor.numel() * tensor.element_size()
+        self.bytes += tensor.nbytes
+        if name not in self._described:
+            self._described[name] = tuple(tensor.shape), dtype_name(tensor.dtype)
+            self.sizes[name] = tensor.numel(), tensor.nbytes
             self._checksums.add(name, tensor)
             self._receipts = None
 

@@ -109,6 +109,18 @@ def test_plan_gives_files_in_order_and_a_folder_for_each_seed(study, small, tmp_
     assert part == jobs[-1:]
 
 
+def test_planning_again_leaves_the_files_that_runs_are_reading(study, small, tmp_path):
+    study.plan(small, tmp_path / "runs")
+    before = {path: path.stat().st_ino for path in (tmp_path / "runs" / "configs").iterdir()}
+    study.plan(small, tmp_path / "runs")
+    assert before
+    assert before == {path: path.stat().st_ino for path in (tmp_path / "runs" / "configs").iterdir()}
+    (changed := tmp_path / "runs" / "configs" / "common.yaml").write_text("data: {}\n")
+    study.plan(small, tmp_path / "runs")
+    assert yaml.safe_load(changed.read_text()) == {"data": {"mini_batches": 4}}
+    assert sorted(before) == sorted((tmp_path / "runs" / "configs").iterdir())
+
+
 def test_a_variant_has_its_own_name_and_configuration(study, small, tmp_path):
     strong = study.load(tmp_path / "small", "strong")
     assert strong.name == "small-strong"

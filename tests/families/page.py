@@ -66,6 +66,9 @@ plain forward pass, and 8 of 32 differed by flips, in the mean 0.0028; 3 of 8 se
 what a layer reads, by up to 0.0064.) A struck-out format is **refused** in one paragraph, given below. `auto` is the
 learner's dtype, here fp32; `–` was not measured.
 
+A checkpoint of gpt-oss whose experts are in its own MXFP4 is read as plain weights, on every device the same ones: bit
+for bit what this project's `mxfp4` stands for.
+
 Through vLLM, a format **works** when two sets of weights far apart were published one after the other, every layer was
 compared, and the log-probs of its completions are, in the mean, within 1e-5 nats of the learner's eager forward pass in
 fp32; where vLLM rounds to bf16 or quantizes activations, within 0.05, or twice what the learner's own forward pass in

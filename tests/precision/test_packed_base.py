@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.policy import CausalPolicy
-from lit_qrl.precision.packed_base import packed_format
+from lit_qrl.precision.packed_base import multiplied_out, packed_format
 from lit_qrl.precision.packed_lora import NVFP4LoRA
 from lit_qrl.quantize.folder import quantize_checkpoint
 from tests.families.configs import BY_TYPE
@@ -233,3 +233,24 @@ def test_a_folder_that_lacks_an_expert_is_named(tmp_path):
     save_file(kept, tmp_path / "out" / "model.safetensors")
     with pytest.raises(ConfigError, match=r"layers.0.mlp.experts|mlp.experts.*missing"):
         configured(str(tmp_path / "out"), formats.get("nvfp4"))
+
+
+def test_experts_in_their_own_mxfp4_are_read_as_plain_weights(tmp_path):
+    """gpt-oss's checkpoints: codes and exponents of "experts out in", in the shape of their blocks."""
+    folder, format, plain = Path(family_folder(BY_TYPE["gpt_oss"], tmp_path / "model")), formats.get("mxfp4"), {}
+    held = load_file(folder / "model.safetensors")
+    for name in [name for name in held if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        q = format.quantize_stack(held.pop(name).bfloat16().mT.contiguous())
+        plain[name] = format.dequantize_stack(q, torch.bfloat16).mT
+        held[f"{name}_blocks"] = q.codes.unflatten(-1, (-1, 16)).contiguous()
+        held[f"{name}_scales"] = q.scales.contiguous()
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    policy = CausalPolicy(str(folder), dtype="bf16")
+    assert multiplied_out(policy.config)["quantization_config"].dequantize
+    policy.configure()
+    parameters = dict(policy.network.named_parameters())
+    assert len(plain) == 4
+    assert all(torch.equal(parameters[name], weight) for name, weight in plain.items())
+    assert multiplied_out(policy.network.config) == {}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lit_qrl.receipts.checksum import Checksums, as_matrix
+from lit_qrl.receipts.checksum import Checksums, as_matrices, as_matrix
 from tests.triton_interpreter import run_interpreted
 
 # Shapes whose matrix of words is wide, narrow, and a single row.
@@ -31,21 +31,37 @@ def compare_sums(device):
             for y in (x, *wrong):
                 bits = as_matrix(y)
                 assert bits.dtype == torch.int64
-                rows, columns, flag = sums.of(bits, dtype)
+                (rows,), (columns,), flag = sums.of(bits.unsqueeze(0), dtype)
                 assert torch.equal(rows, bits.sum(1))
                 assert torch.equal(columns, bits.sum(0))
                 assert (flag is None) == (dtype not in floats)
                 assert flag is None or (int(flag) > 0) == (y is not x)
 
 
+def compare_stacks(device):
+    from lit_qrl.receipts.checksum_triton import Sums
+
+    stack = torch.randn((3, 5, 64, 72), device=device).bfloat16()[:, 2]  # matrices apart from one another
+    stack[1, 3, 3] = float("nan")
+    bits = as_matrices(stack)
+    assert bits is not None
+    rows, columns, flags = Sums(device).of(bits, stack.dtype)
+    assert [int(flag) > 0 for flag in flags] == [False, True, False]
+    for index, one in enumerate(stack):
+        assert torch.equal(rows[index], as_matrix(one).sum(1))
+        assert torch.equal(columns[index], as_matrix(one).sum(0))
+
+
 @pytest.mark.vllm  # which brings Triton
-def test_kernel_in_the_interpreter():
-    run_interpreted(compare_sums)
+@pytest.mark.parametrize("compare", [compare_sums, compare_stacks])
+def test_kernel_in_the_interpreter(compare):
+    run_interpreted(compare)
 
 
 @pytest.mark.gpu
-def test_kernel_on_the_device():
-    compare_sums(torch.device("cuda"))
+@pytest.mark.parametrize("compare", [compare_sums, compare_stacks])
+def test_kernel_on_the_device(compare):
+    compare(torch.device("cuda"))
 
 
 @pytest.mark.gpu

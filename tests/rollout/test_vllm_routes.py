@@ -1,7 +1,10 @@
 """The experts that vLLM's tokens took, replayed in the learner: the same in every token, and the same log-probs."""
 
+import copy
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_qrl.callbacks import AIS, RouterReplay
 from lit_qrl.loop.turns import Conversations
@@ -27,6 +30,27 @@ def replayed(network, tokens, routes):
         logits = network(input_ids=ids).logits[0, :-1].float()
     logprobs = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     return logprobs, differing(routing.own, routes)[:-1]
+
+
+class InDoubles(TorchDispatchMode):
+    """Computes in fp64 what a model's code does in fp32 whatever its weights are in: norms, routers, turned angles."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        def raised(one):
+            return torch.float64 if one is torch.float32 else one
+
+        return func(*map(raised, args), **{name: raised(one) for name, one in (kwargs or {}).items()})
+
+
+def rounding_of_both(network, exact, prompt, one):
+    """How far the learner's and the sampler's log-probs, both in fp32, are from those of fp64 under the same routes."""
+    ids = torch.tensor([[*prompt, *one.token_ids]])
+    with torch.no_grad(), InDoubles(), Routing(exact, one.routed_experts):
+        logprobs = exact(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    assert logprobs.dtype == torch.float64
+    expected = logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
+    learner = replayed(network, ids[0].tolist(), one.routed_experts)[0][len(prompt) - 1 :]
+    return [float((side - expected).abs().max()) for side in (learner, torch.tensor(one.logprobs))]
 
 
 def check(network, prompt, one, bound):
@@ -62,6 +86,13 @@ def test_learner_is_sampler_under_the_samplers_routes(family, pieces, margin):
                 assert not elsewhere.any()
                 furthest.append(difference)
         margin("replayed through vLLM, |log-ratio| at most", f"{max(furthest):.1e} ({family}, {pieces=})")
+        exact = copy.deepcopy(network).double()
+        exact.set_experts_implementation("eager")  # no grouped GEMM takes fp64
+        errors = [rounding_of_both(network, exact, asked[i // 3], one) for i, one in enumerate(drawn) if i % 6 == 0]
+        learner, sampler = (max(side) for side in zip(*errors, strict=True))
+        assert max(learner, sampler) < 4e-6
+        assert 1 / 4 < learner / sampler < 4  # neither side computes something else
+        margin("from fp64, learner and vLLM at most", f"{learner:.1e}, {sampler:.1e} ({family}, {pieces=})")
     finally:
         engine.close()
 

@@ -151,12 +151,20 @@ def int4_values(codes: Tensor, scales: Tensor, group_size: int, dtype: torch.dty
 def fp4_values(
     codes: Tensor, scales: Tensor, block: int, dtype: torch.dtype, divisor: Tensor | None = None
 ) -> Tensor | None:
-    """Return the weight of `NVFP4.dequantize` or `MXFP4.dequantize` from one kernel, or None where there is none."""
+    """Return the weight of `NVFP4.dequantize` or `MXFP4.dequantize` from one kernel, or None where there is none.
+
+    Args:
+        codes: "out in/2", or "matrices out in/2".
+        scales: in the order of the codes.
+        block: weights that share a scale.
+        dtype: of the weight.
+        divisor: of all scales, or as many as there are matrices; None divides none.
+    """
     if not (available_for_e4m3(codes) if scales.dtype == E4M3 else available(codes)):
         return None
     from lit_qrl.formats.kernels import values_triton
 
-    shape = (codes.shape[0], codes.shape[1] * 2)
+    shape = (*codes.shape[:-1], codes.shape[-1] * 2)
     return values_triton.values(codes, scales, block, values_triton.FP4, shape, dtype, divisor)
 
 

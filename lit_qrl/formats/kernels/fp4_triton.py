@@ -24,18 +24,19 @@ def _greater(a, b):
 
 @triton.jit
 def _nvfp4_kernel(
-    weight, whole, packed, scales, bad, blocks, inverse, smallest, LOW: tl.constexpr, SIZE: tl.constexpr,
+    weight, whole, packed, scales, bad, blocks, each, inverse, smallest, LOW: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`SIZE` blocks: amax, E4M3 scale, and two codes a byte, with the roundings of a weight in its own dtype."""
+    """`SIZE` blocks, `each` to a matrix: amax, E4M3 scale, and two codes a byte, rounded as the weight's dtype is."""
     block = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = block < blocks
     x = tl.load(weight + block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], mask=inside[:, None], other=0.0)
     x = x.to(tl.float32)
     amax = tl.reduce(tl.abs(x), 1, _greater)
     wrong = ((amax != amax) | (amax > 3.4028234663852886e38)) & inside
-    tl.store(bad + tl.zeros_like(block), tl.full((SIZE,), float("nan"), tl.float32), mask=wrong)
-    global_scale = tl.load(whole)
+    matrix = block // each
+    tl.store(bad + matrix, tl.full((SIZE,), float("nan"), tl.float32), mask=wrong)
+    global_scale = tl.load(whole + matrix, mask=inside, other=1.0)
     steps = amax * inverse  # torch divides a CUDA tensor by a number as it multiplies by the fp32 inverse
     if LOW:
         steps = steps.to(weight.dtype.element_ty).to(tl.float32)
@@ -45,7 +46,7 @@ def _nvfp4_kernel(
     shift = tl.maximum(power, 0.015625) * 1572864.0
     scale = (scale + shift) - shift
     scale = tl.where(scale == 0, smallest, scale)
-    divisor = tl.div_rn(scale, tl.zeros_like(scale) + global_scale)
+    divisor = tl.div_rn(scale, global_scale)
     q = tl.div_rn(x, tl.broadcast_to(divisor[:, None], x.shape))
     size = tl.abs(q)
     # a tie goes to the even code
@@ -58,22 +59,22 @@ def _nvfp4_kernel(
     tl.store(scales + block, scale.to(scales.dtype.element_ty), mask=inside)
 
 
-def nvfp4_blocks(weight: Tensor, global_scale: Tensor, zero_scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes "out in/2", scales "out in/16" in E4M3, and a number " 1" that is NaN where a weight is not finite.
+def nvfp4_blocks(weights: Tensor, global_scales: Tensor, zero_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes "matrices out in/2", scales "matrices out in/16" in E4M3, and for each matrix NaN where it has one.
 
     Args:
-        weight: "out in", bf16, fp16 or fp32; in a multiple of 16.
-        global_scale: " 1", fp32.
+        weights: "matrices out in", bf16, fp16 or fp32; in a multiple of 16.
+        global_scales: " matrices", fp32.
         zero_scale: of a block whose scale rounds to zero.
     """
-    weight = weight.contiguous()
-    rows, columns = weight.shape
-    packed = torch.empty((rows, columns // 2), dtype=torch.uint8, device=weight.device)
-    scales = torch.empty((rows, columns // BLOCK), dtype=E4M3, device=weight.device)
-    bad = torch.zeros(1, dtype=torch.float32, device=weight.device)
+    weights = weights.contiguous()
+    matrices, rows, columns = weights.shape
+    packed = torch.empty((matrices, rows, columns // 2), dtype=torch.uint8, device=weights.device)
+    scales = torch.empty((matrices, rows, columns // BLOCK), dtype=E4M3, device=weights.device)
+    bad = torch.zeros(matrices, dtype=torch.float32, device=weights.device)
     count = scales.numel()
     _nvfp4_kernel[(triton.cdiv(count, BLOCKS),)](
-        weight, global_scale, packed, scales, bad, count, 1.0 / FP4_MAX, zero_scale,
-        weight.dtype != torch.float32, BLOCKS, BLOCK, num_warps=4,
+        weights, global_scales, packed, scales, bad, count, max(count // max(matrices, 1), 1), 1.0 / FP4_MAX,
+        zero_scale, weights.dtype != torch.float32, BLOCKS, BLOCK, num_warps=4,
     )  # fmt: skip
     return packed, scales, bad

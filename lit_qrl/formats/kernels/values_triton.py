@@ -27,8 +27,8 @@ _E2M1 = tl.constexpr(0x0C8643210)
 
 @triton.jit
 def _values_kernel(
-    packed, scales, divisor, table, out, words, KIND: tl.constexpr, E8M0: tl.constexpr, DIVIDED: tl.constexpr,
-    PER_SCALE: tl.constexpr, WORDS: tl.constexpr,
+    packed, scales, divisor, table, out, words, per_divisor, KIND: tl.constexpr, E8M0: tl.constexpr,
+    DIVIDED: tl.constexpr, PER_SCALE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Codes times scales, rounded once: `PER_SCALE` words share a scale."""
     word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
@@ -41,7 +41,7 @@ def _values_kernel(
     else:
         scale = scale.to(tl.float32)
     if DIVIDED:
-        scale = tl.div_rn(scale, tl.broadcast_to(tl.load(divisor + tl.arange(0, 1)), scale.shape))
+        scale = tl.div_rn(scale, tl.load(divisor + word // per_divisor, mask=inside, other=1.0))
     place = tl.arange(0, 8)[None, :]
     if KIND == 2:  # NF4 has the first of two codes in the high half of a byte
         place = place ^ 1
@@ -64,7 +64,7 @@ def values(
     scales: Tensor,
     per_scale: int,
     kind: int,
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     dtype: torch.dtype,
     divisor: Tensor | None = None,
     table: Tensor | None = None,
@@ -78,9 +78,9 @@ def values(
         scales: one per `per_scale` weights, in the order of the weights; uint8 holds exponents (E8M0).
         per_scale: weights that share a scale.
         kind: `INT4`, `FP4` or `NF4`: what a code means.
-        shape: of the weight.
+        shape: of the weight, or of a stack of them.
         dtype: of the weight.
-        divisor: a number " 1" that divides every scale.
+        divisor: numbers that divide the scales, each those of as many weights.
         table: the 16 numbers of NF4.
         words: a program's share, in words of eight codes.
         warps: of a program.
@@ -88,9 +88,10 @@ def values(
     flat = packed.contiguous().view(-1).view(torch.int32)
     out = torch.empty(shape, dtype=dtype, device=packed.device)
     count = flat.numel()
+    each = count if divisor is None else max(count // divisor.numel(), 1)
     _values_kernel[(triton.cdiv(count, words),)](
         flat, scales.contiguous(), scales if divisor is None else divisor, scales if table is None else table, out,
-        count, kind, scales.dtype == torch.uint8, divisor is not None, per_scale // 8, words, num_warps=warps,
+        count, each, kind, scales.dtype == torch.uint8, divisor is not None, per_scale // 8, words, num_warps=warps,
     )  # fmt: skip
     return out
 

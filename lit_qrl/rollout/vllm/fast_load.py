@@ -16,7 +16,7 @@ from lit_qrl.errors import listed
 from lit_qrl.formats import support
 from lit_qrl.receipts.checksum import Checksums
 from lit_qrl.receipts.ledger import Fault, ReceivedLedger, TensorReceipt
-from lit_qrl.rollout.vllm.locations import DESCRIPTIVE, ExpertPlace, Place, lacking, tensors_of
+from lit_qrl.rollout.vllm.locations import DESCRIPTIVE, Cutter, ExpertPlace, Place, copy_all, lacking, tensors_of
 from lit_qrl.rollout.vllm.patches import stale_experts
 
 Sent = Mapping[str, tuple[Place, tuple[int, ...], torch.dtype]]
@@ -100,13 +100,14 @@ def _views(sent: Sent, module: nn.Module) -> dict[str, Tensor]:
     """Return the module's memory of each tensor sent; nothing unless they make up all that it holds."""
     found: dict[str, Tensor] = {}
     filled: dict[str, int] = {}
+    cutter = Cutter()
     for name, (place, shape, _) in sent.items():
         live = getattr(module, place.attribute, None)
         if live is None or live.numel() == 0:
             return {}
         live = live.data
         turned = live.t() if live.ndim == 2 and not live.is_contiguous() else live
-        view = place.cut(turned, shape) if turned.is_contiguous() else None
+        view = cutter.cut(place, turned, shape) if turned.is_contiguous() else None
         if view is None or view.untyped_storage().data_ptr() != live.untyped_storage().data_ptr():
             return {}
         found[name] = view
@@ -208,23 +209,31 @@ class DirectLoad:
             self.live.pending[module_name] = names
             repack(module, lambda: self._fill({name: group[name] for name in names}))
             return
+        pairs = []
         for name, tensor in group.items():
             view = self.routes.views[name]
             if view.shape == tensor.shape:
-                view.copy_(tensor)
+                pairs.append((view, tensor))
                 self._copied.append(name)
             else:
                 self.ledger.faults.append(Fault("shape", name, f"the engine's has {tuple(view.shape)}"))
+        copy_all(pairs)
 
     def _fill(self, group: dict[str, Tensor]) -> None:
         """Write the tensors into the module's parameters; one that does not fit gets no receipt but a fault."""
         self._clear_padding(group)
+        cutter, pairs = Cutter(), []
         for name, tensor in group.items():
             place = self.routes.places[name]
             parameter = getattr(place.module, place.attribute).data
+            if isinstance(place, ExpertPlace):
+                cut = cutter.cut(place, parameter, tensor.shape)
+                pairs += [] if cut is None else [(cut, tensor)]
+                continue
             if hasattr(place.module, "num_embeddings_padded"):
                 parameter[tensor.shape[0] :].zero_()  # as vLLM's loader does
             place.write(parameter, tensor)
+        copy_all(pairs)
 
     def _clear_padding(self, group: Mapping[str, Tensor]) -> None:
         """Zero stacks of experts with more rows or columns than come, which some kernels multiply, too."""

@@ -22,6 +22,7 @@ from lit_qrl.rollout.vllm import derived
 from lit_qrl.rollout.vllm import fast_load as direct
 from lit_qrl.rollout.vllm.locations import (
     DESCRIPTIVE,
+    Cutter,
     Place,
     checkpoint_names,
     expert_place,
@@ -199,12 +200,13 @@ class LiveModel:
         return watched
 
     def _record(self, module_name: str) -> None:
+        cutter = Cutter()
         for name in self.pending.pop(module_name, []):
             place, shape, _ = self.sent[name]
             tensor = getattr(place.module, place.attribute, None)
             if tensor is not None:
                 place.spread(tensor, shape)
-            cut = None if tensor is None else place.cut(tensor, shape)
+            cut = None if tensor is None else cutter.cut(place, tensor, shape)
             assert self._ledger is not None
             if cut is None:
                 self._ledger.faults.append(Fault("shape", name, "its slice of the engine's parameter does not fit"))
@@ -386,7 +388,9 @@ class LiveModel:
 
     def formats(self) -> dict[str, str]:
         """Return for every tensor of the last stream the name of the format that its live module computes in."""
-        return {name: loaded_format(place.module, dtype) for name, (place, _, dtype) in self.sent.items()}
+        modules = {(place.module_name, dtype): place.module for place, _, dtype in self.sent.values()}
+        found = {(name, dtype): loaded_format(module, dtype) for (name, dtype), module in modules.items()}
+        return {name: found[place.module_name, dtype] for name, (place, _, dtype) in self.sent.items()}
 
     @torch.inference_mode()
     def clear_kv_cache(self) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.formats import support
+from lit_qrl.receipts.slices import slice_of, slices
 
 # vLLM writes the shape of an INT4 weight once per projection into one parameter that nothing reads.
 DESCRIPTIVE = frozenset({"weight_shape", "w13_weight_shape", "w2_weight_shape"})
@@ -136,17 +137,68 @@ class ExpertPlace(Place):
 
     def cut(self, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
         """Return this tensor's slice of the module's, viewed in the shape that was sent; None if it does not fit."""
-        if not tensor.ndim or self.expert >= len(tensor):
+        every = self.cut_all(tensor, shape)
+        return None if every is None or self.expert >= len(every) else every[self.expert]
+
+    def cut_all(self, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
+        """Return that slice of every expert, "experts …"; None if it does not fit."""
+        if not tensor.ndim:
             return None
-        one = tensor[self.expert]
-        if self.turned and one.ndim == 2:
-            one = one.t()
-        if self.beside > 1 and one.ndim:
-            rows = len(one) // self.beside
-            one = one[self.part % self.beside * rows :][:rows]
-        for axis in range(min(one.ndim, len(shape))):  # some kernels want more rows and columns than there are
-            one = one.narrow(axis, 0, min(one.shape[axis], shape[axis]))
-        return one.view(tuple(shape)) if one.numel() == math.prod(shape) else None
+        every = tensor.mT if self.turned and tensor.ndim == 3 else tensor
+        if self.beside > 1 and every.ndim > 1:
+            rows = every.shape[1] // self.beside
+            every = every[:, self.part % self.beside * rows :][:, :rows]
+        for axis in range(min(every.ndim - 1, len(shape))):  # some kernels want more rows and columns than there are
+            every = every.narrow(axis + 1, 0, min(every.shape[axis + 1], shape[axis]))
+        return every.view(len(every), *shape) if every.numel() == len(every) * math.prod(shape) else None
+
+
+class Cutter:
+    """Cuts what a module holds into what was sent of it; the matrices of its experts are `slices` of one stack."""
+
+    def __init__(self) -> None:
+        self._stacks: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
+
+    def cut(self, place: Place, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
+        """Return what `Place.cut` does.
+
+        Args:
+            place: of what was sent.
+            tensor: of the module, in the checkpoint's layout.
+            shape: that was sent.
+        """
+        if not isinstance(place, ExpertPlace):
+            return place.cut(tensor, shape)
+        key = tensor.data_ptr(), place.module_name, place.attribute, place.part % place.beside, place.turned, *shape
+        if key not in self._stacks:
+            every = place.cut_all(tensor.detach(), shape)
+            self._stacks[key] = () if every is None else slices(every)
+        found = self._stacks[key]
+        return found[place.expert] if place.expert < len(found) else None
+
+
+def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy each second tensor into the first; whole stacks at once where their slices go side by side.
+
+    Args:
+        pairs: of equal shapes.
+    """
+    stacks: dict[tuple[int, int, int], list[tuple[Tensor, Tensor]]] = {}
+    for target, source in pairs:
+        to, of = slice_of(target), slice_of(source)
+        if to is None or of is None:
+            target.copy_(source)
+        else:
+            stacks.setdefault((id(to.stack), id(of.stack), to.index - of.index), []).append((target, source))
+    for (*_, offset), members in stacks.items():
+        to, of = slice_of(members[0][0]), slice_of(members[0][1])
+        assert to is not None
+        assert of is not None
+        if len({source.data_ptr() for _, source in members}) == len(of.stack):
+            to.stack[offset : offset + len(of.stack)].copy_(of.stack)
+        else:
+            for target, source in members:
+                target.copy_(source)
 
 
 @lru_cache

@@ -33,25 +33,44 @@ def compare_codes(device):
             weight[0, :16], weight[1, :16] = torch.tensor(TIES), 0.0
             weight = weight.to(dtype)
             for global_scale in (torch.tensor([1.0]), 2688.0 / weight.abs().amax().float().reshape(1)):
-                made = fp4_triton.nvfp4_blocks(weight.to(device), global_scale.to(device), ZERO_SCALE)
-                codes, scales = plain(weight, global_scale)
-                assert torch.equal(bits(made[1].cpu()), bits(scales))
-                assert torch.equal(made[0].cpu(), codes)
-                assert made[2].item() == 0
+                (codes,), (scales,), bad = fp4_triton.nvfp4_blocks(
+                    weight.unsqueeze(0).to(device), global_scale.to(device), ZERO_SCALE
+                )
+                expected = plain(weight, global_scale)
+                assert torch.equal(bits(scales.cpu()), bits(expected[1]))
+                assert torch.equal(codes.cpu(), expected[0])
+                assert bad.item() == 0
     for wrong in (float("nan"), float("inf"), float("-inf")):
         weight = torch.ones(40, 64, dtype=torch.bfloat16)
         weight[39, 63] = wrong
-        assert fp4_triton.nvfp4_blocks(weight.to(device), torch.ones(1).to(device), ZERO_SCALE)[2].isnan()
+        assert fp4_triton.nvfp4_blocks(weight.unsqueeze(0).to(device), torch.ones(1).to(device), ZERO_SCALE)[2].isnan()
+
+
+def compare_stacks(device):
+    from lit_qrl.formats.kernels import fp4_triton
+
+    stack = torch.randn(3, 10, 48, generator=torch.Generator().manual_seed(0)).bfloat16()  # 30 blocks each
+    stack[1] *= 30.0
+    stack[2, 4, 4] = float("nan")
+    global_scales = torch.tensor([700.0, 20.0, 5.0])
+    codes, scales, bad = fp4_triton.nvfp4_blocks(stack.to(device), global_scales.to(device), ZERO_SCALE)
+    assert bad.isnan().tolist() == [False, False, True]
+    for index in range(2):
+        expected = plain(stack[index], global_scales[index])
+        assert torch.equal(codes[index].cpu(), expected[0])
+        assert torch.equal(bits(scales[index].cpu()), bits(expected[1]))
 
 
 @pytest.mark.vllm  # which brings Triton
-def test_kernel_in_the_interpreter():
-    run_interpreted(compare_codes)
+@pytest.mark.parametrize("compare", [compare_codes, compare_stacks])
+def test_kernel_in_the_interpreter(compare):
+    run_interpreted(compare)
 
 
 @pytest.mark.gpu
-def test_kernel_on_the_device():
-    compare_codes(torch.device("cuda"))
+@pytest.mark.parametrize("compare", [compare_codes, compare_stacks])
+def test_kernel_on_the_device(compare):
+    compare(torch.device("cuda"))
 
 
 @pytest.mark.gpu

@@ -42,7 +42,18 @@ def compare_values(device):
                 assert torch.equal(bits(made.cpu()), bits(format.dequantize(q, dtype))), (name, case, dtype)
 
 
-COMPARISONS = [compare_int4, compare_values]
+def compare_stacks(device):
+    from lit_qrl.formats.kernels import values_triton
+
+    format, generator = formats.get("nvfp4"), torch.Generator().manual_seed(0)
+    stack = torch.randn(3, 40, 80, generator=generator).bfloat16() * torch.tensor([1.0, 30.0, 0.1]).view(3, 1, 1)
+    q = format.quantize_stack(stack)
+    held = [tensor.to(device) for tensor in (q.codes, q.scales, q.global_scale)]
+    made = values_triton.values(*held[:2], 16, values_triton.FP4, stack.shape, torch.float32, divisor=held[2])
+    assert torch.equal(bits(made.cpu()), bits(format.dequantize_stack(q)))
+
+
+COMPARISONS = [compare_int4, compare_values, compare_stacks]
 
 
 @pytest.mark.vllm  # which brings Triton

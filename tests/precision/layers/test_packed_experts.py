@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from lit_qrl.precision.layers import packed_experts
+from lit_qrl.precision.layers.packed_linear import PackedLinear
 from tests.precision.test_packed_lora import packed_experts as under_adapter
 
 
@@ -25,3 +26,17 @@ def test_one_product_of_all_experts_is_that_of_each(kind, monkeypatch):
     assert found.keys() == grads.keys()
     for name, grad in grads.items():
         torch.testing.assert_close(found[name], grad, atol=1e-5, rtol=1e-4)
+
+
+def test_matrices_of_all_experts_are_multiplied_out_in_one_call(monkeypatch):
+    policy, _, _ = under_adapter("qwen3_moe")
+    (experts, *_) = (one for one in policy.network.modules() if isinstance(one, packed_experts.PackedExperts))
+    layers = [experts.get_submodule(f"{expert}.up_proj") for expert in range(experts.stack.count)]
+    expected = torch.stack([layer.dequantized(torch.float32) for layer in layers])
+    like = torch.zeros(1)
+    monkeypatch.setattr(PackedLinear, "dequantized", None)
+    assert torch.equal(experts._dequantized("up_proj", like), expected)
+    monkeypatch.undo()
+    layers[1].set_weight(layers[1].weight_on(torch.device("cpu")))
+    layers[1].codes = layers[1].codes.clone()  # as it is after a move
+    assert torch.equal(experts._dequantized("up_proj", like), expected)

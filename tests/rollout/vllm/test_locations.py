@@ -4,8 +4,19 @@ import pytest
 import torch
 from torch import nn
 
+from lit_qrl.receipts.slices import slice_of, slices
 from lit_qrl.rollout.vllm import locations
-from lit_qrl.rollout.vllm.locations import ExpertPlace, Place, lacking, loaded_format, tensors_of, whole_experts
+from lit_qrl.rollout.vllm.locations import (
+    Cutter,
+    ExpertPlace,
+    Place,
+    copy_all,
+    lacking,
+    loaded_format,
+    tensors_of,
+    whole_experts,
+)
+from tests.operations import counted
 
 
 class Fused(nn.Module):
@@ -218,3 +229,35 @@ def test_only_what_a_wider_dtype_holds_exactly_is_narrowed(sent, held, narrowed)
     got = locations.narrowed(tensor, sent)
     assert got.dtype == (sent if narrowed else held)
     assert torch.equal(got.to(held), tensor)
+
+
+def test_the_matrices_of_all_experts_are_cut_as_those_of_one():
+    stack, cutter = torch.arange(3 * 8 * 5.0).view(3, 8, 5), Cutter()
+    for number in range(3):
+        for part in range(2):
+            place = expert(number, 2 * number + part, 2)
+            one, alone = cutter.cut(place, stack, (4, 5)), place.cut(stack, (4, 5))
+            assert torch.equal(one, alone)
+            assert one.data_ptr() == alone.data_ptr()
+            assert slice_of(one).index == number
+    assert cutter.cut(expert(3), stack, (8, 5)) is None
+    assert cutter.cut(expert(1), stack, (8, 6)) is None
+    rows = torch.ones(4, 2)
+    assert cutter.cut(Place("norm", nn.Module(), "weight"), rows, (4, 2)) is not None
+
+
+def test_whole_stacks_are_copied_at_once_and_single_tensors_where_they_belong():
+    source, target = torch.randn(6, 4, 5), torch.zeros(6, 8, 5)
+    to = slices(target[:, 4:])
+    assert counted(lambda: copy_all(zip(to, slices(source), strict=True))) == 1
+    assert torch.equal(target[:, 4:], source)
+    copy_all(zip(to[2:], slices(3 * source[:4]), strict=True))  # what a launch made of some of the experts
+    assert torch.equal(target[2:, 4:], 3 * source[:4])
+    sent = slices(5 * source)
+    swapped = [sent[1], sent[0], *sent[2:]]
+    copy_all(zip(to, swapped, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(to, swapped, strict=True))
+    copy_all([(to[0], torch.ones(4, 5)), *zip(to[1:], slices(7 * source)[1:], strict=True)])
+    assert torch.equal(target[0, 4:], torch.ones(4, 5))
+    assert torch.equal(target[1:, 4:], 7 * source[1:])
+    assert not target[:, :4].any()

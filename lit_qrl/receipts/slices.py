@@ -1,0 +1,46 @@
+"""Tensors that are slices of one stack and say so, so that what is done to each can be done to all in one launch.
+
+The experts of a layer travel as thousands of small tensors, and each operation of its own on each of them costs more
+than the bytes do. `slices` cuts a stack and leaves a note on every slice; `slice_of` reads it, and finds none where a
+slice was replaced, copied or cast on its way.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+_NOTE = "_lit_qrl_slice"
+
+
+class Slice(NamedTuple):
+    """Where a tensor lies: in which stack, under which index of its first dimension."""
+
+    stack: Tensor
+    index: int
+
+
+def slices(stack: Tensor) -> tuple[Tensor, ...]:
+    """Return the views of a stack along its first dimension, each with its `Slice`.
+
+    >>> [one.tolist() for one in slices(torch.eye(2))]
+    [[1.0, 0.0], [0.0, 1.0]]
+    """
+    cut = stack.unbind(0)
+    for index, one in enumerate(cut):
+        setattr(one, _NOTE, Slice(stack, index))
+    return cut
+
+
+def slice_of(tensor: Tensor) -> Slice | None:
+    """Return where a tensor lies, or None for one that `slices` did not cut or that was moved since.
+
+    >>> stack = torch.zeros(2, 3)
+    >>> slice_of(slices(stack)[1]).index, slice_of(stack[1])
+    (1, None)
+    """
+    found: Slice | None = getattr(tensor, _NOTE, None)
+    if found is None:
+        return None
+    stack, index = found
+    place = stack.data_ptr() + index * stack.stride(0) * stack.element_size()
+    return found if tensor.data_ptr() == place and tensor.shape == stack.shape[1:] else None
