@@ -67,6 +67,7 @@ class RemoteEngine(RolloutEngine):
         self.transfer: Literal["auto", "memory", "ipc", "socket"] = transfer
         self.single_format, self.kernels, self.denoises = engine.single_format, engine.kernels, engine.denoises
         self.batch_invariant, self.plain_dtype = engine.batch_invariant, engine.plain_dtype
+        self.records_kept = engine.records_kept
         self.spec = SamplerSpec()
         self.replicas: list[Replica] = []
         self._sender = Sender()

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -67,14 +68,14 @@ class Drawing:
             EngineDiedError: when vLLM fails or a step takes longer than `step_timeout`.
         """
         self._awake(complete=True)
-        drawn_with = sampling or self.spec.sampling
+        kept, drawn_with = self.spec.kept and sampling is None, sampling or self.spec.sampling
         order = requests.by_length(prompts, n)
         number = range(len(prompts)) if positions is None else positions
         rows = [(number[i // n], i % n) for i in order]
-        params = requests.drawings(drawn_with, rows, seed if self.request_seeds else None)
+        params = requests.drawings(drawn_with, rows, seed if self.request_seeds else None, kept)
         with kept_process_state(None if self.request_seeds else seed):
             outputs = self._run([prompts[i // n] for i in order], params, progress)
-        drawn = {i: self._read(output) for i, output in zip(order, outputs, strict=True)}
+        drawn = {i: self._read(output, kept) for i, output in zip(order, outputs, strict=True)}
         self._poisoned |= not all(math.isfinite(value) for one in drawn.values() for value in one.logprobs)
         return [drawn[i] for i in range(len(order))]
 
@@ -85,19 +86,20 @@ class Drawing:
             EngineDiedError: as `generate` does.
         """
         self._awake(complete=True)
-        drawn_with = sampling or self.spec.sampling
+        kept, drawn_with = self.spec.kept and sampling is None, sampling or self.spec.sampling
 
         def draw(turn: Turn) -> Any:
             seed = requests.request_seed(turn.seed, 0, 0) if self.request_seeds else None
-            return requests.drawing(replace(drawn_with, max_tokens=turn.max_tokens), seed)
+            return requests.drawing(replace(drawn_with, max_tokens=turn.max_tokens), seed, kept)
 
         with kept_process_state(), self._sampling():
             watch = self._watchdog("one step")
-            finite = requests.converse(self.llm, dialogue, draw, self._read, self._adapter_active, watch)
+            read = partial(self._read, kept=kept)
+            finite = requests.converse(self.llm, dialogue, draw, read, self._adapter_active, watch)
         self._poisoned |= not finite
 
-    def _read(self, output: Any) -> Completion:
-        return requests.completion(output, self.version, self.routed)
+    def _read(self, output: Any, kept: bool) -> Completion:
+        return requests.completion(output, self.version, self.routed, kept)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""

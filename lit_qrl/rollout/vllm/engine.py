@@ -21,8 +21,9 @@ from lit_qrl.rollout.engine import (
     RolloutEngine,
     SamplerSpec,
 )
-from lit_qrl.rollout.vllm import cpu, folder, invariant, requests
-from lit_qrl.rollout.vllm.adapter import LiveAdapter, adapted_layers, check_adapter
+from lit_qrl.rollout.vllm import folder, invariant, requests
+from lit_qrl.rollout.vllm.adapter import LiveAdapter, check_adapter
+from lit_qrl.rollout.vllm.arguments import llm_arguments
 from lit_qrl.rollout.vllm.checks import (
     automatic_dtype,
     check_arguments,
@@ -40,12 +41,12 @@ from lit_qrl.rollout.vllm.errors import Sender, blamed, deadly
 from lit_qrl.rollout.vllm.installation import check_installation, check_routes
 from lit_qrl.rollout.vllm.lending import MarlinLender
 from lit_qrl.rollout.vllm.live_model import LiveModel
-from lit_qrl.rollout.vllm.models import check_model, latent, recurrent, refused_model
+from lit_qrl.rollout.vllm.models import check_model, refused_model
 from lit_qrl.rollout.vllm.patches import marlin_workspaces, recorded_routes, table
 from lit_qrl.rollout.vllm.process import kept_process_state, own_world, prepare_environment
 from lit_qrl.rollout.vllm.reload import register_head_bias
 from lit_qrl.rollout.vllm.shutdown import collect_memory, shutdown
-from lit_qrl.rollout.vllm.start import compilation, undone_on_failure
+from lit_qrl.rollout.vllm.start import undone_on_failure
 from lit_qrl.rollout.vllm.warm_up import warm_up
 from lit_qrl.rollout.vllm.watchdog import Watchdog
 
@@ -88,6 +89,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
 
     single_format = True
     kernels = "vllm"
+    records_kept = True
 
     def __init__(
         self,
@@ -204,34 +206,21 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         warm_up(format, next(self.policy.network.parameters()).dtype, self.plain_dtype, device)
 
     def _build(self, format: NumberFormat | None, policy: EnginePolicy, dtype: torch.dtype) -> None:
-        prepare_environment(self.deep_gemm, self.kv_cache_gib)
+        prepare_environment(self.deep_gemm, self.kv_cache_gib, self.spec.kept)
         longest, layers = self._longest(), (self.spec.exclude, self.spec.quantize_head)
         self._folder = folder.model_folder(policy.network, format, *layers, dtype, longest)
-        arguments: dict[str, Any] = {
-            "model": str(self._folder),
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "generation_config": "vllm",
-            "dtype": dtype,
-            "max_model_len": longest,
-            "logprobs_mode": "processed_logprobs",
-            "disable_log_stats": True,
-            **compilation(self.quick_start, self.spec.decode_steps),
-            **self._arguments,
-        }
-        if not torch.cuda.is_available():
-            arguments = cpu.whole_prefills(arguments, recurrent(type(policy.network).__name__))
-            if latent(policy.network.config):
-                arguments = cpu.reference_attention(arguments)
-        if self.kv_cache_gib is not None and torch.cuda.is_available():
-            arguments.setdefault("kv_cache_memory_bytes", int(self.kv_cache_gib * 2**30))
-        if self.max_lora_rank:
-            arguments.update(enable_lora=True, max_loras=1, max_lora_rank=self.max_lora_rank)
-            arguments.setdefault("lora_target_modules", adapted_layers(policy.network, self.spec.adapter))
-        if self.sleep_level and torch.cuda.is_available():
-            arguments["enable_sleep_mode"] = True
-        if self.spec.routes and torch.cuda.is_available():
-            arguments["enable_return_routed_experts"] = True
+        arguments = llm_arguments(
+            self.spec,
+            policy.network,
+            self._folder,
+            dtype,
+            longest,
+            self._arguments,
+            quick_start=self.quick_start,
+            kv_cache_gib=self.kv_cache_gib,
+            max_lora_rank=self.max_lora_rank,
+            sleep_level=self.sleep_level,
+        )
         with kept_process_state(), own_world(), invariant.learner_left_alone(self.batch_invariant):
             table.apply_all()
             from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]

@@ -58,6 +58,7 @@ def test_it_can_what_its_engine_can(tmp_path):
     engine = RemoteEngine(TransformersEngine())
     assert isinstance(engine, Scores)
     assert isinstance(engine, ReadsBack)
+    assert engine.records_kept
     assert isinstance(engine, TakesAdapter)
     assert not isinstance(engine, Sleeps)
     assert not isinstance(engine, Converses)
