@@ -1,7 +1,7 @@
 """The part of a vLLM engine that draws: completions, conversations, and the log-probs of given sequences."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.structure import check_tokens
-from lit_qrl.rollout.engine import Dialogue, EngineDiedError, Progress, SamplerSpec, Turn
+from lit_qrl.rollout.engine import Dialogue, EngineDiedError, Finished, Progress, SamplerSpec, Turn
 from lit_qrl.rollout.vllm import requests
 from lit_qrl.rollout.vllm.process import kept_process_state
 from lit_qrl.rollout.vllm.watchdog import Watchdog
@@ -61,8 +61,9 @@ class Drawing:
         progress: Progress | None = None,
         sampling: SamplingParams | None = None,
         positions: Sequence[int] | None = None,
+        finished: Finished | None = None,
     ) -> list[Completion]:
-        """Return `n` completions of each prompt, prompt-major.
+        """Return `n` completions of each prompt, prompt-major; `finished` is called after steps in which some ended.
 
         Raises:
             EngineDiedError: when vLLM fails or a step takes longer than `step_timeout`.
@@ -74,10 +75,14 @@ class Drawing:
         rows = [(number[i // n], i % n) for i in order]
         params = requests.drawings(drawn_with, rows, seed if self.request_seeds else None, kept)
         with kept_process_state(None if self.request_seeds else seed):
-            outputs = self._run([prompts[i // n] for i in order], params, progress)
+            handed = None if finished is None else partial(self._hand, finished, order, kept)
+            outputs = self._run([prompts[i // n] for i in order], params, progress, handed)
         drawn = {i: self._read(output, kept) for i, output in zip(order, outputs, strict=True)}
         self._poisoned |= not all(math.isfinite(value) for one in drawn.values() for value in one.logprobs)
         return [drawn[i] for i in range(len(order))]
+
+    def _hand(self, finished: Finished, order: Sequence[int], kept: bool, outputs: Mapping[int, Any]) -> None:
+        finished({order[position]: self._read(output, kept) for position, output in outputs.items()})
 
     def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
         """Draw every turn of a dialogue as soon as it is there, beside those that are being drawn.
@@ -110,11 +115,18 @@ class Drawing:
         self._poisoned |= not all(bool(values.isfinite().all()) for values in scores)
         return scores
 
-    def _run(self, prompts: Sequence[Sequence[int]], params: list[Any], progress: Progress | None) -> list[Any]:
+    def _run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: list[Any],
+        progress: Progress | None,
+        taken: Callable[[Mapping[int, Any]], None] | None = None,
+    ) -> list[Any]:
         requests.check_lengths(prompts, params, self._longest())
         check_tokens(self.policy.network.config, prompts)
         with self._sampling():
-            return requests.run(self.llm, prompts, params, self._adapter_active, progress, self._watchdog("one step"))
+            watch = self._watchdog("one step")
+            return requests.run(self.llm, prompts, params, self._adapter_active, progress, watch, taken)
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:

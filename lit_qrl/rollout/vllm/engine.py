@@ -89,7 +89,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
 
     single_format = True
     kernels = "vllm"
-    records_kept = True
+    records_kept = hands_out = True
 
     def __init__(
         self,

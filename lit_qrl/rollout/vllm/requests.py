@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -113,8 +113,18 @@ def run(
     adapter: bool,
     progress: Progress | None,
     watchdog: Watchdog,
+    taken: Callable[[Mapping[int, Any]], None] | None = None,
 ) -> list[Any]:
     """Return vLLM's outputs in the order of the prompts, with a look at the clock and the progress after each step.
+
+    Args:
+        llm: the engine.
+        prompts: token ids.
+        params: vLLM's parameters of each.
+        adapter: draw through the published adapter.
+        progress: called after a step in which some ended.
+        watchdog: of the steps.
+        taken: called after such a step with their outputs, by the position of the prompt.
 
     Raises:
         EngineDiedError: when vLLM fails, or a step takes longer than the watchdog allows.
@@ -123,6 +133,7 @@ def run(
     outputs: dict[int, Any] = {}
     with _stepping(llm, adapter, watchdog) as requests:
         ids = requests.add(prompts, params)
+        positions = {name: position for position, name in enumerate(ids)}
         while requests.unfinished:
             finished = requests.step()
             for name, output in finished:
@@ -130,6 +141,8 @@ def run(
                 tokens += sum(len(drawn.token_ids) for drawn in output.outputs)
             if finished and progress is not None:
                 progress(len(outputs), tokens)
+            if finished and taken is not None:
+                taken({positions[name]: output for name, output in finished})
     return [outputs[name] for name in ids]
 
 

@@ -45,8 +45,11 @@ def engine(monkeypatch):
     made = Engine()
     made.logprob = -0.5
 
-    def run(llm, prompts, params, adapter, progress, watchdog):
-        return [(prompt, param.seed) for prompt, param in zip(prompts, params, strict=True)]
+    def run(llm, prompts, params, adapter, progress, watchdog, taken):
+        outputs = [(prompt, param.seed) for prompt, param in zip(prompts, params, strict=True)]
+        for position in reversed(range(len(outputs))) if taken is not None else ():
+            taken({position: outputs[position]})
+        return outputs
 
     def completion(output, version, routed, kept):
         assert routed is made.routed
@@ -98,3 +101,10 @@ def test_what_was_kept_is_asked_for_of_rollouts_alone(engine):
     assert engine.kept == [False] * 3
     engine.generate([[1]], 1, seed=0)
     assert engine.kept[3:] == [True]
+
+
+def test_completions_are_handed_out_by_their_numbers(engine):
+    handed = []
+    drawn = engine.generate([[1], [2, 3]], 2, seed=5, finished=handed.append)
+    assert [list(one) for one in handed] == [[1], [0], [3], [2]]  # the longer prompt was asked for first
+    assert {number: one for part in handed for number, one in part.items()} == dict(enumerate(drawn))
