@@ -7,12 +7,45 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.vllm import cpu
 from lit_qrl.rollout.vllm.adapter import adapted_layers
 from lit_qrl.rollout.vllm.models import latent, recurrent
 from lit_qrl.rollout.vllm.patches import kept_tokens
 from lit_qrl.rollout.vllm.start import compilation
+
+LOOKED_UP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+"""How many of the last tokens must have come before for what followed them to be proposed, and the most looked for."""
+
+
+def proposals(tokens: int) -> dict[str, Any]:
+    """Return vLLM's argument for proposing tokens by looking up the last ones earlier in the sequence.
+
+    Args:
+        tokens: proposed at a time; 0 proposes none.
+
+    Raises:
+        ConfigError: for a negative number.
+
+    >>> proposals(0), proposals(3)["speculative_config"]["num_speculative_tokens"]
+    ({}, 3)
+    """
+    if tokens < 0:
+        raise ConfigError(
+            "data.engine.speculative is negative.", expected="a number of tokens, or 0 for none", given=tokens
+        )
+    return {"speculative_config": {"method": "ngram", "num_speculative_tokens": tokens, **LOOKED_UP}} if tokens else {}
+
+
+def first_runner(given: Mapping[str, Any], spec: SamplerSpec) -> bool:
+    """Return whether vLLM's first model runner is needed: the second's masks and its rejection were not verified.
+
+    Args:
+        given: arguments of `vllm.LLM`.
+        spec: of the run's sampler.
+    """
+    return spec.kept or bool(given.get("speculative_config"))
 
 
 def llm_arguments(

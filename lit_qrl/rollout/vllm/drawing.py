@@ -12,7 +12,7 @@ from torch import Tensor
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.structure import check_tokens
 from lit_qrl.rollout.engine import Dialogue, EngineDiedError, Finished, Progress, SamplerSpec, Turn
-from lit_qrl.rollout.vllm import requests
+from lit_qrl.rollout.vllm import cache_scales, requests
 from lit_qrl.rollout.vllm.process import kept_process_state
 from lit_qrl.rollout.vllm.watchdog import Watchdog
 from lit_qrl.types import Completion, SamplingParams
@@ -28,8 +28,11 @@ class Drawing:
     request_seeds: bool
     routed: requests.Routed | None
     _adapter_active: bool
+    live: Any
+    cache_dtype: str
     _usable: bool
     _poisoned: bool
+    _scales_due: bool
 
     def _awake(self, complete: bool = False) -> Any:
         raise NotImplementedError
@@ -69,6 +72,7 @@ class Drawing:
             EngineDiedError: when vLLM fails or a step takes longer than `step_timeout`.
         """
         self._awake(complete=True)
+        self._calibrate(prompts)
         kept, drawn_with = self.spec.kept and sampling is None, sampling or self.spec.sampling
         order = requests.by_length(prompts, n)
         number = range(len(prompts)) if positions is None else positions
@@ -109,11 +113,23 @@ class Drawing:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
         self._awake(complete=True)
+        self._calibrate(sequences)
         with kept_process_state():
             outputs = self._run(sequences, [requests.scoring() for _ in sequences], None)
         scores = [requests.scores(output, tokens) for output, tokens in zip(outputs, sequences, strict=True)]
         self._poisoned |= not all(bool(values.isfinite().all()) for values in scores)
         return scores
+
+    def _calibrate(self, sequences: Sequence[Sequence[int]]) -> None:
+        """Give an FP8 KV cache scales for new weights, of what they make of the sequences that are asked for first."""
+        if not self._scales_due or not sequences:
+            return
+        shown = sequences[: cache_scales.SEQUENCES]
+        with kept_process_state(), cache_scales.observed(self.live.model) as largest:
+            self._run(shown, [requests.scoring() for _ in shown], None)
+        cache_scales.set_scales(self.live.model, largest, self.cache_dtype)
+        self._scales_due = False
+        self._reset_caches()
 
     def _run(
         self,

@@ -21,9 +21,9 @@ from lit_qrl.rollout.engine import (
     RolloutEngine,
     SamplerSpec,
 )
-from lit_qrl.rollout.vllm import folder, invariant, requests
+from lit_qrl.rollout.vllm import cache_scales, folder, invariant, requests
 from lit_qrl.rollout.vllm.adapter import LiveAdapter, check_adapter
-from lit_qrl.rollout.vllm.arguments import llm_arguments
+from lit_qrl.rollout.vllm.arguments import first_runner, llm_arguments, proposals
 from lit_qrl.rollout.vllm.checks import (
     automatic_dtype,
     check_arguments,
@@ -35,6 +35,7 @@ from lit_qrl.rollout.vllm.checks import (
     check_operators,
     check_processes,
     check_same_format,
+    check_speculative,
 )
 from lit_qrl.rollout.vllm.drawing import Drawing
 from lit_qrl.rollout.vllm.errors import Sender, blamed, deadly
@@ -68,7 +69,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
             computes in, but bf16 where the low-bit kernels take nothing else.
         gpu_memory_utilization: share of the GPU's memory that the engine may take, weights and KV cache together.
         kv_cache_gib: size of the KV cache in GiB: on a GPU, instead of what the share leaves; on CPU, 1 by default.
-        kv_cache_dtype: `auto` is the model's; `fp8` is a source of mismatch of its own.
+        kv_cache_dtype: `auto` is the model's; `fp8` is a source of mismatch of its own. Its scales are taken anew after
+            each publish, of the prompts that are drawn for first.
         max_model_len: longest prompt and completion together, in tokens; None is the sum of the run's two limits.
         max_num_seqs: sequences decoded at a time.
         enforce_eager: no compilation and no CUDA graphs: starts in seconds and decodes slower; always so on CPU.
@@ -77,6 +79,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         sleep_level: what `sleep` does on a GPU: 0 nothing, 1 moves the weights to the host, 2 drops them; the KV cache
             is dropped in both. Needs `trainer.strategy: ColocatedStrategy`.
         deep_gemm: use DeepGEMM for fp8_block where vLLM has it; it compiles for minutes at its first use.
+        speculative: tokens proposed at a time by looking up the last ones earlier in the sequence; the model accepts or
+            replaces them, so that the distribution stays its own. 0 draws one token at a time.
         request_seeds: seed each request, so that a completion does not depend on what it is batched with.
         step_timeout: seconds after which a step, a tensor's publish, a sleep or a wake counts as hung and is
             interrupted; native code that cannot be interrupted ends the process with status 75.
@@ -110,6 +114,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         seed: int = 0,
         batch_invariant: bool = False,
         engine_args: dict[str, Any] | None = None,
+        speculative: int = 0,
     ) -> None:
         check_arguments(gpu_memory_utilization, max_num_seqs, max_lora_rank)
         self.dtype, self.max_model_len = dtype, max_model_len
@@ -126,6 +131,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
             "enforce_eager": enforce_eager or not torch.cuda.is_available(),
             "enable_prefix_caching": True,
             "seed": seed,
+            **proposals(speculative),
             **(engine_args or {}),
         }
         self.spec = SamplerSpec()
@@ -139,7 +145,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         self._adapter_active = self._started = False
         self._folder: Path | None = None
         self._owns_process_group = False
-        self._usable = self._poisoned = self._asleep = self.lent = False
+        self._usable = self._poisoned = self._asleep = self.lent = self._scales_due = False
+        self.cache_dtype = self._arguments["kv_cache_dtype"]
 
     # -------------------------------------------------------------------------------------------------------- set-up
 
@@ -153,6 +160,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         check_format(spec.format, spec.quantize_head)
         check_length(self.max_model_len, spec.prompt_limit or 1, spec.sampling.max_tokens, spec.sequence_limit or 0)
         check_operators(spec.format)
+        check_speculative(self._arguments, spec)
         if self.batch_invariant:
             invariant.check(spec.format, self._arguments, self.max_lora_rank)
 
@@ -196,6 +204,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         self.live, self._adapter = LiveModel(self.llm, self.policy.network), None
         if self.batch_invariant:
             adopt(self.policy.network, invariant.kernels(self.live.model, self.plain_dtype))
+        if cache_scales.quantized(self.cache_dtype):
+            cache_scales.check_scales(self.live.model)
         register_head_bias(self.live.model, self.policy.network)
         if self.routed is not None and not torch.cuda.is_available():
             routed = self.routed
@@ -206,7 +216,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         warm_up(format, next(self.policy.network.parameters()).dtype, self.plain_dtype, device)
 
     def _build(self, format: NumberFormat | None, policy: EnginePolicy, dtype: torch.dtype) -> None:
-        prepare_environment(self.deep_gemm, self.kv_cache_gib, self.spec.kept)
+        prepare_environment(self.deep_gemm, self.kv_cache_gib, first_runner(self._arguments, self.spec))
         longest, layers = self._longest(), (self.spec.exclude, self.spec.quantize_head)
         self._folder = folder.model_folder(policy.network, format, *layers, dtype, longest)
         arguments = llm_arguments(
@@ -303,7 +313,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
             raise
         ledger.prefix_reset = self._reset_caches()
         receipts = ledger.receipts()
-        self._usable = True
+        self._usable, self._scales_due = True, cache_scales.quantized(self.cache_dtype)
         self.version = version
         return PublishReport(
             version=version,

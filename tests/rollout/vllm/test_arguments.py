@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import PreTrainedConfig
 
+from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.engine import SamplerSpec
-from lit_qrl.rollout.vllm.arguments import llm_arguments
+from lit_qrl.rollout.vllm.arguments import first_runner, llm_arguments, proposals
 
 NETWORK = torch.nn.Module()
 NETWORK.config = PreTrainedConfig()
@@ -38,3 +39,12 @@ def test_what_is_for_a_gpu_alone(on_gpu, monkeypatch):
     made = arguments(SamplerSpec(routes=True), kv_cache_gib=0.5, sleep_level=1)
     asked = {"kv_cache_memory_bytes": 2**29, "enable_sleep_mode": True, "enable_return_routed_experts": True}
     assert {name: made.get(name) for name in asked} == (asked if on_gpu else dict.fromkeys(asked))
+
+
+def test_proposals_are_off_by_default_and_need_the_first_runner():
+    assert proposals(0) == {}
+    assert not first_runner({}, SamplerSpec())
+    assert first_runner(proposals(2), SamplerSpec())
+    assert first_runner({}, SamplerSpec(kept=True))
+    with pytest.raises(ConfigError, match=r"data\.engine\.speculative is negative"):
+        proposals(-1)

@@ -15,7 +15,7 @@ class Engine(Drawing):
     def __init__(self):
         self.spec, self.version, self.llm, self.request_seeds = SamplerSpec(), 4, None, True
         self.policy = SimpleNamespace(network=SimpleNamespace(config=SimpleNamespace()))
-        self._adapter_active = self._poisoned = False
+        self._adapter_active = self._poisoned = self._scales_due = False
         self._usable, self.resets, self.routed = True, 0, object()
         self.kept = []
 
