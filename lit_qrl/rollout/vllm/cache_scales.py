@@ -38,12 +38,16 @@ def attentions(model: nn.Module) -> dict[str, Any]:
 def check_scales(model: nn.Module) -> None:
     """Raise `ConfigError` for a model whose attention keeps something else than keys and values."""
     found = attentions(model)
-    others = [name for name, module in found.items() if hasattr(module, "kv_lora_rank")]
+    others = [
+        name
+        for name, module in found.items()
+        if hasattr(module, "kv_lora_rank") or getattr(module, "kv_sharing_target_layer_name", None)
+    ]
     if others or not found:
         raise ConfigError(
             "The scales of an FP8 KV cache cannot be calibrated for this model.",
-            expected="attention that keeps keys and values",
-            given=f"latent attention in {others[0]}" if others else "none that was found",
+            expected="attention that keeps keys and values of its own",
+            given=f"latent attention, or another layer's cache, in {others[0]}" if others else "none that was found",
             remedy="Set data.engine.kv_cache_dtype to auto.",
         )
 

@@ -74,8 +74,10 @@ def test_other_caches_are_refused():
     assert quantized("fp8_e5m2")
     assert not quantized("bf16")
     check_scales(model())
-    with pytest.raises(ConfigError, match=r"latent attention in a.*kv_cache_dtype to auto"):
+    with pytest.raises(ConfigError, match=r"latent attention.* in a.*kv_cache_dtype to auto"):
         check_scales(model(kv_lora_rank=4))
+    with pytest.raises(ConfigError, match="another layer's cache, in a"):
+        check_scales(model(kv_sharing_target_layer_name="b"))
     with pytest.raises(ConfigError, match="none that was found"):
         check_scales(nn.Linear(1, 1))
 
