@@ -15,6 +15,7 @@ grpo     the same for 64 prompts × 8 completions of uneven length, up to 1024 t
 publish  seconds of the first publish and of later ones, quantization and receipts included, of the parts, and of the
          receipts alone, which are the difference to a publish that records and compares nothing
 probe    seconds to score the probe on both sides, and their share of an iteration when every 50th publish is probed
+steps    what a decode step is made of at each batch size: log-probs, seeds, kernels by kind, host
 profile  where a publish spends its time: functions on the host, kernels and waits on the device
 lora     seconds to replace a LoRA adapter of rank 32 over that base, and tokens/s with it
 norms    seconds to replace the norms in place
@@ -57,7 +58,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
 }
 SMALL = ("mini", "tiny", "mini_moe")  # the learner is there as a whole and can be scored
-SECTIONS = ("verify", "speed", "grpo", "publish", "probe", "profile", "norms", "lora", "sleep")
+SECTIONS = ("verify", "speed", "grpo", "publish", "probe", "profile", "steps", "norms", "lora", "sleep")
 APART = {"lora": ("lora",), "sleep": ("sleep_1", "sleep_2")}  # what has a process of its own
 LORA_RANK = 32
 SHOWN = 14  # rows of a profile
@@ -569,6 +570,12 @@ class Bench:
         for event in [*kernels[:SHOWN], *figures["profile_device"]["calls"][:6]]:
             print(f"{event[0]:9.2f} {event[1]:9.2f} {event[2]:7d} {event[3][:90]}")
         return figures
+
+    def run_steps(self) -> dict[str, Any]:
+        import decode_steps  # beside this script
+
+        figures = self.ready()
+        return figures | {"steps": decode_steps.run(self, self.args.batches)}
 
     def run_norms(self) -> dict[str, Any]:
         figures, times = self.ready(), []

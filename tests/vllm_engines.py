@@ -48,13 +48,8 @@ def build_engine(network, format=None, lora=None, refusable=True, spec=None, **o
     if not torch.cuda.is_available():
         vllm_cpu_shim.install()
     engine = VLLMEngine(**{"max_num_seqs": 32, **options})
-    spec = SamplerSpec(
-        sampling=SamplingParams(max_tokens=COMPLETION_LIMIT, ignore_stop=True),
-        format=format,
-        adapter=lora,
-        prompt_limit=PROMPT_LIMIT,
-        **(spec or {}),
-    )
+    usual = {"sampling": SamplingParams(max_tokens=COMPLETION_LIMIT, ignore_stop=True), "prompt_limit": PROMPT_LIMIT}
+    spec = SamplerSpec(**{"format": format, "adapter": lora, **usual, **(spec or {})})
     if refusable:
         engine.validate(spec)
     engine.setup(spec, SimpleNamespace(network=network))

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lit_qrl.data.benchmark import Benchmark, Share, evaluation_sets, without_benchmarks
 from lit_qrl.data.dataset import RolloutDataset
+from lit_qrl.data.judging import Judging
 from lit_qrl.data.problems import Problem, PromptOrder, admit
 from lit_qrl.data.sizes import check_ranks, check_sizes
 from lit_qrl.data.task import Task
@@ -278,28 +279,46 @@ class RolloutDataModule(Described, LightningDataModule):
     ) -> list[Sample]:
         """Return what the rewards see: texts and references, prompt-major; of a benchmark's task where one is given."""
         n = len(completions) // max(len(problems), 1)
-        decode, reference = self.module.policy.decode, (task or self.task).reference
-        return [
-            Sample(
-                problem.prompt_text,
-                decode(completion.token_ids),
-                reference(problem.row),
-                dict(problem.row),
-                completion.episode,
-            )
-            for problem, completion in ((problems[i // n], completion) for i, completion in enumerate(completions))
-        ]
+        return [self._sample(problems[i // n], completion, task) for i, completion in enumerate(completions)]
+
+    def _sample(self, problem: Problem, completion: Completion, task: Task | None = None) -> Sample:
+        text, gold = self.module.policy.decode(completion.token_ids), (task or self.task).reference(problem.row)
+        return Sample(problem.prompt_text, text, gold, dict(problem.row), completion.episode)
+
+    def judging(self, problems: Sequence[Problem]) -> Judging | None:
+        """Return what scores a rollout's completions as they come, or None where they are scored at the end.
+
+        Args:
+            problems: of the rollout, with `group_size` completions each.
+        """
+        early = self.task.begin() if self.engine.hands_out else None
+        if early is None:
+            return None
+        return Judging(early, lambda number, one: self._sample(problems[number // self.group_size], one))
 
     def reward(
-        self, problems: Sequence[Problem], completions: Sequence[Completion], task: Task | None = None
+        self,
+        problems: Sequence[Problem],
+        completions: Sequence[Completion],
+        task: Task | None = None,
+        judging: Judging | None = None,
     ) -> tuple[Tensor, dict[str, Tensor], float]:
-        """Return total rewards, the parts by name, and how many samples' rewards failed; NaN is no score."""
+        """Return total rewards, the parts by name, and how many samples' rewards failed; NaN is no score.
+
+        Args:
+            problems: of the completions.
+            completions: prompt-major.
+            task: of a benchmark; None is the run's.
+            judging: that has begun with these completions.
+        """
+        begun = {} if judging is None else {"early": judging.of(completions)}
         try:
             total, parts, failed = (task or self.task).score(
                 self.samples(problems, completions, task),
                 self.error_reward,
                 max(len(completions) // max(len(problems), 1), 1),
                 lambda name: scoring_progress(self.trainer, name),
+                **begun,
             )
         except StoppedError as error:  # a service that is away: the run goes on when it is back
             if self.trainer is None or not self.trainer.training:

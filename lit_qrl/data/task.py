@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lit_qrl.rewards.base import Reward, RewardProgress, Sample, Score, Scores, no_progress, score_all
+from lit_qrl.rewards.early import Early
 from lit_qrl.run.description import Described
 
 Row = Mapping[str, Any]
@@ -57,9 +58,18 @@ class Task(Described, ABC):
         error_reward: Score = 0.0,
         group_size: int = 1,
         progress: RewardProgress = no_progress,
+        early: Early | None = None,
     ) -> Scores:
-        """Return what the rewards say of samples, as `score_all` does."""
-        return score_all(self.rewards, samples, error_reward, group_size, progress)
+        """Return what the rewards say of samples, as `score_all` does, with `early` what `begin` returned."""
+        begun = {} if early is None else early.begun
+        return score_all(self.rewards, samples, error_reward, group_size, progress, begun)
+
+    def begin(self) -> Early | None:
+        """Return what takes samples while others are drawn; None where no reward does, or `score` is the task's own."""
+        if type(self).score is not Task.score:
+            return None
+        early = Early(self.rewards)
+        return early if early.begun else None
 
     def key(self, row: Row) -> str:
         """Return what identifies a problem: none is both trained on and a benchmark's. By default its prompt."""

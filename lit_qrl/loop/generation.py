@@ -26,6 +26,7 @@ def draw(
     sampling: SamplingParams | None = None,
     positions: Sequence[int] | None = None,
     played: Played | None = None,
+    judging: Any = None,
 ) -> list[Completion]:
     """Return `n` completions of each prompt; when the engine dies and a callback revives it, the same once more.
 
@@ -40,22 +41,27 @@ def draw(
         sampling: instead of the rollout's.
         positions: of the prompts among those that several processes share; see `RolloutEngine.generate`.
         played: the task, where its completions are conversations, and the row of each prompt.
+        judging: takes completions as they are finished, of an engine that hands them out; `again` makes it forget them.
 
     Raises:
         EngineDiedError: when no callback built the engine again.
     """
     trainer = learner.trainer
-    shared = {} if positions is None else {"positions": positions}
+    options: dict[str, Any] = {} if positions is None else {"positions": positions}
+    if judging is not None and played is None:
+        options["finished"] = judging
     while True:
         progress = progress_of(trainer, stage, len(prompts) * n)
         try:
             if played is not None:
                 return _conversations(learner, prompts, n, seed, progress, sampling, positions, played)
-            return learner.data.engine.generate(prompts, n, seed, progress, sampling, **shared)
+            return learner.data.engine.generate(prompts, n, seed, progress, sampling, **options)
         except EngineDiedError as error:
             revived = [callback.on_engine_died(trainer, learner, error) for callback in rl_callbacks(trainer)]
             if not any(revived):
                 raise
+            if judging is not None:
+                judging.again()
 
 
 def played_by(task: Any, rows: Sequence[Any]) -> Played | None:

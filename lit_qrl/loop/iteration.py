@@ -16,6 +16,7 @@ before only for what has to be known of the whole batch (`needs_learner_old`), a
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from lit_qrl.loop.generation import draw, drawn, played_by, tell_episodes
 from lit_qrl.loop.hooks import Learner, rl_callbacks
 from lit_qrl.loop.ranks import lacking, widest
 from lit_qrl.loop.routing import scored_gates, scored_routes
+from lit_qrl.loop.turns import TakesTurns
 from lit_qrl.rollout.engine import Estimates
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import Completion, MicroBatch, RolloutBatch
@@ -124,17 +126,22 @@ def _draw_groups(
     """
     data, state = learner.data, learner.iteration
     ids = [problem.prompt_ids for problem in problems]
-    if completions is None:
-        # The 0 was a rank's number once; runs of one process repeat what they drew then.
-        seed = derive_seed(data.base_seed, "rollout", learner.trainer.current_epoch, attempt, 0)
-        positions = numbers if data.slots.world_size > 1 else None
-        with state.timed("generate"):
-            played = played_by(data.task, [problem.row for problem in problems])
-            completions = draw(learner, ids, data.group_size, seed, "rollout", positions=positions, played=played)
-    tell_episodes(learner, completions)
-    batch = assemble(ids, completions, data.group_size, learner.policy.pad_token_id)
-    with state.timed("reward"):
-        batch.rewards, batch.reward_parts, failed = data.reward(problems, completions)
+    judging = data.judging(problems) if completions is None and not isinstance(data.task, TakesTurns) else None
+    with nullcontext() if judging is None else closing(judging):
+        if completions is None:
+            # The 0 was a rank's number once; runs of one process repeat what they drew then.
+            seed = derive_seed(data.base_seed, "rollout", learner.trainer.current_epoch, attempt, 0)
+            positions = numbers if data.slots.world_size > 1 else None
+            with state.timed("generate"):
+                played = played_by(data.task, [problem.row for problem in problems])
+                options = {"positions": positions, "played": played, "judging": judging}
+                completions = draw(learner, ids, data.group_size, seed, "rollout", **options)
+        if judging is not None:
+            state.hidden = (state.hidden or 0.0) + judging.seconds
+        tell_episodes(learner, completions)
+        batch = assemble(ids, completions, data.group_size, learner.policy.pad_token_id)
+        with state.timed("reward"):
+            batch.rewards, batch.reward_parts, failed = data.reward(problems, completions, judging=judging)
     unscored = batch.rewards.isnan()
     batch.mask &= ~unscored[:, None]  # its tokens are in no loss, no correction and no metric
     state.metrics.values("reward/unscored", unscored.float())

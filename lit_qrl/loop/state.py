@@ -29,6 +29,7 @@ class IterationState:
         problems: of the rollout, one for each of its groups.
         logprobs: of the last training forward, "b t" of its micro-batch, detached.
         drawing: seconds that the engine drew the rollout in, where that was before the iteration.
+        hidden: seconds that rewards have worked while completions were still drawn; None where none could.
         skip_step: True when the mini-batch under way has nothing to learn from.
         row: the metrics of the iteration that was closed last, until they are logged.
     """
@@ -40,6 +41,7 @@ class IterationState:
         self.problems: list[Any] = []
         self.logprobs: Tensor | None = None
         self.drawing: float | None = None
+        self.hidden: float | None = None
         self.skip_step = False
         self.row: dict[str, float] = {}
         self._closed: float | None = None
@@ -123,6 +125,8 @@ class IterationState:
         self.metrics.value("rollout/tokens_per_second", tokens / max(drawing, 1e-9))
         if self.drawing is not None:
             self.metrics.value("rollout/seconds_ahead", self.drawing)
+        if self.hidden is not None:
+            self.metrics.value("rollout/reward_seconds_hidden", self.hidden)
         now, began = time.perf_counter(), self._closed
         self.seconds["iteration"] = now - (now if began is None else began)
         self.seconds["other"] = self.seconds["iteration"] - self._accounted
@@ -130,7 +134,7 @@ class IterationState:
         self.metrics.update({f"time/{phase}": seconds for phase, seconds in self.seconds.items()})
         self.seconds.clear()
         self.row = self.metrics.compute(all_reduce)
-        self.rollout = self._old = self.drawing = None
+        self.rollout = self._old = self.drawing = self.hidden = None
 
     def take_row(self) -> dict[str, float]:
         """Return the closed iteration's metrics, once: the epoch end that a resumed run repeats has none."""

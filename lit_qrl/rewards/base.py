@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from lit_qrl.errors import ConfigError, StoppedError, nearest
 from lit_qrl.rewards.limit import call
@@ -58,6 +58,9 @@ class Reward(Described, ABC):
             twice. With False each call has one sample, and a failure costs that one alone.
         time_limit: seconds that a call may take; None where its work is bounded by itself.
         progress: called with (samples done, samples), by a reward that takes long.
+        overlaps: True where a sample's score is its own, whatever else is in the call, and calls may come from another
+            thread: samples are then scored while others are still drawn. For rewards that wait, or work in processes
+            of their own; what computes in this one takes its time from the engine.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Reward(Described, ABC):
     progress: Callable[[int, int], None] | None = None
     has_scored: bool = False
     failed_calls: int = 0
+    overlaps: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -92,8 +96,37 @@ class Reward(Described, ABC):
         """
         return None
 
+    def begin(self) -> "Scoring | None":
+        """Return what scores the samples of a rollout as they come, or None where all are scored at once."""
+        return None
+
     def close(self) -> None:
         """Stop worker processes, if any."""
+
+
+class Scoring(Protocol):
+    """A reward at work on samples that come one after another."""
+
+    def add(self, samples: Mapping[int, Sample]) -> None:
+        """Take samples by their positions in the rollout."""
+        ...
+
+    def scores(self, samples: Sequence[Sample]) -> list[float] | list[Score]:
+        """Return what the reward would of all samples in one call, and leave its `failures` as that would.
+
+        Args:
+            samples: of the whole rollout; those that were not added are scored now.
+        """
+        ...
+
+    def drop(self) -> None:
+        """Give up what is not done."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """In which it had something to do, so far."""
+        ...
 
 
 RewardProgress = Callable[[str], Callable[[int, int], None] | None]
@@ -174,6 +207,7 @@ def score_all(
     error_reward: Score = 0.0,
     group_size: int = 1,
     progress: RewardProgress = no_progress,
+    begun: Mapping[str, Scoring] = {},
 ) -> Scores:
     """Return the weighted sum of all rewards for each sample, and the parts.
 
@@ -187,6 +221,7 @@ def score_all(
         error_reward: total of a sample with a failed reward, and its part; None leaves it out.
         group_size: completions of each prompt.
         progress: from a reward's name to what shows how far it is.
+        begun: rewards by name that have begun with these samples already.
 
     Raises:
         ConfigError: a reward returned the wrong number of scores, or one that is not a finite number; or its first
@@ -204,7 +239,9 @@ def score_all(
     left_out: set[int] = set()
     for reward in rewards:
         reward.progress = progress(reward.name)
-        scores, failures = _scored_singly(reward, samples) if not reward.batched else _scored(reward, samples)
+        work = begun[reward.name].scores if reward.name in begun else reward
+        whole = reward.batched or reward.name in begun
+        scores, failures = _scored(reward, samples, work) if whole else _scored_singly(reward, samples)
         parts[reward.name] = [error_reward if i in failures else score for i, score in enumerate(scores)]
         failed.update(failures)
         _warn(reward, failures, len(samples))
@@ -226,10 +263,18 @@ def score_all(
     return Scores(total, parts, len(failed))
 
 
-def _scored(reward: Reward, samples: Sequence[Sample]) -> tuple[list[Score], dict[int, str]]:
-    """Return the scores of one call, and the failures by position; of a call that failed, all of them."""
+def _scored(
+    reward: Reward, samples: Sequence[Sample], work: Callable[[Sequence[Sample]], Any]
+) -> tuple[list[Score], dict[int, str]]:
+    """Return the scores of one call, and the failures by position; of a call that failed, all of them.
+
+    Args:
+        reward: that is asked.
+        samples: to score.
+        work: the reward, or what of it has begun.
+    """
     try:
-        returned = call(reward, samples, seconds=reward.time_limit, what=reward.described)
+        returned = call(work, samples, seconds=reward.time_limit, what=reward.described)
     except (ConfigError, StoppedError):
         raise
     except Exception as error:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from lit_qrl.errors import ConfigError, nearest
 from lit_qrl.rewards.base import Reward, Sample, Score
-from lit_qrl.rewards.service import awaited, gather
+from lit_qrl.rewards.service import Gathering, awaited, gather
 from lit_qrl.rewards.workers import Failure
 
 Function = Callable[..., Any]
@@ -109,10 +109,25 @@ class FunctionReward(Reward):
         self.failures = {}
         if not self.concurrency:
             return awaited(self.function(**self._arguments(samples)), self.time_limit or float("inf"))
-        calls = [lambda sample=sample: self.function(**self._arguments([sample])) for sample in samples]
-        returned = gather(
-            calls, self.concurrency, self.timeout, self.retries, self.progress, 0.95 * (self.time_limit or float("inf"))
-        )
+        calls = [self.call_for(sample) for sample in samples]
+        returned = gather(calls, self.concurrency, self.timeout, self.retries, self.progress, self.limit)
+        return self.concluded(returned, samples)
+
+    def begin(self) -> "Singly | None":
+        """Return what calls the function for samples as they come, where it is called for each alone."""
+        return Singly(self) if self.concurrency else None
+
+    @property
+    def limit(self) -> float:
+        """Seconds for all calls, so that the scores of those that are done are there before `time_limit`."""
+        return 0.95 * (self.time_limit or float("inf"))
+
+    def call_for(self, sample: Sample) -> Callable[[], Any]:
+        """Return the call of the function for one sample."""
+        return lambda: self.function(**self._arguments([sample]))
+
+    def concluded(self, returned: Sequence[Any], samples: Sequence[Sample]) -> list[Score]:
+        """Return the scores that the calls for single samples returned, or a `Failure` each."""
         self.failures = {i: one.reason for i, one in enumerate(returned) if isinstance(one, Failure)}
         if len(self.failures) == len(samples) > 0:
             raise RuntimeError(f"every call failed, the first with {self.failures[0]}")
@@ -146,6 +161,45 @@ class FunctionReward(Reward):
         if not self._takes_all:
             values = {name: value for name, value in values.items() if name in self._named}
         return {**values, **self.arguments}
+
+
+class Singly:
+    """A function at work on samples as they come, called for each alone, with the reward's own `concurrency`.
+
+    Args:
+        reward: with a `concurrency`.
+    """
+
+    def __init__(self, reward: FunctionReward) -> None:
+        self.reward = reward
+        self._calls = Gathering(reward.concurrency, reward.timeout, reward.retries)
+        self._calls.start()
+        self._added: set[int] = set()
+
+    def add(self, samples: Mapping[int, Sample]) -> None:
+        """Take samples by their positions."""
+        self._added.update(samples)
+        self._calls.add({position: self.reward.call_for(sample) for position, sample in samples.items()})
+
+    def scores(self, samples: Sequence[Sample]) -> list[Score]:
+        """Return what a call with all of them returns."""
+        self.reward.failures = {}
+        self.add({i: sample for i, sample in enumerate(samples) if i not in self._added})
+        try:
+            returned = self._calls.end(self.reward.limit, self.reward.progress)
+        except BaseException:
+            self.drop()
+            raise
+        return self.reward.concluded(returned, samples)
+
+    def drop(self) -> None:
+        """Give up what is not done."""
+        self._calls.drop()
+
+    @property
+    def seconds(self) -> float:
+        """In which some call was under way."""
+        return self._calls.clock.seconds
 
 
 def conversation(columns: Mapping[str, Any]) -> list[dict[str, Any]] | None:

@@ -4,7 +4,7 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -20,6 +20,11 @@ from lit_qrl.types import Completion, RolloutBatch, SamplingParams
 
 Progress = Callable[[int, int], None]
 """Called during generation with (sequences finished, tokens drawn so far)."""
+
+
+Finished = Callable[[Mapping[int, Completion]], None]
+"""Called during generation with completions that are done, by their numbers in what `generate` returns; an engine may
+call it again with the same, and leave out what it records beside tokens and log-probs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +185,8 @@ class RolloutEngine(Described, ABC):
     """True when it can say among which ids a token was drawn under `top_p` or `top_k`."""
     plain_dtype: torch.dtype | None = None
     """The dtype in which plain tensors must be sent; None takes what comes."""
+    hands_out: bool = False
+    """True when `generate` takes `finished`, to which it hands completions while others are still drawn."""
     overlaps: bool = False
     """True when it draws in a process of its own, so that the learner can update meanwhile."""
 

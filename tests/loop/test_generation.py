@@ -72,3 +72,29 @@ def test_rewards_move_the_bar_where_it_can():
     assert shown == [("judge", 3, 8)]
     assert scoring_progress(SimpleNamespace(progress_bar_callback=None), "judge") is None
     assert scoring_progress(None, "judge") is None
+
+
+class Handing(Mortal):
+    hands_out = True
+
+    def generate(self, prompts, n, seed, progress, sampling, finished=None):
+        finished({0: "early"})
+        return super().generate(prompts, n, seed, progress, sampling)
+
+
+class Judge:
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, drawn):
+        self.seen.append(drawn)
+
+    def again(self):
+        self.seen.clear()
+
+
+def test_what_a_dead_engine_handed_out_is_forgotten():
+    taught, judge = learner(1, Reviver()), Judge()
+    taught.data.engine = Handing(1)
+    assert draw(taught, [[1]], 2, 5, "rollout", judging=judge) == ["drawn"] * 2
+    assert judge.seen == [{0: "early"}]

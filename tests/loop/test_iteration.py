@@ -1,3 +1,5 @@
+import csv
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,8 @@ from lit_qrl.loop.batching import rows_of
 from lit_qrl.loop.iteration import roll_out
 from lit_qrl.loop.state import IterationState
 from lit_qrl.objective import DAPO, GRPO
-from lit_qrl.rewards import ConstantReward
+from lit_qrl.rewards import ConstantReward, FunctionReward
+from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.types import Completion, no_all_reduce
 from tests.functional.helpers import Ranks
 from tests.tiny_run import DigitReward, DigitTask, fit, parameters_of
@@ -95,6 +98,8 @@ def test_groups_without_variance_are_drawn_again_and_the_last_draw_fills_up(tmp_
 class Echo:
     """An engine whose completions repeat the prompt; it notes which prompts it was given."""
 
+    hands_out = False
+
     def __init__(self):
         self.seen, self.positions = [], []
 
@@ -125,7 +130,7 @@ def rank_of(world_size, rank, all_reduce, rounds, mini_batches=1, groups=8):
     )
     trainer.lightning_module, data.trainer = learner, trainer
     data._problems["train"] = [Problem({}, [i], str(i)) for i in range(60)]
-    data.reward = lambda problems, completions: (
+    data.reward = lambda problems, completions, judging: (
         torch.tensor([float(c.token_ids[0] % 3 == 0 and i % 2) for i, c in enumerate(completions)]),
         {},
         0.0,
@@ -214,6 +219,53 @@ def test_dynamic_sampling_looks_at_the_scores_that_were_given():
     learner.iteration = IterationState()
     nan = float("nan")
     given = iter([[nan, 1.0, nan, nan, 0.0, 1.0, 1.0, 1.0], [0.0, 1.0] * 3])
-    learner.data.reward = lambda problems, completions: (torch.tensor(next(given)), {}, 0.0)
+    learner.data.reward = lambda problems, completions, judging: (torch.tensor(next(given)), {}, 0.0)
     rollout = roll_out(learner)
     assert rollout.rewards.tolist() == [0.0, 1.0] * 4  # one group varied at first, three were drawn again
+
+
+class Waiting(TransformersEngine):
+    """Goes on after the first completions that it hands out when a reward has been called for them."""
+
+    def __init__(self, called):
+        super().__init__()
+        self.called, self.given = called, []
+
+    def generate(self, prompts, *arguments, finished=None, **options):
+        def hand(drawn):
+            self.given.append(len(drawn))
+            finished(drawn)
+            assert self.called.wait(30)
+
+        return super().generate(prompts, *arguments, finished=None if finished is None else hand, **options)
+
+
+class Silently(TransformersEngine):
+    hands_out = False
+
+
+def digits(completions):
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+
+
+def test_a_reward_works_while_others_are_drawn_and_changes_nothing(tmp_path):
+    called = threading.Event()
+
+    def judge(completions):
+        called.set()
+        return digits(completions)
+
+    engine, seen, apart = Waiting(called), Dealt(), Dealt()
+    sizes = {"prompts_per_iteration": 4, "group_size": 4, "max_completion_tokens": 12}
+    reward = FunctionReward(judge, concurrency=2)
+    _, early, _ = fit(tmp_path / "early", callbacks=[seen], engine=engine, task=DigitTask(reward=reward), data=sizes)
+    assert engine.given[0] < 16  # some go on
+    after = FunctionReward(digits, concurrency=2, name="judge")
+    _, late, _ = fit(tmp_path / "late", callbacks=[apart], engine=Silently(), task=DigitTask(reward=after), data=sizes)
+    for one, other in zip(seen.rollouts, apart.rollouts, strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.rewards, other.rewards)
+    assert torch.equal(parameters_of(early), parameters_of(late))
+    rows = [list(csv.DictReader((tmp_path / name / "run" / "metrics.csv").open())) for name in ("early", "late")]
+    assert all(float(row["rollout/reward_seconds_hidden"]) > 0 for row in rows[0])
+    assert "rollout/reward_seconds_hidden" not in rows[1][0]

@@ -2,13 +2,14 @@
 
 import csv
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig
 
-from lit_qrl.callbacks import AQNNoise, RLCallback
+from lit_qrl.callbacks import AQNNoise, RLCallback, TruncatedIS
 from lit_qrl.cli.main import main
 from lit_qrl.errors import StoppedError
 from lit_qrl.precision import NVFP4LoRA, QATAligned
@@ -108,6 +109,37 @@ class Probes(RLCallback):
 
     def on_train_epoch_end(self, trainer, pl_module):
         self.seen.append(float(pl_module.iteration.row["publish/probe_mean"]))
+
+
+class Truncated(RLCallback):
+    """Keeps the largest |log-ratio| of each rollout over the kept tokens and over the whole vocabulary."""
+
+    def __init__(self):
+        self.apart, self.whole, self.sizes = [], [], []
+
+    def on_rollout_end(self, trainer, module, rollout):
+        for found, batch in ((self.apart, rollout), (self.whole, replace(rollout, kept=None))):
+            difference = module.score(batch) - rollout.sampler_logprobs
+            found.append(float((difference * rollout.mask).abs().max()))
+        self.sizes.append(int((rollout.kept >= 0).sum(dim=2).max()))
+
+
+@pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 5}, {"top_p": 0.7, "top_k": 8, "temperature": 1.5}])
+def test_learner_and_sampler_agree_over_the_tokens_that_were_kept(tmp_path, truncation, margin):
+    found = Truncated()
+    trainer, module, data, _ = build_run(
+        tmp_path,
+        callbacks=[TruncatedIS(), found],
+        format="auto",
+        data={**truncation, "mini_batches": 2},
+        trainer={"max_epochs": 2, "limit_val_batches": 1},
+    )
+    trainer.fit(module, data)
+    assert len(found.apart) == 2
+    assert max(found.apart) < 5e-6
+    assert min(found.whole) > 1e-2  # what the whole vocabulary would have said
+    assert max(found.sizes) <= truncation.get("top_k", 10**6)
+    margin(f"kept through vLLM ({truncation}), |log-ratio| at most", f"{max(found.apart):.1e}")
 
 
 def test_an_evaluation_under_an_aligned_plugin_is_of_the_quantized_policy(tmp_path):

@@ -44,6 +44,7 @@ class MathReward(Reward):
     """
 
     time_limit = None  # each comparison has its own
+    overlaps = True
 
     def __init__(
         self,

@@ -173,6 +173,7 @@ class Decoder:
         report: Callable[[int, int], None],
         held: Mapping[int, HeldRow] = NOTHING,
         keep: bool = False,
+        ended: Callable[["Drawn", Tensor], None] | None = None,
     ) -> Drawn:
         """Return the completions of one batch.
 
@@ -183,6 +184,8 @@ class Decoder:
             report: called after each step with (sequences ended in this batch, tokens drawn in this batch).
             held: keys and values of the beginning of prompts, by their position in the call.
             keep: give the cache back with what was drawn.
+            ended: called after a step in which rows drew their last token before the limit, with what is drawn so far
+                and their numbers.
         """
         steps, width = self.sampling.max_tokens, max(piece.length for piece in pieces)
         counts = torch.tensor([piece.count for piece in pieces])
@@ -207,7 +210,7 @@ class Decoder:
             stopped=torch.zeros(rows, dtype=torch.bool, device=self.device),
             routes=None if routes is None else F.pad(routes, (0, 0, 0, 0, 0, steps), value=unrouted(routes.dtype)),
         )
-        places = self._decode(cache, logits, positions, valid, numbers, drawn, report, keep)
+        places = self._decode(cache, logits, positions, valid, numbers, drawn, report, keep, ended)
         if keep:
             drawn.cache, drawn.places, drawn.width = cache, places, width
         return drawn
@@ -295,6 +298,7 @@ class Decoder:
         drawn: Drawn,
         report: Callable[[int, int], None],
         keep: bool,
+        handed: Callable[[Drawn, Tensor], None] | None,
     ) -> Tensor:
         """Draw until all rows have ended, and return the cache's row of each where they are kept."""
         order = rows = torch.arange(len(logits), device=self.device)
@@ -314,6 +318,8 @@ class Decoder:
             if len(over):
                 drawn.length[rows[over]] = step + 1
                 drawn.stopped[rows[over]] = True
+                if handed is not None:
+                    handed(drawn, rows[over])
                 live = len(rows) - len(over)
                 # The last live rows move into the places of the ended ones, so that few rows are copied.
                 targets = over[over < live]

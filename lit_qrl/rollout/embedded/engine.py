@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ from lit_qrl.rollout.embedded.loading import Modules
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
 from lit_qrl.rollout.embedded.sampling import check_sampling, uniforms
 from lit_qrl.rollout.embedded.shortage import freed
-from lit_qrl.rollout.engine import Dialogue, EnginePolicy, Progress, SamplerSpec, Turn
+from lit_qrl.rollout.engine import Dialogue, EnginePolicy, Finished, Progress, SamplerSpec, Turn
 from lit_qrl.types import Completion, SamplingParams
 
 """What a config calls layers whose only state are keys and values."""
@@ -75,7 +76,7 @@ class TransformersEngine(EmbeddedSampler):
                 remedy="Use VLLMEngine for this architecture.",
             )
 
-    records_kept = True
+    records_kept = hands_out = True
 
     def check_routes(self, user: str) -> None:
         """Do nothing: what a model's routers choose is seen as it decodes."""
@@ -106,6 +107,7 @@ class TransformersEngine(EmbeddedSampler):
         progress: Progress | None = None,
         sampling: SamplingParams | None = None,
         positions: Sequence[int] | None = None,
+        finished: Finished | None = None,
     ) -> list[Completion]:
         kept, sampling = self.spec.kept and sampling is None, sampling or self.spec.sampling
         positions = range(len(prompts)) if positions is None else positions
@@ -118,7 +120,7 @@ class TransformersEngine(EmbeddedSampler):
 
         batches = self._plan(prompts, n, sampling.max_tokens, self._cache_tokens())
         decoder = Decoder(self.network, sampling, self.spec.head_dtype, self.spec.routes, kept)
-        return self._draw(decoder, prompts, n, batches, random, progress)
+        return self._draw(decoder, prompts, n, batches, random, progress, finished=finished)
 
     def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
         """Draw every turn of a dialogue, those that wait at a time in one call.
@@ -165,18 +167,20 @@ class TransformersEngine(EmbeddedSampler):
         random: Random,
         progress: Progress | None,
         kept: tuple[Held, list[Turn]] | None = None,
+        finished: Finished | None = None,
     ) -> list[Completion]:
         results: list[Completion | None] = [None] * (len(prompts) * n)
-        finished = tokens = 0
+        done = tokens = 0
 
         def report(ended: int, drawn: int) -> None:
             if progress is not None:
-                progress(finished + ended, tokens + drawn)
+                progress(done + ended, tokens + drawn)
 
         def draw(part: list[Piece]) -> Drawn:
             with batch_invariant(self.batch_invariant):
                 if kept is None:
-                    return decoder.run(prompts, part, random, report)
+                    ended = None if finished is None else partial(self._hand, finished, _numbers(part, n))
+                    return decoder.run(prompts, part, random, report, ended=ended)
                 held, turns = kept
                 try:
                     return decoder.run(prompts, part, random, report, held.of(turns, n), held.whole)
@@ -188,7 +192,9 @@ class TransformersEngine(EmbeddedSampler):
             longest = max(piece.length for piece in batch) + decoder.sampling.max_tokens
             for pieces, drawn in self._shortage.halving(batch, longest, draw):
                 tokens += self._collect(drawn, pieces, n, results)
-                finished += len(drawn.tokens)
+                done += len(drawn.tokens)
+                if finished is not None:
+                    finished({number: one for number in _numbers(pieces, n) if (one := results[number]) is not None})
                 if kept is not None:
                     kept[0].keep(kept[1], n, pieces, drawn)
         return results  # pyright: ignore[reportReturnType]
@@ -215,6 +221,21 @@ class TransformersEngine(EmbeddedSampler):
                 )
                 row += 1
         return sum(length)
+
+    def _hand(self, finished: Finished, numbers: Sequence[int], drawn: Drawn, rows: Tensor) -> None:
+        """Give away rows of a batch that goes on."""
+        lengths = drawn.length[rows].tolist()
+        finished(
+            {
+                numbers[row]: Completion(
+                    token_ids=drawn.tokens[row, :length].tolist(),
+                    logprobs=drawn.logprobs[row, :length].tolist(),
+                    finish_reason="stop",
+                    version=self.version,
+                )
+                for row, length in zip(rows.tolist(), lengths, strict=True)
+            }
+        )
 
     def _cache_tokens(self) -> int:
         """Return how many tokens of one sequence fit into the cache's memory."""
@@ -256,3 +277,8 @@ class TransformersEngine(EmbeddedSampler):
             for row, index in enumerate(share):
                 scores[index] = logprobs[row, : len(sequences[index]) - 1].clone()
         return scores
+
+
+def _numbers(pieces: Sequence[Piece], n: int) -> list[int]:
+    """Return the numbers of a batch's rows among the completions of all prompts."""
+    return [piece.prompt * n + i for piece in pieces for i in range(piece.first, piece.first + piece.count)]

@@ -2,10 +2,11 @@
 
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
+from threading import Lock
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.receipts.ledger import PublishReport
-from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, Progress, RolloutEngine, SamplerSpec
+from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, Finished, Progress, RolloutEngine, SamplerSpec
 from lit_qrl.rollout.remote.blueprint import blueprint
 from lit_qrl.rollout.remote.places import places
 from lit_qrl.rollout.remote.publishing import Sender, as_one
@@ -67,6 +68,7 @@ class RemoteEngine(RolloutEngine):
         self.transfer: Literal["auto", "memory", "ipc", "socket"] = transfer
         self.single_format, self.kernels, self.denoises = engine.single_format, engine.kernels, engine.denoises
         self.batch_invariant, self.plain_dtype = engine.batch_invariant, engine.plain_dtype
+        self.records_kept, self.hands_out = engine.records_kept, engine.hands_out
         self.spec = SamplerSpec()
         self.replicas: list[Replica] = []
         self._sender = Sender()
@@ -173,6 +175,7 @@ class RemoteEngine(RolloutEngine):
         progress: Progress | None = None,
         sampling: SamplingParams | None = None,
         positions: Sequence[int] | None = None,
+        finished: Finished | None = None,
     ) -> list[Completion]:
         numbers = list(range(len(prompts)) if positions is None else positions)
         key = hashlib.sha256(pickle.dumps((self.version, prompts, n, seed, sampling, numbers))).hexdigest()
@@ -181,18 +184,23 @@ class RemoteEngine(RolloutEngine):
         missing = [i for i in range(len(prompts)) if i not in kept]
         limit = (sampling or self.spec.sampling).max_tokens
         shares = spread([len(prompts[i]) + n * limit for i in missing], len(self.replicas))
-        told = [(0, 0)] * len(self.replicas)
+        told, one_at_a_time = [(0, 0)] * len(self.replicas), Lock()
 
         def ask(number: int) -> None:
             own = [missing[i] for i in shares[number]]
-            given = [list(prompts[i]) for i in own], n, seed, sampling, [numbers[i] for i in own]
+            given = [list(prompts[i]) for i in own], n, seed, sampling, [numbers[i] for i in own], finished is not None
             replica = self.replicas[number]
 
             def tell(done: int, tokens: int) -> None:
                 told[number] = done, tokens
 
+            def hand(done: Mapping[int, Completion]) -> None:
+                if finished is not None:
+                    with one_at_a_time:
+                        finished({own[place // n] * n + place % n: one for place, one in done.items()})
+
             try:
-                drawn = replica.call("generate", *given, progress=tell)
+                drawn = replica.call("generate", *given, progress=tell, finished=hand)
             except EngineDiedError:
                 replica.restart()  # it gets ready while the others go on
                 raise

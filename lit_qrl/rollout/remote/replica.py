@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.rollout.engine import EngineDiedError, RolloutEngine
+from lit_qrl.rollout.engine import EngineDiedError, Finished, RolloutEngine
 from lit_qrl.rollout.remote.transfer import dumps, probe
 from lit_qrl.rollout.remote.wire import connect, hang_up
 
@@ -144,16 +144,23 @@ class Replica:
 
     # --------------------------------------------------------------------------------------------------------- asking
 
-    def call(self, what: str, *args: Any, progress: Callable[[int, int], None] | None = None) -> Any:
+    def call(
+        self,
+        what: str,
+        *args: Any,
+        progress: Callable[[int, int], None] | None = None,
+        finished: Finished | None = None,
+    ) -> Any:
         """Return what the engine's method returns, or raise what it raises.
 
         Args:
             what: the method.
             *args: its arguments.
             progress: called while it draws.
+            finished: called with completions that it hands out.
         """
         self.begin(what, *args)
-        return self.answer(progress)
+        return self.answer(progress, finished)
 
     def begin(self, what: str, *args: Any) -> None:
         """Ask without waiting for the answer."""
@@ -161,7 +168,7 @@ class Replica:
         self._early = []
         self._send(self._number, what, args)
 
-    def answer(self, progress: Callable[[int, int], None] | None = None) -> Any:
+    def answer(self, progress: Callable[[int, int], None] | None = None, finished: Finished | None = None) -> Any:
         """Return the answer of what was asked last; those of calls that were interrupted are passed over."""
         while not self._early:
             kind, number, value = self._receive()
@@ -170,6 +177,9 @@ class Replica:
             if kind == "progress":
                 if progress is not None:
                     progress(*value)
+            elif kind == "drawn":
+                if finished is not None:
+                    finished(value)
             elif kind == "error":
                 raise value
             else:

@@ -98,8 +98,13 @@ class Session:
         if what not in CALLS:
             raise ValueError(f"{what!r} is nothing that a run may ask of an engine.")
         if what == "generate":
-            prompts, n, seed, sampling, positions = args
-            return engine.generate(prompts, n, seed, self._progress(number), sampling, positions=positions)
+            prompts, n, seed, sampling, positions, hand_out = args
+            options: dict[str, Any] = {"positions": positions}
+            if not hand_out:
+                return engine.generate(prompts, n, seed, self._progress(number), sampling, **options)
+            return engine.generate(
+                prompts, n, seed, self._progress(number), sampling, **options, finished=self._handing(number)
+            )
         return getattr(engine, what)(*args)
 
     def _progress(self, number: int) -> Any:
@@ -112,6 +117,9 @@ class Session:
                 self._send("progress", number, (done, tokens))
 
         return tell
+
+    def _handing(self, number: int) -> Any:
+        return lambda drawn: self._send("drawn", number, drawn)
 
     def _publish(self, number: int, what: str, args: tuple[Any, ...]) -> Any:
         report = getattr(self.engine, what)(self._stream(number), *args)

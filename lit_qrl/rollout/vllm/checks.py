@@ -18,6 +18,7 @@ from lit_qrl.rollout.vllm import cpu as vllm_cpu
 
 if TYPE_CHECKING:
     from lit_qrl.formats.base import NumberFormat
+    from lit_qrl.rollout.engine import SamplerSpec
 
 GIB = 2**30
 PARALLEL = (
@@ -160,6 +161,23 @@ def check_arguments(gpu_memory_utilization: float, max_num_seqs: int, max_lora_r
             expected=f"0 or one of {', '.join(map(str, LORA_RANKS))}",
             given=max_lora_rank,
             remedy="Take the next larger one; adapters of a lower rank fit.",
+        )
+
+
+def check_speculative(arguments: Mapping[str, Any], spec: "SamplerSpec") -> None:
+    """Raise `ConfigError` where proposed tokens do not go with what a run records.
+
+    Args:
+        arguments: of `vllm.LLM`.
+        spec: of the run's sampler.
+    """
+    if arguments.get("speculative_config") and spec.routes:
+        raise ConfigError(
+            "RouterReplay needs the experts of every token, and those of a proposed one that was refused stand in the "
+            "place of the one that came instead.",
+            expected="data.engine.speculative: 0, without engine_args.speculative_config",
+            given=str(arguments["speculative_config"]),
+            remedy="Draw one token at a time, or set RouterReplay's level to old.",
         )
 
 

@@ -1,17 +1,18 @@
 """The part of a vLLM engine that draws: completions, conversations, and the log-probs of given sequences."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.structure import check_tokens
-from lit_qrl.rollout.engine import Dialogue, EngineDiedError, Progress, SamplerSpec, Turn
-from lit_qrl.rollout.vllm import requests
+from lit_qrl.rollout.engine import Dialogue, EngineDiedError, Finished, Progress, SamplerSpec, Turn
+from lit_qrl.rollout.vllm import cache_scales, requests
 from lit_qrl.rollout.vllm.process import kept_process_state
 from lit_qrl.rollout.vllm.watchdog import Watchdog
 from lit_qrl.types import Completion, SamplingParams
@@ -27,8 +28,11 @@ class Drawing:
     request_seeds: bool
     routed: requests.Routed | None
     _adapter_active: bool
+    live: Any
+    cache_dtype: str
     _usable: bool
     _poisoned: bool
+    _scales_due: bool
 
     def _awake(self, complete: bool = False) -> Any:
         raise NotImplementedError
@@ -60,23 +64,29 @@ class Drawing:
         progress: Progress | None = None,
         sampling: SamplingParams | None = None,
         positions: Sequence[int] | None = None,
+        finished: Finished | None = None,
     ) -> list[Completion]:
-        """Return `n` completions of each prompt, prompt-major.
+        """Return `n` completions of each prompt, prompt-major; `finished` is called after steps in which some ended.
 
         Raises:
             EngineDiedError: when vLLM fails or a step takes longer than `step_timeout`.
         """
         self._awake(complete=True)
-        drawn_with = sampling or self.spec.sampling
+        self._calibrate(prompts)
+        kept, drawn_with = self.spec.kept and sampling is None, sampling or self.spec.sampling
         order = requests.by_length(prompts, n)
         number = range(len(prompts)) if positions is None else positions
         rows = [(number[i // n], i % n) for i in order]
-        params = requests.drawings(drawn_with, rows, seed if self.request_seeds else None)
+        params = requests.drawings(drawn_with, rows, seed if self.request_seeds else None, kept)
         with kept_process_state(None if self.request_seeds else seed):
-            outputs = self._run([prompts[i // n] for i in order], params, progress)
-        drawn = {i: self._read(output) for i, output in zip(order, outputs, strict=True)}
+            handed = None if finished is None else partial(self._hand, finished, order, kept)
+            outputs = self._run([prompts[i // n] for i in order], params, progress, handed)
+        drawn = {i: self._read(output, kept) for i, output in zip(order, outputs, strict=True)}
         self._poisoned |= not all(math.isfinite(value) for one in drawn.values() for value in one.logprobs)
         return [drawn[i] for i in range(len(order))]
+
+    def _hand(self, finished: Finished, order: Sequence[int], kept: bool, outputs: Mapping[int, Any]) -> None:
+        finished({order[position]: self._read(output, kept) for position, output in outputs.items()})
 
     def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
         """Draw every turn of a dialogue as soon as it is there, beside those that are being drawn.
@@ -85,34 +95,54 @@ class Drawing:
             EngineDiedError: as `generate` does.
         """
         self._awake(complete=True)
-        drawn_with = sampling or self.spec.sampling
+        kept, drawn_with = self.spec.kept and sampling is None, sampling or self.spec.sampling
 
         def draw(turn: Turn) -> Any:
             seed = requests.request_seed(turn.seed, 0, 0) if self.request_seeds else None
-            return requests.drawing(replace(drawn_with, max_tokens=turn.max_tokens), seed)
+            return requests.drawing(replace(drawn_with, max_tokens=turn.max_tokens), seed, kept)
 
         with kept_process_state(), self._sampling():
             watch = self._watchdog("one step")
-            finite = requests.converse(self.llm, dialogue, draw, self._read, self._adapter_active, watch)
+            read = partial(self._read, kept=kept)
+            finite = requests.converse(self.llm, dialogue, draw, read, self._adapter_active, watch)
         self._poisoned |= not finite
 
-    def _read(self, output: Any) -> Completion:
-        return requests.completion(output, self.version, self.routed)
+    def _read(self, output: Any, kept: bool) -> Completion:
+        return requests.completion(output, self.version, self.routed, kept)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
         self._awake(complete=True)
+        self._calibrate(sequences)
         with kept_process_state():
             outputs = self._run(sequences, [requests.scoring() for _ in sequences], None)
         scores = [requests.scores(output, tokens) for output, tokens in zip(outputs, sequences, strict=True)]
         self._poisoned |= not all(bool(values.isfinite().all()) for values in scores)
         return scores
 
-    def _run(self, prompts: Sequence[Sequence[int]], params: list[Any], progress: Progress | None) -> list[Any]:
+    def _calibrate(self, sequences: Sequence[Sequence[int]]) -> None:
+        """Give an FP8 KV cache scales for new weights, of what they make of the sequences that are asked for first."""
+        if not self._scales_due or not sequences:
+            return
+        shown = sequences[: cache_scales.SEQUENCES]
+        with kept_process_state(), cache_scales.observed(self.live.model) as largest:
+            self._run(shown, [requests.scoring() for _ in shown], None)
+        cache_scales.set_scales(self.live.model, largest, self.cache_dtype)
+        self._scales_due = False
+        self._reset_caches()
+
+    def _run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: list[Any],
+        progress: Progress | None,
+        taken: Callable[[Mapping[int, Any]], None] | None = None,
+    ) -> list[Any]:
         requests.check_lengths(prompts, params, self._longest())
         check_tokens(self.policy.network.config, prompts)
         with self._sampling():
-            return requests.run(self.llm, prompts, params, self._adapter_active, progress, self._watchdog("one step"))
+            watch = self._watchdog("one step")
+            return requests.run(self.llm, prompts, params, self._adapter_active, progress, watch, taken)
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:

@@ -21,8 +21,9 @@ from lit_qrl.rollout.engine import (
     RolloutEngine,
     SamplerSpec,
 )
-from lit_qrl.rollout.vllm import cpu, folder, invariant, requests
-from lit_qrl.rollout.vllm.adapter import LiveAdapter, adapted_layers, check_adapter
+from lit_qrl.rollout.vllm import cache_scales, folder, invariant, requests
+from lit_qrl.rollout.vllm.adapter import LiveAdapter, check_adapter
+from lit_qrl.rollout.vllm.arguments import first_runner, llm_arguments, proposals
 from lit_qrl.rollout.vllm.checks import (
     automatic_dtype,
     check_arguments,
@@ -34,18 +35,19 @@ from lit_qrl.rollout.vllm.checks import (
     check_operators,
     check_processes,
     check_same_format,
+    check_speculative,
 )
 from lit_qrl.rollout.vllm.drawing import Drawing
 from lit_qrl.rollout.vllm.errors import Sender, blamed, deadly
 from lit_qrl.rollout.vllm.installation import check_installation, check_routes
 from lit_qrl.rollout.vllm.lending import MarlinLender
 from lit_qrl.rollout.vllm.live_model import LiveModel
-from lit_qrl.rollout.vllm.models import check_model, latent, recurrent, refused_model
+from lit_qrl.rollout.vllm.models import check_model, refused_model
 from lit_qrl.rollout.vllm.patches import marlin_workspaces, recorded_routes, table
 from lit_qrl.rollout.vllm.process import kept_process_state, own_world, prepare_environment
 from lit_qrl.rollout.vllm.reload import register_head_bias
 from lit_qrl.rollout.vllm.shutdown import collect_memory, shutdown
-from lit_qrl.rollout.vllm.start import compilation, undone_on_failure
+from lit_qrl.rollout.vllm.start import undone_on_failure
 from lit_qrl.rollout.vllm.warm_up import warm_up
 from lit_qrl.rollout.vllm.watchdog import Watchdog
 
@@ -67,7 +69,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
             computes in, but bf16 where the low-bit kernels take nothing else.
         gpu_memory_utilization: share of the GPU's memory that the engine may take, weights and KV cache together.
         kv_cache_gib: size of the KV cache in GiB: on a GPU, instead of what the share leaves; on CPU, 1 by default.
-        kv_cache_dtype: `auto` is the model's; `fp8` is a source of mismatch of its own.
+        kv_cache_dtype: `auto` is the model's; `fp8` is a source of mismatch of its own. Its scales are taken anew after
+            each publish, of the prompts that are drawn for first.
         max_model_len: longest prompt and completion together, in tokens; None is the sum of the run's two limits.
         max_num_seqs: sequences decoded at a time.
         enforce_eager: no compilation and no CUDA graphs: starts in seconds and decodes slower; always so on CPU.
@@ -76,6 +79,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         sleep_level: what `sleep` does on a GPU: 0 nothing, 1 moves the weights to the host, 2 drops them; the KV cache
             is dropped in both. Needs `trainer.strategy: ColocatedStrategy`.
         deep_gemm: use DeepGEMM for fp8_block where vLLM has it; it compiles for minutes at its first use.
+        speculative: tokens proposed at a time by looking up the last ones earlier in the sequence; the model accepts or
+            replaces them, so that the distribution stays its own. 0 draws one token at a time.
         request_seeds: seed each request, so that a completion does not depend on what it is batched with.
         step_timeout: seconds after which a step, a tensor's publish, a sleep or a wake counts as hung and is
             interrupted; native code that cannot be interrupted ends the process with status 75.
@@ -88,6 +93,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
 
     single_format = True
     kernels = "vllm"
+    records_kept = hands_out = True
 
     def __init__(
         self,
@@ -108,6 +114,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         seed: int = 0,
         batch_invariant: bool = False,
         engine_args: dict[str, Any] | None = None,
+        speculative: int = 0,
     ) -> None:
         check_arguments(gpu_memory_utilization, max_num_seqs, max_lora_rank)
         self.dtype, self.max_model_len = dtype, max_model_len
@@ -124,6 +131,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
             "enforce_eager": enforce_eager or not torch.cuda.is_available(),
             "enable_prefix_caching": True,
             "seed": seed,
+            **proposals(speculative),
             **(engine_args or {}),
         }
         self.spec = SamplerSpec()
@@ -137,7 +145,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         self._adapter_active = self._started = False
         self._folder: Path | None = None
         self._owns_process_group = False
-        self._usable = self._poisoned = self._asleep = self.lent = False
+        self._usable = self._poisoned = self._asleep = self.lent = self._scales_due = False
+        self.cache_dtype = self._arguments["kv_cache_dtype"]
 
     # -------------------------------------------------------------------------------------------------------- set-up
 
@@ -151,6 +160,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         check_format(spec.format, spec.quantize_head)
         check_length(self.max_model_len, spec.prompt_limit or 1, spec.sampling.max_tokens, spec.sequence_limit or 0)
         check_operators(spec.format)
+        check_speculative(self._arguments, spec)
         if self.batch_invariant:
             invariant.check(spec.format, self._arguments, self.max_lora_rank)
 
@@ -194,6 +204,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         self.live, self._adapter = LiveModel(self.llm, self.policy.network), None
         if self.batch_invariant:
             adopt(self.policy.network, invariant.kernels(self.live.model, self.plain_dtype))
+        if cache_scales.quantized(self.cache_dtype):
+            cache_scales.check_scales(self.live.model)
         register_head_bias(self.live.model, self.policy.network)
         if self.routed is not None and not torch.cuda.is_available():
             routed = self.routed
@@ -204,34 +216,21 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         warm_up(format, next(self.policy.network.parameters()).dtype, self.plain_dtype, device)
 
     def _build(self, format: NumberFormat | None, policy: EnginePolicy, dtype: torch.dtype) -> None:
-        prepare_environment(self.deep_gemm, self.kv_cache_gib)
+        prepare_environment(self.deep_gemm, self.kv_cache_gib, first_runner(self._arguments, self.spec))
         longest, layers = self._longest(), (self.spec.exclude, self.spec.quantize_head)
         self._folder = folder.model_folder(policy.network, format, *layers, dtype, longest)
-        arguments: dict[str, Any] = {
-            "model": str(self._folder),
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "generation_config": "vllm",
-            "dtype": dtype,
-            "max_model_len": longest,
-            "logprobs_mode": "processed_logprobs",
-            "disable_log_stats": True,
-            **compilation(self.quick_start, self.spec.decode_steps),
-            **self._arguments,
-        }
-        if not torch.cuda.is_available():
-            arguments = cpu.whole_prefills(arguments, recurrent(type(policy.network).__name__))
-            if latent(policy.network.config):
-                arguments = cpu.reference_attention(arguments)
-        if self.kv_cache_gib is not None and torch.cuda.is_available():
-            arguments.setdefault("kv_cache_memory_bytes", int(self.kv_cache_gib * 2**30))
-        if self.max_lora_rank:
-            arguments.update(enable_lora=True, max_loras=1, max_lora_rank=self.max_lora_rank)
-            arguments.setdefault("lora_target_modules", adapted_layers(policy.network, self.spec.adapter))
-        if self.sleep_level and torch.cuda.is_available():
-            arguments["enable_sleep_mode"] = True
-        if self.spec.routes and torch.cuda.is_available():
-            arguments["enable_return_routed_experts"] = True
+        arguments = llm_arguments(
+            self.spec,
+            policy.network,
+            self._folder,
+            dtype,
+            longest,
+            self._arguments,
+            quick_start=self.quick_start,
+            kv_cache_gib=self.kv_cache_gib,
+            max_lora_rank=self.max_lora_rank,
+            sleep_level=self.sleep_level,
+        )
         with kept_process_state(), own_world(), invariant.learner_left_alone(self.batch_invariant):
             table.apply_all()
             from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
@@ -314,7 +313,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
             raise
         ledger.prefix_reset = self._reset_caches()
         receipts = ledger.receipts()
-        self._usable = True
+        self._usable, self._scales_due = True, cache_scales.quantized(self.cache_dtype)
         self.version = version
         return PublishReport(
             version=version,

@@ -11,13 +11,14 @@ from torch import distributed
 from torch.distributed import distributed_c10d
 
 
-def prepare_environment(deep_gemm: bool, kv_cache_gib: float | None) -> None:
+def prepare_environment(deep_gemm: bool, kv_cache_gib: float | None, first_runner: bool = False) -> None:
     """Set what vLLM reads from the environment; what the user has set himself is kept.
 
     Args:
         deep_gemm: allow DeepGEMM for fp8_block. It rounds scales to powers of two unless told otherwise, so that is
             switched off in either case: the sampler must multiply with the scales that were published.
         kv_cache_gib: size of the KV cache on CPU.
+        first_runner: take its first model runner on a GPU, where the second is the default for most models.
     """
     defaults = {
         "VLLM_USE_DEEP_GEMM_E8M0": "0",
@@ -35,6 +36,8 @@ def prepare_environment(deep_gemm: bool, kv_cache_gib: float | None) -> None:
         os.environ.setdefault(name, value)
     # In process, or tensors could not be handed over without a copy through the host.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if first_runner and torch.cuda.is_available():
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if torch.cuda.is_available():
         # The learner's device, which it takes for that of the first of several; it would take GPU 0.
         os.environ["VLLM_DP_RANK_LOCAL"] = str(torch.cuda.current_device())

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from lit_qrl.errors import StoppedError
 from lit_qrl.network.routing import route_dtype, routers, unrouted
 from lit_qrl.rollout.engine import Dialogue, EngineDiedError, Progress, Turn
 from lit_qrl.rollout.vllm.adapter import ADAPTER_ID
+from lit_qrl.rollout.vllm.patches.kept_tokens import ALL
 from lit_qrl.rollout.vllm.watchdog import Watchdog
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import Completion, SamplingParams
@@ -23,8 +24,14 @@ from lit_qrl.types import Completion, SamplingParams
 SEED_RANGE = 2**31
 
 
-def drawing(sampling: SamplingParams, seed: int | None) -> Any:
-    """Return vLLM's parameters of one completion with processed log-probs of the drawn tokens alone."""
+def drawing(sampling: SamplingParams, seed: int | None, kept: bool = False) -> Any:
+    """Return vLLM's parameters of one completion with processed log-probs of the drawn tokens alone.
+
+    Args:
+        sampling: how tokens are drawn.
+        seed: of the request; None leaves vLLM to its own generators.
+        kept: with those of all tokens that could have been drawn.
+    """
     return _sampling_class()(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
@@ -32,22 +39,25 @@ def drawing(sampling: SamplingParams, seed: int | None) -> Any:
         top_k=sampling.top_k,
         stop_token_ids=[] if sampling.ignore_stop else list(sampling.stop_token_ids),
         ignore_eos=True,  # what ends a completion is in stop_token_ids alone
-        logprobs=0,
+        logprobs=ALL if kept else 0,
         flat_logprobs=True,
         detokenize=False,
         seed=seed,
     )
 
 
-def drawings(sampling: SamplingParams, rows: Sequence[tuple[int, int]], seed: int | None) -> list[Any]:
+def drawings(
+    sampling: SamplingParams, rows: Sequence[tuple[int, int]], seed: int | None, kept: bool = False
+) -> list[Any]:
     """Return vLLM's parameters of completions, each with a seed of its own where there is one.
 
     Args:
         sampling: how tokens are drawn.
         rows: the number of its prompt and its number among the prompt's completions.
         seed: of the call; None leaves vLLM to its own generators.
+        kept: as in `drawing`.
     """
-    return [drawing(sampling, None if seed is None else request_seed(seed, *row)) for row in rows]
+    return [drawing(sampling, None if seed is None else request_seed(seed, *row), kept) for row in rows]
 
 
 def scoring() -> Any:
@@ -103,8 +113,18 @@ def run(
     adapter: bool,
     progress: Progress | None,
     watchdog: Watchdog,
+    taken: Callable[[Mapping[int, Any]], None] | None = None,
 ) -> list[Any]:
     """Return vLLM's outputs in the order of the prompts, with a look at the clock and the progress after each step.
+
+    Args:
+        llm: the engine.
+        prompts: token ids.
+        params: vLLM's parameters of each.
+        adapter: draw through the published adapter.
+        progress: called after a step in which some ended.
+        watchdog: of the steps.
+        taken: called after such a step with their outputs, by the position of the prompt.
 
     Raises:
         EngineDiedError: when vLLM fails, or a step takes longer than the watchdog allows.
@@ -113,6 +133,7 @@ def run(
     outputs: dict[int, Any] = {}
     with _stepping(llm, adapter, watchdog) as requests:
         ids = requests.add(prompts, params)
+        positions = {name: position for position, name in enumerate(ids)}
         while requests.unfinished:
             finished = requests.step()
             for name, output in finished:
@@ -120,6 +141,8 @@ def run(
                 tokens += sum(len(drawn.token_ids) for drawn in output.outputs)
             if finished and progress is not None:
                 progress(len(outputs), tokens)
+            if finished and taken is not None:
+                taken({positions[name]: output for name, output in finished})
     return [outputs[name] for name in ids]
 
 
@@ -252,21 +275,44 @@ def routed_layers(network: torch.nn.Module) -> Routed:
     return Routed(tuple(numbers), max(router.experts for router in found), found[0].chosen)
 
 
-def completion(output: Any, version: int, routed: Routed | None = None) -> Completion:
+def kept_ids(logprobs: Any) -> tuple[list[float], list[Tensor]]:
+    """Return the log-prob of each token, and the ids " k" among which it was drawn.
+
+    Args:
+        logprobs: vLLM's flat ones: of each token its own, then those of the likeliest words, at −∞ where it could not
+            be one.
+
+    >>> from types import SimpleNamespace
+    >>> flat = SimpleNamespace(start_indices=[0], end_indices=[4])
+    >>> flat.token_ids, flat.logprobs = [5, 9, 5, 2], [-1.2, -0.36, -1.2, -math.inf]
+    >>> kept_ids(flat)
+    ([-1.2], [tensor([9, 5], dtype=torch.int32)])
+    """
+    ids = torch.tensor(logprobs.token_ids, dtype=torch.int32)
+    possible = torch.tensor(logprobs.logprobs) > -math.inf
+    rows = list(zip(logprobs.start_indices, logprobs.end_indices, strict=True))
+    kept = [ids[first + 1 : end][possible[first + 1 : end]] for first, end in rows]
+    return [logprobs.logprobs[first] for first, _ in rows], kept
+
+
+def completion(output: Any, version: int, routed: Routed | None = None, kept: bool = False) -> Completion:
     """Return the one completion of a request.
 
     Args:
         output: of the request.
         version: of the weights.
         routed: where the experts of its tokens were asked for.
+        kept: the ids that could have been drawn were asked for.
     """
     drawn = output.outputs[0]
+    logprobs, ids = kept_ids(drawn.logprobs) if kept else (list(drawn.logprobs.logprobs), None)
     return Completion(
         token_ids=list(drawn.token_ids),
-        logprobs=list(drawn.logprobs.logprobs),
+        logprobs=logprobs,
         finish_reason="stop" if drawn.finish_reason == "stop" else "length",
         version=version,
         routed_experts=None if routed is None else routed.of(output),
+        kept=ids,
     )
 
 

@@ -523,3 +523,27 @@ def test_an_engine_says_among_which_ids_a_token_was_drawn(truncation):
     plain = engine.generate(PROMPTS, 3, 0, None, sampling)  # an evaluation asks for none
     assert plain[0].kept is None
     assert [one.token_ids for one in plain] == [one.token_ids for one in engine.generate(PROMPTS, 3, 0)]
+
+
+@pytest.mark.parametrize("max_batch", [64, 4])
+def test_rows_that_have_ended_are_handed_out_while_others_go_on(max_batch, network):
+    sampling = SamplingParams(max_tokens=12, stop_token_ids=(EOS, *range(3, 60, 5)))
+    engine = engine_of(network, sampling=sampling, max_batch=max_batch)
+    done, handed = [0], []
+
+    def progress(ended, tokens):
+        done[0] = ended
+
+    def finished(drawn):
+        handed.append((done[0], drawn))
+
+    drawn = engine.generate(PROMPTS, 4, 7, progress, finished=finished)
+    first = {}
+    for _, part in handed:
+        first = part | first
+    assert [(first[i].token_ids, first[i].logprobs, first[i].finish_reason) for i in range(16)] == [
+        (one.token_ids, one.logprobs, one.finish_reason) for one in drawn
+    ]
+    assert len({one.finish_reason for one in drawn}) == 2
+    assert handed[0][0] < 16  # the rest went on
+    assert len(handed) > 4

@@ -1,5 +1,6 @@
 """An engine behind the server draws what it draws in the learner's process, and every way of dying is outlived."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -54,10 +55,27 @@ def test_two_replicas_draw_what_one_draws_and_by_position(tmp_path):
         assert progress[-1] == (10, sum(len(one.token_ids) for one in drawn))
 
 
+def test_completions_of_all_replicas_are_handed_out_before_the_last_is_drawn(tmp_path):
+    with remote(tmp_path, servers=2) as (engine, network):
+        publish(engine, network)
+        assert engine.hands_out
+        handed, threads = [], set()
+
+        def finished(drawn):
+            handed.append(drawn)
+            threads.add(threading.current_thread().name)
+
+        drawn = engine.generate(PROMPTS, 2, 7, finished=finished)
+        assert len(threads) == 2
+        of_each = {number: one for part in handed for number, one in part.items()}
+        assert plain(of_each[i] for i in range(10)) == plain(drawn)
+
+
 def test_it_can_what_its_engine_can(tmp_path):
     engine = RemoteEngine(TransformersEngine())
     assert isinstance(engine, Scores)
     assert isinstance(engine, ReadsBack)
+    assert engine.records_kept
     assert isinstance(engine, TakesAdapter)
     assert not isinstance(engine, Sleeps)
     assert not isinstance(engine, Converses)

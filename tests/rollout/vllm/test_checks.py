@@ -304,3 +304,11 @@ def test_nothing_is_drawn_or_published_before_its_time():
         engine.load_weights(iter([]), None, 0)
     assert engine.read_back("x") is engine.read_columns("x", [0]) is None
     engine.close()
+
+
+def test_proposed_tokens_and_recorded_experts_do_not_go_together():
+    given = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
+    vllm_checks.check_speculative(given, SamplerSpec())
+    vllm_checks.check_speculative({}, SamplerSpec(routes=True))
+    with pytest.raises(ConfigError, match=r"RouterReplay needs the experts.*speculative: 0"):
+        vllm_checks.check_speculative(given, SamplerSpec(routes=True))

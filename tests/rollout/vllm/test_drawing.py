@@ -15,8 +15,9 @@ class Engine(Drawing):
     def __init__(self):
         self.spec, self.version, self.llm, self.request_seeds = SamplerSpec(), 4, None, True
         self.policy = SimpleNamespace(network=SimpleNamespace(config=SimpleNamespace()))
-        self._adapter_active = self._poisoned = False
+        self._adapter_active = self._poisoned = self._scales_due = False
         self._usable, self.resets, self.routed = True, 0, object()
+        self.kept = []
 
     def _awake(self, complete=False):
         return None
@@ -33,18 +34,26 @@ class Engine(Drawing):
         return None
 
 
+def drawing_of(sampling, seed, kept=False):
+    return SimpleNamespace(max_tokens=2, seed=seed, kept=kept)
+
+
 @pytest.fixture
 def engine(monkeypatch):
-    monkeypatch.setattr(requests, "drawing", lambda sampling, seed: SimpleNamespace(max_tokens=2, seed=seed))
+    monkeypatch.setattr(requests, "drawing", drawing_of)
     monkeypatch.setattr(drawing, "check_tokens", lambda config, prompts: None)
     made = Engine()
     made.logprob = -0.5
 
-    def run(llm, prompts, params, adapter, progress, watchdog):
-        return [(prompt, param.seed) for prompt, param in zip(prompts, params, strict=True)]
+    def run(llm, prompts, params, adapter, progress, watchdog, taken):
+        outputs = [(prompt, param.seed) for prompt, param in zip(prompts, params, strict=True)]
+        for position in reversed(range(len(outputs))) if taken is not None else ():
+            taken({position: outputs[position]})
+        return outputs
 
-    def completion(output, version, routed):
+    def completion(output, version, routed, kept):
         assert routed is made.routed
+        made.kept.append(kept)
         prompt, seed = output
         return Completion(
             token_ids=[*prompt, seed], logprobs=[made.logprob], finish_reason="stop", version=version
@@ -83,3 +92,19 @@ def test_an_engine_that_dies_of_drawing_cannot_be_used(engine, monkeypatch):
     with pytest.raises(EngineDiedError):
         engine.generate([[1]], 1, seed=0)
     assert not engine._usable
+
+
+def test_what_was_kept_is_asked_for_of_rollouts_alone(engine):
+    engine.generate([[1]], 2, seed=0)
+    engine.spec = SamplerSpec(kept=True)
+    engine.generate([[1]], 1, seed=0, sampling=SamplingParams())
+    assert engine.kept == [False] * 3
+    engine.generate([[1]], 1, seed=0)
+    assert engine.kept[3:] == [True]
+
+
+def test_completions_are_handed_out_by_their_numbers(engine):
+    handed = []
+    drawn = engine.generate([[1], [2, 3]], 2, seed=5, finished=handed.append)
+    assert [list(one) for one in handed] == [[1], [0], [3], [2]]  # the longer prompt was asked for first
+    assert {number: one for part in handed for number, one in part.items()} == dict(enumerate(drawn))

@@ -64,6 +64,21 @@ def test_a_completion_is_read_with_its_version(reason, expected):
     assert got.routed_experts is None
 
 
+def test_the_ids_that_could_be_drawn_are_read_of_each_token():
+    flat = SimpleNamespace(
+        start_indices=[0, 3, 7],
+        end_indices=[3, 7, 9],
+        token_ids=[4, 4, 8, 5, 9, 5, 2, 6, 6],
+        logprobs=[-0.5, -0.5, -np.inf, -1.5, -0.3, -1.5, -4.0, 0.0, 0.0],
+    )
+    drawn = SimpleNamespace(token_ids=(4, 5, 6), logprobs=flat, finish_reason="stop")
+    got = completion(SimpleNamespace(outputs=[drawn]), 0, kept=True)
+    assert got.logprobs == [-0.5, -1.5, 0.0]
+    assert [ids.tolist() for ids in got.kept] == [[4], [9, 5, 2], [6]]
+    drawn.logprobs = SimpleNamespace(logprobs=[-0.5, -1.5, 0.0])
+    assert completion(SimpleNamespace(outputs=[drawn]), 0).kept is None
+
+
 def routes_read(given, experts=8, chosen=2, layers=(1, 2), prompt=2):
     """What is read of a request with two drawn tokens, for whose tokens vLLM reports `given`."""
     drawn = SimpleNamespace(token_ids=(4, 5), logprobs=SimpleNamespace(logprobs=[0, 0]), finish_reason="stop")
@@ -108,7 +123,7 @@ def test_scores_are_those_of_the_given_tokens_after_the_first():
 
 
 def test_a_completion_s_seed_comes_from_the_number_of_its_prompt_wherever_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr(requests, "drawing", lambda sampling, seed: seed)
+    monkeypatch.setattr(requests, "drawing", lambda sampling, seed, kept: seed)
     whole = requests.drawings(None, [(prompt, sample) for prompt in range(4) for sample in range(3)], seed=5)
     part = requests.drawings(None, [(prompt, sample) for prompt in (1, 3) for sample in range(3)], seed=5)
     assert part == [*whole[3:6], *whole[9:12]]

@@ -1,5 +1,6 @@
 """What a change to vLLM's code is: the versions it is for, what it needs there, and when it can go."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -116,7 +117,8 @@ def replace(symbol: str, changed: Callable[[Any], Any]) -> None:
     if not hasattr(original, _MARK):
         made = changed(original)
         setattr(made, _MARK, original)
-        setattr(owner, name, made)
+        static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        setattr(owner, name, staticmethod(made) if static else made)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

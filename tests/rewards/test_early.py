@@ -1,0 +1,141 @@
+"""Rewards that work while a rollout is drawn return what one call with all samples returns."""
+
+import threading
+
+import pytest
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.rewards import FunctionReward, MathReward, Reward, Sample, score_all
+from lit_qrl.rewards import service as reward_service
+from lit_qrl.rewards.early import Early
+
+SAMPLES = [Sample("", text, "1/2") for text in ("a", "bb", "ccc", "dddd", "eeeee", "ffffff")]
+
+
+def length(completions):
+    return [float(len(completion)) for completion in completions]
+
+
+class Own(Reward):
+    """Its scores are of each sample alone; notes how it was called."""
+
+    name, overlaps = "own", True
+
+    def __init__(self, refuses=""):
+        self.refuses, self.calls = refuses, []
+
+    def __call__(self, samples):
+        self.calls.append(len(samples))
+        if any(sample.completion == self.refuses for sample in samples):
+            raise ValueError("as the test wants")
+        self.failures = {i: "short" for i, one in enumerate(samples) if one.completion == "a"}
+        return [float(len(sample.completion)) for sample in samples]
+
+
+def scored(rewards, order, added=6, **options):
+    """Scores with the first of an order added one by one before the whole is asked for."""
+    early = Early(rewards)
+    for i in order[:added]:
+        early.add({i: SAMPLES[i]})
+    try:
+        return score_all(rewards, SAMPLES, begun=early.begun, group_size=3, **options)
+    finally:
+        early.drop()
+
+
+@pytest.mark.parametrize("added", [0, 3, 6])
+def test_the_order_in_which_samples_come_changes_nothing(added):
+    order = [4, 1, 5, 0, 3, 2]
+
+    def rewards():
+        return [FunctionReward(length, concurrency=2), Own(), MathReward(workers=1)]
+
+    wanted = score_all(rewards(), SAMPLES, error_reward=-1.0, group_size=3)
+    assert scored(rewards(), order, added, error_reward=-1.0) == wanted
+    assert wanted.errors == 1
+    assert wanted.total[0] == -1.0
+
+
+def test_rewards_that_want_all_samples_at_once_are_left_alone():
+    class Whole(Own):
+        overlaps = False
+
+    one, plain = Whole(), FunctionReward(length)
+    assert not Early([one, plain]).begun
+    early = Early([one, FunctionReward(length, concurrency=1)])
+    early.add({0: SAMPLES[0]})
+    score_all(early.rewards, SAMPLES, begun=early.begun)
+    assert one.calls == [len(SAMPLES)]
+
+
+def test_a_sample_is_scored_before_the_next_one_is_there():
+    was_called = threading.Event()
+
+    def judge(completions):
+        was_called.set()
+        return length(completions)
+
+    class Told(Own):
+        def __call__(self, samples):
+            return judge([sample.completion for sample in samples])
+
+    for reward in (FunctionReward(judge, concurrency=4), Told()):
+        was_called.clear()
+        early = Early([reward])
+        early.add({2: SAMPLES[2]})
+        assert was_called.wait(30)
+        assert early.begun[reward.name].scores(SAMPLES) == length([one.completion for one in SAMPLES])
+        assert early.seconds > 0
+
+
+def test_errors_come_as_without(monkeypatch):
+    monkeypatch.setattr(reward_service, "FIRST_PAUSE", 0.001)
+
+    def broken(completions):
+        raise ValueError("never works")
+
+    for kind in (lambda: FunctionReward(broken, concurrency=2), lambda: Own("ccc")):
+        told = []
+        for run in (lambda reward: score_all([reward], SAMPLES), lambda reward: scored([reward], range(6))):
+            with pytest.raises(ConfigError) as caught:
+                run(kind())
+            told.append(str(caught.value))
+        assert told[0] == told[1]
+        assert "failed on the first 6 samples" in told[0]
+
+
+def test_a_function_that_is_late_fails_alone():
+    never = threading.Event()
+
+    def judge(completions):
+        if completions == ["bb"]:
+            never.wait(60)
+        return length(completions)
+
+    reward = FunctionReward(judge, concurrency=6, timeout=0.2, retries=0)
+    scores = scored([reward], range(6), error_reward=-1.0)
+    never.set()
+    assert scores.total == [1.0, -1.0, 3.0, 4.0, 5.0, 6.0]
+    assert list(reward.failures) == [1]
+
+
+def test_what_is_dropped_is_begun_anew():
+    reward = FunctionReward(length, concurrency=1)
+    early = Early([reward])
+    early.add({0: Sample("", "of an engine that died")})
+    early.again()
+    early.add({1: SAMPLES[1]})
+    assert score_all([reward], SAMPLES[:2], begun=early.begun).total == [1.0, 2.0]
+    early.drop()
+
+
+def test_a_reward_that_returns_too_few_scores_is_an_error():
+    class Few(Own):
+        def __call__(self, samples):
+            return [1.0]
+
+    one = Few()
+    early = Early([one])
+    early.add({0: SAMPLES[0], 1: SAMPLES[1]})
+    with pytest.raises(ConfigError, match="returned 1 scores for 2 samples"):
+        score_all([one], SAMPLES[:2], begun=early.begun)

@@ -1,0 +1,50 @@
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedConfig
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.rollout.engine import SamplerSpec
+from lit_qrl.rollout.vllm.arguments import first_runner, llm_arguments, proposals
+
+NETWORK = torch.nn.Module()
+NETWORK.config = PreTrainedConfig()
+
+
+@pytest.fixture(autouse=True)
+def without_states(monkeypatch):
+    """vLLM's own registry would be asked."""
+    monkeypatch.setattr("lit_qrl.rollout.vllm.arguments.recurrent", lambda name: False)
+
+
+def arguments(spec=None, given=None, **options):
+    return llm_arguments(spec or SamplerSpec(), NETWORK, Path("here"), torch.float32, 99, given or {}, **options)
+
+
+def test_what_the_user_gives_goes_before_what_is_usual():
+    made = arguments(given={"disable_log_stats": False, "seed": 3})
+    assert (made["disable_log_stats"], made["seed"], made["max_model_len"]) == (False, 3, 99)
+    assert made["logprobs_mode"] == "processed_logprobs"
+
+
+def test_log_probs_of_all_words_may_be_asked_for_where_the_kept_ones_are_recorded():
+    assert "max_logprobs" not in arguments()
+    assert arguments(SamplerSpec(kept=True), {"max_logprobs": 5})["max_logprobs"] == -1
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_what_is_for_a_gpu_alone(on_gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    made = arguments(SamplerSpec(routes=True), kv_cache_gib=0.5, sleep_level=1)
+    asked = {"kv_cache_memory_bytes": 2**29, "enable_sleep_mode": True, "enable_return_routed_experts": True}
+    assert {name: made.get(name) for name in asked} == (asked if on_gpu else dict.fromkeys(asked))
+
+
+def test_proposals_are_off_by_default_and_need_the_first_runner():
+    assert proposals(0) == {}
+    assert not first_runner({}, SamplerSpec())
+    assert first_runner(proposals(2), SamplerSpec())
+    assert first_runner({}, SamplerSpec(kept=True))
+    with pytest.raises(ConfigError, match=r"data\.engine\.speculative is negative"):
+        proposals(-1)
