@@ -48,6 +48,8 @@ BLOCKS = {
     "products": (CONTROL, "s1+none+{int4,fp8_block,nvfp4,mxfp4,w4a8}"),
     "slow": ("slow+s8+none+bf16", "slow+{s8,s10,s12}+{none,tis,sequence_tis}+int4"),
     "habits": (CONTROL, "s10+none+int4", "{cosine,unscaled,adam_eps,decay}+s10+none+{bf16,int4}"),
+    "damping": (CONTROL, "s10+none+int4", "{adam_eps,decay}+s10+none+{bf16,int4}"),
+    "aligned": (CONTROL, "{s6,s8,s12}+none+int4_aligned"),
 }
 """What is run together, the most important first: arms, with alternatives in braces."""
 
