@@ -20,9 +20,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
 import grid  # noqa: E402
 import grid_table  # noqa: E402
-from grid import SHIPPED, Planned, evidence, studies  # noqa: E402
-
 import summary  # noqa: E402  (grid has made its folder known)
+from grid import SHIPPED, Planned, evidence, studies  # noqa: E402
 
 HABITS = "{cosine,one_update,unscaled}+s10+none+{bf16,int4}"
 ORDER: tuple[tuple[str, int], ...] = (
@@ -79,9 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running = not (options.list or options.report)
     if running:
         grid.make_models(out)
-    wanted = [
-        one for one in planned(out, extra) if (one.study, one.rate, one.job.arm, one.job.seed) not in known
-    ]
+    wanted = [one for one in planned(out, extra) if (one.study, one.rate, one.job.arm, one.job.seed) not in known]
     if options.list:
         for one in wanted:
             print(f"{one.job.state:<9} {one.study} {one.rate:g} {one.job.arm} seed {one.job.seed}")

@@ -144,8 +144,15 @@ def choose(outcomes: Mapping[float, Sequence[summary.Outcome]]) -> Choice:
     return Choice(rate, enough[0] if enough else max(losses, key=losses.__getitem__))
 
 
-def run_until(jobs: Sequence[studies.Job], parallel: int, deadline: float) -> list[studies.Job]:
-    """Run what is not finished, `parallel` at a time, until the deadline on the monotonic clock; return what failed."""
+def run_until(jobs: Sequence[studies.Job], parallel: int, deadline: float, gpu: str = "") -> list[studies.Job]:
+    """Run what is not finished until a deadline; return what failed.
+
+    Args:
+        jobs: in their order.
+        parallel: runs at a time.
+        deadline: on the monotonic clock.
+        gpu: number of the one that all of them share; none by default.
+    """
     waiting: Iterator[studies.Job] = iter([job for job in jobs if job.state != "finished"])
     running: dict[subprocess.Popen[bytes], tuple[studies.Job, float]] = {}
     failed, exhausted = [], False
@@ -157,7 +164,7 @@ def run_until(jobs: Sequence[studies.Job], parallel: int, deadline: float) -> li
                 job = next(waiting, None)
                 exhausted = job is None
                 if job is not None:
-                    running[start(job)] = job, time.monotonic()
+                    running[start(job, gpu)] = job, time.monotonic()
             for process in [one for one in running if one.poll() is not None]:
                 job, begun = running.pop(process)
                 seconds, ok = time.monotonic() - begun, process.returncode == 0
@@ -180,14 +187,14 @@ def log_end(job: studies.Job) -> list[str]:
     return (job.folder / studies.LOG_FILE).read_text(errors="replace").splitlines()[-studies.LOG_LINES :]
 
 
-def start(job: studies.Job) -> subprocess.Popen[bytes]:
-    """Start a run with one thread and no GPU, its output in `log.txt`."""
+def start(job: studies.Job, gpu: str = "") -> subprocess.Popen[bytes]:
+    """Start a run with one thread, on a GPU or none, its output in `log.txt`."""
     job.folder.mkdir(parents=True, exist_ok=True)
     studies.record(job)
-    nothing_but_cpu = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    one_core = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": gpu}
     with (job.folder / studies.LOG_FILE).open("a") as log:
         command = [sys.executable, "-m", "lit_qrl.cli.main", *job.arguments]
-        return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **nothing_but_cpu}, stdout=log, stderr=log)
+        return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **one_core}, stdout=log, stderr=log)
 
 
 def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -1,0 +1,213 @@
+"""Runs the arms of the long-reasoning study on one GPU that all runs share, and writes their curves and a table.
+
+    python examples/long_reasoning/warm_start.py --output out/long/adder
+    python examples/long_reasoning/arms.py --out out/long --jobs 8 --minutes 5 --seeds 0 1 2 \
+        --arms 's8+none+bf16' 's8+{none,tis,sequence_tis}+int4'
+    python examples/long_reasoning/arms.py --out out/long --report
+
+Seed by seed, in the order of the arms. A run that the time limit cuts counts up to its last evaluation, and is compared
+with the bf16 sampler of its seed where both were evaluated. The same command goes on where it was cut.
+"""
+
+import argparse
+import csv
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / name) for name in ("evidence_study", "", "mismatch_dial")]
+
+import dial  # noqa: E402
+import run as evidence  # noqa: E402
+import study as studies  # noqa: E402
+from study_report import detectable, spread, standard_error  # noqa: E402
+
+from lit_qrl.report.run import Run, Series  # noqa: E402
+
+SCALES = {"s1": 1, "s4": 4, "s8": 8, "s12": 12}
+CONTROL = "s8+none+bf16"
+"""The bf16 sampler of all positions of the dial: 8 is a power of two, so it changes no bit of the function."""
+CURVES_FILE, TABLE_FILE = "curves.csv", "table.md"
+METRICS = {
+    "sampler": "reward/mean",
+    "log_ratio": "mismatch/abs_log_ratio",
+    "chi2_sequence": "mismatch/chi2_sequence",
+    "ess_ratio": "mismatch/ess_ratio",
+    "entropy": "update/entropy",
+    "length": "rollout/length",
+    "alpha": "correction/alpha",
+}
+"""Metrics by their name in the CSV: means of the iterations since the evaluation before."""
+FIELDS = ("arm", "seed", "iteration", "learner", *METRICS)
+Row = dict[str, str | int | float | None]
+
+
+def make_models(policy: Path, out: Path) -> None:
+    """Write the dialled policies that are not there."""
+    for name, scale in SCALES.items():
+        folder = out / "models" / name
+        if not (folder / "config.json").is_file() and dial.main(
+            ["--model", str(policy), "--output", str(folder), "--scale", str(scale)]
+        ):
+            raise SystemExit(2)
+
+
+def jobs_of(out: Path, arms: Sequence[str], seeds: Sequence[int], extra: Sequence[str]) -> list[studies.Job]:
+    """Return the runs, seed by seed."""
+    found = []
+    for job in studies.plan(studies.load(HERE), out / "runs", arms, seeds, extra):
+        scale = next(part for part in job.arm.split("+") if part in SCALES)
+        policy = ("--model.policy.model", str(out / "models" / scale))
+        found.append(replace(job, arguments=(*job.arguments, *policy)))
+    return found
+
+
+def curve(job: studies.Job) -> list[Row]:
+    """Return a run's lines, one for each evaluation of the learner."""
+    run, found, before = Run(job.folder), [], 0
+    for at, accuracy in zip(run.accuracy.iterations, run.accuracy.values, strict=True):
+        means = {name: between(run.series(metric), before, at) for name, metric in METRICS.items()}
+        found.append({"arm": job.arm, "seed": job.seed, "iteration": at, "learner": accuracy, **means})
+        before = at
+    return found
+
+
+def between(series: Series, after: int, until: int) -> float | None:
+    """Return the mean over iterations after one and up to another, None where there is none."""
+    values = [y for x, y in zip(series.iterations, series.values, strict=True) if after < x <= until]
+    return fmean(values) if values else None
+
+
+def read(path: Path) -> list[Row]:
+    """Return what `write` has written."""
+
+    def made(name: str, text: str) -> str | int | float | None:
+        if name == "arm":
+            return text
+        return int(text) if name in ("seed", "iteration") else float(text) if text else None
+
+    with path.open(newline="") as file:
+        return [{name: made(name, line[name]) for name in FIELDS} for line in csv.DictReader(file)]
+
+
+def write(rows: Sequence[Row], folder: Path) -> str:
+    """Write every run's curve and the table of the arms into `folder`; return the table's text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / CURVES_FILE).open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        for line in rows:
+            writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in line.items()})
+    text = "\n".join(table(rows))
+    (folder / TABLE_FILE).write_text(text + "\n")
+    return text
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Return a Markdown table of the arms, each with the paired difference to the bf16 sampler.
+
+    Accuracies are means of the last two evaluations; of a pair, of the last two that both runs have.
+    """
+    head = ("arm", "seeds", "iterations", "mean abs. log-ratio, first", "last", "learner", "sampler", "entropy")
+    head = (*head, "to bf16: learner", "detectable", "sampler")
+    runs: dict[str, dict[int, dict[int, Row]]] = {}
+    for one in rows:
+        there = runs.setdefault(str(one["arm"]), {}).setdefault(int(str(one["seed"])), {})
+        there[int(str(one["iteration"]))] = one
+    lines = []
+    for arm, seeds in runs.items():
+        trained = {seed: points for seed, points in seeds.items() if max(points) > 0}
+        if not trained:
+            continue
+        control = runs.get(CONTROL, {})
+        gaps = {name: paired(trained, control, name) for name in ("learner", "sampler")}
+        judged = arm != CONTROL
+        lines.append(
+            (
+                arm,
+                str(len(trained)),
+                "–".join(sorted({str(f([max(p) for p in trained.values()])) for f in (min, max)}, key=int)),
+                spread([number(points[sorted(points)[1]]["log_ratio"]) for points in trained.values()]),
+                spread([number(points[max(points)]["log_ratio"]) for points in trained.values()]),
+                *(
+                    spread([ending(points, sorted(points), name) for points in trained.values()])
+                    for name in ("learner", "sampler", "entropy")
+                ),
+                told(gaps["learner"]) if judged else "–",
+                f"{detectable(gaps['learner']):.2g}" if judged and len(gaps["learner"]) > 1 else "–",
+                told(gaps["sampler"]) if judged else "–",
+            )
+        )
+    return ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines)]
+
+
+def paired(ours: dict[int, dict[int, Row]], theirs: dict[int, dict[int, Row]], name: str) -> list[float]:
+    """Return for each seed of both the difference at the last two evaluations that both runs have."""
+    found = []
+    for seed in sorted(ours.keys() & theirs.keys()):
+        common = sorted(at for at in ours[seed].keys() & theirs[seed].keys() if at > 0)
+        if common:
+            found.append(ending(ours[seed], common, name) - ending(theirs[seed], common, name))
+    return found
+
+
+def ending(points: dict[int, Row], evaluated: Sequence[int], name: str) -> float:
+    """Return a metric's mean over the last two of some evaluations, without that before the first iteration."""
+    later = [at for at in evaluated if at > 0] or list(evaluated)
+    return fmean(number(points[at][name]) for at in later[-2:])
+
+
+def told(gaps: Sequence[float]) -> str:
+    """Return a mean difference with its standard error."""
+    if not gaps:
+        return "–"
+    return f"{fmean(gaps):+.3f}" + (f" ± {standard_error(gaps):.2g}" if len(gaps) > 1 else "")
+
+
+def number(value: object) -> float:
+    """Return a cell's number, NaN for an empty one."""
+    return float("nan") if value is None else float(str(value))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    given, extra = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=evidence.ROOT / "runs" / "long_reasoning")
+    parser.add_argument("--policy", type=Path, help="what warm_start.py has made (default: OUT/adder)")
+    parser.add_argument("--arms", nargs="+", default=["*"], help="names or patterns, the most important first")
+    parser.add_argument("--seeds", type=int, nargs="+", default=range(5))
+    parser.add_argument("--jobs", type=int, default=4, help="runs at a time")
+    parser.add_argument("--gpu", default="0", help="that all runs share; empty for none")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="time limit")
+    parser.add_argument("--list", action="store_true", help="show the runs and their states, run nothing")
+    parser.add_argument("--report", action="store_true", help="write what there is, run nothing")
+    parser.add_argument("--before", type=Path, help="results of an earlier call, which are not run again")
+    options = parser.parse_args(given)
+    deadline, out = time.monotonic() + 60 * options.minutes, options.out.resolve()
+    earlier = read(options.before / CURVES_FILE) if options.before else []
+    known = {(row["arm"], row["seed"]) for row in earlier}
+    running = not (options.list or options.report)
+    if running:
+        make_models(options.policy or out / "adder", out)
+    arms = [arm for pattern in options.arms for arm in studies.expand(pattern)]
+    jobs = [job for job in jobs_of(out, arms, options.seeds, extra) if (job.arm, job.seed) not in known]
+    if options.list:
+        for job in jobs:
+            print(f"{job.state:<9} {job.arm} seed {job.seed}")
+        return 0
+    if running and any(job.state == "changed" for job in jobs):
+        print(f"{out} holds runs of another configuration. Remove them, or choose another --out.", file=sys.stderr)
+        return 2
+    failed = evidence.run_until(jobs, options.jobs, deadline, options.gpu) if running else []
+    rows = [*earlier, *(row for job in jobs if (job.folder / studies.COMMAND_FILE).is_file() for row in curve(job))]
+    print(write(rows, out / "results"), flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
