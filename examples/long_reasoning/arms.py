@@ -150,15 +150,17 @@ def paired(ours: dict[int, dict[int, Row]], theirs: dict[int, dict[int, Row]], n
     found = []
     for seed in sorted(ours.keys() & theirs.keys()):
         common = sorted(at for at in ours[seed].keys() & theirs[seed].keys() if at > 0)
-        if common:
-            found.append(ending(ours[seed], common, name) - ending(theirs[seed], common, name))
+        ends = [ending(points[seed], common, name) for points in (ours, theirs)]
+        if ends[0] is not None and ends[1] is not None:
+            found.append(ends[0] - ends[1])
     return found
 
 
-def ending(points: dict[int, Row], evaluated: Sequence[int], name: str) -> float:
+def ending(points: dict[int, Row], evaluated: Sequence[int], name: str) -> float | None:
     """Return a metric's mean over the last two of some evaluations, without that before the first iteration."""
-    later = [at for at in evaluated if at > 0] or list(evaluated)
-    return fmean(number(points[at][name]) for at in later[-2:])
+    there = [number(points[at][name]) for at in [at for at in evaluated if at > 0][-2:]]
+    values = [value for value in there if value is not None]
+    return fmean(values) if values else None
 
 
 def told(gaps: Sequence[float]) -> str:
@@ -168,9 +170,9 @@ def told(gaps: Sequence[float]) -> str:
     return f"{fmean(gaps):+.3f}" + (f" ± {standard_error(gaps):.2g}" if len(gaps) > 1 else "")
 
 
-def number(value: object) -> float:
-    """Return a cell's number, NaN for an empty one."""
-    return float("nan") if value is None else float(str(value))
+def number(value: object) -> float | None:
+    """Return a cell's number, None for an empty one."""
+    return None if value is None else float(str(value))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,103 @@
+import importlib
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lit_qrl.data.tasks.generated import is_held_out
+from lit_qrl.run.diary import log_event
+from lit_qrl.run.loggers import RunCSVLogger
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MODULES = ("addition", "arms", "warm_start", "build", "study", "study_report", "dial", "paired", "summary", "verdicts")
+
+
+@pytest.fixture
+def example(monkeypatch):
+    for folder in ("tiny_model", "mismatch_dial", "", "evidence_study", "long_reasoning"):
+        monkeypatch.syspath_prepend(str(EXAMPLES / folder))
+    yield importlib.import_module
+    for name in (*MODULES, "pilot_figure", "run"):
+        sys.modules.pop(name, None)
+
+
+def test_the_answer_is_the_sum_of_the_numbers(example):
+    task = example("addition").ColumnSum(numbers=5, digits=4, train_size=20, evaluation_size=5)
+    for row in [*task.train_rows(), *task.evaluation_rows()]:
+        numbers = [int(text[::-1]) for text in row["numbers"].split(",")]
+        assert len(numbers) == 5
+        assert int(task.reference(row)[::-1]) == sum(numbers) % 10_000
+    assert {is_held_out(row["numbers"]) for row in task.evaluation_rows()} == {True}
+    assert {is_held_out(row["numbers"]) for row in task.train_rows()} == {False}
+
+
+def test_the_teacher_writes_the_task_and_its_totals(example):
+    addition, warm = example("addition"), example("warm_start")
+    recipe = warm.Recipe(numbers=4, digits=3)
+    tokenizer = warm.build_tokenizer(addition.CHARACTERS)
+    for held_out in (False, True):
+        tokens, labels = warm.Teacher(recipe, tokenizer, held_out, seed=1).batch(40)
+        for ids, wanted in zip(tokens.tolist(), labels.tolist(), strict=True):
+            problem, _, trace = tokenizer.decode(ids).partition(":")
+            assert trace == addition.running_totals(problem) + "<eos>"
+            assert is_held_out(problem) == held_out
+            assert wanted == [-100] * 16 + ids[16:]
+
+
+def test_accuracy_is_the_probability_of_a_whole_trace(example):
+    addition, warm = example("addition"), example("warm_start")
+    recipe = warm.Recipe(numbers=2, digits=2, hidden=128, layers=1, intermediate=128)
+    tokenizer = warm.build_tokenizer(addition.CHARACTERS)
+    network = warm.build_network(recipe, tokenizer)
+    tokens, labels = warm.Teacher(recipe, tokenizer, True, seed=0).batch(3)
+    expected = 0.0
+    for row in tokens:
+        log_probs = F.log_softmax(network(input_ids=row[None]).logits[0], -1)
+        expected += math.exp(sum(log_probs[at - 1, row[at]].item() for at in range(6, 12)))
+    assert warm.evaluate(network, tokens, labels) == pytest.approx(expected / 3, rel=1e-4)
+
+
+def test_a_policy_is_made_that_can_be_loaded(example, tmp_path):
+    warm = example("warm_start")
+    recipe = warm.Recipe(numbers=2, digits=2, hidden=128, layers=1, intermediate=128, batch=4, max_steps=10)
+    result = warm.build(tmp_path / "policy", recipe, "cpu")
+    assert result["steps"] == 10
+    from transformers import AutoModelForCausalLM
+
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
+    assert all(torch.isfinite(weight).all() for weight in weights.values())
+
+
+def finish(arms, job, accuracies, reward):
+    """Write the folder that a run would leave which was evaluated every second iteration, and before the first."""
+    job.folder.mkdir(parents=True)
+    arms.studies.record(job)
+    log_event(job.folder, "start", "Training started.", iteration=0)
+    logger = RunCSVLogger(job.folder)
+    logger.log_metrics({"epoch": -1, "val/accuracy": accuracies[0]}, step=-1)
+    for epoch in range(2 * len(accuracies) - 2):
+        row = {"epoch": epoch, "reward/mean": reward, "mismatch/abs_log_ratio": 0.1 * (epoch + 1)}
+        logger.log_metrics(row | ({"val/accuracy": accuracies[(epoch + 1) // 2]} if epoch % 2 else {}), step=epoch)
+
+
+def test_runs_are_compared_where_both_were_evaluated(example, tmp_path, capsys):
+    arms = example("arms")
+    names = (arms.CONTROL, "s8+tis+int4")
+    for job in arms.jobs_of(tmp_path, names, (0, 1), []):
+        # what was cut has an evaluation less; the other goes on to where nobody can follow
+        accuracies = [0.5, 0.6, 0.7, 0.9] if job.arm == arms.CONTROL else [0.5, 0.5, 0.4 + 0.1 * job.seed]
+        finish(arms, job, accuracies, 0.8 if job.arm == arms.CONTROL else 0.5)
+    assert arms.main(["--report", "--out", str(tmp_path), "--arms", *names, "--seeds", "0", "1"]) == 0
+    cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].strip("|").split("|")]
+    assert cells[:3] == ["s8+tis+int4", "2", "4"]
+    assert cells[3].startswith("0.15")  # of the iterations 1 and 2
+    # (0.5 + 0.4) / 2 and (0.5 + 0.5) / 2 against (0.6 + 0.7) / 2
+    assert cells[8] == "-0.175 ± 0.025"
+    assert cells[10].startswith("-0.300")
+    # what an earlier call has is not run again, and stays in the table
+    before = ["--before", str(tmp_path / "results"), "--out", str(tmp_path / "b"), "--arms", *names]
+    assert arms.main(["--list", *before, "--seeds", "0", "1"]) == 0
+    assert capsys.readouterr().out == ""
