@@ -25,6 +25,7 @@ MODULES = (
     "run",
     "grid",
     "grid_table",
+    "rest",
 )
 
 
@@ -121,6 +122,40 @@ def test_a_line_for_each_run_and_a_table_of_differences(grid, tmp_path, capsys, 
         == 0
     )
     assert capsys.readouterr().out == ""
+
+
+def test_what_is_left_is_run_once_in_its_order_and_joined_to_what_there_is(grid, tmp_path, capsys):
+    rest = importlib.import_module("rest")
+    planned = rest.planned(tmp_path, [])
+    keys = [(one.study, one.rate, one.job.arm, one.job.seed) for one in planned]
+    assert len(keys) == len(set(keys)) == len({one.job.folder for one in planned})
+    assert keys[0] == ("runs", 2e-4, "cosine+s10+none+bf16", 0)
+    for one in planned:
+        options = dict(pairwise(one.job.arguments))
+        # the study's habits have its 240 iterations, the grid's runs 80
+        assert options.get("--trainer.max_epochs") == (None if one.study == "runs" else "80")
+        assert options["--model.policy.model"].startswith(str(tmp_path / "models"))
+    before = tmp_path / "before"
+    (before / "grid").mkdir(parents=True)
+    for name in ("runs.csv", "curves.csv", "grid/runs.csv"):
+        (before / name).write_text((SHIPPED / name).read_text().splitlines(keepends=True)[0])
+    for one in planned[:2]:
+        finish(grid, one, 0.9 if one.job.arm.endswith("bf16") else 0.8)
+    one = next(one for one in planned if one.job.arm == "s8+none+int4_aligned")
+    finish(grid, one, 0.7)
+    given = ["--out", str(tmp_path), "--before"]
+    assert rest.main(["--report", *given, str(before)]) == 0
+    out = tmp_path / "results"
+    there = rest.summary.read(out).outcomes
+    assert [(one.arm, one.learner_accuracy) for one in there] == [
+        ("cosine+s10+none+bf16", 0.9),
+        ("cosine+s10+none+int4", 0.8),
+    ]
+    assert [row["learner"] for row in grid.grid_table.read(out / "grid" / "runs.csv")] == [0.7]
+    # what an earlier call has is not run again
+    capsys.readouterr()
+    assert rest.main(["--list", "--out", str(tmp_path / "b"), "--before", str(out)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(planned) - 3
 
 
 def test_a_run_that_was_cut_is_compared_where_both_were(grid):
