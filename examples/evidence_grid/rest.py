@@ -1,4 +1,4 @@
-"""Runs what docs/evidence.md still calls not run, on CPUs, what decides most first: registered habits, then the grid.
+"""Runs what docs/evidence.md still calls not run, on CPUs, what decides most first: the registered study, then the grid.
 
     python examples/evidence_grid/rest.py --jobs 20 --minutes 7 --out out/rest       # until the time is up
     python examples/evidence_grid/rest.py --jobs 20 --minutes 7 --out out/rest \
@@ -23,34 +23,39 @@ import grid_table  # noqa: E402
 import summary  # noqa: E402  (grid has made its folder known)
 from grid import SHIPPED, Planned, evidence, studies  # noqa: E402
 
-HABITS = "{cosine,one_update,unscaled}+s10+none+{bf16,int4}"
+OF_STUDY = {
+    "habits": ("{cosine,one_update,unscaled}+s10+none+{bf16,int4}",),
+    "fp8": ("s10+none+bf16", "s10+none+fp8_{block,unified}"),
+}
 ORDER: tuple[tuple[str, int], ...] = (
     *(("habits", seed) for seed in (0, 1, 2)),
     ("aligned", 11),
     ("aligned", 12),
+    *(("habits", seed) for seed in (3, 4)),
+    *(("fp8", seed) for seed in (0, 1, 2)),
     ("levels", 12),
     ("slow", 11),
     ("damping", 11),
-    *(("habits", seed) for seed in (3, 4)),
+    ("gate", 12),
     ("int3", 12),
     ("updates", 12),
-    ("gate", 12),
     ("rejection", 12),
+    *(("fp8", seed) for seed in (3, 4)),
     ("aligned", 10),
     ("products", 12),
     ("slow", 12),
     ("damping", 12),
 )
-"""What is run, the most important first: a block and a seed. `habits` are those of the study, with 240 iterations."""
+"""What is run, the most important first: a block and a seed; those of the study have 240 iterations."""
 
 
 def planned(out: Path, extra: Sequence[str]) -> list[Planned]:
     """Return all runs in their order, each once."""
     study, found = studies.load(grid.EVIDENCE), {}
     for block, seed in ORDER:
-        if block == "habits":
+        if block in OF_STUDY:
             options = [*evidence.rate_option(evidence.DEFAULT.rate), *extra]
-            jobs = evidence.jobs_of(study, [evidence.Phase((HABITS,), (seed,))], out, options, "study")
+            jobs = evidence.jobs_of(study, [evidence.Phase(OF_STUDY[block], (seed,))], out, options, "study")
             there = [Planned("runs", evidence.DEFAULT.rate, job) for job in jobs]
         else:
             there = grid.of_block(grid.BLOCKS[block], [seed], out, extra)
@@ -89,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = evidence.run_until([one.job for one in wanted], options.jobs, deadline) if running else []
     of_study = [one.job for one in wanted if one.study == "runs" and one.job.state == "finished"]
     results = summary.collect(of_study).joined(study_before)
-    print(summary.write(results, out / "results"), flush=True)
+    print(evidence.write(results, out / "results"), flush=True)
     rows = [
         grid_table.row(one.study, one.rate, one.job) for one in wanted if one.study == "grid" and grid.counts(one.job)
     ]

@@ -231,6 +231,14 @@ def pilot(study: studies.Study, out: Path, extra: Sequence[str], parallel: int, 
     return choice
 
 
+def write(results: summary.Results, folder: Path, scale: str = DEFAULT.scale) -> str:
+    """Write CSVs, tables, figures and what follows for the hypotheses into `folder`; return it as text."""
+    text = summary.write(results, folder)
+    lines = verdicts.verdicts(results, summary.compare(results), verdicts.scale_of(results) or scale)
+    (folder / VERDICTS_FILE).write_text("\n".join(lines) + "\n")
+    return "\n".join([text, *lines])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     given, extra = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
@@ -272,10 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     failed = run_until(jobs, options.jobs, deadline) if running else []
     results = summary.collect([job for job in jobs if job.state == "finished"]).joined(earlier)
-    print(summary.write(results, out / "results"))
-    lines = verdicts.verdicts(results, summary.compare(results), verdicts.scale_of(results) or choice.scale)
-    (out / "results" / VERDICTS_FILE).write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    print(write(results, out / "results", choice.scale))
     return 1 if failed else 0
 
 
