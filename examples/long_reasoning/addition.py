@@ -64,7 +64,7 @@ class ColumnSum(GeneratedTask):
     name = "column_sum"
     reward = LastTotalReward
 
-    def __init__(self, numbers: int = 30, digits: int = 7, **kwargs) -> None:
+    def __init__(self, numbers: int = 25, digits: int = 7, **kwargs) -> None:
         for what, value in (("numbers", numbers), ("digits", digits)):
             if value < 2:
                 raise ConfigError(f"ColumnSum's {what} is too small.", expected="2 or more", given=value)

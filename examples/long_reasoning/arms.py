@@ -2,15 +2,17 @@
 
     python examples/long_reasoning/warm_start.py --output out/long/adder
     python examples/long_reasoning/arms.py --out out/long --jobs 8 --minutes 5 --seeds 0 1 2 \
-        --arms 's8+none+bf16' 's8+{none,tis,sequence_tis}+int4'
+        --arms 's1+none+bf16' 'DIAL+{none,tis,sequence_tis}+int4'
     python examples/long_reasoning/arms.py --out out/long --report
 
-Seed by seed, in the order of the arms. A run that the time limit cuts counts up to its last evaluation, and is compared
-with the bf16 sampler of its seed where both were evaluated. The same command goes on where it was cut.
+DIAL is the furthest position of the dial at which the quantized policy still solves enough to learn from; it is probed
+first. Seed by seed, in the order of the arms. A run that the time limit cuts counts up to its last evaluation, and is
+compared with the bf16 sampler of its seed where both were evaluated. The same command goes on where it was cut.
 """
 
 import argparse
 import csv
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -18,20 +20,28 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
+import torch
+
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / name) for name in ("evidence_study", "", "mismatch_dial")]
+sys.path[:0] = [str(HERE.parent / name) for name in ("long_reasoning", "evidence_study", "", "mismatch_dial")]
 
 import dial  # noqa: E402
+import probe  # noqa: E402
 import run as evidence  # noqa: E402
 import study as studies  # noqa: E402
 from study_report import detectable, spread, standard_error  # noqa: E402
 
 from lit_qrl.report.run import Run, Series  # noqa: E402
 
-SCALES = {"s1": 1, "s4": 4, "s8": 8, "s12": 12}
-CONTROL = "s8+none+bf16"
-"""The bf16 sampler of all positions of the dial: 8 is a power of two, so it changes no bit of the function."""
-CURVES_FILE, TABLE_FILE = "curves.csv", "table.md"
+SCALES = {"s1": 1, "s2": 2, "s4": 4, "s8": 8, "s16": 16}
+"""Positions of the dial: powers of two change no bit of a learner in bf16."""
+CHANNELS = 8
+"""That the dial makes outliers of each norm, of 512: two in each group of INT4."""
+CONTROL = "s1+none+bf16"
+"""The bf16 sampler of all positions."""
+DIAL = "DIAL"
+"""What stands in an arm for the position that is chosen."""
+CURVES_FILE, TABLE_FILE, PROBE_FILE = "curves.csv", "table.md", "probe.json"
 METRICS = {
     "sampler": "reward/mean",
     "log_ratio": "mismatch/abs_log_ratio",
@@ -51,9 +61,20 @@ def make_models(policy: Path, out: Path) -> None:
     for name, scale in SCALES.items():
         folder = out / "models" / name
         if not (folder / "config.json").is_file() and dial.main(
-            ["--model", str(policy), "--output", str(folder), "--scale", str(scale)]
+            ["--model", str(policy), "--output", str(folder), "--scale", str(scale), "--channels", str(CHANNELS)]
         ):
             raise SystemExit(2)
+
+
+def chosen(out: Path) -> str:
+    """Return the position of the dial for DIAL: what was probed before is kept in the results."""
+    file = out / "results" / PROBE_FILE
+    if not file.is_file():
+        found = probe.probe(out / "models", list(SCALES), "cuda" if torch.cuda.is_available() else "cpu")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(found, indent=1) + "\n")
+        print(json.dumps(found), flush=True)
+    return probe.choose(json.loads(file.read_text()))
 
 
 def jobs_of(out: Path, arms: Sequence[str], seeds: Sequence[int], extra: Sequence[str]) -> list[studies.Job]:
@@ -185,6 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=range(5))
     parser.add_argument("--jobs", type=int, default=4, help="runs at a time")
     parser.add_argument("--gpu", default="0", help="that all runs share; empty for none")
+    parser.add_argument("--dial", choices=SCALES, help="position for DIAL, instead of a probe")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="time limit")
     parser.add_argument("--list", action="store_true", help="show the runs and their states, run nothing")
     parser.add_argument("--report", action="store_true", help="write what there is, run nothing")
@@ -196,7 +218,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running = not (options.list or options.report)
     if running:
         make_models(options.policy or out / "adder", out)
-    arms = [arm for pattern in options.arms for arm in studies.expand(pattern)]
+    position = options.dial
+    if position is None and any(DIAL in pattern for pattern in options.arms):
+        position = chosen(out)
+    patterns = [pattern.replace(DIAL, position or DIAL) for pattern in options.arms]
+    arms = [arm for pattern in patterns for arm in studies.expand(pattern)]
     jobs = [job for job in jobs_of(out, arms, options.seeds, extra) if (job.arm, job.seed) not in known]
     if options.list:
         for job in jobs:

@@ -1,4 +1,4 @@
-"""Build a policy of ten million parameters that adds columns of numbers in 240 tokens, every running total written out.
+"""Build a policy of 12 million parameters that adds columns of numbers in 200 tokens, every running total written out.
 
     python examples/long_reasoning/warm_start.py --output out/adder              # on a GPU, in minutes
     python examples/long_reasoning/warm_start.py --output out/small --device cpu --layers 2 --hidden 128 \
@@ -57,16 +57,16 @@ class Recipe:
         seed: of initialisation and data.
     """
 
-    numbers: int = 30
+    numbers: int = 25
     digits: int = 7
-    hidden: int = 384
-    layers: int = 6
-    intermediate: int = 1152
+    hidden: int = 512
+    layers: int = 4
+    intermediate: int = 1536
     batch: int = 128
     lr: float = 3e-3
     accuracy: float = 0.5
     max_steps: int = 3000
-    max_seconds: float = 420.0
+    max_seconds: float = 300.0
     seed: int = 0
 
 

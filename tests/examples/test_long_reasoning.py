@@ -12,7 +12,19 @@ from lit_qrl.run.diary import log_event
 from lit_qrl.run.loggers import RunCSVLogger
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MODULES = ("addition", "arms", "warm_start", "build", "study", "study_report", "dial", "paired", "summary", "verdicts")
+MODULES = (
+    "addition",
+    "arms",
+    "probe",
+    "warm_start",
+    "build",
+    "study",
+    "study_report",
+    "dial",
+    "paired",
+    "summary",
+    "verdicts",
+)
 
 
 @pytest.fixture
@@ -20,7 +32,7 @@ def example(monkeypatch):
     for folder in ("tiny_model", "mismatch_dial", "", "evidence_study", "long_reasoning"):
         monkeypatch.syspath_prepend(str(EXAMPLES / folder))
     yield importlib.import_module
-    for name in (*MODULES, "pilot_figure", "run"):
+    for name in (*MODULES, "verdicts", "pilot_figure", "run"):
         sys.modules.pop(name, None)
 
 
@@ -69,6 +81,23 @@ def test_a_policy_is_made_that_can_be_loaded(example, tmp_path):
 
     weights = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
     assert all(torch.isfinite(weight).all() for weight in weights.values())
+
+
+def test_the_dial_moves_the_quantized_policy_alone(example, tmp_path):
+    warm, arms, probe = example("warm_start"), example("arms"), example("probe")
+    recipe = warm.Recipe(numbers=2, digits=2, hidden=128, layers=1, intermediate=128, batch=4, max_steps=10)
+    warm.build(tmp_path / "policy", recipe, "cpu")
+    arms.make_models(tmp_path / "policy", tmp_path)
+    found = probe.probe(tmp_path / "models", ["s1", "s16"], "cpu", recipe)
+    assert found["s1"]["bf16_log_ratio"] == found["s16"]["bf16_log_ratio"] == 0.0
+    assert found["s16"]["bf16_solved"] == pytest.approx(found["s1"]["bf16_solved"], rel=1e-5)
+    assert found["s16"]["int4_group_log_ratio"] > 2 * found["s1"]["int4_group_log_ratio"] > 0.0
+    # what the policy solves is what its maker says, rounding to bf16 apart
+    network = probe.AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
+    tokenizer = warm.build_tokenizer(example("addition").CHARACTERS)
+    batch = warm.Teacher(recipe, tokenizer, True, seed=0).batch(warm.CHECKED)
+    assert found["s1"]["bf16_solved"] == pytest.approx(warm.evaluate(network, *batch), rel=1e-5)
+    assert probe.choose({name: {"int4_group_solved": 0.0} for name in arms.SCALES}) == "s1"
 
 
 def finish(arms, job, accuracies, reward):
