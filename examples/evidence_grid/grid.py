@@ -49,7 +49,7 @@ BLOCKS = {
     "slow": ("slow+s8+none+bf16", "slow+{s8,s10,s12}+{none,tis,sequence_tis}+int4"),
     "habits": (CONTROL, "s10+none+int4", "{cosine,unscaled,adam_eps,decay}+s10+none+{bf16,int4}"),
     "damping": (CONTROL, "s10+none+int4", "{adam_eps,decay}+s10+none+{bf16,int4}"),
-    "aligned": (CONTROL, "{s6,s8,s12}+none+int4_aligned"),
+    "aligned": (CONTROL, "{s6,s8,s12,s13}+none+int4_aligned"),
 }
 """What is run together, the most important first: arms, with alternatives in braces."""
 
