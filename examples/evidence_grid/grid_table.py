@@ -136,8 +136,21 @@ def write(rows: Sequence[Row], folder: Path) -> str:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return a Markdown table of the grid's arms, each with the paired difference to its bf16 sampler."""
-    head = ("arm", "seeds", "mean abs. log-ratio, first ten", "last", "learner", "sampler", "to bf16", "detectable")
+    """Return a Markdown table of the grid's arms, each with the paired differences to its bf16 sampler's run.
+
+    That of samplers, means of the last iterations, is taken where both runs have as many.
+    """
+    head = (
+        "arm",
+        "seeds",
+        "mean abs. log-ratio, first ten",
+        "last",
+        "learner",
+        "sampler",
+        "to bf16",
+        "detectable",
+        "sampler to bf16",
+    )
     arms: dict[str, dict[int, Row]] = {}
     for one in rows:
         arms.setdefault(str(one["arm"]), {})[int(one["seed"] or 0)] = one
@@ -147,6 +160,11 @@ def table(rows: Sequence[Row]) -> list[str]:
         gaps = [difference(runs[seed], control[seed]) for seed in runs if seed in control]
         gap = [one for one in gaps if one is not None]
         judged = bool(gap) and not arm.endswith("bf16")
+        sampled = [
+            _number(runs[seed]["sampler"]) - _number(control[seed]["sampler"])
+            for seed in runs
+            if seed in control and runs[seed]["iterations"] == control[seed]["iterations"]
+        ]
         lines.append(
             (
                 arm,
@@ -155,11 +173,21 @@ def table(rows: Sequence[Row]) -> list[str]:
                 spread([_number(one["log_ratio_last"]) for one in runs.values()]),
                 spread([_number(one["learner"]) for one in runs.values()]),
                 spread([_number(one["sampler"]) for one in runs.values()]),
-                f"{fmean(gap):+.3f}" + (f" ± {standard_error(gap):.2g}" if len(gap) > 1 else "") if judged else "–",
+                told(gap) if judged else "–",
                 f"{detectable(gap):.2g}" if judged and len(gap) > 1 else "–",
+                told(sampled) if judged and sampled else "–",
             )
         )
     return ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines)]
+
+
+def told(gaps: Sequence[float]) -> str:
+    """Return a mean difference, and its standard error where there is one.
+
+    >>> told([-0.1, -0.3]), told([0.25])
+    ('-0.200 ± 0.1', '+0.250')
+    """
+    return f"{fmean(gaps):+.3f}" + (f" ± {standard_error(gaps):.2g}" if len(gaps) > 1 else "")
 
 
 def _number(value: object) -> float:
