@@ -26,6 +26,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / name) for name in ("long_reasoning", "evidence_study", "", "mismatch_dial")]
 
 import dial  # noqa: E402
+import figure  # noqa: E402
 import probe  # noqa: E402
 import run as evidence  # noqa: E402
 import study as studies  # noqa: E402
@@ -41,7 +42,7 @@ CONTROL = "s1+none+bf16"
 """The bf16 sampler of all positions."""
 DIAL = "DIAL"
 """What stands in an arm for the position that is chosen."""
-CURVES_FILE, TABLE_FILE, PROBE_FILE = "curves.csv", "table.md", "probe.json"
+CURVES_FILE, TABLE_FILE, FIGURE_FILE, PROBE_FILE = "curves.csv", "table.md", "figure.png", "probe.json"
 METRICS = {
     "sampler": "reward/mean",
     "log_ratio": "mismatch/abs_log_ratio",
@@ -234,6 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = evidence.run_until(jobs, options.jobs, deadline, options.gpu) if running else []
     rows = [*earlier, *(row for job in jobs if (job.folder / studies.COMMAND_FILE).is_file() for row in curve(job))]
     print(write(rows, out / "results"), flush=True)
+    figure.draw(rows, out / "results" / FIGURE_FILE)
     return 1 if failed else 0
 
 

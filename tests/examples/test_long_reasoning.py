@@ -15,6 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 MODULES = (
     "addition",
     "arms",
+    "figure",
     "probe",
     "warm_start",
     "build",
@@ -32,7 +33,7 @@ def example(monkeypatch):
     for folder in ("tiny_model", "mismatch_dial", "", "evidence_study", "long_reasoning"):
         monkeypatch.syspath_prepend(str(EXAMPLES / folder))
     yield importlib.import_module
-    for name in (*MODULES, "verdicts", "pilot_figure", "run"):
+    for name in (*MODULES, "pilot_figure", "run"):
         sys.modules.pop(name, None)
 
 
@@ -126,6 +127,10 @@ def test_runs_are_compared_where_both_were_evaluated(example, tmp_path, capsys):
     # (0.5 + 0.4) / 2 and (0.5 + 0.5) / 2 against (0.6 + 0.7) / 2
     assert cells[8] == "-0.175 ± 0.025"
     assert cells[10].startswith("-0.300")
+    assert (tmp_path / "results" / "figure.png").read_bytes().startswith(b"\x89PNG")
+    figure, rows = example("figure"), arms.read(tmp_path / "results" / "curves.csv")
+    # means of both seeds, where both were evaluated
+    assert figure.means(rows, "learner")["s8+tis+int4"] == [(0, 0.5), (2, 0.5), (4, pytest.approx(0.45))]
     # what an earlier call has is not run again, and stays in the table
     before = ["--before", str(tmp_path / "results"), "--out", str(tmp_path / "b"), "--arms", *names]
     assert arms.main(["--list", *before, "--seeds", "0", "1"]) == 0
