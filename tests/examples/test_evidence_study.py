@@ -157,7 +157,7 @@ def test_what_is_left_at_the_time_limit_is_stopped(run, jobs, monkeypatch, capsy
     monkeypatch.setattr(run.time, "sleep", lambda seconds: None)
     started = []
 
-    def start(job):
+    def start(job, gpu):
         started.append(job)
         return subprocess.Popen(["true"] if job is jobs[0] else ["sleep", "600"])
 
@@ -174,7 +174,7 @@ def test_a_failed_run_is_named_and_finished_ones_are_left_alone(run, jobs, monke
     started = []
     monkeypatch.setattr(run.time, "sleep", lambda seconds: None)
 
-    def start(job):
+    def start(job, gpu):
         started.append(job)
         job.folder.mkdir(parents=True)
         (job.folder / "log.txt").write_text("It was like this.\n")
