@@ -34,8 +34,8 @@ from study_report import detectable, spread, standard_error  # noqa: E402
 
 from lit_qrl.report.run import Run, Series  # noqa: E402
 
-SCALES = {"s1": 1, "s2": 2, "s4": 4, "s8": 8, "s16": 16}
-"""Positions of the dial: powers of two change no bit of a learner in bf16."""
+SCALES = {"s1": 1, "s2": 2, "s3": 3, "s4": 4, "s6": 6, "s8": 8}
+"""Positions of the dial. Powers of two change no bit of a learner in bf16; what others round, the probe shows."""
 CHANNELS = 8
 """That the dial makes outliers of each norm, of 512: two in each group of INT4."""
 CONTROL = "s1+none+bf16"

@@ -89,10 +89,10 @@ def test_the_dial_moves_the_quantized_policy_alone(example, tmp_path):
     recipe = warm.Recipe(numbers=2, digits=2, hidden=128, layers=1, intermediate=128, batch=4, max_steps=10)
     warm.build(tmp_path / "policy", recipe, "cpu")
     arms.make_models(tmp_path / "policy", tmp_path)
-    found = probe.probe(tmp_path / "models", ["s1", "s16"], "cpu", recipe)
-    assert found["s1"]["bf16_log_ratio"] == found["s16"]["bf16_log_ratio"] == 0.0
-    assert found["s16"]["bf16_solved"] == pytest.approx(found["s1"]["bf16_solved"], rel=1e-5)
-    assert found["s16"]["int4_group_log_ratio"] > 2 * found["s1"]["int4_group_log_ratio"] > 0.0
+    found = probe.probe(tmp_path / "models", ["s1", "s8"], "cpu", recipe)
+    assert found["s1"]["bf16_log_ratio"] == found["s8"]["bf16_log_ratio"] == 0.0
+    assert found["s8"]["bf16_solved"] == pytest.approx(found["s1"]["bf16_solved"], rel=1e-5)
+    assert found["s8"]["int4_group_log_ratio"] > 2 * found["s1"]["int4_group_log_ratio"] > 0.0
     # what the policy solves is what its maker says, rounding to bf16 apart
     network = probe.AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
     tokenizer = warm.build_tokenizer(example("addition").CHARACTERS)
