@@ -34,8 +34,9 @@ def uniforms(seed: int, prompt: int, n: int, steps: int) -> Tensor:
     True
     """
     generator = torch.Generator().manual_seed(derive_seed(seed, "prompt", prompt))
-    # Step-major, so that a longer limit keeps the earlier numbers.
-    return torch.rand(steps, n, generator=generator).T
+    # Step-major, so that a longer limit keeps the earlier numbers. In fp32 whatever the default dtype: Lightning's
+    # bf16-true makes that bf16 while it evaluates, whose 256 numbers below 1 give a rare token too often or never.
+    return torch.rand(steps, n, generator=generator, dtype=torch.float32).T
 
 
 def running_sums(shares: Tensor) -> Tensor:

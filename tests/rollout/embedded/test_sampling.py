@@ -82,6 +82,17 @@ def test_uniforms_depend_on_seed_and_prompt_alone():
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_uniforms_do_not_depend_on_the_default_dtype():
+    expected = uniforms(0, 1, 3, 5)
+    torch.set_default_dtype(torch.bfloat16)  # as Lightning's bf16-true does around a validation step
+    try:
+        found = uniforms(0, 1, 3, 5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     "bad", [{"max_tokens": 0}, {"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}]
 )
