@@ -15,7 +15,7 @@ import csv
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -43,6 +43,7 @@ CONTROL = "s1+none+bf16"
 DIAL = "DIAL"
 """What stands in an arm for the position that is chosen."""
 CURVES_FILE, TABLE_FILE, FIGURE_FILE, PROBE_FILE = "curves.csv", "table.md", "figure.png", "probe.json"
+PILOT_FILE, PILOT_SEED, PILOT_ITERATIONS, PILOT_SECONDS = "pilot.json", 100, 15, 110
 METRICS = {
     "sampler": "reward/mean",
     "log_ratio": "mismatch/abs_log_ratio",
@@ -78,10 +79,48 @@ def chosen(out: Path) -> str:
     return probe.choose(json.loads(file.read_text()))
 
 
-def jobs_of(out: Path, arms: Sequence[str], seeds: Sequence[int], extra: Sequence[str]) -> list[studies.Job]:
-    """Return the runs, seed by seed."""
+def pilot_jobs(out: Path, rates: Sequence[float], extra: Sequence[str]) -> dict[float, studies.Job]:
+    """Return the pilot's run of the bf16 sampler at each learning rate."""
+    short = ["--trainer.max_epochs", str(PILOT_ITERATIONS), "--trainer.check_val_every_n_epoch", "5"]
+    return {
+        rate: jobs_of(out, [CONTROL], [PILOT_SEED], [*extra, *short, *evidence.rate_option(rate)], f"pilot/{rate:g}")[0]
+        for rate in rates
+    }
+
+
+def best_rate(accuracies: Mapping[float, Sequence[float]]) -> float:
+    """Return the rate at which the bf16 sampler's learner got furthest: the mean of its last two evaluations.
+
+    >>> best_rate({1e-5: [0.5, 0.6, 0.7], 1e-4: [0.5, 0.1, 0.0], 1e-6: [0.5]})
+    1e-05
+    """
+    there = {rate: fmean(values[-2:]) for rate, values in accuracies.items() if len(values) > 2}
+    if not there:
+        raise SystemExit("No run of the pilot has been evaluated twice: give it more time, or choose by --rate.")
+    return max(there, key=there.__getitem__)
+
+
+def piloted(out: Path, rates: Sequence[float], extra: Sequence[str], gpu: str, deadline: float) -> float:
+    """Return the learning rate that the pilot chooses; what it found is kept in the results."""
+    file = out / "results" / PILOT_FILE
+    if not file.is_file():
+        jobs = pilot_jobs(out, rates, extra)
+        evidence.run_until(list(jobs.values()), len(jobs), min(deadline, time.monotonic() + PILOT_SECONDS), gpu)
+        found = {f"{rate:g}": Run(job.folder).accuracy.values for rate, job in jobs.items()}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(found, indent=1) + "\n")
+    found = json.loads(file.read_text())
+    rate = best_rate({float(name): values for name, values in found.items()})
+    print(f"The pilot chooses a learning rate of {rate:g}: {found}", flush=True)
+    return rate
+
+
+def jobs_of(
+    out: Path, arms: Sequence[str], seeds: Sequence[int], extra: Sequence[str], runs: str = "runs"
+) -> list[studies.Job]:
+    """Return the runs, seed by seed, in a folder `runs` of `out`; their models are under `out` too."""
     found = []
-    for job in studies.plan(studies.load(HERE), out / "runs", arms, seeds, extra):
+    for job in studies.plan(studies.load(HERE), out / runs, arms, seeds, extra):
         scale = next(part for part in job.arm.split("+") if part in SCALES)
         policy = ("--model.policy.model", str(out / "models" / scale))
         found.append(replace(job, arguments=(*job.arguments, *policy)))
@@ -208,6 +247,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=4, help="runs at a time")
     parser.add_argument("--gpu", default="0", help="that all runs share; empty for none")
     parser.add_argument("--dial", choices=SCALES, help="position for DIAL, instead of a probe")
+    parser.add_argument("--rate", type=float, help="learning rate, instead of the configuration's")
+    parser.add_argument("--rates", type=float, nargs="+", default=[], help="choose among these by a pilot first")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="time limit")
     parser.add_argument("--list", action="store_true", help="show the runs and their states, run nothing")
     parser.add_argument("--report", action="store_true", help="write what there is, run nothing")
@@ -224,6 +265,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         position = chosen(out)
     patterns = [pattern.replace(DIAL, position or DIAL) for pattern in options.arms]
     arms = [arm for pattern in patterns for arm in studies.expand(pattern)]
+    rate = options.rate
+    if options.rates and not options.list:
+        rate = piloted(out, options.rates, extra, options.gpu, deadline)
+    extra += evidence.rate_option(rate) if rate else []
     jobs = [job for job in jobs_of(out, arms, options.seeds, extra) if (job.arm, job.seed) not in known]
     if options.list:
         for job in jobs:

@@ -31,7 +31,8 @@ from build import build_tokenizer, save  # noqa: E402
 
 from lit_qrl.data.tasks.generated import is_held_out  # noqa: E402
 
-CHECK_EVERY = 10
+CHECK_EVERY = 2
+PRINT_EVERY = 10
 CHECK_BELOW = 0.05
 """Loss from which on the accuracy is worth a look; 0.003 or so goes with half of the traces right."""
 CHECKED = 256
@@ -188,7 +189,8 @@ def build(output: Path, recipe: Recipe, device: str) -> dict[str, float]:
             value = loss.item()
             accuracy = evaluate(network, *checked) if value < CHECK_BELOW else 0.0
             seconds = time.perf_counter() - started
-            print(f"step {step} loss {value:.4f} accuracy {accuracy:.3f} {seconds:.0f} s", flush=True)
+            if accuracy or step % PRINT_EVERY == 0:
+                print(f"step {step} loss {value:.4f} accuracy {accuracy:.3f} {seconds:.0f} s", flush=True)
             if accuracy >= recipe.accuracy or seconds > recipe.max_seconds:
                 break
     save(network, tokenizer, output)

@@ -113,6 +113,18 @@ def finish(arms, job, accuracies, reward):
         logger.log_metrics(row | ({"val/accuracy": accuracies[(epoch + 1) // 2]} if epoch % 2 else {}), step=epoch)
 
 
+def test_the_pilot_chooses_the_rate_at_which_a_bf16_sampler_gets_furthest(example, tmp_path):
+    arms = example("arms")
+    ends = {1e-5: [0.5, 0.6, 0.7, 0.8], 1e-4: [0.5, 0.9, 0.1, 0.0], 1e-6: [0.5, 0.51, 0.52, 0.52]}
+    for rate, job in arms.pilot_jobs(tmp_path, list(ends), []).items():
+        assert job.arguments[job.arguments.index("--model.optimizer.init_args.lr") + 1] == f"{rate:g}"
+        finish(arms, job, ends[rate], 0.5)
+    assert arms.piloted(tmp_path, list(ends), [], "", 0.0) == 1e-5
+    # what was found is kept
+    (tmp_path / "pilot").rename(tmp_path / "elsewhere")
+    assert arms.piloted(tmp_path, list(ends), [], "", 0.0) == 1e-5
+
+
 def test_runs_are_compared_where_both_were_evaluated(example, tmp_path, capsys):
     arms = example("arms")
     names = (arms.CONTROL, "s8+tis+int4")
