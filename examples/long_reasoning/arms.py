@@ -43,7 +43,7 @@ CONTROL = "s1+none+bf16"
 DIAL = "DIAL"
 """What stands in an arm for the position that is chosen."""
 CURVES_FILE, TABLE_FILE, FIGURE_FILE, PROBE_FILE = "curves.csv", "table.md", "figure.png", "probe.json"
-PILOT_FILE, PILOT_SEED, PILOT_ITERATIONS, PILOT_SECONDS = "pilot.json", 100, 15, 110
+PILOT_FILE, PILOT_SEED, PILOT_ITERATIONS = "pilot.json", 100, 15
 METRICS = {
     "sampler": "reward/mean",
     "log_ratio": "mismatch/abs_log_ratio",
@@ -105,7 +105,7 @@ def piloted(out: Path, rates: Sequence[float], extra: Sequence[str], gpu: str, d
     file = out / "results" / PILOT_FILE
     if not file.is_file():
         jobs = pilot_jobs(out, rates, extra)
-        evidence.run_until(list(jobs.values()), len(jobs), min(deadline, time.monotonic() + PILOT_SECONDS), gpu)
+        evidence.run_until(list(jobs.values()), len(jobs), deadline, gpu)
         found = {f"{rate:g}": Run(job.folder).accuracy.values for rate, job in jobs.items()}
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(found, indent=1) + "\n")
