@@ -118,16 +118,6 @@ PLUGINS: dict[str, dict[str, Any]] = {"QATAligned": {"weights": "fp8_row"}, "Uni
 PACKED = ("nvfp4", "int4_group")
 """What a base that is drawn at random is packed in."""
 WARM_UP = 2
-STACKS = """
-import faulthandler, sys
-
-seconds, path = sys.argv[1:3]
-faulthandler.dump_traceback_later(float(seconds), repeat=True, file=open(path, "w"))
-from lit_qrl.cli.main import main
-
-main(sys.argv[3:])
-"""
-"""Runs the command, and writes the stack of every thread into a file, again and again."""
 PHASES = ("publish", "rollout", "wait", "score", "update", "evaluate", "checkpoint", "other")
 
 
@@ -145,7 +135,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt")
     parser.add_argument("--models", type=Path, help="where model folders are kept (default: nowhere)")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for each run")
-    parser.add_argument("--stacks", type=float, help="write what each run is doing every so many seconds, beside --out")
     parser.add_argument(
         "--set", nargs=argparse.REMAINDER, default=[], help="last: further options of fit, such as --a.b c"
     )
@@ -261,10 +250,7 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
     config = run.with_suffix(".yaml")
     config.write_text(yaml.safe_dump(configuration(args, case, model, run, checkpoints)))
     log = run.with_suffix(".log").open("w")
-    options = ["fit", "--config", str(config), *args.set]
-    command = [sys.executable, "-m", "lit_qrl.cli", *options]
-    if args.stacks and args.out:
-        command = [sys.executable, "-c", STACKS, str(args.stacks), f"{args.out.resolve()}.{run.name}.stacks", *options]
+    command = [sys.executable, "-m", "lit_qrl.cli", "fit", "--config", str(config), *args.set]
     if case["peer"] == "trl":
         command = [sys.executable, str(Path(__file__).with_name("trl_iteration.py")), str(config), str(run)]
     paths = os.pathsep.join([str(Path(__file__).parent), str(ROOT), *sys.path[1:]])
