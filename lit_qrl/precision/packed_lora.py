@@ -1,4 +1,4 @@
-"""QeRL's learner: a frozen base packed in 4 bits under a LoRA adapter."""
+"""QeRL's learner: a frozen base packed in 4 or 8 bits under a LoRA adapter."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -14,6 +14,7 @@ from typing_extensions import override
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
+from lit_qrl.formats.support import lacking
 from lit_qrl.network.adapters import base_weights, merged_weights
 from lit_qrl.network.experts import ExpertStack, expert_stacks
 from lit_qrl.network.linears import SwapReport, check_quantizable, fused_groups, quantizable_linears
@@ -21,35 +22,40 @@ from lit_qrl.network.names import base_of, checkpoint_modules, checkpoint_name, 
 from lit_qrl.network.quantized_linear import leave_to_each_rank
 from lit_qrl.network.stacked import StackQuantizer
 from lit_qrl.network.stream import Finite, quantize_named, shared_amax
-from lit_qrl.precision.base import QuantizedPrecision, check_shapes, network_of
+from lit_qrl.precision.base import QuantizedPrecision, check_shapes, device_of, network_of
 from lit_qrl.precision.deferred import DeferredWeights, deferred_weights
 from lit_qrl.precision.layers.packed_experts import PackedExperts
-from lit_qrl.precision.layers.packed_linear import PackedLinear
+from lit_qrl.precision.layers.packed_linear import PackedLinear, Product
 from lit_qrl.precision.packed_base import PackedBase
 from lit_qrl.precision.source import Named, WeightSource
 from lit_qrl.precision.vllm_kernels.borrowed import WeightStore, borrow
+from lit_qrl.precision.vllm_kernels.choice import KernelChoice
 
 log = logging.getLogger(__name__)
 
 
 class PackedLoRA(QuantizedPrecision):
-    """A frozen base in a weight-only format under a trained adapter, as in QeRL (§3).
+    """A frozen base in few bits under a trained adapter, as in QeRL (§3).
 
     The base is packed once, layer by layer, when the policy is configured; it gets no gradient, no optimizer state
-    and no place in the checkpoint, which keeps a fingerprint of it instead. Its weights are multiplied out for each
-    layer in the forward pass and again in the backward pass, never kept.
+    and no place in the checkpoint, which keeps a fingerprint of it instead. Weights of a weight-only format are
+    multiplied out for each layer in the forward pass and again in the backward pass, never kept. A format of 8 bits
+    multiplies as its sampler does, inputs quantized: y = Q(x) Q(W)ᵀ + s (x Aᵀ) Bᵀ; backward the rounding of x has the
+    derivative 1, and the weight is multiplied out: dx = g Q(W) + s (g B) A.
 
     Args:
-        format: any weight-only number format, such as `nvfp4`, `mxfp4`, `nf4` or `int4_group`.
+        format: a weight-only number format, such as `nvfp4`, `mxfp4`, `nf4` or `int4_group`, or one of 8 bits:
+            `fp8_row`, `fp8_block`, `fp8_tensor` or `int8_channel`.
         exclude: globs over names of linear layers that stay as they are, beside embeddings, output and routers.
         autocast: run the other operations in bf16 over fp32 adapters; `none` leaves each in its own dtype.
         share_weights: hold the base once: after its publish the learner reads the engine's own tensors. Needs
             VLLMEngine on CUDA with `sleep_level: 0` and nvfp4; until then the codes wait in the host's memory.
-        kernel: of the forward pass over a shared base: `dequantize` multiplies each weight out, as without sharing;
-            `marlin` is the sampler's own kernel.
+        kernel: of the forward pass. `auto` takes the format's own arithmetic, that of the sampler's kernel where vLLM
+            samples and has one; a weight-only format, and FP8 on a GPU without it, which is said, takes `dequantize`:
+            each weight multiplied out, and inputs left alone. `marlin` is the sampler's kernel of a shared base.
 
     Raises:
-        ConfigError: for a format that quantizes activations or packs nothing.
+        ConfigError: for a format that packs nothing, or of which no frozen base is held.
     """
 
     packs_base = True
@@ -61,25 +67,26 @@ class PackedLoRA(QuantizedPrecision):
         exclude: Sequence[str] = (),
         autocast: Literal["none", "bf16"] = "none",
         share_weights: bool = False,
-        kernel: Literal["dequantize", "marlin"] = "dequantize",
+        kernel: Literal["auto", "dequantize", "marlin"] = "auto",
     ) -> None:
-        found = formats.get(format)
-        if found.quantizes_activations or isinstance(found, formats.Dense):
-            raise ConfigError(
-                f"{type(self).__name__} holds a packed base, which {found.name} is not made for.",
-                expected="a weight-only format: nvfp4, mxfp4, nf4 or int4_group",
-                given=found.name,
-                remedy="Use QATAligned for formats that quantize activations.",
-            )
+        found = _that_packs(type(self).__name__, format)
         super().__init__(found, exclude, autocast)
-        if kernel not in ("dequantize", "marlin") or (kernel == "marlin" and not share_weights):
+        if kernel not in ("auto", "dequantize", "marlin") or (kernel == "marlin" and not share_weights):
             raise ConfigError(
                 f"{type(self).__name__}'s kernel cannot be had.",
-                expected="dequantize, or marlin with share_weights: true, whose tensors it reads",
+                expected="auto or dequantize, or marlin with share_weights: true, whose tensors it reads",
                 given=f"{kernel} with share_weights: {str(share_weights).lower()}",
             )
         self.share_weights, self.kernel = share_weights, kernel
+        self.choice = KernelChoice("auto", found)
         self.fingerprint: str | None = None
+
+    @property
+    def product(self) -> Product:
+        """How the layers multiply in the forward pass, on a device that knows the format."""
+        if self.kernel == "auto":
+            return "format" if self.format.quantizes_activations else "dequantize"
+        return self.kernel
 
     @override
     def configure_policy(self, policy: Any) -> None:
@@ -198,7 +205,7 @@ class PackedLoRA(QuantizedPrecision):
         """Put experts that are packed one by one, or lie so in a base's folder, in the place of a stack."""
         weights = {matrix: plain.get_parameter(matrix).detach() for matrix in stack.parts}
         device = next(iter(weights.values())).device
-        apart = PackedExperts(stack, plain, lambda shape: PackedLinear(self.format, shape, cache=False))
+        apart = PackedExperts(stack, plain, lambda shape: self._empty(PackedLinear(self.format, shape, cache=False)))
         layers = {name: layer for name, layer in apart.named_modules() if isinstance(layer, PackedLinear)}
         if base is not None:
             for name, shape in stack.layers().items():
@@ -209,11 +216,16 @@ class PackedLoRA(QuantizedPrecision):
         network.set_submodule(stack.name, apart)
 
     def _place(self, network: nn.Module, name: str, linear: nn.Linear, q: QuantizedWeight) -> None:
-        packed: Any = PackedLinear.from_linear(linear, self.format, cache=False)
+        packed = self._empty(PackedLinear.from_linear(linear, self.format, cache=False))
         packed.set_weight(q)
         if self.share_weights:
             packed.wait_on_host()
         put_layer(network, name, packed)
+
+    def _empty(self, layer: Any) -> PackedLinear:
+        """Return a layer that waits for its weight, told how to multiply; over a shared base the engine is awaited."""
+        layer.kernel = "dequantize" if self.product == "marlin" else self.product
+        return layer
 
     def packed(self, policy: Any) -> dict[str, PackedLinear]:
         """Return the packed layers of a policy or network by checkpoint name."""
@@ -233,8 +245,24 @@ class PackedLoRA(QuantizedPrecision):
                 given=type(module).__name__,
             )
         self.fingerprint = fingerprint_of(layers)
+        if self.product == "format":
+            self._take_kernels(module, layers)
         leave_to_each_rank(module)
         return module
+
+    def _take_kernels(self, module: nn.Module, layers: dict[str, PackedLinear]) -> None:
+        """Let the layers multiply as the run's sampler does, or by weights multiplied out on a GPU without FP8."""
+        found = lacking(type(self).__name__, self.format, device_of(module), own=True)
+        if found is not None:
+            log.warning(
+                "{what} Expected: {expected}. Given: {given}. The base is multiplied out and inputs are left alone, so "
+                "that learner and sampler differ by the rounding of activations, for which configs/correction/ has "
+                "corrections.".format(**found)
+            )
+        self.choice.follow(module)
+        for name, layer in layers.items():
+            layer.kernel = "dequantize" if found is not None else "format"
+            layer.layer_name, layer.choice = name, self.choice
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -262,11 +290,24 @@ class PackedLoRA(QuantizedPrecision):
         return PackedSource(self, policy, format, exclude, head)
 
 
+def _that_packs(user: str, format: NumberFormat | str) -> NumberFormat:
+    """Return the format of that name, of which a frozen base can be held."""
+    found = formats.get(format)
+    if not found.packs:
+        raise ConfigError(
+            f"{user} holds a packed base, which {found.name} is not made for.",
+            expected="weight-only format (nvfp4, mxfp4, nf4, int4_group), fp8_row, fp8_block, fp8_tensor, int8_channel",
+            given=found,
+            remedy="Use QATAligned for other formats that quantize activations.",
+        )
+    return found
+
+
 class NVFP4LoRA(PackedLoRA):
     """`PackedLoRA` whose base is NVFP4 unless told otherwise (QeRL, §3).
 
     Args:
-        format: any weight-only number format, such as `nvfp4`, `mxfp4`, `nf4` or `int4_group`.
+        format: any of those that `PackedLoRA` takes.
         **options: those of `PackedLoRA`.
     """
 
@@ -324,6 +365,18 @@ class PackedSource(WeightSource):
         return self._stream(merged_weights(network, next(network.parameters()).dtype), None, (), dtype)
 
     @override
+    @contextmanager
+    def as_sampled(self) -> Iterator[None]:
+        before = {layer: layer.kernel for layer in self.plugin.packed(self.policy).values()}
+        for layer in before if self.plugin.format.quantizes_activations else ():
+            layer.kernel = "format"
+        try:
+            yield
+        finally:
+            for layer, kernel in before.items():
+                layer.kernel = kernel
+
+    @override
     def settle(self, engine: WeightStore) -> None:
         """Share the base with the engine that just received it, where the plugin's `share_weights` asks for that.
 
@@ -342,7 +395,7 @@ class PackedSource(WeightSource):
         taken = borrow(layers, plain, engine)
         for layer in layers.values():
             if layer.stored is not None and layer.stored.aligned:
-                layer.kernel = self.plugin.kernel
+                layer.kernel = self.plugin.product
         log.info("%s: %d weights are the engine's own", type(self.plugin).__name__, len(taken))
 
 
