@@ -77,7 +77,8 @@ class PackedLoRA(QuantizedPrecision):
                 expected="auto or dequantize, or marlin with share_weights: true, whose tensors it reads",
                 given=f"{kernel} with share_weights: {str(share_weights).lower()}",
             )
-        self.share_weights, self.kernel = share_weights, kernel
+        self.share_weights = share_weights
+        self.kernel: Literal["auto", "dequantize", "marlin"] = kernel
         self.choice = KernelChoice("auto", found)
         self.fingerprint: str | None = None
 
@@ -367,7 +368,7 @@ class PackedSource(WeightSource):
     @override
     @contextmanager
     def as_sampled(self) -> Iterator[None]:
-        before = {layer: layer.kernel for layer in self.plugin.packed(self.policy).values()}
+        before: dict[PackedLinear, Product] = {one: one.kernel for one in self.plugin.packed(self.policy).values()}
         for layer in before if self.plugin.format.quantizes_activations else ():
             layer.kernel = "format"
         try:
