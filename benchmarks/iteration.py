@@ -18,6 +18,7 @@ moe-30b    Qwen3-30B-A3B's shape, drawn at random and packed layer by layer: att
            nvfp4`, `int4_group`) under a LoRA of rank 32 on attention, with routing replay or without (`--replay`)
 
     python benchmarks/iteration.py --cases full-3b --arms bf16 fp8_row UnifiedFP8 QATAligned --checkpoints none
+    python benchmarks/iteration.py --cases lora-7b --arms bf16 fp8_row PackedLoRA-fp8_row --checkpoints none
     python benchmarks/iteration.py --cases parts-8b --devices 2 --checkpoints none
     python benchmarks/iteration.py --cases apart-8b --arms fp8_row --schedules on_policy one_step_off --checkpoints none
     python benchmarks/iteration.py --cases full-1.5b --peers here trl trl here --checkpoints none
@@ -113,8 +114,15 @@ CASES: dict[str, dict[str, Any]] = {
     "moe-30b": {"shape": "30b-a3b", "prompts": 4, "completion": 300, "micro_batches": 2, "lora": LORA, "replay": "on"},
     "llada-8b": {"shape": "llada-8b", "prompts": 2, "completion": 256, "micro_batches": 4, "lora": LARGE_LORA},
 }
-ARMS = ("bf16", "fp8_row", "QATAligned", "UnifiedFP8", "nvfp4", "int4_group")
-PLUGINS: dict[str, dict[str, Any]] = {"QATAligned": {"weights": "fp8_row"}, "UnifiedFP8": {}}
+PLUGINS: dict[str, dict[str, Any]] = {
+    "QATAligned": {"class_path": "QATAligned", "init_args": {"weights": "fp8_row"}},
+    "UnifiedFP8": {"class_path": "UnifiedFP8", "init_args": {}},
+    **{
+        f"PackedLoRA-{format}": {"class_path": "PackedLoRA", "init_args": {"format": format, "autocast": "bf16"}}
+        for format in ("fp8_row", "fp8_block")
+    },
+}
+ARMS = ("bf16", "fp8_row", *PLUGINS, "nvfp4", "int4_group")
 PACKED = ("nvfp4", "int4_group")
 """What a base that is drawn at random is packed in."""
 WARM_UP = 2
@@ -351,7 +359,7 @@ def configuration(
         packed = case["arm"] if case["arm"] in PACKED else "nvfp4"
         plugins = [{"class_path": "NVFP4LoRA", "init_args": {"format": packed, "autocast": "bf16"}}]
     if case["arm"] in PLUGINS:
-        plugins = [{"class_path": case["arm"], "init_args": PLUGINS[case["arm"]]}]
+        plugins = [PLUGINS[case["arm"]]]
     policy = {
         "model": str(model),
         "tokenizer": str(model / "tokenizer"),

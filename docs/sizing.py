@@ -123,6 +123,8 @@ def parts(shape: str, row: Row, groups: int = GROUPS, completion: int = COMPLETI
         group_size=GROUP,
         mini_batches=1,
         micro_batches=1,
+        parts=1,
+        budget=None,
     )
     module: Any = SimpleNamespace(
         policy=policy,

@@ -127,7 +127,7 @@ class GRPOModule(Described, LightningModule):
         with balanced(self) as balance:
             forward = self.policy(batch, self.temperature, entropy=True, entropy_gradient=bonus, routes=replays)
         self.iteration.logprobs = forward.logprobs.detach()
-        if batch_idx < self.data.micro_batches:
+        if batch_idx < self.data.parts:
             self.iteration.remember_old(micro_batch, forward.logprobs)
         weigh_here(self, batch, forward.logprobs)
         terms = self.objective.terms(forward.logprobs, shifted(self, batch, forward.gates), forward.entropy)
@@ -145,7 +145,7 @@ class GRPOModule(Described, LightningModule):
         for name, pair in metrics.items():
             record.add(name, pair)
         record.add("update/entropy", torch.stack([(entropy.detach() * mask).sum(), mask.sum().float()]))
-        parts = self.data.micro_batches * self.trainer.world_size  # of a mini-batch, whose loss is their sum
+        parts = self.data.parts * self.trainer.world_size  # of a mini-batch, whose loss is their sum
         record.add("update/loss", torch.stack([loss.detach(), loss.new_tensor(1 / parts)]))
 
     @property
@@ -281,13 +281,22 @@ class GRPOModule(Described, LightningModule):
 
     def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:
         """Decide at the first micro-batch of an optimizer step whether it has anything to learn from."""
-        if batch_idx % self.data.micro_batches == 0:
+        if batch_idx % self.data.parts == 0:
             self.iteration.skip_step = not bool(batch.has_signal)
         self.iteration.update_begins()
+        if self.data.budget is not None:
+            self.data.budget.pass_begins(self, batch.batch)
+
+    def on_after_backward(self) -> None:
+        """Take what the pass needed of memory, where micro-batches follow from it."""
+        if self.data.budget is not None:
+            self.data.budget.pass_ends(self)
 
     def on_train_batch_end(self, outputs: Any, batch: MicroBatch, batch_idx: int) -> None:
         """Close the iteration after its last update."""
         if self.trainer.is_last_batch:
+            if self.data.budget is not None:
+                self.data.budget.end(self)
             close(self)
 
     def on_train_epoch_end(self) -> None:

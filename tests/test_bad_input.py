@@ -488,9 +488,9 @@ KNOWN_BEFORE_A_MODEL = {
         callback("AQNNoise", num_stages=10),
         ["more stages", "at most trainer.max_epochs = 1", "Given: 10", "Lower num_stages, or raise trainer.max_epochs"],
     ),
-    "format that activations are quantized in, under an adapter": (
-        plugin("NVFP4LoRA", format="fp8_row"),
-        ["weight-only format", "Given: fp8_row", "QATAligned"],
+    "format of which no base is held, under an adapter": (
+        plugin("NVFP4LoRA", format="bf16"),
+        ["weight-only format", "fp8_row", "Given: bf16", "QATAligned"],
     ),
     "more tokens than the model has positions": (
         ["--data.max_completion_tokens", 100],

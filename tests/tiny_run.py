@@ -138,7 +138,7 @@ def build(
         "log_every_n_steps": 1,
         "enable_model_summary": False,
         "use_distributed_sampler": False,
-        "accumulate_grad_batches": module_data.micro_batches,
+        "accumulate_grad_batches": module_data.parts,
         "enable_progress_bar": False,
         "default_root_dir": str(folder / "run"),
         "logger": RunCSVLogger(folder / "run"),

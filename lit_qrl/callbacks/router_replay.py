@@ -85,7 +85,7 @@ class RouterReplay(RLCallback):
         metrics.update({f"routing/{name}": value for name, value in load_balance(routes, experts).items()})
         if not self.compare_every or trainer.current_epoch % self.compare_every:
             return
-        chunks, own = module.data.mini_batches * module.data.micro_batches, torch.full_like(routes, 0)
+        chunks, own = module.data.mini_batches * module.data.parts, torch.full_like(routes, 0)
         with module.iteration.timed("score"):
             free = module.score(replace(batch, routed_experts=None, router_logprobs=None), chunks, own)
             replayed = batch.learner_old_logprobs

@@ -77,7 +77,7 @@ class RunFolder(Checkpoint):
             seed_everything(0, verbose=False)
         if self._folder is None:
             self._set(trainer)
-        trainer.accumulate_grad_batches = data.micro_batches
+        trainer.accumulate_grad_batches = data.parts
         self._choose(trainer)
 
     def _set(self, trainer: Trainer) -> None:

@@ -85,11 +85,20 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> No
     trained = learner.count(learner.trained)
     print(f"{trained:,} of {sum(one.numel() for one in learner.shapes.values()):,} parameters are trained.\n")
     print(as_table(table))
-    print("\nActivations come on top: they grow with the tokens of a micro-batch.\n")
+    tokens = by_tokens(data, trainer.strategy.root_device)
+    print(f"\nActivations come on top: they grow with the tokens of a micro-batch{tokens}.\n")
     for ids, text in first_prompts(data):
         print(f"Prompt of {len(ids)} tokens: {text[:SHOWN]!r}{' …' if len(text) > SHOWN else ''}")
     check_disk(table, room, folder)
     print("\nNothing was loaded. The configuration can be run.")
+
+
+def by_tokens(data: RolloutDataModule, device: torch.device) -> str:
+    """Return how many those are where `data.micro_batches` is auto, as the end of a sentence."""
+    if data.budget is None:
+        return ""
+    known = f", at most {data.budget.tokens}"
+    return f"{known} in the first iteration and by free memory after it" if data.budget.measures(device) else known
 
 
 def tensors(module: GRPOModule, trainer: Trainer) -> Tensors:
@@ -247,8 +256,10 @@ def _format_name(format: NumberFormat | None, plain: torch.dtype) -> str:
 
 def logits(data: RolloutDataModule, config: Any, device: torch.device) -> Part:
     """Return the memory of the logits that exist at a time, in fp32, and of their gradient."""
-    rows = data.prompts_per_rank // data.mini_batches * data.group_size // data.micro_batches
+    rows = data.prompts_per_rank // data.mini_batches * data.group_size // data.parts
     positions = rows * data.max_completion_tokens
+    if data.budget is not None:
+        positions = min(positions, max(data.budget.tokens, data.max_completion_tokens))
     chunk = max(1, CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"]) // config.vocab_size)
     held = min(positions, chunk)
     return Part("logits", 2 * held * config.vocab_size * 4, f"{held} of {positions} positions at a time")

@@ -1,4 +1,4 @@
-"""`lit-qrl quantize`: a plain checkpoint becomes one in a weight-only format."""
+"""`lit-qrl quantize`: a plain checkpoint becomes one in a format of 4 or 8 bits."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +34,8 @@ def quantize(
     calibration_tokens: int = 2048,
     seed: int = 0,
 ) -> "QuantizeReport":
-    r"""Write a model in a weight-only number format, layer by layer: memory holds one decoder layer and the shard being
-    written.
+    r"""Write a model in a number format of 4 or 8 bits, layer by layer: memory holds one decoder layer and the shard
+    being written.
 
     Examples:
       lit-qrl quantize --model Qwen/Qwen2.5-7B-Instruct --format nvfp4 --output quantized/7b-nvfp4
@@ -44,11 +44,11 @@ def quantize(
           --awq true --calibration open-thoughts/OpenThoughts-114k --calibration_column conversations
 
     The output is a Hugging Face folder: vLLM and transformers load it, and `lit-qrl fit` trains an adapter over it
-    (model.policy.model OUTPUT, with NVFP4LoRA in the same format). It appears when it is whole.
+    (model.policy.model OUTPUT, with PackedLoRA in the same format). It appears when it is whole.
 
     Args:
         model: folder with safetensors, or name on the hub.
-        format: nvfp4, mxfp4, int4_group or nf4.
+        format: nvfp4, mxfp4, int4_group, nf4, fp8_row, fp8_block, fp8_tensor or int8_channel.
         output: folder to make; new or empty.
         group_size: inputs per scale of int4_group (default: 128).
         exclude: linear layers that stay as they are, beside output head and routers: names, in which * stands for any
@@ -96,6 +96,13 @@ def quantize(
 
     options = {} if group_size is None else {"group_size": group_size}
     chosen = weight_only(format, **options)
+    if awq and chosen.quantizes_activations:
+        raise ConfigError(
+            f"AWQ weighs the rounding of weights alone, and {chosen.name} rounds activations too.",
+            expected="nvfp4, mxfp4, int4_group or nf4",
+            given=f"--format {chosen.name} --awq true",
+            remedy="Leave --awq out.",
+        )
     refuse_existing(output)
     source = local_folder(model, revision)
     place, sequences = _device(device), None

@@ -162,7 +162,8 @@ class QRLCLI(LightningCLI):
                 action="store_true",
                 help="Check everything, print memory by part and the first prompts, and load no weights.",
             )
-        parser.link_arguments("data.micro_batches", "trainer.accumulate_grad_batches")
+        source, target = "data.micro_batches", "trainer.accumulate_grad_batches"
+        parser.link_arguments(source, target, compute_fn=lambda given: 1 if given == "auto" else given)
 
     def _parse_ckpt_path(self) -> None:
         """Leave the configuration alone: the YAML is the record of a run, not the checkpoint."""

@@ -20,7 +20,8 @@ class RolloutDataset(IterableDataset):
         self.learner = learner
 
     def __len__(self) -> int:
-        return self.learner.data.updates * self.learner.data.micro_batches
+        data = self.learner.data  # before a rollout is cut by its tokens: one micro-batch a step
+        return data.updates * (data.micro_batches if data.budget is None else 1)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         yield from iterate(self.learner)

@@ -19,6 +19,7 @@ from lit_qrl.data.sizes import check_ranks, check_sizes
 from lit_qrl.data.task import Task
 from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.loop.ahead import Ahead, check_ahead, staleness_of
+from lit_qrl.loop.budget import TokenBudget
 from lit_qrl.loop.generation import scoring_progress
 from lit_qrl.loop.hooks import Learner
 from lit_qrl.loop.ranks import Slots, gather_objects, several_processes
@@ -49,13 +50,16 @@ class RolloutDataModule(Described, LightningDataModule):
         passes: times the whole rollout is trained on.
         mini_batches: optimizer steps per pass.
         micro_batches: forward and backward passes per optimizer step; lowers memory, leaves the gradient unchanged.
+            `auto` takes as many as each rollout's tokens need: at most `max_tokens_per_micro_batch`, or 8192, from the
+            second iteration on as many as a GPU's free memory allows, up to 32768.
         max_prompt_tokens: longest prompt.
         max_completion_tokens: longest completion.
         long_prompt: `drop` removes longer prompts and says how many; `error` stops.
         temperature: of the rollout; log-probs are those of the distribution at this temperature.
         top_p: nucleus mass of the rollout.
         top_k: most likely tokens kept in the rollout; 0 keeps all.
-        max_tokens_per_micro_batch: an upper bound on padded tokens; `setup` says which `micro_batches` meets it.
+        max_tokens_per_micro_batch: an upper bound on padded tokens; `setup` says which `micro_batches` meets it. With
+            `auto` it is of the tokens that are computed.
         evaluation_size: held-out problems used; 0 uses all.
         evaluation_samples: samples per problem for avg@k and pass@k.
         evaluation_temperature: of those samples.
@@ -81,7 +85,7 @@ class RolloutDataModule(Described, LightningDataModule):
         group_size: int = 8,
         passes: int = 1,
         mini_batches: int = 1,
-        micro_batches: int = 1,
+        micro_batches: int | Literal["auto"] = 1,
         max_prompt_tokens: int = 256,
         max_completion_tokens: int = 256,
         long_prompt: Literal["drop", "error"] = "drop",
@@ -111,6 +115,7 @@ class RolloutDataModule(Described, LightningDataModule):
         self.long_prompt = long_prompt
         self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
+        self.budget = TokenBudget(max_tokens_per_micro_batch) if micro_batches == "auto" else None
         self.evaluation_size, self.evaluation_samples = evaluation_size, evaluation_samples
         self.evaluation_temperature, self.evaluation_top_p = evaluation_temperature, evaluation_top_p
         self.evaluation_greedy, self.evaluation_completion_tokens = evaluation_greedy, evaluation_completion_tokens
@@ -161,6 +166,11 @@ class RolloutDataModule(Described, LightningDataModule):
         return self.passes * self.mini_batches
 
     @property
+    def parts(self) -> int:
+        """Micro-batches of each optimizer step, in this iteration where tokens say how many."""
+        return self.micro_batches if isinstance(self.micro_batches, int) else self.budget.parts if self.budget else 1
+
+    @property
     def slots(self) -> Slots:
         """Which groups of an iteration this rank draws and learns from."""
         ranks = {} if self.trainer is None else {"world_size": self.trainer.world_size}
@@ -194,12 +204,13 @@ class RolloutDataModule(Described, LightningDataModule):
         longest = self.max_prompt_tokens + self.max_completion_tokens
         rows = self.prompts_per_rank // self.mini_batches * self.group_size
         limit = self.max_tokens_per_micro_batch
-        if limit is not None and rows // self.micro_batches * longest > limit:
+        sequences = 1 if self.budget is not None else rows // self.parts
+        if limit is not None and sequences * longest > limit:
             fits = [k for k in range(1, rows + 1) if rows % k == 0 and rows // k * longest <= limit]
             raise ConfigError(
                 "A micro-batch may exceed data.max_tokens_per_micro_batch.",
                 expected=f"at most {limit} padded tokens",
-                given=f"{rows // self.micro_batches} sequences × {longest} tokens",
+                given=f"{sequences} sequence{'s' if sequences > 1 else ''} × {longest} tokens",
                 remedy=f"Set data.micro_batches to {fits[0]}." if fits else "One sequence alone exceeds the limit.",
             )
         policy, limits = self.module.policy, (self.max_prompt_tokens, self.long_prompt)
@@ -349,14 +360,17 @@ class RolloutDataModule(Described, LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the stream of prompts, at the start of a rollout that is not finished."""
+        chosen = {} if self.budget is None or self.budget.chosen is None else {"micro_batch_tokens": self.budget.chosen}
         if self.ahead is None:
-            return {"position": self.position if self.unfinished is None else self.unfinished}
+            return {"position": self.position if self.unfinished is None else self.unfinished, **chosen}
         position, ahead = self.ahead.state(self.position, self.module.trainer.world_size == 1)
-        return {"position": position, "ahead": ahead}
+        return {"position": position, "ahead": ahead, **chosen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the saved position."""
         self.position = state_dict["position"]
+        if self.budget is not None and self.max_tokens_per_micro_batch is None:
+            self.budget.chosen = state_dict.get("micro_batch_tokens")
         saved = state_dict.get("ahead")
         if saved is not None and self.ahead is not None:
             self.ahead.load(saved)

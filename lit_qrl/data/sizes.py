@@ -7,7 +7,11 @@ from lit_qrl.errors import ConfigError
 
 def check_sizes(data: Any) -> None:
     """Raise `ConfigError` for sizes of a `RolloutDataModule` that are out of range or do not divide each other."""
-    positive = ("prompts_per_iteration", "group_size", "passes", "mini_batches", "micro_batches")
+    by_tokens = data.micro_batches == "auto"
+    if isinstance(data.micro_batches, str) and not by_tokens:
+        raise ConfigError("data.micro_batches is no number.", expected="one, or auto", given=data.micro_batches)
+    positive = ["prompts_per_iteration", "group_size", "passes", "mini_batches"]
+    positive += [] if by_tokens else ["micro_batches"]
     for name in (*positive, "max_prompt_tokens", "max_completion_tokens", "evaluation_samples"):
         if getattr(data, name) < 1:
             raise ConfigError(f"data.{name} is too small.", expected="at least 1", given=getattr(data, name))
@@ -28,7 +32,7 @@ def check_sizes(data: Any) -> None:
             remedy="Groups stay whole: change one of the two.",
         )
     rows = data.prompts_per_iteration // data.mini_batches * data.group_size
-    if rows % data.micro_batches:
+    if not by_tokens and rows % data.micro_batches:
         raise ConfigError(
             "A mini-batch is not divisible by data.micro_batches.",
             expected=f"a divisor of its {rows} sequences",
@@ -54,7 +58,7 @@ def check_ranks(data: Any, ranks: int) -> None:
             f"{data.prompts_per_iteration // data.mini_batches}, the groups of a mini-batch.",
         )
     rows = data.prompts_per_iteration // unit * data.group_size
-    if rows < data.micro_batches:
+    if data.micro_batches != "auto" and rows < data.micro_batches:
         raise ConfigError(
             "A rank has fewer sequences of a mini-batch than data.micro_batches.",
             expected=f"at most {rows}, since {ranks} ranks share a mini-batch",

@@ -74,6 +74,11 @@ class NumberFormat(ABC):
         return False
 
     @property
+    def packs(self) -> bool:
+        """True when a frozen base may be held in it: its codes are smaller than the weight, and their GEMM is known."""
+        return not self.quantizes_activations
+
+    @property
     @abstractmethod
     def bits_per_weight(self) -> float:
         """Bits of storage per weight, scales included (for a large layer)."""

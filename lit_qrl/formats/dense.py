@@ -18,6 +18,10 @@ class Dense(NumberFormat):
     suffixes: ClassVar[tuple[str, ...]] = ("weight",)
 
     @property
+    def packs(self) -> bool:
+        return False
+
+    @property
     def bits_per_weight(self) -> float:
         return float(torch.finfo(self.dtype).bits)
 

@@ -28,6 +28,10 @@ class Scaled(NumberFormat):
         return True
 
     @property
+    def packs(self) -> bool:
+        return True
+
+    @property
     def bits_per_weight(self) -> float:
         return 8.0
 
@@ -55,7 +59,9 @@ class Scaled(NumberFormat):
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         assert q.scales is not None
-        return (q.codes.float() * q.scales.float()).to(dtype)
+        made = dispatch.scaled_values(q.codes, q.scales, dtype)
+        # 16 bits hold the codes exactly, so this rounds once, and needs no copy of the weight in fp32
+        return q.codes.to(dtype).mul_(q.scales.float()) if made is None else made
 
     @abstractmethod
     def has_gemm(self, device: torch.device, shape: tuple[int, int]) -> bool:

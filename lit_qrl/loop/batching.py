@@ -1,6 +1,6 @@
 """How sequences become a padded batch, and how a mini-batch is cut into micro-batches."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -195,16 +195,84 @@ def deal_by_length(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """
     if parts > len(lengths):
         raise ValueError(f"Cannot deal {len(lengths)} sequences into {parts} micro-batches; lower data.micro_batches.")
-    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    low, high = max(max(lengths), 1), max(max(lengths), 1) * len(lengths)
+    longest = max(max(lengths), 1)
+    return _balanced(lambda capacity: padded_parts(lengths, capacity), longest, longest * len(lengths), parts)
+
+
+def deal_by_tokens(
+    completions: Sequence[int], prompts: Sequence[int], groups: Sequence[int], parts: int
+) -> list[list[int]]:
+    """Return the row indices of `parts` micro-batches whose tokens are balanced, where rows of a group share a prompt.
+
+    Args:
+        completions: tokens of each row's completion, at least `parts` of them.
+        prompts: tokens of each row's prompt.
+        groups: whose rows stay together where they fit, so that their prompt is computed once.
+        parts: number of micro-batches, each with at least one row.
+
+    >>> deal_by_tokens([1, 1, 5, 5, 2, 2], [4, 4, 1, 1, 3, 3], [0, 0, 1, 1, 2, 2], 2)
+    [[2, 3], [0, 1, 4, 5]]
+    """
+    low = max(max(p + c for p, c in zip(prompts, completions, strict=True)), 1)
+    high = max(sum(prompts) + sum(completions), low)
+    return _balanced(lambda capacity: token_parts(completions, prompts, groups, capacity), low, high, parts)
+
+
+def token_parts(
+    completions: Sequence[int], prompts: Sequence[int], groups: Sequence[int], capacity: int
+) -> list[list[int]]:
+    """Return rows in few micro-batches of at most `capacity` tokens, a group's prompt counted once in each.
+
+    The largest groups come first, each into the first micro-batch that has room for it (first fit, decreasing); one
+    that fits into none is cut. A longer row is alone.
+
+    >>> token_parts([1, 1, 5, 5, 2, 2], [4, 4, 1, 1, 3, 3], [0, 0, 1, 1, 2, 2], 11)
+    [[2, 3], [0, 1], [4, 5]]
+    """
+    rows: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        rows.setdefault(group, []).append(row)
+    units: list[tuple[int, list[int]]] = []
+    for members in rows.values():
+        prompt = prompts[members[0]]
+        size, unit = prompt, []
+        for row in members:
+            if unit and size + completions[row] > capacity:
+                units.append((size, unit))
+                size, unit = prompt, []
+            size, unit = size + completions[row], [*unit, row]
+        units.append((size, unit))
+    bins: list[list[int]] = []
+    taken: list[int] = []
+    for size, unit in sorted(units, key=lambda one: -one[0]):
+        place = next((index for index, used in enumerate(taken) if used + size <= capacity), len(bins))
+        if place == len(bins):
+            bins.append([])
+            taken.append(0)
+        bins[place] += unit
+        taken[place] += size
+    return [sorted(found) for found in bins]
+
+
+def padded_parts(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Return rows, longest first, in runs whose padded size is at most `capacity`; a longer row is alone.
+
+    >>> padded_parts([2, 9, 2, 3, 2, 2], 9)
+    [[1], [3, 0, 2], [4, 5]]
+    """
+    return _runs(sorted(range(len(lengths)), key=lambda row: -lengths[row]), lengths, capacity)
+
+
+def _balanced(cut: Callable[[int], list[list[int]]], low: int, high: int, parts: int) -> list[list[int]]:
+    """Return what `cut` makes at the smallest capacity that needs no more than `parts`, split into just as many."""
     while low < high:
         middle = (low + high) // 2
-        if len(_runs(order, lengths, middle)) <= parts:
+        if len(cut(middle)) <= parts:
             high = middle
         else:
             low = middle + 1
-    runs = _runs(order, lengths, low)
-    while len(runs) < parts:  # split the run with most rows: its padded size only shrinks
+    runs = cut(low)
+    while len(runs) < parts:  # split the run with most rows: its size only shrinks
         widest = max(range(len(runs)), key=lambda index: len(runs[index]))
         run = runs.pop(widest)
         runs[widest:widest] = [run[: len(run) // 2], run[len(run) // 2 :]]

@@ -173,7 +173,7 @@ def masked_anew(learner: Learner, rollout: RolloutBatch) -> list[RolloutBatch]:
 def score(learner: Learner, rollout: RolloutBatch) -> RolloutBatch:
     """Return the rollout with learner_old's and the reference's log-probs, where needed, and advantages."""
     data, objective = learner.data, learner.objective
-    chunks = data.mini_batches * data.micro_batches
+    chunks = data.mini_batches * data.parts if data.budget is None else data.budget.passes(learner, rollout)
     if needs_learner_old(learner):
         routes, rollout.router_logprobs = scored_routes(learner, rollout), scored_gates(learner, rollout)
         rollout.learner_old_logprobs = learner.score(rollout, chunks, routes)
@@ -198,14 +198,21 @@ def deal(learner: Learner, passes: Sequence[RolloutBatch]) -> Iterator[MicroBatc
     """
     data = learner.data
     generator = torch.Generator().manual_seed(derive_seed(data.base_seed, "deal", learner.trainer.current_epoch))
+    steps: list[tuple[RolloutBatch, torch.Tensor]] = []
     for number in range(data.passes):
         rollout = passes[min(number, len(passes) - 1)]
-        for groups in data.slots.mini_batches_of_pass(generator):
-            rows = rows_of(groups, data.group_size).to(learner.device)
-            mini_batch = rollout.select(rows, trim=False)
-            with learner.iteration.timed("score"):
-                total, has_signal = correct(learner, mini_batch)
-            lengths = mini_batch.total_length.tolist()
-            for part in deal_by_length(lengths, data.micro_batches):
-                chosen = torch.tensor(part, device=rows.device)
-                yield MicroBatch(mini_batch.select(chosen), total, rows[chosen], has_signal)
+        dealt = data.slots.mini_batches_of_pass(generator)
+        steps += [(rollout, rows_of(groups, data.group_size).to(learner.device)) for groups in dealt]
+    if data.budget is not None:
+        data.budget.begin(learner, steps)
+    for rollout, rows in steps:
+        mini_batch = rollout.select(rows, trim=False)
+        with learner.iteration.timed("score"):
+            total, has_signal = correct(learner, mini_batch)
+        if data.budget is None:
+            parts = deal_by_length(mini_batch.total_length.tolist(), data.parts)
+        else:
+            parts = data.budget.deal(learner, mini_batch)
+        for part in parts:
+            chosen = torch.tensor(part, device=rows.device)
+            yield MicroBatch(mini_batch.select(chosen), total, rows[chosen], has_signal)

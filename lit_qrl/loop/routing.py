@@ -123,7 +123,7 @@ def balanced(learner: Learner) -> Iterator[Callable[[RolloutBatch], Tensor | flo
             real = real_tokens(len(seen[0]), batch.total_length, batch.tokens.shape[1])
             value = balance_loss(seen, routers(network)[0].chosen, real)
             learner.iteration.metrics.value("routing/balance_loss", value)
-            return value * (coefficient / (learner.data.micro_batches * learner.trainer.world_size))
+            return value * (coefficient / (learner.data.parts * learner.trainer.world_size))
 
         yield loss
 

@@ -1,4 +1,4 @@
-"""A folder whose linear layers are in a weight-only format, as the frozen base of a policy."""
+"""A folder whose linear layers are in a format of 4 or 8 bits, as the frozen base of a policy."""
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from peft import PeftConfig
 from torch import nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats import MXFP4, NF4, NVFP4, Int4Group
+from lit_qrl.formats import MXFP4, NF4, NVFP4, FP8Block, FP8Row, FP8Tensor, Int4Group, Int8Channel
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.network.adapters import starts_from_base
 from lit_qrl.network.experts import ExpertStack, expert_stacks, names_apart
@@ -20,11 +20,11 @@ from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.precision.deferred import DeferredWeights
 
 # What tells a packed layer from a plain one among the names of its tensors.
-_MARKS = (".weight_packed", ".weight.absmax")
+_MARKS = (".weight_packed", ".weight_scale", ".weight.absmax")
 
 
 def packed_format(quantization: Mapping[str, Any]) -> NumberFormat | None:
-    """Return the weight-only format that a `quantization_config` describes, or None for another kind of folder.
+    """Return the format that a `quantization_config` describes, or None where no frozen base is held in it.
 
     Args:
         quantization: of a Hugging Face config.
@@ -33,27 +33,36 @@ def packed_format(quantization: Mapping[str, Any]) -> NumberFormat | None:
     NVFP4()
     >>> packed_format(Int4Group(group_size=64).quantization_config())
     Int4Group(group_size=64, activations=None)
+    >>> packed_format(FP8Row().quantization_config())
+    FP8Row()
     """
     method = quantization.get("quant_method")
     if method == "bitsandbytes":
         plain_nf4 = quantization.get("bnb_4bit_quant_type") == "nf4" and quantization.get("load_in_4bit")
         return NF4() if plain_nf4 and not quantization.get("bnb_4bit_use_double_quant") else None
     groups = list((quantization.get("config_groups") or {}).values())
-    if method != "compressed-tensors" or len(groups) != 1 or groups[0].get("input_activations"):
+    if method != "compressed-tensors" or len(groups) != 1:
         return None
-    weights = groups[0].get("weights") or {}
+    weights, inputs = (groups[0].get(part) or {} for part in ("weights", "input_activations"))
     sizes = [weights["group_size"]] if weights.get("group_size") else []
     candidates: list[NumberFormat] = [NVFP4(), MXFP4()]
     candidates += [Int4Group(group_size=size) for size in sizes if size > 0 and size % 8 == 0]
-    keys = ("num_bits", "type", "strategy", "group_size")
+    candidates += [FP8Row(), FP8Block(), FP8Tensor(), FP8Tensor("token"), Int8Channel()]
     for format in candidates:
         config = format.quantization_config()
-        own = config["config_groups"]["group_0"]["weights"]
+        own = config["config_groups"]["group_0"]
         named = quantization.get("format", config["format"]) == config["format"]
         plain = weights.get("symmetric", True) and not weights.get("actorder")
-        if named and plain and all(weights.get(key) == own[key] for key in keys):
+        made = inputs.get("symmetric", True) and bool(inputs.get("dynamic")) == bool(inputs)
+        alike = _alike(weights, own["weights"]) and _alike(inputs, own["input_activations"] or {})
+        if named and plain and made and alike:
             return format
     return None
+
+
+def _alike(given: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    keys = ("num_bits", "type", "strategy", "group_size", "block_structure")
+    return all(given.get(key) == own.get(key) for key in keys)
 
 
 def take_packed_format(config: Any, source: str, lora: PeftConfig | None, random_weights: bool) -> NumberFormat | None:
@@ -81,7 +90,8 @@ def take_packed_format(config: Any, source: str, lora: PeftConfig | None, random
             return None  # transformers has loaders of its own
         raise ConfigError(
             f"{source} is quantized in a way that no adapter can be trained over here.",
-            expected="the plain checkpoint, or weights alone in nvfp4, mxfp4, int4_group or nf4",
+            expected="the plain checkpoint, weights alone in nvfp4, mxfp4, int4_group or nf4, or one of fp8_row, "
+            "fp8_block, fp8_tensor and int8_channel, whose activations are quantized on the fly",
             given=f"compressed-tensors {quantization.get('format')}",
             remedy="Make one with lit-qrl quantize.",
         )

@@ -1,9 +1,8 @@
-"""QeRL's learner: a frozen base packed in 4 bits under a LoRA adapter."""
+"""QeRL's learner: a frozen base packed in 4 or 8 bits under a LoRA adapter."""
 
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from hashlib import blake2b
 from typing import Any, Literal
 
 import torch
@@ -14,42 +13,47 @@ from typing_extensions import override
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
-from lit_qrl.network.adapters import base_weights, merged_weights
+from lit_qrl.formats.support import lacking
 from lit_qrl.network.experts import ExpertStack, expert_stacks
 from lit_qrl.network.linears import SwapReport, check_quantizable, fused_groups, quantizable_linears
-from lit_qrl.network.names import base_of, checkpoint_modules, checkpoint_name, is_adapter, put_layer
+from lit_qrl.network.names import base_of, checkpoint_modules, put_layer
 from lit_qrl.network.quantized_linear import leave_to_each_rank
 from lit_qrl.network.stacked import StackQuantizer
 from lit_qrl.network.stream import Finite, quantize_named, shared_amax
-from lit_qrl.precision.base import QuantizedPrecision, check_shapes, network_of
+from lit_qrl.precision.base import QuantizedPrecision, check_shapes, device_of, network_of
 from lit_qrl.precision.deferred import DeferredWeights, deferred_weights
 from lit_qrl.precision.layers.packed_experts import PackedExperts
-from lit_qrl.precision.layers.packed_linear import PackedLinear
+from lit_qrl.precision.layers.packed_linear import PackedLinear, Product
 from lit_qrl.precision.packed_base import PackedBase
-from lit_qrl.precision.source import Named, WeightSource
-from lit_qrl.precision.vllm_kernels.borrowed import WeightStore, borrow
+from lit_qrl.precision.packed_source import PackedSource, fingerprint_of
+from lit_qrl.precision.source import WeightSource
+from lit_qrl.precision.vllm_kernels.choice import KernelChoice
 
 log = logging.getLogger(__name__)
 
 
 class PackedLoRA(QuantizedPrecision):
-    """A frozen base in a weight-only format under a trained adapter, as in QeRL (§3).
+    """A frozen base in few bits under a trained adapter, as in QeRL (§3).
 
     The base is packed once, layer by layer, when the policy is configured; it gets no gradient, no optimizer state
-    and no place in the checkpoint, which keeps a fingerprint of it instead. Its weights are multiplied out for each
-    layer in the forward pass and again in the backward pass, never kept.
+    and no place in the checkpoint, which keeps a fingerprint of it instead. Weights of a weight-only format are
+    multiplied out for each layer in the forward pass and again in the backward pass, never kept. A format of 8 bits
+    multiplies as its sampler does, inputs quantized: y = Q(x) Q(W)ᵀ + s (x Aᵀ) Bᵀ; backward the rounding of x has the
+    derivative 1, and the weight is multiplied out: dx = g Q(W) + s (g B) A.
 
     Args:
-        format: any weight-only number format, such as `nvfp4`, `mxfp4`, `nf4` or `int4_group`.
+        format: a weight-only number format, such as `nvfp4`, `mxfp4`, `nf4` or `int4_group`, or one of 8 bits:
+            `fp8_row`, `fp8_block`, `fp8_tensor` or `int8_channel`.
         exclude: globs over names of linear layers that stay as they are, beside embeddings, output and routers.
         autocast: run the other operations in bf16 over fp32 adapters; `none` leaves each in its own dtype.
         share_weights: hold the base once: after its publish the learner reads the engine's own tensors. Needs
             VLLMEngine on CUDA with `sleep_level: 0` and nvfp4; until then the codes wait in the host's memory.
-        kernel: of the forward pass over a shared base: `dequantize` multiplies each weight out, as without sharing;
-            `marlin` is the sampler's own kernel.
+        kernel: of the forward pass. `auto` takes the format's own arithmetic, that of the sampler's kernel where vLLM
+            samples and has one; a weight-only format, and FP8 on a GPU without it, which is said, takes `dequantize`:
+            each weight multiplied out, and inputs left alone. `marlin` is the sampler's kernel of a shared base.
 
     Raises:
-        ConfigError: for a format that quantizes activations or packs nothing.
+        ConfigError: for a format that packs nothing, or of which no frozen base is held.
     """
 
     packs_base = True
@@ -61,25 +65,27 @@ class PackedLoRA(QuantizedPrecision):
         exclude: Sequence[str] = (),
         autocast: Literal["none", "bf16"] = "none",
         share_weights: bool = False,
-        kernel: Literal["dequantize", "marlin"] = "dequantize",
+        kernel: Literal["auto", "dequantize", "marlin"] = "auto",
     ) -> None:
-        found = formats.get(format)
-        if found.quantizes_activations or isinstance(found, formats.Dense):
-            raise ConfigError(
-                f"{type(self).__name__} holds a packed base, which {found.name} is not made for.",
-                expected="a weight-only format: nvfp4, mxfp4, nf4 or int4_group",
-                given=found.name,
-                remedy="Use QATAligned for formats that quantize activations.",
-            )
+        found = _that_packs(type(self).__name__, format)
         super().__init__(found, exclude, autocast)
-        if kernel not in ("dequantize", "marlin") or (kernel == "marlin" and not share_weights):
+        if kernel not in ("auto", "dequantize", "marlin") or (kernel == "marlin" and not share_weights):
             raise ConfigError(
                 f"{type(self).__name__}'s kernel cannot be had.",
-                expected="dequantize, or marlin with share_weights: true, whose tensors it reads",
+                expected="auto or dequantize, or marlin with share_weights: true, whose tensors it reads",
                 given=f"{kernel} with share_weights: {str(share_weights).lower()}",
             )
-        self.share_weights, self.kernel = share_weights, kernel
+        self.share_weights = share_weights
+        self.kernel: Literal["auto", "dequantize", "marlin"] = kernel
+        self.choice = KernelChoice("auto", found)
         self.fingerprint: str | None = None
+
+    @property
+    def product(self) -> Product:
+        """How the layers multiply in the forward pass, on a device that knows the format."""
+        if self.kernel == "auto":
+            return "format" if self.format.quantizes_activations else "dequantize"
+        return self.kernel
 
     @override
     def configure_policy(self, policy: Any) -> None:
@@ -198,7 +204,7 @@ class PackedLoRA(QuantizedPrecision):
         """Put experts that are packed one by one, or lie so in a base's folder, in the place of a stack."""
         weights = {matrix: plain.get_parameter(matrix).detach() for matrix in stack.parts}
         device = next(iter(weights.values())).device
-        apart = PackedExperts(stack, plain, lambda shape: PackedLinear(self.format, shape, cache=False))
+        apart = PackedExperts(stack, plain, lambda shape: self._empty(PackedLinear(self.format, shape, cache=False)))
         layers = {name: layer for name, layer in apart.named_modules() if isinstance(layer, PackedLinear)}
         if base is not None:
             for name, shape in stack.layers().items():
@@ -209,11 +215,16 @@ class PackedLoRA(QuantizedPrecision):
         network.set_submodule(stack.name, apart)
 
     def _place(self, network: nn.Module, name: str, linear: nn.Linear, q: QuantizedWeight) -> None:
-        packed: Any = PackedLinear.from_linear(linear, self.format, cache=False)
+        packed = self._empty(PackedLinear.from_linear(linear, self.format, cache=False))
         packed.set_weight(q)
         if self.share_weights:
             packed.wait_on_host()
         put_layer(network, name, packed)
+
+    def _empty(self, layer: Any) -> PackedLinear:
+        """Return a layer that waits for its weight, told how to multiply; over a shared base the engine is awaited."""
+        layer.kernel = "dequantize" if self.product == "marlin" else self.product
+        return layer
 
     def packed(self, policy: Any) -> dict[str, PackedLinear]:
         """Return the packed layers of a policy or network by checkpoint name."""
@@ -233,6 +244,8 @@ class PackedLoRA(QuantizedPrecision):
                 given=type(module).__name__,
             )
         self.fingerprint = fingerprint_of(layers)
+        if self.product == "format":
+            _take_kernels(self, module, layers)
         leave_to_each_rank(module)
         return module
 
@@ -262,117 +275,46 @@ class PackedLoRA(QuantizedPrecision):
         return PackedSource(self, policy, format, exclude, head)
 
 
-class NVFP4LoRA(PackedLoRA):
-    """`PackedLoRA` whose base is NVFP4 unless told otherwise (QeRL, §3).
-
-    Args:
-        format: any weight-only number format, such as `nvfp4`, `mxfp4`, `nf4` or `int4_group`.
-        **options: those of `PackedLoRA`.
-    """
-
-    def __init__(self, format: NumberFormat | str = "nvfp4", **options: Any) -> None:
-        super().__init__(format, **options)
-
-
-class PackedSource(WeightSource):
-    """Yields a packed base as it is held, its adapter beside it; in another format, the sum of the two.
-
-    Args:
-        plugin: that packed the policy.
-        policy: as `WeightSource` takes it.
-        format: of the sampler's linear layers.
-        exclude: name patterns of layers that stay plain, in another format than the plugin's.
-        head: publish the output head in the format too, in another format than the plugin's.
-    """
-
-    packed = True
-
-    def __init__(
-        self, plugin: PackedLoRA, policy: Any, format: NumberFormat | None, exclude: Sequence[str], head: bool
-    ) -> None:
-        super().__init__(policy, format, exclude, head)
-        self.plugin, self.aligned = plugin, format == plugin.format
-
-    @override
-    def shapes(self) -> dict[str, tuple[int, int]]:
-        packed = {name: layer.shape for name, layer in self.plugin.packed(self.policy).items()}
-        return packed if self.aligned else {**packed, **super().shapes()}
-
-    @override
-    def base(self, dtype: torch.dtype | None) -> Named:
-        """Yield the base's tensors, the packed layers as they are held.
-
-        Raises:
-            ConfigError: for a shared base that the engine has damaged.
-        """
-        if not self.aligned:
-            return super().base(dtype)
-        layers, expected = self.plugin.packed(self.policy), self.plugin.fingerprint
-        if any(layer.stored is not None for layer in layers.values()) and fingerprint_of(layers) != expected:
-            raise ConfigError(
-                "The base that learner and engine share is damaged, and there is no other copy to publish.",
-                expected=f"fingerprint {expected}",
-                remedy="Start again from the last checkpoint.",
-            )
-        device = next(network_of(self.policy).parameters()).device
-        named = base_weights(network_of(self.policy), multiply_out=False)
-        return self._stream(named, self.format, list(layers), dtype, lambda name, _: layers[name].weight_on(device))
-
-    @override
-    def plain(self, dtype: torch.dtype | None) -> Named:
-        network = network_of(self.policy)
-        return self._stream(merged_weights(network, next(network.parameters()).dtype), None, (), dtype)
-
-    @override
-    def settle(self, engine: WeightStore) -> None:
-        """Share the base with the engine that just received it, where the plugin's `share_weights` asks for that.
-
-        Raises:
-            ConfigError: when the engine holds a layer in a layout that is not known.
-        """
-        if not (self.plugin.share_weights and self.aligned):
-            return
-        plain = {
-            checkpoint_name(name): parameter
-            for name, parameter in network_of(self.policy).named_parameters()
-            # vectors stay apart: a callback may perturb the engine's norms
-            if parameter.ndim == 2 and not parameter.requires_grad and not is_adapter(name)
-        }
-        layers = self.plugin.packed(self.policy)
-        taken = borrow(layers, plain, engine)
-        for layer in layers.values():
-            if layer.stored is not None and layer.stored.aligned:
-                layer.kernel = self.plugin.kernel
-        log.info("%s: %d weights are the engine's own", type(self.plugin).__name__, len(taken))
-
-
 def _moved(q: QuantizedWeight, device: torch.device) -> QuantizedWeight:
     scales, global_scale = (None if part is None else part.to(device) for part in (q.scales, q.global_scale))
     return QuantizedWeight(q.codes.to(device), scales, global_scale, q.format, q.shape)
 
 
-def fingerprint_of(layers: dict[str, PackedLinear]) -> str:
-    """Return a short digest of names, shapes and sampled codes of a packed base: equal for equal bases."""
-    digest = blake2b(digest_size=8)
-    names: list[str] = []
-    samples: list[Tensor] = []
+def _that_packs(user: str, format: NumberFormat | str) -> NumberFormat:
+    """Return the format of that name, of which a frozen base can be held."""
+    found = formats.get(format)
+    if not found.packs:
+        raise ConfigError(
+            f"{user} holds a packed base, which {found.name} is not made for.",
+            expected="weight-only format (nvfp4, mxfp4, nf4, int4_group), fp8_row, fp8_block, fp8_tensor, int8_channel",
+            given=found,
+            remedy="Use QATAligned for other formats that quantize activations.",
+        )
+    return found
+
+
+def _take_kernels(plugin: PackedLoRA, module: nn.Module, layers: dict[str, PackedLinear]) -> None:
+    """Let layers multiply as the run's sampler does, or by weights multiplied out on a GPU without FP8."""
+    found = lacking(type(plugin).__name__, plugin.format, device_of(module), own=True)
+    if found is not None:
+        log.warning(
+            "{what} Expected: {expected}. Given: {given}. The base is multiplied out and inputs are left alone, so "
+            "that learner and sampler differ by the rounding of activations, for which configs/correction/ has "
+            "corrections.".format(**found)
+        )
+    plugin.choice.follow(module)
     for name, layer in layers.items():
-        q = layer.weight
-        flat = q.codes.flatten()
-        # 64 codes spread over each layer tell two models apart without copying gigabytes to the host
-        samples.append(flat[:: max(flat.numel() // 64, 1)][:64].contiguous().view(torch.uint8))
-        names.append(f"{name} {q.format} {q.shape}")
-    for name, sample in zip(names, _on_host(samples), strict=True):
-        digest.update(name.encode() + sample)
-    return digest.hexdigest()
+        layer.kernel = "dequantize" if found is not None else "format"
+        layer.layer_name, layer.choice = name, plugin.choice
 
 
-def _on_host(samples: list[Tensor]) -> Iterator[bytes]:
-    """Yield the bytes of tensors, for which the host waits once for each device."""
-    devices = {one.device for one in samples}
-    held = {device: bytes(torch.cat([one for one in samples if one.device == device]).tolist()) for device in devices}
-    used = dict.fromkeys(devices, 0)
-    for one in samples:
-        start = used[one.device]
-        used[one.device] += len(one)
-        yield held[one.device][start : start + len(one)]
+class NVFP4LoRA(PackedLoRA):
+    """`PackedLoRA` whose base is NVFP4 unless told otherwise (QeRL, §3).
+
+    Args:
+        format: any of those that `PackedLoRA` takes.
+        **options: those of `PackedLoRA`.
+    """
+
+    def __init__(self, format: NumberFormat | str = "nvfp4", **options: Any) -> None:
+        super().__init__(format, **options)

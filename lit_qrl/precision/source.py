@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -121,6 +122,10 @@ class WeightSource:
     def plain_dtype(self, engine: torch.dtype | None) -> torch.dtype | None:
         """Return the dtype of tensors outside the format's layers, or None for their own; `engine` is what it wants."""
         return engine or (self.format.dtype if isinstance(self.format, Dense) else None)
+
+    def as_sampled(self) -> AbstractContextManager[None]:
+        """Return a context in which the learner computes as the sampler of an aligned publish does."""
+        return nullcontext()
 
     def settle(self, engine: WeightStore) -> None:
         """Let the learner read the base of an engine that just received it, where its plugin does so."""

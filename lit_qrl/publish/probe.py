@@ -148,7 +148,8 @@ class ScoreCheck:
             "merged": merged,
             "overrides": dict(altered) or None,
         }
-        with learner.iteration.timed("verify"), learner.trainer.precision_plugin.forward_context():
+        computing = learner.trainer.precision_plugin.forward_context()
+        with learner.iteration.timed("verify"), computing, source.as_sampled():
             expected = learner_scores(network, probe.tokens, **settings)
             scores = engine.score(probe.tokens)
             result = probe.compare(scores, expected)

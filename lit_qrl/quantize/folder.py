@@ -1,4 +1,4 @@
-"""A plain checkpoint becomes one in a weight-only format, one decoder layer at a time."""
+"""A plain checkpoint becomes one in a format of 4 or 8 bits, one decoder layer at a time."""
 
 import json
 import logging
@@ -67,26 +67,24 @@ class QuantizeReport:
 
 
 def weight_only(format: NumberFormat | str, **options: Any) -> NumberFormat:
-    """Return the weight-only format of that name.
+    """Return the format of that name: a weight-only one, or one of 8 bits that an adapter can be trained over.
 
     Raises:
-        ConfigError: for an unknown format, or one that quantizes activations or packs nothing.
+        ConfigError: for an unknown format, or one of which no frozen base is held.
     """
     found = formats.get(format, **options)
-    if not _weight_only(found):
+    if not found.packs:
         raise ConfigError(
-            f"{found.name} is no weight-only format.",
-            expected=" or ".join(
-                name for name in names_where(lambda row: row.folders) if _weight_only(formats.get(name))
-            ),
-            given=found.name,
-            remedy="Formats with quantized activations are made at each publish: set publisher.format.",
+            f"{found.name} is no weight-only format, nor one of 8 bits.",
+            expected=" or ".join(_packing(names_where(lambda row: row.folders))),
+            given=found,
+            remedy="Other formats are made at each publish: set publisher.format.",
         )
     return found
 
 
-def _weight_only(format: NumberFormat) -> bool:
-    return not (format.quantizes_activations or isinstance(format, formats.Dense))
+def _packing(names: Collection[str]) -> list[str]:
+    return [name for name in names if formats.get(name).packs]
 
 
 def quantize_checkpoint(
@@ -235,7 +233,7 @@ def _check_experts(stacks: Mapping[str, ExpertStack], format: NumberFormat) -> N
             remedy="Leave them plain with --exclude '*.experts', or quantize them at each publish: set "
             "publisher.format.",
         )
-    known = [name for name in names_where(lambda row: bool(row.folder_experts)) if _weight_only(formats.get(name))]
+    known = _packing(names_where(lambda row: bool(row.folder_experts)))
     readers = row_of(format).folder_experts
     if stacks and not readers:
         raise ConfigError(
@@ -250,7 +248,7 @@ def _check_experts(stacks: Mapping[str, ExpertStack], format: NumberFormat) -> N
             "'UNEXPECTED'. %s reads them%s.",
             format.name,
             " and ".join(readers),
-            ", and so does NVFP4LoRA" if _weight_only(format) else "",
+            ", and so does PackedLoRA" if format.packs else "",
         )
 
 

@@ -171,3 +171,15 @@ def test_masked_diffusion_has_a_cache_only_where_it_keeps_keys_and_values(run):
     assert sizes["sampler's weights"] > 0
     assert "KV cache" not in sizes
     assert "KV cache" in run("--data.engine.reuse", "prompt", quickstart="quickstart_diffusion")[1]
+
+
+def test_micro_batches_by_tokens_are_said_with_the_logits_that_they_leave(run):
+    _, whole, text = run()
+    assert "tokens of a micro-batch." in text
+    status, sizes, text = run("--data.micro_batches", "auto")
+    assert status == 0
+    assert "tokens of a micro-batch, at most 8192." in text
+    assert sizes["logits"] == whole["logits"]  # 256 completions of 12 tokens are fewer
+    _, limited, text = run("--data.micro_batches", "auto", "--data.max_tokens_per_micro_batch", 100)
+    assert "tokens of a micro-batch, at most 100." in text
+    assert limited["logits"] < sizes["logits"]

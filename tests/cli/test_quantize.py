@@ -65,7 +65,8 @@ def test_group_size_and_exclude_reach_the_format(model, tmp_path):
     "changed, match",
     [
         ({"format": "nvfp5"}, "no such number format.*nvfp4"),
-        ({"format": "fp8_row"}, "no weight-only format"),
+        ({"format": "bf16"}, "no weight-only format"),
+        ({"format": "fp8_row", "awq": "true", "calibration": "texts.jsonl"}, "weights alone.*--format fp8_row --awq"),
         ({"group_size": 32}, "no option 'group_size'"),
         ({"model_folder": "./nowhere"}, "model folder does not exist"),
         ({"awq": "true"}, "needs calibration text"),

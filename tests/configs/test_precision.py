@@ -48,7 +48,7 @@ def test_every_fragment_says_what_it_is_and_builds(path):
     for plugin in built.trainer.plugins or []:
         assert isinstance(plugin, precision.QuantizedPrecision)
         assert format == "auto"
-        assert (lora is not None) == isinstance(plugin, precision.NVFP4LoRA)
+        assert (lora is not None) == isinstance(plugin, precision.PackedLoRA)
         name = path.stem.removeprefix("qat_").removesuffix("_lora").replace("unified_fp8", "fp8_block")
         assert plugin.format.name == ("int4_group" if name.startswith("w4a8") else name)
         assert getattr(plugin.format, "activations", None) in {"w4a8_fp8": ["fp8"], "w4a8_int8": ["int8"]}.get(

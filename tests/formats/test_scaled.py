@@ -48,6 +48,21 @@ def test_codes_and_scales_by_row():
         Halves().quantize(WEIGHT / 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", SCALED)
+def test_a_code_times_its_scale_is_rounded_once(name, dtype):
+    format = formats.get(name)
+    for shape in ((256, 128), (130, 144)):  # of whole blocks and of parts
+        for stored in (torch.bfloat16, torch.float32):
+            q = format.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(stored))
+            scales = q.scales.double()
+            if name == "fp8_block":
+                scales = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
+            # 8 bits of code and 24 of scale fit into a double, so that the only rounding is to fp32 and then to dtype
+            expected = (q.codes.double() * scales).float().to(dtype)
+            assert torch.equal(format.dequantize(q, dtype), expected)
+
+
 def test_a_shared_amax_counts_where_the_format_shares_one():
     whole = torch.tensor(16.0)
     assert torch.equal(Halves().quantize(WEIGHT, whole).scales, Halves().quantize(WEIGHT).scales)

@@ -127,7 +127,7 @@ def learner_of(network, coefficient, micro_batches=2, world_size=3):
     return SimpleNamespace(
         policy=SimpleNamespace(network=network),
         objective=GRPO(load_balance_coefficient=coefficient),
-        data=SimpleNamespace(micro_batches=micro_batches),
+        data=SimpleNamespace(parts=micro_batches),
         trainer=SimpleNamespace(world_size=world_size),
         iteration=SimpleNamespace(metrics=IterationMetrics()),
     )

@@ -14,7 +14,8 @@ from lit_qrl.formats import MXFP4, NF4, NVFP4, FP8Block, FP8Row, FP8Tensor, Int4
 from lit_qrl.formats.base import QuantizedWeight
 from lit_qrl.formats.kernels import activations as acts
 from lit_qrl.formats.kernels import dispatch
-from lit_qrl.precision import NVFP4LoRA, QATAligned, UnifiedFP8
+from lit_qrl.network.quantized_linear import QuantizedLinear
+from lit_qrl.precision import NVFP4LoRA, PackedLoRA, QATAligned, UnifiedFP8
 from lit_qrl.precision.layers import block_fp8
 from lit_qrl.precision.layers.low_bit import StepClock
 from lit_qrl.precision.packed_lora import PackedLinear
@@ -328,3 +329,47 @@ def test_the_unified_plugin_picks_a_backend_that_runs():
     with pytest.raises(ConfigError, match=r"do not fit the FP8 GEMM.*\(128, 64\)"):
         plugin.convert_module(module.to(DEVICE))
     assert plugin.backend.name in ("te", "torch")
+
+
+@pytest.mark.parametrize("format", [FP8Row(), FP8Block(), FP8Tensor("token"), Int8Channel()], ids=str)
+def test_a_packed_base_of_8_bits_multiplies_as_the_embedded_sampler_and_keeps_no_second_copy(format):
+    """The reference of the gradient is the codes times their scales in double precision."""
+    torch.manual_seed(0)
+    linear = nn.Linear(1024, 512, bias=False, device=DEVICE, dtype=torch.bfloat16)
+    q = format.quantize(linear.weight)
+    layer, sampler = PackedLinear(format, q.shape, cache=False), QuantizedLinear(format, q.shape)
+    for one in (layer, sampler):
+        one.set_weight(q)
+    layer.kernel = "format"
+    x = torch.randn(2, 96, 1024, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    out = layer(x)
+    assert torch.equal(out.detach(), sampler(x.detach()))
+    upstream = torch.randn_like(out)
+    before = torch.cuda.memory_allocated()
+    (grad,) = torch.autograd.grad(out, x, upstream)
+    assert torch.cuda.memory_allocated() - before <= grad.nbytes + 2**20
+    scales = q.scales.double()
+    if isinstance(format, FP8Block):
+        scales = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    expected = upstream.double() @ (q.codes.double() * scales)
+    torch.testing.assert_close(grad.double(), expected, atol=2e-2, rtol=2e-2)
+    cosine = torch.nn.functional.cosine_similarity(grad.double().flatten(), expected.flatten(), dim=0)
+    assert cosine > 0.99999
+
+
+@pytest.mark.parametrize("format", ["fp8_row", "fp8_block"])
+def test_a_policy_over_an_8_bit_base_has_the_gradients_of_its_dequantized_twin(format):
+    """Under one adapter: inputs that are rounded move the gradient of its factors by little."""
+    grads = []
+    for kernel in ("auto", "dequantize"):
+        options = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+        policy = Policy(lora=options, dtype=torch.bfloat16)
+        policy.configure()
+        plugin = PackedLoRA(format, kernel=kernel, autocast="bf16")
+        plugin.configure_policy(policy)
+        plugin.convert_module(Module(policy).to(DEVICE))
+        with plugin.forward_context():
+            policy(torch.arange(24, device=DEVICE).view(4, 6)).log_softmax(-1)[..., 3].sum().backward()
+        grads.append(torch.cat([p.grad.flatten().float() for p in policy.parameters() if p.requires_grad]))
+    assert torch.nn.functional.cosine_similarity(*grads, dim=0) > 0.95
+    assert not torch.equal(*grads)

@@ -367,9 +367,11 @@ def test_a_config_that_is_no_causal_language_model(source, tmp_path):
 
 def test_formats_that_are_not_weight_only_or_unknown():
     assert weight_only("int4_group", group_size=64).group_size == 64
-    for name in ("fp8_row", "bf16", "int8_channel"):
-        with pytest.raises(ConfigError, match="no weight-only format"):
-            weight_only(name)
+    assert weight_only("fp8_row") == formats.get("fp8_row")
+    with pytest.raises(ConfigError, match=r"no weight-only format.*fp8_row.*nvfp4.*Given: bf16"):
+        weight_only("bf16")
+    with pytest.raises(ConfigError, match="activations fp8"):
+        weight_only("int4_group", activations="fp8")
     with pytest.raises(ConfigError, match="nvfp4"):
         weight_only("nvfp5")
 

@@ -148,6 +148,22 @@ def int4_values(codes: Tensor, scales: Tensor, group_size: int, dtype: torch.dty
     return values_triton.values(codes, scales, group_size, values_triton.INT4, shape, dtype)
 
 
+def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: int = 0) -> Tensor | None:
+    """Return codes of a byte times their scales, rounded once, from one kernel, or None where there is none.
+
+    Args:
+        codes: E4M3 or int8, "out in".
+        scales: one, "out 1", or with a `block` one for each square of that side.
+        dtype: of the weight.
+        block: side of what a scale covers, a power of two; 0 for a row or the whole.
+    """
+    if not (available_for_e4m3(codes) if codes.dtype == E4M3 else available(codes)):
+        return None
+    from lit_qrl.formats.kernels import values_triton
+
+    return values_triton.scaled_values(codes, scales, dtype, block)
+
+
 def fp4_values(
     codes: Tensor, scales: Tensor, block: int, dtype: torch.dtype, divisor: Tensor | None = None
 ) -> Tensor | None:

@@ -1,6 +1,6 @@
-"""Triton kernels that turn packed 4-bit weights into numbers and back; import it only where Triton and CUDA are.
+"""Triton kernels that turn low-bit weights into numbers and back; import it only where Triton and CUDA are.
 
-All formats here store blocks of consecutive weights, so a weight is one flat row of blocks: each program reads,
+The 4-bit formats store blocks of consecutive weights, so a weight is one flat row of blocks: each program reads,
 computes and writes one contiguous piece, a thread eight codes (one int32) and eight numbers (16 bytes of bf16).
 """
 
@@ -20,6 +20,8 @@ INT4, FP4, NF4 = 0, 1, 2
 # Words of eight codes that a program takes, and its warps: the fastest of what `benchmarks/low_bit.py` tries.
 WORDS, WARPS = 512, 4
 INT4_TILE, INT4_WARPS = 8192, 4
+SCALED = 2048
+"""Codes of a byte that a program takes, of one row."""
 _STEPS = tl.constexpr(INT4_STEPS)
 # Twice the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 of E2M1, four bits each, the first lowest.
 _E2M1 = tl.constexpr(0x0C8643210)
@@ -92,6 +94,42 @@ def values(
     _values_kernel[(triton.cdiv(count, words),)](
         flat, scales.contiguous(), scales if divisor is None else divisor, scales if table is None else table, out,
         count, each, kind, scales.dtype == torch.uint8, divisor is not None, per_scale // 8, words, num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _scaled_kernel(
+    codes, scales, out, columns, across, PER_ROW: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """A piece of a row: codes of a byte times their scales, rounded once."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    inside = column < columns
+    place = row * columns + column
+    value = tl.load(codes + place, mask=inside).to(tl.float32)
+    if BLOCK > 0:
+        scale = tl.load(scales + (row // BLOCK) * across + column // BLOCK, mask=inside)
+    else:
+        scale = tl.load(scales + row * PER_ROW + tl.zeros([SIZE], tl.int64), mask=inside)
+    tl.store(out + place, (value * scale.to(tl.float32)).to(out.dtype.element_ty), mask=inside)
+
+
+def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: int = 0) -> Tensor:
+    """Return the weight that codes of a byte and their scales stand for.
+
+    Args:
+        codes: E4M3 or int8, "out in".
+        scales: one, "out 1", or with a `block` "out/block in/block", rounded up.
+        dtype: of the weight.
+        block: side of the squares that share a scale; 0 for a row or the whole.
+    """
+    codes, scales = codes.contiguous(), scales.contiguous()
+    rows, columns = codes.shape
+    out = torch.empty((rows, columns), dtype=dtype, device=codes.device)
+    _scaled_kernel[(rows, triton.cdiv(columns, SCALED))](
+        codes, scales, out, columns, scales.shape[-1], int(not block and scales.numel() > 1), block, SCALED,
+        num_warps=WARPS,
     )  # fmt: skip
     return out
 

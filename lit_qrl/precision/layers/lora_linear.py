@@ -60,7 +60,7 @@ class _Up(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, down: Tensor, held: tuple[Any, Tensor, Tensor, nn.Linear | PackedLinear, float]) -> Tensor:
         ctx.first, x, low_b, ctx.base, ctx.scaling = held
-        out = _product(ctx.base, x.reshape(-1, x.shape[-1])).addmm_(down, low_b.t(), alpha=ctx.scaling)
+        out = _product(ctx.base, x).addmm_(down, low_b.t(), alpha=ctx.scaling)
         # no view in autograd's eyes: a model may add to it in place, as Falcon's does
         return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], out.shape[-1]])
 
@@ -82,7 +82,11 @@ def _scaled_product(left: Tensor, right: Tensor, factor: float) -> Tensor:
 
 
 def _product(base: Any, x: Tensor) -> Tensor:
-    """Return `x @ W.T + bias`: "n in" -> "n out", a new tensor in the dtype of `x`."""
+    """Return `x @ W.T + bias`: "... in" -> "n out", a new tensor in the dtype of `x`."""
+    if isinstance(base, PackedLinear) and base.kernel == "format":
+        # the input itself, which carries its codes from one layer that reads it to the next
+        return base.product(x).view(-1, base.out_features)
+    x = x.reshape(-1, x.shape[-1])
     if isinstance(base, PackedLinear):
         return base.product(x)
     return F.linear(x, base.weight.to(x.dtype), None if base.bias is None else base.bias.to(x.dtype))
@@ -123,7 +127,7 @@ class LoRALinear(PEFTLinear):
             return super().forward(x)
         low = self._lowered(a, b, x_low.dtype)
         down: Tensor = _Down.apply(x_low, a, b, low)  # pyright: ignore[reportAssignmentType]
-        held = (down.grad_fn, x_low.detach(), low[1], base, self.scaling[name])
+        held = (down.grad_fn, x_low, low[1], base, self.scaling[name])
         return _Up.apply(down, held)  # pyright: ignore[reportReturnType]
 
     def _plain(self, base: Any) -> str | None:

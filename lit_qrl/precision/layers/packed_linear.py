@@ -1,8 +1,8 @@
-"""A frozen linear layer in 4 bits: codes of its own, or the engine's."""
+"""A frozen linear layer in few bits: codes of its own, or the engine's."""
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,15 +15,21 @@ from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.network.shards import Divided, divided
 from lit_qrl.precision.layers.low_bit import autocast_input
 from lit_qrl.precision.vllm_kernels.borrowed import MarlinNVFP4
+from lit_qrl.precision.vllm_kernels.choice import KernelChoice
+
+Product = Literal["format", "dequantize", "marlin"]
+"""How the forward pass multiplies: as the format does, inputs quantized; by the weight multiplied out; as vLLM does."""
 
 
 class _Packed(torch.autograd.Function):
-    """`x @ W.T + b` over a packed weight that is multiplied out in each direction and never kept."""
+    """`x @ W.T + b` over a packed weight; where it is multiplied out, in each direction anew, it is never kept."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: "PackedLinear") -> Tensor:
         ctx.layer = layer
-        return layer.product(x)
+        out = layer.product(x)
+        # no view in autograd's eyes: a model may add to it in place, as Falcon's does
+        return torch.ops.aten._unsafe_view(out, list(out.shape))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -40,8 +46,10 @@ class PackedLinear(QuantizedLinear):
     """The weight in an engine's memory, in place of codes of its own."""
     parts: dict[str, Divided] | None = None
     """How codes and scales are gathered of which this process holds a part, for one product at a time."""
-    kernel: str = "dequantize"
-    """How a borrowed weight is multiplied in the forward pass."""
+    kernel: Product = "dequantize"
+    choice: KernelChoice | None = None
+    """The sampler's own kernel of the format, where it has one for the layer and samples with it."""
+    layer_name: str = ""
 
     def dequantized(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """Return the weight "out in", made anew; codes that lie elsewhere are brought to `device` for the call."""
@@ -56,7 +64,15 @@ class PackedLinear(QuantizedLinear):
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if self.kernel == "marlin" and self.stored is not None:
             return self.stored.multiply(x, bias)
-        return F.linear(x, self.dequantized(x.dtype, x.device), bias)
+        if self.kernel != "format":
+            return F.linear(x, self.dequantized(x.dtype, x.device), bias)
+        # made of the codes for this one product: nothing that the format's GEMM takes is kept beside them
+        q, own = self.weight_on(x.device), None
+        if self.choice is not None:
+            own = self.choice.pick(self.layer_name, self.shape, x)
+        if own is not None:
+            return own.apply(x, own.prepare(q, x.dtype), bias)
+        return self.format.apply(x, self.format.prepare(q, x.dtype), bias)
 
     @property
     def weight(self) -> QuantizedWeight:

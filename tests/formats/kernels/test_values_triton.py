@@ -53,7 +53,20 @@ def compare_stacks(device):
     assert torch.equal(bits(made.cpu()), bits(format.dequantize_stack(q)))
 
 
-COMPARISONS = [compare_int4, compare_values, compare_stacks]
+def compare_scaled(device):
+    from lit_qrl.formats.kernels import values_triton
+
+    for name in ("fp8_row", "fp8_tensor", "fp8_block", "int8_channel"):
+        format = formats.get(name)
+        for shape in ((6, 72), (130, 2184)):
+            q = format.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16))
+            block = 128 if name == "fp8_block" else 0
+            for dtype in (torch.float32, torch.bfloat16):
+                made = values_triton.scaled_values(q.codes.to(device), q.scales.to(device), dtype, block)
+                assert torch.equal(bits(made.cpu()), bits(format.dequantize(q, dtype))), (name, shape, dtype)
+
+
+COMPARISONS = [compare_int4, compare_values, compare_stacks, compare_scaled]
 
 
 @pytest.mark.vllm  # which brings Triton

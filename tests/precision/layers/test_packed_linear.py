@@ -13,7 +13,7 @@ FORMATS = {"nvfp4": {}, "mxfp4": {}, "nf4": {}, "int4_group": {"group_size": 32}
 
 def packed(name="nvfp4", shape=(64, 32), bias=True):
     torch.manual_seed(0)
-    format = formats.get(name, **FORMATS[name])
+    format = formats.get(name, **FORMATS.get(name, {}))
     linear = nn.Linear(*shape, bias=bias)
     layer = PackedLinear.from_linear(linear, format, cache=False)
     layer.set_weight(format.quantize(linear.weight))
@@ -41,10 +41,55 @@ def test_a_packed_layer_multiplies_and_differentiates_as_its_weight_would(name, 
     assert torch.allclose(inputs[0].grad, inputs[1].grad, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
 
 
-def test_nothing_of_full_size_is_kept_for_the_backward_pass():
-    format = formats.get("nvfp4")
+def rounded_rows(x, largest, round_to_code):
+    """Round each row to codes whose largest is `largest`, in double precision."""
+    scale = x.abs().amax(dim=-1, keepdim=True) / largest
+    return round_to_code(x / scale) * scale
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_of_8_bits_multiplies_rounded_inputs_and_passes_gradients_straight_through(bias):
+    """Rows of inputs are rounded to codes under a scale each; the weight's codes are those of its format."""
+    torch.manual_seed(0)
+    roundings = {
+        "fp8_row": (448.0, lambda v: v.float().to(torch.float8_e4m3fn).double()),
+        "int8_channel": (127.0, lambda v: v.round()),
+    }
+    for name, (largest, round_to_code) in roundings.items():
+        layer = packed(name, bias=bias)
+        layer.kernel = "format"
+        x = torch.randn(2, 3, 64, requires_grad=True)
+        weight = layer.codes.double() * layer.scales.double()
+        out = layer(x)
+        expected = rounded_rows(x.detach().double(), largest, round_to_code) @ weight.t()
+        expected = expected if layer.bias is None else expected + layer.bias.double()
+        # an input between two codes may go either way in fp32 and in double: a step of few of them
+        assert ((out.double() - expected).abs() < 1e-5).float().mean() > 0.9, name
+        torch.testing.assert_close(out.double(), expected, atol=0.05, rtol=0.02)
+        upstream = torch.randn_like(out)
+        out.backward(upstream)
+        torch.testing.assert_close(x.grad.double(), upstream.double() @ weight, atol=1e-5, rtol=1e-5)
+        assert not layer._prepared
+
+
+def test_an_input_of_several_layers_is_taken_whole_as_by_the_sampler():
+    """What a layer that quantizes its inputs gives is no view, so that a model may write to it."""
+    layer = packed("fp8_row")
+    layer.kernel = "format"
+    x = torch.randn(2, 3, 64, requires_grad=True)
+    out = layer(x)
+    expected = layer.format.linear(x.detach(), layer.weight, layer.bias)
+    assert torch.equal(out, expected)
+    out += 1.0
+    assert torch.equal(out.detach(), expected + 1.0)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_row"])
+def test_nothing_of_full_size_is_kept_for_the_backward_pass(name):
+    format = formats.get(name)
     linear = nn.Linear(256, 512, bias=False)
     layer = PackedLinear.from_linear(linear, format, cache=False)
+    layer.kernel = "format" if name == "fp8_row" else "dequantize"
     layer.set_weight(format.quantize(linear.weight))
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
@@ -85,10 +130,12 @@ def test_under_autocast_the_product_is_in_its_dtype():
     assert torch.equal(got, x.bfloat16() @ weight.t())
 
 
-def test_a_layer_of_which_a_process_holds_a_part_multiplies_by_the_whole(monkeypatch):
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_row"])
+def test_a_layer_of_which_a_process_holds_a_part_multiplies_by_the_whole(name, monkeypatch):
     """Another process's part comes when the product asks for it, and goes with it."""
-    layer, whole = packed(), packed()
-    other = packed()
+    layer, whole, other = packed(name), packed(name), packed(name)
+    for one in (layer, whole):
+        one.kernel = "format" if name == "fp8_row" else "dequantize"
     other.divide(SimpleNamespace(size=lambda: 2, rank=lambda: 1))
     layer.divide(SimpleNamespace(size=lambda: 2, rank=lambda: 0))
     assert layer.codes.untyped_storage().nbytes() == whole.codes.untyped_storage().nbytes() / 2
@@ -110,4 +157,5 @@ def test_a_layer_of_which_a_process_holds_a_part_multiplies_by_the_whole(monkeyp
 def same_codes(first, second):
     """Whether two layers hold the same codes and scales."""
     one, other = first.weight, second.weight
-    return torch.equal(one.codes, other.codes) and torch.equal(one.scales.float(), other.scales.float())
+    same = torch.equal(one.codes.view(torch.uint8), other.codes.view(torch.uint8))
+    return same and torch.equal(one.scales.float(), other.scales.float())
