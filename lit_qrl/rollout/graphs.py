@@ -86,7 +86,10 @@ def recorded(
         raise  # the batch is halved
     except RuntimeError as error:
         trust.broken = True
-        log.warning("A step cannot be recorded as a CUDA graph: steps are launched one by one. %s", error)
+        where = log.isEnabledFor(logging.DEBUG)
+        log.warning(
+            "A step cannot be recorded as a CUDA graph: steps are launched one by one. %s", error, exc_info=where
+        )
         step()
         return None
     before = [] if trust.checked else [one.clone() for one in results]

@@ -107,12 +107,19 @@ def test_a_call_that_memory_does_not_do_for_is_drawn_in_fewer_slots(monkeypatch,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [None, "fp8_row", "nvfp4"])
-@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9, "top_k": 12, "temperature": 0.8}, {"temperature": 0.0}])
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [
+        (None, {}),
+        (None, {"top_p": 0.9, "top_k": 12, "temperature": 0.8}),
+        (None, {"temperature": 0.0}),
+        ("fp8_row", {}),
+        ("nvfp4", {}),
+    ],
+)
 def test_replayed_steps_draw_what_launched_ones_draw(name, sampling, caplog, monkeypatch):
     from lit_qrl.rollout import graphs
 
-    # Dimensions that FP8 GEMMs take; the gain makes tokens sure enough for one rounding not to change them.
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
     network = build_network(Qwen3Config, dtype=torch.bfloat16, gain=1, norm=0.05, **sizes).cuda()
     params = SamplingParams(**{"max_tokens": 40, "stop_token_ids": (EOS,), **sampling})
@@ -121,18 +128,23 @@ def test_replayed_steps_draw_what_launched_ones_draw(name, sampling, caplog, mon
     found = replayed.generate(PROMPTS, 8, seed=5)
     assert replayed._replay.trust.checked
     assert not replayed._replay.trust.broken, caplog.text
-    assert found == replayed.generate(PROMPTS, 8, seed=5)
+    check_same(replayed.generate(PROMPTS, 8, seed=5), found, atol=1e-6)
 
     def refuse(*args):
         raise RuntimeError("not recorded")
 
     monkeypatch.setattr(graphs, "record", refuse)
     launched = engine_of(network, format, params, cuda_graphs=True, max_batch=12)
-    assert found == launched.generate(PROMPTS, 8, seed=5)
+    check_same(launched.generate(PROMPTS, 8, seed=5), found, atol=1e-6)
+    assert launched._replay.trust.broken
     old = engine_of(network, format, params, max_batch=12).generate(PROMPTS, 8, seed=5)
-    pairs = list(zip(found, old, strict=True))
-    same = [left for left, right in pairs if left.token_ids == right.token_ids]
-    assert len(same) >= 0.6 * len(pairs)  # where bf16 rounds otherwise, a token at an edge may differ
-    for left, right in pairs:
-        common = next((i for i, (a, b) in enumerate(zip(left.token_ids, right.token_ids)) if a != b), 1)  # noqa: B905
-        torch.testing.assert_close(left.logprobs[:common], right.logprobs[:common], atol=0.1, rtol=0)
+    # Where bf16 rounds otherwise, a token at an edge may differ, and all after it.
+    first = [left.token_ids[0] == right.token_ids[0] for left, right in zip(found, old, strict=True)]
+    assert sum(first) >= 0.9 * len(first)
+    if "top_p" not in sampling:
+        scores = replayed.score([[*PROMPTS[i // 8], *one.token_ids] for i, one in enumerate(found)])
+        off = [
+            (score[len(PROMPTS[i // 8]) - 1 :].cpu() - torch.tensor(one.logprobs)).abs()
+            for i, (score, one) in enumerate(zip(scores, found, strict=True))
+        ]
+        assert torch.cat(off).mean() < 0.03
