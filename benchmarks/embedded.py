@@ -173,7 +173,8 @@ class Bench:
     def engine(self, line: str, format_name: str | None) -> Any:
         """Return an engine with the weights published."""
         from lit_qrl import formats
-        from lit_qrl.network.linears import quantizable_layers
+        from lit_qrl.network.adapters import merged_weights
+        from lit_qrl.network.linears import quantizable_linears
         from lit_qrl.network.stream import weight_stream
         from lit_qrl.rollout import TransformersEngine
         from lit_qrl.rollout.engine import SamplerSpec
@@ -191,9 +192,9 @@ class Bench:
         spec = SamplerSpec(sampling=sampling, format=format, prompt_limit=self.args.prompt)
         engine.validate(spec)
         engine.setup(spec, SimpleNamespace(network=self.network, lora=None))
-        layers = [] if format is None else list(quantizable_layers(self.network, head=False))
-        weights = ((name, parameter.detach()) for name, parameter in self.network.named_parameters())
-        engine.load_weights(engine.arranged(weight_stream(weights, format, layers)), format, 0)
+        layers = [] if format is None else list(quantizable_linears(self.network))
+        weights = weight_stream(merged_weights(self.network), format, layers)
+        engine.load_weights(engine.arranged(weights), format, 0)
         return engine
 
     def generate(self) -> dict[str, Any]:

@@ -92,7 +92,8 @@ class TransformersEngine(EmbeddedSampler):
         super().setup(spec, policy)
         self._checked = False
         assert self._modules is not None
-        self._replay.prepare(self._modules.network, self._modules.device, self.batch_invariant)
+        records = spec.routes or spec.kept
+        self._replay.prepare(self._modules.network, self._modules.device, self.batch_invariant, records)
 
     def loaded(self, modules: Modules) -> None:
         """Check once for each setup that tokens compute alike in every batch, where they have to."""

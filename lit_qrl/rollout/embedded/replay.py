@@ -22,6 +22,9 @@ CudaGraphs = bool | Literal["auto"]
 SLOTS = 512
 """Most rows at once where `max_batch` does not say: more hardly raise the speed, and take memory for their logits."""
 
+WORD_BYTES = 16
+"""Of each row and word while a token is drawn: logits, scores, their exponentials and running sums."""
+
 
 def unfit(network: Any) -> str | None:
     """Return why a model does not decode in slots, or None.
@@ -57,13 +60,14 @@ class Replay:
             raise ConfigError("engine.cuda_graphs is unknown.", expected="auto, true, false", given=choice)
         self.choice, self.trust, self.possible = choice, Trust(), False
 
-    def prepare(self, network: Any, device: torch.device, invariant: bool) -> None:
+    def prepare(self, network: Any, device: torch.device, invariant: bool, records: bool) -> None:
         """Look at a sampler that has no weights yet; what keeps it from decoding in slots is logged.
 
         Args:
             network: the sampler's; on a GPU its norms, gated MLPs and rotary embeddings take one kernel from now on.
             device: of its weights.
             invariant: tokens have to compute alike in every batch.
+            records: rollouts record experts or kept words, so that evaluations alone decode in slots.
         """
         self.trust, self.possible = Trust(), False
         if not self.choice or (self.choice == "auto" and device.type != "cuda"):
@@ -74,6 +78,8 @@ class Replay:
             log.log(level, "The embedded engine decodes without CUDA graphs: %s.", why)
             return
         self.possible = True
+        if records:
+            log.info("Rollouts are decoded without CUDA graphs: what each token was drawn among is recorded.")
         if device.type == "cuda":
             take_one_pass(network)
 
