@@ -39,11 +39,29 @@ def test_families_draw_the_same_in_slots(config_class, changes):
     check_log_probs(network, PROMPTS, found, 4)
 
 
-@pytest.mark.parametrize("name", ["fp8_row", "nvfp4"])
-def test_formats_draw_the_same_in_slots(name):
-    network, format = build_network(hidden_size=64, head_dim=16, intermediate_size=128), formats.get(name)
-    expected = engine_of(network, format).generate(PROMPTS, 4, seed=1)
-    check_same(engine_of(network, format, cuda_graphs=True, max_batch=7).generate(PROMPTS, 4, seed=1), expected)
+def quantized(name, **options):
+    network = build_network(hidden_size=64, head_dim=16, intermediate_size=128)
+    return engine_of(network, formats.get(name), **options)
+
+
+def test_a_format_of_weights_draws_the_same_in_slots():
+    expected = quantized("nvfp4").generate(PROMPTS, 4, seed=1)
+    check_same(quantized("nvfp4", cuda_graphs=True, max_batch=7).generate(PROMPTS, 4, seed=1), expected)
+
+
+def test_a_format_of_activations_agrees_with_the_scores_in_slots():
+    engine = quantized("fp8_row", cuda_graphs=True, max_batch=7)
+    assert scored_apart(engine, engine.generate(PROMPTS, 4, seed=1), 4) < 0.01  # last bits become steps of E4M3
+
+
+def scored_apart(engine, completions, n):
+    """Return how far log-probs are on average from those of whole sequences."""
+    scores = engine.score([[*PROMPTS[i // n], *one.token_ids] for i, one in enumerate(completions)])
+    off = [
+        (score[len(PROMPTS[i // n]) - 1 :].cpu() - torch.tensor(one.logprobs)).abs()
+        for i, (score, one) in enumerate(zip(scores, completions, strict=True))
+    ]
+    return float(torch.cat(off).mean())
 
 
 @pytest.mark.parametrize(
@@ -142,9 +160,4 @@ def test_replayed_steps_draw_what_launched_ones_draw(name, sampling, caplog, mon
     first = [left.token_ids[0] == right.token_ids[0] for left, right in zip(found, old, strict=True)]
     assert sum(first) >= 0.9 * len(first)
     if "top_p" not in sampling:
-        scores = replayed.score([[*PROMPTS[i // 8], *one.token_ids] for i, one in enumerate(found)])
-        off = [
-            (score[len(PROMPTS[i // 8]) - 1 :].cpu() - torch.tensor(one.logprobs)).abs()
-            for i, (score, one) in enumerate(zip(scores, found, strict=True))
-        ]
-        assert torch.cat(off).mean() < 0.03
+        assert scored_apart(replayed, found, 8) < 0.03
