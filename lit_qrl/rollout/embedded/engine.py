@@ -64,7 +64,7 @@ class TransformersEngine(EmbeddedSampler):
         share: Literal["auto", "never"] = "auto",
         keep_operands: bool = True,
         batch_invariant: bool = False,
-        cuda_graphs: CudaGraphs = False,
+        cuda_graphs: CudaGraphs = "auto",
     ) -> None:
         super().__init__(max_batch, dtype, share, keep_operands)
         if cache_gigabytes is not None and cache_gigabytes <= 0:

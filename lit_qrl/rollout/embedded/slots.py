@@ -55,8 +55,8 @@ class Rows:
     @classmethod
     def empty(cls, slots: int, device: torch.device) -> "Rows":
         """Return slots of which none is used."""
-        numbers = torch.zeros(4, slots, dtype=torch.long, device=device)
-        return cls(*numbers, torch.ones(slots, dtype=torch.bool, device=device))
+        token, column, row, drawn = torch.zeros(4, slots, dtype=torch.long, device=device)
+        return cls(token, column, row, drawn, torch.ones(slots, dtype=torch.bool, device=device))
 
     def first(self, count: int) -> "Rows":
         """Return the first slots, in the same memory."""
