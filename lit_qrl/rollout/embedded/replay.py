@@ -14,6 +14,7 @@ from lit_qrl.rollout.embedded.attention import FOLDED
 from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Piece, Random, windowed
 from lit_qrl.rollout.embedded.shortage import Shortage, freed
 from lit_qrl.rollout.embedded.slots import SlotDecoder
+from lit_qrl.rollout.embedded.step_norm import take_step_norms
 from lit_qrl.rollout.graphs import Trust
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class Replay:
             log.info("Rollouts are decoded without CUDA graphs: what each token was drawn among is recorded.")
         if device.type == "cuda":
             take_one_pass(network)
+            take_step_norms(network)
 
     def draw(
         self,
