@@ -199,7 +199,7 @@ class TransformersEngine(EmbeddedSampler):
         def draw(part: list[Piece]) -> Drawn:
             with batch_invariant(self.batch_invariant):
                 if kept is None:
-                    ended = None if finished is None else partial(self._hand, finished, _numbers(part, n))
+                    ended = None if finished is None else partial(_hand, finished, self.version, _numbers(part, n))
                     return decoder.run(prompts, part, random, report, ended=ended)
                 held, turns = kept
                 try:
@@ -242,31 +242,9 @@ class TransformersEngine(EmbeddedSampler):
                 row += 1
         return sum(length)
 
-    def _hand(self, finished: Finished, numbers: Sequence[int], drawn: Drawn, rows: Tensor) -> None:
-        """Give away rows of a batch that goes on."""
-        lengths = drawn.length[rows].tolist()
-        finished(
-            {
-                numbers[row]: Completion(
-                    token_ids=drawn.tokens[row, :length].tolist(),
-                    logprobs=drawn.logprobs[row, :length].tolist(),
-                    finish_reason="stop",
-                    version=self.version,
-                )
-                for row, length in zip(rows.tolist(), lengths, strict=True)
-            }
-        )
-
     def _cache_tokens(self) -> int:
         """Return how many tokens of one sequence fit into the cache's memory."""
-        weight = self.network.get_input_embeddings().weight
-        if self.cache_gigabytes is not None:
-            room = int(self.cache_gigabytes * 1e9)
-        elif weight.device.type == "cuda":
-            room = int(free_memory(weight.device) * GPU_CACHE_SHARE)
-        else:
-            room = CPU_CACHE_BYTES
-        return room // SlotCache.bytes_per_token(self.network.config, weight.dtype)
+        return _tokens_in(self.network, self.cache_gigabytes)
 
     def close(self) -> None:
         super().close()
@@ -306,3 +284,30 @@ class TransformersEngine(EmbeddedSampler):
 def _numbers(pieces: Sequence[Piece], n: int) -> list[int]:
     """Return the numbers of a batch's rows among the completions of all prompts."""
     return [piece.prompt * n + i for piece in pieces for i in range(piece.first, piece.first + piece.count)]
+
+
+def _hand(finished: Finished, version: int, numbers: Sequence[int], drawn: Drawn, rows: Tensor) -> None:
+    """Give away rows of a batch that goes on."""
+    lengths = drawn.length[rows].tolist()
+    finished(
+        {
+            numbers[row]: Completion(
+                token_ids=drawn.tokens[row, :length].tolist(),
+                logprobs=drawn.logprobs[row, :length].tolist(),
+                finish_reason="stop",
+                version=version,
+            )
+            for row, length in zip(rows.tolist(), lengths, strict=True)
+        }
+    )
+
+
+def _tokens_in(network: Any, gigabytes: float | None) -> int:
+    weight = network.get_input_embeddings().weight
+    if gigabytes is not None:
+        room = int(gigabytes * 1e9)
+    elif weight.device.type == "cuda":
+        room = int(free_memory(weight.device) * GPU_CACHE_SHARE)
+    else:
+        room = CPU_CACHE_BYTES
+    return room // SlotCache.bytes_per_token(network.config, weight.dtype)
