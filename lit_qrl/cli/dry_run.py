@@ -24,6 +24,7 @@ from lit_qrl.network.routing import route_dtype, routers
 from lit_qrl.policy import DTYPES
 from lit_qrl.precision.packed_lora import PackedLoRA
 from lit_qrl.rollout import DiffusionEngine, RemoteEngine, RemoteVLLMEngine, TransformersEngine, VLLMEngine
+from lit_qrl.rollout.embedded.replay import SLOTS, WORD_BYTES
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.strategies.sharded import ShardedStrategy
@@ -238,6 +239,14 @@ def engine_parts(
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     tokens = data.max_prompt_tokens + data.max_completion_tokens
     rows = data.prompts_per_rank * data.group_size
+    replays = isinstance(engine, TransformersEngine) and engine.cuda_graphs and device.type == "cuda"
+    if isinstance(engine, TransformersEngine):
+        rows = min(rows, engine.max_batch or (SLOTS if replays else rows))
+    if replays:
+        size = rows * config.vocab_size * WORD_BYTES
+        yield Part(
+            "recorded steps", size, f"logits of {rows} rows and what is made of them, kept between rollouts, at most"
+        )
     whole = 2 * config.num_hidden_layers * heads * width * plain.itemsize * tokens * rows
     limit = getattr(engine, "cache_gigabytes", None) or (0.5 if device.type == "cpu" else None)
     if isinstance(engine, TransformersEngine) and limit is not None and whole > limit * 1e9:

@@ -2,6 +2,7 @@ import shutil
 import socket
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from transformers import AutoModelForCausalLM
 from lit_qrl.cli import dry_run as dry
 from lit_qrl.cli.main import main
 from lit_qrl.policy import CausalPolicy
+from lit_qrl.rollout import TransformersEngine
+from lit_qrl.rollout.engine import SamplerSpec
 from tests.command_line import build_once
 
 ROOT = Path(__file__).parents[2]
@@ -183,3 +186,30 @@ def test_micro_batches_by_tokens_are_said_with_the_logits_that_they_leave(run):
     _, limited, text = run("--data.micro_batches", "auto", "--data.max_tokens_per_micro_batch", 100)
     assert "tokens of a micro-batch, at most 100." in text
     assert limited["logits"] < sizes["logits"]
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "rows"),
+    [
+        ("cuda", {"cuda_graphs": "auto"}, 512),
+        ("cuda", {"cuda_graphs": True, "max_batch": 64}, 64),
+        ("cuda", {"cuda_graphs": False}, 1024),
+        ("cpu", {"cuda_graphs": "auto"}, 1024),
+    ],
+)
+def test_recorded_steps_are_told_and_bound_the_rows(device, options, rows):
+    engine = TransformersEngine(cache_gigabytes=1.0, **options)
+    data = SimpleNamespace(
+        engine=engine, max_prompt_tokens=16, max_completion_tokens=8, prompts_per_rank=128, group_size=8
+    )
+    learner = dry.Tensors({"w": torch.Size((4, 4))}, {"w"}, set(), set(), torch.bfloat16)
+    config = SimpleNamespace(
+        num_hidden_layers=2, num_key_value_heads=2, head_dim=8, num_attention_heads=4, hidden_size=32, vocab_size=100
+    )
+    parts = list(dry.engine_parts(data, SamplerSpec(), learner, config, torch.device(device)))
+    sizes = {part.name: part.size for part in parts}
+    assert sizes["KV cache"] == 2 * 2 * 2 * 8 * 2 * 24 * rows
+    if device == "cuda" and options["cuda_graphs"]:
+        assert sizes["recorded steps"] == rows * 100 * 16
+    else:
+        assert "recorded steps" not in sizes

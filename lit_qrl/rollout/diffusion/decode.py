@@ -1,8 +1,8 @@
 """Semi-autoregressive denoising of a batch: blocks from left to right, in each step the surest tokens of the block."""
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,12 +12,10 @@ from lit_qrl.functional.diffusion import blocks_of, most_confident
 from lit_qrl.network.denoising import Layout
 from lit_qrl.rollout.diffusion.cache import CanvasCache
 from lit_qrl.rollout.diffusion.drawing import Drawer, fill
-from lit_qrl.rollout.diffusion.graphs import Trust, record
 from lit_qrl.rollout.diffusion.stack import Angles, Stack
 from lit_qrl.rollout.embedded.decode import Drawn, Piece
+from lit_qrl.rollout.graphs import Trust, recorded
 from lit_qrl.types import SamplingParams
-
-log = logging.getLogger(__name__)
 
 Reuse = Literal["none", "prompt", "blocks"]
 RowSeed = Callable[[int, int], int]
@@ -222,9 +220,11 @@ class Denoiser:
             elif canvas.graph is not None:
                 canvas.graph.replay()
             elif canvas.warm and self._replays(canvas):
-                canvas.graph = self._recorded(canvas, former)
+                assert self.graphs is not None
+                launched = partial(self._launch, canvas)
+                canvas.graph = recorded(launched, canvas.results, self.graphs, self.device, former)
             else:  # kernels are made by the first step of its shapes, and a graph is recorded after
-                self._step(canvas, self._states(canvas))
+                self._launch(canvas)
                 canvas.warm = True
 
     def _replays(self, canvas: Canvas) -> bool:
@@ -232,32 +232,9 @@ class Denoiser:
         known = self.graphs is not None and not self.graphs.broken
         return known and (canvas.uniform is not None or self.drawer.greedy)
 
-    def _recorded(self, canvas: Canvas, former: torch.cuda.CUDAGraph | None) -> torch.cuda.CUDAGraph | None:
-        """Take a step and return it as a graph; the first graph of all is compared with the step as it is launched."""
-        assert self.graphs is not None
-        try:
-            graph = record(lambda: self._step(canvas, self._states(canvas)), self.device, former)
-        except torch.OutOfMemoryError:
-            raise  # the batch is halved
-        except RuntimeError as error:
-            self.graphs.broken = True
-            log.warning("A step cannot be recorded as a CUDA graph: steps are launched one by one. %s", error)
-            self._step(canvas, self._states(canvas))
-            return None
-        before = [one.clone() for one in canvas.results]
-        graph.replay()
-        if self.graphs.checked:
-            return graph
-        replayed = [one.clone() for one in canvas.results]
-        for one, value in zip(canvas.results, before, strict=True):
-            one.copy_(value)
+    def _launch(self, canvas: Canvas) -> None:
+        """Take a step that is not a block's first."""
         self._step(canvas, self._states(canvas))
-        self.graphs.checked = True
-        if all(torch.equal(one, value) for one, value in zip(canvas.results, replayed, strict=True)):
-            return graph
-        self.graphs.broken = True
-        log.warning("A recorded step draws other tokens than the launched one: steps are launched one by one.")
-        return None
 
     def _step(self, canvas: Canvas, states: Tensor) -> None:
         """Draw a token for every masked position of the block and keep the surest; nothing waits for the device.

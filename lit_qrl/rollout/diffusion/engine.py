@@ -15,13 +15,13 @@ from lit_qrl.network.structure import body, cached_numbers
 from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.rollout.diffusion.decode import Denoised, Denoiser, Reuse
 from lit_qrl.rollout.diffusion.fused_projections import lay_together
-from lit_qrl.rollout.diffusion.graphs import Trust
 from lit_qrl.rollout.diffusion.stack import Stack
 from lit_qrl.rollout.embedded.decode import Piece, plan
 from lit_qrl.rollout.embedded.loading import Modules
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
 from lit_qrl.rollout.embedded.sampling import check_sampling
 from lit_qrl.rollout.engine import EnginePolicy, Progress, SamplerSpec
+from lit_qrl.rollout.graphs import Trust
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import Completion, RolloutBatch, SamplingParams
 

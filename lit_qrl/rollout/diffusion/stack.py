@@ -112,12 +112,12 @@ def _fused(x: Tensor) -> bool:
 def _normed(norm: Any, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
     """Return the norm of a sum, and the sum, which may stand where the residual stood."""
     if _fused(residual) and norm.weight.dtype == residual.dtype:
-        from lit_qrl.rollout.diffusion import fused_triton
+        from lit_qrl.rollout import norm_triton
 
-        if residual.shape[-1] <= fused_triton.WIDEST:
+        if residual.shape[-1] <= norm_triton.WIDEST:
             if delta is None:
-                return fused_triton.norm(residual, None, norm.weight, norm.variance_epsilon), residual
-            return fused_triton.norm(delta.contiguous(), residual, norm.weight, norm.variance_epsilon), residual
+                return norm_triton.norm(residual, None, norm.weight, norm.variance_epsilon), residual
+            return norm_triton.norm(delta.contiguous(), residual, norm.weight, norm.variance_epsilon), residual
     residual = residual if delta is None else residual + delta
     return norm(residual), residual
 

@@ -28,6 +28,18 @@ Random = Callable[[int, int], Tensor]
 """Gives the uniform numbers "n steps" of a prompt's completions, by the prompt's position and the steps."""
 
 
+def windowed(config: Any) -> bool:
+    """Return whether some layers of a model see a part of the past alone.
+
+    Args:
+        config: of its text part.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return bool(kinds & {"sliding_attention", "chunked_attention"}) or bool(
+        getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    )
+
+
 @dataclass(slots=True)
 class Piece:
     """Some completions of one prompt.
@@ -157,10 +169,7 @@ class Decoder:
         config = network.config.get_text_config()
         self.layers = config.num_hidden_layers
         # Layers with a window need their own mask, which the library derives from the two-dimensional one.
-        kinds = set(getattr(config, "layer_types", None) or ())
-        self.windowed = bool(kinds & {"sliding_attention", "chunked_attention"}) or bool(
-            getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        )
+        self.windowed = windowed(config)
         stops = () if sampling.ignore_stop else sampling.stop_token_ids
         self.stops = torch.tensor(stops, dtype=torch.long, device=self.device)
 

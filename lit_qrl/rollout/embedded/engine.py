@@ -17,10 +17,12 @@ from lit_qrl.rollout.embedded.cache import SlotCache
 from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Piece, Random, plan
 from lit_qrl.rollout.embedded.held import Held, grouped
 from lit_qrl.rollout.embedded.loading import Modules
+from lit_qrl.rollout.embedded.replay import SLOTS, CudaGraphs, Replay
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
 from lit_qrl.rollout.embedded.sampling import check_sampling, uniforms
 from lit_qrl.rollout.embedded.shortage import freed
 from lit_qrl.rollout.engine import Dialogue, EnginePolicy, Finished, Progress, SamplerSpec, Turn
+from lit_qrl.rollout.graphs import Trust
 from lit_qrl.types import Completion, SamplingParams
 
 """What a config calls layers whose only state are keys and values."""
@@ -49,6 +51,9 @@ class TransformersEngine(EmbeddedSampler):
         keep_operands: let quantized layers keep their dequantized weights between calls: faster, more memory.
         batch_invariant: compute every token alike in every batch, here and in the learner, so that their log-probs
             are equal to the last bit; slower.
+        cuda_graphs: decode in steps of fixed shapes, which a GPU replays as one graph each, and refill ended rows as
+            others go on; `auto` does so on a GPU. Conversations, `batch_invariant`, mixtures of experts, layers with a
+            window, and rollouts that record experts or kept words are decoded without.
     """
 
     def __init__(
@@ -59,12 +64,14 @@ class TransformersEngine(EmbeddedSampler):
         share: Literal["auto", "never"] = "auto",
         keep_operands: bool = True,
         batch_invariant: bool = False,
+        cuda_graphs: CudaGraphs = "auto",
     ) -> None:
         super().__init__(max_batch, dtype, share, keep_operands)
         if cache_gigabytes is not None and cache_gigabytes <= 0:
             raise ConfigError("engine.cache_gigabytes is too small.", expected="above 0", given=cache_gigabytes)
         self.cache_gigabytes = cache_gigabytes
         self.batch_invariant, self._checked = batch_invariant, False
+        self.cuda_graphs, self._replay = cuda_graphs, Replay(cuda_graphs)
 
     def check_model(self, network: nn.Module) -> None:
         """Raise `ConfigError` for a model with layers that carry a state from token to token beside keys and values."""
@@ -84,6 +91,9 @@ class TransformersEngine(EmbeddedSampler):
     def setup(self, spec: SamplerSpec, policy: EnginePolicy) -> None:
         super().setup(spec, policy)
         self._checked = False
+        assert self._modules is not None
+        records = spec.routes or spec.kept
+        self._replay.prepare(self._modules.network, self._modules.device, self.batch_invariant, records)
 
     def loaded(self, modules: Modules) -> None:
         """Check once for each setup that tokens compute alike in every batch, where they have to."""
@@ -118,8 +128,18 @@ class TransformersEngine(EmbeddedSampler):
         def random(prompt: int, steps: int) -> Tensor:
             return uniforms(seed, positions[prompt], n, steps)
 
-        batches = self._plan(prompts, n, sampling.max_tokens, self._cache_tokens())
+        room = self._cache_tokens()
         decoder = Decoder(self.network, sampling, self.spec.head_dtype, self.spec.routes, kept)
+        if self._replay.possible and not (kept or self.spec.routes):
+            results: list[Completion | None] = [None] * (len(prompts) * n)
+            most = min(room // (max(map(len, prompts)) + sampling.max_tokens), self.max_batch or SLOTS)
+            report = progress or (lambda finished, tokens: None)
+            pieces, drawn = self._replay.draw(decoder, prompts, n, most, random, report, self._shortage)
+            self._collect(drawn, pieces, n, results)
+            if finished is not None:
+                finished({number: one for number, one in enumerate(results) if one is not None})
+            return results  # pyright: ignore[reportReturnType]
+        batches = self._plan(prompts, n, sampling.max_tokens, room)
         return self._draw(decoder, prompts, n, batches, random, progress, finished=finished)
 
     def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
@@ -179,7 +199,7 @@ class TransformersEngine(EmbeddedSampler):
         def draw(part: list[Piece]) -> Drawn:
             with batch_invariant(self.batch_invariant):
                 if kept is None:
-                    ended = None if finished is None else partial(self._hand, finished, _numbers(part, n))
+                    ended = None if finished is None else partial(_hand, finished, self.version, _numbers(part, n))
                     return decoder.run(prompts, part, random, report, ended=ended)
                 held, turns = kept
                 try:
@@ -222,31 +242,13 @@ class TransformersEngine(EmbeddedSampler):
                 row += 1
         return sum(length)
 
-    def _hand(self, finished: Finished, numbers: Sequence[int], drawn: Drawn, rows: Tensor) -> None:
-        """Give away rows of a batch that goes on."""
-        lengths = drawn.length[rows].tolist()
-        finished(
-            {
-                numbers[row]: Completion(
-                    token_ids=drawn.tokens[row, :length].tolist(),
-                    logprobs=drawn.logprobs[row, :length].tolist(),
-                    finish_reason="stop",
-                    version=self.version,
-                )
-                for row, length in zip(rows.tolist(), lengths, strict=True)
-            }
-        )
-
     def _cache_tokens(self) -> int:
         """Return how many tokens of one sequence fit into the cache's memory."""
-        weight = self.network.get_input_embeddings().weight
-        if self.cache_gigabytes is not None:
-            room = int(self.cache_gigabytes * 1e9)
-        elif weight.device.type == "cuda":
-            room = int(free_memory(weight.device) * GPU_CACHE_SHARE)
-        else:
-            room = CPU_CACHE_BYTES
-        return room // SlotCache.bytes_per_token(self.network.config, weight.dtype)
+        return _tokens_in(self.network, self.cache_gigabytes)
+
+    def close(self) -> None:
+        super().close()
+        self._replay.trust = Trust()  # the last graph keeps memory
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -282,3 +284,30 @@ class TransformersEngine(EmbeddedSampler):
 def _numbers(pieces: Sequence[Piece], n: int) -> list[int]:
     """Return the numbers of a batch's rows among the completions of all prompts."""
     return [piece.prompt * n + i for piece in pieces for i in range(piece.first, piece.first + piece.count)]
+
+
+def _hand(finished: Finished, version: int, numbers: Sequence[int], drawn: Drawn, rows: Tensor) -> None:
+    """Give away rows of a batch that goes on."""
+    lengths = drawn.length[rows].tolist()
+    finished(
+        {
+            numbers[row]: Completion(
+                token_ids=drawn.tokens[row, :length].tolist(),
+                logprobs=drawn.logprobs[row, :length].tolist(),
+                finish_reason="stop",
+                version=version,
+            )
+            for row, length in zip(rows.tolist(), lengths, strict=True)
+        }
+    )
+
+
+def _tokens_in(network: Any, gigabytes: float | None) -> int:
+    weight = network.get_input_embeddings().weight
+    if gigabytes is not None:
+        room = int(gigabytes * 1e9)
+    elif weight.device.type == "cuda":
+        room = int(free_memory(weight.device) * GPU_CACHE_SHARE)
+    else:
+        room = CPU_CACHE_BYTES
+    return room // SlotCache.bytes_per_token(network.config, weight.dtype)

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from lit_qrl.rollout.diffusion import decode
+from lit_qrl.rollout import graphs
 from lit_qrl.rollout.diffusion.decode import Denoiser
-from lit_qrl.rollout.diffusion.graphs import Trust
 from lit_qrl.rollout.embedded.decode import Piece
+from lit_qrl.rollout.graphs import Trust
 from lit_qrl.types import SamplingParams
 from tests.networks import MASK, build_denoiser
 
@@ -150,7 +150,7 @@ class Repeated:
 
 
 def replayed(network, monkeypatch, reuse, graph):
-    monkeypatch.setattr(decode, "record", graph)
+    monkeypatch.setattr(graphs, "record", graph)
     monkeypatch.setattr(Repeated, "made", 0)
     trust = Trust()
     denoiser = Denoiser(network, SamplingParams(max_tokens=LENGTH, temperature=1.0), 4, 4, reuse, graphs=trust)

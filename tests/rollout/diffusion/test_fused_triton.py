@@ -1,28 +1,8 @@
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lit_qrl.functional.diffusion import confidence, gumbel_argmax
 from tests.triton_interpreter import run_interpreted
-
-
-def compare_norms(device):
-    from lit_qrl.rollout.diffusion import fused_triton
-
-    for size in (96, 128, 4096):
-        x, residual = torch.randn(2, 3, 5, size, generator=torch.Generator().manual_seed(0)).bfloat16()
-        plain = LlamaRMSNorm(size, 1e-5).bfloat16()
-        with torch.no_grad():
-            plain.weight.copy_(torch.linspace(0.5, 1.5, size))
-            weight, total = plain.weight.to(device), residual.clone().to(device)
-            for given, found in (
-                (x, fused_triton.norm(x.to(device), None, weight, 1e-5)),
-                (x + residual, fused_triton.norm(x.to(device), total, weight, 1e-5)),
-            ):
-                expected = plain(given)
-                torch.testing.assert_close(found.cpu(), expected, rtol=2**-7, atol=0)
-                assert (found.cpu() == expected).float().mean() > 0.99
-        assert torch.equal(total.cpu(), x + residual)
 
 
 def compare_draws(device):
@@ -47,7 +27,7 @@ def compare_draws(device):
             torch.testing.assert_close(sure.cpu()[masked], confidence(masked_out, expected)[masked])
 
 
-COMPARISONS = [compare_norms, compare_draws]
+COMPARISONS = [compare_draws]
 
 
 @pytest.mark.vllm  # which brings Triton

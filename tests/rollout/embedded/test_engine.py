@@ -459,13 +459,15 @@ def test_sampling_is_checked_before_any_weight():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [None, "fp8_tensor", "fp8_row", "int4_group"])
-def test_on_a_gpu_decode_and_score_agree(name):
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_on_a_gpu_decode_and_score_agree(name, cuda_graphs):
     network = build_network(
         hidden_size=128, intermediate_size=256, head_dim=32, vocab_size=4096, tie_word_embeddings=False
     )
     network = network.bfloat16().cuda()
-    engine = engine_of(network, formats.get(name) if name else None)
+    engine = engine_of(network, formats.get(name) if name else None, cuda_graphs=cuda_graphs)
     completions = engine.generate(PROMPTS, 64, seed=0)
+    assert not engine._replay.trust.broken
     assert completions == engine.generate(PROMPTS, 64, seed=0)
     sequences = [PROMPTS[i // 64] + completion.token_ids for i, completion in enumerate(completions)]
     differences = []

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lit_qrl.rollout.diffusion.graphs import record
+from lit_qrl.rollout.graphs import record
 
 
 @pytest.mark.gpu

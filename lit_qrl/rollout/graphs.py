@@ -1,13 +1,17 @@
 """A step of fixed shapes as one CUDA graph."""
 
 import gc
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -17,10 +21,12 @@ class Trust:
     Args:
         checked: whether one was compared with the launched step.
         broken: whether it drew other tokens.
+        former: a graph that is not replayed again, whose memory later ones may take over.
     """
 
     checked: bool = False
     broken: bool = False
+    former: torch.cuda.CUDAGraph | None = None
 
 
 def record(
@@ -54,6 +60,52 @@ def record(
             gc.enable()
     current.wait_stream(stream)
     return graph
+
+
+def recorded(
+    step: Callable[[], object],
+    results: Sequence[Tensor],
+    trust: Trust,
+    device: torch.device,
+    former: torch.cuda.CUDAGraph | None = None,
+) -> torch.cuda.CUDAGraph | None:
+    """Take a step, whose kernels a step before has made, and return it as a graph, or None where it cannot be one.
+
+    The first graph of all is compared with the step as it is launched.
+
+    Args:
+        step: as `record` takes it; taken twice from the same `results` it does the same.
+        results: what the step reads and writes over; what it only writes need not be here.
+        trust: what is known of recorded steps, which is written to.
+        device: a CUDA device.
+        former: as `record` takes it.
+    """
+    try:
+        graph = record(step, device, former)
+    except torch.OutOfMemoryError:
+        raise  # the batch is halved
+    except RuntimeError as error:
+        trust.broken = True
+        where = log.isEnabledFor(logging.DEBUG)
+        log.warning(
+            "A step cannot be recorded as a CUDA graph: steps are launched one by one. %s", error, exc_info=where
+        )
+        step()
+        return None
+    before = [] if trust.checked else [one.clone() for one in results]
+    graph.replay()
+    if trust.checked:
+        return graph
+    replayed = [one.clone() for one in results]
+    for one, value in zip(results, before, strict=True):
+        one.copy_(value)
+    step()
+    trust.checked = True
+    if all(torch.equal(one, value) for one, value in zip(results, replayed, strict=True)):
+        return graph
+    trust.broken = True
+    log.warning("A recorded step draws other tokens than the launched one: steps are launched one by one.")
+    return None
 
 
 @cache

@@ -1,0 +1,146 @@
+import pytest
+import torch
+
+from lit_qrl.rollout import graphs
+from lit_qrl.rollout.embedded import slots
+from lit_qrl.rollout.embedded.decode import Decoder, Piece
+from lit_qrl.rollout.embedded.sampling import uniforms
+from lit_qrl.rollout.embedded.slots import SlotDecoder, sizes_of
+from lit_qrl.rollout.graphs import Trust
+from lit_qrl.types import SamplingParams
+from tests.networks import build_network
+
+PROMPTS = [[5, 6, 7, 8, 9], [4], [3, 3, 12], [10, 11]]
+PIECES = [Piece(prompt, 0, 6, len(PROMPTS[prompt])) for prompt in (0, 2, 3, 1)]
+SAMPLING = SamplingParams(max_tokens=12, stop_token_ids=(1,))
+
+
+@pytest.fixture(scope="module")
+def network():
+    return build_network()
+
+
+def random(prompt, steps):
+    return uniforms(3, prompt, 6, steps)
+
+
+def batch(network, sampling=SAMPLING):
+    return Decoder(network, sampling).run(PROMPTS, PIECES, random, lambda *said: None)
+
+
+def in_slots(network, count, sampling=SAMPLING, trust=None, replays=False, report=lambda *said: None):
+    decoder = SlotDecoder(Decoder(network, sampling), count, trust or Trust())
+    decoder._replays = replays
+    return decoder.run(PROMPTS, PIECES, random, report)
+
+
+def check_same(found, expected):
+    assert torch.equal(found.length, expected.length)
+    assert torch.equal(found.stopped, expected.stopped)
+    seen = torch.arange(expected.tokens.shape[1]) < expected.length[:, None]
+    assert torch.equal(found.tokens[seen], expected.tokens[seen])
+    torch.testing.assert_close(found.logprobs[seen], expected.logprobs[seen], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("count", [24, 9, 4, 1])
+def test_slots_draw_what_a_batch_draws(network, count):
+    expected = batch(network)
+    assert len(set(expected.length.tolist())) > 1
+    check_same(in_slots(network, count), expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_p": 0.8, "top_k": 9},
+        {"max_tokens": 1},
+        {"max_tokens": 3, "ignore_stop": True},
+        {"stop_token_ids": ()},
+    ],
+)
+def test_slots_draw_as_sampling_says(network, changes):
+    sampling = SamplingParams(**{"max_tokens": 12, "stop_token_ids": (1,), **changes})
+    check_same(in_slots(network, 7, sampling), batch(network, sampling))
+
+
+def test_every_look_is_reported_and_the_last_one_is_exact(network):
+    said = []
+    drawn = in_slots(network, 5, report=lambda *numbers: said.append(numbers))
+    assert said[-1] == (24, int(drawn.length.sum()))
+    assert said == sorted(said)
+    assert len(said) > 5
+
+
+def test_prompts_are_prefilled_once_and_slots_stay_full(network, monkeypatch):
+    prefilled, widths = [], []
+    prefill, step = SlotDecoder._prefilled, SlotDecoder._step
+    monkeypatch.setattr(
+        SlotDecoder, "_prefilled", lambda self, numbers: prefilled.extend(numbers) or prefill(self, numbers)
+    )
+    monkeypatch.setattr(SlotDecoder, "_step", lambda self: widths.append(self.size) or step(self))
+    drawn = in_slots(network, 8)
+    assert prefilled == [piece.prompt for piece in PIECES]
+    # Every slot draws one row after the other: as few steps as there can be, but for the looks that come late.
+    tokens = int(drawn.length.sum())
+    assert tokens / 8 - 3 <= len(widths) <= tokens / 8 + 12 + 3 * 2 * slots.CHECK
+    assert set(widths) <= set(sizes_of(8))
+    assert widths == sorted(widths, reverse=True)
+
+
+class Repeated:
+    """Stands for a CUDA graph: it does the work again when it is replayed."""
+
+    made = 0
+
+    def __init__(self, work, device, former=None):
+        self.work, Repeated.made = work, Repeated.made + 1
+
+    def replay(self):
+        self.work()
+
+
+class Wrong(Repeated):
+    def replay(self):
+        self.work()
+        self.work()
+
+
+def refused(work, device, former=None):
+    raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Record steps on a CPU, by what stands for a graph."""
+
+    def replay_by(graph):
+        monkeypatch.setattr(graphs, "record", graph)
+        monkeypatch.setattr(Repeated, "made", 0)
+        monkeypatch.setattr(SlotDecoder, "_look", lambda self: looked(self))
+        monkeypatch.setattr(SlotDecoder, "_on", lambda self, numbers: torch.as_tensor(numbers))
+
+    def looked(decoder):
+        found = torch.stack((decoder.state.ended.long(), decoder.state.drawn))
+        return slots.Look(found, [None if seat is None else seat.row for seat in decoder.seats], None)
+
+    return replay_by
+
+
+def test_replayed_steps_are_the_launched_ones(network, pretend):
+    pretend(Repeated)
+    trust = Trust()
+    check_same(in_slots(network, 9, trust=trust, replays=True), batch(network))
+    assert trust.checked
+    assert not trust.broken
+    assert 1 <= Repeated.made <= 4  # one for each number of rows
+    assert isinstance(trust.former, Repeated)
+
+
+@pytest.mark.parametrize("graph", [Wrong, refused])
+def test_a_graph_that_draws_other_tokens_or_cannot_be_recorded_is_not_used(network, pretend, caplog, graph):
+    pretend(graph)
+    trust = Trust()
+    check_same(in_slots(network, 9, trust=trust, replays=True), batch(network))
+    assert trust.broken
+    assert "steps are launched one by one" in caplog.text
