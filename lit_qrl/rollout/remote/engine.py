@@ -15,8 +15,17 @@ from torch import Tensor, nn
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.receipts.ledger import PublishReport
-from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, Finished, Progress, RolloutEngine, SamplerSpec
+from lit_qrl.rollout.engine import (
+    Dialogue,
+    EngineDiedError,
+    EnginePolicy,
+    Finished,
+    Progress,
+    RolloutEngine,
+    SamplerSpec,
+)
 from lit_qrl.rollout.remote.blueprint import blueprint
+from lit_qrl.rollout.remote.dialogue import Dealt
 from lit_qrl.rollout.remote.places import places
 from lit_qrl.rollout.remote.publishing import Sender, as_one
 from lit_qrl.rollout.remote.replica import Replica
@@ -64,6 +73,12 @@ class RemoteEngine(RolloutEngine):
                 given="ipc",
                 remedy="Leave transfer out.",
             )
+        if engine.draws_together:
+            raise ConfigError(
+                "RemoteEngine holds an engine in each of its processes, and this one would be several processes.",
+                expected="data.engine.engine.tensor_parallel_size: 1",
+                remedy="Leave it out, or set data.engine to VLLMEngine, of the learner's processes.",
+            )
         self.engine, self.devices, self.hosts, self.token_file = engine, devices, hosts, token_file
         self.transfer: Literal["auto", "memory", "ipc", "socket"] = transfer
         self.single_format, self.kernels, self.denoises = engine.single_format, engine.kernels, engine.denoises
@@ -80,7 +95,7 @@ class RemoteEngine(RolloutEngine):
         if hasattr(engine, "load_adapter"):
             self.load_adapter = partial(self._publish, "load_adapter")
             self.perturb = partial(self._publish, "perturb")
-        for name in ("check_model", "check_routes"):
+        for name in ("check_model", "check_routes", "converse"):
             if hasattr(engine, name):
                 setattr(self, name, getattr(self, f"_{name}"))
 
@@ -214,6 +229,23 @@ class RemoteEngine(RolloutEngine):
         together([partial(ask, number) for number, share in enumerate(shares) if share], total)
         self._kept = ("", {})
         return [one for i in range(len(prompts)) for one in kept[i]]
+
+    def _converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
+        """Draw a dialogue: whole by the one replica, or the sequences dealt to all, each to the same one every turn."""
+
+        def ask(replica: Replica, part: Dialogue) -> None:
+            try:
+                replica.converse(part, sampling)
+            except EngineDiedError:
+                replica.restart()
+                raise
+
+        if len(self.replicas) == 1:
+            ask(self.replicas[0], dialogue)
+            return
+        with Dealt(dialogue, len(self.replicas)) as dealt:
+            calls = [partial(ask, replica, dealt.part(number)) for number, replica in enumerate(self.replicas)]
+            together(calls, lambda: None)
 
 
 def spread(tokens: Sequence[int], replicas: int) -> list[list[int]]:

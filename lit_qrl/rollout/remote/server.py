@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lit_qrl.rollout.engine import OutlinedPolicy, RolloutEngine
 from lit_qrl.rollout.remote.blueprint import Blueprint
+from lit_qrl.rollout.remote.dialogue import AskedDialogue
 from lit_qrl.rollout.remote.transfer import Mapped, dumps, sees, unpack
 from lit_qrl.rollout.remote.wire import RefusedClientError, admit, listen
 from lit_qrl.rollout.vllm.folder import remove_all
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 PROGRESS = 0.5
 """Seconds between two words on how far a generation is."""
-CALLS = ("validate", "check_routes", "generate", "score", "estimate", "read_back", "read_columns")
+CALLS = ("validate", "check_routes", "generate", "converse", "score", "estimate", "read_back", "read_columns")
 """Methods of an engine that a run may call as they are."""
 PUBLISHES = ("load_weights", "load_adapter", "perturb")
 
@@ -105,6 +106,8 @@ class Session:
             return engine.generate(
                 prompts, n, seed, self._progress(number), sampling, **options, finished=self._handing(number)
             )
+        if what == "converse":
+            return engine.converse(AskedDialogue(self, number), *args)
         return getattr(engine, what)(*args)
 
     def _progress(self, number: int) -> Any:

@@ -78,7 +78,7 @@ def test_it_can_what_its_engine_can(tmp_path):
     assert engine.records_kept
     assert isinstance(engine, TakesAdapter)
     assert not isinstance(engine, Sleeps)
-    assert not isinstance(engine, Converses)
+    assert isinstance(engine, Converses)
     other = RemoteVLLMEngine(max_num_seqs=4)
     assert other.single_format
     assert other.kernels == "vllm"
