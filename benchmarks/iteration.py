@@ -133,6 +133,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--replay", nargs="+", choices=("on", "off"), default=["on"], help="of routes, in mixtures")
     parser.add_argument("--peers", nargs="+", choices=("here", "trl"), default=["here"], help="one run each, in order")
     parser.add_argument("--schedules", nargs="+", default=["on_policy"], help="of the cases with an engine apart")
+    parser.add_argument("--transfer", default="ipc", help="how weights reach an engine apart: ipc, nccl, memory, …")
     parser.add_argument("--devices", type=int, default=1, help="GPUs of the cases in parts")
     parser.add_argument("--iterations", type=int, default=7, help="of each run, the first two of which do not count")
     parser.add_argument("--completion", type=int, help="tokens of a completion (default: the case's)")
@@ -352,7 +353,7 @@ def configuration(
             options |= {"max_num_seqs": sequences, "engine_args": {"compilation_config": graphs}}
         engine = {"class_path": "VLLMEngine", "init_args": options}
     if case.get("apart"):
-        options = {"engine": engine, "transfer": "auto" if args.tiny else "ipc"}
+        options = {"engine": engine, "transfer": "auto" if args.tiny else args.transfer}
         if not args.tiny:
             options["engine"]["init_args"] |= {"gpu_memory_utilization": 0.8, "max_lora_rank": 0}
         engine = {"class_path": "RemoteEngine", "init_args": options}

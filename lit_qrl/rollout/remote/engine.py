@@ -53,7 +53,8 @@ class RemoteEngine(RolloutEngine):
         hosts: `host:port` of servers that run already (`lit-qrl serve`), instead of devices.
         token_file: of those servers.
         transfer: how weights travel: `memory` that both processes see, `ipc` hands CUDA tensors over on one host,
-            `socket` is the connection itself; `auto` is memory where that is seen.
+            `socket` is the connection itself; `collective` and `nccl` send once to all replicas, from host to host or
+            from GPU to GPU; `auto` is memory where that is seen.
     """
 
     overlaps = True
@@ -64,7 +65,7 @@ class RemoteEngine(RolloutEngine):
         devices: Literal["auto"] | list[int | str] = "auto",
         hosts: list[str] | None = None,
         token_file: str | None = None,
-        transfer: Literal["auto", "memory", "ipc", "socket"] = "auto",
+        transfer: Literal["auto", "memory", "ipc", "socket", "collective", "nccl"] = "auto",
     ) -> None:
         if transfer == "ipc" and hosts:
             raise ConfigError(
@@ -80,7 +81,7 @@ class RemoteEngine(RolloutEngine):
                 remedy="Leave it out, or set data.engine to VLLMEngine, of the learner's processes.",
             )
         self.engine, self.devices, self.hosts, self.token_file = engine, devices, hosts, token_file
-        self.transfer: Literal["auto", "memory", "ipc", "socket"] = transfer
+        self.transfer: Literal["auto", "memory", "ipc", "socket", "collective", "nccl"] = transfer
         self.single_format, self.kernels, self.denoises = engine.single_format, engine.kernels, engine.denoises
         self.batch_invariant, self.plain_dtype = engine.batch_invariant, engine.plain_dtype
         self.records_kept, self.hands_out = engine.records_kept, engine.hands_out
@@ -304,7 +305,7 @@ class RemoteVLLMEngine(RemoteEngine):
         devices: Literal["auto"] | list[int | str] = "auto",
         hosts: list[str] | None = None,
         token_file: str | None = None,
-        transfer: Literal["auto", "memory", "ipc", "socket"] = "auto",
+        transfer: Literal["auto", "memory", "ipc", "socket", "collective", "nccl"] = "auto",
         **options: Any,
     ) -> None:
         from lit_qrl.rollout.vllm.engine import VLLMEngine

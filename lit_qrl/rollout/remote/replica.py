@@ -14,6 +14,7 @@ from typing import Any
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.engine import Dialogue, EngineDiedError, Finished, RolloutEngine
 from lit_qrl.rollout.remote.dialogue import told
+from lit_qrl.rollout.remote.group import local_address
 from lit_qrl.rollout.remote.transfer import dumps, probe
 from lit_qrl.rollout.remote.wire import connect, hang_up
 from lit_qrl.types import SamplingParams
@@ -163,6 +164,16 @@ class Replica:
         """
         self.begin(what, *args)
         return self.answer(progress, finished)
+
+    @property
+    def connection(self) -> Any:
+        """Another one after each start."""
+        return self._connection
+
+    @property
+    def address(self) -> str:
+        """This host's, as the replica's sees it."""
+        return local_address(self._connection)
 
     def begin(self, what: str, *args: Any) -> None:
         """Ask without waiting for the answer."""
