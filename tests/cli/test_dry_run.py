@@ -2,6 +2,7 @@ import shutil
 import socket
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from transformers import AutoModelForCausalLM
 from lit_qrl.cli import dry_run as dry
 from lit_qrl.cli.main import main
 from lit_qrl.policy import CausalPolicy
+from lit_qrl.rollout import VLLMEngine
+from lit_qrl.rollout.engine import SamplerSpec
 from tests.command_line import build_once
 
 ROOT = Path(__file__).parents[2]
@@ -171,3 +174,19 @@ def test_masked_diffusion_has_a_cache_only_where_it_keeps_keys_and_values(run):
     assert sizes["sampler's weights"] > 0
     assert "KV cache" not in sizes
     assert "KV cache" in run("--data.engine.reuse", "prompt", quickstart="quickstart_diffusion")[1]
+
+
+def test_of_an_engine_of_several_processes_each_has_its_part():
+    shapes = {"up.weight": torch.Size((64, 64)), "norm.weight": torch.Size((64,))}
+    learner = dry.Tensors(shapes, set(shapes), set(), {"up.weight"}, torch.bfloat16)
+    config = SimpleNamespace(num_key_value_heads=1, head_dim=8, num_hidden_layers=2)
+    sizes = {"max_prompt_tokens": 3, "max_completion_tokens": 5, "prompts_per_rank": 2, "group_size": 4}
+    found = {}
+    for parts in (1, 2):
+        data = SimpleNamespace(engine=VLLMEngine(tensor_parallel_size=parts), **sizes)
+        made = dry.engine_parts(data, SamplerSpec(), learner, config, torch.device("cpu"))
+        found[parts] = {part.name: part for part in made}
+    assert found[1]["sampler's weights"].size == 2 * (64 * 64 + 64)
+    assert found[2]["sampler's weights"].size == 64 * 64 + 64
+    assert found[2]["sampler's weights"].note.endswith(", 1 of 2 parts")
+    assert found[2]["KV cache"] == found[1]["KV cache"]  # half of each token's, of twice as many sequences
