@@ -29,19 +29,22 @@ same iteration with TRL's trainer and its vLLM in the same process. `--tiny` tri
 """
 
 import argparse
+import contextlib
 import csv
 import itertools
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -151,6 +154,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Run every case and print one table."""
     args = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that runs end with this process
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         models = args.models or Path(temporary)
@@ -258,26 +262,40 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
     run.parent.mkdir(parents=True, exist_ok=True)
     config = run.with_suffix(".yaml")
     config.write_text(yaml.safe_dump(configuration(args, case, model, run, checkpoints)))
-    log = run.with_suffix(".log").open("w")
+    log = run.with_suffix(".log")
+    if args.out:  # beside the figures: the run's folder goes with this process
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        log = args.out.with_name(f"{args.out.stem}-{run.name}.log")
     command = [sys.executable, "-m", "lit_qrl.cli", "fit", "--config", str(config), *args.set]
     if case["peer"] == "trl":
         command = [sys.executable, str(Path(__file__).with_name("trl_iteration.py")), str(config), str(run)]
     paths = os.pathsep.join([str(Path(__file__).parent), str(ROOT), *sys.path[1:]])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"}
-    process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=run.parent)
+    read, write = os.pipe()
+    writer = threading.Thread(target=stamped, args=(os.fdopen(read, errors="replace"), log), daemon=True)
+    writer.start()
+    options = {"stdout": write, "stderr": write, "cwd": run.parent, "start_new_session": True}
+    processes = [subprocess.Popen(command, env=environment | joins, **options) for joins in meeting(args, case)]
+    os.close(write)
     begun = time.monotonic()
-    enough = args.iterations if checkpoints == "none" else None  # the last one is saved all the same, for minutes
-    ends, peak, deadline = watch(process, run / "metrics.csv", time.monotonic() + args.timeout, enough)
+    wanted = args.iterations if checkpoints == "none" else sys.maxsize  # then what follows is of no interest
+    process = processes[0]
+    try:
+        ends, peak, deadline = watch(process, run / "metrics.csv", time.monotonic() + args.timeout, wanted)
+    finally:  # engines of theirs, too
+        for one in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.pid, signal.SIGKILL)
+        writer.join(5)
     rows = read_rows(run / "metrics.csv")
     apart = mismatch(rows)
-    if len(rows) <= WARM_UP + 1 or (process.returncode and len(rows) != enough):
-        log_end = run.with_suffix(".log").read_text()[-8000:]
+    if (process.returncode and len(rows) < wanted) or len(rows) <= WARM_UP + 1:
         return {
             "error": f"status {process.returncode}",
-            "rows": len(rows),
+            "seen": rows,
             **apart,
             **start(begun, ends, rows),
-            "log": log_end,
+            "log": log.read_text()[-8000:],
         }
     wall = [b - a for a, b in itertools.pairwise(ends)][WARM_UP - 1 :]
     phases = {
@@ -414,23 +432,43 @@ def configuration(
     }
 
 
+def stamped(lines: IO[str], log: Path) -> None:
+    """Write what a run says into its log, each line with the seconds since its start."""
+    begun = time.monotonic()
+    with log.open("w") as file:
+        for line in lines:
+            if len(line) < 2000:  # a kernel's code is of no use here
+                file.write(f"{time.monotonic() - begun:6.1f} {line}")
+                file.flush()
+
+
+def meeting(args: argparse.Namespace, case: dict[str, Any]) -> list[dict[str, str]]:
+    """Return what the environment of each process of a run has: those of several start together, not one by one."""
+    if args.devices == 1 or not case.get("parts"):
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "NODE_RANK": "0"}
+    return [{**place, "LOCAL_RANK": str(rank)} for rank in range(args.devices)]
+
+
 def watch(
-    process: subprocess.Popen, metrics: Path, deadline: float, enough: int | None
+    process: subprocess.Popen, metrics: Path, deadline: float, wanted: int
 ) -> tuple[list[float], float | None, float]:
     """Return when each row of an iteration appeared, the device's peak in GiB, and the deadline.
 
-    The process is ended after so many rows, or at the deadline.
+    It waits for the end of the process, or for so many rows.
     """
     ends: list[float] = []
     peak, asked = 0.0, 0.0
-    while process.poll() is None and time.monotonic() < deadline and (enough is None or len(ends) < enough):
+    while process.poll() is None and time.monotonic() < deadline and len(ends) < wanted:
         if metrics.exists():
             seen = len(read_rows(metrics))
             ends += [time.monotonic()] * (seen - len(ends))
         if time.monotonic() - asked > 1.0:
             peak, asked = max(peak, device_memory()), time.monotonic()
         time.sleep(0.02)
-    if process.poll() is None and len(ends) != enough:  # what it hangs in stands at the end of its log then
+    if process.poll() is None and len(ends) < wanted:  # what it hangs in stands at the end of its log then
         process.send_signal(signal.SIGABRT)
         time.sleep(3.0)
     process.kill()
