@@ -181,6 +181,7 @@ def join(size: int) -> tuple[int, list[subprocess.Popen]]:
     import torch
 
     others = []
+    os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")  # its multicast is not for hosts that others share
     if "RANK" not in os.environ:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
