@@ -3,6 +3,7 @@
 It is of its own: the run's processes have a group for the learner, and vLLM makes others in the engine's process.
 """
 
+import secrets
 import socket
 import time
 from contextlib import suppress
@@ -29,19 +30,17 @@ def local_address(connection: Any) -> str:
 
 
 class Meeting:
-    """Where the processes of a group find each other; the run holds it."""
+    """Where the processes of a group find each other; the run holds it, and tells its name to who knows the token."""
 
     def __init__(self) -> None:
-        self.store = distributed.TCPStore("0.0.0.0", 0, None, True, MEETING, wait_for_workers=False)
-
-    @property
-    def port(self) -> int:
-        return self.store.port
+        held = distributed.TCPStore("0.0.0.0", 0, None, True, MEETING, wait_for_workers=False)
+        self.port, self.name = held.port, secrets.token_hex(16)
+        self.store: Any = distributed.PrefixStore(self.name, held)
 
 
-def join(address: str, port: int) -> Any:
-    """Return the meeting that the run holds at an address."""
-    return distributed.TCPStore(address, port, None, False, MEETING)
+def join(address: str, port: int, name: str) -> Any:
+    """Return the meeting of that name that the run holds at an address."""
+    return distributed.PrefixStore(name, distributed.TCPStore(address, port, None, False, MEETING))
 
 
 class Group:

@@ -71,7 +71,7 @@ class Sender:
         self._leave()
         meeting, size = Meeting(), 1 + len(replicas)
         for number, replica in enumerate(replicas):
-            replica.begin("join", replica.address, meeting.port, 1 + number, size, way)
+            replica.begin("join", (replica.address, meeting.port, meeting.name), 1 + number, size, way)
         try:
             self._group = Group(meeting.store, 0, size, way, replicas[0].address)
         except RuntimeError as error:

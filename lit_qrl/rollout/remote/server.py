@@ -113,9 +113,9 @@ class Session:
             return engine.converse(AskedDialogue(self, number), *args)
         return getattr(engine, what)(*args)
 
-    def _join(self, host: str, port: int, rank: int, size: int, backend: Backend) -> None:
+    def _join(self, meeting: tuple[str, int, str], rank: int, size: int, backend: Backend) -> None:
         self._leave()
-        self._group: Group | None = Group(join(host, port), rank, size, backend, local_address(self.connection))
+        self._group: Group | None = Group(join(*meeting), rank, size, backend, local_address(self.connection))
 
     def _leave(self) -> None:
         group, self._group = self._group, None

@@ -15,7 +15,7 @@ def test_bytes_reach_all_and_who_leaves_is_missed():
     meeting, got = Meeting(), {}
 
     def other(rank):
-        group = Group(join("127.0.0.1", meeting.port), rank, 3, "collective", "127.0.0.1")
+        group = Group(join("127.0.0.1", meeting.port, meeting.name), rank, 3, "collective", "127.0.0.1")
         got[rank] = torch.zeros(5, dtype=torch.uint8)
         group.broadcast(got[rank])
         group.close()

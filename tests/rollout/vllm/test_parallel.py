@@ -40,6 +40,7 @@ def test_what_an_engine_of_several_processes_cannot_be_is_refused(size, given, s
         check(size, given, settings)
 
 
+@pytest.mark.vllm  # which knows what layers a model has
 @pytest.mark.parametrize(
     ("sizes", "parts", "message"),
     [
@@ -52,6 +53,7 @@ def test_a_model_that_cannot_be_cut_is_refused(sizes, parts, message):
         check_model(build_network(**sizes), parts)
 
 
+@pytest.mark.vllm
 def test_a_cut_through_groups_that_share_a_scale_is_refused():
     network = build_network(num_attention_heads=4, num_key_value_heads=2, intermediate_size=128)
     check_model(network, 2, formats.get("int4_group", group_size=64))
@@ -59,6 +61,7 @@ def test_a_cut_through_groups_that_share_a_scale_is_refused():
         check_model(network, 2, formats.get("int4_group", group_size=128))
 
 
+@pytest.mark.vllm
 def test_key_value_heads_that_several_processes_hold_are_fine():
     check_model(build_network(num_attention_heads=4, num_key_value_heads=1), 4)
 
