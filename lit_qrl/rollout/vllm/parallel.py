@@ -127,8 +127,9 @@ def share(place: Place, tensor: Tensor) -> Tensor:
             remedy="Set it to 1.",
         )
     axis = 0 if isinstance(module, ColumnParallelLinear) else 1
-    if axis == 0 and place.part in (1, 2) and getattr(module, "num_kv_head_replicas", 1) > 1:
-        rank, size = rank // module.num_kv_head_replicas, size // module.num_kv_head_replicas
+    replicas = int(getattr(module, "num_kv_head_replicas", 1))
+    if axis == 0 and place.part in (1, 2):
+        rank, size = rank // replicas, size // replicas
     if tensor.ndim <= axis or tensor.shape[axis] == 1:  # one number for the layer, or for each of its outputs
         return tensor
     if place.turned and tensor.ndim == 2:
