@@ -27,7 +27,7 @@ class Drawing:
     llm: Any
     policy: Any
     request_seeds: bool
-    processes: Any
+    processes: Any = None
     routed: requests.Routed | None
     _adapter_active: bool
     live: Any
