@@ -188,7 +188,8 @@ class SentLedger(Ledger):
                 module = name.rpartition(".")[0]
                 if share is not None and module in self.sampled:
                     outline = torch.empty(self.sampled[module], device="meta")
-                    self.sampled[module] = tuple(share(f"{module}.weight", outline).shape)
+                    rows, inputs = share(f"{module}.weight", outline).shape
+                    self.sampled[module] = rows, inputs
             held = tensor if share is None else share(name, tensor)
             self.record(name, held)
             self._refuse_non_finite(wait=False)

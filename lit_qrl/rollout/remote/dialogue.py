@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from lit_qrl.errors import StoppedError
@@ -140,8 +139,6 @@ class Part:
 
     def __init__(self, whole: Dealt, engine: int) -> None:
         self._whole, self._engine = whole, engine
-        self.has_ended: Callable[[int], bool] = whole.dialogue.has_ended
-        self.answered: Callable[[Turn, Completion], None] = whole.dialogue.answered
 
     @property
     def open(self) -> bool:
@@ -151,3 +148,11 @@ class Part:
     def waiting(self, wait: Wait) -> list[Turn]:
         """Return this engine's turns that can be drawn now."""
         return self._whole.take(self._engine, wait)
+
+    def has_ended(self, index: int) -> bool:
+        """Return True where a sequence has ended."""
+        return self._whole.dialogue.has_ended(index)
+
+    def answered(self, turn: Turn, completion: Completion) -> None:
+        """Take the answer of a turn."""
+        self._whole.dialogue.answered(turn, completion)

@@ -55,16 +55,17 @@ class Group:
     """
 
     def __init__(self, store: Any, rank: int, size: int, backend: Backend, address: str) -> None:
-        self.backend = backend
+        self.backend: Backend = backend
+        gloo: Any = distributed.ProcessGroupGloo
         if backend == "nccl":
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = 4 * MEETING  # a watchdog of torch's ends the process then
             self._group: Any = distributed.ProcessGroupNCCL(store, rank, size, options)
         else:
-            options: Any = distributed.ProcessGroupGloo._Options()
-            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=address)]
+            options: Any = gloo._Options()
+            options._devices = [gloo.create_device(hostname=address)]
             options._timeout = MEETING
-            self._group = distributed.ProcessGroupGloo(store, rank, size, options)
+            self._group = gloo(store, rank, size, options)
 
     def broadcast(self, flat: Tensor) -> None:
         """Send bytes from the run to all others, or take them here.
