@@ -4,7 +4,8 @@
 
 Each run is the command that a user would type, in a process of its own; this one reads `metrics.csv` every 20 ms and
 asks the driver for the memory in use. Models have Qwen2.5's shapes and random weights, written to a folder first, so
-that loading, checkpoints and resuming are a user's too. Iterations before the third do not count; figures are medians.
+that loading, checkpoints and resuming are a user's too; those of several GPUs are drawn by the run itself, which starts
+sooner. Iterations before the third do not count; figures are medians.
 
 full-1.5b, full-3b  full fine-tuning in bf16, TIS
 short-1.5b, uneven-1.5b  the same with 64 tokens; with up to 2048, where one token in 500 ends a completion
@@ -29,19 +30,22 @@ same iteration with TRL's trainer and its vLLM in the same process. `--tiny` tri
 """
 
 import argparse
+import contextlib
 import csv
 import itertools
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -99,8 +103,8 @@ CASES: dict[str, dict[str, Any]] = {
     "short-1.5b": {"shape": "1.5b", "prompts": 16, "completion": 64, "micro_batches": 2},
     "uneven-1.5b": {"shape": "1.5b", "prompts": 16, "completion": 2048, "micro_batches": 16, "stops": 300},
     "full-3b": {"shape": "3b", "prompts": 16, "completion": 512, "micro_batches": 16},
-    "parts-3b": {"shape": "3b", "prompts": 16, "completion": 512, "micro_batches": 16, "parts": True},
-    "parts-8b": {"shape": "8b", "prompts": 16, "completion": 512, "micro_batches": 32, "parts": True},
+    "parts-3b": {"shape": "3b", "prompts": 16, "completion": 512, "micro_batches": 16, "parts": True, "drawn": True},
+    "parts-8b": {"shape": "8b", "prompts": 16, "completion": 512, "micro_batches": 32, "parts": True, "drawn": True},
     "full-7b": {
         "shape": "7b",
         "prompts": 16,
@@ -110,8 +114,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "lora-7b": {"shape": "7b", "prompts": 16, "completion": 512, "micro_batches": 16, "lora": LORA},
     "qerl-32b": {"shape": "32b", "prompts": 4, "completion": 300, "micro_batches": 8, "lora": LORA, "format": "nvfp4"},
-    "apart-8b": {"shape": "8b", "prompts": 8, "completion": 384, "micro_batches": 8, "lora": LORA, "apart": True},
-    "moe-30b": {"shape": "30b-a3b", "prompts": 4, "completion": 300, "micro_batches": 2, "lora": LORA, "replay": "on"},
+    "apart-8b": {"shape": "8b", "prompts": 8, "completion": 384, "micro_batches": 8, "lora": LORA, "apart": True}
+    | {"drawn": True},
+    "moe-30b": {"shape": "30b-a3b", "prompts": 4, "completion": 300, "micro_batches": 2, "lora": LORA, "replay": "on"}
+    | {"drawn": True},
     "llada-8b": {"shape": "llada-8b", "prompts": 2, "completion": 256, "micro_batches": 4, "lora": LARGE_LORA},
 }
 PLUGINS: dict[str, dict[str, Any]] = {
@@ -138,8 +144,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--replay", nargs="+", choices=("on", "off"), default=["on"], help="of routes, in mixtures")
     parser.add_argument("--peers", nargs="+", choices=("here", "trl"), default=["here"], help="one run each, in order")
     parser.add_argument("--schedules", nargs="+", default=["on_policy"], help="of the cases with an engine apart")
+    parser.add_argument("--transfer", default="ipc", help="how weights reach an engine apart: ipc, nccl, memory, …")
     parser.add_argument("--devices", type=int, default=1, help="GPUs of the cases in parts")
     parser.add_argument("--iterations", type=int, default=7, help="of each run, the first two of which do not count")
+    parser.add_argument("--completion", type=int, help="tokens of a completion (default: the case's)")
     parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt")
     parser.add_argument("--models", type=Path, help="where model folders are kept (default: nowhere)")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for each run")
@@ -154,6 +162,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Run every case and print one table."""
     args = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that runs end with this process
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         models = args.models or Path(temporary)
@@ -162,7 +171,9 @@ def main() -> None:
             if args.tiny:
                 shape = "tiny-denoiser" if denoises(case) else "tiny-mixture" if mixes(case) else "tiny"
                 case |= {"shape": shape, "prompts": 4, "completion": 8, "micro_batches": 2}
-            folder = model_folder(models, case["shape"], case.get("format"), case.get("stops", 1))
+            case["completion"] = args.completion or case["completion"]
+            drawn = bool(case.get("drawn"))
+            folder = model_folder(models, case["shape"], case.get("format"), case.get("stops", 1), drawn)
             schedules = args.schedules if case.get("apart") else ["on_policy"]
             replay = args.replay if mixes(case) else ["off"]
             for number, (checkpoints, arm, peer, schedule, routes) in enumerate(
@@ -194,11 +205,11 @@ def mixes(case: dict[str, Any]) -> bool:
 # --------------------------------------------------------------------------------------------------------------- model
 
 
-def model_folder(models: Path, shape: str, format: str | None, stops: int = 1) -> Path:
+def model_folder(models: Path, shape: str, format: str | None, stops: int = 1, drawn: bool = False) -> Path:
     """Return the folder of a model of that shape with random weights, plain or quantized, made where it is not.
 
-    So many of its words end a completion; with random weights all are about as likely. A mixture's folder has no
-    weights: its run draws them.
+    So many of its words end a completion; with random weights all are about as likely. A folder of a model that is
+    drawn has no weights.
     """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen3MoeConfig
@@ -209,7 +220,9 @@ def model_folder(models: Path, shape: str, format: str | None, stops: int = 1) -
     from lit_qrl.network.llada import LLaDAConfig
     from lit_qrl.network.stream import weight_stream
 
-    folder = models / "-".join(filter(None, (shape, format, f"{stops}-stops" if stops > 1 else None)))
+    folder = models / "-".join(
+        filter(None, (shape, format, f"{stops}-stops" if stops > 1 else None, "drawn" if drawn else None))
+    )
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -217,9 +230,9 @@ def model_folder(models: Path, shape: str, format: str | None, stops: int = 1) -
     kind = LLaDAConfig if denoises(case) else Qwen3MoeConfig if mixes(case) else Qwen2Config
     config = kind(**SHAPES[shape], max_position_embeddings=4096, dtype="bfloat16")
     write_model(config, folder)
-    if mixes(case):
-        return folder
     GenerationConfig(eos_token_id=[1, *range(config.vocab_size - stops + 1, config.vocab_size)]).save_pretrained(folder)
+    if drawn:
+        return folder
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -257,26 +270,40 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
     run.parent.mkdir(parents=True, exist_ok=True)
     config = run.with_suffix(".yaml")
     config.write_text(yaml.safe_dump(configuration(args, case, model, run, checkpoints)))
-    log = run.with_suffix(".log").open("w")
+    log = run.with_suffix(".log")
+    if args.out:  # beside the figures: the run's folder goes with this process
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        log = args.out.with_name(f"{args.out.stem}-{run.name}.log")
     command = [sys.executable, "-m", "lit_qrl.cli", "fit", "--config", str(config), *args.set]
     if case["peer"] == "trl":
         command = [sys.executable, str(Path(__file__).with_name("trl_iteration.py")), str(config), str(run)]
     paths = os.pathsep.join([str(Path(__file__).parent), str(ROOT), *sys.path[1:]])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"}
-    process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=run.parent)
+    read, write = os.pipe()
+    writer = threading.Thread(target=stamped, args=(os.fdopen(read, errors="replace"), log), daemon=True)
+    writer.start()
+    options = {"stdout": write, "stderr": write, "cwd": run.parent, "start_new_session": True}
+    processes = [subprocess.Popen(command, env=environment | joins, **options) for joins in meeting(args, case)]
+    os.close(write)
     begun = time.monotonic()
-    enough = args.iterations if checkpoints == "none" else None  # the last one is saved all the same, for minutes
-    ends, peak, deadline = watch(process, run / "metrics.csv", time.monotonic() + args.timeout, enough)
+    wanted = args.iterations if checkpoints == "none" else sys.maxsize  # then what follows is of no interest
+    process = processes[0]
+    try:
+        ends, peak, deadline = watch(process, run / "metrics.csv", time.monotonic() + args.timeout, wanted)
+    finally:  # engines of theirs, too
+        for one in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.pid, signal.SIGKILL)
+        writer.join(5)
     rows = read_rows(run / "metrics.csv")
     apart = mismatch(rows)
-    if len(rows) <= WARM_UP + 1 or (process.returncode and len(rows) != enough):
-        log_end = run.with_suffix(".log").read_text()[-8000:]
+    if (process.returncode and len(rows) < wanted) or len(rows) <= WARM_UP + 1:
         return {
             "error": f"status {process.returncode}",
-            "rows": len(rows),
+            "seen": rows,
             **apart,
             **start(begun, ends, rows),
-            "log": log_end,
+            "log": log.read_text()[-8000:],
         }
     wall = [b - a for a, b in itertools.pairwise(ends)][WARM_UP - 1 :]
     phases = {
@@ -346,9 +373,13 @@ def configuration(
     if not args.tiny:
         share = {"32b": 0.5, "8b": 0.25, "30b-a3b": 0.25}.get(case["shape"], 0.35)
         options = {"gpu_memory_utilization": share, "quick_start": True, "max_lora_rank": 32 if "lora" in case else 0}
+        if case.get("parts") or case.get("apart"):  # a start records no more graphs than it needs
+            sequences = case["prompts"] * 8 // (args.devices if case.get("parts") else 1)
+            graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8, sequences]}
+            options |= {"max_num_seqs": sequences, "engine_args": {"compilation_config": graphs}}
         engine = {"class_path": "VLLMEngine", "init_args": options}
     if case.get("apart"):
-        options = {"engine": engine, "transfer": "auto" if args.tiny else "ipc"}
+        options = {"engine": engine, "transfer": "auto" if args.tiny else args.transfer}
         if not args.tiny:
             options["engine"]["init_args"] |= {"gpu_memory_utilization": 0.8, "max_lora_rank": 0}
         engine = {"class_path": "RemoteEngine", "init_args": options}
@@ -366,13 +397,14 @@ def configuration(
         "dtype": "fp32" if case.get("parts") else "bf16",
         **({"gradient_checkpointing": True} if case.get("parts") else {}),
         **({"lora": case["lora"]} if "lora" in case else {}),
-        **({"random_weights": True} if mixes(case) else {}),
+        **({"random_weights": True} if case.get("drawn") else {}),
     }
     task = {"path": str(data), "evaluation_size": 8, "chat": False, "rewards": [{"class_path": "even_words.EvenWords"}]}
-    parts = case.get("parts") and not args.tiny
+    parts = case.get("parts") and (args.devices > 1 or not args.tiny)
     trainer = {"default_root_dir": str(run), "max_epochs": args.iterations, "limit_val_batches": 0, "devices": 1}
     if parts:
         trainer |= {"devices": args.devices, "strategy": {"class_path": "ShardedStrategy"}}
+        trainer |= {"accelerator": "cpu"} if args.tiny else {}
     if plugins:
         trainer["plugins"] = plugins
     elif not parts:
@@ -384,8 +416,8 @@ def configuration(
     publisher = {"lora": "adapter" if "lora" in case and not (args.tiny or case.get("apart")) else "auto"}
     if denoises(case):
         publisher = {"format": "fp8_tensor"}
-    elif case["arm"] == "fp8_row":
-        publisher["format"] = "fp8_row"
+    elif case["arm"] == "fp8_row" or parts:  # fp32 masters say nothing of the sampler
+        publisher["format"] = "fp8_row" if case["arm"] == "fp8_row" else "bf16"
     return {
         "seed_everything": 0,
         "model": {
@@ -408,23 +440,43 @@ def configuration(
     }
 
 
+def stamped(lines: IO[str], log: Path) -> None:
+    """Write what a run says into its log, each line with the seconds since its start."""
+    begun = time.monotonic()
+    with log.open("w") as file:
+        for line in lines:
+            if len(line) < 2000:  # a kernel's code is of no use here
+                file.write(f"{time.monotonic() - begun:6.1f} {line}")
+                file.flush()
+
+
+def meeting(args: argparse.Namespace, case: dict[str, Any]) -> list[dict[str, str]]:
+    """Return what the environment of each process of a run has: those of several start together, not one by one."""
+    if args.devices == 1 or not case.get("parts"):
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "NODE_RANK": "0"}
+    return [{**place, "LOCAL_RANK": str(rank)} for rank in range(args.devices)]
+
+
 def watch(
-    process: subprocess.Popen, metrics: Path, deadline: float, enough: int | None
+    process: subprocess.Popen, metrics: Path, deadline: float, wanted: int
 ) -> tuple[list[float], float | None, float]:
     """Return when each row of an iteration appeared, the device's peak in GiB, and the deadline.
 
-    The process is ended after so many rows, or at the deadline.
+    It waits for the end of the process, or for so many rows.
     """
     ends: list[float] = []
     peak, asked = 0.0, 0.0
-    while process.poll() is None and time.monotonic() < deadline and (enough is None or len(ends) < enough):
+    while process.poll() is None and time.monotonic() < deadline and len(ends) < wanted:
         if metrics.exists():
             seen = len(read_rows(metrics))
             ends += [time.monotonic()] * (seen - len(ends))
         if time.monotonic() - asked > 1.0:
             peak, asked = max(peak, device_memory()), time.monotonic()
         time.sleep(0.02)
-    if process.poll() is None and len(ends) != enough:  # what it hangs in stands at the end of its log then
+    if process.poll() is None and len(ends) < wanted:  # what it hangs in stands at the end of its log then
         process.send_signal(signal.SIGABRT)
         time.sleep(3.0)
     process.kill()

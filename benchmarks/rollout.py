@@ -20,6 +20,10 @@ profile  where a publish spends its time: functions on the host, kernels and wai
 lora     seconds to replace a LoRA adapter of rank 32 over that base, and tokens/s with it
 norms    seconds to replace the norms in place
 sleep    seconds to sleep and to wake at levels 1 and 2, with the publish that follows and the memory that is freed
+
+    python benchmarks/rollout.py --shape 32b --tensor-parallel 2 --formats bf16 fp8_row --sections speed --batches 64
+
+measures one engine over two GPUs, a process on each; what its vLLM does by itself has the same processes.
 """
 
 import argparse
@@ -28,7 +32,9 @@ import cProfile
 import json
 import os
 import pstats
+import socket
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -85,6 +91,7 @@ def main() -> None:
     parser.add_argument("--grpo", type=int, nargs=3, default=[64, 8, 1024], help="prompts, completions, most tokens")
     parser.add_argument("--repeats", type=int, default=2, help="timed runs of each kind; the best counts")
     parser.add_argument("--publishes", type=int, default=5, help="of the section publish; the first does not count")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of the engine, for speed and publish")
     parser.add_argument("--share", type=float, default=0.45, help="of the GPU's memory, for the engine")
     parser.add_argument("--start", choices=("quick", "compile", "eager"), default="quick", help="how decoding is run")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
@@ -148,6 +155,7 @@ def measure(name: str, sections: list[str], timeout: float) -> dict[str, Any]:
 def work(args: argparse.Namespace, name: str, file: str) -> None:
     figures: dict[str, Any] = {}
     bench = None
+    rank, others = join(args.tensor_parallel) if args.tensor_parallel > 1 else (0, [])
     for section in args.sections:
         print(f"--- {name}: {section}", flush=True)
         start = time.perf_counter()
@@ -159,10 +167,32 @@ def work(args: argparse.Namespace, name: str, file: str) -> None:
             lines = str(error).splitlines()
             figures["error"] = f"{section}: {type(error).__name__}: {lines[0] if lines else ''}"[:300]
         figures[f"{section}_section_seconds"] = round(time.perf_counter() - start, 1)
-        Path(file).write_text(json.dumps(figures))
+        if rank == 0:
+            Path(file).write_text(json.dumps(figures))
         print(f"--- {name}: {section} done in {figures[f'{section}_section_seconds']} s", flush=True)
+    for other in others:  # they hold GPUs that the next format wants
+        other.wait()
     sys.stdout.flush()
     os._exit(0)  # engines leave threads behind that can keep the interpreter alive
+
+
+def join(size: int) -> tuple[int, list[subprocess.Popen]]:
+    """Make this process one of `size`, and return its number and the others, which the first one starts."""
+    import torch
+
+    others = []
+    os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")  # its multicast is not for hosts that others share
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "RANK": "0"}
+        commands = [{**os.environ, "RANK": str(rank)} for rank in range(1, size)]
+        others = [subprocess.Popen([sys.executable, *sys.argv], env=environment) for environment in commands]
+    rank = int(os.environ["RANK"])
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
+    return rank, others
 
 
 class Clock:
@@ -189,6 +219,7 @@ class Bench:
         from lit_qrl.network.linears import quantizable_layers
 
         self.torch, self.args, self.name = torch, args, name
+        self.rank = torch.distributed.get_rank() if args.tensor_parallel > 1 else 0
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         plain, _, head = name.partition("+")
         self.format, self.head = None if plain == "bf16" else formats.get(plain), head == "head"
@@ -258,7 +289,7 @@ class Bench:
         clock = Clock()
         sampled = {name: self.shapes[name] for name in receipt.choose(list(self.shapes), self.version)}
         sent = receipt.SentLedger(self.version, self.format, sampled)
-        report = self.engine.load_weights(sent.watch(self.stream()), self.format, self.version)
+        report = self.engine.load_weights(sent.watch(self.stream(), self.engine.own_part), self.format, self.version)
         clock.lap("load")
         faults = receipt.compare(sent, report.received, self.previous)
         clock.lap("ledgers")
@@ -278,7 +309,7 @@ class Bench:
     def start(self, **changes: Any) -> float:
         """Build an engine and fill it; return the seconds until then."""
         from lit_qrl.publish.probe import LENGTH
-        from lit_qrl.rollout.engine import SamplerSpec
+        from lit_qrl.rollout.engine import Learners, SamplerSpec
         from lit_qrl.rollout.vllm.engine import VLLMEngine
         from lit_qrl.types import SamplingParams
 
@@ -290,6 +321,7 @@ class Bench:
             "enforce_eager": args.start == "eager",
             "quick_start": args.start == "quick",
             "request_seeds": not args.no_request_seeds,
+            "tensor_parallel_size": args.tensor_parallel,
             "engine_args": args.engine_args,
         } | changes
         start = time.perf_counter()
@@ -301,6 +333,7 @@ class Bench:
             quantize_head=self.head,
             adapter=lora,
             prompt_limit=max(args.prompt, LENGTH),
+            learners=Learners(local=(self.rank, args.tensor_parallel), whole=(self.rank, args.tensor_parallel)),
         )
         self.engine.validate(spec)
         self.engine.setup(spec, SimpleNamespace(network=self.network, lora=lora))
@@ -393,10 +426,12 @@ class Bench:
             self.engine.llm.reset_prefix_cache()
             self.sync()
             start = time.perf_counter()
-            if kind == "engine":
-                drawn = self.engine.generate(prompts, n, turn, None, sampling)
-                count = sum(len(completion.token_ids) for completion in drawn)
+            if kind == "engine":  # of several processes, each asks for some
+                own = list(range(self.rank, batch, self.args.tensor_parallel))
+                drawn = self.engine.generate([prompts[i] for i in own], n, turn, None, sampling, own)
+                count = self.added(sum(len(completion.token_ids) for completion in drawn))
             else:
+                self.torch.manual_seed(turn)  # alike in all processes of the engine
                 inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(n)]
                 outputs = self.engine.llm.generate(inputs, params, use_tqdm=False)
                 count = sum(len(output.outputs[0].token_ids) for output in outputs)
@@ -407,6 +442,14 @@ class Bench:
                 fastest, tokens = seconds, count
         best: dict[str, Any] = {kind: max(speeds) for kind, speeds in runs.items()}
         return best | {"tokens": tokens, "seconds": round(fastest, 3), "runs": runs}
+
+    def added(self, count: int) -> int:
+        """Return the sum over the processes of the engine."""
+        if self.args.tensor_parallel > 1:
+            total = self.torch.tensor(count)
+            self.torch.distributed.all_reduce(total)
+            count = int(total)
+        return count
 
     def run_speed(self) -> dict[str, Any]:
         from lit_qrl.types import SamplingParams

@@ -11,6 +11,7 @@ import argparse
 import csv
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -72,7 +73,9 @@ def run(args: argparse.Namespace, seed: int, schedule: str, correction: str, dea
     command = [sys.executable, "-m", "lit_qrl.cli", "fit"]
     command += [part for config in configs for part in ("--config", str(ROOT / config))]
     command += [part for key, value in options.items() for part in (f"--{key}", str(value))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut short
     log = args.out / f"{name}.log"
     with log.open("w") as file:
         try:

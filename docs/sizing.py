@@ -60,11 +60,12 @@ ONE_GPU = tuple(SHAPES)[:-1]
 
 
 class Row(NamedTuple):
-    """What is trained, and what the sampler has."""
+    """What is trained, and what the sampler has; `together` GPUs hold one of its engines."""
 
     trained: str
     sampler: str
     optimizer: str = "AdamW"
+    together: int = 1
 
 
 ROWS = (
@@ -116,7 +117,7 @@ def parts(shape: str, row: Row, groups: int = GROUPS, completion: int = COMPLETI
         callbacks=[publisher],
     )
     data: Any = SimpleNamespace(
-        engine=VLLMEngine(dtype="bf16"),
+        engine=VLLMEngine(dtype="bf16", tensor_parallel_size=row.together),
         max_prompt_tokens=PROMPT,
         max_completion_tokens=completion,
         prompts_per_rank=groups,
@@ -189,6 +190,8 @@ LAYOUT_ROWS = (
     ("`ddp`", "whole", ROWS[1], (2,)),
     ("`ShardedStrategy`", "parts", ROWS[0], (2, 4, 8, 64)),
     ("`ShardedStrategy`", "parts", ROWS[1], (2, 4, 8, 64)),
+    ("`ShardedStrategy`", "parts", Row("full", "fp8_row", together=2), (2, 8)),
+    ("`ShardedStrategy`", "parts", Row("full", "fp8_row", together=8), (8, 64)),
     ("`ShardedStrategy`", "parts", ROWS[4], (2, 4, 8)),
     ("`ShardedStrategy`", "parts", ROWS[5], (2, 8)),
     ("`ShardedStrategy`", "codes in parts", ROWS[5], (2, 8)),
@@ -201,9 +204,14 @@ def layouts(shapes: tuple[str, ...] = tuple(SHAPES)) -> Iterator[str]:
     yield f"| --- | --- | --- | ---: |{' ---: |' * len(shapes)}"
     for name, layout, row, counts in LAYOUT_ROWS:
         for gpus in counts:
-            sums = (f"{per_gpu(shape, row, gpus, layout):.1f}" for shape in shapes)
+            sums = (
+                "heads" if SHAPES[shape]["num_attention_heads"] % row.together
+                else f"{per_gpu(shape, row, gpus, layout):.1f}"
+                for shape in shapes
+            )  # fmt: skip
             trained = row.trained.replace("bf16", "fp32") + (", codes in parts" if layout == "codes in parts" else "")
-            yield f"| {name} | {trained} | `{row.sampler}` | {gpus} | {' | '.join(sums)} |"
+            sampler = f"`{row.sampler}`" + (f" over {row.together}" if row.together > 1 else "")
+            yield f"| {name} | {trained} | {sampler} | {gpus} | {' | '.join(sums)} |"
 
 
 def main() -> None:

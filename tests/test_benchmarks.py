@@ -61,3 +61,20 @@ def test_endurance_compares_memory_with_that_of_an_iteration(endurance):
     leak = {iteration: 1024 * (100 + iteration // 20) for iteration in range(300)}
     assert endurance.memory(flat, 100)["within"]
     assert not endurance.memory(leak, 100)["within"]
+
+
+@pytest.mark.gpu
+@pytest.mark.vllm
+def test_an_engine_over_two_gpus_holds_what_was_sent_and_computes_with_it(tmp_path):
+    import json
+
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one engine over two GPUs")
+    formats, out = ["bf16", "fp8_row", "int4_group"], tmp_path / "out.json"
+    options = ["--tensor-parallel", "2", "--sections", "verify", "--start", "eager", "--timeout", "120"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "rollout.py"), *options, "--formats", *formats]
+    subprocess.run([*command, "--out", str(out)], cwd=ROOT, check=True, timeout=400)
+    found = json.loads(out.read_text())["results"]
+    assert [found[name]["faults"] for name in formats] == [[0, 0, 0, 0]] * len(formats)

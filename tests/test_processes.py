@@ -4,11 +4,13 @@ import os
 import signal
 import traceback
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from peft import LoraConfig
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from lit_qrl.callbacks import AIS, GeometricRejection, RLCallback, TruncatedIS
 from lit_qrl.errors import ConfigError
@@ -18,7 +20,7 @@ from lit_qrl.objective import DAPO, GRPO, GSPO
 from lit_qrl.optim import MuonAdamW
 from lit_qrl.precision import NVFP4LoRA, QATAligned, UnifiedFP8
 from lit_qrl.seeding import derive_seed
-from lit_qrl.strategies import ShardedStrategy
+from lit_qrl.strategies import ShardedStrategy, sharded
 from tests.tiny_run import DigitReward, DigitTask, build, model_folder
 from tests.two_processes import RANKS, free_ports, in_two, join, started
 
@@ -92,8 +94,24 @@ def low_bit(plugin, **options):
     return {"callbacks": [Disturbed(), TruncatedIS()], **options}
 
 
+class Offloaded(ShardedStrategy):
+    """Parts that wait on the host, of a learner that computes there too, which the strategy refuses as of no use."""
+
+    def __init__(self):
+        super().__init__("fp32", offload=True)
+        self._process_group_backend = "gloo"
+
+    def check(self, module):
+        pass
+
+    def shard(self, policy):
+        with mock.patch.object(sharded, "CPUOffloadPolicy", partial(CPUOffloadPolicy, pin_memory=False)):
+            super().shard(policy)
+
+
 SHARDED = {
     "full weights in parts": RUNS["AIS and a rejection, passes and mini-batches"],
+    "offloaded weights in parts": RUNS["AIS and a rejection, passes and mini-batches"],
     "adapter in parts": lambda: {
         **RUNS["GSPO with TIS"](),
         "policy": {"lora": LoraConfig(r=4, target_modules="all-linear"), "gradient_checkpointing": True},
@@ -191,6 +209,7 @@ def quick(rank, ports, folder):
     steps["resumed"] = partial(resumed, rank, ports, folder / "resumed")
     for name in IN_PARTS:
         parts = partial(ShardedStrategy, "fp32", packed_base="sharded" if "packed" in name else "replicated")
+        parts = Offloaded if name.startswith("offloaded") else parts
         steps[name] = partial(learn, folder / name.split()[0], RANKS, few(name), strategy=parts, options=SHARDED[name])
     for name, strategy in (("unified", PARTS), ("unified, whole", lambda: "ddp")):
         unified = partial(low_bit, UnifiedFP8(), data={"micro_batches": 2})

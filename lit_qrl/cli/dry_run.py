@@ -228,7 +228,10 @@ def engine_parts(
         if engine.keep_operands and quantized:
             size += learner.count(quantized) * 4
             note += ", and dequantized operands"
-    elif isinstance(engine, VLLMEngine) and device.type == "cuda":
+    if isinstance(engine, VLLMEngine) and engine.tensor_parallel_size > 1:
+        size /= engine.tensor_parallel_size
+        note += f", 1 of {engine.tensor_parallel_size} parts"
+    if isinstance(engine, VLLMEngine) and device.type == "cuda":
         share = engine.gpu_memory_utilization
         total = torch.cuda.get_device_properties(device).total_memory
         note += f", inside the engine's {share:g} of the GPU: {share * total / GIB:.1f} GiB"

@@ -215,9 +215,11 @@ class RolloutDataModule(Described, LightningDataModule):
             )
         policy, limits = self.module.policy, (self.max_prompt_tokens, self.long_prompt)
         for task in (self.task, *(one.task for one in self.evaluations)):
-            if isinstance(task, TakesTurns) and not isinstance(self.engine, Converses):
+            talks = isinstance(self.engine, Converses) and not self.engine.draws_together
+            if isinstance(task, TakesTurns) and not talks:
+                asked = type(self.engine).__name__ + (" of several processes" if self.engine.draws_together else "")
                 raise ConfigError(
-                    f"{type(task).__name__} has several turns, which {type(self.engine).__name__} does not draw.",
+                    f"{type(task).__name__} has several turns, which {asked} does not draw.",
                     expected="an engine with `converse`, such as TransformersEngine or VLLMEngine",
                     remedy="Set data.engine.",
                 )

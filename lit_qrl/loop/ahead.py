@@ -20,6 +20,7 @@ import torch
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional.mismatch import k3_divergence
 from lit_qrl.loop.hooks import Learner, rl_callbacks
+from lit_qrl.loop.turns import TakesTurns
 from lit_qrl.rollout.engine import EngineDiedError, Scores
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import Completion
@@ -271,6 +272,12 @@ def check_ahead(learner: Learner, schedule: str) -> None:
             "an objective that takes every group",
             "filter_zero_variance, which draws again when rewards are known",
             "Set it to false, or data.schedule to on_policy.",
+        ),
+        (
+            isinstance(learner.data.task, TakesTurns),
+            "completions of one turn",
+            f"data.task: {type(learner.data.task).__name__}, whose environments answer while it draws",
+            "Set data.schedule to on_policy.",
         ),
         (
             learner.policy.denoises,

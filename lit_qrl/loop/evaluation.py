@@ -44,9 +44,10 @@ def answer(learner: Learner, share: Any, stage: str) -> Mapping[str, Answers]:
     seed = derive_seed(data.base_seed, "evaluation", evaluated.name or 0)
     for kind, (n, sampling) in evaluated.decodings(learner.policy.stop_token_ids).items():
         shown = f"{stage} {evaluated.name} {kind}".replace("  ", " ")
-        # More processes than problems leave some without any.
+        # More processes than problems leave some without any, which have a part of an engine all the same.
+        asks = bool(problems) or data.engine.draws_together
         played = played_by(evaluated.task, [problem.row for problem in problems])
-        completions = draw(learner, ids, n, seed, shown, sampling, share.positions, played) if problems else []
+        completions = draw(learner, ids, n, seed, shown, sampling, share.positions, played) if asks else []
         correct = evaluated.task.is_correct(data.samples(problems, completions, evaluated.task)) if problems else []
         found[kind] = Answers(completions, torch.tensor(correct, dtype=torch.bool).view(len(problems), n))
     return found

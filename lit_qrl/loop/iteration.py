@@ -73,6 +73,8 @@ def roll_out(learner: Learner) -> RolloutBatch:
             else:
                 problems, completions = _drawn_ahead(learner)
             if not problems:  # the others' slots alone are open
+                if data.engine.draws_together:
+                    _draw(learner, problems, attempt, numbers)
                 continue
             drawn_now = _draw_groups(learner, problems, attempt, numbers, completions)
             kept = list(range(len(problems)))
@@ -129,13 +131,7 @@ def _draw_groups(
     judging = data.judging(problems) if completions is None and not isinstance(data.task, TakesTurns) else None
     with nullcontext() if judging is None else closing(judging):
         if completions is None:
-            # The 0 was a rank's number once; runs of one process repeat what they drew then.
-            seed = derive_seed(data.base_seed, "rollout", learner.trainer.current_epoch, attempt, 0)
-            positions = numbers if data.slots.world_size > 1 else None
-            with state.timed("generate"):
-                played = played_by(data.task, [problem.row for problem in problems])
-                options = {"positions": positions, "played": played, "judging": judging}
-                completions = draw(learner, ids, data.group_size, seed, "rollout", **options)
+            completions = _draw(learner, problems, attempt, numbers, judging)
         if judging is not None:
             state.hidden = (state.hidden or 0.0) + judging.seconds
         tell_episodes(learner, completions)
@@ -150,6 +146,21 @@ def _draw_groups(
     if solved is not None:
         state.metrics.values("rollout/accuracy", solved.float())
     return batch
+
+
+def _draw(
+    learner: Learner, problems: Sequence[Any], attempt: int, numbers: Sequence[int], judging: Any = None
+) -> list[Completion]:
+    """Return G completions of each problem; the arguments are those of `_draw_groups`, and who judges meanwhile."""
+    data = learner.data
+    # The 0 was a rank's number once; runs of one process repeat what they drew then.
+    seed = derive_seed(data.base_seed, "rollout", learner.trainer.current_epoch, attempt, 0)
+    positions = numbers if data.slots.world_size > 1 else None
+    ids = [problem.prompt_ids for problem in problems]
+    with learner.iteration.timed("generate"):
+        played = played_by(data.task, [problem.row for problem in problems])
+        options = {"positions": positions, "played": played, "judging": judging}
+        return draw(learner, ids, data.group_size, seed, "rollout", **options)
 
 
 @torch.no_grad()

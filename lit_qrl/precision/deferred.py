@@ -114,7 +114,7 @@ class DeferredWeights:
             if key not in self._filled:
                 fresh = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
                 if self.read is not None:
-                    fresh.copy_(self.read(self._names[key]))
+                    fresh.copy_(self.read(self._names[key]).to(fresh.device))  # in the folder's dtype, there widened
                 self._filled[key] = nn.Parameter(fresh, parameter.requires_grad)
                 if self.read is None:
                     drawn = module if module in self._family else self._origins[key]

@@ -20,7 +20,7 @@ from lit_qrl.receipts.ledger import (
     compare_columns,
     compare_read_back,
 )
-from lit_qrl.rollout.engine import ReadsBack, ReadsColumns, RolloutEngine, TakesAdapter
+from lit_qrl.rollout.engine import HoldsShare, ReadsBack, ReadsColumns, RolloutEngine, TakesAdapter
 
 Stream = Iterator[tuple[str, Tensor]]
 
@@ -55,7 +55,8 @@ class Delivery:
         """
         sampled = {name: shapes[name] for name in choose(list(shapes), max(version, 0))}
         sent = SentLedger(version, format, sampled)
-        report = self.engine.load_weights(sent.watch(self.engine.arranged(stream)), format, version)
+        share = self.engine.own_part if isinstance(self.engine, HoldsShare) else None
+        report = self.engine.load_weights(sent.watch(self.engine.arranged(stream), share), format, version)
         self._compare(sent, report, format, whole=True)
         low = format is not None and not isinstance(format, Dense)
         weigh(report, sent, shapes if low else {})

@@ -236,7 +236,7 @@ class Publisher:
     def _bury(self, error: EngineDiedError) -> None:
         """Count a death, and free what is left of the engine."""
         self._disconnect()
-        self._restarts.died(self.learner.trainer, error)
+        self._restarts.died(self.learner.trainer, error, self.engine.draws_together)
         self.engine.discard()
 
     def _disconnect(self) -> None:

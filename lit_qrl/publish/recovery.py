@@ -27,14 +27,22 @@ class Restarts:
         self.limit = limit
         self.in_a_row = 0
 
-    def died(self, trainer: Trainer, error: EngineDiedError) -> None:
-        """Log the death and drop what the error keeps alive; stop the run when it was one too many."""
+    def died(self, trainer: Trainer, error: EngineDiedError, together: bool = False) -> None:
+        """Log the death and drop what the error keeps alive; stop the run when it was one too many.
+
+        Args:
+            trainer: of the run.
+            error: of the engine.
+            together: other processes hold the rest of the engine, so that this one cannot build it again.
+        """
         self.in_a_row += 1
         again = self.in_a_row <= self.limit
         what = f"restart {self.in_a_row} of {self.limit}" if again else f"{self.limit} restarts did not help"
         plugin = trainer.precision_plugin
         if isinstance(plugin, PublishingPrecision) and plugin.share_weights:
             again, what = False, "the learner read the engine's own weights, so nothing is left to build it from"
+        if together:
+            again, what = False, "it was one with those of other processes, which this one cannot build again alone"
         event(trainer, "engine_died", f"{error} ({what})", restart=self.in_a_row, max_restarts=self.limit)
         if not again:
             stop_run(trainer, "engine_died", f"{error} ({what}).", save=True, error=error)

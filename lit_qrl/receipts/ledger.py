@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lit_qrl.receipts.checksum import Checksums, dtype_name
+from lit_qrl.receipts.rounding import share_of_bound
 
 if TYPE_CHECKING:
     from lit_qrl.formats.base import NumberFormat
@@ -42,8 +43,6 @@ EXPLANATIONS: dict[str, str] = {
     "gemm": "is loaded, but the engine's GEMM computes with other values",
     "probe": "gets other log-probs from the engine than from the learner computing as the sampler should",
 }
-SHORTENED = {"highest": 0.0, "high": 2.0**-11, "medium": 2.0**-8}
-"""By what share fp32 may be rounded before it is multiplied, by `torch.get_float32_matmul_precision()`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,21 +169,32 @@ class SentLedger(Ledger):
         self._wanted = {layer: _draw(f"{version}:{layer}", shape[1], columns) for layer, shape in self.sampled.items()}
         self._parts: dict[str, Tensor] = {}
 
-    def watch(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def watch(
+        self, tensors: Iterator[tuple[str, Tensor]], share: Callable[[str, Tensor], Tensor] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield the stream unchanged; raise `PublishError` for a tensor that is not finite.
 
         On a CPU that is at the tensor itself; on an accelerator at the end of the stream, so that the host waits once,
         and the engine, whose loading the error ends, has no weights to draw with until the next publish.
+
+        Args:
+            tensors: checkpoint names and tensors.
+            share: from name and tensor to the part of it that the engine's process holds, which alone is recorded.
         """
         module = ""
         for name, tensor in tensors:
             if name.rpartition(".")[0] != module:
                 self._close_module(module)
                 module = name.rpartition(".")[0]
-            self.record(name, tensor)
+                if share is not None and module in self.sampled:
+                    outline = torch.empty(self.sampled[module], device="meta")
+                    rows, inputs = share(f"{module}.weight", outline).shape
+                    self.sampled[module] = rows, inputs
+            held = tensor if share is None else share(name, tensor)
+            self.record(name, held)
             self._refuse_non_finite(wait=False)
             if module in self._wanted and not name.endswith(".bias"):
-                self._parts[name.rpartition(".")[2]] = tensor
+                self._parts[name.rpartition(".")[2]] = held
             yield name, tensor
         self._close_module(module)
         self._refuse_non_finite(wait=True)
@@ -192,7 +202,7 @@ class SentLedger(Ledger):
     def _close_module(self, module: str) -> None:
         if module in self._wanted and self._parts:
             weight = self._dequantized(module)
-            wanted = self._wanted[module]
+            wanted = sorted({column % weight.shape[1] for column in self._wanted[module]})
             self.columns[module] = wanted, weight[:, torch.tensor(wanted, device=weight.device)].float().clone()
         self._parts = {}
 
@@ -307,46 +317,6 @@ def choose(layers: Collection[str], version: int, count: int = 4) -> list[str]:
     if len(names) <= count:
         return names
     return [names[(version * count + offset) % len(names)] for offset in range(count)]
-
-
-def column_bound(weight: Tensor, dtype: torch.dtype, exact: bool) -> Tensor:
-    """Return by how much a GEMM with a unit vector may miss each entry of a weight, from its arithmetic alone.
-
-    All terms of such a product but one are zeros, so neither the order nor the length of the sum rounds, on whatever
-    instructions. A plain weight comes back bit for bit, but for what matrix units take for zero (below 2⁻¹²⁶), and but
-    for the digits that torch was told to leave out of fp32. A quantized one is rounded at most three times in `dtype`
-    (code times the block's scale, times the layer's, the result) and five times in fp32 (the activations' scale, two
-    products with scales, two in what it is compared with): by u |w| each time, where u is half the dtype's epsilon, and
-    below the dtype's smallest normal number by u times that number.
-
-    Args:
-        weight: "out columns", fp32, as it was sent.
-        dtype: of the GEMM's result.
-        exact: True for a plain weight.
-
-    >>> [float(column_bound(torch.ones(1, 1), torch.bfloat16, exact)) for exact in (False, True)]
-    [0.011719048023223877, 1.1754943508222875e-38]
-    """
-    bound = torch.full_like(weight, torch.finfo(torch.float32).tiny)
-    if dtype == torch.float32:
-        bound += SHORTENED[torch.get_float32_matmul_precision()] * weight.abs()
-    if exact:
-        return bound
-    for times, rounded in ((3, torch.finfo(dtype)), (5, torch.finfo(torch.float32))):
-        bound += times * rounded.eps / 2 * weight.abs().clamp_min(rounded.tiny)
-    return bound
-
-
-def share_of_bound(got: Tensor, weight: Tensor, exact: bool) -> Tensor:
-    """Return for each entry how far the engine's GEMM is from the weight, as a share of `column_bound`.
-
-    Args:
-        got: "out columns", in the dtype that the GEMM returns.
-        weight: the same columns as they were sent, fp32.
-        exact: True for a plain weight.
-    """
-    share = (got.to(weight) - weight).abs() / column_bound(weight, got.dtype, exact)
-    return share.nan_to_num(nan=torch.inf)
 
 
 def compare_columns(

@@ -189,6 +189,8 @@ class RolloutEngine(Described, ABC):
     """True when `generate` takes `finished`, to which it hands completions while others are still drawn."""
     overlaps: bool = False
     """True when it draws in a process of its own, so that the learner can update meanwhile."""
+    draws_together: bool = False
+    """True when processes of the learner are one engine: each must ask when another does, and none is built alone."""
 
     def validate(self, spec: SamplerSpec) -> None:
         """Raise `ConfigError` for what cannot work on this host; called before any weight is loaded."""
@@ -285,6 +287,15 @@ class ReadsBack(Protocol):
 
     def read_back(self, name: str) -> Tensor | None:
         """Return the loaded tensor of that checkpoint name, or None where the engine repacks its layout."""
+        ...
+
+
+@runtime_checkable
+class HoldsShare(Protocol):
+    """An engine that may hold a part of each tensor, beside other processes with the other parts."""
+
+    def own_part(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the part of a sent tensor that this process holds; asked for while a stream is loaded."""
         ...
 
 

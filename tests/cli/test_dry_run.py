@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from lit_qrl.cli import dry_run as dry
 from lit_qrl.cli.main import main
 from lit_qrl.policy import CausalPolicy
-from lit_qrl.rollout import TransformersEngine
+from lit_qrl.rollout import TransformersEngine, VLLMEngine
 from lit_qrl.rollout.engine import SamplerSpec
 from tests.command_line import build_once
 
@@ -213,3 +213,19 @@ def test_recorded_steps_are_told_and_bound_the_rows(device, options, rows):
         assert sizes["recorded steps"] == rows * 100 * 16
     else:
         assert "recorded steps" not in sizes
+
+
+def test_of_an_engine_of_several_processes_each_has_its_part():
+    shapes = {"up.weight": torch.Size((64, 64)), "norm.weight": torch.Size((64,))}
+    learner = dry.Tensors(shapes, set(shapes), set(), {"up.weight"}, torch.bfloat16)
+    config = SimpleNamespace(num_key_value_heads=1, head_dim=8, num_hidden_layers=2)
+    sizes = {"max_prompt_tokens": 3, "max_completion_tokens": 5, "prompts_per_rank": 2, "group_size": 4}
+    found = {}
+    for parts in (1, 2):
+        data = SimpleNamespace(engine=VLLMEngine(tensor_parallel_size=parts), **sizes)
+        made = dry.engine_parts(data, SamplerSpec(), learner, config, torch.device("cpu"))
+        found[parts] = {part.name: part for part in made}
+    assert found[1]["sampler's weights"].size == 2 * (64 * 64 + 64)
+    assert found[2]["sampler's weights"].size == 64 * 64 + 64
+    assert found[2]["sampler's weights"].note.endswith(", 1 of 2 parts")
+    assert found[2]["KV cache"] == found[1]["KV cache"]  # half of each token's, of twice as many sequences

@@ -18,6 +18,7 @@ from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.run.diary import read_jsonl
 from lit_qrl.types import Completion
+from tests.loop.test_turns import Echo
 from tests.tiny_run import build, parameters_of
 
 ONE_OFF, THREE_OFF = {"schedule": "one_step_off"}, {"schedule": "async", "max_staleness": 3}
@@ -169,11 +170,12 @@ def test_a_schedule_that_does_not_exist_is_refused(schedule, staleness):
         ({"engine": TransformersEngine()}, "TransformersEngine, which shares the learner's memory"),
         ({"objective": GRPO(filter_zero_variance=True)}, "filter_zero_variance"),
         ({"denoises": True}, "estimates log-probs again"),
+        ({"task": Echo()}, "data.task: Echo, whose environments answer"),
     ],
 )
 def test_what_cannot_be_drawn_meanwhile_is_refused(changes, named):
     learner = SimpleNamespace(
-        data=SimpleNamespace(engine=changes.get("engine", Apart())),
+        data=SimpleNamespace(engine=changes.get("engine", Apart()), task=changes.get("task")),
         objective=changes.get("objective", GRPO()),
         policy=SimpleNamespace(denoises=changes.get("denoises", False)),
     )

@@ -14,6 +14,8 @@ from tests.tiny_run import DigitTask, build
 class Echo:
     """An engine whose completions say what they were asked with."""
 
+    draws_together = False
+
     def __init__(self):
         self.calls = []
 
@@ -84,6 +86,14 @@ def test_a_rank_without_a_problem_draws_nothing():
     given = learner()
     found = answer(given, share(rank=3, world_size=4), "val")
     assert given.data.engine.calls == []
+    assert {name: tuple(one.correct.shape) for name, one in found.items()} == {"greedy": (0, 1), "sampled": (0, 2)}
+
+
+def test_a_rank_without_a_problem_asks_where_its_engine_is_a_part_of_one():
+    given = learner()
+    given.data.engine.draws_together = True
+    found = answer(given, share(rank=3, world_size=4), "val")
+    assert [(n, positions) for n, _, _, positions in given.data.engine.calls] == [(1, []), (2, [])]
     assert {name: tuple(one.correct.shape) for name, one in found.items()} == {"greedy": (0, 1), "sampled": (0, 2)}
 
 

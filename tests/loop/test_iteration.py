@@ -96,14 +96,20 @@ def test_groups_without_variance_are_drawn_again_and_the_last_draw_fills_up(tmp_
 
 
 class Echo:
-    """An engine whose completions repeat the prompt; it notes which prompts it was given."""
+    """An engine whose completions repeat the prompt; it notes which prompts it was given.
+
+    It is one with those of the other processes, of which each must ask when another does.
+    """
+
+    draws_together = True
 
     hands_out = False
 
     def __init__(self):
-        self.seen, self.positions = [], []
+        self.seen, self.positions, self.calls = [], [], 0
 
     def generate(self, prompts, n, seed, progress, sampling, positions=()):
+        self.calls += 1
         self.seen += [ids[0] for ids in prompts]
         self.positions += positions
         return [
@@ -154,6 +160,7 @@ def test_ranks_that_resample_different_numbers_of_groups_hold_what_one_process_h
     seen = [data.engine.seen for data, _, _ in ranks]
     assert sorted(seen[0] + seen[1]) == sorted(alone.engine.seen)  # no prompt twice, and none left out
     assert len(seen[0]) != len(seen[1])
+    assert len({data.engine.calls for data, _, _ in ranks}) == 1
     assert {data.position for data, _, _ in ranks} == {alone.position}
     drawn = {position for data, _, _ in ranks for position in data.engine.positions}
     assert drawn >= set(range(8))

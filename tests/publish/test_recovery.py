@@ -136,6 +136,15 @@ def test_deaths_are_counted_in_a_row(tmp_path):
     assert [event["restart"] for event in events(tmp_path, "engine_died")] == [1, 1, 1]
 
 
+def test_a_part_of_an_engine_is_not_built_again_alone(tmp_path, quick_plots):
+    _, engine, before, run = mortal(tmp_path, {"generate": [1]}, 3)
+    engine.draws_together = True
+    with pytest.raises(StoppedError, match=r"boom \(it was one with those of other processes"):
+        run()
+    assert before.versions == [0]
+    assert engine.story.count("setup") == 1
+
+
 @pytest.mark.parametrize("every", [1, 3])
 def test_after_the_last_restart_the_run_stops_and_goes_on_from_its_checkpoint(tmp_path, every, capsys, quick_plots):
     folder = tmp_path / "mortal"

@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import Int4Group
 from lit_qrl.network.expert_list import ExpertList
+from lit_qrl.network.shards import own, whole
 from lit_qrl.objective import GRPO
 from lit_qrl.optim import MuonAdamW
 from lit_qrl.policy import CausalPolicy
@@ -122,6 +123,25 @@ def test_a_policy_and_its_reference_are_read_and_divided_layer_by_layer(tmp_path
             found = parts[root.get_submodule(owner), leaf]
             assert torch.equal(found, wanted)
             assert found.requires_grad == trained
+
+
+@pytest.mark.gpu
+def test_parts_that_wait_on_the_host_learn_what_those_on_the_gpu_do(tmp_path):
+    """One process: what travels between host and GPU is what is looked at."""
+    found, moved = [], []
+    for offload in (False, True):
+        strategy = ShardedStrategy("fp32", offload=offload)
+        options = {"accelerator": "cuda", "devices": 1, "strategy": strategy, "max_epochs": 2}
+        trainer, module, data = build(tmp_path / str(offload), trainer=options, format="fp32")
+        trainer.fit(module, datamodule=data)
+        found.append({name: whole(p.detach()).cpu() for name, p in module.named_parameters()})
+        moved.append({own(p).device.type for p in module.parameters()})
+        states = trainer.optimizers[0].state.values()
+        moved[-1] |= {own(value).device.type for state in states for value in state.values() if value.ndim}
+        torch.distributed.destroy_process_group()
+    assert moved == [{"cuda"}, {"cpu"}]
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def every(policy):

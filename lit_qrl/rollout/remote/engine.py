@@ -15,8 +15,17 @@ from torch import Tensor, nn
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.receipts.ledger import PublishReport
-from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, Finished, Progress, RolloutEngine, SamplerSpec
+from lit_qrl.rollout.engine import (
+    Dialogue,
+    EngineDiedError,
+    EnginePolicy,
+    Finished,
+    Progress,
+    RolloutEngine,
+    SamplerSpec,
+)
 from lit_qrl.rollout.remote.blueprint import blueprint
+from lit_qrl.rollout.remote.dialogue import Dealt
 from lit_qrl.rollout.remote.places import places
 from lit_qrl.rollout.remote.publishing import Sender, as_one
 from lit_qrl.rollout.remote.replica import Replica
@@ -44,7 +53,8 @@ class RemoteEngine(RolloutEngine):
         hosts: `host:port` of servers that run already (`lit-qrl serve`), instead of devices.
         token_file: of those servers.
         transfer: how weights travel: `memory` that both processes see, `ipc` hands CUDA tensors over on one host,
-            `socket` is the connection itself; `auto` is memory where that is seen.
+            `socket` is the connection itself; `collective` and `nccl` send once to all replicas, from host to host or
+            from GPU to GPU; `auto` is memory where that is seen.
     """
 
     overlaps = True
@@ -55,7 +65,7 @@ class RemoteEngine(RolloutEngine):
         devices: Literal["auto"] | list[int | str] = "auto",
         hosts: list[str] | None = None,
         token_file: str | None = None,
-        transfer: Literal["auto", "memory", "ipc", "socket"] = "auto",
+        transfer: Literal["auto", "memory", "ipc", "socket", "collective", "nccl"] = "auto",
     ) -> None:
         if transfer == "ipc" and hosts:
             raise ConfigError(
@@ -64,8 +74,14 @@ class RemoteEngine(RolloutEngine):
                 given="ipc",
                 remedy="Leave transfer out.",
             )
+        if engine.draws_together:
+            raise ConfigError(
+                "RemoteEngine holds an engine in each of its processes, and this one would be several processes.",
+                expected="data.engine.engine.tensor_parallel_size: 1",
+                remedy="Leave it out, or set data.engine to VLLMEngine, of the learner's processes.",
+            )
         self.engine, self.devices, self.hosts, self.token_file = engine, devices, hosts, token_file
-        self.transfer: Literal["auto", "memory", "ipc", "socket"] = transfer
+        self.transfer: Literal["auto", "memory", "ipc", "socket", "collective", "nccl"] = transfer
         self.single_format, self.kernels, self.denoises = engine.single_format, engine.kernels, engine.denoises
         self.batch_invariant, self.plain_dtype = engine.batch_invariant, engine.plain_dtype
         self.records_kept, self.hands_out = engine.records_kept, engine.hands_out
@@ -80,7 +96,7 @@ class RemoteEngine(RolloutEngine):
         if hasattr(engine, "load_adapter"):
             self.load_adapter = partial(self._publish, "load_adapter")
             self.perturb = partial(self._publish, "perturb")
-        for name in ("check_model", "check_routes"):
+        for name in ("check_model", "check_routes", "converse"):
             if hasattr(engine, name):
                 setattr(self, name, getattr(self, f"_{name}"))
 
@@ -215,6 +231,23 @@ class RemoteEngine(RolloutEngine):
         self._kept = ("", {})
         return [one for i in range(len(prompts)) for one in kept[i]]
 
+    def _converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
+        """Draw a dialogue: whole by the one replica, or the sequences dealt to all, each to the same one every turn."""
+
+        def ask(replica: Replica, part: Dialogue) -> None:
+            try:
+                replica.converse(part, sampling)
+            except EngineDiedError:
+                replica.restart()
+                raise
+
+        if len(self.replicas) == 1:
+            ask(self.replicas[0], dialogue)
+            return
+        with Dealt(dialogue, len(self.replicas)) as dealt:
+            calls = [partial(ask, replica, dealt.part(number)) for number, replica in enumerate(self.replicas)]
+            together(calls, lambda: None)
+
 
 def spread(tokens: Sequence[int], replicas: int) -> list[list[int]]:
     """Return which prompts each replica draws: the largest first, each to the replica with the fewest tokens to come.
@@ -272,7 +305,7 @@ class RemoteVLLMEngine(RemoteEngine):
         devices: Literal["auto"] | list[int | str] = "auto",
         hosts: list[str] | None = None,
         token_file: str | None = None,
-        transfer: Literal["auto", "memory", "ipc", "socket"] = "auto",
+        transfer: Literal["auto", "memory", "ipc", "socket", "collective", "nccl"] = "auto",
         **options: Any,
     ) -> None:
         from lit_qrl.rollout.vllm.engine import VLLMEngine

@@ -1,13 +1,16 @@
 """One stream of tensors to several engines in other processes: packed once for all that take it the same way."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
 from lit_qrl.receipts.ledger import Fault, PublishReport
+from lit_qrl.rollout.engine import EngineDiedError
+from lit_qrl.rollout.remote.group import Group, Meeting
 from lit_qrl.rollout.remote.replica import Replica
-from lit_qrl.rollout.remote.transfer import CHUNK, Named, SharedMemory, Way, pack, size_of
+from lit_qrl.rollout.remote.transfer import CHUNK, Named, SharedMemory, Way, pack, size_of, whole_bytes
 
 SLOTS = 2
 """Chunks under way: one is packed while the one before is taken."""
@@ -19,6 +22,8 @@ class Sender:
     def __init__(self) -> None:
         self.ways: dict[Replica, Way] = {}
         self._memory = [SharedMemory() for _ in range(SLOTS)]
+        self._group: Group | None = None
+        self._joined: list[Any] = []
 
     def publish(
         self, ways: dict[Replica, Way], what: str, tensors: Iterator[Named], args: Sequence[Any]
@@ -38,6 +43,7 @@ class Sender:
         self._under_way: list[Any] = []  # tensors stay until they were taken
         told: set[Replica] = set()
         replicas = list(self.ways)
+        self._meet(replicas)
         try:
             for replica in replicas:
                 replica.begin(what, *args)
@@ -53,7 +59,31 @@ class Sender:
             self._under_way = []
             for replica in replicas:
                 if replica not in told and not replica.dead:
-                    replica.end(whole=False)
+                    with suppress(EngineDiedError):  # all of them hear of it
+                        replica.end(whole=False)
+
+    def _meet(self, replicas: Sequence[Replica]) -> None:
+        """Join all processes to one group where tensors go by it, anew where one of them is."""
+        way = next(iter(self.ways.values()))
+        present = [replica.connection for replica in replicas]
+        if way not in ("collective", "nccl") or (self._group is not None and present == self._joined):
+            return
+        self._leave()
+        meeting, size = Meeting(), 1 + len(replicas)
+        for number, replica in enumerate(replicas):
+            replica.begin("join", (replica.address, meeting.port, meeting.name), 1 + number, size, way)
+        try:
+            self._group = Group(meeting.store, 0, size, way, replicas[0].address)
+        except RuntimeError as error:
+            raise EngineDiedError(f"The engines' processes did not join the group of the run: {error}") from error
+        for replica in replicas:
+            replica.answer()
+        self._joined = present
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
 
     def _send(self, chunk: list[Named], told: set[Replica]) -> None:
         if len(self._under_way) == SLOTS:
@@ -63,6 +93,12 @@ class Sender:
             if way not in packed:
                 packed[way] = pack(chunk, way, memory)
             replica.send_chunk(*packed[way])
+        if self._group is not None:
+            try:
+                self._group.broadcast(whole_bytes(chunk, self._group.backend))
+            except EngineDiedError:
+                self._leave()
+                raise
         self._sent += 1
         self._under_way.append(chunk)
 
@@ -76,7 +112,8 @@ class Sender:
         self._under_way.pop(0)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Give the memory back, and leave the group."""
+        self._leave()
         for memory in self._memory:
             memory.close()
 

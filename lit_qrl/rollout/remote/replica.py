@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.rollout.engine import EngineDiedError, Finished, RolloutEngine
+from lit_qrl.rollout.engine import Dialogue, EngineDiedError, Finished, RolloutEngine
+from lit_qrl.rollout.remote.dialogue import told
+from lit_qrl.rollout.remote.group import local_address
 from lit_qrl.rollout.remote.transfer import dumps, probe
 from lit_qrl.rollout.remote.wire import connect, hang_up
+from lit_qrl.types import SamplingParams
 
 COMMAND = (sys.executable, "-P", "-m", "lit_qrl.rollout.remote.server")
 START = 180.0
@@ -162,6 +165,16 @@ class Replica:
         self.begin(what, *args)
         return self.answer(progress, finished)
 
+    @property
+    def connection(self) -> Any:
+        """Another one after each start."""
+        return self._connection
+
+    @property
+    def address(self) -> str:
+        """This host's, as the replica's sees it."""
+        return local_address(self._connection)
+
     def begin(self, what: str, *args: Any) -> None:
         """Ask without waiting for the answer."""
         self._number += 1
@@ -185,6 +198,29 @@ class Replica:
             else:
                 self._early = [value]
         return self._early.pop()
+
+    def converse(self, dialogue: Dialogue, sampling: SamplingParams | None) -> None:
+        """Let the engine draw a dialogue's turns, and answer what it asks of the dialogue."""
+        self.begin("converse", sampling)
+        broken: Exception | None = None
+        while True:
+            kind, number, value = self._receive()
+            if number != self._number:
+                continue
+            if kind == "ask":
+                try:
+                    answer = ("told", told(dialogue, *value))
+                except Exception as error:
+                    broken, answer = error, ("gone",)
+                self._send(*answer)
+            elif kind == "answered" and broken is None:
+                dialogue.answered(*value)
+            elif kind in ("answer", "error"):
+                break
+        if broken is not None:
+            raise broken
+        if kind == "error":
+            raise value
 
     def send_chunk(self, message: Any, following: Sequence[Any]) -> None:
         """Send a chunk of the publish that was begun."""

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from lit_qrl.rollout.engine import OutlinedPolicy, RolloutEngine
 from lit_qrl.rollout.remote.blueprint import Blueprint
+from lit_qrl.rollout.remote.dialogue import AskedDialogue
+from lit_qrl.rollout.remote.group import Backend, Group, join, local_address
 from lit_qrl.rollout.remote.transfer import Mapped, dumps, sees, unpack
 from lit_qrl.rollout.remote.wire import RefusedClientError, admit, listen
 from lit_qrl.rollout.vllm.folder import remove_all
@@ -26,7 +28,7 @@ log = logging.getLogger(__name__)
 
 PROGRESS = 0.5
 """Seconds between two words on how far a generation is."""
-CALLS = ("validate", "check_routes", "generate", "score", "estimate", "read_back", "read_columns")
+CALLS = ("validate", "check_routes", "generate", "converse", "score", "estimate", "read_back", "read_columns")
 """Methods of an engine that a run may call as they are."""
 PUBLISHES = ("load_weights", "load_adapter", "perturb")
 
@@ -46,7 +48,7 @@ class Session:
     def __init__(self, connection: Any, device: torch.device) -> None:
         self.connection, self.device = connection, device
         self.engine: RolloutEngine | None = None
-        self._mapped = Mapped()
+        self._mapped, self._group = Mapped(), None
 
     def run(self) -> None:
         """Serve until the run is over, or gone; then nothing of its engine is left."""
@@ -88,6 +90,8 @@ class Session:
         engine: Any = self.engine
         if what == "close":
             return self._close()
+        if what == "join":
+            return self._join(*args)
         if what == "check_model":
             return engine.check_model(args[0].network)
         if what == "setup":
@@ -105,7 +109,18 @@ class Session:
             return engine.generate(
                 prompts, n, seed, self._progress(number), sampling, **options, finished=self._handing(number)
             )
+        if what == "converse":
+            return engine.converse(AskedDialogue(self, number), *args)
         return getattr(engine, what)(*args)
+
+    def _join(self, meeting: tuple[str, int, str], rank: int, size: int, backend: Backend) -> None:
+        self._leave()
+        self._group: Group | None = Group(join(*meeting), rank, size, backend, local_address(self.connection))
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
 
     def _progress(self, number: int) -> Any:
         told = time.monotonic()
@@ -139,7 +154,7 @@ class Session:
         """
         kind, *rest = self._receive()
         if kind == "chunk":
-            tensors = unpack(rest[0], self.connection, self._mapped, self.device)
+            tensors = unpack(rest[0], self.connection, self._mapped, self.device, self._group)
             self._send("taken", number, None)
             return tensors
         self._ended = True
@@ -148,6 +163,7 @@ class Session:
         return None
 
     def _close(self) -> None:
+        self._leave()
         if self.engine is not None:
             self.engine.close()
             self.engine = None

@@ -1,4 +1,4 @@
-"""How published tensors reach another process: through memory that both see, as CUDA handles, or over the connection.
+"""How published tensors reach another process: by memory that both see, as CUDA handles, by a group, or the connection.
 
 A chunk of tensors is packed once for all servers that take it the same way, and unpacked into tensors of the receiver's
 own before it is acknowledged; then the sender may use the memory again.
@@ -15,7 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Way = Literal["memory", "ipc", "socket"]
+from lit_qrl.rollout.remote.group import Group
+
+Way = Literal["memory", "ipc", "socket", "collective", "nccl"]
 CHUNK = 64 * 2**20
 """Bytes after which a chunk is sent."""
 ALIGNED = 64
@@ -174,6 +176,8 @@ def pack(tensors: Sequence[Named], way: Way, memory: SharedMemory | None = None)
     header, size = layout(tensors)
     if way == "socket":
         return (way, header), [raw(tensor).cpu().numpy() for _, tensor in tensors if tensor.numel()]
+    if way in ("collective", "nccl"):  # the bytes follow by the group, once for all
+        return (way, header, size), []
     assert memory is not None
     memory.reserve(max(size, CHUNK))
     held = memory.bytes
@@ -182,7 +186,24 @@ def pack(tensors: Sequence[Named], way: Way, memory: SharedMemory | None = None)
     return (way, memory.name, memory.size, header), []
 
 
-def unpack(message: Any, connection: Any, mapped: Mapped, device: torch.device) -> list[Named]:
+def whole_bytes(tensors: Sequence[Named], way: Way) -> Tensor:
+    """Return the bytes of a chunk as its header has them, where the way takes them from.
+
+    Args:
+        tensors: names and tensors.
+        way: `nccl` sends from the tensors' device, `collective` from the host.
+    """
+    header, size = layout(tensors)
+    device = tensors[0][1].device if way == "nccl" else torch.device("cpu")
+    held = torch.empty(size, dtype=torch.uint8, device=device)
+    for (_, tensor), (_, _, _, place) in zip(tensors, header, strict=True):
+        held[place : place + size_of(tensor)].copy_(raw(tensor))
+    return held
+
+
+def unpack(
+    message: Any, connection: Any, mapped: Mapped, device: torch.device, group: Group | None = None
+) -> list[Named]:
     """Return the tensors of a chunk as copies on `device`.
 
     Args:
@@ -190,13 +211,20 @@ def unpack(message: Any, connection: Any, mapped: Mapped, device: torch.device) 
         connection: over which bytes follow.
         mapped: of this receiver.
         device: where the engine computes.
+        group: over which bytes come.
     """
     way, *rest = message
     if way == "ipc":
         given = [(name, tensor.to(device, copy=True)) for name, tensor in pickle.loads(rest[0])]
         torch.cuda.synchronize(device)
         return given
-    if way == "memory":
+    if way in ("collective", "nccl"):
+        header, size = rest
+        assert group is not None
+        whole = torch.empty(size, dtype=torch.uint8, device=device if way == "nccl" else "cpu")
+        group.broadcast(whole)
+        copied = [whole[place : place + _bytes(dtype, shape)].to(device) for _, dtype, shape, place in header]
+    elif way == "memory":
         name, size, header = rest
         whole = mapped.bytes(name, size)
         pieces = [whole[place : place + _bytes(dtype, shape)] for _, dtype, shape, place in header]

@@ -212,11 +212,12 @@ def check_processes(arguments: Mapping[str, Any]) -> None:
         spread["distributed_executor_backend"] = executor if isinstance(executor, str) else executor.__name__
     if spread:
         raise ConfigError(
-            "VLLMEngine runs in the trainer's process on one device, and weights are published into its memory.",
+            "VLLMEngine runs in the trainer's processes, on one device each, and weights go into their memory.",
             expected=f"{', '.join(spread)} left out of data.engine.engine_args",
             given=", ".join(f"{name}: {value}" for name, value in spread.items()),
-            remedy="For a model that is too large for one device, publish in fewer bits (publisher.format), or let the "
-            "engine take turns with the learner (configs/engine/vllm_colocated.yaml).",
+            remedy="For a model that is too large for one device, publish in fewer bits (publisher.format), let the "
+            "engine take turns with the learner (configs/engine/vllm_colocated.yaml), or make one of the engines of "
+            "several of the learner's processes (data.engine.tensor_parallel_size).",
         )
 
 

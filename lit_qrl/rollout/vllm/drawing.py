@@ -13,6 +13,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.network.structure import check_tokens
 from lit_qrl.rollout.engine import Dialogue, EngineDiedError, Finished, Progress, SamplerSpec, Turn
 from lit_qrl.rollout.vllm import cache_scales, requests
+from lit_qrl.rollout.vllm.parallel import joined, shown
 from lit_qrl.rollout.vllm.process import kept_process_state
 from lit_qrl.rollout.vllm.watchdog import Watchdog
 from lit_qrl.types import Completion, SamplingParams
@@ -26,6 +27,7 @@ class Drawing:
     llm: Any
     policy: Any
     request_seeds: bool
+    processes: Any = None
     routed: requests.Routed | None
     _adapter_active: bool
     live: Any
@@ -74,19 +76,25 @@ class Drawing:
         self._awake(complete=True)
         self._calibrate(prompts)
         kept, drawn_with = self.spec.kept and sampling is None, sampling or self.spec.sampling
-        order = requests.by_length(prompts, n)
         number = range(len(prompts)) if positions is None else positions
+        prompts, number, own = joined(prompts, number, (n, seed, drawn_with), self.processes)
+        order = requests.by_length(prompts, n)
         rows = [(number[i // n], i % n) for i in order]
         params = requests.drawings(drawn_with, rows, seed if self.request_seeds else None, kept)
         with kept_process_state(None if self.request_seeds else seed):
-            handed = None if finished is None else partial(self._hand, finished, order, kept)
-            outputs = self._run([prompts[i // n] for i in order], params, progress, handed)
+            handed = None if finished is None else partial(self._hand, finished, order, kept, own, n)
+            told = shown(progress, own, len(prompts))
+            outputs = self._run([prompts[i // n] for i in order], params, told, handed)
         drawn = {i: self._read(output, kept) for i, output in zip(order, outputs, strict=True)}
         self._poisoned |= not all(math.isfinite(value) for one in drawn.values() for value in one.logprobs)
-        return [drawn[i] for i in range(len(order))]
+        return [drawn[i] for i in range(own.start * n, own.stop * n)]
 
-    def _hand(self, finished: Finished, order: Sequence[int], kept: bool, outputs: Mapping[int, Any]) -> None:
-        finished({order[position]: self._read(output, kept) for position, output in outputs.items()})
+    def _hand(
+        self, finished: Finished, order: Sequence[int], kept: bool, own: slice, n: int, outputs: Mapping[int, Any]
+    ) -> None:
+        first, last = own.start * n, own.stop * n  # of other processes of this engine are the rest
+        read = {order[position]: output for position, output in outputs.items()}
+        finished({i - first: self._read(output, kept) for i, output in read.items() if first <= i < last})
 
     def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
         """Draw every turn of a dialogue as soon as it is there, beside those that are being drawn.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_qrl.errors import ConfigError, within_memory
+from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.network.experts import expert_stacks, unstacked
 from lit_qrl.network.linears import quantizable_linears
@@ -21,7 +21,7 @@ from lit_qrl.rollout.engine import (
     RolloutEngine,
     SamplerSpec,
 )
-from lit_qrl.rollout.vllm import cache_scales, folder, invariant, requests
+from lit_qrl.rollout.vllm import cache_scales, folder, invariant, parallel, requests
 from lit_qrl.rollout.vllm.adapter import LiveAdapter, check_adapter
 from lit_qrl.rollout.vllm.arguments import first_runner, llm_arguments, proposals
 from lit_qrl.rollout.vllm.checks import (
@@ -38,28 +38,27 @@ from lit_qrl.rollout.vllm.checks import (
     check_speculative,
 )
 from lit_qrl.rollout.vllm.drawing import Drawing
-from lit_qrl.rollout.vllm.errors import Sender, blamed, deadly
+from lit_qrl.rollout.vllm.errors import Sender, blamed
 from lit_qrl.rollout.vllm.installation import check_installation, check_routes
 from lit_qrl.rollout.vllm.lending import MarlinLender
 from lit_qrl.rollout.vllm.live_model import LiveModel
 from lit_qrl.rollout.vllm.models import check_model, refused_model
-from lit_qrl.rollout.vllm.patches import marlin_workspaces, recorded_routes, table
+from lit_qrl.rollout.vllm.patches import recorded_routes, table
 from lit_qrl.rollout.vllm.process import kept_process_state, own_world, prepare_environment
 from lit_qrl.rollout.vllm.reload import register_head_bias
 from lit_qrl.rollout.vllm.shutdown import collect_memory, shutdown
+from lit_qrl.rollout.vllm.sleeping import Sleeping
 from lit_qrl.rollout.vllm.start import undone_on_failure
 from lit_qrl.rollout.vllm.warm_up import warm_up
 from lit_qrl.rollout.vllm.watchdog import Watchdog
 
 Tensors = Iterator[tuple[str, Tensor]]
 Load = Callable[[Tensors, ReceivedLedger], None]
-SLEEP_REMEDY = "A sleep of level 1 keeps the weights in memory of the host: set data.engine.sleep_level to 2."
-WAKE_REMEDY = "Lower data.engine.gpu_memory_utilization, or set trainer.strategy.offload_optimizer to true"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
-    """Draws completions with vLLM, in process, on CPU or one GPU; in a run of several processes each has its own.
+class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
+    """Draws completions with vLLM, in process, on CPU or GPU; in a run of several processes each has one, or a part.
 
     The engine starts with random weights in a folder of its own that holds a config alone; the first publish fills it.
     It is built at the first `load_weights`, when the format is known, and holds that format from then on.
@@ -88,6 +87,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         seed: of the engine's own generators.
         batch_invariant: vLLM's batch-invariant mode, and a learner whose forward pass calls the same kernels: their
             log-probs are equal to the last bit. For dense decoders on one GPU of compute capability 9.0.
+        tensor_parallel_size: processes of the learner, neighbours on one host, that are one engine: each holds a part
+            of every matrix, and all draw what any of them asks for.
         engine_args: further arguments of `vllm.LLM`.
     """
 
@@ -113,6 +114,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         start_timeout: float = 1800.0,
         seed: int = 0,
         batch_invariant: bool = False,
+        tensor_parallel_size: int = 1,
         engine_args: dict[str, Any] | None = None,
         speculative: int = 0,
     ) -> None:
@@ -124,6 +126,8 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
         self.batch_invariant = invariant.asked_for(batch_invariant)
         self.quick_start: bool | Literal["auto"] = bool(batch_invariant) or quick_start
+        self.tensor_parallel_size, self.draws_together = tensor_parallel_size, tensor_parallel_size > 1
+        self.processes: Any = None  # of this engine, joined; None where it is one
         self._arguments: dict[str, Any] = {
             "gpu_memory_utilization": gpu_memory_utilization,
             "kv_cache_dtype": kv_cache_dtype,
@@ -156,6 +160,11 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         if spec.adapter is not None:
             check_adapter(spec.adapter, self.max_lora_rank)
         check_processes(self._arguments)
+        whole = {name: getattr(self, name) for name in ("batch_invariant", "max_lora_rank", "sleep_level")}
+        whole["request_seeds: false, or deep_gemm"] = not self.request_seeds or self.deep_gemm
+        whole["kv_cache_dtype"] = cache_scales.quantized(self.cache_dtype) and self.cache_dtype
+        whole["speculative"] = self._arguments.get("speculative_config")
+        parallel.check(self.tensor_parallel_size, spec, whole)
         check_installation()
         check_format(spec.format, spec.quantize_head)
         check_length(self.max_model_len, spec.prompt_limit or 1, spec.sampling.max_tokens, spec.sequence_limit or 0)
@@ -168,6 +177,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         """Raise `ConfigError` for a model that the installed vLLM lacks or this host cannot run."""
         check_model(network)
         check_experts(network, self.spec.format, self.spec.exclude)
+        parallel.check_model(network, self.tensor_parallel_size, self.spec.format)
         if self.batch_invariant:
             invariant.check_model(network)
 
@@ -188,7 +198,9 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
             invariant.check_model(network, dtype)
         if torch.cuda.is_available():
             bits = self.format.bits_per_weight if self.format is not None else 8.0 * dtype.itemsize
-            check_device_memory(network, bits, self.gpu_memory_utilization, sleeps=self.sleep_level > 0)
+            check_device_memory(
+                network, bits / self.tensor_parallel_size, self.gpu_memory_utilization, sleeps=self.sleep_level > 0
+            )
 
     def _start(self, format: NumberFormat | None) -> None:
         if self.policy is None or self.plain_dtype is None:
@@ -201,7 +213,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
         if owns_process_group:  # of this one process, at which Lightning advises to reduce every metric over it
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
         self._started = True
-        self.live, self._adapter = LiveModel(self.llm, self.policy.network), None
+        self.live, self._adapter = LiveModel(self.llm, self.policy.network, self.draws_together), None
         if self.batch_invariant:
             adopt(self.policy.network, invariant.kernels(self.live.model, self.plain_dtype))
         if cache_scales.quantized(self.cache_dtype):
@@ -231,7 +243,11 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
             max_lora_rank=self.max_lora_rank,
             sleep_level=self.sleep_level,
         )
-        with kept_process_state(), own_world(), invariant.learner_left_alone(self.batch_invariant):
+        size = self.tensor_parallel_size
+        with kept_process_state(), own_world(size) as processes, invariant.learner_left_alone(self.batch_invariant):
+            if size > 1:
+                self.processes = processes
+                arguments |= {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
             table.apply_all()
             from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -339,6 +355,10 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
             raise RuntimeError("The engine has no complete weights yet: publish all of them with load_weights() first.")
         return self.live
 
+    def own_part(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the part of a sent tensor that this process holds; all of it where the engine has no other."""
+        return tensor if self.live is None else self.live.share(name, tensor)
+
     def read_back(self, name: str) -> Tensor | None:
         """Return the live tensor under its checkpoint name, or None where vLLM repacked the layer."""
         return None if self.live is None else self.live.read_back(name)
@@ -350,38 +370,7 @@ class VLLMEngine(Drawing, MarlinLender, RolloutEngine):
     def _watchdog(self, what: str, timeout: float | None = None) -> Watchdog:
         return Watchdog(timeout or self.step_timeout, self.spec.on_hang, what=what)
 
-    # ---------------------------------------------------------------------------------------------------------- memory
-
-    def weight_bytes(self) -> int:
-        """Return the memory that the sampler's weights take."""
-        return 0 if self.live is None else self.live.weight_bytes()
-
-    @property
-    def holds_weights(self) -> bool:
-        """False before the first publish, after a death, and after a sleep of level 2."""
-        return self._usable
-
-    def sleep(self) -> None:
-        """Free the KV cache, and the weights as `sleep_level` says, or die of it; does nothing on CPU."""
-        if self.llm is not None and self.sleep_level and torch.cuda.is_available() and not self._asleep:
-            watchdog = self._watchdog("the sleep")
-            with deadly("did not sleep", watchdog), within_memory("the engine fell asleep", SLEEP_REMEDY):
-                self.llm.sleep(level=self.sleep_level)
-            self._asleep = True
-            self._usable = self._usable and self.sleep_level < 2
-
-    def wake(self) -> None:
-        """Take the memory back, or die of it; after level 2 all weights must be published before anything is drawn."""
-        if not self._asleep:
-            return
-        with deadly("did not wake", self._watchdog("waking"), WAKE_REMEDY):
-            self.llm.wake_up()
-        # Memory comes back with arbitrary contents, at the addresses that it had.
-        marlin_workspaces.unlock()
-        self._poisoned = True
-        if not self._usable and self._adapter is not None:
-            self._adapter.clear()
-        self._asleep = False
+    # ------------------------------------------------------------------------------------------------------------ end
 
     def close(self) -> None:
         """Free the engine, its process group if it made one, and its folder."""

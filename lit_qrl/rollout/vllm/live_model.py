@@ -17,7 +17,8 @@ from lit_qrl.errors import listed
 from lit_qrl.network.linears import transposed_layers
 from lit_qrl.network.names import checkpoint_name, stored
 from lit_qrl.receipts.checksum import Checksums
-from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError, share_of_bound
+from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError
+from lit_qrl.receipts.rounding import share_of_bound
 from lit_qrl.rollout.vllm import derived
 from lit_qrl.rollout.vllm import fast_load as direct
 from lit_qrl.rollout.vllm.locations import (
@@ -35,6 +36,7 @@ from lit_qrl.rollout.vllm.locations import (
     whole_experts,
 )
 from lit_qrl.rollout.vllm.naming import Naming
+from lit_qrl.rollout.vllm.parallel import share, unit_vectors
 from lit_qrl.rollout.vllm.patches import tied_head
 from lit_qrl.rollout.vllm.reload import reloading, same_kernel
 
@@ -45,10 +47,11 @@ class LiveModel:
     Args:
         llm: the in-process `vllm.LLM`.
         network: the learner's Hugging Face model, which knows the names of stacked tensors on the hub.
+        divided: this process holds a part of the engine.
     """
 
-    def __init__(self, llm: Any, network: Any = None) -> None:
-        self.llm, self.network = llm, network
+    def __init__(self, llm: Any, network: Any = None, divided: bool = False) -> None:
+        self.llm, self.network, self.divided = llm, network, divided
         self.runner = model_runner(llm)
         self.model: nn.Module = self.runner.get_model()
         self._modules = {
@@ -105,14 +108,11 @@ class LiveModel:
                 found.setdefault(place.module_name, []).append(layer)
         return found
 
-    def weight_bytes(self) -> int:
-        """Return the memory of all parameters and buffers, each storage counted once."""
-        sizes: dict[int, int] = {}
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            if tensor.numel():
-                storage = tensor.untyped_storage()
-                sizes[storage.data_ptr()] = storage.nbytes()
-        return sum(sizes.values())
+    def share(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the part of a whole tensor that this process holds: all of it where the engine has no other."""
+        layer, _, attribute = name.rpartition(".")
+        place = self.locate_layer(layer, attribute) if self.divided and attribute not in DESCRIPTIVE else None
+        return tensor if place is None else share(replace(place, turned=layer in self._turned), tensor)
 
     def load(self, tensors: Iterator[tuple[str, Tensor]], ledger: ReceivedLedger) -> None:
         """Replace every weight by the stream's and write into `ledger` what the modules hold.
@@ -126,7 +126,8 @@ class LiveModel:
         self._repacked, self._inexact, self._opaque, self._untouched = Checksums(), [], [], set()
         try:
             if routes is not None:
-                incomplete = direct.DirectLoad(self, routes, ledger).load(tensors)
+                parts = ((name, self.share(name, tensor)) for name, tensor in tensors)
+                incomplete = direct.DirectLoad(self, routes, ledger).load(parts)
                 derived.make_again(self.llm, self._derived)
             else:
                 with reloading(self.llm, self.model):
@@ -158,13 +159,13 @@ class LiveModel:
             if place is None or place.rewritten:
                 # Of "experts.0.up_proj.weight", which the hub has in place of a stack, the module that holds them all.
                 self._opaque += [name, *(f"{key.rsplit('.', 3)[0]}." for key in list(handed)[:1] if len(handed) > 1)]
-                self._ledger.record(name, tensor)
+                self._ledger.record(name, self.share(name, tensor))
                 if place is None or not derived.note(self._computed, name, place, tensor):
                     self._ledger.unread.append(name)
             elif name in self.sent or place.attribute in DESCRIPTIVE:
-                self._ledger.record(name, tensor)
+                self._ledger.record(name, self.share(name, tensor))
             if name not in self.sent and place is not None:
-                self.sent[name] = place, tuple(tensor.shape), tensor.dtype
+                self.sent[name] = place, tuple(self.share(name, tensor).shape), tensor.dtype
                 if place.attribute not in DESCRIPTIVE and not place.rewritten:
                     self.pending.setdefault(place.module_name, []).append(name)
             yield from handed.items()
@@ -359,30 +360,29 @@ class LiveModel:
     def read_columns(self, layer: str, columns: Sequence[int]) -> Tensor | None:
         """Return columns "out columns" of a linear layer by multiplying it with unit vectors, or None if unknown.
 
-        A product with a unit vector has one term that is not zero; `ledger.column_bound` says what it may round.
+        A product with a unit vector has one term that is not zero; `rounding.column_bound` says what it may round.
         """
         place = self.locate_layer(layer)
         rows = None if place is None or place.rewritten else self._columns(place.module, columns)
         if place is None or rows is None:
             return None
         if place.parts:
-            start, count = place.rows
-            return rows[start : start + count]
+            first, last = place.span(len(rows))
+            return rows[first:last]
         # vLLM pads the vocabulary
-        return rows[: place.module.org_vocab_size] if hasattr(place.module, "org_vocab_size") else place.in_order(rows)  # pyright: ignore
+        own: Any = getattr(place.module, "shard_indices", None)
+        return place.in_order(rows) if own is None else rows[: own.num_org_elements]
 
     @torch.no_grad()
     def _columns(self, module: nn.Module, columns: Sequence[int]) -> Tensor | None:
         from vllm.config import set_current_vllm_config
 
         method: Any = getattr(module, "quant_method", None)
-        size: Any = getattr(module, "input_size", None) or getattr(module, "embedding_dim", None)
-        if method is None or size is None:
-            return None
         config = self.llm.llm_engine.vllm_config
         device = next((t.device for t in tensors_of(module).values()), torch.device("cpu"))
-        units = torch.zeros(len(columns), size, dtype=config.model_config.dtype, device=device)
-        units[torch.arange(len(columns)), torch.tensor(list(columns))] = 1.0
+        units = unit_vectors(module, columns, config.model_config.dtype, device)
+        if method is None or units is None:
+            return None
         with set_current_vllm_config(config):
             return method.apply(module, units, None).t()
 

@@ -53,12 +53,16 @@ class Place:
     turned: bool = False
     groups: int = 0
 
-    @property
-    def rows(self) -> tuple[int, int]:
-        """First row and number of rows that the layer has in its fused module."""
+    def span(self, rows: int) -> tuple[int, int]:
+        """Return the layer's first row in its fused module, and the one after its last.
+
+        Args:
+            rows: that the module has of the tensor: fewer of scales by the block, or of one process's part.
+        """
         sizes = [int(size) for size in self.module.output_sizes]  # pyright: ignore
         first, *_ = shards = self.shards or (self.part,)
-        return sum(sizes[:first]), sum(sizes[shard] for shard in shards)
+        start, count = (sum(found) * rows / sum(sizes) for found in (sizes[:first], [sizes[one] for one in shards]))
+        return round(start), round(start) + max(round(count), 1)
 
     def spread(self, tensor: Tensor, shape: Sequence[int]) -> None:
         """Write the one number that came for a whole layer to each of the logical widths that vLLM holds it as.
@@ -110,9 +114,8 @@ class Place:
             elif tensor.numel() == len(sizes):
                 tensor = tensor.reshape(-1)[(self.shards or (self.part,))[0]]
             else:
-                (first, count), rows, total = self.rows, tensor.shape[0], sum(sizes)
-                start = round(first * rows / total)
-                tensor = tensor[start : start + max(round(count * rows / total), 1)]
+                first, last = self.span(tensor.shape[0])
+                tensor = tensor[first:last]
         elif tensor.ndim and len(shape) == tensor.ndim and shape[0] < tensor.shape[0]:
             tensor = tensor[: shape[0]]  # vLLM pads the vocabulary, or holds one number for each logical width
         return tensor.reshape(tuple(shape)) if tensor.numel() == math.prod(shape) else None
@@ -289,6 +292,16 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Return the module's own parameters and buffers."""
     own = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in own.items() if tensor is not None}
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Return the memory of all parameters and buffers, each storage counted once."""
+    sizes: dict[int, int] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.numel():
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:

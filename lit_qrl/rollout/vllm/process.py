@@ -44,24 +44,51 @@ def prepare_environment(deep_gemm: bool, kv_cache_gib: float | None, first_runne
 
 
 @contextmanager
-def own_world() -> Iterator[None]:
-    """Let this process be the only one of torch's default process group inside, where a run has several.
+def own_world(size: int = 1) -> Iterator[Any]:
+    """Let the processes of one engine be torch's default process group inside, where a run has more, and yield it.
 
     An engine makes its groups of all processes of the default group, at which each must arrive. Engines that have
-    nothing to say to each other are built, rebuilt and ended by each process when it needs to.
+    nothing to say to each other are built, rebuilt and ended by each process when it needs to; those that compute
+    together (neighbours by rank) when each of them does, for torch names a group by how many there were before.
+
+    Args:
+        size: processes that hold an engine together.
     """
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
-        yield
+        yield None
         return
     whole: Any = distributed_c10d.GroupMember.WORLD
+    first = distributed.get_rank() // size * size
     # gloo, which nobody has to wait for; the engine names the backend of its own groups.
-    own: Any = distributed.new_group([distributed.get_rank()], backend="gloo", use_local_synchronization=True)
+    ranks = list(range(first, first + size))
+    own: Any = distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
     own.bound_device_id = None  # the whole group's, from whose communicator those inside would be split
     distributed_c10d._update_default_pg(own)
     try:
-        yield
+        with _launched(size):
+            yield own
     finally:
         distributed_c10d._update_default_pg(whole)
+
+
+@contextmanager
+def _launched(size: int) -> Iterator[None]:
+    """Set inside what vLLM reads where something else has started the processes of an engine."""
+    if size == 1:
+        yield
+        return
+    device = torch.cuda.current_device() if torch.cuda.is_available() else distributed.get_rank()
+    told = {"RANK": str(distributed.get_rank()), "LOCAL_RANK": str(device)}
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update(told)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def end_world() -> None:

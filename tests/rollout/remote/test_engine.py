@@ -31,7 +31,7 @@ def assert_near(got, expected):
 
 
 @pytest.mark.parametrize("format", [None, "fp8_row", "int4_group", "nvfp4"])
-@pytest.mark.parametrize("transfer", ["memory", "socket"])
+@pytest.mark.parametrize("transfer", ["memory", "socket", "collective"])
 def test_what_is_published_is_verified_and_drawn_with(tmp_path, format, transfer):
     with remote(tmp_path, transfer=transfer) as (engine, network):
         faults, report = publish(engine, network, format)
@@ -41,6 +41,36 @@ def test_what_is_published_is_verified_and_drawn_with(tmp_path, format, transfer
         assert plain(engine.generate(PROMPTS, 3, 7)) == plain(near.generate(PROMPTS, 3, 7))
         for far, close in zip(engine.score(PROMPTS), near.score(PROMPTS), strict=True):
             assert torch.equal(far, close)
+
+
+def test_one_sending_reaches_all_replicas_also_after_one_was_started_again(tmp_path):
+    with remote(tmp_path, servers=2, transfer="collective") as (engine, network):
+        assert publish(engine, network)[0] == []
+        assert publish(engine, network, version=1)[0] == []
+        group = engine._sender._group
+        engine.replicas[1].restart()
+        engine.setup(SamplerSpec(sampling=SAMPLING), SimpleNamespace(network=network))
+        assert publish(engine, network, version=2)[0] == []
+        assert engine._sender._group is not group
+        assert_near(engine.generate(PROMPTS, 2, 7), embedded(network).generate(PROMPTS, 2, 7))
+
+
+def test_a_process_that_is_gone_while_all_are_sent_to_is_an_engine_that_died(tmp_path):
+    with remote(tmp_path, servers=2, transfer="collective") as (engine, network):
+        assert publish(engine, network)[0] == []
+
+        def cut(stream):
+            for number, one in enumerate(stream):
+                if number == 3:
+                    wire.hang_up(engine.replicas[1].connection)
+                yield one
+
+        with pytest.raises(EngineDiedError):
+            publish(engine, network, version=1, wire=cut)
+        engine.discard()
+        engine.setup(SamplerSpec(sampling=SAMPLING), SimpleNamespace(network=network))
+        assert publish(engine, network, version=2)[0] == []
+        assert_near(engine.generate(PROMPTS, 2, 7), embedded(network).generate(PROMPTS, 2, 7))
 
 
 def test_two_replicas_draw_what_one_draws_and_by_position(tmp_path):
@@ -78,7 +108,7 @@ def test_it_can_what_its_engine_can(tmp_path):
     assert engine.records_kept
     assert isinstance(engine, TakesAdapter)
     assert not isinstance(engine, Sleeps)
-    assert not isinstance(engine, Converses)
+    assert isinstance(engine, Converses)
     other = RemoteVLLMEngine(max_num_seqs=4)
     assert other.single_format
     assert other.kernels == "vllm"

@@ -108,3 +108,19 @@ def test_completions_are_handed_out_by_their_numbers(engine):
     drawn = engine.generate([[1], [2, 3]], 2, seed=5, finished=handed.append)
     assert [list(one) for one in handed] == [[1], [0], [3], [2]]  # the longer prompt was asked for first
     assert {number: one for part in handed for number, one in part.items()} == dict(enumerate(drawn))
+
+
+def test_a_part_of_an_engine_draws_what_all_ask_for_and_hands_out_its_own(engine, monkeypatch):
+    asked = []
+
+    def joined(prompts, numbers, call, group):
+        asked.append((list(numbers), call[:2], group))
+        return [[9, 9, 9], *prompts, [8]], [0, *numbers, 7], slice(1, 1 + len(prompts))
+
+    monkeypatch.setattr(drawing, "joined", joined)
+    engine.processes = "both"
+    handed = []
+    drawn = engine.generate([[1], [2, 3]], 2, seed=5, positions=[4, 6], finished=handed.append)
+    assert asked == [([4, 6], (2, 5), "both")]
+    assert [one.token_ids[:-1] for one in drawn] == [[1], [1], [2, 3], [2, 3]]
+    assert {number: one for part in handed for number, one in part.items()} == dict(enumerate(drawn))

@@ -328,13 +328,6 @@ def test_memory_is_counted_once(plain):
     assert 0 < engine.weight_bytes() <= sum(p.numel() * 4 for p in network.parameters()) * 1.2
 
 
-def test_sleep_does_nothing_on_a_cpu(plain):
-    network, engine = plain
-    engine.sleep()
-    engine.wake()
-    assert disagreement(network, engine) < 1e-4
-
-
 def test_a_closed_engine_leaves_nothing_in_memory():
     network = tiny_network()
     engine = build_engine(network)
@@ -343,26 +336,6 @@ def test_a_closed_engine_leaves_nothing_in_memory():
     model = weakref.ref(engine.live.model)
     engine.close()
     assert model() is None
-
-
-def test_pages_that_woke_with_arbitrary_contents_are_cleared_before_anything_is_drawn(monkeypatch):
-    """With a sampler that stays for several iterations no publish follows the wake that would."""
-    network = tiny_network()
-    engine = build_engine(network)
-    try:
-        publish(network, engine, None, 0)
-        expected = engine.generate(prompts(), 2, seed=1)
-        for cache in engine.live.runner.kv_caches:
-            for part in cache if isinstance(cache, (list, tuple)) else (cache,):
-                part.fill_(float("nan"))
-        engine._asleep = True
-        monkeypatch.setattr(engine.llm, "wake_up", lambda: None)
-        engine.wake()
-        drawn = engine.generate(prompts(), 2, seed=1)
-        assert [one.token_ids for one in drawn] == [one.token_ids for one in expected]
-        assert all(torch.tensor(one.logprobs).isfinite().all() for one in drawn)
-    finally:
-        engine.close()
 
 
 def test_a_token_outside_the_vocabulary_is_bad_input_and_no_death():

@@ -50,6 +50,29 @@ def test_a_process_of_several_is_alone_inside(tmp_path):
     torch.multiprocessing.start_processes(_alone, (tmp_path / "meeting",), nprocs=2, start_method="fork")
 
 
+def test_two_of_four_processes_are_the_world_inside(tmp_path):
+    torch.multiprocessing.start_processes(_pair, (tmp_path / "meeting",), nprocs=4, start_method="fork")
+
+
+def _pair(rank, meeting):
+    os.environ["RANK"] = "user's"
+    os.environ.pop("LOCAL_RANK", None)
+    distributed.init_process_group("gloo", init_method=f"file://{meeting}", world_size=4, rank=rank)
+    with own_world(2) as group:
+        assert (distributed.get_world_size(), distributed.get_rank()) == (2, rank % 2)
+        assert (os.environ["RANK"], os.environ["LOCAL_RANK"]) == (str(rank % 2), str(rank % 2))
+        own = distributed.new_group([0, 1])
+        total = torch.tensor(rank)
+        distributed.all_reduce(total, group=own)
+        assert int(total) == (1 if rank < 2 else 5)
+    found = [None] * 2
+    distributed.all_gather_object(found, rank, group=group)  # outside, too
+    assert found == ([0, 1] if rank < 2 else [2, 3])
+    assert (distributed.get_world_size(), os.environ["RANK"]) == (4, "user's")
+    assert "LOCAL_RANK" not in os.environ
+    distributed.destroy_process_group()
+
+
 def _alone(rank, meeting):
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", world_size=2, rank=rank)
     for _ in range(1 + rank):  # one of them more often: nobody is waited for
