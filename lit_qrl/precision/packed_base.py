@@ -115,7 +115,7 @@ def multiplied_out(config: Any) -> dict[str, Any]:
     Args:
         config: the model's, as transformers reads it.
     """
-    from transformers import Mxfp4Config
+    from transformers.utils.quantization_config import Mxfp4Config
 
     quantization = getattr(config, "quantization_config", None) or {}
     quantization = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
