@@ -93,6 +93,8 @@ def test_two_processes_with_two_engines_repeat_the_run_of_one(tmp_path):
         assert_same_run(ranks, name, alone)
 
 
+@pytest.mark.slow  # the processes of one engine wait for each other by spinning, minutes where other tests run
+@pytest.mark.timeout(900)
 def test_two_processes_with_the_halves_of_one_engine_repeat_the_run_of_one(tmp_path):
     for name in ("alone", "one", "crossed"):
         model_folder(tmp_path / name / "model", **SIZES)
