@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 RANKS = 2
-MEETINGS = 16
+MEETINGS = 24
 """Trainers that join the two processes, at most."""
 LONGEST = 600
 """Seconds for all of them."""

@@ -92,10 +92,10 @@ def quantize(
 
     from lit_qrl.network.folder import local_folder, refuse_existing
     from lit_qrl.policy import DTYPES
-    from lit_qrl.quantize.folder import quantize_checkpoint, weight_only
+    from lit_qrl.quantize.folder import quantize_checkpoint, writable
 
     options = {} if group_size is None else {"group_size": group_size}
-    chosen = weight_only(format, **options)
+    chosen = writable(format, **options)
     if awq and chosen.quantizes_activations:
         raise ConfigError(
             f"AWQ weighs the rounding of weights alone, and {chosen.name} rounds activations too.",

@@ -227,7 +227,7 @@ def token_parts(
     that fits into none is cut. A longer row is alone.
 
     >>> token_parts([1, 1, 5, 5, 2, 2], [4, 4, 1, 1, 3, 3], [0, 0, 1, 1, 2, 2], 11)
-    [[2, 3], [0, 1], [4, 5]]
+    [[2, 3], [4, 5], [0, 1]]
     """
     rows: dict[int, list[int]] = {}
     for row, group in enumerate(groups):

@@ -66,7 +66,7 @@ class QuantizeReport:
         return sum(ratios) / len(ratios) if ratios else 1.0
 
 
-def weight_only(format: NumberFormat | str, **options: Any) -> NumberFormat:
+def writable(format: NumberFormat | str, **options: Any) -> NumberFormat:
     """Return the format of that name: a weight-only one, or one of 8 bits that an adapter can be trained over.
 
     Raises:

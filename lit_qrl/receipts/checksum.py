@@ -44,7 +44,7 @@ def as_matrices(stack: Tensor) -> Tensor | None:
     """Return `as_matrix` of each slice of a stack as one tensor, a view, or None where the slices are not laid out so.
 
     >>> as_matrices(torch.zeros(5, 6, 4)[1:, :3]).shape
-    torch.Size([4, 2, 3])
+    torch.Size([4, 3, 2])
     """
     first = stack[0] if len(stack) else stack
     size, one = first.numel() * stack.element_size(), stack.element_size()

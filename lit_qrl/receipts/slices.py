@@ -22,6 +22,7 @@ class Slice(NamedTuple):
 def slices(stack: Tensor) -> tuple[Tensor, ...]:
     """Return the views of a stack along its first dimension, each with its `Slice`.
 
+    >>> import torch
     >>> [one.tolist() for one in slices(torch.eye(2))]
     [[1.0, 0.0], [0.0, 1.0]]
     """
@@ -34,6 +35,7 @@ def slices(stack: Tensor) -> tuple[Tensor, ...]:
 def slice_of(tensor: Tensor) -> Slice | None:
     """Return where a tensor lies, or None for one that `slices` did not cut or that was moved since.
 
+    >>> import torch
     >>> stack = torch.zeros(2, 3)
     >>> slice_of(slices(stack)[1]).index, slice_of(stack[1])
     (1, None)

@@ -6,7 +6,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats import Int3Channel
 from lit_qrl.formats.support import row_of
 from lit_qrl.precision import QATAligned
-from lit_qrl.quantize.folder import quantize_checkpoint, weight_only
+from lit_qrl.quantize.folder import quantize_checkpoint, writable
 from lit_qrl.rollout.vllm.checks import check_format
 from tests.formats.oracle import args, compressed, same_bits, weights
 
@@ -44,6 +44,6 @@ def test_what_nobody_computes_or_reads_is_refused(tmp_path):
         quantize_checkpoint(tmp_path, tmp_path / "out", formats.get("int3_channel"))
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError) as refused:
-        weight_only("fp8_row")
+        writable("bf16")
     assert "int3_channel" not in refused.value.expected
     assert not row_of(Int3Channel()).audited

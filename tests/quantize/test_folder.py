@@ -18,7 +18,7 @@ from lit_qrl.network.experts import expert_stacks
 from lit_qrl.network.folder import INDEX, FolderReader, appearing
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.quantize.calibration import LayerRunner
-from lit_qrl.quantize.folder import RECORD, quantize_checkpoint, weight_only
+from lit_qrl.quantize.folder import RECORD, quantize_checkpoint, writable
 from tests.families.configs import BY_TYPE, model_folder
 from tests.networks import build_network, build_tokenizer
 
@@ -365,15 +365,15 @@ def test_a_config_that_is_no_causal_language_model(source, tmp_path):
     failing("config.json cannot be read", source, tmp_path / "out", formats.get("nvfp4"))
 
 
-def test_formats_that_are_not_weight_only_or_unknown():
-    assert weight_only("int4_group", group_size=64).group_size == 64
-    assert weight_only("fp8_row") == formats.get("fp8_row")
+def test_formats_that_no_folder_holds_or_nobody_knows():
+    assert writable("int4_group", group_size=64).group_size == 64
+    assert writable("fp8_row") == formats.get("fp8_row")
     with pytest.raises(ConfigError, match=r"no weight-only format.*fp8_row.*nvfp4.*Given: bf16"):
-        weight_only("bf16")
+        writable("bf16")
     with pytest.raises(ConfigError, match="activations fp8"):
-        weight_only("int4_group", activations="fp8")
+        writable("int4_group", activations="fp8")
     with pytest.raises(ConfigError, match="nvfp4"):
-        weight_only("nvfp5")
+        writable("nvfp5")
 
 
 def test_shapes_excludes_and_values_that_do_not_fit(source, tmp_path):

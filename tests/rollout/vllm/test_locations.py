@@ -210,7 +210,7 @@ def test_a_part_of_several_widths_has_the_rows_of_all_of_them():
     second = Place("fused", module, "weight", 1, ("in_qkv", "in_z"), (3,))
     assert torch.equal(first.cut(weight, (7, 2)), weight[:7])
     assert torch.equal(second.cut(weight, (1, 2)), weight[7:])
-    assert (first.rows, second.rows) == ((0, 7), (7, 1))
+    assert (first.span(8), second.span(8)) == ((0, 7), (7, 8))
 
 
 @pytest.mark.parametrize(
