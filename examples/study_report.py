@@ -1,5 +1,6 @@
 """The table, the verdict on its power, and the figure of a study."""
 
+import io
 import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -9,6 +10,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from lit_qrl.report.figures import COLORS, INK, SMOOTH_FROM, prepare, running_mean
+from lit_qrl.report.page import fewer_colors
 from lit_qrl.report.run import Run, Series
 
 if TYPE_CHECKING:
@@ -273,7 +275,9 @@ def draw(study: "Study", results: Sequence[Result], path: Path) -> None:
                 loc="upper left",
                 bbox_to_anchor=(1, 1),
             )
-        sheet.savefig(path, facecolor=ink["paper"], bbox_inches="tight")
+        image = io.BytesIO()
+        sheet.savefig(image, format="png", facecolor=ink["paper"], bbox_inches="tight")
+    path.write_bytes(fewer_colors(image.getvalue()))
 
 
 def _band(axes: Any, runs: dict[int, Run], panel: str, color: str, **style: Any) -> None:
