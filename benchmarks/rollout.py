@@ -180,6 +180,8 @@ def join(size: int) -> tuple[int, list[subprocess.Popen]]:
     """Make this process one of `size`, and return its number and the others, which the first one starts."""
     import torch
 
+    if torch.cuda.is_available() and torch.cuda.device_count() < size:
+        sys.exit(f"--tensor-parallel {size} needs as many GPUs, and there are {torch.cuda.device_count()}.")
     others = []
     os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")  # its multicast is not for hosts that others share
     if "RANK" not in os.environ:

@@ -1,25 +1,13 @@
 """Keys and values of a whole canvas, of which a forward renews the columns that it is given."""
 
-from typing import Any
-
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
+
+from lit_qrl.rollout.fixed_cache import FixedLayer
 
 
-class CanvasLayer(CacheLayerMixin):
-    """Keys and values of one layer: "rows heads columns dim".
-
-    Args:
-        cache: the cache that this layer belongs to; it holds the columns of the next forward.
-    """
-
-    is_sliding = False
-    keys: Any
-    values: Any
-
-    def __init__(self, cache: "CanvasCache") -> None:
-        super().__init__()
-        self.cache = cache
+class CanvasLayer(FixedLayer):
+    """Keys and values of one layer: "rows heads columns dim"; the cache holds the columns of the next forward."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing is allocated: the first forward brings all columns."""
@@ -38,18 +26,6 @@ class CanvasLayer(CacheLayerMixin):
             self.keys.index_copy_(2, self.cache.at, key_states)
             self.values.index_copy_(2, self.cache.at, value_states)
         return self.keys, self.values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return length and offset of the keys that the next forward sees: the whole canvas."""
-        return self.cache.columns, 0
-
-    def get_seq_length(self) -> int:
-        """Return 0: no column lies before the canvas."""
-        return 0
-
-    def get_max_length(self) -> int:
-        """Return the number of columns."""
-        return self.cache.columns
 
 
 class CanvasCache(Cache):

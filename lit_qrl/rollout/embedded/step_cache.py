@@ -1,29 +1,19 @@
 """Keys and values in slots of their own, which a step of fixed shapes reads and writes at lengths on the device."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.rollout.embedded.cache import SlotCache
+from lit_qrl.rollout.fixed_cache import FixedLayer
 
 
-class StepLayer(CacheLayerMixin):
+class StepLayer(FixedLayer):
     """Keys and values of one layer: "slots heads columns dim", allocated once and written in place.
 
-    Args:
-        cache: the cache that this layer belongs to; it holds the rows of the next step and their columns.
+    The cache holds the rows of the next step and their columns.
     """
-
-    is_sliding = False
-    keys: Any
-    values: Any
-
-    def __init__(self, cache: "StepCache") -> None:
-        super().__init__()
-        self.cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the layer; what is never written to must be finite, since a mask multiplies it by 0."""
@@ -48,18 +38,6 @@ class StepLayer(CacheLayerMixin):
             keys[row, :, at] = key_states[:, :, 0]
             values[row, :, at] = value_states[:, :, 0]
         return keys, values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return length and offset of the keys that a step sees: all columns."""
-        return self.cache.columns, 0
-
-    def get_seq_length(self) -> int:
-        """Return 0: positions are given, and the filled columns differ from row to row."""
-        return 0
-
-    def get_max_length(self) -> int:
-        """Return the number of allocated columns."""
-        return self.cache.columns
 
 
 class StepCache(Cache):

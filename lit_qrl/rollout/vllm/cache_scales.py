@@ -26,6 +26,19 @@ def quantized(kv_cache_dtype: str) -> bool:
     return kv_cache_dtype in LARGEST
 
 
+def check_host(kv_cache_dtype: str) -> None:
+    """Raise `ConfigError` for a cache that the CPU build of vLLM cannot keep on this host."""
+    if not quantized(kv_cache_dtype) or torch.cuda.is_available():
+        return
+    if not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
+        raise ConfigError(
+            "The CPU build of vLLM keeps no FP8 KV cache on this CPU.",
+            expected="a CPU with AVX-512 or AMX, or a GPU",
+            given=f"{torch.backends.cpu.get_cpu_capability()}, data.engine.kv_cache_dtype: {kv_cache_dtype}",
+            remedy="Set data.engine.kv_cache_dtype to auto.",
+        )
+
+
 def attentions(model: nn.Module) -> dict[str, Any]:
     """Return vLLM's attention modules with a cache of keys and values, by name."""
     return {

@@ -169,6 +169,7 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
         check_format(spec.format, spec.quantize_head)
         check_length(self.max_model_len, spec.prompt_limit or 1, spec.sampling.max_tokens, spec.sequence_limit or 0)
         check_operators(spec.format)
+        cache_scales.check_host(self.cache_dtype)
         check_speculative(self._arguments, spec)
         if self.batch_invariant:
             invariant.check(spec.format, self._arguments, self.max_lora_rank)

@@ -8,6 +8,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.vllm.cache_scales import (
     MARGIN,
     attentions,
+    check_host,
     check_scales,
     observed,
     quantized,
@@ -82,6 +83,21 @@ def test_other_caches_are_refused():
         check_scales(nn.Linear(1, 1))
 
 
+def without_avx512(monkeypatch):
+    for name in ("_is_avx512_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_a_cpu_that_cannot_keep_it_is_refused_before_anything_is_loaded(monkeypatch):
+    without_avx512(monkeypatch)
+    check_host("auto")
+    with pytest.raises(
+        ConfigError, match=r"AVX-512 or AMX.*kv_cache_dtype: fp8\. Set data\.engine\.kv_cache_dtype to auto"
+    ):
+        check_host("fp8")
+
+
 @torch.no_grad()
 def largest_of(network, asked):
     """By layer the largest key and value that a forward pass of the learner keeps."""
@@ -94,9 +110,12 @@ def largest_of(network, asked):
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's FP8 KV cache needs AVX-512")
 def test_scales_are_those_of_the_weights_that_were_published(margin):
     network, asked = tiny_network(), prompts()
+    if not (torch.cuda.is_available() or torch.cpu._is_avx512_supported()):  # one of which vLLM's cache needs
+        with pytest.raises(ConfigError, match="AVX-512 or AMX"):
+            build_engine(network, kv_cache_dtype="fp8")
+        return
     with torch.no_grad():  # values that a scale of 1 would round to nothing
         for layer in network.model.layers:
             layer.self_attn.v_proj.weight.mul_(1e-3)
