@@ -42,7 +42,7 @@ $(VENV)/.vllm: $(VENV)/.test
 
 install: $(VENV)/.base  ## make the environment
 
-quickstart: $(VENV)/.base  ## train the tiny policy with an FP8 sampler and AIS (about a minute on 2 cores)
+quickstart: $(VENV)/.base  ## train the tiny policy with an FP8 sampler and AIS (one to two minutes on 2 cores)
 	@$(BIN)/lit-qrl fit --config configs/quickstart.yaml $(ARGS)
 
 test: $(VENV)/.test  ## run the CPU tests in two processes (ARGS="-n 0 -k name" for one test by name in one)
