@@ -80,10 +80,8 @@ def log_quantile(
     # Integers add up to the same in any order.
     cumulative = all_reduce(counts.view(-1, bins + 1).sum(dim=0)).long().cumsum(0).to(counts.dtype)
     chosen = (cumulative < q * cumulative[-1]).sum()
-    edge = torch.exp2(chosen.to(counts.dtype) * (math.log2(10) / BINS_PER_DECADE) + math.log2(SMALLEST_LOG_RATIO)).to(
-        values.dtype
-    )
-    return edge * (chosen > 0)
+    exponent = chosen.to(counts.dtype) * (math.log2(10) / BINS_PER_DECADE) + math.log2(SMALLEST_LOG_RATIO)
+    return torch.exp2(exponent).to(values.dtype) * (chosen > 0)
 
 
 def mismatch_metrics(
