@@ -112,7 +112,7 @@ def readable(
         close = nearest(given[1].strip(), choices) if given else ""
         hint = f" {close}" if close.startswith("Did") else ""
         kinds = re.findall(r"<class '(?:[\w.]*\.)?(\w+)'>", literals[0])  # of the same union, as a number beside `auto`
-        others = [words.get(kind, kind) for kind in kinds if kind != "NoneType"]
+        others = [words.get(str(kind), str(kind)) for kind in kinds if kind != "NoneType"]
         return f"{where}the value is not one of the choices. Expected: {', '.join([*others, *choices])}.{value}{hint}"
     if expected:
         kinds = " or ".join(words.get(str(kind), str(kind)) for kind in expected)

@@ -32,12 +32,12 @@ class Leaving:
             at: the same, on the device.
         """
         parts = self.drawn.tokens, self.drawn.logprobs, self.drawn.length, self.drawn.stopped
-        copies = [part.index_select(0, at).to("cpu", non_blocking=True) for part in parts]
+        tokens, logprobs, length, stopped = (part.index_select(0, at).to("cpu", non_blocking=True) for part in parts)
         done = None
         if at.is_cuda:
             done = torch.cuda.Event()
             done.record()
-        self._under_way.append((list(rows), Drawn(*copies), done))
+        self._under_way.append((list(rows), Drawn(tokens, logprobs, length, stopped), done))
 
     def hand(self) -> None:
         """Give away the rows that have come."""
