@@ -32,6 +32,7 @@ from lit_qrl.optim.build import check_optimizer
 from lit_qrl.optim.masters import trained_by
 from lit_qrl.optim.schedule import schedule_factor
 from lit_qrl.policy import CausalPolicy
+from lit_qrl.precision.packed_base import check_plugin
 from lit_qrl.precision.source import PublishingPrecision
 from lit_qrl.run.description import Described
 from lit_qrl.run.determinism import make_deterministic
@@ -169,6 +170,7 @@ class GRPOModule(Described, LightningModule):
         """Check what can be known before any weight is loaded."""
         objective, data = self.objective, self.data
         check_combination(list(rl_callbacks(self.trainer)), objective)
+        check_plugin(self.trainer.precision_plugin, self.policy)
         if self.policy.denoises:
             check_estimated(list(rl_callbacks(self.trainer)), objective)
         monitored: set[Any] = {getattr(callback, "monitor", None) for callback in self.trainer.callbacks}  # pyright: ignore

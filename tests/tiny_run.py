@@ -157,10 +157,9 @@ def build(
     return Trainer(callbacks=[*callbacks, *forced], **options), module, module_data
 
 
-def fit(folder: Path, **options):
-    """Run `build(...)` to its end and return (trainer, module, data)."""
+def fit(folder: Path, ckpt_path=None, **options):
+    """Run `build(...)` to its end, from a checkpoint where one is given, and return (trainer, module, data)."""
     trainer, module, data = build(folder, **options)
-    ckpt_path = options.get("ckpt_path")
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
     return trainer, module, data
 

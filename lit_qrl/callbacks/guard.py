@@ -177,8 +177,9 @@ class Guard(RLCallback):
                 f"{extreme:g} tokens of a mini-batch (mean) had an importance weight above e^20 and were rejected."
             )
             event(trainer, "extreme_weights", message, tokens=extreme)
-        if self.loss_odds is not None and len(self._forecast.rows) < EARLY_ITERATIONS:
-            self._forecast.add(pl_module.iteration.row)
+        row = pl_module.iteration.row  # empty at the epoch end that a resumed run repeats
+        if self.loss_odds is not None and row and len(self._forecast.rows) < EARLY_ITERATIONS:
+            self._forecast.add(row)
             odds = self._forecast.probability(rl_callbacks(trainer))
             if odds is not None and odds >= self.loss_odds:
                 event(trainer, "loss_odds", told(odds, self._forecast.start), probability=odds)

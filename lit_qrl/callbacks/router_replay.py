@@ -10,6 +10,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.functional._checks import check_choice
 from lit_qrl.functional.importance import log_ratio
 from lit_qrl.functional.mismatch import k3_divergence
+from lit_qrl.loop.budget import scoring_passes
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.loop.routing import load_balance, record_difference
 from lit_qrl.network.routing import check_routers, routers
@@ -85,7 +86,7 @@ class RouterReplay(RLCallback):
         metrics.update({f"routing/{name}": value for name, value in load_balance(routes, experts).items()})
         if not self.compare_every or trainer.current_epoch % self.compare_every:
             return
-        chunks, own = module.data.mini_batches * module.data.parts, torch.full_like(routes, 0)
+        chunks, own = scoring_passes(module, batch), torch.full_like(routes, 0)
         with module.iteration.timed("score"):
             free = module.score(replace(batch, routed_experts=None, router_logprobs=None), chunks, own)
             replayed = batch.learner_old_logprobs

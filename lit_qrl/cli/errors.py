@@ -103,6 +103,7 @@ def readable(
     if found := re.match(r"Unexpected config: (.*)", message):
         return f"A --config file holds no keys. Expected: YAML such as `data: {{group_size: 8}}`. Given: {found[1]}."
     expected = dict.fromkeys(re.findall(r"Expected (?:an? |value )?<class '(?:[\w.]*\.)?(\w+)'>", message))
+    words = {"NoneType": "null", "bool": "true or false"}
     # A union may hold several lists, and of one list of numbers only the Subtypes say what they are.
     literals = [line for line in message.splitlines() if re.search(r"(?:Expected|Subtypes?).*?Literal\[", line)]
     if literals:
@@ -110,9 +111,10 @@ def readable(
         choices = list(dict.fromkeys(choice.strip(" '\"") for choice in listed.split(",")))
         close = nearest(given[1].strip(), choices) if given else ""
         hint = f" {close}" if close.startswith("Did") else ""
-        return f"{where}the value is not one of the choices. Expected: {', '.join(choices)}.{value}{hint}"
+        kinds = re.findall(r"<class '(?:[\w.]*\.)?(\w+)'>", literals[0])  # of the same union, as a number beside `auto`
+        others = [words.get(str(kind), str(kind)) for kind in kinds if kind != "NoneType"]
+        return f"{where}the value is not one of the choices. Expected: {', '.join([*others, *choices])}.{value}{hint}"
     if expected:
-        words = {"NoneType": "null", "bool": "true or false"}
         kinds = " or ".join(words.get(str(kind), str(kind)) for kind in expected)
         return f"{where}the value has the wrong type. Expected: {kinds}.{value}"
     return f"{where}{_first(message)}{value}"

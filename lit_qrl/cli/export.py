@@ -31,7 +31,7 @@ def export(
       lit-qrl export runs/gsm8k/3 --output exported/gsm8k-fp8 --format fp8_row
       lit-qrl export runs/qerl/1 --output exported/qerl-adapter --adapter
 
-    A LoRA is merged into its base, except with --adapter, which writes a PEFT folder. Over a base in 4 bits (NVFP4LoRA)
+    A LoRA is merged into its base, except with --adapter, which writes a PEFT folder. Over a packed base (PackedLoRA)
     the adapter alone can be exported: it belongs to that base. vLLM and transformers load every output.
 
     Args:

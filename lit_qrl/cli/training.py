@@ -69,6 +69,10 @@ from lit_qrl.strategies.sharded import check_strategy
 
 REFUSALS = (MisconfigurationException, ValueError, TypeError, ImportError)
 """What the Trainer's constructor raises for settings that cannot work."""
+CKPT_PATH = (
+    "Checkpoint to go on from, or to evaluate: a .ckpt file, or `last`, that of the newest run of this configuration "
+    "that has one."
+)
 TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,  # the module evaluates once before the first iteration, and logs it
     "use_distributed_sampler": False,  # ranks take their share of prompts themselves
@@ -163,7 +167,15 @@ class QRLCLI(LightningCLI):
                 help="Check everything, print memory by part and the first prompts, and load no weights.",
             )
         source, target = "data.micro_batches", "trainer.accumulate_grad_batches"
-        parser.link_arguments(source, target, compute_fn=lambda given: 1 if given == "auto" else given)
+        parser.link_arguments(source, target, compute_fn=passes_per_step)
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        """Return the parser of a command, in whose help `last` is what it is here, and not Lightning's."""
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        for action in parser._actions:
+            if action.dest == "ckpt_path":
+                action.help = CKPT_PATH
+        return parser
 
     def _parse_ckpt_path(self) -> None:
         """Leave the configuration alone: the YAML is the record of a run, not the checkpoint."""
@@ -260,6 +272,15 @@ class QRLCLI(LightningCLI):
                 raise
             say(standing(error.__context__, self.trainer, again(self.arguments)))
             raise error.__context__ from None
+
+
+def passes_per_step(micro_batches: int | str) -> int:
+    """Return what Lightning is told before anything is drawn of how many micro-batches an optimizer step has.
+
+    >>> passes_per_step(4), passes_per_step("auto")
+    (4, 1)
+    """
+    return 1 if isinstance(micro_batches, str) else micro_batches
 
 
 def again(arguments: Sequence[str]) -> str:

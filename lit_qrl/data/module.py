@@ -207,11 +207,12 @@ class RolloutDataModule(Described, LightningDataModule):
         sequences = 1 if self.budget is not None else rows // self.parts
         if limit is not None and sequences * longest > limit:
             fits = [k for k in range(1, rows + 1) if rows % k == 0 and rows // k * longest <= limit]
+            alone = "One sequence alone exceeds the limit: raise it, or lower data.max_completion_tokens."
             raise ConfigError(
                 "A micro-batch may exceed data.max_tokens_per_micro_batch.",
                 expected=f"at most {limit} padded tokens",
                 given=f"{sequences} sequence{'s' if sequences > 1 else ''} × {longest} tokens",
-                remedy=f"Set data.micro_batches to {fits[0]}." if fits else "One sequence alone exceeds the limit.",
+                remedy=f"Set data.micro_batches to {fits[0]}." if fits else alone,
             )
         policy, limits = self.module.policy, (self.max_prompt_tokens, self.long_prompt)
         for task in (self.task, *(one.task for one in self.evaluations)):

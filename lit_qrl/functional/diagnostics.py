@@ -91,7 +91,7 @@ def ratio_quantiles(counts: Float[Tensor, " bins"], levels: list[float]) -> Floa
     cumulative = counts.long().cumsum(0).double()  # of integers, which add up to the same in any order
     chosen = torch.stack([(cumulative < level * cumulative[-1]).sum() for level in levels])
     half = counts.shape[0] // 2
-    return torch.where(cumulative[-1] > 0, ((chosen - half) * RATIO_STEP).exp(), 1.0).float()
+    return torch.where(cumulative[-1] > 0, ((chosen - half).float() * RATIO_STEP).exp(), 1.0).float()
 
 
 def mean_by_position(

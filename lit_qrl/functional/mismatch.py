@@ -75,13 +75,13 @@ def log_quantile(
     # A histogram for every row first: thousands of tokens in one bin would queue for one counter.
     rows = index.flatten(0, -2) if index.ndim > 1 else index[None]
     starts = torch.arange(0, rows.shape[0] * (bins + 1), bins + 1, device=rows.device)
-    counts = torch.zeros(rows.shape[0] * (bins + 1), device=rows.device)
+    counts = torch.zeros(rows.shape[0] * (bins + 1), dtype=torch.float32, device=rows.device)
     counts.scatter_add_(0, (rows + starts[:, None]).flatten(), mask.flatten().float())
     # Integers add up to the same in any order.
     cumulative = all_reduce(counts.view(-1, bins + 1).sum(dim=0)).long().cumsum(0).to(counts.dtype)
     chosen = (cumulative < q * cumulative[-1]).sum()
-    edge = torch.exp2(chosen * (math.log2(10) / BINS_PER_DECADE) + math.log2(SMALLEST_LOG_RATIO)).to(values.dtype)
-    return edge * (chosen > 0)
+    exponent = chosen.to(counts.dtype) * (math.log2(10) / BINS_PER_DECADE) + math.log2(SMALLEST_LOG_RATIO)
+    return torch.exp2(exponent).to(values.dtype) * (chosen > 0)
 
 
 def mismatch_metrics(

@@ -125,6 +125,17 @@ class TokenBudget:
         return len(_Sizes.of(batch).cut(self.tokens, _flat(learner)))
 
 
+def scoring_passes(learner: Learner, rollout: RolloutBatch) -> int:
+    """Return in how many forward passes a whole rollout is scored, before it is cut into mini-batches.
+
+    Args:
+        learner: with its data module.
+        rollout: of this process.
+    """
+    data = learner.data
+    return data.mini_batches * data.parts if data.budget is None else data.budget.passes(learner, rollout)
+
+
 class _Sizes(NamedTuple):
     """Completion tokens, prompt tokens and group of each row."""
 

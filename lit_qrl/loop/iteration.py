@@ -24,6 +24,7 @@ import torch
 
 from lit_qrl.functional.advantage import differing
 from lit_qrl.loop.batching import assemble, concatenate, deal_by_length, rows_of
+from lit_qrl.loop.budget import scoring_passes
 from lit_qrl.loop.correction import correct, needs_learner_old
 from lit_qrl.loop.generation import draw, drawn, played_by, tell_episodes
 from lit_qrl.loop.hooks import Learner, rl_callbacks
@@ -184,7 +185,7 @@ def masked_anew(learner: Learner, rollout: RolloutBatch) -> list[RolloutBatch]:
 def score(learner: Learner, rollout: RolloutBatch) -> RolloutBatch:
     """Return the rollout with learner_old's and the reference's log-probs, where needed, and advantages."""
     data, objective = learner.data, learner.objective
-    chunks = data.mini_batches * data.parts if data.budget is None else data.budget.passes(learner, rollout)
+    chunks = scoring_passes(learner, rollout)
     if needs_learner_old(learner):
         routes, rollout.router_logprobs = scored_routes(learner, rollout), scored_gates(learner, rollout)
         rollout.learner_old_logprobs = learner.score(rollout, chunks, routes)

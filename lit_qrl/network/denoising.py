@@ -111,7 +111,8 @@ class Estimator:
         if self.prompt_masking:
             for row, (seed, length) in enumerate(zip(seeds, lengths, strict=True)):
                 generator = torch.Generator().manual_seed(seed)
-                uniform = torch.rand(self.masks, length, generator=generator)
+                # In fp32 on both sides: under bf16-true the default dtype is bf16 in the learner's passes alone.
+                uniform = torch.rand(self.masks, length, generator=generator, dtype=torch.float32)
                 hidden[:, row, width - length :] = uniform < self.prompt_masking
         return hidden
 

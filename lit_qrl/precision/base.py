@@ -54,6 +54,18 @@ class QuantizedPrecision(PublishingPrecision):
         self.report: SwapReport | None = None
 
     @override
+    def check_policy(self, policy: Any) -> None:
+        if getattr(policy, "lora", None) is not None:
+            raise self._over_adapter()
+
+    def _over_adapter(self) -> ConfigError:
+        return ConfigError(
+            f"{type(self).__name__} trains the weights themselves, but the policy has an adapter: what the sampler "
+            "gets is the merged weight, which this forward pass never sees.",
+            remedy="Leave model.policy.lora out, or use NVFP4LoRA with the format of the base.",
+        )
+
+    @override
     def convert_input(self, data: Any) -> Any:
         return data
 
@@ -71,11 +83,7 @@ class QuantizedPrecision(PublishingPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         network = network_of(module)
         if any(is_adapted(part) for part in network.modules()):
-            raise ConfigError(
-                f"{type(self).__name__} trains the weights themselves, but the policy has an adapter: what the sampler "
-                "gets is the merged weight, which this forward pass never sees.",
-                remedy="Leave model.policy.lora out, or use NVFP4LoRA with the format of the base.",
-            )
+            raise self._over_adapter()
         check_quantizable(network, self.format.name, self.exclude, "the plugin's exclude")
         chosen = quantizable_linears(network, self.exclude)
         check_shapes(self.format, quantizable_layers(network, self.exclude))

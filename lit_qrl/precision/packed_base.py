@@ -18,6 +18,7 @@ from lit_qrl.network.folder import FolderReader
 from lit_qrl.network.names import base_of, checkpoint_modules
 from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.precision.deferred import DeferredWeights
+from lit_qrl.precision.source import PublishingPrecision
 
 # What tells a packed layer from a plain one among the names of its tensors.
 _MARKS = (".weight_packed", ".weight_scale", ".weight.absmax")
@@ -250,13 +251,8 @@ class PackedBase:
         Raises:
             ConfigError: for another format, or a layer that the plugin leaves out.
         """
-        if format != self.format:
-            raise ConfigError(
-                f"{self.folder} holds its weights in {self.format}.",
-                expected=f"the same format in NVFP4LoRA: {self.format}",
-                given=format,
-                remedy="Set the plugin's format to the folder's, or start from the plain checkpoint.",
-            )
+        check_codes(self.folder, self.format, format)
+        self.format = format  # which says what becomes of inputs
         left_out = sorted(set(self._parts) - set(candidates))
         if left_out:
             raise ConfigError(
@@ -271,9 +267,46 @@ class PackedBase:
         """Raise `ConfigError` when a layer's codes found no module that computes with them."""
         taken = {name for name, module in checkpoint_modules(network) if isinstance(base_of(module), QuantizedLinear)}
         if set(self._parts) - taken:
-            raise ConfigError(
-                f"The model folder {self.folder} holds {self.format.name} codes, which only an adapter can be "
-                "trained over.",
-                expected=f"trainer.plugins with NVFP4LoRA(format={self.format.name}), and model.policy.lora",
-                remedy=f"Add configs/precision/{self.format.name}_lora.yaml, or start from the plain checkpoint.",
-            )
+            raise _adapted_alone(self.folder, self.format)
+
+
+def check_codes(folder: str | Path, held: NumberFormat, format: NumberFormat) -> None:
+    """Raise `ConfigError` where a plugin computes in another format than a folder holds.
+
+    How inputs are scaled while the model runs is no matter of the codes.
+
+    Args:
+        folder: quantized.
+        held: its format.
+        format: the plugin's.
+    """
+    if format == held or (isinstance(held, FP8Tensor) and isinstance(format, FP8Tensor)):
+        return
+    raise ConfigError(
+        f"{folder} holds its weights in {held}.",
+        expected=f"the same format in NVFP4LoRA: {held}",
+        given=format,
+        remedy="Set the plugin's format to the folder's, or start from the plain checkpoint.",
+    )
+
+
+def check_plugin(plugin: Any, policy: Any) -> None:
+    """Raise `ConfigError` for a policy that a run's precision plugin cannot train, before weights are loaded.
+
+    Args:
+        plugin: of the Trainer, ours or Lightning's.
+        policy: with the format of its folder, if that is quantized.
+    """
+    ours = plugin if isinstance(plugin, PublishingPrecision) else None
+    if policy.packed_format is not None and not (ours is not None and ours.packs_base):
+        raise _adapted_alone(policy.source, policy.packed_format)
+    if ours is not None:
+        ours.check_policy(policy)
+
+
+def _adapted_alone(folder: str | Path, format: NumberFormat) -> ConfigError:
+    return ConfigError(
+        f"The model folder {folder} holds {format.name} codes, which only an adapter can be trained over.",
+        expected=f"trainer.plugins with NVFP4LoRA(format={format.name}), and model.policy.lora",
+        remedy=f"Add configs/precision/{format.name}_lora.yaml, or start from the plain checkpoint.",
+    )

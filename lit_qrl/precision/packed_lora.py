@@ -24,7 +24,7 @@ from lit_qrl.precision.base import QuantizedPrecision, check_shapes, device_of, 
 from lit_qrl.precision.deferred import DeferredWeights, deferred_weights
 from lit_qrl.precision.layers.packed_experts import PackedExperts
 from lit_qrl.precision.layers.packed_linear import PackedLinear, Product
-from lit_qrl.precision.packed_base import PackedBase
+from lit_qrl.precision.packed_base import PackedBase, check_codes
 from lit_qrl.precision.packed_source import PackedSource, fingerprint_of
 from lit_qrl.precision.source import WeightSource
 from lit_qrl.precision.vllm_kernels.choice import KernelChoice
@@ -88,6 +88,18 @@ class PackedLoRA(QuantizedPrecision):
         return self.kernel
 
     @override
+    def check_policy(self, policy: Any) -> None:
+        if getattr(policy, "lora", None) is None:
+            raise ConfigError(
+                f"{type(self).__name__} freezes the base, and the policy has nothing else to train.",
+                expected="model.policy.lora, such as {class_path: peft.LoraConfig, init_args: {r: 32, lora_alpha: 64}}",
+                given="none",
+                remedy="Give the policy an adapter, or use QATAligned to train all weights.",
+            )
+        if getattr(policy, "packed_format", None) is not None:
+            check_codes(policy.source, policy.packed_format, self.format)
+
+    @override
     def configure_policy(self, policy: Any) -> None:
         """Pack the base of a configured policy in place; a second call changes nothing.
 
@@ -96,13 +108,7 @@ class PackedLoRA(QuantizedPrecision):
         Raises:
             ConfigError: without an adapter, for shapes that do not fit, or when no layer matched.
         """
-        if getattr(policy, "lora", None) is None:
-            raise ConfigError(
-                f"{type(self).__name__} freezes the base, and the policy has nothing else to train.",
-                expected="model.policy.lora, such as {class_path: peft.LoraConfig, init_args: {r: 32, lora_alpha: 64}}",
-                given="none",
-                remedy="Give the policy an adapter, or use QATAligned to train all weights.",
-            )
+        self.check_policy(policy)
         network = network_of(policy)
         if self.packed(network):
             return

@@ -145,6 +145,9 @@ class PublishingPrecision(Described, Precision, ABC):
     share_weights: bool = False
     """True when the learner gives its base up for the engine's."""
 
+    def check_policy(self, policy: Any) -> None:
+        """Raise `ConfigError` for a policy that it cannot train, as far as that is known before weights are loaded."""
+
     def configure_policy(self, policy: Any) -> None:
         """Add or rename parameters of a policy that was just configured, before a checkpoint is restored."""
 

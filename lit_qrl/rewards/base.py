@@ -179,7 +179,8 @@ def as_tensor(scores: Sequence[Score]) -> "Tensor":
     """Return scores as a tensor in which NaN stands for none."""
     import torch
 
-    return torch.tensor([math.nan if score is None else score for score in scores])
+    # In fp32 whatever the default dtype, which Lightning's bf16-true makes bf16 while it predicts.
+    return torch.tensor([math.nan if score is None else score for score in scores], dtype=torch.float32)
 
 
 def check_row(rewards: Sequence[Reward], row: Sample, where: str) -> None:

@@ -1,5 +1,6 @@
 import csv
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from lit_qrl.callbacks import Guard, RLCallback, TruncatedIS
 from lit_qrl.errors import ConfigError, StoppedError
+from lit_qrl.loop.state import IterationState
 from lit_qrl.objective import GRPO
 from lit_qrl.rewards.constant import ConstantReward
 from lit_qrl.types import Correction
@@ -217,6 +219,14 @@ def test_a_beginning_that_foretells_a_loss_is_told_once(tmp_path, monkeypatch, t
     rows = guard.state_dict()["first_rows"]
     assert len(rows) == (0 if threshold is None else first)
     assert all({"mismatch/abs_log_ratio", "update/grad_norm", "reward/mean"} <= set(row) for row in rows)
+
+
+def test_an_epoch_end_without_an_iteration_counts_as_none():
+    guard, module = Guard(), SimpleNamespace(iteration=IterationState())  # a resumed run may repeat one
+    guard.on_train_epoch_end(None, module)
+    module.iteration.row = {"reward/mean": 0.5}
+    guard.on_train_epoch_end(None, module)
+    assert guard.state_dict()["first_rows"] == [{"reward/mean": 0.5}]
 
 
 def test_the_odds_of_a_run_from_an_older_checkpoint_are_not_told():

@@ -7,6 +7,7 @@ import torch
 from lit_qrl.callbacks import AIS, RouterReplay, TruncatedIS
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.hooks import RLCallback
+from lit_qrl.module import GRPOModule
 from lit_qrl.objective import GRPO
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from tests.loop.test_routing import choose_otherwise
@@ -170,3 +171,17 @@ def test_a_correction_without_scoring_sees_replayed_ratios(tmp_path):
     _, row, _ = trained(tmp_path, RouterReplay(), TruncatedIS(), engine=OddEngine(dtype="fp32"), format="auto")
     assert float(row["mismatch/abs_log_ratio"]) < 1e-6
     assert float(row["correction/truncated_tokens"]) == 0
+
+
+def test_a_comparison_takes_as_many_passes_as_scoring_does_where_tokens_say_how_many(tmp_path, monkeypatch):
+    taken, score = [], GRPOModule.score
+
+    def counted(module, rollout, chunks=1, routes=None):
+        taken.append(chunks)
+        return score(module, rollout, chunks, routes)
+
+    monkeypatch.setattr(GRPOModule, "score", counted)
+    data = {"micro_batches": "auto", "max_tokens_per_micro_batch": 40}
+    trained(tmp_path, RouterReplay(compare_every=1), AIS(), data=data)
+    assert len(taken) == 2
+    assert taken[0] == taken[1] > 1

@@ -8,9 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lit_qrl import formats
 from lit_qrl.cli import dry_run as dry
 from lit_qrl.cli.main import main
 from lit_qrl.policy import CausalPolicy
+from lit_qrl.quantize.folder import quantize_checkpoint
 from lit_qrl.rollout import TransformersEngine, VLLMEngine
 from lit_qrl.rollout.engine import SamplerSpec
 from tests.command_line import build_once
@@ -139,6 +141,22 @@ def test_what_fit_refuses_is_refused(run):
     assert status == 2
     assert "prompts are too long" in text
     assert not list(Path().iterdir())
+
+
+def test_a_policy_that_the_precision_plugin_cannot_train_is_refused(run):
+    precision, folder = ROOT / "configs" / "precision", Path("packed")
+    quantize_checkpoint(MODEL, folder, formats.get("fp8_tensor"))
+    status, _, text = run("--model.policy.model", folder)
+    assert status == 2
+    assert "holds fp8_tensor codes, which only an adapter can be trained over" in text
+    assert "Add configs/precision/fp8_tensor_lora.yaml" in text
+    assert run("--config", precision / "fp8_tensor_lora.yaml", "--model.policy.model", folder)[0] == 0
+    status, _, text = run("--config", precision / "fp8_row_lora.yaml", "--model.policy.model", folder)
+    assert status == 2
+    assert "holds its weights in fp8_tensor" in text
+    status, _, text = run("--config", precision / "qat_fp8_row.yaml", "--model.policy.lora", "peft.LoraConfig")
+    assert status == 2
+    assert "QATAligned trains the weights themselves" in text
 
 
 def test_a_folder_of_its_own_is_removed_again_and_a_full_disk_is_said(run, monkeypatch):

@@ -52,6 +52,13 @@ CASES = {
         "  Given value: bf17",
         "trainer.precision: the value is not one of the choices. Expected: 64, 32, bf16-true. Given: bf17.",
     ),
+    "choice beside a number": (
+        'Parser key "data.micro_batches":\n  Does not validate against any of the Union subtypes\n'
+        "  Subtypes: [<class 'int'>, typing.Literal['auto']]\n"
+        "  Errors:\n    - Expected a <class 'int'>\n    - Expected a typing.Literal['auto']\n"
+        "  Given value: 4.5",
+        "data.micro_batches: the value is not one of the choices. Expected: int, auto. Given: 4.5.",
+    ),
     "class of a kind without names of its own": (
         'Parser key "trainer.profiler":\n  - Expected a dot import path string: Slow',
         "trainer.profiler: there is no class 'Slow'. Give it with its module, such as package.module.Class.",

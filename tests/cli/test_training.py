@@ -175,3 +175,11 @@ def test_a_configuration_names_the_policy_where_it_is(lit):
     assert lit("fit")[0] == 0
     made = yaml.safe_load((RUNS / "1" / "config.yaml").read_text())
     assert made["model"]["policy"]["class_path"] == "lit_qrl.policy.CausalPolicy"
+
+
+def test_help_speaks_of_this_program_s_checkpoints(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "`last`, that of the newest run of this configuration that has one. (type: " in text
+    assert "passes_per_step(data.micro_batches) --> trainer.accumulate_grad_batches" in text

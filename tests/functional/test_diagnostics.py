@@ -6,6 +6,7 @@ import torch
 
 from lit_qrl.functional import diagnostics as F
 from lit_qrl.functional.importance import log_ratio
+from tests.default_dtype import bf16_default
 from tests.functional.helpers import LENGTHS, Ranks, listed, no_host_sync, rows
 
 
@@ -119,3 +120,9 @@ def test_ratio_quantiles_of_equal_policies_are_exactly_one_and_extremes_stop_at_
     assert F.ratio_quantiles(torch.zeros(11), [0.5]).tolist() == [1]
     far = F.ratio_counts(torch.tensor([[30.0, -30.0, float("nan")]]), ones[:1])
     assert F.ratio_quantiles(far, [0.01, 0.99]).tolist() == pytest.approx([math.exp(-2), math.exp(2)])
+
+
+def test_ratio_quantiles_do_not_depend_on_the_default_dtype():
+    counts = F.ratio_counts(torch.tensor([[0.0, 0.1]]), torch.ones(1, 2, dtype=torch.bool))
+    with bf16_default():
+        assert F.ratio_quantiles(counts, [0.99]).tolist() == pytest.approx([math.exp(0.1)], rel=1e-6)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_qrl.functional.mismatch import k3_divergence, log_quantile, mismatch_metrics
+from tests.default_dtype import bf16_default
 from tests.functional.helpers import DTYPES, RTOL, Ranks, listed, no_host_sync, rows
 
 RESOLUTION = 10 ** (1 / 64)
@@ -147,3 +148,12 @@ def test_effective_sample_size_is_a_share(values):
     got = mismatch_metrics(d, torch.zeros_like(d), torch.ones_like(d, dtype=torch.bool))
     assert 0 < float(got["ess_ratio"]) <= 1 + 1e-6
     assert float(got["kl_k3"]) >= 0
+
+
+def test_quantiles_do_not_depend_on_the_default_dtype():
+    values = torch.linspace(1e-4, 1.0, 4000).view(4, 1000)
+    expected = log_quantile(values, values > 0, 0.99)
+    with bf16_default():
+        found = log_quantile(values, values > 0, 0.99)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)

@@ -13,6 +13,7 @@ from lit_qrl.network.denoising import (
     without_mask_token,
 )
 from lit_qrl.types import RolloutBatch
+from tests.default_dtype import bf16_default
 from tests.networks import MASK, build_denoiser, build_network
 
 PROMPTS = [[5, 6, 7, 8, 9], [4], [3, 3, 12]]
@@ -152,3 +153,10 @@ def test_the_mask_token_is_no_word():
 
 def test_a_causal_network_is_none():
     assert not denoises(build_network().config)
+
+
+def test_masks_are_the_sampler_s_while_the_learner_computes_in_bf16():
+    estimator, given = Estimator(prompt_masking=0.15), (range(200), [40] * 200, 40)
+    expected = estimator.hidden(*given)
+    with bf16_default():  # around the learner's passes alone; the sampler estimates outside of them
+        assert torch.equal(estimator.hidden(*given), expected)

@@ -12,7 +12,7 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision.packed_base import multiplied_out, packed_format
-from lit_qrl.precision.packed_lora import NVFP4LoRA
+from lit_qrl.precision.packed_lora import NVFP4LoRA, PackedLoRA
 from lit_qrl.quantize.folder import quantize_checkpoint
 from tests.families.configs import BY_TYPE
 from tests.families.configs import model_folder as family_folder
@@ -147,6 +147,18 @@ def test_another_format_or_an_exclude_that_the_folder_does_not_share(tmp_path):
         configured(folder, format, NVFP4LoRA("mxfp4"))
     with pytest.raises(ConfigError, match=r"leaves out .*down_proj"):
         configured(folder, format, NVFP4LoRA("nvfp4", exclude=["*.down_proj"]))
+
+
+def test_how_inputs_are_scaled_is_the_plugin_s_to_say(tmp_path):
+    folder, format = quantized(tmp_path, "fp8_tensor")
+    by_token = formats.FP8Tensor("token")
+    policy, packer = configured(folder, format, PackedLoRA(by_token))
+    layers = packer.packed(policy)
+    assert (
+        {layer.format for layer in layers.values()} == {layer.weight.format for layer in layers.values()} == {by_token}
+    )
+    for name, layer in packer.packed(configured(folder, format)[0]).items():
+        assert torch.equal(layers[name].weight.codes, layer.weight.codes)
 
 
 def test_layers_that_the_folder_keeps_plain_stay_plain(tmp_path):

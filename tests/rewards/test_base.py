@@ -9,6 +9,7 @@ import torch
 from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.rewards import ConstantReward, Reward, Sample, score_all
 from lit_qrl.rewards.base import as_tensor, check_row, weigh_by_name
+from tests.default_dtype import bf16_default
 
 SAMPLES = [Sample("q", text) for text in ("a", "bb", "ccc")]
 
@@ -230,3 +231,10 @@ def test_a_row_that_cannot_be_scored_is_named():
     check_row([Length(), Refusing()], Sample("", "", 5), "Row 3")
     with pytest.raises(ConfigError, match=r"Row 3 cannot be scored by Reward 'length' \(Refusing\): it has no answer"):
         check_row([Length(), Refusing()], Sample("", "", None), "Row 3")
+
+
+def test_scores_keep_their_digits_while_a_learner_in_bf16_predicts():
+    with bf16_default():
+        found = as_tensor([0.1, 0.999, None])
+    assert found.dtype == torch.float32
+    assert found[:2].tolist() == pytest.approx([0.1, 0.999], abs=1e-7)

@@ -134,7 +134,8 @@ class TransformersEngine(EmbeddedSampler):
             results: list[Completion | None] = [None] * (len(prompts) * n)
             most = min(room // (max(map(len, prompts)) + sampling.max_tokens), self.max_batch or SLOTS)
             report = progress or (lambda finished, tokens: None)
-            pieces, drawn = self._replay.draw(decoder, prompts, n, most, random, report, self._shortage)
+            gone = None if finished is None else partial(_hand, finished, self.version)
+            pieces, drawn = self._replay.draw(decoder, prompts, n, most, random, report, self._shortage, gone)
             self._collect(drawn, pieces, n, results)
             if finished is not None:
                 finished({number: one for number, one in enumerate(results) if one is not None})
@@ -199,7 +200,7 @@ class TransformersEngine(EmbeddedSampler):
         def draw(part: list[Piece]) -> Drawn:
             with batch_invariant(self.batch_invariant):
                 if kept is None:
-                    ended = None if finished is None else partial(_hand, finished, self.version, _numbers(part, n))
+                    ended = None if finished is None else partial(_hand_some, finished, self.version, _numbers(part, n))
                     return decoder.run(prompts, part, random, report, ended=ended)
                 held, turns = kept
                 try:
@@ -286,20 +287,33 @@ def _numbers(pieces: Sequence[Piece], n: int) -> list[int]:
     return [piece.prompt * n + i for piece in pieces for i in range(piece.first, piece.first + piece.count)]
 
 
-def _hand(finished: Finished, version: int, numbers: Sequence[int], drawn: Drawn, rows: Tensor) -> None:
-    """Give away rows of a batch that goes on."""
-    lengths = drawn.length[rows].tolist()
+def _hand(finished: Finished, version: int, numbers: Sequence[int], drawn: Drawn) -> None:
+    """Give away completions that have ended while others go on.
+
+    Args:
+        finished: takes them.
+        version: of the weights.
+        numbers: theirs.
+        drawn: of them.
+    """
+    lengths, stopped = drawn.length.tolist(), drawn.stopped.tolist()
     finished(
         {
-            numbers[row]: Completion(
-                token_ids=drawn.tokens[row, :length].tolist(),
-                logprobs=drawn.logprobs[row, :length].tolist(),
-                finish_reason="stop",
+            number: Completion(
+                token_ids=drawn.tokens[row, : lengths[row]].tolist(),
+                logprobs=drawn.logprobs[row, : lengths[row]].tolist(),
+                finish_reason="stop" if stopped[row] else "length",
                 version=version,
             )
-            for row, length in zip(rows.tolist(), lengths, strict=True)
+            for row, number in enumerate(numbers)
         }
     )
+
+
+def _hand_some(finished: Finished, version: int, numbers: Sequence[int], drawn: Drawn, rows: Tensor) -> None:
+    """Give away some rows of a batch that goes on."""
+    some = Drawn(drawn.tokens[rows], drawn.logprobs[rows], drawn.length[rows], drawn.stopped[rows])
+    _hand(finished, version, [numbers[row] for row in rows.tolist()], some)
 
 
 def _tokens_in(network: Any, gigabytes: float | None) -> int:

@@ -12,6 +12,7 @@ from lit_qrl.network.structure import PLAIN_ATTENTION
 from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.rollout.embedded.attention import FOLDED
 from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Piece, Random, windowed
+from lit_qrl.rollout.embedded.leaving import Gone
 from lit_qrl.rollout.embedded.shortage import Shortage, freed
 from lit_qrl.rollout.embedded.slots import SlotDecoder
 from lit_qrl.rollout.embedded.step_norm import take_step_norms
@@ -94,6 +95,7 @@ class Replay:
         random: Random,
         report: Callable[[int, int], None],
         shortage: Shortage,
+        gone: Gone | None = None,
     ) -> tuple[list[Piece], Drawn]:
         """Return the completions of one call; where memory runs out they are drawn again in half of the slots.
 
@@ -105,14 +107,17 @@ class Replay:
             random: what the tokens are drawn with.
             report: called now and then with (sequences ended, tokens drawn).
             shortage: what is known of the memory.
+            gone: takes completions that have ended while others are drawn, by their numbers, prompt-major.
         """
         order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
         pieces = [Piece(prompt, 0, n, len(prompts[prompt])) for prompt in order]
         longest = pieces[0].length + decoder.sampling.max_tokens
+
+        handed = None if gone is None else lambda rows, drawn: gone([order[i // n] * n + i % n for i in rows], drawn)
         slots = max(1, min(len(prompts) * n, most, shortage.fitting // longest))
         while True:
             try:
-                return pieces, SlotDecoder(decoder, slots, self.trust).run(prompts, pieces, random, report)
+                return pieces, SlotDecoder(decoder, slots, self.trust).run(prompts, pieces, random, report, handed)
             except (RuntimeError, MemoryError) as error:
                 self.trust.former = None
                 slots = freed(error, slots, "decoded")

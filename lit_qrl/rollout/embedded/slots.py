@@ -14,6 +14,7 @@ from lit_qrl.network.structure import body
 from lit_qrl.rollout.embedded.attention import mask_of
 from lit_qrl.rollout.embedded.cache import SlotCache
 from lit_qrl.rollout.embedded.decode import PREFILL_TOKENS, Decoder, Drawn, Piece, Random
+from lit_qrl.rollout.embedded.leaving import Gone, Leaving
 from lit_qrl.rollout.embedded.step_cache import StepCache
 from lit_qrl.rollout.graphs import Trust, recorded
 
@@ -143,6 +144,7 @@ class SlotDecoder:
         pieces: Sequence[Piece],
         random: Random,
         report: Callable[[int, int], None],
+        gone: Gone | None = None,
     ) -> Drawn:
         """Return the completions of all pieces, which take the slots in their order.
 
@@ -151,6 +153,7 @@ class SlotDecoder:
             pieces: what to draw.
             random: what the tokens are drawn with; not asked for where decoding is greedy.
             report: called now and then with (sequences ended, tokens drawn).
+            gone: takes rows that have ended while others are drawn; not all of them.
         """
         self.prompts, self.owner = prompts, [p.prompt for p in pieces for _ in range(p.count)]
         total = len(self.owner)
@@ -159,6 +162,8 @@ class SlotDecoder:
         if not self.model.sampler.greedy:
             parts = [random(p.prompt, self.steps)[p.first : p.first + p.count] for p in pieces]
             self.numbers = torch.cat(parts).to(self.device)
+        drawn = Drawn(self.tokens[:-1], self.logprobs[:-1], self.length[:-1], self.stopped[:-1])
+        leaving = None if gone is None else Leaving(drawn, gone)
         counts, ended, waiting = [0] * total, 0, 0
         look: Look | None = None
         while True:
@@ -178,12 +183,17 @@ class SlotDecoder:
             latest = self._look()
             over = set() if look is None else self._read(look, counts)
             look = latest
+            rows = []
             for slot, seat in enumerate(self.seats):
                 if seat is not None and (seat.row in over or seat.due <= self.now):
                     self.seats[slot] = None
-                    ended += 1
+                    rows.append(seat.row)
+            ended += len(rows)
             report(ended, sum(counts))
-        drawn = Drawn(self.tokens[:-1], self.logprobs[:-1], self.length[:-1], self.stopped[:-1])
+            if leaving is not None:
+                leaving.hand()
+                if rows:
+                    leaving.take(rows, self._on(rows))
         report(total, int(drawn.length.sum()))
         return drawn
 

@@ -67,15 +67,19 @@ def check_scales(model: nn.Module) -> None:
 
 @contextmanager
 def observed(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Give the largest magnitudes " 2" of keys and values that each attention sees inside, by its name."""
+    """Give the largest magnitudes " 2" of keys and values that each attention sees inside, by its name.
+
+    Of a batch that is padded to the size of a CUDA graph the rows behind its tokens are left out: they hold anything.
+    """
     seen: dict[str, Tensor] = {}
     originals: dict[str, Callable[..., Any]] = {}
     found = attentions(model)
 
     def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(layer: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if key is not None and value is not None:
-                now = torch.stack([key.detach().abs().amax(), value.detach().abs().amax()]).float()
+            count = _tokens(*args, **kwargs)
+            if key is not None and value is not None and count != 0:
+                now = torch.stack([part.detach()[:count].abs().amax() for part in (key, value)]).float()
                 seen[name] = torch.maximum(seen[name], now) if name in seen else now
             return original(layer, query, key, value, *args, **kwargs)
 
@@ -89,6 +93,11 @@ def observed(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     finally:
         for module in found.values():
             del module.impl.forward
+
+
+def _tokens(kv_cache: Any = None, attn_metadata: Any = None, *_: Any, **__: Any) -> int | None:
+    """Return how many rows of a forward pass are tokens, as vLLM tells its attention; None where it does not."""
+    return getattr(attn_metadata, "num_actual_tokens", None)
 
 
 def set_scales(model: nn.Module, largest: Mapping[str, Tensor], kv_cache_dtype: str) -> dict[str, tuple[float, float]]:

@@ -109,10 +109,14 @@ class Drawing:
             seed = requests.request_seed(turn.seed, 0, 0) if self.request_seeds else None
             return requests.drawing(replace(drawn_with, max_tokens=turn.max_tokens), seed, kept)
 
+        begun: list[Turn] = []
+        while self._scales_due and dialogue.open and not begun:
+            begun = dialogue.waiting("all")  # so that the scales hang on no thread's luck
+        self._calibrate([turn.tokens for turn in begun])
         with kept_process_state(), self._sampling():
             watch = self._watchdog("one step")
             read = partial(self._read, kept=kept)
-            finite = requests.converse(self.llm, dialogue, draw, read, self._adapter_active, watch)
+            finite = requests.converse(self.llm, dialogue, draw, read, self._adapter_active, watch, begun)
         self._poisoned |= not finite
 
     def _read(self, output: Any, kept: bool) -> Completion:
@@ -121,7 +125,9 @@ class Drawing:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
         self._awake(complete=True)
+        due = self._scales_due
         self._calibrate(sequences)
+        self._scales_due = due  # what is drawn takes scales of its own prompts, whether a probe came before or not
         with kept_process_state():
             outputs = self._run(sequences, [requests.scoring() for _ in sequences], None)
         scores = [requests.scores(output, tokens) for output, tokens in zip(outputs, sequences, strict=True)]

@@ -153,6 +153,7 @@ def converse(
     read: Callable[[Any], Completion],
     adapter: bool,
     watchdog: Watchdog,
+    begun: Sequence[Turn] = (),
 ) -> bool:
     """Draw the turns of a dialogue, each as soon as it is there, and return whether all log-probs were finite.
 
@@ -163,19 +164,21 @@ def converse(
         read: from the output of a turn to its completion.
         adapter: draw through the published adapter.
         watchdog: of the steps.
+        begun: turns that the dialogue has given already.
 
     Raises:
         EngineDiedError: as in `run`.
     """
     asked: dict[int, Turn] = {}
-    finite = True
+    finite, turns = True, list(begun)
     with _stepping(llm, adapter, watchdog) as requests:
         while dialogue.open or asked:
             watchdog.beat()
-            turns = dialogue.waiting("no" if asked else "any")
+            turns = turns or dialogue.waiting("no" if asked else "any")
             if turns:
                 ids = requests.add([turn.tokens for turn in turns], [draw(turn) for turn in turns])
                 asked |= dict(zip(ids, turns, strict=True))
+                turns = []
             for name, output in requests.step() if asked else ():
                 answer = read(output)
                 finite &= all(map(math.isfinite, answer.logprobs))

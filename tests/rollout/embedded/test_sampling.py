@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.embedded.sampling import TokenSampler, check_sampling, truncate, uniforms
 from lit_qrl.types import SamplingParams
+from tests.default_dtype import bf16_default
 
 
 def kept_set(scores, top_k, top_p):
@@ -84,11 +85,8 @@ def test_uniforms_depend_on_seed_and_prompt_alone():
 
 def test_uniforms_do_not_depend_on_the_default_dtype():
     expected = uniforms(0, 1, 3, 5)
-    torch.set_default_dtype(torch.bfloat16)  # as Lightning's bf16-true does around a validation step
-    try:
+    with bf16_default():
         found = uniforms(0, 1, 3, 5)
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert found.dtype == torch.float32
     assert torch.equal(found, expected)
 

@@ -1,5 +1,7 @@
 """Scales of an FP8 KV cache follow the weights: set where kernels read them, and as far as keys and values go."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -21,7 +23,7 @@ from tests.vllm_engines import build_engine, disagreement, prompts, publish, tin
 class Impl:
     """Returns the query, as an attention might."""
 
-    def forward(self, layer, query, key, value, *args, output=None):
+    def forward(self, layer, query, key, value, *args, output=None, **kwargs):
         return query
 
 
@@ -49,6 +51,17 @@ def test_the_largest_of_several_calls_is_seen_and_nothing_is_left_behind():
     assert seen["a"].tolist() == pytest.approx([3.0, 0.3])
     assert "b" not in seen
     assert "forward" not in vars(net["a"].impl)
+
+
+def test_rows_behind_the_tokens_of_a_padded_batch_are_not_looked_at():
+    net = model()
+    key = torch.tensor([[1.0], [-2.0], [torch.nan], [1e9]])  # what a CUDA graph's buffers held
+    cache, two, none = (SimpleNamespace(num_actual_tokens=count) for count in (4, 2, 0))
+    with observed(net) as seen:
+        net["a"].impl.forward(net["a"], key, key, key, cache, two)
+        net["b"].impl.forward(net["b"], key, key, key, kv_cache=cache, attn_metadata=none)
+    assert seen["a"].tolist() == [2.0, 2.0]
+    assert "b" not in seen
 
 
 def test_scales_lie_where_kernels_and_graphs_read_them():

@@ -1,9 +1,11 @@
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from lit_qrl.rollout.engine import EngineDiedError, SamplerSpec
+from lit_qrl.rollout.engine import EngineDiedError, SamplerSpec, Turn
 from lit_qrl.rollout.vllm import drawing, requests
 from lit_qrl.rollout.vllm.drawing import Drawing
 from lit_qrl.types import Completion, SamplingParams
@@ -124,3 +126,60 @@ def test_a_part_of_an_engine_draws_what_all_ask_for_and_hands_out_its_own(engine
     assert asked == [([4, 6], (2, 5), "both")]
     assert [one.token_ids[:-1] for one in drawn] == [[1], [1], [2, 3], [2, 3]]
     assert {number: one for part in handed for number, one in part.items()} == dict(enumerate(drawn))
+
+
+class Talk:
+    """A dialogue of two sequences, whose first turns come at the second question."""
+
+    def __init__(self):
+        self.asked, self.answers = 0, []
+
+    @property
+    def open(self):
+        return len(self.answers) < 2
+
+    def waiting(self, wait):
+        self.asked += 1
+        return [Turn(index=i, tokens=[i, 9], max_tokens=2, seed=0) for i in range(2)] if self.asked == 2 else []
+
+    def answered(self, turn, completion):
+        self.answers.append((turn.index, completion))
+
+
+@pytest.fixture
+def calibrated(engine, monkeypatch):
+    """The sequences that scales were taken of."""
+    found = []
+    engine._scales_due, engine.cache_dtype, engine.live = True, "fp8", SimpleNamespace(model=None)
+    run = requests.run
+
+    def noted(llm, prompts, params, *args):
+        found.append([list(prompt) for prompt in prompts])
+        return run(llm, prompts, params, *args)
+
+    monkeypatch.setattr(requests, "run", noted)
+    monkeypatch.setattr(requests, "scoring", lambda: SimpleNamespace(max_tokens=1, seed=0))
+    monkeypatch.setattr(requests, "scores", lambda output, tokens: torch.zeros(len(tokens) - 1))
+    monkeypatch.setattr(drawing.cache_scales, "observed", lambda model: nullcontext({}))
+    monkeypatch.setattr(drawing.cache_scales, "set_scales", lambda *_: found.append("set"))
+    return found
+
+
+def test_scales_of_a_cache_are_of_a_conversation_s_first_turns(engine, calibrated, monkeypatch):
+    def converse(llm, dialogue, draw, read, adapter, watch, begun):
+        calibrated.append("drawn")
+        for turn in begun:
+            dialogue.answered(turn, None)
+        return True
+
+    monkeypatch.setattr(requests, "converse", converse)
+    for _ in range(2):
+        engine.converse(Talk())
+    assert calibrated == [[[0, 9], [1, 9]], "set", "drawn", "drawn"]
+
+
+def test_a_probe_leaves_the_scales_to_what_is_drawn(engine, calibrated):
+    engine.score([[7, 8]])
+    engine.generate([[1, 2]], 1, seed=0)
+    engine.generate([[1, 2]], 1, seed=0)
+    assert calibrated == [[[7, 8]], "set", [[7, 8]], [[1, 2]], "set", [[1, 2]], [[1, 2]]]
