@@ -2,8 +2,10 @@
 
 import json
 import math
+import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -125,6 +127,7 @@ def audit(
     from lit_qrl import formats as known
     from lit_qrl.formats.support import names_where
     from lit_qrl.network.structure import check_positions
+    from lit_qrl.run.console import kept_from_the_screen
 
     disable_progress_bar()
     chosen = {name: known.get(name) for name in formats or names_where(lambda row: row.audited)}
@@ -146,13 +149,11 @@ def audit(
     columns = {**COLUMNS, **(SPEED_COLUMNS if speed else {})}
     print(f"{'format':<{width}}{'bits':>6}{'tokens':>8}" + "".join(f"{title:>11}" for title in columns), flush=True)
     results: dict[str, dict[str, float]] = {}
-    try:
+    with tempfile.TemporaryDirectory() as logs, kept_from_the_screen(Path(logs)), closing(audited.engine):
         for title, metrics in measured(audited, chosen, spec, seed, speed):
             results[title] = metrics
             figures = "".join(f"{_cell(metrics[key]):>11}" for key in columns.values())
             print(f"{title:<{width}}{metrics['bits']:>6.3g}{metrics['tokens']:>8.0f}{figures}", flush=True)
-    finally:
-        audited.engine.close()
     if speed:
         dense = {"learner", *(name for name, format in chosen.items() if isinstance(format, known.Dense))}
         print(f"\n{verdict(results, dense, f'{len(encoded)} x {n} completions')}")
