@@ -1,4 +1,4 @@
-"""Tokens/s of the embedded engine with CUDA graphs and without, beside vLLM and `generate` of transformers.
+"""Tokens/s of the embedded engine with CUDA graphs and without, beside vLLM and its options, and transformers.
 
     python benchmarks/embedded.py --shapes 0.5b 1.5b --out out.json
 
@@ -10,10 +10,16 @@ fp8_row   the same, published in that format
 uneven    the same in bf16, where one token in 500 ends a completion
 launched  `TransformersEngine(cuda_graphs=False)`: 64 completions of 128 tokens, since launches take what they take
 generate  `model.generate` of transformers, as TRL calls it without vLLM: the same 64 completions of 128 tokens
-vllm      `VLLMEngine`, CUDA graphs without compilation: all completions, in a process of its own for each shape
+vllm      `VLLMEngine`, CUDA graphs without compilation: all completions, in a process of its own for each shape with
+          the lines below
+peaked    the same of a model whose final norm is so large that it draws nearly greedily and falls into repetitions
+long      the same with prompts of 3500 tokens and completions of 256
+speculative, peaked_speculative     with `speculative: 3`: where proposals are never accepted, and where they mostly are
+long_fp8_cache                      with `kv_cache_dtype: fp8`
 profile   kernels of the steps of `graphs`, and the share of the time in which the GPU runs any
 
-`--tiny` tries every line but vLLM's on a CPU.
+`|d|` is the mean |log-ratio| of a few completions to the model's own forward pass; random weights amplify last bits
+(docs/rollout.md), so lines are compared with each other. `--tiny` tries every line but vLLM's on a CPU.
 """
 
 import argparse
@@ -33,14 +39,26 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    "tiny": {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     | {"num_key_value_heads": 2, "vocab_size": 512},
     "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
     | {"num_key_value_heads": 2, "vocab_size": 151936},
     "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
     | {"num_key_value_heads": 2, "vocab_size": 151936},
 }
-LINES = ("graphs", "fp8_row", "uneven", "launched", "generate", "vllm", "profile")
+VLLM: dict[str, dict[str, Any]] = {
+    "vllm": {},
+    "peaked": {},
+    "long": {},
+    "speculative": {"speculative": 3},
+    "peaked_speculative": {"speculative": 3},
+    "long_fp8_cache": {"kv_cache_dtype": "fp8"},
+}
+"""The lines of vLLM, and arguments of its engine; those with the same follow each other and share one."""
+LINES = ("graphs", "fp8_row", "uneven", "launched", "generate", *VLLM, "profile")
+LONG_PROMPT, LONG_COMPLETION = 3500, 256
+PEAK = 30.0
+SCORED = 8  # completions whose log-probs are compared
 BATCH = 64
 SLOW_TOKENS = 128
 SHOWN = 14  # kernels of a profile
@@ -62,15 +80,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.tiny:
         args.shapes, args.prompts, args.group, args.prompt, args.completion = ["tiny"], 4, 4, 12, 24
-        args.lines = [line for line in args.lines if line != "vllm"]
+        args.lines = [line for line in args.lines if line not in VLLM]
     if args.worker:
         work(args, args.worker[0], args.worker[1].split(","), Path(args.worker[2]))
         return
     end = time.perf_counter() + args.budget
     results: dict[str, dict[str, Any]] = {shape: {} for shape in args.shapes}
-    own = [line for line in args.lines if line != "vllm"]
+    own, others = ([line for line in args.lines if (line in VLLM) == theirs] for theirs in (False, True))
     tasks = [(shape, own) for shape in args.shapes if own]
-    tasks += [(shape, ["vllm"]) for shape in args.shapes if "vllm" in args.lines]
+    tasks += [(shape, [line for line in VLLM if line in others]) for shape in args.shapes if others]
     for shape, lines in tasks:
         left = end - time.perf_counter()
         found = {"error": "no time left"}
@@ -88,14 +106,14 @@ def main() -> None:
 
 def table(results: dict[str, dict[str, Any]]) -> None:
     """Print tokens/s, and their share of vLLM's."""
-    print("| shape | line | tokens/s | of vLLM's | seconds | peak, GiB |\n| --- | --- | --- | --- | --- | --- |")
+    print("| shape | line | tokens/s | of vLLM's | seconds | peak, GiB | \\|d\\| |\n| --- " + "| --- " * 6 + "|")
     for shape, found in results.items():
         vllm = found.get("vllm", {}).get("tokens_per_second")
         for line, figures in found.items():
             if line in LINES and "tokens_per_second" in figures:
-                speed = figures["tokens_per_second"]
+                speed, apart = figures["tokens_per_second"], figures["distance"]
                 share, peak = f"{speed / vllm:.2f}" if vllm else "-", figures.get("peak") or "-"
-                print(f"| {shape} | {line} | {speed:.0f} | {share} | {figures['seconds']} | {peak} |")
+                print(f"| {shape} | {line} | {speed:.0f} | {share} | {figures['seconds']} | {peak} | {apart} |")
 
 
 def work(args: argparse.Namespace, shape: str, lines: list[str], file: Path) -> None:
@@ -132,10 +150,11 @@ class Bench:
             self.network: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         self.network.requires_grad_(False).eval()
         self.vocabulary = config.vocab_size
+        self.held: tuple[dict[str, Any], Any] | None = None
 
-    def prompts(self, count: int, seed: int) -> list[list[int]]:
+    def prompts(self, count: int, seed: int, tokens: int | None = None) -> list[list[int]]:
         generator = self.torch.Generator().manual_seed(seed)
-        return self.torch.randint(self.vocabulary, (count, self.args.prompt), generator=generator).tolist()
+        return self.torch.randint(self.vocabulary, (count, tokens or self.args.prompt), generator=generator).tolist()
 
     def run(self, line: str) -> dict[str, Any]:
         if line == "generate":
@@ -144,8 +163,13 @@ class Bench:
             return self.profile()
         slow = line == "launched"
         format = line if line == "fp8_row" else None
+        norm = self.network.model.norm.weight
+        self.torch.nn.init.constant_(norm, PEAK if line.startswith("peaked") else 1.0)
         engine = self.engine(line, format)
         prompts, group, tokens = self.args.prompts, self.args.group, self.args.completion
+        length = self.args.prompt
+        if line.startswith("long"):
+            length, tokens, group = LONG_PROMPT, LONG_COMPLETION, max(1, BATCH // prompts)
         if slow:
             group, tokens = max(1, BATCH // prompts), min(tokens, SLOW_TOKENS)
         from lit_qrl.types import SamplingParams
@@ -153,12 +177,13 @@ class Bench:
         stops = tuple(range(max(1, self.vocabulary // 500))) if line == "uneven" else ()
         sampling = SamplingParams(max_tokens=tokens, stop_token_ids=stops, ignore_stop=not stops)
         short = SamplingParams(max_tokens=min(tokens, 16), ignore_stop=True)
-        engine.generate(self.prompts(prompts, 1), group, 1, None, short)  # kernels are made
-        seconds, count = [], 0
+        engine.generate(self.prompts(prompts, 1, length), group, 1, None, short)  # kernels are made
+        seconds, count, drawn, asked = [], 0, [], []
         for seed in (2,) if slow else (2, 3):
+            asked = self.prompts(prompts, seed, length)
             self.start()
             begun = time.perf_counter()
-            drawn = engine.generate(self.prompts(prompts, seed), group, seed, None, sampling)
+            drawn = engine.generate(asked, group, seed, None, sampling)
             self.sync()
             seconds.append(time.perf_counter() - begun)
             count = sum(len(completion.token_ids) for completion in drawn)
@@ -167,8 +192,21 @@ class Bench:
         trust = getattr(getattr(engine, "_replay", None), "trust", None)
         if trust is not None and line != "launched":
             found |= {"recorded": trust.former is not None, "broken": trust.broken}
-        engine.close()
-        return found
+        if line not in VLLM:
+            engine.close()
+        return found | {"distance": self.distance(asked, group, drawn)}
+
+    def distance(self, prompts: list[list[int]], group: int, drawn: list[Any]) -> float:
+        """Return mean |log-ratio| of the first completions, scored by the model's own forward pass."""
+        apart = []
+        for row in range(0, len(drawn), max(1, len(drawn) // SCORED)):
+            prompt, one = prompts[row // group], drawn[row]
+            ids = self.torch.tensor([[*prompt, *one.token_ids]], device=self.device)
+            with self.torch.no_grad():
+                logits = self.network(input_ids=ids, logits_to_keep=len(one.token_ids) + 1).logits[0, :-1]
+            scores = logits.float().log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+            apart.append((scores - self.torch.tensor(one.logprobs, device=self.device)).abs())
+        return round(self.torch.cat(apart).mean().item(), 5)
 
     def engine(self, line: str, format_name: str | None) -> Any:
         """Return an engine with the weights published."""
@@ -180,13 +218,9 @@ class Bench:
         from lit_qrl.rollout.engine import SamplerSpec
         from lit_qrl.types import SamplingParams
 
-        engine: Any
-        if line == "vllm":
-            from lit_qrl.rollout.vllm.engine import VLLMEngine
-
-            engine = VLLMEngine(gpu_memory_utilization=0.4, max_num_seqs=BATCH, quick_start=True)
-        else:
-            engine = TransformersEngine(max_batch=BATCH, cuda_graphs=line != "launched")
+        if line in VLLM:
+            return self.vllm(VLLM[line])
+        engine = TransformersEngine(max_batch=BATCH, cuda_graphs=line != "launched")
         sampling = SamplingParams(max_tokens=self.args.completion, ignore_stop=True)
         format = None if format_name is None else formats.get(format_name)
         spec = SamplerSpec(sampling=sampling, format=format, prompt_limit=self.args.prompt)
@@ -195,6 +229,30 @@ class Bench:
         layers = [] if format is None else list(quantizable_linears(self.network))
         weights = weight_stream(merged_weights(self.network), format, layers)
         engine.load_weights(engine.arranged(weights), format, 0)
+        return engine
+
+    def vllm(self, options: dict[str, Any]) -> Any:
+        """Return a vLLM engine with the weights published, the one of the line before where it has the same options."""
+        from lit_qrl.network.adapters import merged_weights
+        from lit_qrl.network.stream import weight_stream
+        from lit_qrl.rollout.engine import SamplerSpec
+        from lit_qrl.rollout.vllm.engine import VLLMEngine
+        from lit_qrl.types import SamplingParams
+
+        if self.held is None or self.held[0] != options:
+            if self.held is not None:
+                self.held[1].close()
+            begun = time.perf_counter()
+            engine = VLLMEngine(gpu_memory_utilization=0.4, max_num_seqs=BATCH, quick_start=True, **options)
+            longest = max(self.args.completion, LONG_COMPLETION)
+            spec = SamplerSpec(sampling=SamplingParams(max_tokens=longest, ignore_stop=True), prompt_limit=LONG_PROMPT)
+            engine.validate(spec)
+            engine.setup(spec, SimpleNamespace(network=self.network, lora=None))
+            self.held = options, engine
+            engine.load_weights(engine.arranged(weight_stream(merged_weights(self.network), None, [])), None, 0)
+            print(f"started in {time.perf_counter() - begun:.1f} s: {options}", flush=True)
+        engine = self.held[1]
+        engine.load_weights(engine.arranged(weight_stream(merged_weights(self.network), None, [])), None, 1)
         return engine
 
     def generate(self) -> dict[str, Any]:

@@ -102,16 +102,17 @@ class RunCheckpoint(Described, Checkpoint):
         return every > 0 and iteration % every == 0
 
     def on_train_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
-        """Save the last iteration, if that has not been done, and wait for the file; one that takes long is told."""
-        told = threading.Timer(PATIENCE, _tell, [Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt"])
-        told.start()
-        try:
+        """Save the last iteration, if that has not been done; its file is written while the report is made."""
+        with _told(trainer):
             if self._saved != trainer.global_step:
                 self._save(trainer, None)
-            self._files.wait()
-        finally:
-            told.cancel()
-        self._interruption.remove()
+
+    def teardown(self, trainer: Trainer, pl_module: "GRPOModule", stage: str) -> None:
+        """Wait for the last file; Lightning comes to this callback after those that save nothing."""
+        if stage == "fit":
+            with _told(trainer):
+                self._files.wait()
+            self._interruption.remove()
 
     def on_exception(self, trainer: Trainer, pl_module: "GRPOModule", exception: BaseException) -> None:
         """Save a run that a signal ended before the first update of an iteration, and finish what is being written."""
@@ -148,6 +149,17 @@ class RunCheckpoint(Described, Checkpoint):
         with _staged(trainer, self._files, targets):
             trainer.save_checkpoint(targets[0], weights_only=False)  # optimizer and loops too
         self._saved = trainer.global_step
+
+
+@contextmanager
+def _told(trainer: Trainer) -> Iterator[None]:
+    """Say what is waited for, where that takes long."""
+    told = threading.Timer(PATIENCE, _tell, [Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt"])
+    told.start()
+    try:
+        yield
+    finally:
+        told.cancel()
 
 
 @rank_zero_only

@@ -14,6 +14,7 @@ from torch import Tensor
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.hooks import RLCallback, overrides, rl_callbacks
 from lit_qrl.report import render
+from lit_qrl.report.apart import PageApart
 from lit_qrl.run.diary import SAMPLES_FILE, append_jsonl, log_event, number, read_jsonl
 from lit_qrl.run.folder import set_aside
 from lit_qrl.run.loggers import RunCSVLogger
@@ -39,7 +40,8 @@ class Report(RLCallback):
     cannot be made loses nothing: `lit-qrl report RUN_FOLDER` makes it again.
 
     Args:
-        every_n_iterations: also make the report between iterations, every so many; 0 makes it at the end only.
+        every_n_iterations: also make the report while the run goes on, every so many iterations, in a process of its
+            own; 0 makes it at the end only.
         samples_per_iteration: completions kept of each rollout, spread evenly over its prompts.
 
     Raises:
@@ -57,6 +59,8 @@ class Report(RLCallback):
         self._active = False
         self._ended = False
         self._kept: list[tuple[int, dict[str, Any]]] = []
+        self._page = PageApart()
+        self._texts: dict[int, str] = {}
 
     # ----------------------------------------------------------------------------------------------------------- hooks
 
@@ -71,7 +75,7 @@ class Report(RLCallback):
         """Open the diary; put the files of an earlier run aside, or go on with those of the resumed one."""
         if not trainer.is_global_zero or trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             return
-        self._active = True
+        self._active, self._texts = True, {}
         folder = Path(trainer.default_root_dir)
         done = trainer.fit_loop.epoch_progress.current.processed  # pyright: ignore[reportAttributeAccessIssue]
         resumed = done > 0 or trainer.global_step > 0
@@ -100,7 +104,9 @@ class Report(RLCallback):
     def on_rollout_end(self, trainer: Trainer, module: "GRPOModule", batch: RolloutBatch) -> None:
         """Keep a few samples."""
         if self._active and self.samples_per_iteration and len(batch):
-            self._kept = list(_samples(module, batch, trainer.current_epoch + 1, self.samples_per_iteration))
+            self._kept = list(
+                _samples(module, batch, trainer.current_epoch + 1, self.samples_per_iteration, self._texts)
+            )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: "GRPOModule", outputs: Any, batch: Any, batch_idx: int
@@ -114,11 +120,13 @@ class Report(RLCallback):
             self._write(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
-        """Make the report of the iterations so far, when due; the last one's metrics are logged by now."""
+        """Begin the report of the iterations so far, when due; the last one's metrics are logged by now."""
         done = trainer.current_epoch
-        if self._active and self.every_n_iterations and done and done % self.every_n_iterations == 0:
-            with pl_module.iteration.timed("report"):
-                self._render(trainer)
+        if not (self._active and self.every_n_iterations and done and done % self.every_n_iterations == 0):
+            return
+        with pl_module.iteration.timed("report"):
+            if not self._page.begin(trainer.default_root_dir):
+                log.warning("A report could not be made; see why with: lit-qrl report %s", trainer.default_root_dir)
 
     def on_train_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Close the diary."""
@@ -148,6 +156,7 @@ class Report(RLCallback):
 
     def _finish(self, trainer: Trainer) -> None:
         self._active = False
+        self._page.end()
         index = self._render(trainer)
         if index is not None:
             print(f"Report: {index}", flush=True)
@@ -181,7 +190,7 @@ class Report(RLCallback):
 
 
 def _samples(
-    module: "GRPOModule", batch: RolloutBatch, iteration: int, wanted: int
+    module: "GRPOModule", batch: RolloutBatch, iteration: int, wanted: int, texts: dict[int, str] | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield rows of a rollout, spread evenly, and what is kept of each."""
     s, t = batch.tokens.shape[1], batch.mask.shape[1]
@@ -207,20 +216,27 @@ def _samples(
                 "reward": number(batch.rewards[row]),
                 "parts": {name: number(values[row]) for name, values in batch.reward_parts.items()},
                 "correct": None if solved is None or unscored else bool(solved[row]),
-                "token_lengths": token_lengths(decode, completion[:TOKENS_TOLD]),
+                "token_lengths": token_lengths(decode, completion[:TOKENS_TOLD], texts),
                 "environment": [] if unscored else _spans(~batch.mask[row, :end]),
                 **({} if steps is None else {"unmasked_at": steps[row, : len(completion[:TOKENS_TOLD])].tolist()}),
             },
         )
 
 
-def token_lengths(decode: Callable[[list[int]], str], ids: list[int]) -> list[int]:
+def token_lengths(decode: Callable[[list[int]], str], ids: list[int], texts: dict[int, str] | None = None) -> list[int]:
     """Return how many characters of the text each token adds; the last token of a character has all of it.
+
+    Args:
+        decode: token ids to text.
+        ids: of the text.
+        texts: of single tokens that are known, to which others are added.
 
     >>> token_lengths(lambda ids: bytes(ids).decode(errors="replace"), [*"a".encode(), *"é".encode(), *"b".encode()])
     [1, 0, 1, 1]
     """
-    alone = [decode([i]) for i in ids]
+    texts = {} if texts is None else texts
+    texts.update({i: decode([i]) for i in set(ids) - texts.keys()})
+    alone = [texts[i] for i in ids]
     if "".join(alone) == decode(ids):
         return [len(text) for text in alone]
     lengths, start, read = [], 0, 0

@@ -82,7 +82,7 @@ class CommandParser(ReadableParser):
 
     def _words(self, args: Sequence[str]) -> Iterator[str]:
         """Yield the words, a bool and its value as one; a value that may be left out must not take a positional's."""
-        rest, positional = list(args), any(not one.option_strings for one in self._actions)
+        rest, positional = self._together(args), any(not one.option_strings for one in self._actions)
         while rest:
             word = rest.pop(0)
             option, equals, value = word.partition("=")
@@ -97,6 +97,24 @@ class CommandParser(ReadableParser):
                     value = rest.pop(0) if taken else "true"
                 word = f"{option}={TRUTHS.get(value.lower(), value)}"
             yield word
+
+    def _together(self, args: Sequence[str]) -> list[str]:
+        """Return the words with those of an option of several words, given again, behind its first ones."""
+        several = {f"--{name}" for name, hint in self._hints.items() if get_origin(hint) is Sequence}
+        groups: dict[Any, list[str]] = {None: []}
+        current: Any = None
+        for number, word in enumerate(args):
+            option, equals, value = word.partition("=")
+            if option.startswith("--"):
+                current = option if option in several else number
+                groups.setdefault(current, [option] if option in several else [])
+                if option not in several:
+                    groups[current].append(word)
+                elif equals:
+                    groups[current].append(value)
+            else:
+                groups[current].append(word)
+        return [word for group in groups.values() for word in group]
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the paragraph, in which parameters are called as on the command line."""

@@ -89,7 +89,7 @@ def get(format: "NumberFormat | str", **options: Any) -> NumberFormat:
     """Return the number format of that name, or the format itself.
 
     Args:
-        format: a name out of `names()`, or a format.
+        format: a name out of `names()`, options behind a colon where there are any, or a format.
         **options: the format's own arguments, such as `group_size`.
 
     Raises:
@@ -97,6 +97,8 @@ def get(format: "NumberFormat | str", **options: Any) -> NumberFormat:
 
     >>> get("int4_group", group_size=64).bits_per_weight
     4.25
+    >>> get("int4_group:group_size=32,activations=fp8"), get("nvfp4:four_over_six")
+    (Int4Group(group_size=32, activations='fp8'), NVFP4(four_over_six=True))
     """
     if isinstance(format, NumberFormat):
         if options:
@@ -107,17 +109,28 @@ def get(format: "NumberFormat | str", **options: Any) -> NumberFormat:
                 remedy="Give them to its class.",
             )
         return format
+    format, _, given = format.partition(":")
+    options |= {name: _value(text) for name, _, text in (one.partition("=") for one in given.split(",") if one)}
     if format not in _FORMATS:
         raise ConfigError("There is no such number format.", given=format, remedy=nearest(str(format), _FORMATS))
     cls = _FORMATS[format]
-    known = [field.name for field in fields(cls)] if is_dataclass(cls) else []
-    for option in options:
+    known = {field.name: field.default for field in fields(cls)} if is_dataclass(cls) else {}
+    for option, value in options.items():
         if option not in known:
-            remedy = nearest(option, known) if known else "Leave it out."
+            remedy = nearest(option, list(known)) if known else "Leave it out."
             raise ConfigError(
                 f"The format {format} has no option {option!r}.",
                 expected=", ".join(known) or "no options",
                 given=option,
                 remedy=remedy,
             )
+        if isinstance(known[option], int) and type(value) is not type(known[option]):
+            expected = "true or false" if isinstance(known[option], bool) else "a whole number"
+            raise ConfigError(f"The {option} of {format} does not fit.", expected=expected, given=value)
     return cls(**options)
+
+
+def _value(text: str) -> Any:
+    """Return the value of an option as it was typed; one without a value is switched on."""
+    words = {"": True, "true": True, "false": False, "null": None}
+    return words[text] if text in words else int(text) if text.isdecimal() else text

@@ -65,7 +65,8 @@ class NumberFormat(ABC):
     def __str__(self) -> str:
         """Return name and settings, as in `int4_group (group_size 64)`."""
         settings = {one.name: getattr(self, one.name) for one in fields(self)} if is_dataclass(self) else {}
-        shown = ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
+        on = {name: value for name, value in settings.items() if value is not None and value is not False}
+        shown = ", ".join(name if value is True else f"{name} {value}" for name, value in on.items())
         return f"{self.name} ({shown})" if shown else self.name
 
     @property

@@ -23,7 +23,8 @@ class CheckpointFiles:
 
     `save` copies every tensor into buffers on the host, which the next save uses again, and returns; the thread writes
     the file beside its place, forces it to the disk, and moves it there, so that whoever reads finds the previous
-    checkpoint or the new one. An error of the thread is raised by the next `save` or `wait`.
+    checkpoint or the new one. Further targets are names of the same file where the disk can give one more than one. An
+    error of the thread is raised by the next `save` or `wait`.
     """
 
     def __init__(self) -> None:
@@ -95,10 +96,11 @@ class CheckpointFiles:
             self._target = target
             partial = target.with_name(f".{target.name}.partial")
             try:
-                with partial.open("wb") as file, _without_sums():
-                    torch.save(staged, file)
-                    file.flush()
-                    os.fsync(file.fileno())
+                if target == targets[0] or not _same_file(targets[0], partial):
+                    with partial.open("wb") as file, _without_sums():
+                        torch.save(staged, file)
+                        file.flush()
+                        os.fsync(file.fileno())
                 os.replace(partial, target)
                 _sync_folder(target.parent)
             except BaseException as error:
@@ -117,6 +119,16 @@ def _without_sums() -> Iterator[None]:
         yield
     finally:
         set_crc32_options(before)
+
+
+def _same_file(written: Path, name: Path) -> bool:
+    """Give a file that is never written again, only replaced, another name; return whether the disk can."""
+    name.unlink(missing_ok=True)
+    try:
+        os.link(written, name)
+    except OSError:  # file systems without hard links, or with as many as they allow
+        return False
+    return True
 
 
 def _sync_folder(folder: Path) -> None:

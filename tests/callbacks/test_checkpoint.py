@@ -10,6 +10,7 @@ from lit_qrl.callbacks import AIS, AQNNoise, RLCallback
 from lit_qrl.callbacks import checkpoint as checkpoint_module
 from lit_qrl.callbacks.checkpoint import resolve_checkpoint
 from lit_qrl.errors import ConfigError
+from lit_qrl.run import saving
 from lit_qrl.run.folder import last_checkpoint
 from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.run.saving import CheckpointFiles
@@ -112,12 +113,24 @@ def test_how_often_it_saves(tmp_path, monkeypatch, every, saves):
     assert torch.load(last_checkpoint(tmp_path / "run"), weights_only=True)["global_step"] == 3
 
 
+def test_the_last_file_is_written_while_the_report_is_made(tmp_path, monkeypatch):
+    made, save, seen = threading.Event(), torch.save, []
+    monkeypatch.setattr("lit_qrl.callbacks.report.render", lambda folder: made.set())
+    monkeypatch.setattr(saving.torch, "save", lambda *given: seen.append(made.wait(5)) or save(*given))
+    trainer, module, data = build(tmp_path, trainer={"max_epochs": 2}, report=True)
+    next(c for c in trainer.callbacks if type(c).__name__ == "RunCheckpoint").every_n_iterations = 0
+    trainer.fit(module, datamodule=data)
+    assert seen == [True]
+    assert torch.load(last_checkpoint(tmp_path / "run"), weights_only=True)["global_step"] == 2
+
+
 def test_the_end_of_a_run_says_that_its_checkpoint_takes_long(tmp_path, monkeypatch, capsys):
     said, wait = threading.Event(), CheckpointFiles.wait
     tell = checkpoint_module._tell
     monkeypatch.setattr(checkpoint_module, "PATIENCE", 0.0)
     monkeypatch.setattr(checkpoint_module, "_tell", lambda path: (tell(path), said.set()))
-    monkeypatch.setattr(CheckpointFiles, "wait", lambda self: (said.wait(30), wait(self)))  # the disk takes as long
+    slow = lambda self: (self._thread is None or said.wait(30), wait(self))  # noqa: E731
+    monkeypatch.setattr(CheckpointFiles, "wait", slow)  # the disk takes as long
     fit(tmp_path, trainer={"max_epochs": 1})
     path = last_checkpoint(tmp_path / "run")
     assert f"Writing the last iteration's checkpoint: {path}" in capsys.readouterr().out

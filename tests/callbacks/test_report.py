@@ -9,6 +9,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lit_qrl.callbacks.report import Report, _log_ratios, _samples, token_lengths
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.hooks import RLCallback
+from lit_qrl.report.apart import PageApart
 from lit_qrl.report.run import Run
 from lit_qrl.run.loggers import RunCSVLogger
 from tests.callbacks.tiny_loop import COMPLETION, GROUP_SIZE, GROUPS, Module, trainer_of
@@ -196,14 +197,30 @@ def test_a_second_run_in_the_same_folder_puts_the_first_aside(tmp_path):
     assert len(lines(tmp_path / "samples.1.jsonl")) == 12
 
 
-@pytest.mark.parametrize("every, made", [(0, 1), (1, 3), (2, 2)])
-def test_the_report_between_iterations(tmp_path, monkeypatch, every, made):
-    seen = []
+def test_the_text_of_a_token_is_asked_for_once():
+    asked = []
+
+    def decode(ids):
+        asked.append(tuple(ids))
+        return bytes(ids).decode(errors="replace")
+
+    texts = {}
+    assert token_lengths(decode, [*b"abab"], texts) == token_lengths(decode, [*b"abab"], texts) == [1] * 4
+    assert sorted(asked) == [(97,), (97, 98, 97, 98), (97, 98, 97, 98), (98,)]
+
+
+@pytest.mark.parametrize(("every", "begun"), [(0, []), (1, [1, 2]), (2, [2])])
+def test_the_report_between_iterations_is_made_apart(tmp_path, monkeypatch, caplog, every, begun):
+    seen, ended = [], []
+    begin = lambda self, folder: seen.append(Run(folder).iterations) or len(seen) < 2  # noqa: E731
+    monkeypatch.setattr(PageApart, "begin", begin)
+    monkeypatch.setattr(PageApart, "end", lambda self: ended.append(len(seen)))
     monkeypatch.setattr("lit_qrl.callbacks.report.render", lambda folder: seen.append(Run(folder).iterations))
     trainer_of(tmp_path, [Report(every_n_iterations=every)], 3, enable_progress_bar=False).fit(Module())
-    assert len(seen) == made
     # Each sees the iterations that are done, the last of them included.
-    assert seen == {0: [3], 1: [1, 2, 3], 2: [2, 3]}[every]
+    assert seen == [*begun, 3]
+    assert ended == [len(begun)]  # before the last one is made, by the run itself
+    assert ("A report could not be made" in caplog.text) == (len(begun) == 2)
 
 
 def test_metrics_are_there_with_any_logger(tmp_path):

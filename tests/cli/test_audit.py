@@ -5,7 +5,7 @@ import pytest
 from transformers.utils.logging import enable_progress_bar
 
 from lit_qrl import formats
-from lit_qrl.cli.audit import audit, odds_of_loss
+from lit_qrl.cli.audit import audit, odds_of_loss, verdict
 from lit_qrl.cli.parser import CommandParser
 from lit_qrl.cli.parser import run as called
 from lit_qrl.errors import ConfigError
@@ -82,6 +82,7 @@ def test_the_same_seed_measures_the_same(arguments, tmp_path):
         (["--temperature", "0"], r"--temperature is out of range"),
         (["--chat", "true"], r"no chat template"),
         (["--out", "no/where.json"], r"--out cannot be written"),
+        (["--config", "configs/quickstart.yaml"], r"has them twice.*--model, --prompts, --config"),
     ],
 )
 def test_what_cannot_be_measured(more, message, arguments):
@@ -132,3 +133,53 @@ def test_a_masked_diffusion_model_is_measured_by_its_own_engine(arguments, tmp_p
     assert results["learner"]["abs_log_ratio"] < 1e-5 < results["fp8_row"]["abs_log_ratio"] < 0.5
     with pytest.raises(ConfigError, match="no multiple of a block"):
         called(audit, [*arguments, "--model", folder, "--max_tokens", "40"])
+
+
+def test_a_model_without_prompts_is_refused(arguments):
+    with pytest.raises(ConfigError, match=r"no model and prompts.*--config alone.*--model"):
+        called(audit, arguments[:2])
+
+
+def test_options_of_a_format_make_a_row_of_their_own(arguments):
+    formats = ["nvfp4", "nvfp4:four_over_six"]
+    results = called(audit, [*arguments, "--samples", "4", "--formats", *formats])
+    assert list(results) == ["learner", *formats]
+    assert results[formats[0]]["abs_log_ratio"] != results[formats[1]]["abs_log_ratio"] > 1e-4
+
+
+def test_speed_is_tokens_by_seconds_of_the_whole_rollout(arguments, capsys):
+    called(audit, [*arguments, "--samples", "2", "--formats", "bf16", "fp8_row", "--speed"])
+    table, said, odds = capsys.readouterr().out.split("\n\n")[1:]
+    heads, *rows = (line.split() for line in table.splitlines())
+    assert heads[-3:] == ["tokens/s", "publish", "s"]
+    for row in rows:
+        assert len(row) == len(heads) - 5  # five headings are of two words
+        assert float(row[-2]) > 0
+        assert 0 < float(row[-1]) < 60
+    assert said.startswith("At 2 x 4 completions ")
+    assert "fp8_row" in said
+    assert odds.startswith("Odds")
+
+
+def figures(rate, publish, distance, tokens=1000.0):
+    return {"tokens": tokens, "tokens_per_second": rate, "publish_seconds": publish, "abs_log_ratio": distance}
+
+
+def test_the_verdict_counts_rollout_and_publish_together():
+    results = {
+        "learner": figures(100.0, 0.5, 0.0),  # 10.5 s
+        "bf16": figures(125.0, 0.4, 0.001, 800.0),  # 8.4
+        "fp8_row": figures(200.0, 1.0, 0.01),  # 6
+        "nvfp4": figures(250.0, 4.0, 0.02),  # 8
+    }
+    dense = {"learner", "bf16"}
+    assert verdict(results, dense, "1 x 2 completions") == (
+        "At 1 x 2 completions fp8_row is the fastest, 1.40 times bf16: rollout and publish take 6 s instead of 8.4, "
+        "mean |d| is 0.01 instead of 0.001."
+    )
+    results["fp8_row"] = figures(100.0, 0.0, 0.01)
+    results["nvfp4"] = figures(125.0, 0.3, 0.02)  # within what two runs of the same differ by
+    assert verdict(results, dense, "x").startswith("At x no format is faster than bf16. The nearest is nvfp4: ")
+    assert verdict({"learner": results["learner"]}, dense, "x") == (
+        "No format of 8 or 4 bits was measured beside learner."
+    )

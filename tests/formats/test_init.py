@@ -35,6 +35,18 @@ def test_an_unknown_option_says_what_exists():
         formats.get(formats.Int4Group(), group_size=32)
 
 
+def test_options_stand_behind_the_name():
+    assert formats.get("int4_group:group_size=32,activations=int8") == formats.Int4Group(32, "int8")
+    assert formats.get("int4_group:activations=null") == formats.Int4Group()
+    assert formats.get("nvfp4:four_over_six") == formats.get("nvfp4:four_over_six=true") != formats.get("nvfp4")
+    with pytest.raises(ConfigError, match=r"no option 'six'"):
+        formats.get("nvfp4:six")
+    with pytest.raises(ConfigError, match=r"group_size of int4_group.*a whole number.*many"):
+        formats.get("int4_group:group_size=many")
+    with pytest.raises(ConfigError, match=r"four_over_six of nvfp4.*true or false.*1"):
+        formats.get("nvfp4:four_over_six=1")
+
+
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_weight_that_is_not_finite_is_refused(name, value):

@@ -1,7 +1,11 @@
+import bisect
+import math
+
 import pytest
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
 
+from lit_qrl import formats
 from lit_qrl.formats import NVFP4
 from tests.formats.oracle import args, compressed, same_bits, weights
 
@@ -59,3 +63,65 @@ def test_separate_global_scales_would_lose_precision_where_the_engine_keeps_one(
 def test_a_shape_that_does_not_fit_names_layer_shape_and_remedy():
     with pytest.raises(ValueError, match=r"mlp\.up_proj.*nvfp4.*divisible by 16.*\(32, 40\).*Exclude"):
         NVFP4().check("mlp.up_proj", (32, 40))
+
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+E4M3 = sorted(
+    {m / 8 * 2.0**-6 for m in range(8)} | {(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)} - {480}
+)
+
+
+def nearest(values, x):
+    """The nearest of sorted numbers, of two as near the one at an even place."""
+    at = min(bisect.bisect_left(values, x), len(values) - 1)
+    return min(range(max(at - 1, 0), at + 1), key=lambda i: (abs(values[i] - x), i % 2))
+
+
+def two_candidates(block, amax):
+    """Each candidate's numbers and squared error by the paper's formulas (arXiv:2512.02010), in fp64."""
+    found = []
+    for largest in (6, 4):  # what the block's largest magnitude becomes
+        alpha = 256 * 6 / amax
+        scale = E4M3[nearest(E4M3, max(map(abs, block)) / 6 * alpha * (6 / largest))] / alpha
+        numbers = [math.copysign(E2M1[nearest(E2M1, abs(x) / scale)] * scale, x) for x in block]
+        found.append((numbers, sum((a - b) ** 2 for a, b in zip(numbers, block, strict=True))))
+    return found
+
+
+def test_four_over_six_takes_the_better_of_two_block_scales():
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    weight[0] *= 3.0
+    amax = float(weight.abs().max())
+    q = NVFP4(four_over_six=True).quantize(weight)
+    assert q.global_scale.item() == pytest.approx(256 * 6 / amax)
+    made, fours = NVFP4().dequantize(q).unflatten(-1, (-1, 16)), 0
+    for row, blocks in enumerate(weight.unflatten(-1, (-1, 16)).double().tolist()):
+        for number, block in enumerate(blocks):
+            (six, error), (four, other) = two_candidates(block, amax)
+            assert abs(error - other) > 1e-6 * error  # so that rounding decides nowhere
+            expected = torch.tensor(four if other < error else six)
+            torch.testing.assert_close(made[row, number], expected, rtol=1e-5, atol=1e-7)
+            fours += other < error
+    assert 4 < fours < 20
+
+
+def test_four_over_six_errs_less_and_keeps_the_layout():
+    weight = torch.randn(32, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weight[3], weight[5, :16] = 0.0, 0.0
+    plain, better = NVFP4(), NVFP4(four_over_six=True)
+    made = {format: format.quantize(weight) for format in (plain, better)}
+    errors = [float((plain.dequantize(q) - weight).square().mean()) for q in made.values()]
+    assert 0.75 * errors[0] < errors[1] < 0.95 * errors[0]
+    for name in ("codes", "scales", "global_scale"):
+        one, other = (getattr(q, name) for q in made.values())
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+    assert plain.quantization_config() == better.quantization_config()
+    assert made[better].scales.float().max() <= 384
+    assert plain.dequantize(made[better])[3].abs().max() == 0
+    stack = better.quantize_stack(torch.stack([weight, 2 * weight]))
+    assert torch.equal(stack.codes[0], made[better].codes)
+
+
+def test_four_over_six_is_an_option_by_name():
+    assert formats.get("nvfp4", four_over_six=True) == NVFP4(four_over_six=True)
+    assert (str(NVFP4()), str(NVFP4(four_over_six=True))) == ("nvfp4", "nvfp4 (four_over_six)")

@@ -36,6 +36,25 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy.ckpt", "last.ckpt"]
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_a_copy_that_is_kept_is_written_once_where_the_disk_can(tmp_path, monkeypatch, links):
+    saves, save = [], torch.save
+    monkeypatch.setattr(saving.torch, "save", lambda *given: saves.append(1) or save(*given))
+    if not links:
+        monkeypatch.setattr(saving.os, "link", lambda *given: (_ for _ in ()).throw(OSError(errno.ENOTSUP, "no links")))
+    files, last, kept = CheckpointFiles(), tmp_path / "last.ckpt", tmp_path / "iteration-4.ckpt"
+    (tmp_path / ".iteration-4.ckpt.partial").write_bytes(b"of a run that was killed")
+    files.save(checkpoint(1.0), [last, kept])
+    files.wait()
+    assert len(saves) == (1 if links else 2)
+    assert last.samefile(kept) == links
+    files.save(checkpoint(2.0), [last])
+    files.wait()
+    values = [torch.load(path, weights_only=True)["state_dict"]["a"][0, 0].item() for path in (kept, last)]
+    assert values == [1.0, 2.0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration-4.ckpt", "last.ckpt"]
+
+
 def test_the_copy_on_the_host_is_used_again(tmp_path):
     files = CheckpointFiles()
     files.save(checkpoint(1.0), [tmp_path / "last.ckpt"])

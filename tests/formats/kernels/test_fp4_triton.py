@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lit_qrl import formats
-from lit_qrl.formats.numerics import E4M3, pack_nibbles, to_fp4_codes
+from lit_qrl.formats.numerics import E4M3, fp4_values, pack_nibbles, to_fp4_codes
 from tests.formats.oracle import bits
 from tests.triton_interpreter import run_interpreted
 
@@ -12,14 +12,25 @@ TIES = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -0.75, -1.25, -2.5, -5.0, 
 ZERO_SCALE = 0.125
 
 
-def plain(weight, global_scale):
+def plain(weight, global_scale, four_over_six=False):
     """Codes and scales as torch makes them on CUDA, where it divides by a number as it multiplies by the inverse."""
     blocks = weight.unflatten(-1, (-1, 16))
     steps = (blocks.abs().amax(dim=-1).float() * torch.tensor(1 / 6)).to(weight.dtype)
-    scale = (global_scale * steps).clamp(max=448.0).to(E4M3).float()
-    scale = torch.where(scale == 0, ZERO_SCALE, scale)
-    divisors = (scale / global_scale).unsqueeze(-1)
-    return pack_nibbles(to_fp4_codes(blocks / divisors).flatten(-2)), scale.to(E4M3)
+    found = []
+    for factor in (1.0, 1.5) if four_over_six else (1.0,):
+        scale = (global_scale * steps * factor).clamp(max=448.0).to(E4M3).float()
+        scale = torch.where(scale == 0, ZERO_SCALE, scale)
+        divisors = (scale / global_scale).unsqueeze(-1)
+        codes = to_fp4_codes(blocks / divisors)
+        error = (fp4_values(codes) * divisors - blocks).square()
+        for _ in range(4):
+            error = error[..., 0::2] + error[..., 1::2]
+        found.append((error, codes, scale))
+    error, codes, scale = found[0]
+    if four_over_six:
+        better = found[1][0] < error
+        codes, scale = torch.where(better, found[1][1], codes), torch.where(better[..., 0], found[1][2], scale)
+    return pack_nibbles(codes.flatten(-2)), scale.to(E4M3)
 
 
 def compare_codes(device):
@@ -33,13 +44,14 @@ def compare_codes(device):
             weight[0, :16], weight[1, :16] = torch.tensor(TIES), 0.0
             weight = weight.to(dtype)
             for global_scale in (torch.tensor([1.0]), 2688.0 / weight.abs().amax().float().reshape(1)):
-                (codes,), (scales,), bad = fp4_triton.nvfp4_blocks(
-                    weight.unsqueeze(0).to(device), global_scale.to(device), ZERO_SCALE
-                )
-                expected = plain(weight, global_scale)
-                assert torch.equal(bits(scales.cpu()), bits(expected[1]))
-                assert torch.equal(codes.cpu(), expected[0])
-                assert bad.item() == 0
+                for four_over_six in (False, True) if rows < 100 else (False,):
+                    (codes,), (scales,), bad = fp4_triton.nvfp4_blocks(
+                        weight.unsqueeze(0).to(device), global_scale.to(device), ZERO_SCALE, four_over_six
+                    )
+                    expected = plain(weight, global_scale, four_over_six)
+                    assert torch.equal(bits(scales.cpu()), bits(expected[1]))
+                    assert torch.equal(codes.cpu(), expected[0])
+                    assert bad.item() == 0
     for wrong in (float("nan"), float("inf"), float("-inf")):
         weight = torch.ones(40, 64, dtype=torch.bfloat16)
         weight[39, 63] = wrong
@@ -74,14 +86,16 @@ def test_kernel_on_the_device(compare):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("four_over_six", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_the_format_makes_the_codes_of_the_plain_operations(dtype, monkeypatch):
+def test_the_format_makes_the_codes_of_the_plain_operations(dtype, four_over_six, monkeypatch):
     from lit_qrl.formats.kernels import dispatch
 
     weight = torch.randn(256, 512, device="cuda").to(dtype)
-    made = formats.get("nvfp4").quantize(weight)
+    format = formats.get("nvfp4", four_over_six=four_over_six)
+    made = format.quantize(weight)
     monkeypatch.setattr(dispatch, "available", lambda x: False)
-    expected = formats.get("nvfp4").quantize(weight)
+    expected = format.quantize(weight)
     assert torch.equal(made.codes, expected.codes)
     assert torch.equal(bits(made.scales), bits(expected.scales))
     assert torch.equal(made.global_scale, expected.global_scale)
