@@ -2,6 +2,7 @@
 
     python benchmarks/passes.py --shapes 1.5b --arms full full-checkpoint --sequences 16 32
     python benchmarks/passes.py --shapes 7b --arms lora lora-fp8_row lora-fp8_row-dequantize lora-fp8_block lora-nvfp4
+    python benchmarks/passes.py --shapes 1.5b 7b --arms full unified qat-fp8_row --sequences 8 --profile --out out.json
 
 The policy is the one of a run, with random weights of Qwen2.5's shapes and its precision plugin; a micro-batch has so
 many completions of 512 tokens, eight to a prompt of 200 that they share. Gradients are there already, as in every pass
@@ -12,7 +13,11 @@ full             all weights trained, bf16
 full-checkpoint  all layers computed again
 lora             LoRA of rank 32 over bf16
 lora-FORMAT      the same over a base that `PackedLoRA` holds in FORMAT; with `-dequantize` multiplied out
+unified          all weights trained, `UnifiedFP8`; with `-plain` its inputs quantized by kernels of their own
+qat-FORMAT       all weights trained, `QATAligned` in FORMAT; with `-high` its backward pass over unrounded operands
 
+`new` is a pass whose weights have just been written, as in the first pass of a step: a plugin quantizes them anew.
+`--profile` adds, of one pass, the kernels and the operations on the host that take most of it.
 An arm that fails leaves the others' figures. `--tiny` tries every line on a CPU.
 """
 
@@ -39,7 +44,7 @@ from qerl import write_model  # noqa: E402
 
 from lit_qrl.loop.batching import assemble  # noqa: E402
 from lit_qrl.policy import CausalPolicy  # noqa: E402
-from lit_qrl.precision import PackedLoRA  # noqa: E402
+from lit_qrl.precision import PackedLoRA, QATAligned, UnifiedFP8  # noqa: E402
 from lit_qrl.types import Completion  # noqa: E402
 
 PEAK = 989e12
@@ -70,6 +75,11 @@ def learner(shape: str, arm: str, folder: Path) -> tuple[CausalPolicy, Any]:
     plugin: Any = HalfPrecision("bf16-true")
     if kind == "lora" and format:
         plugin = PackedLoRA(format, autocast="bf16", kernel=kernel)
+    elif kind == "unified":
+        plugin = UnifiedFP8(fuse=False if rest == "plain" else "auto")
+    elif kind == "qat":
+        high = rest.endswith("-high")
+        plugin = QATAligned(rest.removesuffix("-high"), backward="high_precision" if high else "dequantized")
     policy = CausalPolicy(
         str(folder),
         tokenizer=str(folder / "tokenizer"),
@@ -120,6 +130,7 @@ def measured(policy: CausalPolicy, plugin: Any, sequences: int, args: argparse.N
 
     for _ in range(2):
         one()
+    first = fresh(policy, one, wait) if isinstance(plugin, QATAligned | UnifiedFP8) else None
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     whole, host = [], []
@@ -133,13 +144,46 @@ def measured(policy: CausalPolicy, plugin: Any, sequences: int, args: argparse.N
     seconds = statistics.median(whole)
     count = sum(p.numel() for p in policy.parameters()) if policy.lora is None else weights_of(policy)
     operations = (6 if policy.lora is None else 4) * count * tokens
+    if args.profile:
+        profiled(one)
     return {
         "tokens": tokens,
         "ms": round(1e3 * seconds, 1),
+        "new": None if first is None else round(1e3 * first, 1),
         "host": round(1e3 * statistics.median(host), 1),
         "rate": round(operations / seconds / PEAK, 3),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if DEVICE.type == "cuda" else None,
     }
+
+
+def fresh(policy: CausalPolicy, one: Any, wait: Any) -> float:
+    """Return the seconds of a pass after all weights have been written."""
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.0)
+    wait()
+    start = time.perf_counter()
+    one()
+    wait()
+    return time.perf_counter() - start
+
+
+def profiled(one: Any, most: int = 24) -> None:
+    """Print a pass's kernels and the host's operations that take longest: milliseconds, calls, name."""
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (DEVICE.type == "cuda")
+    with profile(activities=kinds) as recorded:
+        one()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+    averages = recorded.key_averages()
+    kernels = [(e.self_device_time_total / 1e3, e.count, e.key) for e in averages if e.device_type.name != "CPU"]
+    host = [(e.self_cpu_time_total / 1e3, e.count, e.key) for e in averages]
+    for what, rows in (("kernels", kernels), ("host, with the profiler's own time", host)):
+        print(f"-- {what}: {sum(row[0] for row in rows):.1f} ms in {sum(row[1] for row in rows)} calls")
+        for row in sorted(rows, reverse=True)[:most]:
+            print(f"{row[0]:9.2f} {row[1]:6d}  {row[2][:150]}")
 
 
 def weights_of(policy: CausalPolicy) -> int:
@@ -155,6 +199,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=["full"])
     parser.add_argument("--sequences", type=int, nargs="+", default=[16], help="of a micro-batch, a multiple of 8")
     parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--profile", action="store_true", help="also print what one pass spends its time on")
     parser.add_argument("--tiny", action="store_true", help="a toy shape and short completions")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     args = parser.parse_args()
@@ -165,7 +210,7 @@ def main() -> None:
                 rows += of_arm(shape, arm, Path(temporary) / shape, args)
                 if args.out:
                     args.out.write_text(json.dumps(rows, indent=1))
-    columns = ("shape", "arm", "sequences", "tokens", "ms", "host", "rate", "peak_gib", "start", "error")
+    columns = ("shape", "arm", "sequences", "tokens", "ms", "new", "host", "rate", "peak_gib", "start", "error")
     print(" | ".join(columns))
     for row in rows:
         print(" | ".join(str(row.get(column, "")) for column in columns))
