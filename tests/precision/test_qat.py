@@ -204,6 +204,22 @@ def test_nothing_more_is_saved_than_the_input_and_the_weight():
     assert len(saved) == 4
 
 
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_row", "fp8_block"])
+def test_codes_are_kept_in_place_of_inputs_where_the_device_multiplies_them(name, monkeypatch):
+    plain, x, upstream = nn.Linear(256, 32).bfloat16(), torch.randn(3, 4, 256).bfloat16(), torch.randn(3, 4, 32)
+    grads, saved = [], []
+    for kept in (False, True):
+        if kept:  # what a GPU does, by the plain quantizers
+            monkeypatch.setattr(type(formats.get(name)), "kept_input", lambda format, x: format.input_codes(x))
+        layer, own = aligned(copy.deepcopy(plain), formats.get(name)), x.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one.dtype) or one, lambda one: one):
+            out = layer(own)
+        out.backward(upstream.bfloat16())
+        grads.append([own.grad, layer.weight.grad, layer.bias.grad])
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+    assert saved == [torch.bfloat16] * 2 + [torch.float8_e4m3fn, torch.float32, torch.bfloat16]
+
+
 def test_a_format_that_quantizes_activations_says_how():
     class Half(formats.Int4Group):
         dequantized_input = formats.NumberFormat.dequantized_input
