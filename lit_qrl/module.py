@@ -106,9 +106,10 @@ class GRPOModule(Described, LightningModule):
         scored = torch.zeros_like(rollout.sampler_logprobs)
         lengths = rollout.total_length.tolist()
         with evaluating(self.policy), self.trainer.precision_plugin.forward_context():
-            for part in deal_by_length(lengths, min(chunks, len(rollout))):
-                rows = torch.tensor(part, device=scored.device)
-                piece = rollout.select(rows)
+            parts = deal_by_length(lengths, min(chunks, len(rollout)))
+            chosen = [torch.tensor(part, device=scored.device) for part in parts]
+            pieces = [self.policy.laid_out(rollout.select(rows)) for rows in chosen]
+            for rows, piece in zip(chosen, pieces, strict=True):
                 forward = self.policy(piece, self.temperature, routes=routes is not None)
                 t = piece.mask.shape[1]
                 scored[rows, :t] = forward.logprobs.float()

@@ -224,6 +224,9 @@ def deal(learner: Learner, passes: Sequence[RolloutBatch]) -> Iterator[MicroBatc
             parts = deal_by_length(mini_batch.total_length.tolist(), data.parts)
         else:
             parts = data.budget.deal(learner, mini_batch)
-        for part in parts:
-            chosen = torch.tensor(part, device=rows.device)
-            yield MicroBatch(mini_batch.select(chosen), total, rows[chosen], has_signal)
+        # cut and laid out before the first pass: whatever the host must see would make it wait for the pass before
+        chosen = [torch.tensor(part, device=rows.device) for part in parts]
+        made = [learner.policy.laid_out(mini_batch.select(part)) for part in chosen]
+        del mini_batch
+        for part in chosen:
+            yield MicroBatch(made.pop(0), total, rows[part], has_signal)

@@ -84,7 +84,9 @@ class AlignedWeight(LowBitWeight):
 
     def backward_input(self, kept: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Return what the output's gradient is multiplied by for that of the weight: Q(x) multiplied out, or x."""
-        return kept[0] if self.backward_operands == "high_precision" else self.format.dequantized_kept(tuple(kept), dtype)
+        return (
+            kept[0] if self.backward_operands == "high_precision" else self.format.dequantized_kept(tuple(kept), dtype)
+        )
 
     @override
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

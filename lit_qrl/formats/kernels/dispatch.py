@@ -148,9 +148,7 @@ def int4_values(codes: Tensor, scales: Tensor, group_size: int, dtype: torch.dty
     return values_triton.values(codes, scales, group_size, values_triton.INT4, shape, dtype)
 
 
-def scaled_values(
-    codes: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int] = (1, 1)
-) -> Tensor | None:
+def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int] = (1, 1)) -> Tensor | None:
     """Return codes of a byte times their scales, rounded once, from one kernel, or None where there is none.
 
     Args:
