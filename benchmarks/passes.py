@@ -6,8 +6,8 @@
 
 The policy is the one of a run, with random weights of Qwen2.5's shapes and its precision plugin; a micro-batch has so
 many completions of 512 tokens, eight to a prompt of 200 that they share. Gradients are there already, as in every pass
-of a step but the first, and three passes are queued one behind another. `host` is the time until one is queued: where it
-is the pass's own, the GPU waits for launches.
+of a step but the first, and three passes are queued one behind another. `host` is the time until one is queued: where
+it is the pass's own, the GPU waits for launches.
 `rate` is 6 operations a parameter and token (4 under an adapter, whose base has no gradient) of 989 TFLOP/s.
 
 full             all weights trained, bf16
