@@ -10,7 +10,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from lit_qrl import formats, policy
+from lit_qrl import formats
+from lit_qrl import policy as policies
 from lit_qrl.callbacks import AIS, GeometricRejection, MaskedIS, RLCallback, TokenVeto, TruncatedIS
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.metrics import BOUNDS
@@ -33,13 +34,13 @@ class FirstGradient(Callback):
 
 
 def test_no_pass_of_a_step_asks_the_device_for_tokens(tmp_path, monkeypatch):
-    """What the host must see to lay out micro-batches it sees before the first pass: passes queue one behind another."""
-    events, lay_out, train = [], policy.flatten, GRPOModule.training_step
-    monkeypatch.setattr(policy, "flatten", lambda batch: events.append("laid out") or lay_out(batch))
+    """What the host must see to lay out micro-batches it sees before the first, so that passes queue up."""
+    events, lay_out, train = [], policies.flatten, GRPOModule.training_step
+    monkeypatch.setattr(policies, "flatten", lambda batch: events.append("laid out") or lay_out(batch))
     monkeypatch.setattr(GRPOModule, "training_step", lambda *args: events.append("pass") or train(*args))
     seen = first_gradient(tmp_path / "laid_out", data={"micro_batches": 4})
     assert events == [*["laid out"] * 4, *["pass"] * 4]
-    monkeypatch.setattr(policy.CausalPolicy, "laid_out", lambda policy, batch: batch)
+    monkeypatch.setattr(policies.CausalPolicy, "laid_out", lambda policy, batch: batch)
     assert torch.equal(seen, first_gradient(tmp_path / "each", data={"micro_batches": 4}))
 
 

@@ -128,8 +128,8 @@ class QATAligned(QuantizedPrecision):
         kernel: how packed 4-bit weights are multiplied: `auto` by vLLM's own kernel when vLLM is the sampler and has
             one for the layer, else `dequantize`, multiplied out and by the bf16 GEMM; `machete` or `marlin` insist.
         backward: the operands of the backward pass, as above. `high_precision` keeps the layer's input in its own dtype
-            for it. `dequantized` keeps the input's FP8 codes where the device multiplies those, else the input, which it
-            rounds anew; it multiplies out one weight at a time, unless the forward pass keeps it so.
+            for it. `dequantized` keeps the input's FP8 codes where the device multiplies those, else the input, which
+            it rounds anew; it multiplies out one weight at a time, unless the forward pass keeps it so.
         fuse: quantize in the kernel of the norm or activation before a layer; for fp8_block. `auto` does so where the
             kernels run and the decoder's blocks are known.
 
