@@ -46,6 +46,7 @@ from iteration import SHAPES  # noqa: E402
 from qerl import write_model  # noqa: E402
 
 from lit_qrl.loop.batching import assemble  # noqa: E402
+from lit_qrl.network.padding_free import laid_out  # noqa: E402
 from lit_qrl.policy import CausalPolicy  # noqa: E402
 from lit_qrl.precision import PackedLoRA, QATAligned, UnifiedFP8  # noqa: E402
 from lit_qrl.types import Completion  # noqa: E402
@@ -117,7 +118,7 @@ def micro_batch(sequences: int, vocabulary: int, tiny: bool) -> Any:
 
 def measured(policy: CausalPolicy, plugin: Any, sequences: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of passes over one micro-batch."""
-    batch = policy.laid_out(micro_batch(sequences, policy.config.vocab_size, args.tiny))
+    batch = laid_out(policy.network, micro_batch(sequences, policy.config.vocab_size, args.tiny))
     lengths = batch.total_length - batch.prompt_length
     tokens = int(lengths.sum() + batch.prompt_length[::GROUP].sum())
 

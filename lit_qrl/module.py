@@ -26,6 +26,7 @@ from lit_qrl.loop.state import IterationState
 from lit_qrl.loop.stopping import expect_metrics, follow_iterations
 from lit_qrl.network.balance import balance_coefficient
 from lit_qrl.network.modes import evaluating
+from lit_qrl.network.padding_free import laid_out
 from lit_qrl.network.structure import outline_of
 from lit_qrl.objective import GRPO, Objective
 from lit_qrl.optim.build import check_optimizer
@@ -108,7 +109,7 @@ class GRPOModule(Described, LightningModule):
         with evaluating(self.policy), self.trainer.precision_plugin.forward_context():
             parts = deal_by_length(lengths, min(chunks, len(rollout)))
             chosen = [torch.tensor(part, device=scored.device) for part in parts]
-            pieces = [self.policy.laid_out(rollout.select(rows)) for rows in chosen]
+            pieces = [laid_out(self.policy.network, rollout.select(rows)) for rows in chosen]
             for rows, piece in zip(chosen, pieces, strict=True):
                 forward = self.policy(piece, self.temperature, routes=routes is not None)
                 t = piece.mask.shape[1]

@@ -4,7 +4,6 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -28,7 +27,7 @@ from lit_qrl.network.hidden import scored_hidden
 from lit_qrl.network.invariant import batch_invariant
 from lit_qrl.network.memory import compute_again
 from lit_qrl.network.modes import train_without_dropout
-from lit_qrl.network.padding_free import enable_padding_free, flatten, is_padding_free, spread
+from lit_qrl.network.padding_free import enable_padding_free, spread
 from lit_qrl.network.reference import Reference
 from lit_qrl.network.sampler_kernels import kernels_adopted
 from lit_qrl.network.shards import whole
@@ -376,15 +375,6 @@ class CausalPolicy(Described, nn.Module):
             if self._scoring_with_reference:
                 return self.frozen_copies[0](self._scores, *asked)
             return self._scores(self.network, *asked)
-
-    def laid_out(self, batch: RolloutBatch) -> RolloutBatch:
-        """Return a batch with the layout that `forward` would make of it, so that a pass waits for nothing.
-
-        To make it the host must see tokens and mask: it then waits for whatever the device has been given before.
-        """
-        if not is_padding_free(self.network) or batch.layout is not None:
-            return batch
-        return replace(batch, layout=flatten(batch).to(batch.tokens.device))
 
     def _scores(self, network: Any, batch: RolloutBatch, temperature: float, *asked: bool) -> TokenScores:
         entropy, gradient, routes = asked

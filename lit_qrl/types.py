@@ -147,7 +147,7 @@ class RolloutBatch:
     `kept` "b t k" are the ids among which each token was drawn under `top_p` or `top_k`, −1 behind them; the learner's
     log-probs are then of the distribution over those too. None where all tokens could be drawn, or nothing asks.
     `mask_seed`, `drawn_over` and `unmasked_at` are of masked diffusion, as in `Completion`. `layout` is how a network
-    lays these very rows out without padding, where `CausalPolicy.laid_out` made it; a selection of rows drops it.
+    lays these very rows out without padding, where `padding_free.laid_out` made it; a selection of rows drops it.
     """
 
     tokens: Int[Tensor, "b s"]

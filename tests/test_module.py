@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from lit_qrl import formats
-from lit_qrl import policy as policies
 from lit_qrl.callbacks import AIS, GeometricRejection, MaskedIS, RLCallback, TokenVeto, TruncatedIS
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.metrics import BOUNDS
 from lit_qrl.module import GRPOModule
+from lit_qrl.network import padding_free
 from lit_qrl.objective import DAPO, GRPO, GSPO, TBPO, DrGRPO
 from lit_qrl.precision import QATAligned
 from lit_qrl.rollout.embedded.engine import TransformersEngine
@@ -35,12 +35,12 @@ class FirstGradient(Callback):
 
 def test_no_pass_of_a_step_asks_the_device_for_tokens(tmp_path, monkeypatch):
     """What the host must see to lay out micro-batches it sees before the first, so that passes queue up."""
-    events, lay_out, train = [], policies.flatten, GRPOModule.training_step
-    monkeypatch.setattr(policies, "flatten", lambda batch: events.append("laid out") or lay_out(batch))
+    events, lay_out, train = [], padding_free.flatten, GRPOModule.training_step
+    monkeypatch.setattr(padding_free, "flatten", lambda batch: events.append("laid out") or lay_out(batch))
     monkeypatch.setattr(GRPOModule, "training_step", lambda *args: events.append("pass") or train(*args))
     seen = first_gradient(tmp_path / "laid_out", data={"micro_batches": 4})
     assert events == [*["laid out"] * 4, *["pass"] * 4]
-    monkeypatch.setattr(policies.CausalPolicy, "laid_out", lambda policy, batch: batch)
+    monkeypatch.setattr("lit_qrl.loop.iteration.laid_out", lambda network, batch: batch)
     assert torch.equal(seen, first_gradient(tmp_path / "each", data={"micro_batches": 4}))
 
 

@@ -115,6 +115,20 @@ def padded_attention(implementation: str) -> str:
     return "sdpa" if implementation == ATTENTION else implementation
 
 
+def laid_out(network: Any, batch: RolloutBatch) -> RolloutBatch:
+    """Return a batch with the layout that a model's forward pass would make of it, so that the pass waits for nothing.
+
+    To make it the host must see tokens and mask: it then waits for whatever the device was given before.
+
+    Args:
+        network: a causal language model; the batch is returned as it is where it computes padded ones.
+        batch: the sequences.
+    """
+    if not is_padding_free(network) or batch.layout is not None:
+        return batch
+    return replace(batch, layout=flatten(batch).to(batch.tokens.device))
+
+
 def flatten(batch: RolloutBatch) -> FlatBatch:
     """Return the layout of a batch on the CPU; completions count up to their last unmasked token.
 
