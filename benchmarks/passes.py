@@ -12,6 +12,7 @@ it is the pass's own, the GPU waits for launches.
 
 full             all weights trained, bf16
 full-checkpoint  all layers computed again
+full-compiled    decoder layers compiled by torch; `start` does not hold what the first passes take, `first` does
 lora             LoRA of rank 32 over bf16
 lora-FORMAT      the same over a base that `PackedLoRA` holds in FORMAT; with `-dequantize` multiplied out
 unified          all weights trained, `UnifiedFP8`; with `-plain` its inputs quantized by kernels of their own
@@ -91,6 +92,7 @@ def learner(shape: str, arm: str, folder: Path) -> tuple[CausalPolicy, Any]:
         lora=lora,
         random_weights=True,
         gradient_checkpointing=rest == "checkpoint",
+        compile=rest == "compiled",
     )
     with DEVICE, plugin.module_init_context():
         policy.configure()
@@ -132,8 +134,12 @@ def measured(policy: CausalPolicy, plugin: Any, sequences: int, args: argparse.N
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
 
-    for _ in range(2):
-        one()
+    wait()
+    began = time.perf_counter()
+    one()
+    wait()
+    warm_up = time.perf_counter() - began
+    one()
     first = fresh(policy, one, wait) if isinstance(plugin, QATAligned | UnifiedFP8) else None
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -157,6 +163,7 @@ def measured(policy: CausalPolicy, plugin: Any, sequences: int, args: argparse.N
         "ms": round(1e3 * seconds, 1),
         "new": None if first is None else round(1e3 * first, 1),
         "host": round(1e3 * statistics.median(host), 1),
+        "first": round(warm_up, 1),
         "rate": round(operations / seconds / PEAK, 3),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if DEVICE.type == "cuda" else None,
     }
@@ -223,7 +230,20 @@ def main() -> None:
                 rows += of_arm(shape, arm, Path(temporary) / shape, args)
                 if args.out:
                     args.out.write_text(json.dumps(rows, indent=1))
-    columns = ("shape", "arm", "sequences", "tokens", "ms", "new", "host", "rate", "peak_gib", "start", "error")
+    columns = (
+        "shape",
+        "arm",
+        "sequences",
+        "tokens",
+        "ms",
+        "new",
+        "host",
+        "rate",
+        "peak_gib",
+        "start",
+        "first",
+        "error",
+    )
     print(" | ".join(columns))
     for row in rows:
         print(" | ".join(str(row.get(column, "")) for column in columns))

@@ -20,7 +20,7 @@ completion token of every row and `tokens[:, s − t:]` are the completions.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -222,6 +222,18 @@ class RolloutBatch:
             elif isinstance(value, dict):
                 changed[f.name] = {name: function(tensor) for name, tensor in value.items()}
         return replace(self, **changed)
+
+
+class TokenScores(NamedTuple):
+    """What the policy says of a batch: log-probs "b t" and, where asked for, entropies "b t" and its routers' choices.
+
+    The choices are "b s layers k", as in `network.routing`, and as wide what the routers give the experts taken.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    routes: Tensor | None = None
+    gates: Tensor | None = None
 
 
 class MicroBatch:

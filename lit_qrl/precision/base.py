@@ -76,6 +76,12 @@ class QuantizedPrecision(PublishingPrecision):
                 "gets is the merged weight, which this forward pass never sees.",
                 remedy="Leave model.policy.lora out, or use NVFP4LoRA with the format of the base.",
             )
+        if getattr(getattr(module, "policy", None), "compiles", False):
+            raise ConfigError(
+                f"Layers of {type(self).__name__} are not compiled: their products and kernels are its own.",
+                given="model.policy.compile: true",
+                remedy="Set it to false.",
+            )
         check_quantizable(network, self.format.name, self.exclude, "the plugin's exclude")
         chosen = quantizable_linears(network, self.exclude)
         check_shapes(self.format, quantizable_layers(network, self.exclude))
