@@ -15,7 +15,8 @@ RESERVE = 0.05
 TRANSIENT = 3
 """Layers' worth of activations that the backward pass of one layer takes besides what is kept."""
 HEAD = 2**30
-"""Bytes for a chunk of logits, both ways."""
+"""Bytes for a chunk of logits, both ways, at least: it has a share of a GPU's memory."""
+HEAD_SHARE = 1 / 40
 
 
 def free_memory(device: torch.device) -> int:
@@ -42,12 +43,18 @@ def kept_layers(layers: int, tokens: int, each: float, width: int, free: int, gr
         width: $h$, bytes a token of a layer's output, which is held in any case.
         free: $F$, bytes that can be allocated.
         gradients: $G$, bytes of gradients that are still to be made.
-        total: $T$, bytes of the device; $H$ are 1 GiB for logits.
+        total: $T$, bytes of the device; $H$ are a fortieth of it for logits, and 1 GiB at least.
 
     >>> kept_layers(28, tokens=8192, each=100_000, width=3072, free=30 << 30, gradients=3 << 30, total=80 << 30)
-    25
+    24
     """
-    room = free - RESERVE * total - gradients - HEAD - tokens * (layers * width + TRANSIENT * each)
+    room = (
+        free
+        - RESERVE * total
+        - gradients
+        - max(HEAD, HEAD_SHARE * total)
+        - tokens * (layers * width + TRANSIENT * each)
+    )
     return int(min(max(room // (tokens * max(each - width, 1.0)), 0), layers))
 
 

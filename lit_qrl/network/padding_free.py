@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from lit_qrl.formats.kernels import dispatch
 from lit_qrl.network.structure import PLAIN_ATTENTION, body
 from lit_qrl.types import RolloutBatch
 
@@ -262,7 +263,8 @@ def attend(
     sizes = [bucket.numel() for bucket in flat_batch.buckets]
     places = flat_batch.index, flat_batch.restored, flat_batch.copies
     laid_out: list[Any] = [_LayOut.apply(x[0].transpose(0, 1), *places) for x in (query, key, value)]
-    parts = zip(*(x.split(sizes) for x in laid_out), strict=True)
+    # one bucket is not split: the gradient of that is a copy
+    parts = zip(*(x.split(sizes) if len(sizes) > 1 else (x,) for x in laid_out), strict=True)
     outputs = []
     for bucket, part in zip(flat_batch.buckets, parts, strict=True):
         q, k, v = (x.unflatten(0, bucket.shape).transpose(1, 2) for x in part)
@@ -284,6 +286,10 @@ class _LayOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         restored, copies = ctx.saved_tensors
+        if copies.shape[1] > 1 and dispatch.available(grads[0]):
+            from lit_qrl.formats.kernels import rows_triton
+
+            return rows_triton.summed(grads[0], restored, copies), None, None, None
         grad = grads[0].index_select(0, restored)
         if copies.shape[1] > 1:
             wide = torch.promote_types(grad.dtype, torch.float32)
