@@ -80,7 +80,11 @@ class AlignedWeight(LowBitWeight):
 
     def kept_input(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return what `backward_input` will need of an input: the codes that were multiplied, or the input itself."""
-        return (x,) if self.backward_operands == "high_precision" else self.format.kept_input(x)
+        if self.backward_operands == "high_precision":
+            return (x,)
+        kernel = None if self.choice is None else self.choice.pick(self.layer_name, self.shape, x)
+        made = None if kernel is None else kernel.kept_input(x)
+        return self.format.kept_input(x) if made is None else made
 
     def backward_input(self, kept: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Return what the output's gradient is multiplied by for that of the weight: Q(x) multiplied out, or x."""
