@@ -27,6 +27,7 @@ import argparse
 import gc
 import json
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -54,6 +55,7 @@ from lit_qrl.types import Completion  # noqa: E402
 
 PEAK = 989e12
 PROMPT, COMPLETION, GROUP = 200, 512, 8
+ARMS = r"full(-checkpoint|-compiled)?|lora(-\w+(-dequantize)?)?|unified(-plain)?|qat-\w+(-high)?"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -71,6 +73,8 @@ def learner(shape: str, arm: str, folder: Path) -> tuple[CausalPolicy, Any]:
     from peft import LoraConfig
     from transformers import Qwen2Config
 
+    if not re.fullmatch(ARMS, arm):
+        raise ValueError(f"There is no such arm: {arm}.")
     if not (folder / "config.json").exists():
         write_model(Qwen2Config(**SHAPES[shape], max_position_embeddings=4096, dtype="bfloat16"), folder)
     kind, _, rest = arm.partition("-")
