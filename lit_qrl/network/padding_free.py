@@ -182,12 +182,14 @@ def flatten(batch: RolloutBatch) -> FlatBatch:
     place = np.full(words.shape, -1)
     place[used.nonzero()[0], source[used]] = where
     index = np.concatenate([bucket.ravel() for bucket in buckets])
-    whole = (torch.from_numpy(part) for part in (index, restored, copies, predictors))
     return FlatBatch(
         torch.from_numpy(tokens),
         torch.from_numpy(positions),
         [torch.from_numpy(bucket) for bucket in buckets],
-        *whole,
+        torch.from_numpy(index),
+        torch.from_numpy(restored),
+        torch.from_numpy(copies),
+        torch.from_numpy(predictors),
         (torch.from_numpy(rows), torch.from_numpy(steps)),
         torch.from_numpy(place),
     )
