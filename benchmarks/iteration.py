@@ -4,8 +4,8 @@
 
 Each run is the command that a user would type, in a process of its own; this one reads `metrics.csv` every 20 ms and
 asks the driver for the memory in use. Models have Qwen2.5's shapes and random weights, written to a folder first, so
-that loading, checkpoints and resuming are a user's too; those of several GPUs are drawn by the run itself, which starts
-sooner. Iterations before the third do not count; figures are medians.
+that loading, checkpoints and resuming are a user's too; those of several GPUs, and full-7b's, are drawn by the run
+itself, which starts sooner. Iterations before the third do not count; figures are medians.
 
 full-1.5b, full-3b  full fine-tuning in bf16, TIS
 short-1.5b, uneven-1.5b  the same with 64 tokens; with up to 2048, where one token in 500 ends a completion
@@ -111,6 +111,7 @@ CASES: dict[str, dict[str, Any]] = {
         "completion": 512,
         "micro_batches": 16,
         "optimizer": "bitsandbytes.optim.AdamW8bit",
+        "drawn": True,
     },
     "lora-7b": {"shape": "7b", "prompts": 16, "completion": 512, "micro_batches": 16, "lora": LORA},
     "qerl-32b": {"shape": "32b", "prompts": 4, "completion": 300, "micro_batches": 8, "lora": LORA, "format": "nvfp4"},

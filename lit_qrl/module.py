@@ -26,6 +26,7 @@ from lit_qrl.loop.state import IterationState
 from lit_qrl.loop.stopping import expect_metrics, follow_iterations
 from lit_qrl.network.balance import balance_coefficient
 from lit_qrl.network.modes import evaluating
+from lit_qrl.network.padding_free import laid_out
 from lit_qrl.network.structure import outline_of
 from lit_qrl.objective import GRPO, Objective
 from lit_qrl.optim.build import check_optimizer
@@ -107,9 +108,10 @@ class GRPOModule(Described, LightningModule):
         scored = torch.zeros_like(rollout.sampler_logprobs)
         lengths = rollout.total_length.tolist()
         with evaluating(self.policy), self.trainer.precision_plugin.forward_context():
-            for part in deal_by_length(lengths, min(chunks, len(rollout))):
-                rows = torch.tensor(part, device=scored.device)
-                piece = rollout.select(rows)
+            parts = deal_by_length(lengths, min(chunks, len(rollout)))
+            chosen = [torch.tensor(part, device=scored.device) for part in parts]
+            pieces = [laid_out(self.policy.network, rollout.select(rows)) for rows in chosen]
+            for rows, piece in zip(chosen, pieces, strict=True):
                 forward = self.policy(piece, self.temperature, routes=routes is not None)
                 t = piece.mask.shape[1]
                 scored[rows, :t] = forward.logprobs.float()

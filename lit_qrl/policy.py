@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model_state_dict
@@ -20,6 +20,7 @@ from lit_qrl.functional.logprobs import token_logprobs
 from lit_qrl.network.adapters import check_adapter, merged_weights, starts_from_base, with_adapter
 from lit_qrl.network.attention import implementation
 from lit_qrl.network.chat import chat_ids, turn_ids, with_special_tokens
+from lit_qrl.network.compiled import checked, compile_layers
 from lit_qrl.network.denoising import check_causal
 from lit_qrl.network.folder import FOLDER_REMEDY, HUB_REMEDY, check_expert_count, local_folder, resolve_model
 from lit_qrl.network.head import check_tied, output_head
@@ -36,23 +37,11 @@ from lit_qrl.precision.layers.lora_linear import keep_factors, swap_lora_linears
 from lit_qrl.precision.layers.one_pass import Fuse, take_one_pass
 from lit_qrl.precision.packed_base import PackedBase, multiplied_out, take_packed_format
 from lit_qrl.run.description import Described
-from lit_qrl.types import RolloutBatch
+from lit_qrl.types import RolloutBatch, TokenScores
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class TokenScores(NamedTuple):
-    """What the policy says of a batch: log-probs "b t" and, where asked for, entropies "b t" and its routers' choices.
-
-    The choices are "b s layers k", as in `network.routing`, and as wide what the routers give the experts taken.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor | None
-    routes: Tensor | None = None
-    gates: Tensor | None = None
 
 
 class CausalPolicy(Described, nn.Module):
@@ -76,6 +65,7 @@ class CausalPolicy(Described, nn.Module):
         packing: `auto` runs the layers on real tokens only, a group's prompt once, wherever the architecture and the
             attention implementation allow it; `never` keeps padded batches.
         fuse: norms and gated activations in one kernel each: `auto` where there is CUDA and Triton.
+        compile: let torch compile the decoder layers, of all weights trained: the first passes take up to minutes more.
         head_dtype: `fp32` computes logits, and their gradients, in fp32; `auto` in the dtype of the hidden states.
         dropout: train with the rates of the model's config and of `lora_dropout`. The sampler has no dropout, so each
             of the learner's ratios to it then holds one draw of the noise. Scoring and evaluation have none anyway.
@@ -107,6 +97,7 @@ class CausalPolicy(Described, nn.Module):
         revision: str | None = None,
         packing: Literal["auto", "never"] = "auto",
         fuse: Fuse = "auto",
+        compile: bool = False,
         head_dtype: Literal["auto", "fp32"] = "auto",
         dropout: bool = False,
     ) -> None:
@@ -120,6 +111,7 @@ class CausalPolicy(Described, nn.Module):
         self.dtype, self.lora, self.gradient_checkpointing = dtype, lora, gradient_checkpointing
         self.chat_template_args, self.packing, self.random_weights = chat_template_args or {}, packing, random_weights
         self.fuse: Fuse = fuse
+        self.compiles = checked(compile, lora)
         self.head_dtype, self.dropout = DTYPES.get(head_dtype), dropout
         self._hub = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
         self.config = self._load(AutoConfig, self.source, "config")
@@ -230,6 +222,8 @@ class CausalPolicy(Described, nn.Module):
                 log.warning("lora_dropout is off, as all dropout is; model.policy.dropout: true trains with it.")
         self.model = network
         take_one_pass(self.network, self.fuse)
+        if self.compiles:
+            compile_layers(self.network)
         check_tied(self.network)
         self.train()
 

@@ -20,7 +20,7 @@ completion token of every row and `tokens[:, s − t:]` are the completions.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -146,7 +146,8 @@ class RolloutBatch:
     it; None where its routers choose. `router_logprobs`, as wide, is what learner_old's routers give these experts.
     `kept` "b t k" are the ids among which each token was drawn under `top_p` or `top_k`, −1 behind them; the learner's
     log-probs are then of the distribution over those too. None where all tokens could be drawn, or nothing asks.
-    The last three are of masked diffusion, as in `Completion`.
+    `mask_seed`, `drawn_over` and `unmasked_at` are of masked diffusion, as in `Completion`. `layout` is how a network
+    lays these very rows out without padding, where `padding_free.laid_out` made it; a selection of rows drops it.
     """
 
     tokens: Int[Tensor, "b s"]
@@ -169,6 +170,7 @@ class RolloutBatch:
     mask_seed: Int[Tensor, " b"] | None = None
     drawn_over: Int[Tensor, " b"] | None = None
     unmasked_at: Int[Tensor, "b t"] | None = None
+    layout: Any = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -208,10 +210,11 @@ class RolloutBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "RolloutBatch":
         """Return a copy on `device`; dtypes stay as they are."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        moved = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return moved if self.layout is None else replace(moved, layout=self.layout.to(device))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "RolloutBatch":
-        changed: dict[str, Any] = {}
+        changed: dict[str, Any] = {"layout": None}
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, Tensor):
@@ -219,6 +222,18 @@ class RolloutBatch:
             elif isinstance(value, dict):
                 changed[f.name] = {name: function(tensor) for name, tensor in value.items()}
         return replace(self, **changed)
+
+
+class TokenScores(NamedTuple):
+    """What the policy says of a batch: log-probs "b t" and, where asked for, entropies "b t" and its routers' choices.
+
+    The choices are "b s layers k", as in `network.routing`, and as wide what the routers give the experts taken.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    routes: Tensor | None = None
+    gates: Tensor | None = None
 
 
 class MicroBatch:

@@ -14,6 +14,8 @@ from lit_qrl import formats
 from lit_qrl.callbacks import AIS, GeometricRejection, MaskedIS, RLCallback, TokenVeto, TruncatedIS
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.metrics import BOUNDS
+from lit_qrl.module import GRPOModule
+from lit_qrl.network import padding_free
 from lit_qrl.objective import DAPO, GRPO, GSPO, TBPO, DrGRPO
 from lit_qrl.precision import QATAligned
 from lit_qrl.rollout.embedded.engine import TransformersEngine
@@ -29,6 +31,17 @@ class FirstGradient(Callback):
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         if self.gradient is None:
             self.gradient = torch.cat([p.grad.flatten() for p in pl_module.policy.parameters()])
+
+
+def test_no_pass_of_a_step_asks_the_device_for_tokens(tmp_path, monkeypatch):
+    """What the host must see to lay out micro-batches it sees before the first, so that passes queue up."""
+    events, lay_out, train = [], padding_free.flatten, GRPOModule.training_step
+    monkeypatch.setattr(padding_free, "flatten", lambda batch: events.append("laid out") or lay_out(batch))
+    monkeypatch.setattr(GRPOModule, "training_step", lambda *args: events.append("pass") or train(*args))
+    seen = first_gradient(tmp_path / "laid_out", data={"micro_batches": 4})
+    assert events == [*["laid out"] * 4, *["pass"] * 4]
+    monkeypatch.setattr("lit_qrl.loop.iteration.laid_out", lambda network, batch: batch)
+    assert torch.equal(seen, first_gradient(tmp_path / "each", data={"micro_batches": 4}))
 
 
 class Trace(RLCallback):
@@ -190,8 +203,6 @@ def test_one_row_of_metrics_per_iteration(tmp_path):
 
 
 def test_with_one_update_and_no_correction_learner_old_is_the_training_forward(tmp_path, monkeypatch):
-    from lit_qrl.module import GRPOModule
-
     calls = []
     score = GRPOModule.score
     monkeypatch.setattr(GRPOModule, "score", lambda self, *a, **k: calls.append(1) or score(self, *a, **k))

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import torch
 
 from lit_qrl.loop.batching import assemble
@@ -19,6 +21,17 @@ def test_to_moves_every_tensor_and_keeps_dtypes():
     assert moved.total.device.type == "meta"
     assert moved.batch.sampler_logprobs.dtype == torch.float32
     assert len(moved) == 2
+
+
+def test_a_layout_moves_with_its_rows_and_is_dropped_by_a_selection():
+    class Layout:
+        def to(self, device):
+            return f"on {device}"
+
+    laid_out = replace(batch(), layout=Layout())
+    assert laid_out.to("meta").layout == "on meta"
+    assert laid_out.select(torch.tensor([1])).layout is None
+    assert batch().to("meta").layout is None
 
 
 def test_micro_batch_is_opaque_to_lightning():

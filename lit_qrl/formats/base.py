@@ -145,6 +145,19 @@ class NumberFormat(ABC):
             raise NotImplementedError(f"{type(self).__name__} quantizes activations, so it defines dequantized_input.")
         return x
 
+    def kept_input(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return what of inputs "... in" is kept for `dequantized_kept`: themselves, or the codes that `apply` made."""
+        return (x,)
+
+    def dequantized_kept(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """Return the numbers of `dequantized_input`, in as many dimensions as `kept_input` kept.
+
+        Args:
+            kept: what `kept_input` returned.
+            dtype: of the inputs.
+        """
+        return self.dequantized_input(kept[0])
+
     def linear(self, x: Tensor, q: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
         """Return what `apply` does, preparing the weight for this one call."""
         return self.apply(x, self.prepare(q, x.dtype), bias)

@@ -55,7 +55,7 @@ class FP8Block(ScaledE4M3):
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         assert q.scales is not None
-        made = dispatch.scaled_values(q.codes, q.scales, dtype, BLOCK)
+        made = dispatch.scaled_values(q.codes, q.scales, dtype, (BLOCK, BLOCK))
         if made is not None:
             return made
         rows, columns = q.shape
@@ -72,18 +72,25 @@ class FP8Block(ScaledE4M3):
         return gemm.block_scale_layout(scales)
 
     def multiply(self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        along, _ = dispatch.kept_tiles(x, columns=False)
-        return gemm.scaled_mm_block(*along, codes, scale, bias, x.dtype)
+        return gemm.scaled_mm_block(*self.input_codes(x), codes, scale, bias, x.dtype)
+
+    def input_codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return dispatch.kept_tiles(x, columns=False)[0]
 
     def emulate(self, rows: Tensor, weight: Tensor) -> Tensor:
         return F.linear(activations.e4m3_group_dequantized(rows, BLOCK), weight)
 
-    def dequantized_input(self, x: Tensor) -> Tensor:
-        if not (dispatch.available_for_e4m3(x) and x.shape[-1] % BLOCK == 0):
-            return activations.e4m3_group_dequantized(x, BLOCK).to(x.dtype)
-        codes, scale = dispatch.kept_tiles(x, columns=False)[0]  # the GEMM's own, where they are still with `x`
-        rows = codes.float().unflatten(-1, (-1, BLOCK)).mul_(scale.unsqueeze(-1))
-        return rows.to(x.dtype).view(x.shape)
+    def kept_input(self, x: Tensor) -> tuple[Tensor, ...]:
+        return super().kept_input(x) if x.shape[-1] % BLOCK == 0 else (x,)
+
+    def dequantized_kept(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        if len(kept) == 1:
+            return activations.e4m3_group_dequantized(kept[0], BLOCK).to(dtype)
+        codes, scale = kept
+        made = dispatch.scaled_values(codes, scale, dtype, (1, BLOCK))
+        if made is not None:
+            return made
+        return codes.float().unflatten(-1, (-1, BLOCK)).mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
 
     def granularity(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"strategy": "block", "block_structure": [BLOCK, BLOCK]}, {"strategy": "group", "group_size": BLOCK}

@@ -125,22 +125,35 @@ class ScaledE4M3(Scaled):
         return gemm.fp8_gemm(device, shape)
 
     def multiply(self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        return gemm.scaled_mm(*self.input_codes(x), codes, scale, bias, x.dtype)
+
+    def input_codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return codes "m in" and scales of inputs "... in", as the GEMM takes them."""
         quantize = dispatch.e4m3_tokens if self.per_token else dispatch.e4m3_whole
 
         def make(columns: bool) -> tuple[Any, None]:
             return quantize(x.detach().reshape(-1, x.shape[-1])), None
 
         # once for all layers that read the same tensor: q, k and v; gate and up
-        (rows, row_scale), _ = dispatch.made_once(x, quantize.__name__, False, make)
-        return gemm.scaled_mm(rows, row_scale, codes, scale, bias, x.dtype)
+        return dispatch.made_once(x, quantize.__name__, False, make)[0]
 
     def emulate(self, rows: Tensor, weight: Tensor) -> Tensor:
         codes, scale = self._rounded(rows)
         return F.linear(codes, weight).mul_(scale)
 
+    def kept_input(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.input_codes(x) if dispatch.available_for_e4m3(x) else (x,)
+
     def dequantized_input(self, x: Tensor) -> Tensor:
-        codes, scale = self._rounded(x.reshape(-1, x.shape[-1]))
-        return codes.mul_(scale).to(x.dtype).view(x.shape)
+        return self.dequantized_kept(self.kept_input(x), x.dtype).view(x.shape)
+
+    def dequantized_kept(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        if len(kept) == 1:
+            codes, scale = self._rounded(kept[0].reshape(-1, kept[0].shape[-1]))
+            return codes.mul_(scale).to(dtype)
+        codes, scale = kept
+        made = dispatch.scaled_values(codes, scale, dtype)
+        return codes.float().mul_(scale).to(dtype) if made is None else made
 
     def _rounded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the numbers of "m in" under their scales, in fp32, and those scales."""

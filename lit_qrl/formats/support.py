@@ -79,7 +79,7 @@ _LIBRARIES = ("vLLM", "transformers")
 _PLAIN = FormatSupport(
     vllm=_BOTH, vllm_varies=None, vllm_copied=("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 )
-_FP8 = FormatSupport(fp8=gemm.FP8, vllm=_BOTH, vllm_head=True, vllm_copied=("W8A8Fp8",))
+_FP8 = FormatSupport(fp8=gemm.FP8, dequantizes_at_once=True, vllm=_BOTH, vllm_head=True, vllm_copied=("W8A8Fp8",))
 _4_BITS = FormatSupport(
     dequantizes_at_once=True,
     vllm=("cuda",),
@@ -116,6 +116,7 @@ TABLE: dict[str, FormatSupport] = {
         vllm_methods=("W8A8Fp8[block]", "W8A16Fp8[block]", "Fp8LinearMethod[block]"),
     ),
     "int8_channel": FormatSupport(
+        dequantizes_at_once=True,
         vllm=_BOTH,
         vllm_cpu_operators=("dynamic_scaled_int8_quant", "create_onednn_scaled_mm_handler", "onednn_scaled_mm"),
         vllm_head=True,

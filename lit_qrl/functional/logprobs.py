@@ -1,5 +1,6 @@
 """Log-probs and entropies of tokens, from logits or straight from hidden states without ever holding all logits."""
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
@@ -13,7 +14,10 @@ from torch.autograd.function import once_differentiable
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 """Logits held at once: 16 MB of fp32 on a CPU (about its last-level cache), 256 MB on a GPU (440 rows of a 150,000-word
 vocabulary, enough to fill its matrix units). The entropy takes three times as much for a moment. Where one kernel
-reduces them they stay in 16 bits, and four times as many go at once: each chunk is added to the weight's gradient."""
+reduces them they stay in 16 bits, and as many go at once as `KERNEL_SHARE` says."""
+KERNEL_SHARE = 1 / 64
+"""Of a GPU's memory that a chunk of 16-bit logits takes at most: each chunk is added to the weight's gradient in fp32,
+which takes as long as two fifths of the product that makes it for 1,800 rows, and nothing where one chunk is all."""
 
 Pick = Callable[[Tensor, Tensor], Tensor]
 
@@ -80,11 +84,14 @@ def token_logprobs(
     if head_dtype is None and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden = hidden.to(dtype)
+    asked = chunk_elements
     if chunk_elements is None:
         chunk_elements = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"])
     plain = bias is None and softcap is None and head_dtype is None and not (entropy and entropy_gradient)
     kernel = plain and pick is None and kept is None and _kernel_takes(hidden)
-    rows, width = (max(1, chunk_elements * (4 if kernel else 1) // size) for size in weight.shape)
+    if kernel:
+        chunk_elements = asked or kernel_elements(_total_memory(hidden.device.index))
+    rows, width = (max(1, chunk_elements // size) for size in weight.shape)
     options = _Options(temperature, softcap, scale, entropy, entropy_gradient, head_dtype, width, rows, kernel, pick)
     with torch.autocast(device, enabled=False):
         logprobs, entropies = _TokenLogprobs.apply(
@@ -179,6 +186,23 @@ def _entropy(scores: Tensor, normalizer: Tensor) -> Tensor:
     # A word of probability 0 has a score of -inf and adds 0 · -inf = nan; its true share is 0.
     probabilities = (scores - normalizer[..., None]).exp_()
     return normalizer - torch.where(probabilities > 0, probabilities * scores, 0.0).sum(dim=-1)
+
+
+def kernel_elements(memory: int) -> int:
+    """Return how many 16-bit logits are held at once on a GPU: a power of two, at least as many as of fp32.
+
+    Args:
+        memory: of the GPU, bytes.
+
+    >>> [kernel_elements(gib << 30) >> 20 for gib in (16, 80, 141)]
+    [128, 512, 1024]
+    """
+    return max(CHUNK_ELEMENTS["cuda"], 2 ** int(math.log2(memory * KERNEL_SHARE / 2)))
+
+
+@lru_cache
+def _total_memory(index: int | None) -> int:
+    return torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index).total_memory
 
 
 @lru_cache

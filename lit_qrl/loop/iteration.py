@@ -31,6 +31,7 @@ from lit_qrl.loop.hooks import Learner, rl_callbacks
 from lit_qrl.loop.ranks import lacking, widest
 from lit_qrl.loop.routing import scored_gates, scored_routes
 from lit_qrl.loop.turns import TakesTurns
+from lit_qrl.network.padding_free import laid_out
 from lit_qrl.rollout.engine import Estimates
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import Completion, MicroBatch, RolloutBatch
@@ -225,6 +226,9 @@ def deal(learner: Learner, passes: Sequence[RolloutBatch]) -> Iterator[MicroBatc
             parts = deal_by_length(mini_batch.total_length.tolist(), data.parts)
         else:
             parts = data.budget.deal(learner, mini_batch)
-        for part in parts:
-            chosen = torch.tensor(part, device=rows.device)
-            yield MicroBatch(mini_batch.select(chosen), total, rows[chosen], has_signal)
+        # cut and laid out before the first pass: whatever the host must see would make it wait for the pass before
+        chosen = [torch.tensor(part, device=rows.device) for part in parts]
+        made = [laid_out(learner.policy.network, mini_batch.select(part)) for part in chosen]
+        del mini_batch
+        for part in chosen:
+            yield MicroBatch(made.pop(0), total, rows[part], has_signal)

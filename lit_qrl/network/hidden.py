@@ -39,7 +39,7 @@ def scored_hidden(network: Any, batch: RolloutBatch, routes: bool = False) -> Sc
         routes: also return the routers' own choices.
     """
     if is_padding_free(network):
-        flat = flatten(batch).to(batch.tokens.device)
+        flat = flatten(batch).to(batch.tokens.device) if batch.layout is None else batch.layout
         given = None if batch.routed_experts is None else flat.laid_out(batch.routed_experts)
         with _routing(network, given, routes, batch) as routing:
             hidden = flat_hidden(network, flat)

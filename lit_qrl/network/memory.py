@@ -15,7 +15,8 @@ RESERVE = 0.05
 TRANSIENT = 3
 """Layers' worth of activations that the backward pass of one layer takes besides what is kept."""
 HEAD = 2**30
-"""Bytes for a chunk of logits, both ways."""
+"""Bytes for a chunk of logits, both ways, at least: it has a share of a GPU's memory."""
+HEAD_SHARE = 1 / 40
 
 
 def free_memory(device: torch.device) -> int:
@@ -42,12 +43,18 @@ def kept_layers(layers: int, tokens: int, each: float, width: int, free: int, gr
         width: $h$, bytes a token of a layer's output, which is held in any case.
         free: $F$, bytes that can be allocated.
         gradients: $G$, bytes of gradients that are still to be made.
-        total: $T$, bytes of the device; $H$ are 1 GiB for logits.
+        total: $T$, bytes of the device; $H$ are a fortieth of it for logits, and 1 GiB at least.
 
     >>> kept_layers(28, tokens=8192, each=100_000, width=3072, free=30 << 30, gradients=3 << 30, total=80 << 30)
-    25
+    24
     """
-    room = free - RESERVE * total - gradients - HEAD - tokens * (layers * width + TRANSIENT * each)
+    room = (
+        free
+        - RESERVE * total
+        - gradients
+        - max(HEAD, HEAD_SHARE * total)
+        - tokens * (layers * width + TRANSIENT * each)
+    )
     return int(min(max(room // (tokens * max(each - width, 1.0)), 0), layers))
 
 
@@ -83,15 +90,24 @@ class SelectiveRecomputation:
         self.kept = 0
         """How many of the last layers are not computed again."""
         self._each: float | None = None
-        self._tokens = self._before = self._width = 0
+        self._tokens = self._width = 0
         for index, layer in enumerate(self.layers):
             layer._gradient_checkpointing_func = partial(self._run, index, layer._gradient_checkpointing_func)
         body(network).register_forward_pre_hook(self._choose, with_kwargs=True)
-        self.layers[-1].register_forward_pre_hook(self._enter)
-        self.layers[-1].register_forward_hook(self._leave)
 
     def _run(self, index: int, checkpoint: Any, function: Any, *args: Any) -> Any:
-        return (function if index >= len(self.layers) - self.kept else partial(checkpoint, function))(*args)
+        if index < len(self.layers) - self.kept:
+            return checkpoint(function, *args)
+        return self._measured(function, *args) if self._each is None else function(*args)
+
+    def _measured(self, function: Any, *args: Any) -> Any:
+        """Call a layer and remember what it holds for the backward pass."""
+        device = args[0].device
+        self._width, before = args[0].shape[-1] * args[0].element_size(), torch.cuda.memory_allocated(device)
+        output = function(*args)
+        if torch.is_grad_enabled():
+            self._each = (torch.cuda.memory_allocated(device) - before) / self._tokens
+        return output
 
     def _choose(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
@@ -113,18 +129,6 @@ class SelectiveRecomputation:
                 gradients=sum(parameter.nbytes for parameter in trained if parameter.grad is None),
                 total=_total(device),
             )
-
-    def _enter(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._measures():
-            self._width = args[0].shape[-1] * args[0].element_size()
-            self._before = torch.cuda.memory_allocated(args[0].device)
-
-    def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._measures():
-            self._each = (torch.cuda.memory_allocated(args[0].device) - self._before) / self._tokens
-
-    def _measures(self) -> bool:
-        return self._each is None and self.kept > 0 and torch.is_grad_enabled()
 
 
 def _on_one_gpu(parameters: list[nn.Parameter]) -> bool:

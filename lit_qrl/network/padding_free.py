@@ -7,6 +7,8 @@ once, then the completions. Attention puts the sequences together again, in buck
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -14,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from lit_qrl.formats.kernels import dispatch
 from lit_qrl.network.structure import PLAIN_ATTENTION, body
 from lit_qrl.types import RolloutBatch
 
@@ -115,86 +118,115 @@ def padded_attention(implementation: str) -> str:
     return "sdpa" if implementation == ATTENTION else implementation
 
 
+def laid_out(network: Any, batch: RolloutBatch) -> RolloutBatch:
+    """Return a batch with the layout that a model's forward pass would make of it, so that the pass waits for nothing.
+
+    To make it the host must see tokens and mask: it then waits for whatever the device was given before.
+
+    Args:
+        network: a causal language model; the batch is returned as it is where it computes padded ones.
+        batch: the sequences.
+    """
+    if not is_padding_free(network) or batch.layout is not None:
+        return batch
+    return replace(batch, layout=flatten(batch).to(batch.tokens.device))
+
+
 def flatten(batch: RolloutBatch) -> FlatBatch:
     """Return the layout of a batch on the CPU; completions count up to their last unmasked token.
 
     Args:
         batch: the sequences; rows of one group whose prompts are equal, and took the same experts, share it.
     """
-    routes, batch = batch.routed_experts, replace(batch, routed_experts=None).to("cpu")
-    b, t = batch.mask.shape
-    width = batch.tokens.shape[1] - t
-    steps = torch.arange(1, t + 1)
-    completion = (batch.mask * steps).amax(dim=1)
-    inputs = (completion - 1).clamp_(min=0)  # the last token is predicted, but predicts nothing
-    first, owner = _owners(batch, width, routes)
-    prompt = batch.prompt_length
-    prompt_start = torch.zeros(b, dtype=torch.long)
-    prompt_start[first] = prompt[first].cumsum(0) - prompt[first]
-    completion_start = prompt[first].sum() + inputs.cumsum(0) - inputs
+    # by NumPy: some eighty operations on arrays of a few thousand numbers, which threads only delay
+    words, mask, prompt, group = (
+        part.cpu().numpy() for part in (batch.tokens, batch.mask, batch.prompt_length, batch.group)
+    )
+    b, t = mask.shape
+    width = words.shape[1] - t
+    completion = (mask * np.arange(1, t + 1)).max(axis=1)
+    inputs = np.maximum(completion - 1, 0)  # the last token is predicted, but predicts nothing
+    first, owner = _owners(words[:, :width], prompt, group, batch.routed_experts)
+    prompt_start = np.zeros(b, dtype=np.int64)
+    prompt_start[first] = prompt[first].cumsum() - prompt[first]
+    completion_start = prompt[first].sum() + inputs.cumsum() - inputs
 
     length = prompt + inputs
-    columns = torch.arange(int(length.max()))
-    in_prompt = columns < prompt[:, None]
-    flat = torch.where(
-        in_prompt, prompt_start[owner][:, None] + columns, completion_start[:, None] + columns - prompt[:, None]
+    columns = np.arange(int(length.max()))
+    flat = np.where(
+        columns < prompt[:, None],
+        prompt_start[owner][:, None] + columns,
+        (completion_start - prompt)[:, None] + columns,
     )
     used = columns < length[:, None]
     n = int(prompt[first].sum() + inputs.sum())
     where = flat[used]
-    tokens, positions, restored = (torch.empty(n, dtype=torch.long) for _ in range(3))
-    source = columns + (width - prompt)[:, None]
-    tokens[where] = batch.tokens.gather(1, source.clamp_(max=batch.tokens.shape[1] - 1))[used]
-    positions[where] = columns.expand_as(flat)[used]
-    flat = flat.masked_fill(~used, 0)
+    tokens, positions, restored = (np.empty(n, dtype=np.int64) for _ in range(3))
+    source = np.minimum(columns + (width - prompt)[:, None], words.shape[1] - 1)
+    tokens[where] = np.take_along_axis(words, source, axis=1)[used]
+    positions[where] = np.broadcast_to(columns, flat.shape)[used]
+    flat[~used] = 0
 
     buckets, inner, start = [], [], 0
     for rows in _bucket_rows(length):
         longest = int(length[rows].max())
-        bucket = flat[rows, :longest]
-        inside = used[rows, :longest]
+        bucket, inside = flat[rows, :longest], used[rows, :longest]
         # Rows that share a prompt write the same outputs; any of them serves.
-        restored[bucket[inside]] = start + torch.arange(bucket.numel()).view(bucket.shape)[inside]
-        start += bucket.numel()
+        restored[bucket[inside]] = start + inside.ravel().nonzero()[0]
+        start += bucket.size
         buckets.append(bucket)
-        inner.append(bucket.masked_fill(~inside, n))
-    copies = _copies(torch.cat([bucket.flatten() for bucket in inner]), int(prompt[first].sum()))
-    rows, scored_steps = batch.mask.nonzero(as_tuple=True)
-    predictors = flat[rows, prompt[rows] - 1 + scored_steps]
-    place = torch.full_like(batch.tokens, -1)
-    place[used.nonzero()[:, 0], source[used]] = where
-    index = torch.cat([bucket.flatten() for bucket in buckets])
-    return FlatBatch(tokens, positions, buckets, index, restored, copies, predictors, (rows, scored_steps), place)
+        inner.append(np.where(inside, bucket, n))
+    copies = _copies(np.concatenate([bucket.ravel() for bucket in inner]), int(prompt[first].sum()))
+    rows, steps = mask.nonzero()
+    predictors = flat[rows, prompt[rows] - 1 + steps]
+    place = np.full(words.shape, -1)
+    place[used.nonzero()[0], source[used]] = where
+    index = np.concatenate([bucket.ravel() for bucket in buckets])
+    return FlatBatch(
+        torch.from_numpy(tokens),
+        torch.from_numpy(positions),
+        [torch.from_numpy(bucket) for bucket in buckets],
+        torch.from_numpy(index),
+        torch.from_numpy(restored),
+        torch.from_numpy(copies),
+        torch.from_numpy(predictors),
+        (torch.from_numpy(rows), torch.from_numpy(steps)),
+        torch.from_numpy(place),
+    )
 
 
-def _copies(flat: Tensor, prompts: int) -> Tensor:
+Indices = npt.NDArray[np.int64]
+
+
+def _copies(flat: Indices, prompts: int) -> Indices:
     """Return "p rows", at which of the places `flat` (" m") each of the first p tokens is, else −1."""
-    found = (flat < prompts).nonzero()[:, 0]
-    token, order = flat[found].sort(stable=True)
-    counts = token.bincount(minlength=prompts)
-    rank = torch.arange(len(token)) - (counts.cumsum(0) - counts)[token]
-    copies = torch.full((prompts, int(counts.max()) if prompts else 0), -1)
+    found = (flat < prompts).nonzero()[0]
+    token = flat[found]
+    order = token.argsort(kind="stable")
+    token = token[order]
+    counts = np.bincount(token, minlength=prompts)
+    rank = np.arange(len(token)) - (counts.cumsum() - counts)[token]
+    copies = np.full((prompts, int(counts.max()) if prompts else 0), -1)
     copies[token, rank] = found[order]
     return copies
 
 
-def _owners(batch: RolloutBatch, width: int, routes: Tensor | None) -> tuple[Tensor, Tensor]:
+def _owners(prompts: Any, length: Any, group: Any, routes: Tensor | None) -> tuple[Indices, Indices]:
     """Return the rows that own a prompt, and for every row the row whose prompt it uses."""
-    groups, inverse = batch.group.unique(return_inverse=True)
-    rows = torch.arange(len(batch))
-    owner = torch.full((len(groups),), len(batch)).scatter_reduce(0, inverse, rows, "amin")[inverse]
-    prompts = batch.tokens[:, :width]
-    equal = (prompts == prompts[owner]).all(dim=1) & (batch.prompt_length == batch.prompt_length[owner])
+    _, earliest, inverse = np.unique(group, return_index=True, return_inverse=True)
+    rows, owner = np.arange(len(group)), earliest[inverse]
+    equal = (prompts == prompts[owner]).all(axis=1) & (length == length[owner])
     if routes is not None:  # a prompt that was computed twice may have gone two ways
-        equal &= (routes[:, :width] == routes[owner.to(routes.device), :width]).flatten(1).all(dim=1).cpu()
-    owner = torch.where(equal, owner, rows)
-    return (owner == rows).nonzero()[:, 0], owner
+        theirs = routes[torch.from_numpy(owner).to(routes.device), : prompts.shape[1]]
+        equal &= (routes[:, : prompts.shape[1]] == theirs).flatten(1).all(dim=1).cpu().numpy()
+    owner = np.where(equal, owner, rows)
+    return (owner == rows).nonzero()[0], owner
 
 
-def _bucket_rows(length: Tensor) -> list[Tensor]:
+def _bucket_rows(length: Any) -> list[Indices]:
     """Return the rows of each bucket, longest first."""
-    ordered, order = length.sort(descending=True, stable=True)
-    lengths = ordered.tolist()
+    order = (-length).argsort(kind="stable")
+    lengths = length[order].tolist()
     cuts = [0]
     for row, tokens in enumerate(lengths):
         longest = lengths[cuts[-1]]
@@ -248,7 +280,8 @@ def attend(
     sizes = [bucket.numel() for bucket in flat_batch.buckets]
     places = flat_batch.index, flat_batch.restored, flat_batch.copies
     laid_out: list[Any] = [_LayOut.apply(x[0].transpose(0, 1), *places) for x in (query, key, value)]
-    parts = zip(*(x.split(sizes) for x in laid_out), strict=True)
+    # one bucket is not split: the gradient of that is a copy
+    parts = zip(*(x.split(sizes) if len(sizes) > 1 else (x,) for x in laid_out), strict=True)
     outputs = []
     for bucket, part in zip(flat_batch.buckets, parts, strict=True):
         q, k, v = (x.unflatten(0, bucket.shape).transpose(1, 2) for x in part)
@@ -270,6 +303,10 @@ class _LayOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         restored, copies = ctx.saved_tensors
+        if copies.shape[1] > 1 and dispatch.available(grads[0]):
+            from lit_qrl.formats.kernels import rows_triton
+
+            return rows_triton.summed(grads[0], restored, copies), None, None, None
         grad = grads[0].index_select(0, restored)
         if copies.shape[1] > 1:
             wide = torch.promote_types(grad.dtype, torch.float32)

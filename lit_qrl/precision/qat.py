@@ -28,23 +28,23 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "AlignedWeight") -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.has_bias = layer, bias is not None
+        ctx.layer, ctx.has_bias, ctx.shape, ctx.dtype = layer, bias is not None, x.shape, x.dtype
         out = layer.multiply(x, None if bias is None else bias.to(x.dtype))
+        ctx.save_for_backward(*layer.kept_input(x), weight)
         layer.used()
         # no view in autograd's eyes: a model may add to it in place, as Falcon's does
         return torch.ops.aten._unsafe_view(out, list(out.shape))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        *kept, weight = ctx.saved_tensors
         (grad,) = grads
         flat = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = (flat @ ctx.layer.backward_weight(weight, flat.dtype)).view(x.shape)
+            grad_x = (flat @ ctx.layer.backward_weight(weight, flat.dtype)).view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            grad_weight = flat.t() @ ctx.layer.backward_input(x).reshape(-1, x.shape[-1])
+            grad_weight = flat.t() @ ctx.layer.backward_input(kept, ctx.dtype).reshape(-1, ctx.shape[-1])
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = flat.sum(dim=0)
         ctx.layer.used()
@@ -78,9 +78,19 @@ class AlignedWeight(LowBitWeight):
             return held.operand.to(dtype)
         return self.format.dequantize(q, dtype)  # for this product alone: the forward pass keeps the codes
 
-    def backward_input(self, x: Tensor) -> Tensor:
+    def kept_input(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return what `backward_input` will need of an input: the codes that were multiplied, or the input itself."""
+        if self.backward_operands == "high_precision":
+            return (x,)
+        kernel = None if self.choice is None else self.choice.pick(self.layer_name, self.shape, x)
+        made = None if kernel is None else kernel.kept_input(x)
+        return self.format.kept_input(x) if made is None else made
+
+    def backward_input(self, kept: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Return what the output's gradient is multiplied by for that of the weight: Q(x) multiplied out, or x."""
-        return x if self.backward_operands == "high_precision" else self.format.dequantized_input(x)
+        return (
+            kept[0] if self.backward_operands == "high_precision" else self.format.dequantized_kept(tuple(kept), dtype)
+        )
 
     @override
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -121,8 +131,9 @@ class QATAligned(QuantizedPrecision):
         autocast: run the other operations in bf16 over fp32 master weights; `none` leaves each in its own dtype.
         kernel: how packed 4-bit weights are multiplied: `auto` by vLLM's own kernel when vLLM is the sampler and has
             one for the layer, else `dequantize`, multiplied out and by the bf16 GEMM; `machete` or `marlin` insist.
-        backward: the operands of the backward pass, as above. Either keeps the layer's input in its own dtype for it;
-            `dequantized` rounds that anew and multiplies out one weight at a time, unless the forward pass keeps it so.
+        backward: the operands of the backward pass, as above. `high_precision` keeps the layer's input in its own dtype
+            for it. `dequantized` keeps the input's FP8 codes where the device multiplies those, else the input, which
+            it rounds anew; it multiplies out one weight at a time, unless the forward pass keeps it so.
         fuse: quantize in the kernel of the norm or activation before a layer; for fp8_block. `auto` does so where the
             kernels run and the decoder's blocks are known.
 

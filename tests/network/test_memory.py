@@ -49,13 +49,15 @@ def test_memory_that_torch_holds_unused_counts_as_free(monkeypatch):
 
 def test_layers_are_kept_up_to_the_memory_that_there_is():
     sizes = {"layers": 8, "tokens": 1000, "each": 50_000, "width": 2000, "gradients": 10**9, "total": 80 * 10**9}
-    # 0.05 of 80 GB, 1 GB of gradients, 1 GiB of logits, 16 MB of inputs and 150 MB of a layer's backward pass
-    taken = 4 * 10**9 + 10**9 + 2**30 + 16 * 10**6 + 150 * 10**6
+    # 0.05 of 80 GB, 1 GB of gradients, 2 GB of logits, 16 MB of inputs and 150 MB of a layer's backward pass
+    taken = 4 * 10**9 + 10**9 + 2 * 10**9 + 16 * 10**6 + 150 * 10**6
     assert kept_layers(**sizes, free=taken) == 0
     assert kept_layers(**sizes, free=taken + 3 * 48 * 10**6) == 3
     assert kept_layers(**sizes, free=taken + 3 * 48 * 10**6 - 1) == 2
     assert kept_layers(**sizes, free=taken + 100 * 48 * 10**6) == 8
     assert kept_layers(**sizes, free=0) == 0
+    small = 10**9 + 10**9 + 2**30 + 16 * 10**6 + 150 * 10**6 + 48 * 10**6  # 1 GiB of logits on a small one
+    assert kept_layers(**{**sizes, "total": 20 * 10**9}, free=small) == 1
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3, LAYERS])

@@ -38,6 +38,14 @@ def test_the_weight_is_quantized_once_per_version(monkeypatch):
     assert len(calls) == 3
 
 
+def test_compiled_layers_are_not_replaced():
+    module = Module(Policy())
+    module.policy.configure()
+    module.policy.compiles = True
+    with pytest.raises(ConfigError, match=r"Layers of QATAligned are not compiled.*compile: true"):
+        QATAligned("fp8_row").check_policy(module.policy)
+
+
 def test_a_validation_pass_first_does_not_poison_training():
     layer = aligned(nn.Linear(64, 32), formats.get("fp8_row"))
     x = torch.randn(2, 64)

@@ -1,4 +1,5 @@
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -202,6 +203,45 @@ def test_nothing_more_is_saved_than_the_input_and_the_weight():
             layer(x)
         assert saved[-2:] == [x.data_ptr(), layer.weight.data_ptr()]
     assert len(saved) == 4
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_row", "fp8_block"])
+def test_codes_are_kept_in_place_of_inputs_where_the_device_multiplies_them(name, monkeypatch):
+    plain, x, upstream = nn.Linear(256, 32).bfloat16(), torch.randn(3, 4, 256).bfloat16(), torch.randn(3, 4, 32)
+    grads, saved = [], []
+    for kept in (False, True):
+        if kept:  # what a GPU does, by the plain quantizers
+            monkeypatch.setattr(type(formats.get(name)), "kept_input", lambda format, x: format.input_codes(x))
+        layer, own = aligned(copy.deepcopy(plain), formats.get(name)), x.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one.dtype) or one, lambda one: one):
+            out = layer(own)
+        out.backward(upstream.bfloat16())
+        grads.append([own.grad, layer.weight.grad, layer.bias.grad])
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+    assert saved == [torch.bfloat16] * 2 + [torch.float8_e4m3fn, torch.float32, torch.bfloat16]
+
+
+def test_the_codes_of_the_samplers_own_kernel_are_the_ones_that_are_kept():
+    format = formats.get("fp8_row")
+    layer, x = aligned(nn.Linear(256, 32, bias=False), format), torch.randn(3, 256)
+    codes, scale = format.input_codes(x)
+
+    class Kernel:
+        vllm_name = "kernel"
+
+        def prepare(self, q, dtype):
+            return format.dequantize(q, dtype)
+
+        def apply(self, x, weight, bias):
+            return x @ weight.t()
+
+        def kept_input(self, x):
+            return codes, 2 * scale
+
+    layer.choice = SimpleNamespace(pick=lambda *_: Kernel())
+    layer(x).sum().backward()
+    expected = (2 * scale * codes.float()).sum(0)
+    torch.testing.assert_close(layer.weight.grad, expected.expand(32, 256))
 
 
 def test_a_format_that_quantizes_activations_says_how():

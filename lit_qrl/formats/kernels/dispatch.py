@@ -148,14 +148,14 @@ def int4_values(codes: Tensor, scales: Tensor, group_size: int, dtype: torch.dty
     return values_triton.values(codes, scales, group_size, values_triton.INT4, shape, dtype)
 
 
-def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: int = 0) -> Tensor | None:
+def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int] = (1, 1)) -> Tensor | None:
     """Return codes of a byte times their scales, rounded once, from one kernel, or None where there is none.
 
     Args:
-        codes: E4M3 or int8, "out in".
-        scales: one, "out 1", or with a `block` one for each square of that side.
-        dtype: of the weight.
-        block: side of what a scale covers, a power of two; 0 for a row or the whole.
+        codes: E4M3 or int8, "rows columns".
+        scales: one, "rows 1", or one for each block.
+        dtype: of the numbers.
+        block: rows and columns that a scale covers, where it is not a row or the whole.
     """
     if not (available_for_e4m3(codes) if codes.dtype == E4M3 else available(codes)):
         return None

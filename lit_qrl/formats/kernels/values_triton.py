@@ -100,36 +100,35 @@ def values(
 
 @triton.jit
 def _scaled_kernel(
-    codes, scales, out, columns, across, PER_ROW: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr
+    codes, scales, out, columns, down, across, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """A piece of a row: codes of a byte times their scales, rounded once."""
+    """A piece of a row: codes of a byte times their scales, rounded once; the strides of scales are down and across."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = column < columns
     place = row * columns + column
     value = tl.load(codes + place, mask=inside).to(tl.float32)
-    if BLOCK > 0:
-        scale = tl.load(scales + (row // BLOCK) * across + column // BLOCK, mask=inside)
-    else:
-        scale = tl.load(scales + row * PER_ROW + tl.zeros([SIZE], tl.int64), mask=inside)
+    scale = tl.load(scales + (row // ROWS) * down + (column // COLUMNS) * across, mask=inside)
     tl.store(out + place, (value * scale.to(tl.float32)).to(out.dtype.element_ty), mask=inside)
 
 
-def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: int = 0) -> Tensor:
-    """Return the weight that codes of a byte and their scales stand for.
+def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int] = (1, 1)) -> Tensor:
+    """Return the numbers that codes of a byte and their scales stand for.
 
     Args:
-        codes: E4M3 or int8, "out in".
-        scales: one, "out 1", or with a `block` "out/block in/block", rounded up.
-        dtype: of the weight.
-        block: side of the squares that share a scale; 0 for a row or the whole.
+        codes: E4M3 or int8, "rows columns".
+        scales: one, "rows 1", or one for each block, rounded up.
+        dtype: of the numbers.
+        block: rows and columns that share a scale, where there is not one for a row or the whole.
     """
-    codes, scales = codes.contiguous(), scales.contiguous()
+    codes = codes.contiguous()
     rows, columns = codes.shape
+    if scales.numel() == 1:
+        scales = scales.reshape(1, 1)
+    down, across = (stride if size > 1 else 0 for stride, size in zip(scales.stride(), scales.shape, strict=True))
     out = torch.empty((rows, columns), dtype=dtype, device=codes.device)
     _scaled_kernel[(rows, triton.cdiv(columns, SCALED))](
-        codes, scales, out, columns, scales.shape[-1], int(not block and scales.numel() > 1), block, SCALED,
-        num_warps=WARPS,
+        codes, scales, out, columns, down, across, *block, SCALED, num_warps=WARPS
     )  # fmt: skip
     return out
 

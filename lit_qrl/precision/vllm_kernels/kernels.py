@@ -52,6 +52,10 @@ class SamplerKernel(ABC):
         out = self.multiply(rows.contiguous(), weight, bias)
         return out.view(*x.shape[:-1], out.shape[-1])
 
+    def kept_input(self, x: Tensor) -> tuple[Tensor, ...] | None:
+        """Return the codes and scales that stand for inputs "... in" in the product, or None where the format says."""
+        return None
+
 
 class Machete(SamplerKernel):
     """INT4 weights on compute capability 9.0."""
@@ -255,13 +259,15 @@ class CutlassFP8Row(SamplerKernel):
         return self._product(_fp8_rows(x), weight, bias, x.dtype)
 
     def apply(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        out = self._product(self.kept_input(x), weight, bias, x.dtype)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    def kept_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
         def make(columns: bool) -> tuple[Any, None]:
             return _fp8_rows(x.detach().reshape(-1, x.shape[-1]).contiguous()), None
 
         # once for all layers that read the same tensor: q, k and v; gate and up
-        rows, _ = dispatch.made_once(x, self.vllm_name, False, make)
-        out = self._product(rows, weight, bias, x.dtype)
-        return out.view(*x.shape[:-1], out.shape[-1])
+        return dispatch.made_once(x, self.vllm_name, False, make)[0]
 
     @staticmethod
     def _product(rows: tuple[Tensor, Tensor], weight: Any, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -60,13 +60,25 @@ def compare_scaled(device):
         format = formats.get(name)
         for shape in ((6, 72), (130, 2184)):
             q = format.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16))
-            block = 128 if name == "fp8_block" else 0
+            block = (128, 128) if name == "fp8_block" else (1, 1)
             for dtype in (torch.float32, torch.bfloat16):
                 made = values_triton.scaled_values(q.codes.to(device), q.scales.to(device), dtype, block)
                 assert torch.equal(bits(made.cpu()), bits(format.dequantize(q, dtype))), (name, shape, dtype)
 
 
-COMPARISONS = [compare_int4, compare_values, compare_stacks, compare_scaled]
+def compare_scaled_inputs(device):
+    from lit_qrl.formats.kernels import values_triton
+
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    for format in (formats.get("fp8_row"), formats.get("fp8_tensor"), formats.get("fp8_block")):
+        codes, scale = format.input_codes(x)
+        column_by_column = scale.to(device).t().contiguous().t() if scale.ndim else scale.to(device)
+        block = (1, 128) if format.name == "fp8_block" else (1, 1)
+        made = values_triton.scaled_values(codes.to(device), column_by_column, torch.bfloat16, block)
+        assert torch.equal(bits(made.cpu()), bits(format.dequantized_kept((codes.cpu(), scale.cpu()), torch.bfloat16)))
+
+
+COMPARISONS = [compare_int4, compare_values, compare_stacks, compare_scaled, compare_scaled_inputs]
 
 
 @pytest.mark.vllm  # which brings Triton
