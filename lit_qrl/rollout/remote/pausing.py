@@ -17,8 +17,8 @@ class Pausing:
 
     # ----------------------------------------------------------------------------------------------- the one that draws
 
-    def begin(self, ask: Callable[[], int]) -> int:
-        """Wait for the end of a pause, ask the server to draw, and return the number of the question.
+    def begin(self, ask: Callable[[], None]) -> None:
+        """Wait for the end of a pause, and ask the server to draw.
 
         Args:
             ask: sends the question.
@@ -27,7 +27,7 @@ class Pausing:
             self._changed.wait_for(lambda: not self._wanted)
             self._drawing = True
             try:
-                return ask()
+                ask()
             except BaseException:
                 self._drawing = False
                 raise

@@ -172,7 +172,8 @@ class Replica:
     ) -> Any:
         """Return what `call` returns of the engine's `generate`; another thread may `pause` it meanwhile."""
         outcome: list[tuple[str, Any]] = []
-        number = self._pausing.begin(lambda: self.begin("generate", *args))
+        self._pausing.begin(lambda: self.begin("generate", *args))
+        number = self._number  # which another thread changes in pauses alone
         try:
             while not outcome or not self._pausing.over():
                 kind, of, value = self._receive()
@@ -226,12 +227,11 @@ class Replica:
         """This host's, as the replica's sees it."""
         return local_address(self._connection)
 
-    def begin(self, what: str, *args: Any) -> int:
-        """Ask without waiting for the answer, and return the number of the question."""
+    def begin(self, what: str, *args: Any) -> None:
+        """Ask without waiting for the answer."""
         self._number += 1
         self._early = []
         self._send(self._number, what, args)
-        return self._number
 
     def answer(self, progress: Callable[[int, int], None] | None = None, finished: Finished | None = None) -> Any:
         """Return the answer of what was asked last; those of calls that were interrupted are passed over."""

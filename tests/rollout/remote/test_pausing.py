@@ -4,13 +4,16 @@ import threading
 
 import pytest
 
+from lit_qrl.callbacks import RunCheckpoint
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError, Pauses
 from lit_qrl.rollout.remote import wire
 from lit_qrl.rollout.remote.engine import RemoteEngine
 from lit_qrl.rollout.remote.server import Session
+from lit_qrl.run.diary import read_jsonl
 from tests.rollout.embedded.test_flight import SAMPLING, after, set_up, two_networks
-from tests.rollout.remote.served import PROMPTS, publish, remote
+from tests.rollout.remote.served import PROMPTS, TOKEN, publish, remote, server
+from tests.tiny_run import build, without_plots
 
 STEPS = 4
 """Of a draw, after which the server waits until it is asked to pause."""
@@ -19,14 +22,14 @@ PATIENCE = 20.0
 
 @pytest.fixture
 def stops(monkeypatch):
-    """Let servers wait for a pause once in each connection's first draw; gives the event of the last that waits."""
-    reached, seen = threading.Event(), {}
+    """Let servers wait for a pause, once each, in their first draw; gives a semaphore of those that wait."""
+    reached, seen = threading.Semaphore(0), {}
     between = Session._between_steps
 
     def counted(session):
         seen[session] = seen.get(session, 0) + 1
         if seen[session] == STEPS:
-            reached.set()
+            reached.release()
             session.connection.poll(PATIENCE)
         between(session)
 
@@ -69,7 +72,7 @@ def test_weights_that_come_over_the_wire_are_those_that_come_in_this_process(tmp
         assert isinstance(engine, Pauses)
         assert publish(engine, old)[0] == []
         drawing = Drawing(engine)
-        assert stops.wait(PATIENCE)
+        assert stops.acquire(timeout=PATIENCE)
         engine.pause()
         faults, report = publish(engine, new, version=1)  # verified before a token is drawn with it
         engine.resume()
@@ -83,7 +86,8 @@ def test_all_replicas_stand_still_and_go_on(tmp_path, stops):
     with flying(tmp_path, old, servers=2) as (engine, _):
         publish(engine, old)
         drawing = Drawing(engine)
-        assert stops.wait(PATIENCE)
+        for _ in engine.replicas:
+            assert stops.acquire(timeout=PATIENCE)
         engine.pause()
         assert publish(engine, new, version=1)[0] == []
         assert len(engine.score(PROMPTS)) == len(PROMPTS)  # whatever is asked of an engine that stands still
@@ -130,7 +134,7 @@ def test_what_was_under_way_ends_where_the_weights_did_not_come_whole(tmp_path, 
     with flying(tmp_path, old) as (engine, _):
         publish(engine, old)
         drawing = Drawing(engine)
-        assert stops.wait(PATIENCE)
+        assert stops.acquire(timeout=PATIENCE)
         engine.pause()
 
         def half(stream):
@@ -152,7 +156,7 @@ def test_an_engine_that_dies_in_a_pause_is_heard_of_on_both_sides(tmp_path, stop
     with flying(tmp_path, old) as (engine, _):
         publish(engine, old)
         drawing = Drawing(engine)
-        assert stops.wait(PATIENCE)
+        assert stops.acquire(timeout=PATIENCE)
         engine.pause()
         wire.hang_up(engine.replicas[0].connection)
         with pytest.raises(EngineDiedError):
@@ -160,6 +164,31 @@ def test_an_engine_that_dies_in_a_pause_is_heard_of_on_both_sides(tmp_path, stop
         engine.resume(whole=False)
         assert drawing.result() is None
         assert drawing.error is not None
+
+
+def test_a_run_learns_from_completions_that_took_weights_in_flight(tmp_path, monkeypatch):
+    between, seen = Session._between_steps, {}
+
+    def counted(session):
+        seen[session] = seen.get(session, 0) + 1
+        if seen[session] == 9:  # in the second draw, while the learner goes on to its next publish
+            session.connection.poll(PATIENCE)
+        between(session)
+
+    monkeypatch.setattr(Session, "_between_steps", counted)
+    monkeypatch.setattr(RunCheckpoint, "on_train_epoch_end", lambda *args: None)  # which waits for what is drawn
+    (tmp_path / "token").write_text(TOKEN.decode())
+    with server() as place:
+        engine = RemoteEngine(TransformersEngine(), hosts=[place], token_file=str(tmp_path / "token"))
+        flight = {"schedule": "async", "max_staleness": 2, "in_flight_updates": "keep"}
+        trainer, module, data = build(tmp_path, engine=engine, data=flight, trainer={"max_epochs": 4}, report=True)
+        with without_plots():
+            trainer.fit(module, datamodule=data)
+    assert set(data.ahead.tokens_of_age) <= {0, 1, 2}
+    assert data.ahead.tokens_of_age[1] > 0
+    told = [row["versions"] for row in read_jsonl(tmp_path / "run" / "samples.jsonl") if "versions" in row]
+    assert told
+    assert all(isinstance(version, int) and count > 0 for versions in told for version, count in versions)
 
 
 def test_an_engine_that_takes_none_in_flight_never_stops(tmp_path):
