@@ -339,7 +339,7 @@ def check_in_flight(learner: Learner) -> None:
     data, engine = learner.data, learner.data.engine
     if data.ahead is None or not data.ahead.in_flight:
         return
-    given = type(getattr(engine, "engine", engine)).__name__
+    given, invariant = type(getattr(engine, "engine", engine)).__name__, engine.batch_invariant
     remedy = "Leave data.in_flight_updates out."
     if not (engine.takes_in_flight and isinstance(engine, Pauses)):
         raise ConfigError(
@@ -355,7 +355,7 @@ def check_in_flight(learner: Learner) -> None:
             expected="data.in_flight_updates: none",
             remedy="Leave it out: data.schedule: async alone draws the same in every run.",
         )
-    if engine.batch_invariant:
+    if invariant:
         raise ConfigError(
             "data.engine.batch_invariant promises that learner and sampler agree to the last bit; no learner agrees "
             "with a completion that two versions drew.",

@@ -375,7 +375,9 @@ class Decoder:
     ) -> tuple[SlotCache, Tensor]:
         """Return a cache that is filled anew with prompts and `step` tokens of live rows, and the logits after them."""
         drawn_now = drawn.tokens[rows, :step].tolist()
-        sequences = [[*prompts[row], *new] for row, new in zip(rows.tolist(), drawn_now, strict=True)]
+        sequences: list[Sequence[int]] = [
+            [*prompts[row], *new] for row, new in zip(rows.tolist(), drawn_now, strict=True)
+        ]
         cache = SlotCache(self.layers, len(sequences), old.max_length)
         ones = torch.ones(len(sequences), dtype=torch.long)
         return cache, self._prefill(sequences, {}, ones, old.filled + 1, cache)[0]
