@@ -26,7 +26,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "on_policy": {"data.schedule": "on_policy"},
     "one_step_off": {"data.schedule": "one_step_off"},
     "async_4": {"data.schedule": "async", "data.max_staleness": 4},
-    "async_4_in_flight": {"data.schedule": "async", "data.max_staleness": 4, "data.in_flight_updates": "keep"},
+    "in_flight_4": {"data.schedule": "async", "data.max_staleness": 4, "data.in_flight_updates": "keep"},
 }
 CORRECTIONS = ("none", "tis")
 SHOWN = ("mismatch/kl_k3", "mismatch/staleness_kl", "rollout/age", "time/iteration")

@@ -18,11 +18,12 @@ from lit_qrl.data.problems import Problem, PromptOrder, admit
 from lit_qrl.data.sizes import check_ranks, check_sizes
 from lit_qrl.data.task import Task
 from lit_qrl.errors import ConfigError, StoppedError
-from lit_qrl.loop.ahead import ahead_of, check_ahead
+from lit_qrl.loop.ahead import ahead_of
 from lit_qrl.loop.budget import TokenBudget
 from lit_qrl.loop.generation import scoring_progress
 from lit_qrl.loop.hooks import Learner
 from lit_qrl.loop.ranks import Slots, gather_objects, several_processes
+from lit_qrl.loop.schedule import check_ahead
 from lit_qrl.loop.turns import TakesTurns
 from lit_qrl.network.structure import check_positions, check_tokens
 from lit_qrl.rewards.base import Sample, as_tensor, weigh_by_name
@@ -204,8 +205,7 @@ class RolloutDataModule(Described, LightningDataModule):
         check_ranks(self, self.trainer.world_size if self.trainer else 1)
         longest = self.max_prompt_tokens + self.max_completion_tokens
         rows = self.prompts_per_rank // self.mini_batches * self.group_size
-        limit = self.max_tokens_per_micro_batch
-        sequences = 1 if self.budget is not None else rows // self.parts
+        limit, sequences = self.max_tokens_per_micro_batch, 1 if self.budget is not None else rows // self.parts
         if limit is not None and sequences * longest > limit:
             fits = [k for k in range(1, rows + 1) if rows % k == 0 and rows // k * longest <= limit]
             raise ConfigError(

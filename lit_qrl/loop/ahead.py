@@ -6,8 +6,9 @@ and no rollout is more than k iterations older than the learner that it updates.
 the prompts, their order, their seeds and which weights drew them. The sampler's log-probs are those of its older
 weights; corrections take them for what they are.
 
-Where weights come in flight, each iteration publishes its own between two steps of the engine, and draws k iterations
-ahead: then time says which weights drew which token, and each token's version is recorded.
+Where weights come in flight, each iteration publishes its own between two steps of the engine, and rollouts are begun
+one ahead, or up to k where the learner has to wait: what is drawn earlier than it is needed is only older. Then time
+says which weights drew which token, and each token's version is recorded.
 """
 
 import logging
@@ -16,17 +17,15 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from typing import Any
 
 import torch
 
-from lit_qrl.errors import ConfigError
 from lit_qrl.functional.mismatch import k3_divergence
 from lit_qrl.loop.drafts import Draft, packed, unpacked, versions_of
 from lit_qrl.loop.hooks import Learner, rl_callbacks
-from lit_qrl.loop.turns import TakesTurns
-from lit_qrl.rollout.engine import EngineDiedError, InFlight, Pauses, Scores
+from lit_qrl.loop.schedule import staleness_of
+from lit_qrl.rollout.engine import EngineDiedError, InFlight, Scores
 from lit_qrl.seeding import derive_seed
 
 log = logging.getLogger(__name__)
@@ -45,6 +44,8 @@ class Ahead:
 
     def __init__(self, staleness: int, in_flight: InFlight = "none") -> None:
         self.staleness, self.in_flight = staleness, in_flight != "none"
+        self.depth = 1
+        """Rollouts that are begun ahead where weights come in flight."""
         self.weights_of: dict[int, int] = {}
         """The iteration whose weights a version has, where they come in flight."""
         self.drafts: dict[int, Draft] = {}
@@ -76,7 +77,7 @@ class Ahead:
         """Begin what the published weights are to draw and is not under way: all up to the next publish."""
         self._restore(learner)
         trainer, now = learner.trainer, learner.trainer.current_epoch
-        end = now + self.staleness if self.in_flight else now - now % self.staleness + self.staleness
+        end = now + self.depth if self.in_flight else now - now % self.staleness + self.staleness
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
             end = min(end, trainer.max_epochs - 1)
         missing = [number for number in range(now, end + 1) if number not in self.drafts]
@@ -88,6 +89,19 @@ class Ahead:
             self.drafts[number] = Draft(number, now, start, data.next_problems(slots.groups, slots.own))
             self._submit(learner, self.drafts[number])
 
+    def adjust(self, now: int) -> None:
+        """Draw one rollout more ahead where the learner waits for this one, one fewer where the next is drawn, too.
+
+        Args:
+            now: the iteration that takes a rollout.
+        """
+        if now not in self.drafts:
+            return
+        if self.drafts[now].completions is None:
+            self.depth = min(self.depth + 1, self.staleness)
+        elif now + 1 in self.drafts and self.drafts[now + 1].completions is not None:
+            self.depth = max(self.depth - 1, 1)
+
     def take(self, learner: Learner) -> Draft:
         """Return the drawn rollout of this iteration; where the engine died, what it lacked is drawn by a new one.
 
@@ -97,6 +111,7 @@ class Ahead:
         now = learner.trainer.current_epoch
         for number in [number for number in self.drafts if number < now]:
             del self.drafts[number]
+        self.adjust(now)
         self.extend(learner)
         while self.drafts[now].completions is None:
             try:
@@ -116,8 +131,9 @@ class Ahead:
         if self.in_flight and any(ages):
             learner.data.engine.pause()
             try:
-                with suppress(EngineDiedError):  # the next draft tells it
-                    measure_staleness(learner, draft)
+                measure_staleness(learner, draft)
+            except RuntimeError as error:  # it died of what it drew meanwhile, of which the next draft tells
+                log.info("Staleness was not measured: %s", error)
             finally:
                 learner.data.engine.resume()
         return draft
@@ -247,122 +263,10 @@ def tell_ages(learner: Learner) -> str:
     return f"Tokens by the age in iterations of the weights that drew them: {', '.join(shares)} old."
 
 
-def staleness_of(schedule: str, max_staleness: int, in_flight: str = "none") -> int:
-    """Return by how many iterations a schedule's weights may be older; 0 draws and updates in turns.
-
-    Args:
-        schedule: `on_policy`, `one_step_off` or `async`.
-        max_staleness: of `async`.
-        in_flight: what becomes of keys and values when weights come while completions are drawn.
-
-    Raises:
-        ConfigError: for another schedule, or a staleness or updates that do not fit it.
-
-    >>> staleness_of("one_step_off", 1), staleness_of("async", 4)
-    (1, 4)
-    """
-    if schedule not in ("on_policy", "one_step_off", "async"):
-        raise ConfigError("data.schedule is unknown.", expected="on_policy, one_step_off or async", given=schedule)
-    if max_staleness < 1 or (schedule != "async" and max_staleness != 1):
-        raise ConfigError(
-            "data.max_staleness does not fit data.schedule.",
-            expected="1 or more with schedule async, else nothing",
-            given=f"{max_staleness} with {schedule}",
-            remedy="Set data.schedule to async, or leave max_staleness out.",
-        )
-    if in_flight not in ("none", "keep", "recompute") or (in_flight != "none" and schedule != "async"):
-        raise ConfigError(
-            "data.in_flight_updates does not fit data.schedule.",
-            expected="none, or with schedule async keep or recompute",
-            given=f"{in_flight} with {schedule}",
-            remedy="Set data.schedule to async, or leave in_flight_updates out.",
-        )
-    return max_staleness if schedule == "async" else int(schedule == "one_step_off")
-
-
 def ahead_of(schedule: str, max_staleness: int, in_flight: InFlight = "none") -> Ahead | None:
     """Return what draws ahead under a schedule, or None; the arguments and errors are those of `staleness_of`."""
     staleness = staleness_of(schedule, max_staleness, in_flight)
     return Ahead(staleness, in_flight) if staleness else None
-
-
-def check_ahead(learner: Learner, schedule: str) -> None:
-    """Raise `ConfigError` where rollouts cannot be drawn while the learner updates.
-
-    Args:
-        learner: with engine, objective and policy.
-        schedule: for the error.
-    """
-    engine, objective = learner.data.engine, learner.objective
-    for differs, expected, given, remedy in (
-        (
-            not engine.overlaps,
-            "an engine in a process of its own",
-            f"data.engine: {type(engine).__name__}, which shares the learner's memory",
-            "Put it into data.engine: RemoteEngine.",
-        ),
-        (
-            objective.filter_zero_variance,
-            "an objective that takes every group",
-            "filter_zero_variance, which draws again when rewards are known",
-            "Set it to false, or data.schedule to on_policy.",
-        ),
-        (
-            isinstance(learner.data.task, TakesTurns),
-            "completions of one turn",
-            f"data.task: {type(learner.data.task).__name__}, whose environments answer while it draws",
-            "Set data.schedule to on_policy.",
-        ),
-        (
-            learner.policy.denoises,
-            "a causal policy",
-            f"{type(learner.policy).__name__}, whose sampler estimates log-probs again for each pass",
-            "Set data.schedule to on_policy.",
-        ),
-    ):
-        if differs:
-            raise ConfigError(
-                f"data.schedule: {schedule} draws rollouts while the learner updates, which this run cannot.",
-                expected=expected,
-                given=given,
-                remedy=remedy,
-            )
-    check_in_flight(learner)
-
-
-def check_in_flight(learner: Learner) -> None:
-    """Raise `ConfigError` where weights cannot come while completions are drawn, though they should.
-
-    Args:
-        learner: with its engine.
-    """
-    data, engine = learner.data, learner.data.engine
-    if data.ahead is None or not data.ahead.in_flight:
-        return
-    given, invariant = type(getattr(engine, "engine", engine)).__name__, engine.batch_invariant
-    remedy = "Leave data.in_flight_updates out."
-    if not (engine.takes_in_flight and isinstance(engine, Pauses)):
-        raise ConfigError(
-            "data.in_flight_updates gives the engine weights between two of its steps, which it cannot take.",
-            expected="TransformersEngine or VLLMEngine in data.engine: RemoteEngine",
-            given=given,
-            remedy=remedy,
-        )
-    if torch.are_deterministic_algorithms_enabled():
-        raise ConfigError(
-            "trainer.deterministic asks for the same bits in every run, and time says which weights draw which token "
-            "where they come in flight.",
-            expected="data.in_flight_updates: none",
-            remedy="Leave it out: data.schedule: async alone draws the same in every run.",
-        )
-    if invariant:
-        raise ConfigError(
-            "data.engine.batch_invariant promises that learner and sampler agree to the last bit; no learner agrees "
-            "with a completion that two versions drew.",
-            expected="data.in_flight_updates: none",
-            given=f"{given} with batch_invariant: true",
-            remedy=remedy,
-        )
 
 
 @torch.no_grad()

@@ -117,8 +117,8 @@ def undisturbed(run):
 
 
 def test_a_run_whose_weights_come_in_flight_learns_from_the_log_probs_of_those_that_drew(served, tmp_path):
-    model_folder(tmp_path / "model", hidden_size=128, intermediate_size=256, head_dim=32)
-    flight = {"schedule": "async", "max_staleness": 2, "in_flight_updates": "keep", "max_completion_tokens": 64}
+    model_folder(tmp_path / "model", hidden_size=128, intermediate_size=256, head_dim=32, max_position_embeddings=128)
+    flight = {"schedule": "async", "max_staleness": 2, "in_flight_updates": "keep", "max_completion_tokens": 56}
     trainer, module, data = build(
         tmp_path,
         engine=RemoteVLLMEngine(max_num_seqs=8, dtype="fp32"),
