@@ -47,7 +47,7 @@ def packed(completions: Sequence[Completion]) -> dict[str, Any]:
     >>> unpacked(packed([one])) == [one]
     True
     """
-    routes = [one.routed_experts for one in completions]
+    routes, kept = [one.routed_experts for one in completions], [one.kept for one in completions]
     versions = torch.tensor([version for one in completions for version in versions_of(one)], dtype=torch.long)
     return {
         "lengths": torch.tensor([len(one.token_ids) for one in completions], dtype=torch.long),
@@ -56,6 +56,7 @@ def packed(completions: Sequence[Completion]) -> dict[str, Any]:
         "stopped": torch.tensor([one.finish_reason == "stop" for one in completions]),
         "version": torch.tensor([one.version for one in completions], dtype=torch.long),
         **({"routes": routes} if any(one is not None for one in routes) else {}),
+        **({"kept": kept} if any(one is not None for one in kept) else {}),
         **({"versions": versions} if any(one.versions is not None for one in completions) else {}),
     }
 
@@ -66,7 +67,7 @@ def unpacked(saved: Mapping[str, Any]) -> list[Completion]:
     begins = [0, *ends[:-1]]
     tokens, logprobs = saved["tokens"].tolist(), saved["logprobs"].tolist()
     stopped, version = saved["stopped"].tolist(), saved["version"].tolist()
-    routes = saved.get("routes", [None] * len(ends))
+    routes, kept = (saved.get(name, [None] * len(ends)) for name in ("routes", "kept"))
     versions = saved["versions"].tolist() if "versions" in saved else None
     return [
         Completion(
@@ -75,6 +76,7 @@ def unpacked(saved: Mapping[str, Any]) -> list[Completion]:
             finish_reason="stop" if stopped[i] else "length",
             version=version[i],
             routed_experts=routes[i],
+            kept=kept[i],
             versions=None if versions is None else versions[begins[i] : end],
         )
         for i, end in enumerate(ends)
