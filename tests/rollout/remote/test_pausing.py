@@ -17,7 +17,7 @@ from tests.tiny_run import build, without_plots
 
 STEPS = 4
 """Of a draw, after which the server waits until it is asked to pause."""
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 @pytest.fixture
