@@ -24,11 +24,12 @@ PATIENCE = 60.0
 def stops(monkeypatch):
     """Let servers wait for a pause, once each, in their first draw; gives a semaphore of those that wait."""
     reached, seen = threading.Semaphore(0), {}
+    reached.on = True
     between = Session._between_steps
 
     def counted(session):
         seen[session] = seen.get(session, 0) + 1
-        if seen[session] == STEPS:
+        if reached.on and seen[session] == STEPS:
             reached.release()
             session.connection.poll(PATIENCE)
         between(session)
@@ -146,6 +147,7 @@ def test_what_was_under_way_ends_where_the_weights_did_not_come_whole(tmp_path, 
         engine.resume(whole=False)
         assert drawing.result() is None
         assert drawing.error is not None
+        stops.on = False
         engine.setup(engine.spec, engine.engine.policy)
         assert publish(engine, new, version=2)[0] == []
         assert {one.version for one in engine.generate(PROMPTS, 1, 7)} == {2}

@@ -51,7 +51,7 @@ def engine(monkeypatch):
             taken({position: outputs[position]})
         return outputs
 
-    def completion(output, version, routed, kept):
+    def completion(output, version, routed, kept, flight):
         assert routed is made.routed
         made.kept.append(kept)
         prompt, seed = output
