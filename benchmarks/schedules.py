@@ -26,6 +26,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "on_policy": {"data.schedule": "on_policy"},
     "one_step_off": {"data.schedule": "one_step_off"},
     "async_4": {"data.schedule": "async", "data.max_staleness": 4},
+    "in_flight_4": {"data.schedule": "async", "data.max_staleness": 4, "data.in_flight_updates": "keep"},
 }
 CORRECTIONS = ("none", "tis")
 SHOWN = ("mismatch/kl_k3", "mismatch/staleness_kl", "rollout/age", "time/iteration")
@@ -42,7 +43,8 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=150)
     args = parser.parse_args()
     deadline = time.monotonic() + args.limit
-    cells = list(product(range(args.seeds), SCHEDULES, CORRECTIONS))
+    # Weights in flight come last: what is cut off by the limit is theirs.
+    cells = sorted(product(range(args.seeds), SCHEDULES, CORRECTIONS), key=lambda cell: "in_flight" in cell[1])
     with ThreadPoolExecutor(args.workers) as pool:
         results = list(pool.map(lambda cell: run(args, *cell, deadline), cells))
     table(args.out, [one for one in results if one is not None])

@@ -94,7 +94,7 @@ class Completion:
         token_ids: with the stop token; of several turns, what the environment said in between too.
         logprobs: processed log-probs of the tokens, 0 where the environment's are.
         finish_reason: why it ended.
-        version: of the weights.
+        version: of the weights that drew it, or its first token.
         drawn: True for the sampler's tokens, False for the environment's; None where all are the sampler's.
         episode: of several turns, how they went.
         routed_experts: "tokens layers k", which experts each token of prompt and completion took, where the engine
@@ -104,6 +104,7 @@ class Completion:
         unmasked_at: of masked diffusion: the step at which each token was unmasked, from 0.
         kept: for each token, the ids " k" among which it was drawn under `top_p` or `top_k`, where the engine records
             them; none of them for the environment's tokens.
+        versions: of the weights that drew each token, where they changed on the way; None where they did not.
     """
 
     token_ids: list[int]
@@ -117,6 +118,11 @@ class Completion:
     drawn_over: int | None = None
     unmasked_at: list[int] | None = None
     kept: list[Tensor] | None = None
+    versions: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.versions is not None and len(set(self.versions)) < 2:
+            self.versions = None
 
     def cut(self, tokens: int) -> "Completion":
         """Return the first tokens of it; the same where it is not longer.
@@ -134,6 +140,7 @@ class Completion:
             finish_reason="length",
             routed_experts=None if routes is None else routes[: len(routes) - len(self.token_ids) + tokens],
             kept=None if self.kept is None else self.kept[:tokens],
+            versions=None if self.versions is None else self.versions[:tokens],
         )
 
 
@@ -146,6 +153,8 @@ class RolloutBatch:
     it; None where its routers choose. `router_logprobs`, as wide, is what learner_old's routers give these experts.
     `kept` "b t k" are the ids among which each token was drawn under `top_p` or `top_k`, −1 behind them; the learner's
     log-probs are then of the distribution over those too. None where all tokens could be drawn, or nothing asks.
+    `version` is of the weights that drew a sequence's first token; `versions` "b t" of each token, where they changed
+    within a sequence of the batch, else None.
     `mask_seed`, `drawn_over` and `unmasked_at` are of masked diffusion, as in `Completion`. `layout` is how a network
     lays these very rows out without padding, where `padding_free.laid_out` made it; a selection of rows drops it.
     """
@@ -167,6 +176,7 @@ class RolloutBatch:
     weights: Float[Tensor, "b t"] | None = None
     keep: Bool[Tensor, "b t"] | None = None
     kept: Int[Tensor, "b t k"] | None = None
+    versions: Int[Tensor, "b t"] | None = None
     mask_seed: Int[Tensor, " b"] | None = None
     drawn_over: Int[Tensor, " b"] | None = None
     unmasked_at: Int[Tensor, "b t"] | None = None
@@ -275,8 +285,9 @@ class LossContext:
         log_ratio: learner_old − sampler, exactly 0 where mask is False.
         mask: completion tokens that count.
         advantages: one per sequence.
-        version: the published version that drew each sequence.
+        version: the published version that drew each sequence, or its first token.
         all_reduce: sums over ranks, so that statistics are global.
+        versions: of each token, where weights changed within a sequence; else None.
     """
 
     learner_old: Float[Tensor, "b t"]
@@ -286,6 +297,7 @@ class LossContext:
     advantages: Float[Tensor, " b"]
     version: Int[Tensor, " b"]
     all_reduce: AllReduce = no_all_reduce
+    versions: Int[Tensor, "b t"] | None = None
 
 
 @dataclass(slots=True)

@@ -354,6 +354,10 @@ KNOWN_BEFORE_A_MODEL = {
         ["--data.schedule", "one_step_off"],
         ["data.schedule: one_step_off", "TransformersEngine, which shares the learner's memory", "RemoteEngine"],
     ),
+    "updates in flight without a schedule": (
+        ["--data.in_flight_updates", "keep"],
+        ["data.in_flight_updates does not fit data.schedule", "keep with on_policy", "Set data.schedule to async"],
+    ),
     "staleness without a schedule": (
         ["--data.max_staleness", 4],
         ["data.max_staleness does not fit data.schedule", "4 with on_policy", "Set data.schedule to async"],

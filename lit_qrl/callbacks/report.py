@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -218,9 +219,19 @@ def _samples(
                 "correct": None if solved is None or unscored else bool(solved[row]),
                 "token_lengths": token_lengths(decode, completion[:TOKENS_TOLD], texts),
                 "environment": [] if unscored else _spans(~batch.mask[row, :end]),
+                **({} if batch.versions is None else {"versions": runs_of(batch.versions[row, :end].tolist())}),
                 **({} if steps is None else {"unmasked_at": steps[row, : len(completion[:TOKENS_TOLD])].tolist()}),
             },
         )
+
+
+def runs_of(versions: list[int]) -> list[list[int]]:
+    """Return versions as pairs: one, and how many tokens in a row it drew.
+
+    >>> runs_of([4, 4, 4, 5])
+    [[4, 3], [5, 1]]
+    """
+    return [[version, len(list(tokens))] for version, tokens in groupby(versions)]
 
 
 def token_lengths(decode: Callable[[list[int]], str], ids: list[int], texts: dict[int, str] | None = None) -> list[int]:

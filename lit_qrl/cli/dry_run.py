@@ -59,6 +59,10 @@ class Tensors(NamedTuple):
         return sum(self.shapes[name].numel() for name in names)
 
 
+LEARNERS = ("weights", "adapters", "master bits", "gradients", "optimizer states", "reference")
+"""Parts that a learner's device holds all the time, or its host where they are offloaded."""
+
+
 class _DoneError(Exception):
     """Ends the Trainer's `fit` where it would load the weights."""
 
@@ -67,7 +71,8 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> No
     """Let `fit` check all that it checks before it loads weights, then print what it would need and see.
 
     Raises:
-        ConfigError: for what `fit` would refuse, and for a disk without room for two checkpoints.
+        ConfigError: for what `fit` would refuse, for a disk without room for two checkpoints, and for a GPU that does
+            not hold the learner.
     """
 
     def instead_of_weights() -> None:
@@ -91,6 +96,7 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> No
     for ids, text in first_prompts(data):
         print(f"Prompt of {len(ids)} tokens: {text[:SHOWN]!r}{' …' if len(text) > SHOWN else ''}")
     check_disk(table, room, folder)
+    check_memory(table, trainer)
     print("\nNothing was loaded. The configuration can be run.")
 
 
@@ -323,4 +329,24 @@ def check_disk(table: Sequence[Part], room: int, folder: Path) -> None:
             expected=f"{_amount(need).strip()} for two of them, since one is kept until the next is whole",
             given=f"{_amount(room).strip()} free under {folder}",
             remedy="Free some space, or set trainer.default_root_dir to another disk.",
+        )
+
+
+def check_memory(table: Sequence[Part], trainer: Trainer) -> None:
+    """Raise `ConfigError` where the learner alone is more than its GPU holds, without engine and activations."""
+    device, strategy = trainer.strategy.root_device, trainer.strategy
+    if device.type != "cuda" or getattr(strategy, "offload", False):
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    held = [part for part in table if part.name in LEARNERS and part.size == part.size]
+    need = sum(part.size for part in held)
+    if need > total:
+        largest = max(held, key=lambda part: part.size)
+        raise ConfigError(
+            "The learner does not fit its GPU.",
+            expected=f"at most {_amount(total).strip()}, of which the engine and activations take a part too",
+            given=f"{_amount(need).strip()} on each of {trainer.world_size}, {_amount(largest.size).strip()} of it "
+            f"{largest.name}",
+            remedy="Set trainer.strategy to ShardedStrategy over more GPUs, or with offload: true; or train an adapter "
+            "(model.policy.lora). docs/scale.md has a table of what fits.",
         )

@@ -18,15 +18,16 @@ from lit_qrl.data.problems import Problem, PromptOrder, admit
 from lit_qrl.data.sizes import check_ranks, check_sizes
 from lit_qrl.data.task import Task
 from lit_qrl.errors import ConfigError, StoppedError
-from lit_qrl.loop.ahead import Ahead, check_ahead, staleness_of
+from lit_qrl.loop.ahead import ahead_of
 from lit_qrl.loop.budget import TokenBudget
 from lit_qrl.loop.generation import scoring_progress
 from lit_qrl.loop.hooks import Learner
 from lit_qrl.loop.ranks import Slots, gather_objects, several_processes
+from lit_qrl.loop.schedule import check_ahead
 from lit_qrl.loop.turns import TakesTurns
 from lit_qrl.network.structure import check_positions, check_tokens
 from lit_qrl.rewards.base import Sample, as_tensor, weigh_by_name
-from lit_qrl.rollout.engine import Converses, RolloutEngine
+from lit_qrl.rollout.engine import Converses, InFlight, RolloutEngine
 from lit_qrl.run.config import flat
 from lit_qrl.run.description import Described, describe
 from lit_qrl.run.peers import check_same
@@ -71,6 +72,7 @@ class RolloutDataModule(Described, LightningDataModule):
         schedule: `on_policy` draws and updates in turns; `one_step_off` draws the next rollout while the learner
             updates on this one, `async` the next `max_staleness`, by an engine in a process of its own.
         max_staleness: iterations by which the weights that drew may be older than the learner, with `async`.
+        in_flight_updates: `async` publishes while completions are drawn, and their keys and values `keep`, `recompute`.
         error_reward: the reward of a sample whose reward function failed or timed out; null leaves the sample out of
             its group's statistics and of the loss, as a reward that returns None does.
         reward_weights: factors of the task's rewards by name, instead of their own.
@@ -103,6 +105,7 @@ class RolloutDataModule(Described, LightningDataModule):
         benchmarks: list[Benchmark] | None = None,
         schedule: Literal["on_policy", "one_step_off", "async"] = "on_policy",
         max_staleness: int = 1,
+        in_flight_updates: InFlight = "none",
         error_reward: float | None = 0.0,
         reward_weights: dict[str, float] | None = None,
         seed: int | None = None,
@@ -122,8 +125,8 @@ class RolloutDataModule(Described, LightningDataModule):
         self.evaluate_task, self.benchmarks = evaluate_task, list(benchmarks or [])
         self.error_reward, self.reward_weights = error_reward, reward_weights or {}
         self.schedule: Literal["on_policy", "one_step_off", "async"] = schedule
-        self.max_staleness, staleness = max_staleness, staleness_of(schedule, max_staleness)
-        self.ahead = Ahead(staleness) if staleness else None
+        self.max_staleness, self.in_flight_updates = max_staleness, in_flight_updates
+        self.ahead = ahead_of(schedule, max_staleness, in_flight_updates)
         weigh_by_name(task.rewards, self.reward_weights)
         self.base_seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.position = 0
@@ -198,13 +201,11 @@ class RolloutDataModule(Described, LightningDataModule):
     def setup(self, stage: str) -> None:
         """Read the task's rows and check every size; runs before any weight is loaded."""
         if self.trainer is not None and self.trainer.world_size > 1 and several_processes():
-            own = flat({"model": describe(self.module), "data": describe(self)})
-            check_same(gather_objects(own))
+            check_same(gather_objects(flat({"model": describe(self.module), "data": describe(self)})))
         check_ranks(self, self.trainer.world_size if self.trainer else 1)
         longest = self.max_prompt_tokens + self.max_completion_tokens
         rows = self.prompts_per_rank // self.mini_batches * self.group_size
-        limit = self.max_tokens_per_micro_batch
-        sequences = 1 if self.budget is not None else rows // self.parts
+        limit, sequences = self.max_tokens_per_micro_batch, 1 if self.budget is not None else rows // self.parts
         if limit is not None and sequences * longest > limit:
             fits = [k for k in range(1, rows + 1) if rows % k == 0 and rows // k * longest <= limit]
             alone = "One sequence alone exceeds the limit: raise it, or lower data.max_completion_tokens."

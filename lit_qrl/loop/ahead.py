@@ -5,25 +5,28 @@ other in a thread, and the first of all draw their own too. So the engine waits 
 and no rollout is more than k iterations older than the learner that it updates. All of it follows from the settings:
 the prompts, their order, their seeds and which weights drew them. The sampler's log-probs are those of its older
 weights; corrections take them for what they are.
+
+Where weights come in flight, each iteration publishes its own between two steps of the engine, and rollouts are begun
+one ahead, or up to k where the learner has to wait: what is drawn earlier than it is needed is only older. Then time
+says which weights drew which token, and each token's version is recorded.
 """
 
 import logging
+import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 
-from lit_qrl.errors import ConfigError
 from lit_qrl.functional.mismatch import k3_divergence
+from lit_qrl.loop.drafts import Draft, packed, unpacked, versions_of
 from lit_qrl.loop.hooks import Learner, rl_callbacks
-from lit_qrl.loop.turns import TakesTurns
-from lit_qrl.rollout.engine import EngineDiedError, Scores
+from lit_qrl.loop.schedule import staleness_of
+from lit_qrl.rollout.engine import EngineDiedError, InFlight, Scores
 from lit_qrl.seeding import derive_seed
-from lit_qrl.types import Completion
 
 log = logging.getLogger(__name__)
 
@@ -31,36 +34,20 @@ SCORED = 32
 """Sequences that show how far new weights are from those that drew them."""
 
 
-@dataclass
-class Draft:
-    """A rollout on its way.
-
-    Args:
-        iteration: that learns from it.
-        weights: the iteration whose weights draw it.
-        start: position of its first prompt.
-        problems: of this process.
-        completions: None until they are drawn.
-        seconds: that the engine took.
-    """
-
-    iteration: int
-    weights: int
-    start: int
-    problems: Sequence[Any]
-    completions: list[Completion] | None = None
-    seconds: float = 0.0
-
-
 class Ahead:
     """Keeps the drafts of a run in the order of their iterations.
 
     Args:
         staleness: iterations by which weights may be older than the learner that they draw for.
+        in_flight: what becomes of keys and values when weights come while completions are drawn; `none`: none come.
     """
 
-    def __init__(self, staleness: int) -> None:
-        self.staleness = staleness
+    def __init__(self, staleness: int, in_flight: InFlight = "none") -> None:
+        self.staleness, self.in_flight = staleness, in_flight != "none"
+        self.depth = 1
+        """Rollouts that are begun ahead where weights come in flight."""
+        self.weights_of: dict[int, int] = {}
+        """The iteration whose weights a version has, where they come in flight."""
         self.drafts: dict[int, Draft] = {}
         self.over = -1
         """The last iteration whose rollout is not needed again."""
@@ -72,7 +59,14 @@ class Ahead:
 
     def due(self, iteration: int) -> bool:
         """Return whether new weights are published before an iteration."""
-        return iteration % self.staleness == 0 or not (iteration in self.drafts or self._restores(iteration))
+        if self.in_flight or iteration % self.staleness == 0:
+            return True
+        return not (iteration in self.drafts or self._restores(iteration))
+
+    def published(self, version: int, iteration: int) -> None:
+        """Note whose weights a version has."""
+        if self.in_flight:
+            self.weights_of[version] = iteration
 
     def _restores(self, iteration: int) -> bool:
         return any(saved["iteration"] == iteration for saved in self._restored)
@@ -83,17 +77,30 @@ class Ahead:
         """Begin what the published weights are to draw and is not under way: all up to the next publish."""
         self._restore(learner)
         trainer, now = learner.trainer, learner.trainer.current_epoch
-        end = now - now % self.staleness + self.staleness
+        end = now + self.depth if self.in_flight else now - now % self.staleness + self.staleness
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
             end = min(end, trainer.max_epochs - 1)
         missing = [number for number in range(now, end + 1) if number not in self.drafts]
-        if now % self.staleness == 0 and now in self.drafts and self.drafts[now].weights < now:
+        if not self.in_flight and now % self.staleness == 0 and now in self.drafts and self.drafts[now].weights < now:
             measure_staleness(learner, self.drafts[now])
         for number in missing:
             data = learner.data
             start, slots = data.position, data.slots
             self.drafts[number] = Draft(number, now, start, data.next_problems(slots.groups, slots.own))
             self._submit(learner, self.drafts[number])
+
+    def adjust(self, now: int) -> None:
+        """Draw one rollout more ahead where the learner waits for this one, one fewer where the next is drawn, too.
+
+        Args:
+            now: the iteration that takes a rollout.
+        """
+        if now not in self.drafts:
+            return
+        if self.drafts[now].completions is None:
+            self.depth = min(self.depth + 1, self.staleness)
+        elif now + 1 in self.drafts and self.drafts[now + 1].completions is not None:
+            self.depth = max(self.depth - 1, 1)
 
     def take(self, learner: Learner) -> Draft:
         """Return the drawn rollout of this iteration; where the engine died, what it lacked is drawn by a new one.
@@ -104,6 +111,7 @@ class Ahead:
         now = learner.trainer.current_epoch
         for number in [number for number in self.drafts if number < now]:
             del self.drafts[number]
+        self.adjust(now)
         self.extend(learner)
         while self.drafts[now].completions is None:
             try:
@@ -116,11 +124,35 @@ class Ahead:
                 self.extend(learner)
         draft = self.drafts[now]
         assert draft.completions is not None
-        age = now - draft.weights
-        learner.iteration.metrics.value("rollout/age", float(age))
-        tokens = sum(len(one.token_ids) for one in draft.completions)
-        self.tokens_of_age[age] = self.tokens_of_age.get(age, 0) + tokens
+        ages = self._ages(draft)
+        learner.iteration.metrics.value("rollout/age", sum(map(operator.mul, ages, ages.values())) / ages.total())
+        for age, tokens in ages.items():
+            self.tokens_of_age[age] = self.tokens_of_age.get(age, 0) + tokens
+        if self.in_flight and any(ages):
+            learner.data.engine.pause()
+            try:
+                measure_staleness(learner, draft)
+            except RuntimeError as error:  # it died of what it drew meanwhile, of which the next draft tells
+                log.info("Staleness was not measured: %s", error)
+            finally:
+                learner.data.engine.resume()
         return draft
+
+    def _ages(self, draft: Draft) -> Counter[int]:
+        """Return how many tokens of a rollout were drawn by weights of which age."""
+        assert draft.completions is not None
+        if not self.in_flight:
+            return Counter({draft.iteration - draft.weights: sum(len(one.token_ids) for one in draft.completions)})
+        versions = Counter(version for one in draft.completions for version in versions_of(one))
+        return sum(
+            (Counter({draft.iteration - self.weights_of[version]: count}) for version, count in versions.items()),
+            Counter(),
+        )
+
+    @property
+    def failed(self) -> bool:
+        """True where the engine has died of what is under way."""
+        return any(future.done() and future.exception() is not None for future in self._futures.values())
 
     def settle(self, learner: Learner) -> EngineDiedError | None:
         """Wait until nothing is under way; return the engine's death, after which what it lacked is not begun."""
@@ -184,6 +216,7 @@ class Ahead:
             alone: whether this is the only process.
         """
         wait(self._futures.values())
+        oldest = self.over + 1 - self.staleness
         later = [draft for number, draft in sorted(self.drafts.items()) if number > self.over]
         kept = []
         for draft in later:
@@ -194,12 +227,15 @@ class Ahead:
             kept.append({**place, **packed(draft.completions)})
         if len(kept) < len(later):
             log.info("%d rollouts that were begun are not in the checkpoint.", len(later) - len(kept))
-        return position, {"drafts": kept, "ages": {str(age): count for age, count in self.tokens_of_age.items()}}
+        ages = {str(age): count for age, count in self.tokens_of_age.items()}
+        weights = {str(version): number for version, number in self.weights_of.items() if number >= oldest}
+        return position, {"drafts": kept, "ages": ages, "weights": weights}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; the drafts are made whole at the first iteration."""
         self._restored = list(state["drafts"])
         self.tokens_of_age = {int(age): count for age, count in state["ages"].items()}
+        self.weights_of = {int(version): number for version, number in state.get("weights", {}).items()}
 
     def _restore(self, learner: Learner) -> None:
         saved, self._restored = self._restored, []
@@ -227,72 +263,10 @@ def tell_ages(learner: Learner) -> str:
     return f"Tokens by the age in iterations of the weights that drew them: {', '.join(shares)} old."
 
 
-def staleness_of(schedule: str, max_staleness: int) -> int:
-    """Return by how many iterations a schedule's weights may be older; 0 draws and updates in turns.
-
-    Args:
-        schedule: `on_policy`, `one_step_off` or `async`.
-        max_staleness: of `async`.
-
-    Raises:
-        ConfigError: for another schedule, or a staleness that does not fit it.
-
-    >>> staleness_of("one_step_off", 1), staleness_of("async", 4)
-    (1, 4)
-    """
-    if schedule not in ("on_policy", "one_step_off", "async"):
-        raise ConfigError("data.schedule is unknown.", expected="on_policy, one_step_off or async", given=schedule)
-    if max_staleness < 1 or (schedule != "async" and max_staleness != 1):
-        raise ConfigError(
-            "data.max_staleness does not fit data.schedule.",
-            expected="1 or more with schedule async, else nothing",
-            given=f"{max_staleness} with {schedule}",
-            remedy="Set data.schedule to async, or leave max_staleness out.",
-        )
-    return max_staleness if schedule == "async" else int(schedule == "one_step_off")
-
-
-def check_ahead(learner: Learner, schedule: str) -> None:
-    """Raise `ConfigError` where rollouts cannot be drawn while the learner updates.
-
-    Args:
-        learner: with engine, objective and policy.
-        schedule: for the error.
-    """
-    engine, objective = learner.data.engine, learner.objective
-    for differs, expected, given, remedy in (
-        (
-            not engine.overlaps,
-            "an engine in a process of its own",
-            f"data.engine: {type(engine).__name__}, which shares the learner's memory",
-            "Put it into data.engine: RemoteEngine.",
-        ),
-        (
-            objective.filter_zero_variance,
-            "an objective that takes every group",
-            "filter_zero_variance, which draws again when rewards are known",
-            "Set it to false, or data.schedule to on_policy.",
-        ),
-        (
-            isinstance(learner.data.task, TakesTurns),
-            "completions of one turn",
-            f"data.task: {type(learner.data.task).__name__}, whose environments answer while it draws",
-            "Set data.schedule to on_policy.",
-        ),
-        (
-            learner.policy.denoises,
-            "a causal policy",
-            f"{type(learner.policy).__name__}, whose sampler estimates log-probs again for each pass",
-            "Set data.schedule to on_policy.",
-        ),
-    ):
-        if differs:
-            raise ConfigError(
-                f"data.schedule: {schedule} draws rollouts while the learner updates, which this run cannot.",
-                expected=expected,
-                given=given,
-                remedy=remedy,
-            )
+def ahead_of(schedule: str, max_staleness: int, in_flight: InFlight = "none") -> Ahead | None:
+    """Return what draws ahead under a schedule, or None; the arguments and errors are those of `staleness_of`."""
+    staleness = staleness_of(schedule, max_staleness, in_flight)
+    return Ahead(staleness, in_flight) if staleness else None
 
 
 @torch.no_grad()
@@ -319,40 +293,3 @@ def measure_staleness(learner: Learner, draft: Draft) -> None:
     moved = new.float().cpu() - old
     learner.iteration.metrics.values("mismatch/staleness_abs", moved.abs())
     learner.iteration.metrics.values("mismatch/staleness_kl", k3_divergence(moved))
-
-
-def packed(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Return completions as tensors, for a checkpoint.
-
-    >>> one = Completion(token_ids=[3, 4], logprobs=[-0.1, -0.2], finish_reason="stop", version=7)
-    >>> unpacked(packed([one])) == [one]
-    True
-    """
-    routes = [one.routed_experts for one in completions]
-    return {
-        "lengths": torch.tensor([len(one.token_ids) for one in completions], dtype=torch.long),
-        "tokens": torch.tensor([token for one in completions for token in one.token_ids], dtype=torch.long),
-        "logprobs": torch.tensor([value for one in completions for value in one.logprobs], dtype=torch.float64),
-        "stopped": torch.tensor([one.finish_reason == "stop" for one in completions]),
-        "version": torch.tensor([one.version for one in completions], dtype=torch.long),
-        **({"routes": routes} if any(one is not None for one in routes) else {}),
-    }
-
-
-def unpacked(saved: Mapping[str, Any]) -> list[Completion]:
-    """Return the completions of `packed`."""
-    ends = list(accumulate(saved["lengths"].tolist()))
-    begins = [0, *ends[:-1]]
-    tokens, logprobs = saved["tokens"].tolist(), saved["logprobs"].tolist()
-    stopped, version = saved["stopped"].tolist(), saved["version"].tolist()
-    routes = saved.get("routes", [None] * len(ends))
-    return [
-        Completion(
-            token_ids=tokens[begins[i] : end],
-            logprobs=logprobs[begins[i] : end],
-            finish_reason="stop" if stopped[i] else "length",
-            version=version[i],
-            routed_experts=routes[i],
-        )
-        for i, end in enumerate(ends)
-    ]

@@ -53,6 +53,7 @@ def assemble(
         stopped=torch.tensor([completion.finish_reason == "stop" for completion in completions]),
         routed_experts=_routes(completions, tokens.shape[1], t),
         kept=_kept(completions, t),
+        versions=_versions(completions, t),
         **_denoising(completions, t),
     )
 
@@ -89,6 +90,17 @@ def _kept(completions: Sequence[Completion], t: int) -> Tensor | None:
     for row, tokens in enumerate(recorded):
         for step, ids in enumerate(tokens):
             batch[row, step, : len(ids)] = ids
+    return batch
+
+
+def _versions(completions: Sequence[Completion], t: int) -> Tensor | None:
+    """Return the versions of a batch's tokens "b t", or None where no sequence has two."""
+    if all(completion.versions is None for completion in completions):
+        return None
+    batch = torch.tensor([completion.version for completion in completions])[:, None].repeat(1, t)
+    for row, completion in enumerate(completions):
+        if completion.versions is not None:
+            batch[row, : len(completion.versions)] = torch.tensor(completion.versions)
     return batch
 
 
@@ -145,6 +157,11 @@ def concatenate(parts: list[RolloutBatch], pad_token_id: int, group_size: int, l
         for part in parts
         if part.routed_experts is not None
     ]
+    versions = None
+    if any(part.versions is not None for part in parts):
+        versions = torch.cat(
+            [part.version[:, None].repeat(1, t) if part.versions is None else right(part.versions) for part in parts]
+        )
     most = max((part.kept.shape[2] for part in parts if part.kept is not None), default=0)
     kept = [
         None
@@ -170,6 +187,7 @@ def concatenate(parts: list[RolloutBatch], pad_token_id: int, group_size: int, l
         unmasked_at=_joined([None if part.unmasked_at is None else right(part.unmasked_at) for part in parts]),
         routed_experts=torch.cat(routes) if routes else None,
         kept=_joined(kept),
+        versions=versions,
     )
 
 

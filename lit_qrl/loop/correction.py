@@ -87,6 +87,7 @@ def weigh(
         mask=batch.mask,
         advantages=batch.advantages,
         version=batch.version,
+        versions=batch.versions,
         all_reduce=all_reduce,
     )
     given = (callback.correct(trainer, learner, context) for callback in rl_callbacks(trainer))

@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from lit_qrl.publish.recovery import Restarts, repeated
 from lit_qrl.publish.source import source_of, trained_source
 from lit_qrl.publish.spec import PublishSettings, sampler_spec
 from lit_qrl.receipts.ledger import PublishReport
-from lit_qrl.rollout.engine import EngineDiedError, Sleeps
+from lit_qrl.rollout.engine import EngineDiedError, Pauses, Sleeps
 from lit_qrl.run.diary import event
 from lit_qrl.run.stop import stop_run
 from lit_qrl.strategies.colocated import begin_rollout, begin_update
@@ -57,6 +58,8 @@ class Publisher:
         self.scores = ScoreCheck(settings.probe_every)
         self._restarts = Restarts(settings.max_restarts)
         self._published, self._published_at = 0, -1
+        self._paused = False
+        """True while the engine stands still in the middle of what it draws."""
         self._again: Callable[[], None] | None = None
 
     def prepare(self, learner: Learner, on_hang: Callable[[str], None]) -> None:
@@ -72,13 +75,12 @@ class Publisher:
         trainer, ahead = self.learner.trainer, self.learner.data.ahead
         if ahead is not None and not ahead.due(trainer.current_epoch):
             return  # the engine draws with what it holds, or has drawn already
-        self._settle()
         if (
             ahead is not None
             or trainer.current_epoch % self.settings.every_n_iterations == 0
             or not self._holds_rollout
         ):
-            with self.learner.iteration.timed("publish"):
+            with self._engine_between_draws(), self.learner.iteration.timed("publish"):
                 self.version += 1
                 self._publish_rollout()
         else:
@@ -133,6 +135,32 @@ class Publisher:
         with self.learner.iteration.timed("publish"):
             self._again()
 
+    @contextmanager
+    def _engine_between_draws(self) -> Iterator[None]:
+        """Let the engine come to the end of what it draws; or, where weights may come in flight, of its step."""
+        ahead = self.learner.data.ahead
+        if ahead is None or not ahead.in_flight or not self._holds_rollout or ahead.failed:
+            self._settle()
+            yield
+            return
+        assert isinstance(self.engine, Pauses)
+        with self.learner.iteration.timed("wait"):
+            self.engine.pause()
+            self._paused = True
+        whole = False
+        try:
+            yield
+            whole = True
+        finally:
+            self._resume(whole)
+
+    def _resume(self, whole: bool) -> None:
+        """Let an engine go on that stands still, with verified weights; or let what it draws end."""
+        paused, self._paused = self._paused, False
+        if paused:
+            assert isinstance(self.engine, Pauses)
+            self.engine.resume(whole)
+
     def _settle(self) -> None:
         """Wait for what is drawn ahead: an engine takes weights between two draws."""
         ahead = self.learner.data.ahead
@@ -176,6 +204,8 @@ class Publisher:
         report = self._repeated(publish)
         self._holds_rollout, self._rebuilt = True, False
         self._published_at = trainer.global_step
+        if learner.data.ahead is not None:
+            learner.data.ahead.published(report.version, trainer.current_epoch)
         learner.iteration.metrics.update(
             {
                 "publish/version": float(report.version),
@@ -235,6 +265,10 @@ class Publisher:
 
     def _bury(self, error: EngineDiedError) -> None:
         """Count a death, and free what is left of the engine."""
+        ahead = self.learner.data.ahead
+        if self._paused and ahead is not None:  # others draw with weights that this publish began to replace
+            self._resume(whole=False)
+            ahead.settle(self.learner)
         self._disconnect()
         self._restarts.died(self.learner.trainer, error, self.engine.draws_together)
         self.engine.discard()

@@ -138,6 +138,7 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
         outlives_update=settings.every_n_iterations > 1,
         routes=replayed_level(learner.trainer) == "rollout",
         kept=needs_kept(learner),
+        in_flight=data.in_flight_updates,
         learners=learners(learner.trainer),
         on_hang=on_hang,
     )

@@ -27,6 +27,9 @@ Finished = Callable[[Mapping[int, Completion]], None]
 call it again with the same, and leave out what it records beside tokens and log-probs."""
 
 
+InFlight = Literal["none", "keep", "recompute"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learners:
     """The learner's processes, as an engine must know them that takes devices of its own.
@@ -66,6 +69,8 @@ class SamplerSpec:
         kept: record the ids among which `top_p` and `top_k` let each token of a rollout be drawn, in
             `Completion.kept`; only where the engine has `records_kept`.
         learners: the processes of the learner.
+        in_flight: what becomes of the keys and values of completions under way when weights come: `keep` them, or
+            `recompute` them; `none` takes weights between two calls alone.
         on_hang: called with a sentence, in a thread of its own, when the engine hangs beyond recovery, just before it
             ends the process.
 
@@ -89,6 +94,7 @@ class SamplerSpec:
     routes: bool = False
     kept: bool = False
     learners: Learners = Learners()
+    in_flight: InFlight = "none"
     on_hang: Callable[[str], None] | None = None
 
 
@@ -189,6 +195,10 @@ class RolloutEngine(Described, ABC):
     """True when `generate` takes `finished`, to which it hands completions while others are still drawn."""
     overlaps: bool = False
     """True when it draws in a process of its own, so that the learner can update meanwhile."""
+    takes_in_flight: bool = False
+    """True when `generate` calls `between_steps`, which may publish, and then says which weights drew which token."""
+    between_steps: Callable[[], None] | None = None
+    """Called between two steps of a `generate`, when nothing is being computed."""
     draws_together: bool = False
     """True when processes of the learner are one engine: each must ask when another does, and none is built alone."""
 
@@ -265,6 +275,19 @@ class Converses(Protocol):
         Raises:
             EngineDiedError: as `generate` does; the dialogue is then begun again.
         """
+        ...
+
+
+@runtime_checkable
+class Pauses(Protocol):
+    """An engine whose draws stop while another thread gives it weights."""
+
+    def pause(self) -> None:
+        """Return when nothing is computed; the thread that draws waits until `resume`."""
+        ...
+
+    def resume(self, whole: bool = True) -> None:
+        """Let it go on, or end with `EngineDiedError` where the weights that came are not whole."""
         ...
 
 

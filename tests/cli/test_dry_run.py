@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from lit_qrl import formats
 from lit_qrl.cli import dry_run as dry
 from lit_qrl.cli.main import main
+from lit_qrl.errors import ConfigError
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.quantize.folder import quantize_checkpoint
 from lit_qrl.rollout import TransformersEngine, VLLMEngine
@@ -247,3 +248,17 @@ def test_of_an_engine_of_several_processes_each_has_its_part():
     assert found[2]["sampler's weights"].size == 64 * 64 + 64
     assert found[2]["sampler's weights"].note.endswith(", 1 of 2 parts")
     assert found[2]["KV cache"] == found[1]["KV cache"]  # half of each token's, of twice as many sequences
+
+
+@pytest.mark.parametrize(("offload", "total"), [(False, 2**30), (False, 100 * 2**30), (True, 2**30)])
+def test_a_learner_that_its_gpu_does_not_hold_is_refused_with_what_is_largest(monkeypatch, offload, total):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
+    strategy = SimpleNamespace(root_device=torch.device("cuda", 0), offload=offload)
+    trainer = SimpleNamespace(strategy=strategy, world_size=2)
+    parts = {"weights": 4, "gradients": 4, "optimizer states": 8, "reference": 0, "KV cache": 500, "adapters": 0}
+    table = [dry.Part(name, size * 2**30) for name, size in parts.items()]
+    if offload or total > 16 * 2**30:
+        dry.check_memory(table, trainer)
+        return
+    with pytest.raises(ConfigError, match=r"does not fit its GPU.* 16\.00 GiB on each of 2, 8\.00 GiB of it opt"):
+        dry.check_memory(table, trainer)

@@ -8,17 +8,14 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lit_qrl.callbacks import TruncatedIS
+from lit_qrl.callbacks import RunCheckpoint, TruncatedIS
 from lit_qrl.errors import ConfigError
-from lit_qrl.loop import ahead
-from lit_qrl.loop.ahead import Ahead, check_ahead, packed, staleness_of, tell_ages, unpacked
+from lit_qrl.loop.ahead import Ahead, tell_ages
+from lit_qrl.loop.drafts import Draft
 from lit_qrl.loop.hooks import RLCallback
-from lit_qrl.objective import GRPO
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.run.diary import read_jsonl
-from lit_qrl.types import Completion
-from tests.loop.test_turns import Echo
 from tests.tiny_run import build, parameters_of
 
 ONE_OFF, THREE_OFF = {"schedule": "one_step_off"}, {"schedule": "async", "max_staleness": 3}
@@ -158,29 +155,171 @@ def test_the_end_says_how_old_the_weights_were(tmp_path):
     assert tell_ages(in_turns) == ""
 
 
-@pytest.mark.parametrize(("schedule", "staleness"), [("later", 1), ("async", 0), ("on_policy", 2), ("one_step_off", 2)])
-def test_a_schedule_that_does_not_exist_is_refused(schedule, staleness):
-    with pytest.raises(ConfigError, match=r"data\.(schedule|max_staleness)"):
-        staleness_of(schedule, staleness)
+class Flying(Apart):
+    """Takes weights between two steps; each draw but the first waits for some after its second step."""
+
+    def __init__(self, dies_at=(), waits=True, dies_of=None):
+        super().__init__(dies_at)
+        self.waits, self.dies_of, self.changed = waits, dies_of, threading.Condition()
+        self.drawing = self.wanted = self.stands = self.broken = False
+
+    def generate(self, *args, **kwargs):
+        with self.changed:
+            self.changed.wait_for(lambda: not self.wanted)
+            self.drawing, self.steps, began_with, self.broken = True, 0, self.version, False
+
+        def between():
+            self.steps += 1
+            with self.changed:
+                while self.wanted or (
+                    self.waits and self.calls > 1 and self.steps == 2 and self.version == began_with and not self.broken
+                ):
+                    self.changed.wait_for(lambda: self.wanted)
+                    self.stands = True
+                    self.changed.notify_all()
+                    self.changed.wait_for(lambda: not self.wanted)
+                    self.stands = False
+            if self.broken:
+                raise EngineDiedError("what came was not whole")
+
+        self.between_steps = between
+        try:
+            return super().generate(*args, **kwargs)
+        finally:
+            with self.changed:
+                self.drawing = False
+                self.changed.notify_all()
+
+    def pause(self):
+        with self.changed:
+            self.wanted = True
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.stands or not self.drawing)
+
+    def resume(self, whole=True):
+        with self.changed:
+            self.wanted, self.broken = False, not whole
+            self.changed.notify_all()
+
+    def load_weights(self, tensors, format, version):
+        if self.dies_of == version:
+            self.dies_of, self.waits = None, False  # the learner needs at once what it draws again
+            raise EngineDiedError("of a publish")
+        return super().load_weights(tensors, format, version)
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"engine": TransformersEngine()}, "TransformersEngine, which shares the learner's memory"),
-        ({"objective": GRPO(filter_zero_variance=True)}, "filter_zero_variance"),
-        ({"denoises": True}, "estimates log-probs again"),
-        ({"task": Echo()}, "data.task: Echo, whose environments answer"),
-    ],
-)
-def test_what_cannot_be_drawn_meanwhile_is_refused(changes, named):
-    learner = SimpleNamespace(
-        data=SimpleNamespace(engine=changes.get("engine", Apart()), task=changes.get("task")),
-        objective=changes.get("objective", GRPO()),
-        policy=SimpleNamespace(denoises=changes.get("denoises", False)),
-    )
-    with pytest.raises(ConfigError, match=named):
-        check_ahead(learner, "one_step_off")
+class Tokens(RLCallback):
+    """Notes the versions of each rollout's tokens, and what a correction sees of them."""
+
+    def __init__(self):
+        self.rows, self.seen = [], []
+
+    def on_rollout_end(self, trainer, module, batch):
+        drawn = zip(batch.versions if batch.versions is not None else batch.version[:, None], batch.mask, strict=True)
+        self.rows.append([row[mask].tolist() for row, mask in drawn] if batch.versions is not None else None)
+
+    def correct(self, trainer, module, context):
+        self.seen.append(context.versions)
+
+
+FLIGHT = {"schedule": "async", "max_staleness": 2, "in_flight_updates": "keep"}
+
+
+def flight(folder, epochs=5, waits=True, dies_at=(), dies_of=None, **options):
+    tokens = Tokens()
+    options.setdefault("callbacks", [])
+    options["callbacks"] = [tokens, *options["callbacks"]]
+    run = fit(folder, {**FLIGHT, **options.pop("data", {})}, epochs, Flying(dies_at, waits, dies_of), **options)
+    run.tokens = tokens
+    return run
+
+
+def test_every_token_says_which_weights_drew_it_while_they_came(tmp_path, monkeypatch):
+    monkeypatch.setattr(RunCheckpoint, "on_train_epoch_end", lambda *args: None)  # which waits for what is drawn
+    run = flight(tmp_path / "one")
+    # Rollout 0 is the first weights'; of each later one they drew two steps, and the next came then.
+    assert run.tokens.rows[0] is None
+    for number, rows_of_rollout in enumerate(run.tokens.rows[1:], start=1):
+        for versions in rows_of_rollout:
+            assert versions == [number - 1] * min(2, len(versions)) + [number] * (len(versions) - 2)
+    counts = run.data.ahead.tokens_of_age
+    flat = [
+        number - version
+        for number, rollout in enumerate(run.tokens.rows[1:], start=1)
+        for row in rollout
+        for version in row
+    ]
+    first = counts[0] - flat.count(0)
+    assert (counts[1], first > 0, set(counts)) == (flat.count(1), True, {0, 1})
+    assert [context is None for context in run.tokens.seen] == [True] + [False] * 4
+    assert 0 < float(rows(run)[2]["rollout/age"]) < 1
+    assert float(rows(run)[2]["mismatch/staleness_kl"]) > 0
+    # What is drawn depends on when the weights came, and on nothing else.
+    assert torch.equal(flight(tmp_path / "two").weights, run.weights)
+
+
+def test_rollouts_are_drawn_as_late_as_the_learner_need_not_wait():
+    one, done = Ahead(3, "keep"), []
+    one.drafts = {5: Draft(5, 4, 0, []), 6: Draft(6, 4, 0, [])}
+    for _ in range(3):  # it waits, however often
+        one.adjust(5)
+        done.append(one.depth)
+    one.drafts[5].completions = []
+    one.adjust(5)
+    done.append(one.depth)
+    one.drafts[6].completions = []
+    for _ in range(3):  # two are there at a time
+        one.adjust(5)
+        done.append(one.depth)
+    one.adjust(9)  # none is under way
+    assert [*done, one.depth] == [2, 3, 3, 3, 2, 1, 1, 1]
+
+
+def test_a_staleness_that_cannot_be_measured_is_left_out(tmp_path, monkeypatch):
+    def gone(*args):
+        raise RuntimeError("The engine holds no whole set of weights.")
+
+    monkeypatch.setattr(RunCheckpoint, "on_train_epoch_end", lambda *args: None)
+    monkeypatch.setattr("lit_qrl.loop.ahead.measure_staleness", gone)
+    run = flight(tmp_path, epochs=3)
+    assert [row.get("mismatch/staleness_kl") for row in rows(run)] == [None] * 3
+    assert run.data.ahead.tokens_of_age[1] > 0
+
+
+def test_tokens_are_never_older_than_allowed_whenever_the_weights_come(tmp_path):
+    run = flight(tmp_path, epochs=8, waits=False)
+    assert set(run.data.ahead.tokens_of_age) <= {0, 1, 2}
+    assert run.watch.prompts == fit(tmp_path / "on", {}, epochs=8).watch.prompts
+
+
+def test_log_probs_in_flight_are_those_of_the_weights_that_drew(tmp_path):
+    still = flight(tmp_path, epochs=4, waits=False, lr=0.0, format="fp32")
+    assert max(float(row["mismatch/kl_k3"]) for row in rows(still)) < 1e-8
+
+
+def test_a_run_with_updates_in_flight_goes_on(tmp_path):
+    cut = flight(tmp_path / "cut", epochs=6, waits=False, callbacks=[StopAfter(3)])
+    rest = flight(tmp_path / "rest", epochs=6, waits=False, ckpt_path=str(cut.folder / "checkpoints" / "last.ckpt"))
+    assert set(rest.data.ahead.tokens_of_age) <= {0, 1, 2}
+    whole = cut.watch.prompts + rest.watch.prompts
+    assert whole == fit(tmp_path / "on", {}, epochs=6).watch.prompts
+
+
+@pytest.mark.parametrize("dies_at", [[1], [2], [3, 4]])
+def test_what_an_engine_died_of_in_flight_is_drawn_again(tmp_path, dies_at):
+    run = flight(tmp_path / "died", waits=False, dies_at=dies_at)
+    assert run.watch.prompts == fit(tmp_path / "on", {}, epochs=5).watch.prompts
+    deaths = [one for one in read_jsonl(run.folder / "events.jsonl") if one["kind"] == "engine_died"]
+    assert len(deaths) == len(dies_at)
+
+
+def test_an_engine_that_dies_of_a_publish_in_flight_draws_everything_under_way_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(RunCheckpoint, "on_train_epoch_end", lambda *args: None)
+    run = flight(tmp_path / "died", dies_of=2)
+    assert run.watch.prompts == fit(tmp_path / "on", {}, epochs=5).watch.prompts
+    (death,) = [one for one in read_jsonl(run.folder / "events.jsonl") if one["kind"] == "engine_died"]
+    assert "of a publish" in death["message"]
+    assert set(run.data.ahead.tokens_of_age) <= {0, 1, 2}
 
 
 def test_a_publisher_that_publishes_less_often_is_refused(tmp_path):
@@ -197,20 +336,7 @@ def test_an_error_that_is_no_death_ends_the_run(tmp_path):
         fit(tmp_path, ONE_OFF, engine=Wrong())
 
 
-def test_completions_are_packed_and_unpacked():
-    completions = [
-        Completion(token_ids=[], logprobs=[], finish_reason="length", version=2),
-        Completion(token_ids=[5], logprobs=[-0.1], finish_reason="stop", version=3),
-        Completion(token_ids=[1, 2], logprobs=[-1 / 3, -2.0], finish_reason="length", version=3),
-    ]
-    assert unpacked(packed(completions)) == completions
-    routed = [
-        Completion(token_ids=[1], logprobs=[0.0], finish_reason="stop", version=0, routed_experts=torch.ones(2, 1))
-    ]
-    assert torch.equal(unpacked(packed(routed))[0].routed_experts, torch.ones(2, 1))
-
-
 def test_only_new_weights_are_due():
     one = Ahead(3)
-    one.drafts = {number: ahead.Draft(number, 0, 0, []) for number in range(5)}
+    one.drafts = {number: Draft(number, 0, 0, []) for number in range(5)}
     assert [one.due(number) for number in range(6)] == [True, False, False, True, False, True]

@@ -127,6 +127,23 @@ def test_batches_of_other_widths_are_joined_row_by_row():
     assert not outside.any()
 
 
+def test_tokens_of_two_versions_are_laid_out_like_tokens():
+    def one(versions, tokens=(1, 2, 3)):
+        n = len(tokens)
+        return Completion(
+            token_ids=list(tokens), logprobs=[-1.0] * n, finish_reason="stop", version=versions[0], versions=versions
+        )
+
+    batch = assemble([[5]], [one([4, 4, 5]), one([5, 5], tokens=(1, 2))], 2, 0)
+    assert batch.versions.tolist() == [[4, 4, 5], [5, 5, 5]]
+    assert batch.version.tolist() == [4, 5]
+    assert assemble([[5]], [one([4, 4, 4])], 1, 0).versions is None
+    alone = assemble([[5]], [one([6] * 4, tokens=(1, 2, 3, 4)), one([6])], 2, 0)
+    joined = concatenate([batch, alone], 0, 2)
+    assert joined.versions.tolist() == [[4, 4, 5, 0], [5, 5, 5, 0], [6] * 4, [6] * 4]
+    assert joined.select(torch.tensor([1]), trim=True).versions.tolist() == [[5, 5]]
+
+
 def test_a_single_batch_is_left_as_it_is():
     only = part([[5, 6]], [[7]], 1)
     assert concatenate([only], 0, 1) is only

@@ -1,5 +1,6 @@
 """vLLM in a process of its own: every format verified there, every corruption named, every death outlived."""
 
+import csv
 import sys
 from types import SimpleNamespace
 
@@ -113,6 +114,28 @@ def run(served, tmp_path_factory):
 @pytest.fixture(scope="module")
 def undisturbed(run):
     return run()[0]
+
+
+def test_a_run_whose_weights_come_in_flight_learns_from_the_log_probs_of_those_that_drew(served, tmp_path):
+    model_folder(tmp_path / "model", hidden_size=128, intermediate_size=256, head_dim=32, max_position_embeddings=128)
+    flight = {"schedule": "async", "max_staleness": 2, "in_flight_updates": "keep", "max_completion_tokens": 56}
+    trainer, module, data = build(
+        tmp_path,
+        engine=RemoteVLLMEngine(max_num_seqs=8, dtype="fp32"),
+        data=flight,
+        trainer={"max_epochs": 5},
+        publisher={"probe_every": 1},  # which asks an engine that stands still
+        format="fp32",
+        lr=0.0,
+    )
+    trainer.fit(module, datamodule=data)
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        apart = [float(row["mismatch/kl_k3"]) for row in csv.DictReader(file) if row.get("mismatch/kl_k3")]
+    assert len(apart) == 5
+    assert max(apart) < 1e-7
+    ages = data.ahead.tokens_of_age
+    assert set(ages) <= {0, 1, 2}
+    assert ages.keys() - {0}
 
 
 @pytest.mark.parametrize("what", ["generate", "load_weights"])

@@ -14,6 +14,7 @@ from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.routing import Routing, routers, unrouted
 from lit_qrl.network.structure import body
 from lit_qrl.rollout.embedded.cache import HeldRow, SlotCache
+from lit_qrl.rollout.embedded.flight import Flight
 from lit_qrl.rollout.embedded.sampling import TokenSampler
 from lit_qrl.types import SamplingParams
 
@@ -129,6 +130,7 @@ class Drawn:
         width: columns of the cache that the prompts take; a prompt ends in the last of them.
         kept: " n", the ids among which the tokens were drawn, row by row and step by step, and "b steps", how many of
             them belong to each token; None where they are not recorded.
+        versions: "b steps", which weights drew each token; None where they could not change on the way.
     """
 
     tokens: Tensor
@@ -140,6 +142,7 @@ class Drawn:
     places: Tensor | None = None
     width: int = 0
     kept: tuple[Tensor, Tensor] | None = None
+    versions: Tensor | None = None
 
 
 class Decoder:
@@ -151,6 +154,7 @@ class Decoder:
         head_dtype: that the output head computes in; None is its own.
         routes: record which experts every token takes.
         kept: record the ids among which every token is drawn.
+        flight: lets new weights in between two steps; None where none come.
     """
 
     def __init__(
@@ -160,8 +164,9 @@ class Decoder:
         head_dtype: torch.dtype | None = None,
         routes: bool = False,
         kept: bool = False,
+        flight: Flight | None = None,
     ) -> None:
-        self.network, self.sampling, self.kept = network, sampling, kept
+        self.network, self.sampling, self.kept, self.flight = network, sampling, kept, flight
         self.routers = routers(network) if routes else []
         self.head = SamplerHead.of(network, head_dtype)
         self.device = network.get_input_embeddings().weight.device
@@ -219,7 +224,10 @@ class Decoder:
             stopped=torch.zeros(rows, dtype=torch.bool, device=self.device),
             routes=None if routes is None else F.pad(routes, (0, 0, 0, 0, 0, steps), value=unrouted(routes.dtype)),
         )
-        places = self._decode(cache, logits, positions, valid, numbers, drawn, report, keep, ended)
+        if self.flight is not None:
+            drawn.versions = torch.full((rows, steps), self.flight.version)
+        of_rows = [prompts[piece.prompt] for piece in pieces for _ in range(piece.count)]
+        places = self._decode(cache, logits, positions, valid, numbers, drawn, report, keep, ended, of_rows)
         if keep:
             drawn.cache, drawn.places, drawn.width = cache, places, width
         return drawn
@@ -308,6 +316,7 @@ class Decoder:
         report: Callable[[int, int], None],
         keep: bool,
         handed: Callable[[Drawn, Tensor], None] | None,
+        prompts: Sequence[Sequence[int]],
     ) -> Tensor:
         """Draw until all rows have ended, and return the cache's row of each where they are kept."""
         order = rows = torch.arange(len(logits), device=self.device)
@@ -346,6 +355,13 @@ class Decoder:
             if last or len(rows) == 0:
                 break
             column = cache.filled
+            if self.flight is not None and self.flight.changed():
+                assert drawn.versions is not None
+                drawn.versions[:, step + 1 :] = self.flight.version
+                if self.flight.recompute:
+                    cache, logits = self._again(prompts, drawn, rows, step + 1, cache)
+                    positions = positions + 1
+                    continue
             logits, routes = self._forward(tokens, positions, valid, cache)
             if routes is not None and drawn.routes is not None:
                 drawn.routes[rows, column] = routes[:, 0]
@@ -353,6 +369,18 @@ class Decoder:
         if kept:
             drawn.kept = _by_token(kept, drawn.tokens.shape)
         return order.argsort()
+
+    def _again(
+        self, prompts: Sequence[Sequence[int]], drawn: Drawn, rows: Tensor, step: int, old: SlotCache
+    ) -> tuple[SlotCache, Tensor]:
+        """Return a cache that is filled anew with prompts and `step` tokens of live rows, and the logits after them."""
+        drawn_now = drawn.tokens[rows, :step].tolist()
+        sequences: list[Sequence[int]] = [
+            [*prompts[row], *new] for row, new in zip(rows.tolist(), drawn_now, strict=True)
+        ]
+        cache = SlotCache(self.layers, len(sequences), old.max_length)
+        ones = torch.ones(len(sequences), dtype=torch.long)
+        return cache, self._prefill(sequences, {}, ones, old.filled + 1, cache)[0]
 
 
 def _by_token(kept: Sequence[tuple[Tensor, Tensor]], shape: Sequence[int]) -> tuple[Tensor, Tensor]:

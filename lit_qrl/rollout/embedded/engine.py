@@ -15,6 +15,7 @@ from lit_qrl.network.memory import free_memory
 from lit_qrl.network.structure import ATTENTION_KINDS, body, states
 from lit_qrl.rollout.embedded.cache import SlotCache
 from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Piece, Random, plan
+from lit_qrl.rollout.embedded.flight import flight_of
 from lit_qrl.rollout.embedded.held import Held, grouped
 from lit_qrl.rollout.embedded.loading import Modules
 from lit_qrl.rollout.embedded.replay import SLOTS, CudaGraphs, Replay
@@ -83,7 +84,7 @@ class TransformersEngine(EmbeddedSampler):
                 remedy="Use VLLMEngine for this architecture.",
             )
 
-    records_kept = hands_out = True
+    records_kept = hands_out = takes_in_flight = True
 
     def check_routes(self, user: str) -> None:
         """Do nothing: what a model's routers choose is seen as it decodes."""
@@ -129,7 +130,8 @@ class TransformersEngine(EmbeddedSampler):
             return uniforms(seed, positions[prompt], n, steps)
 
         room = self._cache_tokens()
-        decoder = Decoder(self.network, sampling, self.spec.head_dtype, self.spec.routes, kept)
+        flight = flight_of(self, self.spec.in_flight)
+        decoder = Decoder(self.network, sampling, self.spec.head_dtype, self.spec.routes, kept, flight)
         if self._replay.possible and not (kept or self.spec.routes):
             results: list[Completion | None] = [None] * (len(prompts) * n)
             most = min(room // (max(map(len, prompts)) + sampling.max_tokens), self.max_batch or SLOTS)
@@ -229,6 +231,7 @@ class TransformersEngine(EmbeddedSampler):
             counts = drawn.kept[1].tolist()
             ids = iter(drawn.kept[0].cpu().split([count for row in counts for count in row]))
             kept = [[next(ids) for _ in row] for row in counts]
+        versions = None if drawn.versions is None else drawn.versions.tolist()
         width, row = max(piece.length for piece in pieces), 0
         for piece in pieces:
             for index in range(piece.first, piece.first + piece.count):
@@ -236,7 +239,8 @@ class TransformersEngine(EmbeddedSampler):
                     token_ids=tokens[row][: length[row]],
                     logprobs=logprobs[row][: length[row]],
                     finish_reason="stop" if stopped[row] else "length",
-                    version=self.version,
+                    version=self.version if versions is None else versions[row][0],
+                    versions=None if versions is None else versions[row][: length[row]],
                     routed_experts=None if routes is None else routes[row, width - piece.length : width + length[row]],
                     kept=None if kept is None else kept[row][: length[row]],
                 )

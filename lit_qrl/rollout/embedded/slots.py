@@ -14,6 +14,7 @@ from lit_qrl.network.structure import body
 from lit_qrl.rollout.embedded.attention import mask_of
 from lit_qrl.rollout.embedded.cache import SlotCache
 from lit_qrl.rollout.embedded.decode import PREFILL_TOKENS, Decoder, Drawn, Piece, Random
+from lit_qrl.rollout.embedded.flight import Flight
 from lit_qrl.rollout.embedded.leaving import Gone, Leaving
 from lit_qrl.rollout.embedded.step_cache import StepCache
 from lit_qrl.rollout.graphs import Trust, recorded
@@ -134,6 +135,8 @@ class SlotDecoder:
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.warm: set[int] = set()
         self._held: Prefilled | None = None
+        self.versions: Tensor | None = None
+        self._version = torch.zeros((), dtype=torch.long, device=self.device)
         self._staging = [torch.empty(2, slots, dtype=torch.long, pin_memory=self._replays) for _ in range(2)]
 
     # A tensor of inference mode cannot tell that it was not written to, so that layers would not share its codes.
@@ -163,6 +166,7 @@ class SlotDecoder:
             parts = [random(p.prompt, self.steps)[p.first : p.first + p.count] for p in pieces]
             self.numbers = torch.cat(parts).to(self.device)
         drawn = Drawn(self.tokens[:-1], self.logprobs[:-1], self.length[:-1], self.stopped[:-1])
+        drawn.versions = None if self.versions is None else self.versions[:-1]
         leaving = None if gone is None else Leaving(drawn, gone)
         counts, ended, waiting = [0] * total, 0, 0
         look: Look | None = None
@@ -176,6 +180,8 @@ class SlotDecoder:
                 break
             if waiting == total:
                 self._narrow()
+            if self.model.flight is not None and self.model.flight.changed():
+                self._renew(self.model.flight)
             until = min(self.now + CHECK, *(seat.due for seat in self.seats if seat is not None))
             while self.now < until:
                 self._advance()
@@ -204,6 +210,27 @@ class SlotDecoder:
         self.logprobs = torch.zeros(rows + 1, self.steps, dtype=torch.float32, device=self.device)
         self.length = torch.full((rows + 1,), self.steps, device=self.device)
         self.stopped = torch.zeros(rows + 1, dtype=torch.bool, device=self.device)
+        if self.model.flight is not None:
+            self.versions = torch.zeros(rows + 1, self.steps, dtype=torch.long, device=self.device)
+            self._version.fill_(self.model.flight.version)
+
+    def _renew(self, flight: Flight) -> None:
+        """Go on with other weights: what was recorded reads the memory of the old ones."""
+        self._version.fill_(flight.version)
+        self.graphs.clear()
+        self.warm.clear()
+        self._held = None
+        if not flight.recompute:
+            return
+        drawn, tokens = self.state.drawn.tolist(), self.tokens.tolist()
+        live = [(slot, seat.row) for slot, seat in enumerate(self.seats) if seat is not None]
+        while live:
+            # A slot's last token is not in its cache yet: the next step takes it in.
+            known = {slot: [*self.prompts[self.owner[row]], *tokens[row][: drawn[slot] - 1]] for slot, row in live}
+            share = max(1, PREFILL_TOKENS // max(map(len, known.values())))
+            chosen, live = [slot for slot, _ in live[:share]], live[share:]
+            filled = self._prefilled(chosen, [known[slot] for slot in chosen])
+            self.cache.place(filled.cache, self._on(list(range(len(chosen)))), self._on(chosen))
 
     # -------------------------------------------------------------------------------------------------------- prompts
 
@@ -220,7 +247,7 @@ class SlotDecoder:
         wanted = wanted[len(shares) :]
         while wanted:
             share = max(1, PREFILL_TOKENS // max(len(self.prompts[prompt]) for prompt in wanted))
-            shares.append(self._prefilled(wanted[:share]))
+            shares.append(self._prefilled(wanted[:share], [self.prompts[prompt] for prompt in wanted[:share]]))
             wanted = wanted[share:]
         done = 0
         for share in shares:
@@ -229,9 +256,8 @@ class SlotDecoder:
             done += len(of)
         self._held = shares[-1]
 
-    def _prefilled(self, numbers: list[int]) -> Prefilled:
+    def _prefilled(self, numbers: list[int], prompts: Sequence[Sequence[int]]) -> Prefilled:
         """Compute some prompts, each from column 0 on."""
-        prompts = [self.prompts[number] for number in numbers]
         width = max(map(len, prompts))
         tokens = torch.zeros(len(prompts), width, dtype=torch.long)
         for row, prompt in enumerate(prompts):
@@ -314,6 +340,8 @@ class SlotDecoder:
         stopped = (tokens[:, None] == self.model.stops).any(dim=1)
         self.tokens[to, at] = tokens
         self.logprobs[to, at] = logprobs
+        if self.versions is not None:
+            self.versions[to, at] = self._version
         self.length[to] = rows.drawn
         self.stopped[to] = stopped
         rows.token.copy_(tokens)

@@ -4,6 +4,7 @@ import hashlib
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from threading import Lock
@@ -85,6 +86,7 @@ class RemoteEngine(RolloutEngine):
         self.single_format, self.kernels, self.denoises = engine.single_format, engine.kernels, engine.denoises
         self.batch_invariant, self.plain_dtype = engine.batch_invariant, engine.plain_dtype
         self.records_kept, self.hands_out = engine.records_kept, engine.hands_out
+        self.takes_in_flight = engine.takes_in_flight
         self.spec = SamplerSpec()
         self.replicas: list[Replica] = []
         self._sender = Sender()
@@ -173,6 +175,20 @@ class RemoteEngine(RolloutEngine):
         self.version = args[-1]
         return as_one(reports, [replica.place.name for replica in self.replicas])
 
+    def pause(self) -> None:
+        """Let all replicas stand still between two steps, so that they take weights with completions under way."""
+        for replica in self.replicas:
+            with suppress(EngineDiedError):  # whoever asks it next hears of it
+                replica.want_pause()
+        for replica in self.replicas:
+            replica.await_pause()
+
+    def resume(self, whole: bool = True) -> None:
+        """Let all go on; what was under way is given up where nobody knows what the replicas hold."""
+        for replica in self.replicas:
+            with suppress(EngineDiedError):
+                replica.end_pause(whole)
+
     def _way(self, replica: Replica) -> Way:
         if self.transfer != "auto":
             return self.transfer
@@ -216,7 +232,7 @@ class RemoteEngine(RolloutEngine):
                         finished({own[place // n] * n + place % n: one for place, one in done.items()})
 
             try:
-                drawn = replica.call("generate", *given, progress=tell, finished=hand)
+                drawn = replica.draw(*given, progress=tell, finished=hand)
             except EngineDiedError:
                 replica.restart()  # it gets ready while the others go on
                 raise

@@ -15,6 +15,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.engine import Dialogue, EngineDiedError, Finished, RolloutEngine
 from lit_qrl.rollout.remote.dialogue import told
 from lit_qrl.rollout.remote.group import local_address
+from lit_qrl.rollout.remote.pausing import Pausing
 from lit_qrl.rollout.remote.transfer import dumps, probe
 from lit_qrl.rollout.remote.wire import connect, hang_up
 from lit_qrl.types import SamplingParams
@@ -61,6 +62,7 @@ class Replica:
         self._connection: Any = None
         self._number, self._opened = 0, False
         self._early: list[Any] = []
+        self._pausing = Pausing()
 
     @property
     def dead(self) -> bool:
@@ -164,6 +166,56 @@ class Replica:
         """
         self.begin(what, *args)
         return self.answer(progress, finished)
+
+    def draw(
+        self, *args: Any, progress: Callable[[int, int], None] | None = None, finished: Finished | None = None
+    ) -> Any:
+        """Return what `call` returns of the engine's `generate`; another thread may `pause` it meanwhile."""
+        outcome: list[tuple[str, Any]] = []
+        self._pausing.begin(lambda: self.begin("generate", *args))
+        number = self._number  # which another thread changes in pauses alone
+        try:
+            while not outcome or not self._pausing.over():
+                kind, of, value = self._receive()
+                if kind == "paused":
+                    self._pausing.hand_over()
+                elif of == number and kind == "progress":
+                    if progress is not None:
+                        progress(*value)
+                elif of == number and kind == "drawn":
+                    if finished is not None:
+                        finished(value)
+                elif of == number and kind in ("answer", "error"):
+                    outcome.append((kind, value))
+        finally:
+            self._pausing.end()
+        ((kind, value),) = outcome
+        if kind == "error":
+            raise value
+        return value
+
+    def want_pause(self) -> None:
+        """Ask the engine to stand still at the end of its step; what is not begun waits."""
+        self._pausing.want(lambda: self._send(0, "pause", ()))
+
+    def await_pause(self) -> None:
+        """Wait until it stands still; this thread may then ask it anything."""
+        self._pausing.wait()
+
+    def end_pause(self, whole: bool) -> None:
+        """Let the engine go on; or, where the pause went wrong, end what it drew.
+
+        Args:
+            whole: it holds weights that it may draw with.
+        """
+
+        def tell() -> None:
+            if whole:
+                self._send(0, "resume", ())
+            else:
+                self.restart()
+
+        self._pausing.release(tell)
 
     @property
     def connection(self) -> Any:

@@ -70,6 +70,9 @@ class Session:
         self.connection.send_bytes(dumps(message))
 
     def _serve(self, number: int, what: str, args: tuple[Any, ...]) -> None:
+        if what == "pause":
+            self._pause()
+            return
         publishes = what in PUBLISHES
         self._ended = not publishes
         try:
@@ -102,6 +105,8 @@ class Session:
         if what not in CALLS:
             raise ValueError(f"{what!r} is nothing that a run may ask of an engine.")
         if what == "generate":
+            if engine.takes_in_flight:
+                engine.between_steps = self._between_steps
             prompts, n, seed, sampling, positions, hand_out = args
             options: dict[str, Any] = {"positions": positions}
             if not hand_out:
@@ -112,6 +117,20 @@ class Session:
         if what == "converse":
             return engine.converse(AskedDialogue(self, number), *args)
         return getattr(engine, what)(*args)
+
+    def _between_steps(self) -> None:
+        """Stand still where the run asks for it."""
+        while self.connection.poll(0):
+            self._serve(*self._receive())
+
+    def _pause(self) -> None:
+        """Serve what the run asks, publishes above all, until it lets the engine go on."""
+        self._send("paused", 0, None)
+        while True:
+            number, what, args = self._receive()
+            if what == "resume":
+                return
+            self._serve(number, what, args)
 
     def _join(self, meeting: tuple[str, int, str], rank: int, size: int, backend: Backend) -> None:
         self._leave()

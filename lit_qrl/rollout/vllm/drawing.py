@@ -13,6 +13,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.network.structure import check_tokens
 from lit_qrl.rollout.engine import Dialogue, EngineDiedError, Finished, Progress, SamplerSpec, Turn
 from lit_qrl.rollout.vllm import cache_scales, requests
+from lit_qrl.rollout.vllm.flight import Flight, unfinished
 from lit_qrl.rollout.vllm.parallel import joined, shown
 from lit_qrl.rollout.vllm.process import kept_process_state
 from lit_qrl.rollout.vllm.watchdog import Watchdog
@@ -35,6 +36,7 @@ class Drawing:
     _usable: bool
     _poisoned: bool
     _scales_due: bool
+    _flight: Flight | None = None
 
     def _awake(self, complete: bool = False) -> Any:
         raise NotImplementedError
@@ -82,6 +84,8 @@ class Drawing:
         rows = [(number[i // n], i % n) for i in order]
         params = requests.drawings(drawn_with, rows, seed if self.request_seeds else None, kept)
         with kept_process_state(None if self.request_seeds else seed):
+            if self._flight is not None:
+                self._flight.begin()
             handed = None if finished is None else partial(self._hand, finished, order, kept, own, n)
             told = shown(progress, own, len(prompts))
             outputs = self._run([prompts[i // n] for i in order], params, told, handed)
@@ -120,7 +124,7 @@ class Drawing:
         self._poisoned |= not finite
 
     def _read(self, output: Any, kept: bool) -> Completion:
-        return requests.completion(output, self.version, self.routed, kept)
+        return requests.completion(output, self.version, self.routed, kept, self._flight)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
@@ -156,13 +160,15 @@ class Drawing:
         check_tokens(self.policy.network.config, prompts)
         with self._sampling():
             watch = self._watchdog("one step")
-            return requests.run(self.llm, prompts, params, self._adapter_active, progress, watch, taken)
+            return requests.run(self.llm, prompts, params, self._adapter_active, progress, watch, taken, self._flight)
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
         """Draw from a cache that is sound; an engine that dies of it cannot be used."""
-        if self._poisoned:  # it woke, or drew NaN, and no publish came since
-            self._reset_caches()
+        late = self._flight is not None and self._flight.stale and not unfinished(self.llm)
+        # It woke, drew NaN, or kept what weights in flight made old, and no publish came since.
+        if (self._poisoned or late) and self._reset_caches() and self._flight is not None:
+            self._flight.stale = False
         try:
             yield
         except EngineDiedError:

@@ -21,7 +21,7 @@ from lit_qrl.rollout.engine import (
     RolloutEngine,
     SamplerSpec,
 )
-from lit_qrl.rollout.vllm import cache_scales, folder, invariant, parallel, requests
+from lit_qrl.rollout.vllm import cache_scales, flight, folder, invariant, parallel, requests
 from lit_qrl.rollout.vllm.adapter import LiveAdapter, check_adapter
 from lit_qrl.rollout.vllm.arguments import first_runner, llm_arguments, proposals
 from lit_qrl.rollout.vllm.checks import (
@@ -94,7 +94,7 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
 
     single_format = True
     kernels = "vllm"
-    records_kept = hands_out = True
+    records_kept = hands_out = takes_in_flight = True
 
     def __init__(
         self,
@@ -171,6 +171,7 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
         check_operators(spec.format)
         cache_scales.check_host(self.cache_dtype)
         check_speculative(self._arguments, spec)
+        flight.check(spec, self.cache_dtype, bool(whole["speculative"]))
         if self.batch_invariant:
             invariant.check(spec.format, self._arguments, self.max_lora_rank)
 
@@ -191,6 +192,7 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
         self.spec, self.policy, self.format = spec, policy, spec.format
         network = policy.network
         self.routed = requests.routed_layers(network) if spec.routes else None
+        self._flight = flight.flight_of(self, spec.in_flight)
         learner = spec.compute_dtype or next(network.parameters()).dtype
         self.plain_dtype = dtype = DTYPES.get(self.dtype) or automatic_dtype(spec.format, learner)
         check_model(network, dtype)
@@ -328,7 +330,8 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
         except PublishError:
             self._reset_caches()
             raise
-        ledger.prefix_reset = self._reset_caches()
+        came = None if self._flight is None else self._flight.came(self.llm, version)
+        ledger.prefix_reset = self._reset_caches() if came is None else came
         receipts = ledger.receipts()
         self._usable, self._scales_due = True, cache_scales.quantized(self.cache_dtype)
         self.version = version

@@ -76,7 +76,7 @@ def test_prompts_are_prefilled_once_and_slots_stay_full(network, monkeypatch):
     prefilled, widths = [], []
     prefill, step = SlotDecoder._prefilled, SlotDecoder._step
     monkeypatch.setattr(
-        SlotDecoder, "_prefilled", lambda self, numbers: prefilled.extend(numbers) or prefill(self, numbers)
+        SlotDecoder, "_prefilled", lambda self, numbers, of: prefilled.extend(numbers) or prefill(self, numbers, of)
     )
     monkeypatch.setattr(SlotDecoder, "_step", lambda self: widths.append(self.size) or step(self))
     drawn = in_slots(network, 8)

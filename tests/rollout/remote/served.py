@@ -52,10 +52,10 @@ def server(token=TOKEN):
 
 
 @contextmanager
-def remote(tmp_path, servers=1, engine=None, **options):
+def remote(tmp_path, servers=1, engine=None, network=None, sampling=SAMPLING, in_flight="none", **options):
     """Give a remote engine over servers in threads, set up for a tiny network, and that network."""
     (tmp_path / "token").write_text(TOKEN.decode() + "\n")
-    network = build_network()
+    network = network or build_network()
     with server() as one, server() as two:
         held = RemoteEngine(
             engine or TransformersEngine(),
@@ -63,7 +63,7 @@ def remote(tmp_path, servers=1, engine=None, **options):
             token_file=str(tmp_path / "token"),
             **options,
         )
-        spec = SamplerSpec(sampling=SAMPLING)
+        spec = SamplerSpec(sampling=sampling, in_flight=in_flight)
         held.validate(spec)
         held.setup(spec, SimpleNamespace(network=network))
         yield held, network

@@ -225,8 +225,8 @@ def test_what_the_others_have_drawn_is_kept_when_one_dies(tmp_path, monkeypatch)
         assert publish(engine, network)[0] == []
         asked = []
         for one in engine.replicas:
-            call = one.call
-            one.call = lambda what, *args, call=call, **kwargs: asked.extend(args[0]) or call(what, *args, **kwargs)
+            draw = one.draw
+            one.draw = lambda *args, draw=draw, **kwargs: asked.extend(args[0]) or draw(*args, **kwargs)
         assert_near(engine.generate(PROMPTS, 2, 7), whole)
         assert sorted(asked) == sorted(PROMPTS[i] for i in range(len(PROMPTS)) if i not in kept)
 

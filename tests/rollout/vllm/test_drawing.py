@@ -47,13 +47,13 @@ def engine(monkeypatch):
     made = Engine()
     made.logprob = -0.5
 
-    def run(llm, prompts, params, adapter, progress, watchdog, taken):
+    def run(llm, prompts, params, adapter, progress, watchdog, taken=None, flight=None):
         outputs = [(prompt, param.seed) for prompt, param in zip(prompts, params, strict=True)]
         for position in reversed(range(len(outputs))) if taken is not None else ():
             taken({position: outputs[position]})
         return outputs
 
-    def completion(output, version, routed, kept):
+    def completion(output, version, routed, kept, flight):
         assert routed is made.routed
         made.kept.append(kept)
         prompt, seed = output

@@ -1,0 +1,76 @@
+"""What a schedule is, and what cannot stand beside it, is said before anything is loaded."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.loop.ahead import Ahead, ahead_of
+from lit_qrl.loop.schedule import check_ahead, check_in_flight, staleness_of
+from lit_qrl.objective import GRPO
+from lit_qrl.rollout.diffusion.engine import DiffusionEngine
+from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.rollout.remote.engine import RemoteEngine
+from tests.loop.test_ahead import Apart, Flying
+from tests.loop.test_turns import Echo
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"engine": Apart()}, "Apart"),
+        ({"engine": RemoteEngine(DiffusionEngine())}, "DiffusionEngine"),
+        ({"engine": RemoteEngine(TransformersEngine(batch_invariant=True))}, "batch_invariant"),
+    ],
+)
+def test_an_engine_that_takes_no_weights_in_flight_is_refused(changes, named):
+    learner = SimpleNamespace(data=SimpleNamespace(engine=changes["engine"], ahead=Ahead(2, "keep")))
+    with pytest.raises(ConfigError, match=named):
+        check_in_flight(learner)
+
+
+def test_updates_in_flight_are_refused_where_bits_must_repeat(monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    learner = SimpleNamespace(data=SimpleNamespace(engine=Flying(), ahead=Ahead(2, "keep")))
+    with pytest.raises(ConfigError, match=r"trainer\.deterministic .* in flight"):
+        check_in_flight(learner)
+    learner.data.ahead = Ahead(2)
+    check_in_flight(learner)
+
+
+@pytest.mark.parametrize("schedule", ["on_policy", "one_step_off"])
+def test_updates_in_flight_are_of_the_schedule_async(schedule):
+    with pytest.raises(ConfigError, match=r"data\.in_flight_updates does not fit data\.schedule"):
+        staleness_of(schedule, 1, "keep")
+
+
+@pytest.mark.parametrize(("schedule", "staleness"), [("later", 1), ("async", 0), ("on_policy", 2), ("one_step_off", 2)])
+def test_a_schedule_that_does_not_exist_is_refused(schedule, staleness):
+    with pytest.raises(ConfigError, match=r"data\.(schedule|max_staleness)"):
+        staleness_of(schedule, staleness)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"engine": TransformersEngine()}, "TransformersEngine, which shares the learner's memory"),
+        ({"objective": GRPO(filter_zero_variance=True)}, "filter_zero_variance"),
+        ({"denoises": True}, "estimates log-probs again"),
+        ({"task": Echo()}, "data.task: Echo, whose environments answer"),
+    ],
+)
+def test_what_cannot_be_drawn_meanwhile_is_refused(changes, named):
+    learner = SimpleNamespace(
+        data=SimpleNamespace(engine=changes.get("engine", Apart()), task=changes.get("task"), ahead=None),
+        objective=changes.get("objective", GRPO()),
+        policy=SimpleNamespace(denoises=changes.get("denoises", False)),
+    )
+    with pytest.raises(ConfigError, match=named):
+        check_ahead(learner, "one_step_off")
+
+
+def test_only_schedules_that_draw_ahead_have_drafts():
+    assert ahead_of("on_policy", 1) is None
+    assert ahead_of("one_step_off", 1).staleness == 1
+    assert ahead_of("async", 3, "recompute").in_flight
