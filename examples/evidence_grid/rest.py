@@ -31,12 +31,16 @@ ORDER: tuple[tuple[str, int], ...] = (
     *(("habits", seed) for seed in (0, 1, 2)),
     ("aligned", 11),
     ("aligned", 12),
-    *(("habits", seed) for seed in (3, 4)),
     *(("fp8", seed) for seed in (0, 1, 2)),
-    ("levels", 12),
+    *(("habits", seed) for seed in (3, 4)),
+    ("tbpo", 11),
+    ("noise", 11),
     ("slow", 11),
-    ("damping", 11),
     ("gate", 12),
+    ("damping", 11),
+    ("levels", 12),
+    ("tbpo", 12),
+    ("noise", 12),
     ("int3", 12),
     ("updates", 12),
     ("rejection", 12),
@@ -99,6 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         grid_table.row(one.study, one.rate, one.job) for one in wanted if one.study == "grid" and grid.counts(one.job)
     ]
     print(grid_table.write([*grid_before, *rows], out / "results" / "grid"), flush=True)
+    of_grid = [one.job for one in wanted if one.study == "grid" and (one.job.folder / studies.COMMAND_FILE).is_file()]
+    grid_table.write_curves(of_grid, out / "results" / "grid", options.before / "grid" / grid_table.CURVES_FILE)
     return 1 if failed else 0
 
 

@@ -44,6 +44,8 @@ DIAL = "DIAL"
 """What stands in an arm for the position that is chosen."""
 CURVES_FILE, TABLE_FILE, FIGURE_FILE, PROBE_FILE = "curves.csv", "table.md", "figure.png", "probe.json"
 PILOT_FILE, PILOT_SEED, PILOT_ITERATIONS = "pilot.json", 100, 15
+PILOT_SHARE = 0.25
+"""Of the time limit, that the pilot takes at most: it is judged by what it has evaluated by then."""
 METRICS = {
     "sampler": "reward/mean",
     "log_ratio": "mismatch/abs_log_ratio",
@@ -89,23 +91,30 @@ def pilot_jobs(out: Path, rates: Sequence[float], extra: Sequence[str]) -> dict[
 
 
 def best_rate(accuracies: Mapping[float, Sequence[float]]) -> float:
-    """Return the rate at which the bf16 sampler's learner got furthest: the mean of its last two evaluations.
+    """Return the rate at which the bf16 sampler's learner got furthest.
 
-    >>> best_rate({1e-5: [0.5, 0.6, 0.7], 1e-4: [0.5, 0.1, 0.0], 1e-6: [0.5]})
+    That is the mean of the last two evaluations that all runs have, the one before training left out; where the time
+    limit left none of some run, the rate in the middle.
+
+    >>> best_rate({1e-5: [0.5, 0.6, 0.7], 1e-4: [0.5, 0.1, 0.0], 1e-6: [0.5, 0.5, 0.5]})
+    1e-05
+    >>> best_rate({3e-6: [0.5, 0.5], 1e-5: [0.5, 0.6, 0.1], 3e-5: [0.5, 0.4]})
+    1e-05
+    >>> best_rate({3e-6: [], 1e-5: [], 3e-5: [0.5]})
     1e-05
     """
-    there = {rate: fmean(values[-2:]) for rate, values in accuracies.items() if len(values) > 2}
-    if not there:
-        raise SystemExit("No run of the pilot has been evaluated twice: give it more time, or choose by --rate.")
-    return max(there, key=there.__getitem__)
+    common = min(map(len, accuracies.values()))
+    if common < 2:
+        return sorted(accuracies)[len(accuracies) // 2]
+    return max(accuracies, key=lambda rate: fmean(accuracies[rate][1:common][-2:]))
 
 
 def piloted(out: Path, rates: Sequence[float], extra: Sequence[str], gpu: str, deadline: float) -> float:
     """Return the learning rate that the pilot chooses; what it found is kept in the results."""
     file = out / "results" / PILOT_FILE
     if not file.is_file():
-        jobs = pilot_jobs(out, rates, extra)
-        evidence.run_until(list(jobs.values()), len(jobs), deadline, gpu)
+        jobs, now = pilot_jobs(out, rates, extra), time.monotonic()
+        evidence.run_until(list(jobs.values()), len(jobs), now + PILOT_SHARE * (deadline - now), gpu)
         found = {f"{rate:g}": Run(job.folder).accuracy.values for rate, job in jobs.items()}
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(found, indent=1) + "\n")
