@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
+import alpha_figure  # noqa: E402
 import grid  # noqa: E402
 import grid_table  # noqa: E402
 import summary  # noqa: E402  (grid has made its folder known)
@@ -105,6 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(grid_table.write([*grid_before, *rows], out / "results" / "grid"), flush=True)
     of_grid = [one.job for one in wanted if one.study == "grid" and (one.job.folder / studies.COMMAND_FILE).is_file()]
     grid_table.write_curves(of_grid, out / "results" / "grid", options.before / "grid" / grid_table.CURVES_FILE)
+    curves = out / "results" / "grid" / grid_table.CURVES_FILE
+    alpha_figure.draw(curves, curves.with_name(alpha_figure.FIGURE_FILE))
     return 1 if failed else 0
 
 
