@@ -54,10 +54,12 @@ ORDER: tuple[tuple[str, int], ...] = (
 """What is run, the most important first: a block and a seed; those of the study have 240 iterations."""
 
 
-def planned(out: Path, extra: Sequence[str]) -> list[Planned]:
-    """Return all runs in their order, each once."""
+def planned(out: Path, extra: Sequence[str], blocks: Sequence[str] = ()) -> list[Planned]:
+    """Return all runs in their order, each once; where blocks are named, theirs."""
     study, found = studies.load(grid.EVIDENCE), {}
     for block, seed in ORDER:
+        if blocks and block not in blocks:
+            continue
         if block in OF_STUDY:
             options = [*evidence.rate_option(evidence.DEFAULT.rate), *extra]
             jobs = evidence.jobs_of(study, [evidence.Phase(OF_STUDY[block], (seed,))], out, options, "study")
@@ -76,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=grid.ROOT / "runs" / "evidence_rest")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time (default: one for each core)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="time limit, the summary left out")
+    parser.add_argument("--blocks", nargs="+", choices=sorted({block for block, _ in ORDER}), default=[])
     parser.add_argument("--list", action="store_true", help="show the runs and their states, run nothing")
     parser.add_argument("--report", action="store_true", help="write what there is, run nothing")
     parser.add_argument("--before", type=Path, default=SHIPPED, help="results of an earlier call, not run again")
@@ -88,7 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running = not (options.list or options.report)
     if running:
         grid.make_models(out)
-    wanted = [one for one in planned(out, extra) if (one.study, one.rate, one.job.arm, one.job.seed) not in known]
+    wanted = [
+        one
+        for one in planned(out, extra, options.blocks)
+        if (one.study, one.rate, one.job.arm, one.job.seed) not in known
+    ]
     if options.list:
         for one in wanted:
             print(f"{one.job.state:<9} {one.study} {one.rate:g} {one.job.arm} seed {one.job.seed}")
