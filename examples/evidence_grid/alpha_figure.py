@@ -50,5 +50,6 @@ def draw(curves: Path, path: Path) -> None:
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
         axes.set_xlabel("mean |log-ratio|, nats", fontsize=8, color=ink["faint"])
-        axes.legend(fontsize=7, frameon=False, labelcolor=ink["text"])
+        if axes.lines:
+            axes.legend(fontsize=7, frameon=False, labelcolor=ink["text"])
         sheet.savefig(path, facecolor=ink["paper"])
