@@ -281,6 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = {(row["arm"], row["seed"]) for row in earlier}
     running = not (options.list or options.report)
     if running:
+        forked.preload()
         make_models(options.policy or out / "adder", out)
     position = options.dial
     if position is None and any(DIAL in pattern for pattern in options.arms):

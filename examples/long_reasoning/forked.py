@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 
 MODULES = ("lit_qrl.cli.main", "lit_qrl.cli.training", "transformers.models.qwen3.modeling_qwen3", "forked")
@@ -84,10 +85,16 @@ def begin(arguments: Sequence[str], log: Path, folder: Path, gpu: str) -> Forked
     return Forked(process)
 
 
-def ready(gpu: str) -> bool:
-    """Start what runs are forked from; return whether they can be, which some library's look at the GPU prevents."""
+def preload() -> None:
+    """Start what runs are forked from, and wait for nothing."""
     os.environ.update({**ONE_CORE, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
     context.set_forkserver_preload(list(MODULES))
+    forkserver.ensure_running()
+
+
+def ready(gpu: str) -> bool:
+    """Return whether runs can be forked, which some library's look at the GPU would prevent."""
+    preload()
     process = context.Process(target=touch, args=(gpu,))
     process.start()
     process.join(TRY_SECONDS)
