@@ -31,6 +31,7 @@ import forked  # noqa: E402
 import probe  # noqa: E402
 import run as evidence  # noqa: E402
 import study as studies  # noqa: E402
+from paired import holm, paired_test  # noqa: E402
 from study_report import detectable, spread, standard_error  # noqa: E402
 
 from lit_qrl.report.run import Run, Series  # noqa: E402
@@ -193,20 +194,28 @@ def write(rows: Sequence[Row], folder: Path) -> str:
 def table(rows: Sequence[Row]) -> list[str]:
     """Return a Markdown table of the arms, each with the paired difference to the bf16 sampler.
 
-    Accuracies are means of the last two evaluations; of a pair, of the last two that both runs have.
+    Accuracies are means of the last two evaluations; of a pair, of the last two that both runs have. Probabilities
+    are of paired t-tests of the learners, by Holm over the arms of a plain learner under INT4.
     """
     head = ("arm", "seeds", "iterations", "mean abs. log-ratio, first", "last", "learner", "sampler", "entropy")
-    head = (*head, "to bf16: learner", "detectable", "sampler")
+    head = (*head, "to bf16: learner", "detectable", "sampler", "p", "over no correction: learner", "p")
     runs: dict[str, dict[int, dict[int, Row]]] = {}
     for one in rows:
         there = runs.setdefault(str(one["arm"]), {}).setdefault(int(str(one["seed"])), {})
         there[int(str(one["iteration"]))] = one
     lines = []
-    for arm, seeds in runs.items():
-        trained = {seed: points for seed, points in seeds.items() if max(points) > 0}
-        if not trained:
-            continue
-        control = runs.get(CONTROL, {})
+    found = {
+        arm: there
+        for arm, seeds in runs.items()
+        if (there := {seed: points for seed, points in seeds.items() if max(points) > 0})
+    }
+    control = found.get(CONTROL, {})
+    plain = [arm for arm in found if arm.endswith("+int4")]
+    without = next((found[arm] for arm in plain if arm.split("+")[1] == "none"), {})
+    over = {arm: paired(found[arm], without, "learner") for arm in plain if without and found[arm] is not without}
+    to_bf16 = holm({arm: paired_test(paired(found[arm], control, "learner")) for arm in plain})
+    to_none = holm({arm: paired_test(gaps) for arm, gaps in over.items()})
+    for arm, trained in found.items():
         gaps = {name: paired(trained, control, name) for name in ("learner", "sampler")}
         judged = arm != CONTROL
         lines.append(
@@ -223,6 +232,9 @@ def table(rows: Sequence[Row]) -> list[str]:
                 told(gaps["learner"]) if judged else "–",
                 f"{detectable(gaps['learner']):.2g}" if judged and len(gaps["learner"]) > 1 else "–",
                 told(gaps["sampler"]) if judged else "–",
+                f"{to_bf16[arm]:.2g}" if arm in to_bf16 else "–",
+                told(over[arm]) if arm in over else "–",
+                f"{to_none[arm]:.2g}" if arm in to_none else "–",
             )
         )
     return ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines)]
