@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 MODULES = ("lit_qrl.cli.main", "lit_qrl.cli.training", "transformers.models.qwen3.modeling_qwen3", "forked")
@@ -26,7 +27,7 @@ class Forked:
         process: which has been started.
     """
 
-    def __init__(self, process: "multiprocessing.process.BaseProcess") -> None:
+    def __init__(self, process: BaseProcess) -> None:
         self.process = process
 
     @property
