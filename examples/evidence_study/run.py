@@ -17,11 +17,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "mismatch_dial")]
@@ -43,21 +42,6 @@ CORRECTIONS = "{none,tis,mis,sequence_tis,sequence_mis,ais,ais_fitted}"
 STOP_SECONDS = 20.0
 """For a run to write its checkpoint after the time limit."""
 POLL_SECONDS = 0.5
-
-
-class Process(Protocol):
-    """What is asked of a process that runs."""
-
-    @property
-    def returncode(self) -> int | None: ...
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def send_signal(self, number: int, /) -> None: ...
-
-    def kill(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -160,13 +144,7 @@ def choose(outcomes: Mapping[float, Sequence[summary.Outcome]]) -> Choice:
     return Choice(rate, enough[0] if enough else max(losses, key=losses.__getitem__))
 
 
-def run_until(
-    jobs: Sequence[studies.Job],
-    parallel: int,
-    deadline: float,
-    gpu: str = "",
-    begin: Callable[[studies.Job, str], Process] | None = None,
-) -> list[studies.Job]:
+def run_until(jobs: Sequence[studies.Job], parallel: int, deadline: float, gpu: str = "") -> list[studies.Job]:
     """Run what is not finished until a deadline; return what failed.
 
     Args:
@@ -174,10 +152,9 @@ def run_until(
         parallel: runs at a time.
         deadline: on the monotonic clock.
         gpu: number of the one that all of them share; none by default.
-        begin: starts a run on a GPU; a process of its own by default.
     """
     waiting: Iterator[studies.Job] = iter([job for job in jobs if job.state != "finished"])
-    running: dict[Process, tuple[studies.Job, float]] = {}
+    running: dict[subprocess.Popen[bytes], tuple[studies.Job, float]] = {}
     failed, exhausted = [], False
     try:
         while running or not exhausted:
@@ -187,7 +164,7 @@ def run_until(
                 job = next(waiting, None)
                 exhausted = job is None
                 if job is not None:
-                    running[(begin or start)(job, gpu)] = job, time.monotonic()
+                    running[start(job, gpu)] = job, time.monotonic()
             for process in [one for one in running if one.poll() is not None]:
                 job, begun = running.pop(process)
                 seconds, ok = time.monotonic() - begun, process.returncode == 0
@@ -212,7 +189,8 @@ def log_end(job: studies.Job) -> list[str]:
 
 def start(job: studies.Job, gpu: str = "") -> subprocess.Popen[bytes]:
     """Start a run with one thread, on a GPU or none, its output in `log.txt`."""
-    prepare(job)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    studies.record(job)
     # On a GPU the statistics would be compiled, which takes longer than they take in a run that is as short.
     one_core = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "LIT_QRL_COMPILE": "0", "CUDA_VISIBLE_DEVICES": gpu}
     with (job.folder / studies.LOG_FILE).open("a") as log:
@@ -220,13 +198,7 @@ def start(job: studies.Job, gpu: str = "") -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **one_core}, stdout=log, stderr=log)
 
 
-def prepare(job: studies.Job) -> None:
-    """Make a run's folder, and write what it is made with into it."""
-    job.folder.mkdir(parents=True, exist_ok=True)
-    studies.record(job)
-
-
-def stop(processes: Sequence[Process]) -> None:
+def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Ask runs to save and end, and end those that do not."""
     for process in processes:
         process.send_signal(signal.SIGTERM)

@@ -27,7 +27,6 @@ sys.path[:0] = [str(HERE.parent / name) for name in ("long_reasoning", "evidence
 
 import dial  # noqa: E402
 import figure  # noqa: E402
-import forked  # noqa: E402
 import probe  # noqa: E402
 import run as evidence  # noqa: E402
 import study as studies  # noqa: E402
@@ -111,24 +110,12 @@ def best_rate(accuracies: Mapping[float, Sequence[float]]) -> float:
     return max(accuracies, key=lambda rate: fmean(accuracies[rate][1:common][-2:]))
 
 
-def begin(job: studies.Job, gpu: str) -> forked.Forked:
-    """Start a run that is forked."""
-    evidence.prepare(job)
-    return forked.begin(job.arguments, job.folder / studies.LOG_FILE, evidence.ROOT, gpu)
-
-
-def run_until(jobs: Sequence[studies.Job], parallel: int, deadline: float, gpu: str) -> list[studies.Job]:
-    """Run what is not finished until a deadline, forked where that can be; return what failed."""
-    able = time.monotonic() < deadline and forked.ready(gpu)
-    return evidence.run_until(jobs, parallel, deadline, gpu, begin if able else None)
-
-
 def piloted(out: Path, rates: Sequence[float], extra: Sequence[str], gpu: str, deadline: float) -> float:
     """Return the learning rate that the pilot chooses; what it found is kept in the results."""
     file = out / "results" / PILOT_FILE
     if not file.is_file():
         jobs, now = pilot_jobs(out, rates, extra), time.monotonic()
-        run_until(list(jobs.values()), len(jobs), now + PILOT_SHARE * (deadline - now), gpu)
+        evidence.run_until(list(jobs.values()), len(jobs), now + PILOT_SHARE * (deadline - now), gpu)
         found = {f"{rate:g}": Run(job.folder).accuracy.values for rate, job in jobs.items()}
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(found, indent=1) + "\n")
@@ -186,9 +173,22 @@ def write(rows: Sequence[Row], folder: Path) -> str:
         writer.writeheader()
         for line in rows:
             writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in line.items()})
-    text = "\n".join(table(rows))
+    text = "\n".join(table(compared(rows)))
     (folder / TABLE_FILE).write_text(text + "\n")
     return text
+
+
+def compared(rows: Sequence[Row]) -> list[Row]:
+    """Return the lines of seeds of which more than one arm was trained, or all where there are none.
+
+    >>> [row["arm"] for row in compared([{"arm": arm, "seed": arm == "c", "iteration": 10} for arm in "abc"])]
+    ['a', 'b']
+    """
+    arms: dict[object, set[object]] = {}
+    for row in rows:
+        if row["iteration"] != 0:
+            arms.setdefault(row["seed"], set()).add(row["arm"])
+    return [row for row in rows if len(arms.get(row["seed"], ())) > 1] or list(rows)
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -293,7 +293,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = {(row["arm"], row["seed"]) for row in earlier}
     running = not (options.list or options.report)
     if running:
-        forked.preload()
         make_models(options.policy or out / "adder", out)
     position = options.dial
     if position is None and any(DIAL in pattern for pattern in options.arms):
@@ -312,10 +311,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if running and any(job.state == "changed" for job in jobs):
         print(f"{out} holds runs of another configuration. Remove them, or choose another --out.", file=sys.stderr)
         return 2
-    failed = run_until(jobs, options.jobs, deadline, options.gpu) if running else []
+    failed = evidence.run_until(jobs, options.jobs, deadline, options.gpu) if running else []
     rows = [*earlier, *(row for job in jobs if (job.folder / studies.COMMAND_FILE).is_file() for row in curve(job))]
     print(write(rows, out / "results"), flush=True)
-    figure.draw(rows, out / "results" / FIGURE_FILE)
+    figure.draw(compared(rows), out / "results" / FIGURE_FILE)
     return 1 if failed else 0
 
 

@@ -16,7 +16,6 @@ MODULES = (
     "addition",
     "arms",
     "figure",
-    "forked",
     "probe",
     "warm_start",
     "build",
@@ -124,36 +123,6 @@ def test_the_pilot_chooses_the_rate_at_which_a_bf16_sampler_gets_furthest(exampl
     # what was found is kept
     (tmp_path / "pilot").rename(tmp_path / "elsewhere")
     assert arms.piloted(tmp_path, list(ends), [], "", 0.0) == 1e-5
-
-
-def test_a_forked_run_is_a_process_whose_output_goes_to_a_file(example, monkeypatch, tmp_path, capsys):
-    forked = example("forked")
-    monkeypatch.setattr(forked, "MODULES", ("forked",))
-    for name in (*forked.ONE_CORE, "PYTORCH_NVML_BASED_CUDA_CHECK"):
-        monkeypatch.setenv(name, "0")  # which `ready` sets, and what it was before comes back
-    assert forked.ready("")
-    for arguments, status in ((["--version"], 0), (["no_such_command"], 2)):
-        run = forked.begin(arguments, tmp_path / f"{status}.txt", tmp_path, "")
-        assert run.wait(60.0) == run.poll() == run.returncode == status
-        run.send_signal(15)  # nobody is there any more
-    assert (tmp_path / "0.txt").read_text().startswith("lit-qrl ")
-    assert "no_such_command" in (tmp_path / "2.txt").read_text()
-    # where a number on a GPU cannot be computed, runs are not forked
-    monkeypatch.setattr(forked.context, "Process", lambda target, args: Ended())
-    assert not forked.ready("")
-    assert "cannot be forked" in capsys.readouterr().err
-
-
-class Ended:
-    """A process that has failed."""
-
-    exitcode = 1
-
-    def start(self):
-        pass
-
-    def join(self, timeout):
-        pass
 
 
 def test_runs_are_compared_where_both_were_evaluated(example, tmp_path, capsys):
