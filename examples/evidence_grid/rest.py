@@ -34,7 +34,7 @@ ORDER: tuple[tuple[str, int], ...] = (
     ("aligned", 12),
     *(("fp8", seed) for seed in (0, 1, 2)),
     *(("habits", seed) for seed in (3, 4)),
-    *(("four_bits", seed) for seed in (11, 12, 10)),
+    *(("four_bits", seed) for seed in (11, 12)),
     ("tbpo", 11),
     ("noise", 11),
     ("slow", 11),
