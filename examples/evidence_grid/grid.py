@@ -50,6 +50,9 @@ BLOCKS = {
     "habits": (CONTROL, "s10+none+int4", "{cosine,unscaled,adam_eps,decay}+s10+none+{bf16,int4}"),
     "damping": (CONTROL, "s10+none+int4", "{adam_eps,decay}+s10+none+{bf16,int4}"),
     "aligned": (CONTROL, "{s6,s8,s12,s13}+none+int4_aligned"),
+    "four_bits": (CONTROL, "{s1,s4}+none+w4a4"),
+    "tbpo": (CONTROL, "{s6,s8}+none+int4", "s10+none+int4", "{s6,s8,s10}+tbpo+int4"),
+    "noise": (CONTROL, "s1+none+nvfp4", "s1+aqn+{bf16,nvfp4}", "s8+none+int4", "s8+aqn+int4"),
 }
 """What is run together, the most important first: arms, with alternatives in braces."""
 

@@ -35,6 +35,8 @@ METRICS = {
     "alpha": "correction/alpha",
 }
 """Metrics of the first iterations by their name in the CSV, as means over iterations 1 to 5 and 6 to 10."""
+CURVES = ("reward", "abs_log_ratio", "alpha", "entropy", "ess_ratio", "clipped", "clipped_low", "update_kl")
+"""Metrics of whole runs, as means over ten iterations each."""
 HALVES = {"a": (0, EARLY // 2), "b": (EARLY // 2, EARLY)}
 ENDS = ("learner", "sampler", "start", "best", "log_ratio_1", "log_ratio_mean", "log_ratio_last")
 KEY = ("study", "rate", "arm", "seed")
@@ -76,6 +78,39 @@ def row(study: str, rate: float, job: studies.Job) -> Row:
         **{f"accuracy_{at}": evaluated.get(at) for at in EVALUATED},
         **early,
     }
+
+
+def write_curves(jobs: Sequence[studies.Job], folder: Path, before: Path) -> None:
+    """Write what runs were at after every tenth iteration, behind the lines of an earlier file that are not theirs.
+
+    Args:
+        jobs: of the runs; what one has not reached has no line.
+        folder: for the file.
+        before: the earlier file; it need not exist.
+    """
+    lines = [line for job in jobs for line in curve(job)]
+    ours = {(str(line["arm"]), str(line["seed"])) for line in lines}
+    if before.is_file():
+        with before.open(newline="") as file:
+            lines = [*(line for line in csv.DictReader(file) if (line["arm"], line["seed"]) not in ours), *lines]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / CURVES_FILE).open("w", newline="") as file:
+        writer = csv.DictWriter(file, ("arm", "seed", "iteration", "learner", *CURVES), lineterminator="\n")
+        writer.writeheader()
+        for line in lines:
+            writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in line.items()})
+
+
+def curve(job: studies.Job) -> list[Row]:
+    """Return a run's accuracy after every tenth iteration, and the metrics' means over the ten before."""
+    run = Run(job.folder)
+    evaluated = dict(zip(run.accuracy.iterations, run.accuracy.values, strict=True))
+    points = range(EARLY, run.iterations + 1, EARLY)
+    return [
+        {"arm": job.arm, "seed": job.seed, "iteration": at, "learner": evaluated.get(at)}
+        | {name: _between(run, METRICS[name], at - EARLY, at) for name in CURVES}
+        for at in points
+    ]
 
 
 def _between(run: Run, metric: str, after: int, until: int) -> float | None:

@@ -28,8 +28,10 @@ from lit_qrl.report.figures import COLORS, INK, prepare  # noqa: E402
 
 SHIPPED = HERE.parents[1] / "docs" / "figures" / "evidence"
 MODULE = HERE.parents[1] / "lit_qrl" / "functional" / "loss_models.py"
-LATER_SEED = 12
-"""Of the grid: its runs came after the fit, and judge it whatever their parity."""
+LATER_SEED, LATER = 12, {"w4a4"}
+"""Of the grid, and parts of its arms: these runs came after the fit, and judge it whatever their parity."""
+UNTOLD = {"tbpo", "aqn"}
+"""Arms whose objective or noise the model's inputs do not know."""
 RIDGE, BOOTSTRAPS, NEWTON_STEPS = 1.0, 10_000, 50
 ODDS_FILE, TABLE_FILE, FIGURE_FILE = "odds.csv", "odds.md", "odds.png"
 AUDIT = ("start", "token", "sequence")
@@ -75,7 +77,7 @@ class Example:
     @property
     def later(self) -> bool:
         """Whether it was run after the model was shipped."""
-        return self.seed == LATER_SEED
+        return self.seed == LATER_SEED or not LATER.isdisjoint(self.arm.split("+"))
 
 
 def inputs_of(row: grid_table.Row) -> dict[str, float]:
@@ -98,7 +100,7 @@ def inputs_of(row: grid_table.Row) -> dict[str, float]:
 
 
 def examples_of(rows: Sequence[grid_table.Row], earlier: Path) -> list[Example]:
-    """Return the runs of a plain learner under a low-precision sampler whose bf16 sampler's run is there.
+    """Return the runs of GRPO's plain learner under a low-precision sampler whose bf16 sampler's run is there.
 
     Args:
         rows: of the grid's `runs.csv`.
@@ -113,7 +115,7 @@ def examples_of(rows: Sequence[grid_table.Row], earlier: Path) -> list[Example]:
     found = []
     for row in rows:
         arm, place = str(row["arm"]), grid_table.key(row)
-        if arm.endswith(("bf16", "aligned")):
+        if arm.endswith(("bf16", "aligned")) or UNTOLD & set(arm.split("+")):
             continue
         control = grid_table.control_of(arm) if row["study"] == "grid" else f"{arm.split('+')[0]}+none+bf16"
         theirs = ends.get((row["study"], row["rate"], control, row["seed"]))

@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
+import alpha_figure  # noqa: E402
 import grid  # noqa: E402
 import grid_table  # noqa: E402
 import summary  # noqa: E402  (grid has made its folder known)
@@ -31,12 +32,17 @@ ORDER: tuple[tuple[str, int], ...] = (
     *(("habits", seed) for seed in (0, 1, 2)),
     ("aligned", 11),
     ("aligned", 12),
-    *(("habits", seed) for seed in (3, 4)),
     *(("fp8", seed) for seed in (0, 1, 2)),
-    ("levels", 12),
+    *(("habits", seed) for seed in (3, 4)),
+    *(("four_bits", seed) for seed in (11, 12)),
+    ("tbpo", 11),
+    ("noise", 11),
     ("slow", 11),
-    ("damping", 11),
     ("gate", 12),
+    ("damping", 11),
+    ("levels", 12),
+    ("tbpo", 12),
+    ("noise", 12),
     ("int3", 12),
     ("updates", 12),
     ("rejection", 12),
@@ -49,10 +55,12 @@ ORDER: tuple[tuple[str, int], ...] = (
 """What is run, the most important first: a block and a seed; those of the study have 240 iterations."""
 
 
-def planned(out: Path, extra: Sequence[str]) -> list[Planned]:
-    """Return all runs in their order, each once."""
+def planned(out: Path, extra: Sequence[str], blocks: Sequence[str] = ()) -> list[Planned]:
+    """Return all runs in their order, each once; where blocks are named, theirs."""
     study, found = studies.load(grid.EVIDENCE), {}
     for block, seed in ORDER:
+        if blocks and block not in blocks:
+            continue
         if block in OF_STUDY:
             options = [*evidence.rate_option(evidence.DEFAULT.rate), *extra]
             jobs = evidence.jobs_of(study, [evidence.Phase(OF_STUDY[block], (seed,))], out, options, "study")
@@ -71,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=grid.ROOT / "runs" / "evidence_rest")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time (default: one for each core)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="time limit, the summary left out")
+    parser.add_argument("--blocks", nargs="+", choices=sorted({block for block, _ in ORDER}), default=[])
     parser.add_argument("--list", action="store_true", help="show the runs and their states, run nothing")
     parser.add_argument("--report", action="store_true", help="write what there is, run nothing")
     parser.add_argument("--before", type=Path, default=SHIPPED, help="results of an earlier call, not run again")
@@ -83,7 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running = not (options.list or options.report)
     if running:
         grid.make_models(out)
-    wanted = [one for one in planned(out, extra) if (one.study, one.rate, one.job.arm, one.job.seed) not in known]
+    wanted = [
+        one
+        for one in planned(out, extra, options.blocks)
+        if (one.study, one.rate, one.job.arm, one.job.seed) not in known
+    ]
     if options.list:
         for one in wanted:
             print(f"{one.job.state:<9} {one.study} {one.rate:g} {one.job.arm} seed {one.job.seed}")
@@ -99,6 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         grid_table.row(one.study, one.rate, one.job) for one in wanted if one.study == "grid" and grid.counts(one.job)
     ]
     print(grid_table.write([*grid_before, *rows], out / "results" / "grid"), flush=True)
+    of_grid = [one.job for one in wanted if one.study == "grid" and (one.job.folder / studies.COMMAND_FILE).is_file()]
+    grid_table.write_curves(of_grid, out / "results" / "grid", options.before / "grid" / grid_table.CURVES_FILE)
+    curves = out / "results" / "grid" / grid_table.CURVES_FILE
+    alpha_figure.draw(curves, curves.with_name(alpha_figure.FIGURE_FILE))
     return 1 if failed else 0
 
 

@@ -30,6 +30,7 @@ import figure  # noqa: E402
 import probe  # noqa: E402
 import run as evidence  # noqa: E402
 import study as studies  # noqa: E402
+from paired import holm, paired_test  # noqa: E402
 from study_report import detectable, spread, standard_error  # noqa: E402
 
 from lit_qrl.report.run import Run, Series  # noqa: E402
@@ -44,6 +45,8 @@ DIAL = "DIAL"
 """What stands in an arm for the position that is chosen."""
 CURVES_FILE, TABLE_FILE, FIGURE_FILE, PROBE_FILE = "curves.csv", "table.md", "figure.png", "probe.json"
 PILOT_FILE, PILOT_SEED, PILOT_ITERATIONS = "pilot.json", 100, 15
+PILOT_SHARE = 0.25
+"""Of the time limit, that the pilot takes at most: it is judged by what it has evaluated by then."""
 METRICS = {
     "sampler": "reward/mean",
     "log_ratio": "mismatch/abs_log_ratio",
@@ -89,23 +92,30 @@ def pilot_jobs(out: Path, rates: Sequence[float], extra: Sequence[str]) -> dict[
 
 
 def best_rate(accuracies: Mapping[float, Sequence[float]]) -> float:
-    """Return the rate at which the bf16 sampler's learner got furthest: the mean of its last two evaluations.
+    """Return the rate at which the bf16 sampler's learner got furthest.
 
-    >>> best_rate({1e-5: [0.5, 0.6, 0.7], 1e-4: [0.5, 0.1, 0.0], 1e-6: [0.5]})
+    That is the mean of the last two evaluations that all runs have, the one before training left out; where the time
+    limit left none of some run, the rate in the middle.
+
+    >>> best_rate({1e-5: [0.5, 0.6, 0.7], 1e-4: [0.5, 0.1, 0.0], 1e-6: [0.5, 0.5, 0.5]})
+    1e-05
+    >>> best_rate({3e-6: [0.5, 0.5], 1e-5: [0.5, 0.6, 0.1], 3e-5: [0.5, 0.4]})
+    1e-05
+    >>> best_rate({3e-6: [], 1e-5: [], 3e-5: [0.5]})
     1e-05
     """
-    there = {rate: fmean(values[-2:]) for rate, values in accuracies.items() if len(values) > 2}
-    if not there:
-        raise SystemExit("No run of the pilot has been evaluated twice: give it more time, or choose by --rate.")
-    return max(there, key=there.__getitem__)
+    common = min(map(len, accuracies.values()))
+    if common < 2:
+        return sorted(accuracies)[len(accuracies) // 2]
+    return max(accuracies, key=lambda rate: fmean(accuracies[rate][1:common][-2:]))
 
 
 def piloted(out: Path, rates: Sequence[float], extra: Sequence[str], gpu: str, deadline: float) -> float:
     """Return the learning rate that the pilot chooses; what it found is kept in the results."""
     file = out / "results" / PILOT_FILE
     if not file.is_file():
-        jobs = pilot_jobs(out, rates, extra)
-        evidence.run_until(list(jobs.values()), len(jobs), deadline, gpu)
+        jobs, now = pilot_jobs(out, rates, extra), time.monotonic()
+        evidence.run_until(list(jobs.values()), len(jobs), now + PILOT_SHARE * (deadline - now), gpu)
         found = {f"{rate:g}": Run(job.folder).accuracy.values for rate, job in jobs.items()}
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(found, indent=1) + "\n")
@@ -163,28 +173,49 @@ def write(rows: Sequence[Row], folder: Path) -> str:
         writer.writeheader()
         for line in rows:
             writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in line.items()})
-    text = "\n".join(table(rows))
+    text = "\n".join(table(compared(rows)))
     (folder / TABLE_FILE).write_text(text + "\n")
     return text
+
+
+def compared(rows: Sequence[Row]) -> list[Row]:
+    """Return the lines of seeds of which more than one arm was trained, or all where there are none.
+
+    >>> [row["arm"] for row in compared([{"arm": arm, "seed": arm == "c", "iteration": 10} for arm in "abc"])]
+    ['a', 'b']
+    """
+    arms: dict[object, set[object]] = {}
+    for row in rows:
+        if row["iteration"] != 0:
+            arms.setdefault(row["seed"], set()).add(row["arm"])
+    return [row for row in rows if len(arms.get(row["seed"], ())) > 1] or list(rows)
 
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Return a Markdown table of the arms, each with the paired difference to the bf16 sampler.
 
-    Accuracies are means of the last two evaluations; of a pair, of the last two that both runs have.
+    Accuracies are means of the last two evaluations; of a pair, of the last two that both runs have. Probabilities
+    are of paired t-tests of the learners, by Holm over the arms of a plain learner under INT4.
     """
     head = ("arm", "seeds", "iterations", "mean abs. log-ratio, first", "last", "learner", "sampler", "entropy")
-    head = (*head, "to bf16: learner", "detectable", "sampler")
+    head = (*head, "to bf16: learner", "detectable", "sampler", "p", "over no correction: learner", "p")
     runs: dict[str, dict[int, dict[int, Row]]] = {}
     for one in rows:
         there = runs.setdefault(str(one["arm"]), {}).setdefault(int(str(one["seed"])), {})
         there[int(str(one["iteration"]))] = one
     lines = []
-    for arm, seeds in runs.items():
-        trained = {seed: points for seed, points in seeds.items() if max(points) > 0}
-        if not trained:
-            continue
-        control = runs.get(CONTROL, {})
+    found = {
+        arm: there
+        for arm, seeds in runs.items()
+        if (there := {seed: points for seed, points in seeds.items() if max(points) > 0})
+    }
+    control = found.get(CONTROL, {})
+    plain = [arm for arm in found if arm.endswith("+int4")]
+    without = next((found[arm] for arm in plain if arm.split("+")[1] == "none"), {})
+    over = {arm: paired(found[arm], without, "learner") for arm in plain if without and found[arm] is not without}
+    to_bf16 = holm({arm: paired_test(paired(found[arm], control, "learner")) for arm in plain})
+    to_none = holm({arm: paired_test(gaps) for arm, gaps in over.items()})
+    for arm, trained in found.items():
         gaps = {name: paired(trained, control, name) for name in ("learner", "sampler")}
         judged = arm != CONTROL
         lines.append(
@@ -201,6 +232,9 @@ def table(rows: Sequence[Row]) -> list[str]:
                 told(gaps["learner"]) if judged else "–",
                 f"{detectable(gaps['learner']):.2g}" if judged and len(gaps["learner"]) > 1 else "–",
                 told(gaps["sampler"]) if judged else "–",
+                f"{to_bf16[arm]:.2g}" if arm in to_bf16 else "–",
+                told(over[arm]) if arm in over else "–",
+                f"{to_none[arm]:.2g}" if arm in to_none else "–",
             )
         )
     return ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines)]
@@ -280,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = evidence.run_until(jobs, options.jobs, deadline, options.gpu) if running else []
     rows = [*earlier, *(row for job in jobs if (job.folder / studies.COMMAND_FILE).is_file() for row in curve(job))]
     print(write(rows, out / "results"), flush=True)
-    figure.draw(rows, out / "results" / FIGURE_FILE)
+    figure.draw(compared(rows), out / "results" / FIGURE_FILE)
     return 1 if failed else 0
 
 

@@ -37,16 +37,17 @@ def name_of(arm: str) -> str:
 
 
 def means(rows: Sequence[Mapping[str, object]], name: str) -> dict[str, list[tuple[int, float]]]:
-    """Return for each arm the mean over seeds at each evaluation that all of its seeds have."""
+    """Return for each arm the mean over seeds at each evaluation that all of its seeds have which were trained."""
     values: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     seeds: dict[str, set[object]] = defaultdict(set)
     for row in rows:
         arm = str(row["arm"])
-        seeds[arm].add(row["seed"])
+        if row["iteration"] != 0:
+            seeds[arm].add(row["seed"])
         if row[name] is not None:
             values[arm][int(str(row["iteration"]))].append(float(str(row[name])))
     return {
-        arm: [(at, fmean(found)) for at, found in sorted(points.items()) if len(found) == len(seeds[arm])]
+        arm: [(at, fmean(found)) for at, found in sorted(points.items()) if len(found) >= len(seeds[arm]) > 0]
         for arm, points in values.items()
     }
 

@@ -12,6 +12,7 @@ The rate falls on a line towards its end, so that the way through one half is sl
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -157,7 +158,7 @@ def evaluate(network: nn.Module, tokens: Tensor, labels: Tensor) -> float:
 
 
 def build(output: Path, recipe: Recipe, device: str) -> dict[str, float]:
-    """Train, save to `output` and return the steps and seconds taken and the accuracy of the last check."""
+    """Train, save to `output`; return steps and seconds taken, the last check's accuracy, and the weights' sum."""
     started, tokenizer = time.perf_counter(), build_tokenizer(CHARACTERS)
     network = build_network(recipe, tokenizer).to(device)
     teacher = Teacher(recipe, tokenizer, held_out=False, seed=recipe.seed)
@@ -194,7 +195,8 @@ def build(output: Path, recipe: Recipe, device: str) -> dict[str, float]:
             if accuracy >= recipe.accuracy or seconds > recipe.max_seconds:
                 break
     save(network, tokenizer, output)
-    return {"steps": step, "accuracy": accuracy, "seconds": round(seconds, 1)}
+    total = sum(p.double().abs().sum().item() for p in network.parameters())
+    return {"steps": step, "accuracy": accuracy, "seconds": round(seconds, 1), "weights": round(total, 6)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -204,6 +206,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in vars(Recipe()).items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     options = parser.parse_args(arguments)
+    # The same policy from every call on one model of GPU, so that seeds of several calls train one policy.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for choice in ("flash", "mem_efficient", "cudnn"):  # whose backward sums in any order
+        getattr(torch.backends.cuda, f"enable_{choice}_sdp")(False)
     recipe = Recipe(**{name: getattr(options, name) for name in vars(Recipe())})
     result = build(options.output, recipe, options.device)
     print(json.dumps(result))

@@ -26,6 +26,7 @@ MODULES = (
     "grid",
     "grid_table",
     "rest",
+    "alpha_figure",
 )
 
 
@@ -152,10 +153,39 @@ def test_what_is_left_is_run_once_in_its_order_and_joined_to_what_there_is(grid,
         ("cosine+s10+none+int4", 0.8),
     ]
     assert [row["learner"] for row in grid.grid_table.read(out / "grid" / "runs.csv")] == [0.7]
+    with (out / "grid" / "curves.csv").open(newline="") as file:
+        lines = [
+            (line["arm"], line["iteration"], line["abs_log_ratio"], line["alpha"]) for line in csv.DictReader(file)
+        ]
+    # means of the iterations 1 to 10 and 11 to 20
+    assert lines == [(one.job.arm, "10", "0.55", ""), (one.job.arm, "20", "1.55", "")]
     # what an earlier call has is not run again
     capsys.readouterr()
     assert rest.main(["--list", "--out", str(tmp_path / "b"), "--before", str(out)]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(planned) - 3
+
+
+def test_curves_of_an_earlier_call_stay_where_no_run_is_newer(grid, tmp_path):
+    table, alpha = grid.grid_table, importlib.import_module("alpha_figure")
+    before = tmp_path / "before.csv"
+    rows = [f"s{scale}+{arm}+int4,12,10,0.5,0.4,0.1,0.{scale},,,,," for scale in (8, 4) for arm in ("ais", "tis")]
+    before.write_text("\n".join([",".join(("arm", "seed", "iteration", "learner", *table.CURVES)), *rows]) + "\n")
+    one = next(one for one in grid.of_block(grid.BLOCKS["levels"], (12,), tmp_path) if one.job.arm == "s8+tis+int4")
+    finish(grid, one, 0.7)
+    table.write_curves([one.job], tmp_path, before)
+    with (tmp_path / "curves.csv").open(newline="") as file:
+        assert [line["arm"] for line in csv.DictReader(file)] == [
+            "s8+ais+int4",
+            "s4+ais+int4",
+            "s4+tis+int4",
+            "s8+tis+int4",
+            "s8+tis+int4",
+        ]
+    # AIS alone, by the dial's position
+    paths = alpha.paths_of(tmp_path / "curves.csv")
+    assert list(paths.items()) == [("s4", [[(0.1, 0.4)]]), ("s8", [[(0.1, 0.8)]])]
+    alpha.draw(tmp_path / "curves.csv", tmp_path / "alpha.png")
+    assert (tmp_path / "alpha.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_that_was_cut_is_compared_where_both_were(grid):

@@ -139,6 +139,8 @@ def test_runs_are_compared_where_both_were_evaluated(example, tmp_path, capsys):
     # (0.5 + 0.4) / 2 and (0.5 + 0.5) / 2 against (0.6 + 0.7) / 2
     assert cells[8] == "-0.175 ± 0.025"
     assert cells[10].startswith("-0.300")
+    # the only arm of INT4, so that nothing is adjusted; one degree of freedom: 1 − 2 / π · arctan(0.175 / 0.025)
+    assert cells[11:] == [f"{1 - 2 / math.pi * math.atan(7.0):.2g}", "–", "–"]
     assert (tmp_path / "results" / "figure.png").read_bytes().startswith(b"\x89PNG")
     figure, rows = example("figure"), arms.read(tmp_path / "results" / "curves.csv")
     # means of both seeds, where both were evaluated
