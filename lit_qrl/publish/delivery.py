@@ -10,6 +10,7 @@ from lit_qrl.errors import within_memory
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
 from lit_qrl.publish.shares import weigh
+from lit_qrl.receipts.clock import Clock
 from lit_qrl.receipts.ledger import (
     PublishError,
     PublishReport,
@@ -56,7 +57,11 @@ class Delivery:
         sampled = {name: shapes[name] for name in choose(list(shapes), max(version, 0))}
         sent = SentLedger(version, format, sampled)
         share = self.engine.own_part if isinstance(self.engine, HoldsShare) else None
-        report = self.engine.load_weights(sent.watch(self.engine.arranged(stream), share), format, version)
+        clock = Clock()
+        made = clock.stream("make", sent.watch(self.engine.arranged(stream), share))
+        with clock.part("load"):
+            report = self.engine.load_weights(made, format, version)
+        report.parts = {"make": clock.seconds["make"], **(report.parts or {"load": clock.seconds["load"]})}
         self._compare(sent, report, format, whole=True)
         low = format is not None and not isinstance(format, Dense)
         weigh(report, sent, shapes if low else {})

@@ -251,6 +251,7 @@ class PublishReport:
         sizes: bytes that were sent of each of `layers`.
         quantized_share: share of the model's parameters that went out in a format of 8 bits or less.
         verified_share: share of the bytes sent whose receipts were compared with what the engine holds.
+        parts: the host's seconds, by what they went into.
     """
 
     version: int
@@ -261,6 +262,7 @@ class PublishReport:
     sizes: dict[str, int] = field(default_factory=dict)
     quantized_share: float = 0.0
     verified_share: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 def compare(sent: Ledger, received: ReceivedLedger, previous: Mapping[str, TensorReceipt] | None = None) -> list[Fault]:

@@ -1,6 +1,7 @@
 """An engine behind the server draws what it draws in the learner's process, and every way of dying is outlived."""
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import Converses, EngineDiedError, ReadsBack, SamplerSpec, Scores, Sleeps, TakesAdapter
 from lit_qrl.rollout.remote import engine as remote_engine
-from lit_qrl.rollout.remote import replica, wire
+from lit_qrl.rollout.remote import publishing, replica, transfer, wire
 from lit_qrl.rollout.remote.engine import RemoteEngine, RemoteVLLMEngine, spread
 from tests.rollout.remote.served import PROMPTS, SAMPLING, Mortal, embedded, publish, remote, server, stream_of
 from tests.tiny_run import build, parameters_of
@@ -41,6 +42,42 @@ def test_what_is_published_is_verified_and_drawn_with(tmp_path, format, transfer
         assert plain(engine.generate(PROMPTS, 3, 7)) == plain(near.generate(PROMPTS, 3, 7))
         for far, close in zip(engine.score(PROMPTS), near.score(PROMPTS), strict=True):
             assert torch.equal(far, close)
+
+
+def test_memory_of_a_gpu_is_opened_once_for_all_chunks_of_all_publishes(tmp_path, monkeypatch):
+    """Of a GPU that the host plays: what a handle opens is looked up, and counted."""
+    lent, opened = {}, []
+
+    def handle(tensor):
+        lent[name := str(len(lent)).encode()] = tensor
+        return name
+
+    def look_up(name, size):
+        opened.append(name)
+        return lent[name]
+
+    with remote(tmp_path) as (engine, network):
+        monkeypatch.setattr(transfer, "handle", handle)
+        monkeypatch.setattr(transfer, "opened", look_up)
+        monkeypatch.setattr(publishing, "chunks", partial(publishing.chunks, limit=2000))
+        engine.transfer = "ipc"
+        engine._sender._memory = [transfer.DeviceMemory(torch.device("cpu")) for _ in range(transfer.SLOTS)]
+        for version in range(3):
+            with torch.no_grad():
+                network.model.norm.weight.add_(1.0)
+            assert publish(engine, network, "fp8_row", version)[0] == []
+        assert opened == list(lent) == [b"0", b"1"]
+        assert plain(engine.generate(PROMPTS, 2, 7)) == [
+            (ids, logprobs, reason, 2)
+            for ids, logprobs, reason, _ in plain(embedded(network, "fp8_row").generate(PROMPTS, 2, 7))
+        ]
+
+
+def test_a_report_says_where_the_seconds_of_both_sides_went(tmp_path):
+    with remote(tmp_path) as (engine, network):
+        _, report = publish(engine, network, "fp8_row")
+    assert report.parts.keys() == {"send", "await", "engine_wait", "engine_take", "engine_load"}
+    assert all(seconds > 0 for seconds in report.parts.values())
 
 
 def test_one_sending_reaches_all_replicas_also_after_one_was_started_again(tmp_path):
