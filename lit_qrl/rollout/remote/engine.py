@@ -95,6 +95,8 @@ class RemoteEngine(RolloutEngine):
         for name in ASKED:
             if hasattr(engine, name):
                 setattr(self, name, partial(self._ask_first, name))
+        if hasattr(engine, "read_back"):
+            self.read_receipts = partial(self._ask_first, "read_receipts")
         if hasattr(engine, "load_adapter"):
             self.load_adapter = partial(self._publish, "load_adapter")
             self.perturb = partial(self._publish, "perturb")

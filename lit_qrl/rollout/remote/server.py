@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lit_qrl.receipts.clock import Clock
+from lit_qrl.receipts.ledger import read_receipts
 from lit_qrl.rollout.engine import OutlinedPolicy, RolloutEngine
 from lit_qrl.rollout.remote.blueprint import Blueprint
 from lit_qrl.rollout.remote.dialogue import AskedDialogue
@@ -104,6 +105,8 @@ class Session:
             assert isinstance(model, Blueprint)
             engine.setup(spec, OutlinedPolicy(model.network, self.device))
             return engine.plain_dtype
+        if what == "read_receipts":
+            return read_receipts(engine.read_back, *args)
         if what not in CALLS:
             raise ValueError(f"{what!r} is nothing that a run may ask of an engine.")
         if what == "generate":

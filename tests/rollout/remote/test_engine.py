@@ -1,6 +1,7 @@
 """An engine behind the server draws what it draws in the learner's process, and every way of dying is outlived."""
 
 import threading
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.publish.delivery import Delivery
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import Converses, EngineDiedError, ReadsBack, SamplerSpec, Scores, Sleeps, TakesAdapter
@@ -71,6 +73,33 @@ def test_memory_of_a_gpu_is_opened_once_for_all_chunks_of_all_publishes(tmp_path
             (ids, logprobs, reason, 2)
             for ids, logprobs, reason, _ in plain(embedded(network, "fp8_row").generate(PROMPTS, 2, 7))
         ]
+
+
+def test_a_publish_through_shared_memory_has_no_weight_in_a_message(tmp_path, monkeypatch):
+    """What is read again to verify it stays where it is: its receipts come."""
+    sizes = []
+
+    def counted(pickler, value):
+        if isinstance(value, torch.Tensor):
+            sizes.append(value.numel())
+        return reduced(pickler, value)
+
+    with remote(tmp_path) as (engine, network):
+        reduced = transfer._HostPickler.reducer_override
+        monkeypatch.setattr(transfer._HostPickler, "reducer_override", counted)
+        delivery = Delivery(engine, lambda phase: nullcontext())
+        assert delivery.weights(stream_of(network, None), None, {}, 0).verified_share == 1.0
+        assert sizes == []
+        assert engine.read_back(NORM).numel() == sizes.pop()  # which would have been seen
+
+
+def test_a_tensor_that_reads_back_otherwise_is_named_over_the_connection(tmp_path, monkeypatch):
+    with remote(tmp_path) as (engine, network):
+        delivery = Delivery(engine, lambda phase: nullcontext())
+        read = TransformersEngine.read_back
+        monkeypatch.setattr(TransformersEngine, "read_back", lambda *args: read(*args) + 1)
+        with pytest.raises(PublishError, match="read_back: model.embed_tokens.weight reads back differently"):
+            delivery.weights(stream_of(network, None), None, {}, 0)
 
 
 def test_a_report_says_where_the_seconds_of_both_sides_went(tmp_path):
