@@ -55,7 +55,7 @@ class RemoteEngine(RolloutEngine):
         token_file: of those servers.
         transfer: how weights travel: `memory` that both processes see, `ipc` hands CUDA tensors over on one host,
             `socket` is the connection itself; `collective` and `nccl` send once to all replicas, from host to host or
-            from GPU to GPU; `auto` is memory where that is seen.
+            from GPU to GPU; `auto` is `ipc` to the GPUs of `devices`, and else memory where that is seen.
     """
 
     overlaps = True
@@ -194,6 +194,8 @@ class RemoteEngine(RolloutEngine):
     def _way(self, replica: Replica) -> Way:
         if self.transfer != "auto":
             return self.transfer
+        if replica.place.started and replica.place.name.startswith("cuda"):
+            return "ipc"
         return "memory" if replica.sees_memory else "socket"
 
     def _ask_first(self, what: str, *args: Any) -> Any:

@@ -124,10 +124,8 @@ class Sender:
     def _slot(self, chunk: list[Named]) -> Memory:
         """Return the memory of the next chunk: the GPU's, or the host's, whose pieces take turns."""
         if not self._memory:
-            device = (
-                next((one.device for _, one in chunk if one.is_cuda), None) if "ipc" in self.ways.values() else None
-            )
-            made = SharedMemory if device is None else partial(DeviceMemory, device)
+            devices = [one.device for _, one in chunk if one.is_cuda and "ipc" in self.ways.values()]
+            made = partial(DeviceMemory, devices[0]) if devices else SharedMemory
             self._memory = [made() for _ in range(SLOTS)]
         return self._memory[self._sent % SLOTS]
 

@@ -16,6 +16,7 @@ from lit_qrl.rollout.engine import Converses, EngineDiedError, ReadsBack, Sample
 from lit_qrl.rollout.remote import engine as remote_engine
 from lit_qrl.rollout.remote import publishing, replica, transfer, wire
 from lit_qrl.rollout.remote.engine import RemoteEngine, RemoteVLLMEngine, spread
+from lit_qrl.rollout.remote.replica import Place
 from tests.rollout.remote.served import PROMPTS, SAMPLING, Mortal, embedded, publish, remote, server, stream_of
 from tests.tiny_run import build, parameters_of
 
@@ -98,7 +99,7 @@ def test_a_tensor_that_reads_back_otherwise_is_named_over_the_connection(tmp_pat
         delivery = Delivery(engine, lambda phase: nullcontext())
         read = TransformersEngine.read_back
         monkeypatch.setattr(TransformersEngine, "read_back", lambda *args: read(*args) + 1)
-        with pytest.raises(PublishError, match="read_back: model.embed_tokens.weight reads back differently"):
+        with pytest.raises(PublishError, match=r"read_back: model\.embed_tokens\.weight reads back differently"):
             delivery.weights(stream_of(network, None), None, {}, 0)
 
 
@@ -295,6 +296,16 @@ def test_what_the_others_have_drawn_is_kept_when_one_dies(tmp_path, monkeypatch)
             one.draw = lambda *args, draw=draw, **kwargs: asked.extend(args[0]) or draw(*args, **kwargs)
         assert_near(engine.generate(PROMPTS, 2, 7), whole)
         assert sorted(asked) == sorted(PROMPTS[i] for i in range(len(PROMPTS)) if i not in kept)
+
+
+def test_weights_for_gpus_of_this_host_go_through_memory_of_the_learners_gpu():
+    engine = RemoteEngine(TransformersEngine())
+    places = [Place("cuda:1"), Place("cpu"), Place("a:1", b"token"), Place("a:1", b"token")]
+    seen = [True, True, True, False]
+    ways = [engine._way(SimpleNamespace(place=one, sees_memory=s)) for one, s in zip(places, seen, strict=True)]
+    assert ways == ["ipc", "memory", "memory", "socket"]
+    engine.transfer = "nccl"
+    assert engine._way(SimpleNamespace(place=places[0], sees_memory=True)) == "nccl"
 
 
 def test_prompts_are_spread_by_outstanding_tokens():
