@@ -53,7 +53,7 @@ class RemoteEngine(RolloutEngine):
             leaves, and one process on the CPU where it has none itself.
         hosts: `host:port` of servers that run already (`lit-qrl serve`), instead of devices.
         token_file: of those servers.
-        transfer: how weights travel: `memory` that both processes see, `ipc` hands CUDA tensors over on one host,
+        transfer: how weights travel: `memory` of the host that both processes see, `ipc` memory of the GPU on one,
             `socket` is the connection itself; `collective` and `nccl` send once to all replicas, from host to host or
             from GPU to GPU; `auto` is `ipc` to the GPUs of `devices`, and else memory where that is seen.
     """
