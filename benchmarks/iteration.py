@@ -328,19 +328,22 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
         "checkpoint_gib": round(saved.stat().st_size / 2**30, 2) if saved.exists() else None,
         "peak_gib": peak,
         "drawn_ahead_in": round(statistics.median(row.get("rollout/seconds_ahead", 0.0) for row in rows[WARM_UP:]), 3),
-        "publish_parts": medians(rows, "time/publish_"),
-        "micro_batches": medians(rows, "update/micro_batches"),
+        "publish_parts": publish_parts(rows[WARM_UP:]),
+        "first_publish_parts": publish_parts(rows[:1]),
+        "micro_batches": rows[-1].get("update/micro_batches"),
         "publish_gigabytes": round(rows[-1].get("publish/bytes", 0.0) / 1e9, 3),
         "seconds_in_all": round(time.monotonic() - deadline + args.timeout, 1),
         **phases,
     }
 
 
-def medians(rows: list[dict[str, float]], begin: str) -> dict[str, float]:
-    """Return the medians of what is called so after the warm-up, by what follows."""
-    names = [name for name in rows[-1] if name.startswith(begin)]
+def publish_parts(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Return the medians of the seconds that a publish's parts take."""
+    names = [name for name in rows[-1] if name.startswith("time/publish_") or name == "time/verify"]
     return {
-        name.removeprefix(begin): round(statistics.median(row.get(name, 0.0) for row in rows[WARM_UP:]), 3)
+        name.rpartition("/")[2].removeprefix("publish_"): round(
+            statistics.median(row.get(name, 0.0) for row in rows), 3
+        )
         for name in names
     }
 
