@@ -339,11 +339,9 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
 
 def publish_parts(rows: list[dict[str, float]]) -> dict[str, float]:
     """Return the medians of the seconds that a publish's parts take."""
-    names = [name for name in rows[-1] if name.startswith("time/publish_") or name == "time/verify"]
+    names = [name for name in rows[-1] if name.startswith("time/publish_")]
     return {
-        name.rpartition("/")[2].removeprefix("publish_"): round(
-            statistics.median(row.get(name, 0.0) for row in rows), 3
-        )
+        name.removeprefix("time/publish_"): round(statistics.median(row.get(name, 0.0) for row in rows), 3)
         for name in names
     }
 

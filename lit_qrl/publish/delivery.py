@@ -72,7 +72,9 @@ class Delivery:
         with clock.part("load"):
             report = self.engine.load_weights(made, format, version)
         report.parts = {"make": clock.seconds["make"], **(report.parts or {"load": clock.seconds["load"]})}
-        self._compare(sent, report, format, whole=True)
+        with clock.part("compare"):
+            self._compare(sent, report, format, whole=True)
+        report.parts["compare"] = clock.seconds["compare"]
         low = format is not None and not isinstance(format, Dense)
         weigh(report, sent, shapes if low else {})
         return report

@@ -20,7 +20,7 @@ PHASES = {
     "other": "other",
 }
 """By their names under `time/`, in the order of an iteration, and what the page calls them; they add up to it."""
-PUBLISHING = ("make", "load", "send", "await", "engine_wait", "engine_take", "engine_load")
+PUBLISHING = ("make", "load", "compare", "send", "await", "engine_wait", "engine_take", "engine_load")
 """Parts of a publish, the last three in the process of an engine apart."""
 WITHIN = {
     "verify": "publish",

@@ -113,9 +113,9 @@ def test_seconds_of_making_are_told_from_the_engines_own_and_from_those_that_it_
             return report
 
     here = delivery_to(Keeps())[0].weights(stream(), None, SHAPES, 0).parts
-    assert here.keys() == {"make", "load"}
+    assert here.keys() == {"make", "load", "compare"}
     apart = delivery_to(Apart())[0].weights(stream(), None, SHAPES, 0).parts
-    assert (apart.keys(), apart["send"], apart["engine_load"]) == ({"make", "send", "engine_load"}, 2.0, 3.0)
+    assert (apart.keys(), apart["send"], apart["engine_load"]) == ({"make", "send", "engine_load", "compare"}, 2.0, 3.0)
     assert here["make"] > 0 < apart["make"]
 
 
