@@ -103,8 +103,10 @@ CASES: dict[str, dict[str, Any]] = {
     "short-1.5b": {"shape": "1.5b", "prompts": 16, "completion": 64, "micro_batches": 2},
     "uneven-1.5b": {"shape": "1.5b", "prompts": 16, "completion": 2048, "micro_batches": 16, "stops": 300},
     "full-3b": {"shape": "3b", "prompts": 16, "completion": 512, "micro_batches": 16},
-    "parts-3b": {"shape": "3b", "prompts": 16, "completion": 512, "micro_batches": 16, "parts": True, "drawn": True},
-    "parts-8b": {"shape": "8b", "prompts": 16, "completion": 512, "micro_batches": 32, "parts": True, "drawn": True},
+    "parts-3b": {"shape": "3b", "prompts": 16, "completion": 512, "micro_batches": "auto", "parts": True}
+    | {"drawn": True},
+    "parts-8b": {"shape": "8b", "prompts": 16, "completion": 512, "micro_batches": "auto", "parts": True}
+    | {"drawn": True},
     "full-7b": {
         "shape": "7b",
         "prompts": 16,
@@ -115,7 +117,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "lora-7b": {"shape": "7b", "prompts": 16, "completion": 512, "micro_batches": 16, "lora": LORA},
     "qerl-32b": {"shape": "32b", "prompts": 4, "completion": 300, "micro_batches": 8, "lora": LORA, "format": "nvfp4"},
-    "apart-8b": {"shape": "8b", "prompts": 8, "completion": 384, "micro_batches": 8, "lora": LORA, "apart": True}
+    "apart-8b": {"shape": "8b", "prompts": 8, "completion": 384, "micro_batches": "auto", "lora": LORA, "apart": True}
     | {"drawn": True},
     "moe-30b": {"shape": "30b-a3b", "prompts": 4, "completion": 300, "micro_batches": 2, "lora": LORA, "replay": "on"}
     | {"drawn": True},
@@ -326,9 +328,21 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
         "checkpoint_gib": round(saved.stat().st_size / 2**30, 2) if saved.exists() else None,
         "peak_gib": peak,
         "drawn_ahead_in": round(statistics.median(row.get("rollout/seconds_ahead", 0.0) for row in rows[WARM_UP:]), 3),
+        "publish_parts": publish_parts(rows[WARM_UP:]),
+        "first_publish_parts": publish_parts(rows[:1]),
+        "micro_batches": rows[-1].get("update/micro_batches"),
         "publish_gigabytes": round(rows[-1].get("publish/bytes", 0.0) / 1e9, 3),
         "seconds_in_all": round(time.monotonic() - deadline + args.timeout, 1),
         **phases,
+    }
+
+
+def publish_parts(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Return the medians of the seconds that a publish's parts take."""
+    names = [name for name in rows[-1] if name.startswith("time/publish_")]
+    return {
+        name.removeprefix("time/publish_"): round(statistics.median(row.get(name, 0.0) for row in rows), 3)
+        for name in names
     }
 
 
@@ -431,7 +445,7 @@ def configuration(
             "schedule": case.get("schedule", "on_policy"),
             "prompts_per_iteration": case["prompts"],
             "group_size": 8,
-            "micro_batches": case["micro_batches"] // (args.devices if parts else 1),
+            "micro_batches": case["micro_batches"],
             "max_prompt_tokens": prompt + 8,
             "max_completion_tokens": case["completion"],
         },
@@ -491,7 +505,7 @@ def read_rows(metrics: Path) -> list[dict[str, float]]:
         return []
     with metrics.open() as file:
         found = [row for row in csv.DictReader(file) if row.get("time/iteration")]
-    kept = ("time/", "mismatch/", "rollout/seconds_ahead", "publish/gigabytes_per_second", "publish/bytes")
+    kept = ("time/", "mismatch/", "rollout/seconds_ahead", "publish/gigabytes_per_second", "publish/bytes", "update/m")
     return [{key: float(value) for key, value in row.items() if key.startswith(kept) and value} for row in found]
 
 

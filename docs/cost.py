@@ -2,7 +2,8 @@
 
     python docs/cost.py
 
-Everything is on paper: bytes by counting, seconds by the rates of `Machine`, none of which was measured here.
+Bytes are counted, seconds follow from the rates of `Machine`, of which those between two GPUs of a host, from the host
+and of its launches were measured by `benchmarks/parts.py` on two H200s (2026-11-22); the others are on paper.
 """
 
 import math
@@ -20,14 +21,15 @@ class Machine(NamedTuple):
 
     Args:
         matmul: bf16 operations, dense.
-        utilisation: share of it that an update reaches.
+        utilisation: share of it that an update reaches; measured: 0.37 and 0.46 at 4296 and 8592 tokens of 8B.
         memory: of the GPU.
         streaming: share of it that reading weights reaches.
         capacity: bytes of the GPU.
-        link: between GPUs of a host, one way, as collectives reach it.
+        link: between GPUs of a host, one way, as collectives reach it; measured of a gather, 215 of a sum.
         network: of a host, all its cards together, one way, as collectives reach it.
         host: between a GPU and its host.
         hop: seconds from one GPU of a ring to the next.
+        launches: seconds in which the host queues a decoder layer of a micro-batch, forward, again and backward.
     """
 
     matmul: float = 989e12
@@ -35,10 +37,11 @@ class Machine(NamedTuple):
     memory: float = 4.8e12
     streaming: float = 0.7
     capacity: float = 141e9
-    link: float = 360e9
+    link: float = 220e9
     network: float = 340e9  # eight cards of 400 Gbit/s
     host: float = 50e9
     hop: float = 5e-6
+    launches: float = 0.018
     gpus_per_host: int = 8
 
 
@@ -104,11 +107,12 @@ def needed(model: Model, gpus: int, bits: float, offload: bool = False) -> float
 
 
 class Cost(NamedTuple):
-    """Seconds of an iteration: of the update what it computes and what travels beside that, and the other phases."""
+    """Seconds of an iteration: of the update what it computes and what goes on beside that, and the other phases."""
 
     compute: float
     travel: float
     host: float
+    launches: float
     rollout: float
     publish: float
 
@@ -119,14 +123,15 @@ class Cost(NamedTuple):
             "matrix units": self.compute,
             "links between GPUs": self.travel,
             "link to the host": self.host,
+            "the host's launches": self.launches,
             "the GPU's memory (decoding)": self.rollout,
         }
         return max(names, key=lambda name: names[name])
 
     @property
     def iteration(self) -> float:
-        """Seconds in all; what travels hides behind what is computed, or the other way round."""
-        return max(self.compute, self.travel, self.host) + self.rollout + self.publish
+        """Seconds in all; of what goes on at the same time the longest counts."""
+        return max(self.compute, self.travel, self.host, self.launches) + self.rollout + self.publish
 
 
 def cost(model: Model, gpus: int, load: Load, bits: float, machine: Machine = HERE, offload: bool = False) -> Cost:
@@ -158,7 +163,7 @@ def cost(model: Model, gpus: int, load: Load, bits: float, machine: Machine = HE
     read = waves * bits / 8 * model.parameters + own * (load.prompt + load.completion / 2) * model.token
     rollout = load.completion * read / (machine.memory * machine.streaming)
     publish = one.published / rate(gpus, machine) + (4 + bits / 8) * model.parameters / machine.memory
-    return Cost(compute, travel, host, rollout, publish)
+    return Cost(compute, travel, host, micro_batches * model.layers * machine.launches, rollout, publish)
 
 
 def moved_lines() -> Iterator[str]:
@@ -173,17 +178,18 @@ def moved_lines() -> Iterator[str]:
 
 def bound_lines() -> Iterator[str]:
     """Yield the table of seconds of 70B."""
-    yield ("| GPUs | GB on each | update computes | travels | to the host | rollout | publish | iteration | bound by |")
-    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
+    names = ("GPUs", "GB on each", "update computes", "travels", "to the host", "is launched", "rollout", "publish")
+    yield f"| {' | '.join((*names, 'iteration', 'bound by'))} |"
+    yield f"| --- |{' ---: |' * len(names)} --- |"
     model, load, bits = MODELS["70B"], Load(), BITS["fp8_row"]
     for gpus, offload in ((8, False), (8, True), (64, False), (512, False)):
         held = needed(model, gpus, bits, offload)
         what = f"{gpus}, `offload`" if offload else f"{gpus}"
         if held > HERE.capacity:
-            yield f"| {what} | {held / 1e9:.0f} | does not fit | | | | | | |"
+            yield f"| {what} | {held / 1e9:.0f} | does not fit | | | | | | | |"
             continue
         found = cost(model, gpus, load, bits, offload=offload)
-        seconds = (found.compute, found.travel, found.host, found.rollout, found.publish, found.iteration)
+        seconds = (*found, found.iteration)
         cells = " | ".join(f"{one:.1f}" for one in seconds)
         yield f"| {what} | {held / 1e9:.0f} | {cells} | {found.bound} |"
 

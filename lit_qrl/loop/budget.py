@@ -13,6 +13,7 @@ from lit_qrl.loop.hooks import Learner
 from lit_qrl.loop.ranks import widest
 from lit_qrl.network.memory import RESERVE, free_memory
 from lit_qrl.network.padding_free import is_padding_free
+from lit_qrl.network.shards import own
 from lit_qrl.types import RolloutBatch
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class TokenBudget:
             return
         tokens, peak = self._measured
         parameters = [parameter for parameter in learner.policy.parameters() if parameter.requires_grad]
-        free = free_memory(learner.device) - sum(one.nbytes for one in parameters if one.grad is None)
+        free = free_memory(learner.device) - sum(own(one).nbytes for one in parameters if one.grad is None)
         total = torch.cuda.get_device_properties(learner.device).total_memory
         fits = tokens_that_fit(tokens, peak, free, total)
         self.chosen = -widest(-fits, learner.reduce, learner.device)  # the least of any process

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from peft import LoftQConfig, LoraConfig, get_peft_model
-from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.lora.layer import Linear, ParamWrapper
 from peft.utils import transformers_weight_conversion
 from torch import Tensor, nn
 
@@ -229,6 +229,12 @@ def merged_tensors(layer: Any, dtype: torch.dtype | None = None) -> dict[str, Te
         return {"weight": weight.to(dtype or next(iter(factors), torch.float32))}
     parameters = dict(base.named_parameters())
     own = {name: parameter.data for name, parameter in parameters.items()}
+    adapters = [adapter for adapter in layer.active_adapters if adapter in getattr(layer, "lora_A", ())]
+    if isinstance(layer, Linear) and not any(a in layer.lora_variant or layer.lora_bias[a] for a in adapters):
+        # PEFT's own sum of a plain LoRA; its `merge` looks for NaN in each layer, for which the host would wait.
+        for adapter in adapters:
+            own["weight"] = own["weight"] + layer.get_delta_weight(adapter).to(own["weight"].dtype)
+        return own
     layer.merge(safe_merge=True)
     merged = {name: parameter.data for name, parameter in parameters.items()}
     for name, parameter in parameters.items():

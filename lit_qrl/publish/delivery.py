@@ -1,8 +1,8 @@
 """One stream to the engine, and the comparison of what was sent with what it holds."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -10,6 +10,7 @@ from lit_qrl.errors import within_memory
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
 from lit_qrl.publish.shares import weigh
+from lit_qrl.receipts.clock import Clock
 from lit_qrl.receipts.ledger import (
     PublishError,
     PublishReport,
@@ -19,10 +20,20 @@ from lit_qrl.receipts.ledger import (
     compare,
     compare_columns,
     compare_read_back,
+    compare_receipts,
 )
 from lit_qrl.rollout.engine import HoldsShare, ReadsBack, ReadsColumns, RolloutEngine, TakesAdapter
 
 Stream = Iterator[tuple[str, Tensor]]
+
+
+@runtime_checkable
+class ReadsReceipts(Protocol):
+    """An engine apart, whose loaded tensors stay where they are when they are read again."""
+
+    def read_receipts(self, names: Sequence[str]) -> dict[str, TensorReceipt]:
+        """Return the receipts of those that its `read_back` has."""
+        ...
 
 
 class Delivery:
@@ -56,8 +67,14 @@ class Delivery:
         sampled = {name: shapes[name] for name in choose(list(shapes), max(version, 0))}
         sent = SentLedger(version, format, sampled)
         share = self.engine.own_part if isinstance(self.engine, HoldsShare) else None
-        report = self.engine.load_weights(sent.watch(self.engine.arranged(stream), share), format, version)
-        self._compare(sent, report, format, whole=True)
+        clock = Clock()
+        made = clock.stream("make", sent.watch(self.engine.arranged(stream), share))
+        with clock.part("load"):
+            report = self.engine.load_weights(made, format, version)
+        report.parts = {"make": clock.seconds["make"], **(report.parts or {"load": clock.seconds["load"]})}
+        with clock.part("compare"):
+            self._compare(sent, report, format, whole=True)
+        report.parts["compare"] = clock.seconds["compare"]
         low = format is not None and not isinstance(format, Dense)
         weigh(report, sent, shapes if low else {})
         return report
@@ -81,9 +98,12 @@ class Delivery:
                 self._receipts.clear()
                 if isinstance(self.engine, ReadsColumns):
                     faults += compare_columns(sent, self.engine.read_columns, exact=sent.format is None)
-                if isinstance(self.engine, ReadsBack):
-                    names = list(sent.receipts())
-                    faults += compare_read_back(sent, self.engine.read_back, names[:: max(len(names) // 4, 1)])
+                names = list(sent.receipts())
+                few = names[:: max(len(names) // 4, 1)]
+                if isinstance(self.engine, ReadsReceipts):
+                    faults += compare_receipts(sent, self.engine.read_receipts(few))
+                elif isinstance(self.engine, ReadsBack):
+                    faults += compare_read_back(sent, self.engine.read_back, few)
             if faults:
                 raise PublishError(faults, sent.version)
             self._receipts[kind] = sent.receipts()

@@ -211,6 +211,7 @@ class Publisher:
                 "publish/version": float(report.version),
                 "publish/bytes": float(report.bytes),
                 "publish/gigabytes_per_second": report.bytes / 1e9 / max(report.seconds, 1e-9),
+                **{f"time/publish_{part}": seconds for part, seconds in report.parts.items()},
             }
         )
         if self._published == 0:

@@ -251,6 +251,7 @@ class PublishReport:
         sizes: bytes that were sent of each of `layers`.
         quantized_share: share of the model's parameters that went out in a format of 8 bits or less.
         verified_share: share of the bytes sent whose receipts were compared with what the engine holds.
+        parts: the host's seconds, by what they went into.
     """
 
     version: int
@@ -261,6 +262,7 @@ class PublishReport:
     sizes: dict[str, int] = field(default_factory=dict)
     quantized_share: float = 0.0
     verified_share: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 def compare(sent: Ledger, received: ReceivedLedger, previous: Mapping[str, TensorReceipt] | None = None) -> list[Fault]:
@@ -356,13 +358,28 @@ def compare_read_back(sent: Ledger, read_back: Callable[[str], Tensor | None], n
         read_back: the engine's `read_back`: from checkpoint name to the loaded tensor, or None where it is repacked.
         names: which tensors to read.
     """
-    again = Ledger(sent.version)
+    return compare_receipts(sent, read_receipts(read_back, names))
+
+
+def read_receipts(read_back: Callable[[str], Tensor | None], names: Sequence[str]) -> dict[str, TensorReceipt]:
+    """Return the receipts of what reads back under the names, taken where those tensors are.
+
+    Args:
+        read_back: the engine's.
+        names: which tensors to read; one that is repacked has none.
+    """
+    again = Ledger(-1)
     for name in names:
         tensor = read_back(name)
         if tensor is not None:
             again.record(name, tensor)
+    return again.receipts()
+
+
+def compare_receipts(sent: Ledger, read: Mapping[str, TensorReceipt]) -> list[Fault]:
+    """Return the tensors of which other receipts were read back than of what was sent."""
     out = sent.receipts()
-    return [Fault("read_back", name) for name, receipt in again.receipts().items() if receipt != out.get(name)]
+    return [Fault("read_back", name) for name, receipt in read.items() if receipt != out.get(name)]
 
 
 def _draw(key: str, size: int, count: int) -> list[int]:

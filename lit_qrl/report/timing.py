@@ -20,7 +20,14 @@ PHASES = {
     "other": "other",
 }
 """By their names under `time/`, in the order of an iteration, and what the page calls them; they add up to it."""
-WITHIN = {"verify": "publish", "generate": "rollout", "reward": "rollout"}
+PUBLISHING = ("make", "load", "compare", "send", "await", "engine_wait", "engine_take", "engine_load")
+"""Parts of a publish, the last three in the process of an engine apart."""
+WITHIN = {
+    "verify": "publish",
+    **{f"publish_{part}": "publish" for part in PUBLISHING},
+    "generate": "rollout",
+    "reward": "rollout",
+}
 """Phases that are a part of another."""
 SMALLEST = 0.0005
 """Of a phase, the share of the whole under which it is not listed."""

@@ -37,6 +37,23 @@ def packed(network, name):
     return format.dequantize(q)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plain_lora_is_merged_as_peft_does_it_safely_without_a_look_at_its_numbers(dtype, monkeypatch):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 6)).to(dtype)
+    layer = get_peft_model(model, LoraConfig(r=2, lora_alpha=6, target_modules=["0"])).base_model.model[0]
+    torch.nn.init.normal_(layer.lora_B["default"].weight)
+    before = layer.base_layer.weight.detach().clone()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "isfinite", lambda *_: pytest.fail("the host would wait"))
+        merged = merged_tensors(layer)
+    assert torch.equal(layer.base_layer.weight, before)
+    layer.merge(safe_merge=True)
+    assert not torch.equal(layer.base_layer.weight, before)
+    assert torch.equal(merged["weight"], layer.base_layer.weight)
+    assert torch.equal(merged["bias"], layer.base_layer.bias)
+
+
 def test_weights_come_in_the_models_order_without_gradient():
     network = build_network()
     named = list(merged_weights(network))

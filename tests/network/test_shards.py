@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lit_qrl.network import shards
 from lit_qrl.network.adapters import merged_weights
 from lit_qrl.network.shards import divided as cut
 from lit_qrl.network.shards import gathered, is_sharded, own, own_part, whole
@@ -45,6 +47,31 @@ def test_the_own_part_of_a_single_process_is_all_in_the_same_memory(mesh):
     assert type(own(parameter)) is torch.Tensor
     assert torch.equal(own(parameter), whole(parameter))
     assert own(parameter).data_ptr() == parameter._local_tensor.data_ptr()
+
+
+@pytest.mark.parametrize(("rows", "size"), [(6, 2), (5, 2), (5, 4), (1, 3)])
+def test_parts_of_rows_are_gathered_by_one_collective_also_where_some_have_fewer(rows, size, monkeypatch):
+    """Processes are played: what each would send is put where it belongs."""
+    value = torch.randn(rows, 3)
+    most = -(-rows // size)
+    parts = [value[rank * most : (rank + 1) * most] for rank in range(size)]
+    sent = []
+
+    def gather(found, part, group):
+        sent.append(part)
+        padded = [torch.cat([one, one.new_full((most - len(one), 3), torch.nan)]) for one in parts]
+        found.copy_(torch.cat(padded))
+
+    monkeypatch.setattr(shards, "gather_into", gather)
+    torch.distributed.init_process_group("fake", rank=size - 1, world_size=size, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (size,))
+        held = DTensor.from_local(parts[-1], mesh, [Shard(0)], shape=value.shape, stride=value.stride())
+        assert torch.equal(whole(held), value)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert [len(one) for one in sent] == [most]
+    assert torch.equal(sent[0][: len(parts[-1])], parts[-1])
 
 
 def test_a_part_is_cut_as_another_is(mesh):

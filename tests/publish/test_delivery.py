@@ -105,6 +105,20 @@ def test_the_last_receipts_of_the_same_kind_tell_stale_from_different():
             fresh.part(kind, stream(1), 1)
 
 
+def test_seconds_of_making_are_told_from_the_engines_own_and_from_those_that_it_reports():
+    class Apart(Keeps):
+        def load_weights(self, tensors, format, version):
+            report = super().load_weights(tensors, format, version)
+            report.parts = {"send": 2.0, "engine_load": 3.0}
+            return report
+
+    here = delivery_to(Keeps())[0].weights(stream(), None, SHAPES, 0).parts
+    assert here.keys() == {"make", "load", "compare"}
+    apart = delivery_to(Apart())[0].weights(stream(), None, SHAPES, 0).parts
+    assert (apart.keys(), apart["send"], apart["engine_load"]) == ({"make", "send", "engine_load", "compare"}, 2.0, 3.0)
+    assert here["make"] > 0 < apart["make"]
+
+
 def test_an_engine_that_keeps_no_record_is_believed():
     engine = Keeps()
     engine.load_weights = lambda tensors, format, version: PublishReport(

@@ -5,10 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import Int4Group
+from lit_qrl.loop.batching import assemble
 from lit_qrl.network.expert_list import ExpertList
+from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.shards import own, whole
 from lit_qrl.objective import GRPO
 from lit_qrl.optim import MuonAdamW
@@ -16,9 +22,11 @@ from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision import NVFP4LoRA, QATAligned
 from lit_qrl.precision.deferred import weights_are_deferred
 from lit_qrl.precision.layers.packed_linear import PackedLinear
+from lit_qrl.precision.source import WeightSource, unchanged
 from lit_qrl.strategies import sharded
 from lit_qrl.strategies.sharded import ShardedStrategy, check_strategy, divide_packed
-from tests.tiny_run import build
+from lit_qrl.types import Completion
+from tests.tiny_run import build, model_folder
 
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy, ModelParallelStrategy])
@@ -123,6 +131,51 @@ def test_a_policy_and_its_reference_are_read_and_divided_layer_by_layer(tmp_path
             found = parts[root.get_submodule(owner), leaf]
             assert torch.equal(found, wanted)
             assert found.requires_grad == trained
+
+
+@pytest.fixture
+def parts(tmp_path):
+    """A policy of two layers in the parts of two processes, of which the other is not there: nothing waits for it."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    strategy = ShardedStrategy()
+    strategy._device_mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data_parallel",))
+    strategy.parallel_devices = [torch.device("cpu")]
+    strategy.cluster_environment = SimpleNamespace(local_rank=lambda: 0)
+    policy = CausalPolicy(model_folder(tmp_path), gradient_checkpointing=True)
+    with strategy.model_sharded_context():
+        policy.configure()
+    strategy.shard(policy)
+    yield policy
+    torch.distributed.destroy_process_group()
+
+
+def collectives(mode):
+    return {str(name).rpartition(".")[2]: count for name, count in mode.get_comm_counts().items()}
+
+
+def test_a_micro_batch_gathers_a_layer_twice_and_sums_its_gradients_once(parts):
+    """Also where the layer is computed again; a step and its clipping move no weights."""
+    groups = 2 + 1  # layers, and what is in none
+    drawn = [Completion(token_ids=[3, 4, 5], logprobs=[-1.0] * 3, finish_reason="length", version=0)] * 4
+    batch = assemble([[3, 4], [5, 6]], drawn, 2, 0)
+    moved = []
+    for _ in range(2):
+        with CommDebugMode() as mode:
+            parts(batch, 1.0).logprobs.sum().backward()
+        moved.append(collectives(mode))
+    assert moved == [{"_allgather_base_": 2 * groups, "_reduce_scatter_base_": groups}] * 2
+    optimizer = torch.optim.AdamW(parts.parameters())
+    with CommDebugMode() as mode:
+        torch.nn.utils.clip_grad_norm_(parts.parameters(), 1.0)
+        optimizer.step()
+    assert collectives(mode) == {"all_reduce": 1}
+
+
+def test_a_publish_gathers_each_tensor_once(parts):
+    with CommDebugMode() as mode:
+        sent = dict(WeightSource(parts, formats.get("fp8_row")).whole(unchanged, torch.bfloat16))
+    assert {f"{name}.weight_scale" for name in quantizable_linears(parts.network)} < sent.keys()
+    assert collectives(mode) == {"_allgather_base_": len(list(parts.network.parameters()))}
 
 
 @pytest.mark.gpu

@@ -53,9 +53,9 @@ class RemoteEngine(RolloutEngine):
             leaves, and one process on the CPU where it has none itself.
         hosts: `host:port` of servers that run already (`lit-qrl serve`), instead of devices.
         token_file: of those servers.
-        transfer: how weights travel: `memory` that both processes see, `ipc` hands CUDA tensors over on one host,
+        transfer: how weights travel: `memory` of the host that both processes see, `ipc` memory of the GPU on one,
             `socket` is the connection itself; `collective` and `nccl` send once to all replicas, from host to host or
-            from GPU to GPU; `auto` is memory where that is seen.
+            from GPU to GPU; `auto` is `ipc` to the GPUs of `devices`, and else memory where that is seen.
     """
 
     overlaps = True
@@ -95,6 +95,8 @@ class RemoteEngine(RolloutEngine):
         for name in ASKED:
             if hasattr(engine, name):
                 setattr(self, name, partial(self._ask_first, name))
+        if hasattr(engine, "read_back"):
+            self.read_receipts = partial(self._ask_first, "read_receipts")
         if hasattr(engine, "load_adapter"):
             self.load_adapter = partial(self._publish, "load_adapter")
             self.perturb = partial(self._publish, "perturb")
@@ -192,6 +194,8 @@ class RemoteEngine(RolloutEngine):
     def _way(self, replica: Replica) -> Way:
         if self.transfer != "auto":
             return self.transfer
+        if replica.place.started and replica.place.name.startswith("cuda"):
+            return "ipc"
         return "memory" if replica.sees_memory else "socket"
 
     def _ask_first(self, what: str, *args: Any) -> Any:

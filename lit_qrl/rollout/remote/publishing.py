@@ -2,18 +2,28 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from lit_qrl.receipts.clock import Clock
 from lit_qrl.receipts.ledger import Fault, PublishReport
 from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.rollout.remote.group import Group, Meeting
 from lit_qrl.rollout.remote.replica import Replica
-from lit_qrl.rollout.remote.transfer import CHUNK, Named, SharedMemory, Way, pack, size_of, whole_bytes
-
-SLOTS = 2
-"""Chunks under way: one is packed while the one before is taken."""
+from lit_qrl.rollout.remote.transfer import (
+    CHUNK,
+    SLOTS,
+    DeviceMemory,
+    Memory,
+    Named,
+    SharedMemory,
+    Way,
+    pack,
+    size_of,
+    whole_bytes,
+)
 
 
 class Sender:
@@ -21,9 +31,10 @@ class Sender:
 
     def __init__(self) -> None:
         self.ways: dict[Replica, Way] = {}
-        self._memory = [SharedMemory() for _ in range(SLOTS)]
+        self._memory: list[Memory] = []
         self._group: Group | None = None
         self._joined: list[Any] = []
+        self._clock = Clock()
 
     def publish(
         self, ways: dict[Replica, Way], what: str, tensors: Iterator[Named], args: Sequence[Any]
@@ -39,7 +50,7 @@ class Sender:
         Raises:
             Exception: what the sender's stream or the first engine raised; the others are then told to give up.
         """
-        self.ways, self._sent = ways, 0
+        self.ways, self._sent, self._clock = ways, 0, Clock()
         self._under_way: list[Any] = []  # tensors stay until they were taken
         told: set[Replica] = set()
         replicas = list(self.ways)
@@ -54,7 +65,11 @@ class Sender:
             for replica in replicas:
                 replica.end(whole=True)
                 told.add(replica)
-            return [replica.answer() for replica in replicas]
+            with self._clock.part("await"):
+                reports: list[PublishReport] = [replica.answer() for replica in replicas]
+            for report in reports:
+                report.parts = {**self._clock.seconds, **{f"engine_{one}": s for one, s in report.parts.items()}}
+            return reports
         finally:
             self._under_way = []
             for replica in replicas:
@@ -88,10 +103,16 @@ class Sender:
     def _send(self, chunk: list[Named], told: set[Replica]) -> None:
         if len(self._under_way) == SLOTS:
             self._await(told)
-        memory, packed = self._memory[self._sent % SLOTS], {}
+        with self._clock.part("send"):
+            self._hand_over(chunk)
+        self._sent += 1
+        self._under_way.append(chunk)
+
+    def _hand_over(self, chunk: list[Named]) -> None:
+        packed = {}
         for replica, way in self.ways.items():
             if way not in packed:
-                packed[way] = pack(chunk, way, memory)
+                packed[way] = pack(chunk, way, self._slot(chunk) if way in ("memory", "ipc") else None)
             replica.send_chunk(*packed[way])
         if self._group is not None:
             try:
@@ -99,23 +120,31 @@ class Sender:
             except EngineDiedError:
                 self._leave()
                 raise
-        self._sent += 1
-        self._under_way.append(chunk)
+
+    def _slot(self, chunk: list[Named]) -> Memory:
+        """Return the memory of the next chunk: the GPU's, or the host's, whose pieces take turns."""
+        if not self._memory:
+            devices = [one.device for _, one in chunk if one.is_cuda and "ipc" in self.ways.values()]
+            made = partial(DeviceMemory, devices[0]) if devices else SharedMemory
+            self._memory = [made() for _ in range(SLOTS)]
+        return self._memory[self._sent % SLOTS]
 
     def _await(self, told: set[Replica]) -> None:
-        for replica in self.ways:
-            try:
-                replica.await_taken()
-            except Exception:
-                told.add(replica)
-                raise
+        with self._clock.part("await"):
+            for replica in self.ways:
+                try:
+                    replica.await_taken()
+                except Exception:
+                    told.add(replica)
+                    raise
         self._under_way.pop(0)
 
     def close(self) -> None:
         """Give the memory back, and leave the group."""
         self._leave()
-        for memory in self._memory:
-            memory.close()
+        memory, self._memory = self._memory, []
+        for piece in memory:
+            piece.close()
 
 
 def chunks(tensors: Iterator[tuple[str, Tensor]], limit: int = CHUNK) -> Iterator[list[Named]]:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_qrl.receipts.clock import Clock
+from lit_qrl.receipts.ledger import read_receipts
 from lit_qrl.rollout.engine import OutlinedPolicy, RolloutEngine
 from lit_qrl.rollout.remote.blueprint import Blueprint
 from lit_qrl.rollout.remote.dialogue import AskedDialogue
@@ -49,6 +51,7 @@ class Session:
         self.connection, self.device = connection, device
         self.engine: RolloutEngine | None = None
         self._mapped, self._group = Mapped(), None
+        self._clock = Clock()
 
     def run(self) -> None:
         """Serve until the run is over, or gone; then nothing of its engine is left."""
@@ -102,6 +105,8 @@ class Session:
             assert isinstance(model, Blueprint)
             engine.setup(spec, OutlinedPolicy(model.network, self.device))
             return engine.plain_dtype
+        if what == "read_receipts":
+            return read_receipts(engine.read_back, *args)
         if what not in CALLS:
             raise ValueError(f"{what!r} is nothing that a run may ask of an engine.")
         if what == "generate":
@@ -156,9 +161,12 @@ class Session:
         return lambda drawn: self._send("drawn", number, drawn)
 
     def _publish(self, number: int, what: str, args: tuple[Any, ...]) -> Any:
-        report = getattr(self.engine, what)(self._stream(number), *args)
-        if report.received is not None:
-            report.received.receipts()  # what they are made of stays here
+        self._clock = Clock()
+        with self._clock.part("load"):
+            report = getattr(self.engine, what)(self._stream(number), *args)
+            if report.received is not None:
+                report.received.receipts()  # what they are made of stays here
+        report.parts = dict(self._clock.seconds)
         return report
 
     def _stream(self, number: int) -> Iterator[tuple[str, Tensor]]:
@@ -171,9 +179,11 @@ class Session:
         Raises:
             HalfSentError: where the sender gave up.
         """
-        kind, *rest = self._receive()
+        with self._clock.part("wait"):
+            kind, *rest = self._receive()
         if kind == "chunk":
-            tensors = unpack(rest[0], self.connection, self._mapped, self.device, self._group)
+            with self._clock.part("take"):
+                tensors = unpack(rest[0], self.connection, self._mapped, self.device, self._group)
             self._send("taken", number, None)
             return tensors
         self._ended = True

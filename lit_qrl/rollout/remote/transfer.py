@@ -1,7 +1,8 @@
-"""How published tensors reach another process: by memory that both see, as CUDA handles, by a group, or the connection.
+"""How published tensors reach another process: by memory that both see, of host or GPU, by a group, or the connection.
 
 A chunk of tensors is packed once for all servers that take it the same way, and unpacked into tensors of the receiver's
-own before it is acknowledged; then the sender may use the memory again.
+own before it is acknowledged; then the sender may use the memory again. Memory that both see is opened once and stays:
+to open a GPU's takes a driver tens of milliseconds, longer than a chunk is on its way.
 """
 
 import io
@@ -20,6 +21,8 @@ from lit_qrl.rollout.remote.group import Group
 Way = Literal["memory", "ipc", "socket", "collective", "nccl"]
 CHUNK = 64 * 2**20
 """Bytes after which a chunk is sent."""
+SLOTS = 2
+"""Chunks under way: one is packed while the one before is taken."""
 ALIGNED = 64
 PROBE = b"the engine's server reads this"
 
@@ -68,23 +71,85 @@ class SharedMemory:
             os.close(self._file)
         self._file, self._map, self.size = -1, None, 0
 
+    def settle(self) -> None:
+        """Return when what was written can be read by another process."""
+
+
+class DeviceMemory:
+    """Memory of a GPU that other processes of this host open by its handle.
+
+    Args:
+        device: whose memory it is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.name, self.size = device, b"", 0
+        self._held: Tensor | None = None
+
+    def reserve(self, size: int) -> None:
+        """Make it at least so large; what was in it is gone when it grows."""
+        if size <= self.size:
+            return
+        self.close()
+        self._held, self.size = torch.empty(size, dtype=torch.uint8, device=self.device), size
+        self.name = handle(self._held)
+
+    @property
+    def bytes(self) -> Tensor:
+        """All of it, as a tensor of bytes."""
+        assert self._held is not None
+        return self._held
+
+    def settle(self) -> None:
+        """Return when what was written can be read by another process."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def close(self) -> None:
+        """Give it back."""
+        self._held, self.name, self.size = None, b"", 0
+
+
+Memory = SharedMemory | DeviceMemory
+
+
+def handle(tensor: Tensor) -> bytes:
+    """Return what another process of this host opens the memory of a tensor by, with `opened`."""
+    from multiprocessing.reduction import ForkingPickler
+
+    buffer = io.BytesIO()
+    ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(tensor)
+    return buffer.getvalue()
+
+
+def opened(name: str | bytes, size: int) -> Tensor:
+    """Return memory of another process as a tensor of bytes.
+
+    Args:
+        name: of memory of the host, or a `handle`.
+        size: in bytes.
+
+    Raises:
+        OSError: where it is on another host, or another user's.
+    """
+    if isinstance(name, bytes):
+        return pickle.loads(name)
+    with open(name, "r+b") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+
 
 class Mapped:
-    """What a receiver has mapped of a sender's memory."""
+    """What a receiver has open of a sender's memory: the pieces that it read last, as many as are under way at once."""
 
     def __init__(self) -> None:
-        self._maps: dict[tuple[str, int], Tensor] = {}
+        self._maps: dict[tuple[str | bytes, int], Tensor] = {}
 
-    def bytes(self, name: str, size: int) -> Tensor:
-        """Return memory of another process as a tensor of bytes.
-
-        Raises:
-            OSError: where it is on another host, or another user's.
-        """
-        if (name, size) not in self._maps:
-            with open(name, "r+b") as file:
-                mapped = mmap.mmap(file.fileno(), size)
-            self._maps[name, size] = torch.frombuffer(mapped, dtype=torch.uint8)
+    def bytes(self, name: str | bytes, size: int) -> Tensor:
+        """Return memory of another process as a tensor of bytes; raises as `opened` does."""
+        held = self._maps.pop((name, size), None)
+        self._maps[name, size] = opened(name, size) if held is None else held
+        while len(self._maps) > SLOTS:  # a piece that has grown since is another
+            del self._maps[next(iter(self._maps))]
         return self._maps[name, size]
 
 
@@ -157,22 +222,14 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def pack(tensors: Sequence[Named], way: Way, memory: SharedMemory | None = None) -> tuple[Any, list[Any]]:
+def pack(tensors: Sequence[Named], way: Way, memory: Memory | None = None) -> tuple[Any, list[Any]]:
     """Return the message of a chunk, and the bytes that follow it over the connection.
 
     Args:
         tensors: names and tensors, which must stay until the chunk is acknowledged.
         way: through which they go.
-        memory: for the way of that name.
+        memory: that both processes see, of the host for `memory` and of the GPU for `ipc`.
     """
-    if way == "ipc":
-        from multiprocessing.reduction import ForkingPickler
-
-        on_device = [(name, tensor.detach()) for name, tensor in tensors]
-        torch.cuda.synchronize()
-        buffer = io.BytesIO()
-        ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(on_device)
-        return (way, buffer.getvalue()), []
     header, size = layout(tensors)
     if way == "socket":
         return (way, header), [raw(tensor).cpu().numpy() for _, tensor in tensors if tensor.numel()]
@@ -180,10 +237,9 @@ def pack(tensors: Sequence[Named], way: Way, memory: SharedMemory | None = None)
         return (way, header, size), []
     assert memory is not None
     memory.reserve(max(size, CHUNK))
-    held = memory.bytes
-    for (_, tensor), (_, _, _, place) in zip(tensors, header, strict=True):
-        held[place : place + size_of(tensor)].copy_(raw(tensor))
-    return (way, memory.name, memory.size, header), []
+    lay(tensors, header, memory.bytes)
+    memory.settle()
+    return (way, memory.name, memory.size, header, size), []
 
 
 def whole_bytes(tensors: Sequence[Named], way: Way) -> Tensor:
@@ -196,9 +252,14 @@ def whole_bytes(tensors: Sequence[Named], way: Way) -> Tensor:
     header, size = layout(tensors)
     device = tensors[0][1].device if way == "nccl" else torch.device("cpu")
     held = torch.empty(size, dtype=torch.uint8, device=device)
+    lay(tensors, header, held)
+    return held
+
+
+def lay(tensors: Sequence[Named], header: Header, held: Tensor) -> None:
+    """Write the bytes of tensors into memory, where their header has them."""
     for (_, tensor), (_, _, _, place) in zip(tensors, header, strict=True):
         held[place : place + size_of(tensor)].copy_(raw(tensor))
-    return held
 
 
 def unpack(
@@ -214,31 +275,31 @@ def unpack(
         group: over which bytes come.
     """
     way, *rest = message
-    if way == "ipc":
-        given = [(name, tensor.to(device, copy=True)) for name, tensor in pickle.loads(rest[0])]
-        torch.cuda.synchronize(device)
-        return given
+    if way == "socket":
+        (header,) = rest
+        received = []
+        for _, dtype, shape, _ in header:
+            piece = torch.empty(_bytes(dtype, shape), dtype=torch.uint8)
+            if len(piece):
+                connection.recv_bytes_into(piece.numpy())
+            received.append(piece.to(device))
+        parts = zip(header, received, strict=True)
+        return [(name, piece.view(dtype).reshape(shape)) for (name, dtype, shape, _), piece in parts]
     if way in ("collective", "nccl"):
         header, size = rest
         assert group is not None
         whole = torch.empty(size, dtype=torch.uint8, device=device if way == "nccl" else "cpu")
         group.broadcast(whole)
-        copied = [whole[place : place + _bytes(dtype, shape)].to(device) for _, dtype, shape, place in header]
-    elif way == "memory":
-        name, size, header = rest
-        whole = mapped.bytes(name, size)
-        pieces = [whole[place : place + _bytes(dtype, shape)] for _, dtype, shape, place in header]
-        copied = [piece.to(device, copy=True) for piece in pieces]
+        whole = whole.to(device)
     else:
-        (header,) = rest
-        copied = []
-        for _, dtype, shape, _ in header:
-            piece = torch.empty(_bytes(dtype, shape), dtype=torch.uint8)
-            if len(piece):
-                connection.recv_bytes_into(piece.numpy())
-            copied.append(piece.to(device))
-    parts = zip(header, copied, strict=True)
-    return [(name, piece.view(dtype).reshape(shape)) for (name, dtype, shape, _), piece in parts]
+        name, held, header, size = rest
+        whole = mapped.bytes(name, held)[:size].to(device, copy=True)  # in one, whatever the number of tensors
+        if whole.is_cuda:
+            torch.cuda.current_stream(device).synchronize()
+    return [
+        (name, whole[place : place + _bytes(dtype, shape)].view(dtype).reshape(shape))
+        for name, dtype, shape, place in header
+    ]
 
 
 def _bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:

@@ -1,18 +1,22 @@
 """An engine behind the server draws what it draws in the learner's process, and every way of dying is outlived."""
 
 import threading
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.publish.delivery import Delivery
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import Converses, EngineDiedError, ReadsBack, SamplerSpec, Scores, Sleeps, TakesAdapter
 from lit_qrl.rollout.remote import engine as remote_engine
-from lit_qrl.rollout.remote import replica, wire
+from lit_qrl.rollout.remote import publishing, replica, transfer, wire
 from lit_qrl.rollout.remote.engine import RemoteEngine, RemoteVLLMEngine, spread
+from lit_qrl.rollout.remote.replica import Place
 from tests.rollout.remote.served import PROMPTS, SAMPLING, Mortal, embedded, publish, remote, server, stream_of
 from tests.tiny_run import build, parameters_of
 
@@ -41,6 +45,69 @@ def test_what_is_published_is_verified_and_drawn_with(tmp_path, format, transfer
         assert plain(engine.generate(PROMPTS, 3, 7)) == plain(near.generate(PROMPTS, 3, 7))
         for far, close in zip(engine.score(PROMPTS), near.score(PROMPTS), strict=True):
             assert torch.equal(far, close)
+
+
+def test_memory_of_a_gpu_is_opened_once_for_all_chunks_of_all_publishes(tmp_path, monkeypatch):
+    """Of a GPU that the host plays: what a handle opens is looked up, and counted."""
+    lent, opened = {}, []
+
+    def handle(tensor):
+        lent[name := str(len(lent)).encode()] = tensor
+        return name
+
+    def look_up(name, size):
+        opened.append(name)
+        return lent[name]
+
+    with remote(tmp_path) as (engine, network):
+        monkeypatch.setattr(transfer, "handle", handle)
+        monkeypatch.setattr(transfer, "opened", look_up)
+        monkeypatch.setattr(publishing, "chunks", partial(publishing.chunks, limit=2000))
+        engine.transfer = "ipc"
+        engine._sender._memory = [transfer.DeviceMemory(torch.device("cpu")) for _ in range(transfer.SLOTS)]
+        for version in range(3):
+            with torch.no_grad():
+                network.model.norm.weight.add_(1.0)
+            assert publish(engine, network, "fp8_row", version)[0] == []
+        assert opened == list(lent) == [b"0", b"1"]
+        assert plain(engine.generate(PROMPTS, 2, 7)) == [
+            (ids, logprobs, reason, 2)
+            for ids, logprobs, reason, _ in plain(embedded(network, "fp8_row").generate(PROMPTS, 2, 7))
+        ]
+
+
+def test_a_publish_through_shared_memory_has_no_weight_in_a_message(tmp_path, monkeypatch):
+    """What is read again to verify it stays where it is: its receipts come."""
+    sizes = []
+
+    def counted(pickler, value):
+        if isinstance(value, torch.Tensor):
+            sizes.append(value.numel())
+        return reduced(pickler, value)
+
+    with remote(tmp_path) as (engine, network):
+        reduced = transfer._HostPickler.reducer_override
+        monkeypatch.setattr(transfer._HostPickler, "reducer_override", counted)
+        delivery = Delivery(engine, lambda phase: nullcontext())
+        assert delivery.weights(stream_of(network, None), None, {}, 0).verified_share == 1.0
+        assert sizes == []
+        assert engine.read_back(NORM).numel() == sizes.pop()  # which would have been seen
+
+
+def test_a_tensor_that_reads_back_otherwise_is_named_over_the_connection(tmp_path, monkeypatch):
+    with remote(tmp_path) as (engine, network):
+        delivery = Delivery(engine, lambda phase: nullcontext())
+        read = TransformersEngine.read_back
+        monkeypatch.setattr(TransformersEngine, "read_back", lambda *args: read(*args) + 1)
+        with pytest.raises(PublishError, match=r"read_back: model\.embed_tokens\.weight reads back differently"):
+            delivery.weights(stream_of(network, None), None, {}, 0)
+
+
+def test_a_report_says_where_the_seconds_of_both_sides_went(tmp_path):
+    with remote(tmp_path) as (engine, network):
+        _, report = publish(engine, network, "fp8_row")
+    assert report.parts.keys() == {"send", "await", "engine_wait", "engine_take", "engine_load"}
+    assert all(seconds > 0 for seconds in report.parts.values())
 
 
 def test_one_sending_reaches_all_replicas_also_after_one_was_started_again(tmp_path):
@@ -229,6 +296,16 @@ def test_what_the_others_have_drawn_is_kept_when_one_dies(tmp_path, monkeypatch)
             one.draw = lambda *args, draw=draw, **kwargs: asked.extend(args[0]) or draw(*args, **kwargs)
         assert_near(engine.generate(PROMPTS, 2, 7), whole)
         assert sorted(asked) == sorted(PROMPTS[i] for i in range(len(PROMPTS)) if i not in kept)
+
+
+def test_weights_for_gpus_of_this_host_go_through_memory_of_the_learners_gpu():
+    engine = RemoteEngine(TransformersEngine())
+    places = [Place("cuda:1"), Place("cpu"), Place("a:1", b"token"), Place("a:1", b"token")]
+    seen = [True, True, True, False]
+    ways = [engine._way(SimpleNamespace(place=one, sees_memory=s)) for one, s in zip(places, seen, strict=True)]
+    assert ways == ["ipc", "memory", "memory", "socket"]
+    engine.transfer = "nccl"
+    assert engine._way(SimpleNamespace(place=places[0], sees_memory=True)) == "nccl"
 
 
 def test_prompts_are_spread_by_outstanding_tokens():

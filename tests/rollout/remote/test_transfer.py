@@ -56,6 +56,35 @@ def test_memory_grows_and_is_seen_by_another_process():
     assert not transfer.sees("/proc/1/fd/999999")
 
 
+def test_as_many_pieces_stay_open_as_are_under_way_and_one_that_grew_is_another(monkeypatch):
+    asked = []
+    monkeypatch.setattr(transfer, "opened", lambda name, size: asked.append((name, size)) or torch.zeros(size))
+    mapped = transfer.Mapped()
+    for name, size in [("a", 1), ("b", 1), ("a", 1), ("b", 1), ("c", 9), ("b", 1), ("c", 9)]:
+        assert mapped.bytes(name, size).numel() == size
+    assert asked == [("a", 1), ("b", 1), ("c", 9)]
+    mapped.bytes("a", 1)
+    assert asked[-1] == ("a", 1)
+
+
+@pytest.mark.gpu
+def test_a_chunk_of_a_gpu_arrives_as_it_was_in_another_process():
+    memory = transfer.DeviceMemory(torch.device("cuda"))
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        for _ in range(2):
+            message, _ = transfer.pack([(name, one.cuda()) for name, one in TENSORS], "ipc", memory)
+            assert pool.apply(_bits_of, (pickle.dumps(message),)) == [bits(tensor) for _, tensor in TENSORS]
+
+
+MAPPED = transfer.Mapped()
+
+
+def _bits_of(message):
+    got = transfer.unpack(pickle.loads(message), None, MAPPED, torch.device("cuda"))
+    return [bits(tensor) for _, tensor in got]
+
+
 def test_other_memory_is_not_taken_for_the_runs():
     assert not transfer.sees(transfer.SharedMemory(4096).name)
 
