@@ -16,10 +16,18 @@ from lit_qrl.errors import listed
 from lit_qrl.formats import support
 from lit_qrl.receipts.checksum import Checksums
 from lit_qrl.receipts.ledger import Fault, ReceivedLedger, TensorReceipt
-from lit_qrl.rollout.vllm.locations import DESCRIPTIVE, Cutter, ExpertPlace, Place, copy_all, lacking, tensors_of
+from lit_qrl.rollout.vllm.held import Narrower
+from lit_qrl.rollout.vllm.locations import (
+    DESCRIPTIVE,
+    Cutter,
+    ExpertPlace,
+    Place,
+    Sent,
+    copy_all,
+    lacking,
+    tensors_of,
+)
 from lit_qrl.rollout.vllm.patches import stale_experts
-
-Sent = Mapping[str, tuple[Place, tuple[int, ...], torch.dtype]]
 
 
 class Receiver(Protocol):
@@ -51,30 +59,25 @@ class Routes:
         return self.members[module_name] <= self.views.keys()
 
 
-def learn(
-    sent: Sent,
-    receipts: Mapping[str, TensorReceipt],
-    narrowed: Callable[[Tensor, torch.dtype], Tensor],
-) -> Routes | None:
+def learn(sent: Sent, receipts: Mapping[str, TensorReceipt]) -> Routes | None:
     """Return the routes that a whole reload took, or None where only vLLM's loader knows one.
 
     Args:
         sent: place, shape and dtype of every tensor of the reload.
         receipts: of what the modules held before repacking.
-        narrowed: from a tensor of the kernels and the dtype that was sent to the tensor as it was sent.
     """
     places = {name: place for name, (place, _, _) in sent.items()}
     members: dict[str, set[str]] = {}
     for name, place in places.items():
         members.setdefault(place.module_name, set()).add(name)
     views: dict[str, Tensor] = {}
-    sums = Checksums()
+    sums, narrower = Checksums(), Narrower()
     for names in members.values():
         module = places[next(iter(names))].module
         found = _views({name: sent[name] for name in names}, module) if _reads_its_tensors(module) else {}
         views |= found
         for name, view in found.items():
-            sums.add(name, narrowed(view, sent[name][2]))
+            sums.add(name, narrower.of(name, view, sent[name][2]))
     same = {name: name in receipts and receipts[name].checksum == value for name, (value, _) in sums.finish().items()}
     proven = {
         name for names in members.values() if all(same.get(name) for name in names) for name in names
@@ -222,10 +225,12 @@ class DirectLoad:
     def _fill(self, group: dict[str, Tensor]) -> None:
         """Write the tensors into the module's parameters; one that does not fit gets no receipt but a fault."""
         self._clear_padding(group)
-        cutter, pairs = Cutter(), []
+        cutter, pairs, held = Cutter(), [], {}
         for name, tensor in group.items():
             place = self.routes.places[name]
-            parameter = getattr(place.module, place.attribute).data
+            if place.attribute not in held:
+                held[place.attribute] = getattr(place.module, place.attribute).data
+            parameter = held[place.attribute]
             if isinstance(place, ExpertPlace):
                 cut = cutter.cut(place, parameter, tensor.shape)
                 pairs += [] if cut is None else [(cut, tensor)]
