@@ -5,6 +5,7 @@ bit by bit, and every later receipt is taken from that memory. A layer that its 
 repacking as in a reload, layer by layer, without the loaders that count what arrived.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from lit_qrl.errors import listed
 from lit_qrl.formats import support
 from lit_qrl.receipts.checksum import Checksums
 from lit_qrl.receipts.ledger import Fault, ReceivedLedger, TensorReceipt
-from lit_qrl.rollout.vllm.held import Narrower
+from lit_qrl.rollout.vllm.held import Narrower, by_stack
 from lit_qrl.rollout.vllm.locations import (
     DESCRIPTIVE,
     Cutter,
@@ -24,6 +25,7 @@ from lit_qrl.rollout.vllm.locations import (
     Place,
     Sent,
     copy_all,
+    copy_into,
     lacking,
     tensors_of,
 )
@@ -224,32 +226,27 @@ class DirectLoad:
 
     def _fill(self, group: dict[str, Tensor]) -> None:
         """Write the tensors into the module's parameters; one that does not fit gets no receipt but a fault."""
-        self._clear_padding(group)
-        cutter, pairs, held = Cutter(), [], {}
+        stacks, places = by_stack(group, self.live.sent), self.routes.places
+        held = {place.attribute: place for place in (places[name] for name in group)}
+        parameters = {name: getattr(place.module, name).data for name, place in held.items()}
+        coming: Counter[str] = Counter()
+        for place, experts in stacks:
+            coming[place.attribute] += len(experts) * group[next(iter(experts.values()))].numel()
+        for attribute, numbers in coming.items():
+            if numbers < parameters[attribute].numel():  # of padding, which some kernels multiply, too
+                parameters[attribute].zero_()
+        for place, experts in stacks:
+            every = place.cut_all(parameters[place.attribute], group[next(iter(experts.values()))].shape)
+            if every is not None:
+                copy_into(every, {expert: group[name] for expert, name in experts.items() if expert < len(every)})
         for name, tensor in group.items():
-            place = self.routes.places[name]
-            if place.attribute not in held:
-                held[place.attribute] = getattr(place.module, place.attribute).data
-            parameter = held[place.attribute]
+            place = places[name]
             if isinstance(place, ExpertPlace):
-                cut = cutter.cut(place, parameter, tensor.shape)
-                pairs += [] if cut is None else [(cut, tensor)]
                 continue
+            parameter = parameters[place.attribute]
             if hasattr(place.module, "num_embeddings_padded"):
                 parameter[tensor.shape[0] :].zero_()  # as vLLM's loader does
             place.write(parameter, tensor)
-        copy_all(pairs)
-
-    def _clear_padding(self, group: Mapping[str, Tensor]) -> None:
-        """Zero stacks of experts with more rows or columns than come, which some kernels multiply, too."""
-        coming: dict[str, int] = {}
-        places = {name: place for name in group if isinstance(place := self.routes.places[name], ExpertPlace)}
-        for name, place in places.items():
-            coming[place.attribute] = coming.get(place.attribute, 0) + group[name].numel()
-        for place in {place.attribute: place for place in places.values()}.values():
-            parameter = getattr(place.module, place.attribute).data
-            if coming[place.attribute] < parameter.numel():
-                parameter.zero_()
 
     def _incomplete(self, module_name: str, group: dict[str, Tensor]) -> Fault:
         places = [self.routes.places[name] for name in group]
