@@ -16,7 +16,8 @@ parts-3b, parts-8b  full fine-tuning with fp32 masters in parts (`ShardedStrateg
 apart-8b   lora-7b at 8B, the adapter merged into each publish, vLLM in a process of its own on another GPU
 llada-8b   masked diffusion of LLaDA-8B's shape, 16 completions: LoRA of rank 128, FP8 sampler, AIS
 moe-30b    Qwen3-30B-A3B's shape, drawn at random and packed layer by layer: attention and experts in 4 bits (`--arms
-           nvfp4`, `int4_group`) under a LoRA of rank 32 on attention, with routing replay or without (`--replay`)
+           nvfp4`, `int4_group`) under a LoRA of rank 32 on attention, with routing replay or without (`--replay`);
+           the first run on a host compiles Marlin's kernels for a minute, unless CUDA_CACHE_PATH has them
 
     python benchmarks/iteration.py --cases full-3b --arms bf16 fp8_row UnifiedFP8 QATAligned --checkpoints none
     python benchmarks/iteration.py --cases lora-7b --arms bf16 fp8_row PackedLoRA-fp8_row --checkpoints none
