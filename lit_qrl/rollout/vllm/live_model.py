@@ -38,7 +38,7 @@ from lit_qrl.rollout.vllm.locations import (
 from lit_qrl.rollout.vllm.naming import Naming
 from lit_qrl.rollout.vllm.parallel import share, unit_vectors
 from lit_qrl.rollout.vllm.patches import tied_head
-from lit_qrl.rollout.vllm.reload import reloading, same_kernel
+from lit_qrl.rollout.vllm.reload import complete, reloading, same_kernel
 
 
 class LiveModel:
@@ -150,6 +150,7 @@ class LiveModel:
     def _gate(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Note what passes to vLLM's loader; what no module is known to keep is recorded here."""
         assert self._ledger is not None
+        current = ""
         for name, tensor in tensors:
             place, handed = self.locate(name), {self._naming.learned.get(name, name): tensor}
             if place is None and self.network is not None:
@@ -157,6 +158,9 @@ class LiveModel:
                 if len(handed) == 1:
                     self._naming.learn(name, *handed)
                     place = self.locate(name)
+            if place is not None and place.module_name != current:
+                self._complete(current)
+                current = place.module_name
             if place is None or place.rewritten:
                 # Of "experts.0.up_proj.weight", which the hub has in place of a stack, the module that holds them all.
                 self._opaque += [name, *(f"{key.rsplit('.', 3)[0]}." for key in list(handed)[:1] if len(handed) > 1)]
@@ -170,6 +174,13 @@ class LiveModel:
                 if place.attribute not in DESCRIPTIVE and not place.rewritten:
                     self.pending.setdefault(place.module_name, []).append(name)
             yield from handed.items()
+        self._complete(current)
+
+    def _complete(self, module_name: str) -> None:
+        """Have a module of experts processed of which all came, though vLLM waits for more."""
+        names = self.pending.get(module_name, [])
+        if whole_experts([self.sent[name][0] for name in names]):
+            complete(self._modules[module_name], len(names))
 
     def _watch_repacking(self) -> None:
         """Take the receipts of a layer when its parameters are complete and not yet repacked."""
