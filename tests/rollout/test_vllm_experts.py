@@ -146,7 +146,7 @@ def test_experts_beside_an_adapter_of_attention_have_kernels():
 
 
 def test_a_layer_is_processed_before_the_next_comes_though_vllm_waits_for_more(monkeypatch):
-    """Some methods have parameters for experts that no checkpoint of ours fills; vLLM would hold what all layers got."""
+    """Some methods have parameters for experts that no checkpoint of ours fills; vLLM would hold what all got."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     network, story = mixture(), []
