@@ -25,8 +25,7 @@ def mixture(count, wide=torch.float32):
             for suffix, stack in (("weight", weights), ("weight_scale", scales)):
                 name = f"experts.{expert}.{leaf}.{suffix}"
                 stream[name] = stack[expert, 16 * part : 16 * (part + 1)].clone()
-                more = {"expert": expert, "beside": 2, "part": 2 * expert + part}
-                place = ExpertPlace("experts", nn.Module(), f"w13_{suffix}", **more)
+                place = ExpertPlace("experts", nn.Module(), f"w13_{suffix}", 2 * expert + part, expert=expert, beside=2)
                 sent[name] = place, tuple(stream[name].shape), stream[name].dtype
     return stream, sent, held
 
