@@ -117,24 +117,21 @@ class Ledger:
 
     def record(self, name: str, tensor: Tensor) -> None:
         """Remember one tensor under its checkpoint name; nothing is copied to the host."""
-        size = tensor.nbytes
-        self.bytes += size
+        self.bytes += tensor.nbytes
         if name in self._described:
             self._again[name] = None
             return
         self._described[name] = tuple(tensor.shape), dtype_name(tensor.dtype)
-        self.sizes[name] = tensor.numel(), size
+        self.sizes[name] = tensor.numel(), tensor.nbytes
         self._checksums.add(name, tensor)
         self._receipts = None
 
     def record_stack(self, names: Sequence[str | None], stack: Tensor) -> None:
         """Remember the slices of a stack, "slices …", as `record` does each of them; one without a name is left out."""
         found = [name for name in names if name is not None]
-        again = self._described.keys() & found
-        if again or not len(stack):
-            for name, one in zip(names, stack.unbind(), strict=True):
-                if name is not None:
-                    self.record(name, one)
+        if self._described.keys() & found or not len(stack):
+            for name, one in ((name, one) for name, one in zip(names, stack.unbind(), strict=True) if name is not None):
+                self.record(name, one)
             return
         size = stack.nbytes // len(stack)
         self.bytes += size * len(found)
@@ -229,8 +226,7 @@ class SentLedger(Ledger):
         return self.format.dequantize(self.format.load(self._parts, self.sampled[module]))
 
     def _refuse_non_finite(self, wait: bool) -> None:
-        name = self._checksums.first_non_finite(wait)
-        if name is not None:
+        if (name := self._checksums.first_non_finite(wait)) is not None:
             raise PublishError([Fault("non_finite", name)], self.version)
 
 
