@@ -16,7 +16,8 @@ parts-3b, parts-8b  full fine-tuning with fp32 masters in parts (`ShardedStrateg
 apart-8b   lora-7b at 8B, the adapter merged into each publish, vLLM in a process of its own on another GPU
 llada-8b   masked diffusion of LLaDA-8B's shape, 16 completions: LoRA of rank 128, FP8 sampler, AIS
 moe-30b    Qwen3-30B-A3B's shape, drawn at random and packed layer by layer: attention and experts in 4 bits (`--arms
-           nvfp4`, `int4_group`) under a LoRA of rank 32 on attention, with routing replay or without (`--replay`)
+           nvfp4`, `int4_group`) under a LoRA of rank 32 on attention, with routing replay or without (`--replay`);
+           the first run on a host compiles Marlin's kernels for a minute, unless CUDA_CACHE_PATH has them
 
     python benchmarks/iteration.py --cases full-3b --arms bf16 fp8_row UnifiedFP8 QATAligned --checkpoints none
     python benchmarks/iteration.py --cases lora-7b --arms bf16 fp8_row PackedLoRA-fp8_row --checkpoints none
@@ -167,6 +168,14 @@ def main() -> None:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that runs end with this process
     results: list[dict[str, Any]] = []
+    try:
+        measure_all(args, results)
+    finally:  # also of what was measured before somebody ended it
+        table(results)
+
+
+def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
+    """Run every case; what was found is added to `results` and written as it comes."""
     with tempfile.TemporaryDirectory() as temporary:
         models = args.models or Path(temporary)
         for name in args.cases:
@@ -192,7 +201,6 @@ def main() -> None:
                 results.append(result)
                 if args.out:
                     args.out.write_text(json.dumps(results, indent=1))
-    table(results)
 
 
 def denoises(case: dict[str, Any]) -> bool:
@@ -304,6 +312,8 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
         return {
             "error": f"status {process.returncode}",
             "seen": rows,
+            "walls": [round(b - a, 2) for a, b in itertools.pairwise(ends)],
+            "peak_gib": peak,
             **apart,
             **start(begun, ends, rows),
             "log": log.read_text()[-8000:],
@@ -388,10 +398,13 @@ def configuration(
     if not args.tiny:
         share = {"32b": 0.5, "8b": 0.25, "30b-a3b": 0.25}.get(case["shape"], 0.35)
         options = {"gpu_memory_utilization": share, "quick_start": True, "max_lora_rank": 32 if "lora" in case else 0}
-        if case.get("parts") or case.get("apart"):  # a start records no more graphs than it needs
+        if case.get("parts") or case.get("apart") or mixes(case):  # a start records no more graphs than it needs
             sequences = case["prompts"] * 8 // (args.devices if case.get("parts") else 1)
             graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8, sequences]}
             options |= {"max_num_seqs": sequences, "engine_args": {"compilation_config": graphs}}
+        if mixes(case):  # nor does it measure memory
+            options["kv_cache_gib"] = 4.0
+            options["engine_args"]["max_num_batched_tokens"] = 4096
         engine = {"class_path": "VLLMEngine", "init_args": options}
     if case.get("apart"):
         options = {"engine": engine, "transfer": "auto" if args.tiny else args.transfer}

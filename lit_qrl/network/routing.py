@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lit_qrl.errors import ConfigError, listed
+from lit_qrl.network.experts import ExpertStack
 from lit_qrl.network.structure import MASKS_SCORES
 
 
@@ -70,12 +71,31 @@ def routers(network: nn.Module) -> list[Router]:
     [('gate', 8, 2)]
     """
     found = []
-    for name, module in network.named_modules():
+    for name, module in _outside_experts(network):
         weight, experts, chosen = (getattr(module, part, None) for part in ("weight", "num_experts", "top_k"))
         rows = len(weight) if isinstance(weight, Tensor) and weight.ndim == 2 else None
         if isinstance(experts, int) and isinstance(chosen, int) and rows == experts:
             found.append(Router(name, module, experts, chosen))
     return found
+
+
+def _outside_experts(
+    module: nn.Module, name: str = "", seen: set[nn.Module] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield what `named_modules` does, without the matrices of experts held one by one.
+
+    There are 18,432 of them in 48 layers of 128 experts, and looking at each takes longer than a forward pass's replay.
+    """
+    seen = set() if seen is None else seen
+    if module in seen:
+        return
+    seen.add(module)
+    yield name, module
+    if isinstance(module.__dict__.get("stack"), ExpertStack):
+        return
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from _outside_experts(child, f"{name}.{key}" if name else key, seen)
 
 
 def check_routers(network: nn.Module, user: str) -> None:

@@ -51,14 +51,14 @@ class StackQuantizer:
         """
         found = [slice_of(tensor) for tensor in parts.values()]
         places = [one for one in found if one is not None]
-        if len(places) < len(found) or len({(one.index, len(one.stack)) for one in places}) > 1:
+        if len(places) < len(found) or len({(one.index, one.stack.shape[0]) for one in places}) > 1:
             return None
         stacks, index = tuple(one.stack for one in places), places[0].index
         same = len(stacks) == len(self._stacks) and all(a is b for a, b in zip(stacks, self._stacks, strict=True))
         if not same or index not in self._range:
             self._quantize(stacks, index, next(iter(parts)))
         made = None if self._made is None else [part[index - self._range.start] for part in self._made]
-        if index == len(stacks[0]) - 1:
+        if index == stacks[0].shape[0] - 1:
             self._stacks, self._range, self._made = (), range(0), None
         return made
 

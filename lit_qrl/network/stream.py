@@ -11,14 +11,13 @@ from lit_qrl.errors import ConfigError, IncompleteError, within_memory
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.formats.dense import Dense
 from lit_qrl.formats.numerics import NONFINITE_REMEDY, magnitude, postponed_checks, require_finite, runs_ahead
-from lit_qrl.network.linears import fused_group, fused_groups
+from lit_qrl.network.linears import fused_groups
 from lit_qrl.network.stacked import REMEDY as QUANTIZER_REMEDY
 from lit_qrl.network.stacked import StackQuantizer
 
 _WEIGHT = ".weight"
 
 
-@torch.no_grad()
 def weight_stream(
     named: Iterable[tuple[str, Tensor]],
     format: NumberFormat | None,
@@ -47,26 +46,39 @@ def weight_stream(
             end of the stream, so that the host waits for the device once.
         IncompleteError: for a fused layer with a part missing.
     """
+    made = _stream(named, format, quantizable, dtype, quantized, kept)
+    # entering `no_grad` for each of many experts costs as much as quantizing them; most who take them are in it already
+    yield from torch.no_grad()(lambda: made)() if torch.is_grad_enabled() else made
+
+
+def _stream(
+    named: Iterable[tuple[str, Tensor]],
+    format: NumberFormat | None,
+    quantizable: Collection[str],
+    dtype: torch.dtype | None,
+    quantized: Callable[[str, Tensor], QuantizedWeight | None] | None,
+    kept: Collection[str],
+) -> Iterator[tuple[str, Tensor]]:
     if isinstance(format, Dense):
         dtype = dtype or format.dtype
-    chosen = set(quantizable) if format is not None else set()
-    groups = fused_groups(name for name in quantizable if name in chosen)
+    groups = fused_groups(quantizable if format is not None else ())
+    fused = {layer: key for key, layers in groups.items() for layer in layers}
     cast = dtype if format is not None and format.scales_like_weight else None
     waiting: dict[str, dict[str, Tensor]] = {}
     seen: set[str] = set()
     finite, stacked = Finite(), None if format is None else StackQuantizer(format, cast)
     for name, tensor in named:
         layer = name.removesuffix(_WEIGHT)
-        if format is None or layer not in chosen or not name.endswith(_WEIGHT):
+        key = fused.get(layer)
+        if format is None or key is None or not name.endswith(_WEIGHT):
             yield name, finite.plain(name, tensor, None if name in kept else dtype)
             continue
         seen.add(layer)
-        key = fused_group(layer)
         parts = waiting.setdefault(key, {})
         parts[layer] = tensor.detach() if tensor.requires_grad else tensor  # a slice that says so stays one
         if len(parts) == len(groups[key]):
             yield from _quantized(waiting.pop(key), format, quantized or _none, finite, stacked, cast)
-    missing = sorted(chosen - seen)
+    missing = sorted(fused.keys() - seen)
     if missing:
         held = f", while {', '.join(sorted(waiting))} waited for them" if waiting else ""
         raise IncompleteError(

@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -147,6 +148,25 @@ class Checksums:
         self._entries.append(entry)
         if isinstance(entry.bad, list) and entry.bad[0]:
             self._non_finite.append(name)
+
+    def add_stack(self, names: Sequence[str | None], stack: Tensor) -> None:
+        """Do what `add` does for the slices of a stack.
+
+        Args:
+            names: of its slices; None for one that is not of interest.
+            stack: "slices …".
+        """
+        entry = self._of_stack(stack)
+        if entry is None:
+            for name, one in zip(names, stack.unbind(), strict=True):
+                if name is not None:
+                    self.add(name, one)
+            return
+        entry.names = [old if name is None else name for name, old in zip(names, entry.names, strict=True)]
+        self._names += [name for name in names if name is not None]
+        if isinstance(entry.bad, list) and any(entry.bad):
+            bad = zip(names, entry.bad, strict=True)
+            self._non_finite += [name for name, wrong in bad if wrong and name is not None]
 
     def _of_stack(self, stack: Tensor) -> _Entry | None:
         """Return the sums of a stack, taken now or before; None where it was written to since, or lies otherwise."""

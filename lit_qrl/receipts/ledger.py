@@ -5,10 +5,9 @@ each side keeps a ledger of the raw bits, and `compare` names the difference.
 """
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,8 +44,7 @@ EXPLANATIONS: dict[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorReceipt:
+class TensorReceipt(NamedTuple):
     """What is remembered of one tensor."""
 
     shape: tuple[int, ...]
@@ -114,18 +112,33 @@ class Ledger:
         self._checksums = Checksums()
         self._described: dict[str, tuple[tuple[int, ...], str]] = {}
         self.sizes: dict[str, tuple[int, int]] = {}  # numbers and bytes by name
-        self._times: Counter[str] = Counter()
+        self._again: dict[str, None] = {}
         self._receipts: dict[str, TensorReceipt] | None = None
 
     def record(self, name: str, tensor: Tensor) -> None:
         """Remember one tensor under its checkpoint name; nothing is copied to the host."""
-        self._times[name] += 1
         self.bytes += tensor.nbytes
-        if name not in self._described:
-            self._described[name] = tuple(tensor.shape), dtype_name(tensor.dtype)
-            self.sizes[name] = tensor.numel(), tensor.nbytes
-            self._checksums.add(name, tensor)
-            self._receipts = None
+        if name in self._described:
+            self._again[name] = None
+            return
+        self._described[name] = tuple(tensor.shape), dtype_name(tensor.dtype)
+        self.sizes[name] = tensor.numel(), tensor.nbytes
+        self._checksums.add(name, tensor)
+        self._receipts = None
+
+    def record_stack(self, names: Sequence[str | None], stack: Tensor) -> None:
+        """Remember the slices of a stack, "slices …", as `record` does each of them; one without a name is left out."""
+        found = [name for name in names if name is not None]
+        if self._described.keys() & found or not len(stack):
+            for name, one in ((name, one) for name, one in zip(names, stack.unbind(), strict=True) if name is not None):
+                self.record(name, one)
+            return
+        size = stack.nbytes // len(stack)
+        self.bytes += size * len(found)
+        self._described |= dict.fromkeys(found, (tuple(stack.shape[1:]), dtype_name(stack.dtype)))
+        self.sizes |= dict.fromkeys(found, (stack.numel() // len(stack), size))
+        self._checksums.add_stack(names, stack)
+        self._receipts = None
 
     def watch(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the stream unchanged, recording every tensor."""
@@ -136,7 +149,7 @@ class Ledger:
     @property
     def repeated(self) -> list[str]:
         """Names that were recorded more than once."""
-        return [name for name, times in self._times.items() if times > 1]
+        return list(self._again)
 
     def receipts(self) -> dict[str, TensorReceipt]:
         """Return the receipts by name; this is the one transfer from the device."""
@@ -183,9 +196,10 @@ class SentLedger(Ledger):
         """
         module = ""
         for name, tensor in tensors:
-            if name.rpartition(".")[0] != module:
+            layer, _, suffix = name.rpartition(".")
+            if layer != module:
                 self._close_module(module)
-                module = name.rpartition(".")[0]
+                module = layer
                 if share is not None and module in self.sampled:
                     outline = torch.empty(self.sampled[module], device="meta")
                     rows, inputs = share(f"{module}.weight", outline).shape
@@ -193,8 +207,8 @@ class SentLedger(Ledger):
             held = tensor if share is None else share(name, tensor)
             self.record(name, held)
             self._refuse_non_finite(wait=False)
-            if module in self._wanted and not name.endswith(".bias"):
-                self._parts[name.rpartition(".")[2]] = held
+            if module in self._wanted and suffix != "bias":
+                self._parts[suffix] = held
             yield name, tensor
         self._close_module(module)
         self._refuse_non_finite(wait=True)
@@ -212,8 +226,7 @@ class SentLedger(Ledger):
         return self.format.dequantize(self.format.load(self._parts, self.sampled[module]))
 
     def _refuse_non_finite(self, wait: bool) -> None:
-        name = self._checksums.first_non_finite(wait)
-        if name is not None:
+        if (name := self._checksums.first_non_finite(wait)) is not None:
             raise PublishError([Fault("non_finite", name)], self.version)
 
 
@@ -290,7 +303,7 @@ def compare(sent: Ledger, received: ReceivedLedger, previous: Mapping[str, Tenso
     faults += [Fault("extra", name) for name in [*back, *(unread - back.keys())] if name not in out]
     for name, receipt in out.items():
         got = back.get(name)
-        if got is None or name in unread:
+        if got is None or name in unread or (got == receipt and got.finite):
             continue
         if not (receipt.finite and got.finite):
             faults.append(Fault("non_finite", name))

@@ -7,16 +7,19 @@ slice was replaced, copied or cast on its way.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 _NOTE = "_lit_qrl_slice"
 
 
 class Slice(NamedTuple):
-    """Where a tensor lies: in which stack, under which index of its first dimension."""
+    """Where a tensor lies: in which stack, at which index of its first dimension, so many bytes from its start."""
 
     stack: Tensor
     index: int
+    offset: int
+    shape: torch.Size
 
 
 def slices(stack: Tensor) -> tuple[Tensor, ...]:
@@ -27,8 +30,9 @@ def slices(stack: Tensor) -> tuple[Tensor, ...]:
     [[1.0, 0.0], [0.0, 1.0]]
     """
     cut = stack.unbind(0)
+    step, shape = stack.stride(0) * stack.element_size(), stack.shape[1:]
     for index, one in enumerate(cut):
-        setattr(one, _NOTE, Slice(stack, index))
+        setattr(one, _NOTE, Slice(stack, index, index * step, shape))
     return cut
 
 
@@ -43,6 +47,5 @@ def slice_of(tensor: Tensor) -> Slice | None:
     found: Slice | None = getattr(tensor, _NOTE, None)
     if found is None:
         return None
-    stack, index = found
-    place = stack.data_ptr() + index * stack.stride(0) * stack.element_size()
-    return found if tensor.data_ptr() == place and tensor.shape == stack.shape[1:] else None
+    here = tensor.data_ptr() == found[0].data_ptr() + found[2] and tensor.shape == found[3]
+    return found if here else None

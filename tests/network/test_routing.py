@@ -7,6 +7,8 @@ from torch.utils.checkpoint import CheckpointError
 from transformers import DeepseekV2Config, PhimoeConfig
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.network.expert_list import ExpertList
+from lit_qrl.network.experts import expert_stacks
 from lit_qrl.network.routing import Routing, check_routers, computed_again, differing, routers
 from lit_qrl.network.structure import outline
 from tests.families.configs import BY_TYPE, random_network
@@ -147,6 +149,22 @@ def test_many_experts_take_two_bytes():
         network(input_ids=TOKENS)
     assert routing.own.dtype == torch.int16
     assert int(routing.own.max()) > 255
+
+
+def test_routers_are_found_without_a_look_at_each_expert():
+    class Matrix(torch.nn.Module):
+        @property
+        def num_experts(self):
+            raise AssertionError("an expert was looked at")
+
+    network = outline(BY_TYPE["qwen3_moe"].config())
+    expected = [router.name for router in routers(network)]
+    for stack in expert_stacks(network).values():
+        parent, _, leaf = stack.name.rpartition(".")
+        plain = network.get_submodule(stack.name)
+        setattr(network.get_submodule(parent), leaf, ExpertList(stack, plain, lambda shape: Matrix()))
+    assert [router.name for router in routers(network)] == expected
+    assert len(expected) > 1
 
 
 def test_routes_that_do_not_fit_are_named():

@@ -12,6 +12,7 @@ from lit_qrl import formats
 from lit_qrl.receipts.checksum import COLUMN_OFFSET, GOLDEN, MIX_A, MIX_B, Checksums, as_matrix, checksum
 from lit_qrl.receipts.ledger import (
     Fault,
+    Ledger,
     PublishError,
     ReceivedLedger,
     SentLedger,
@@ -349,3 +350,23 @@ def test_what_cannot_be_read_back_is_unverified_and_never_compared_with_itself()
         "missing",
         "extra",
     ]
+
+
+def test_a_stack_is_recorded_as_its_slices_are():
+    generator = torch.Generator().manual_seed(0)
+    stack = torch.randn(3, 4, 5, generator=generator)
+    whole, single = Ledger(1), Ledger(1)
+    whole.record_stack(["a", None, "b"], stack)
+    single.record("a", stack[0])
+    single.record("b", stack[2])
+    assert whole.receipts() == single.receipts()
+    assert (whole.sizes, whole.bytes, whole.repeated) == (single.sizes, single.bytes, [])
+    whole.record_stack(["a", None, "c"], stack)
+    single.record("a", stack[0])
+    single.record("c", stack[2])
+    assert whole.repeated == single.repeated == ["a"]
+    assert whole.receipts() == single.receipts()
+    broken = stack.clone()
+    broken[1, 0, 0] = float("nan")
+    whole.record_stack(["x", "y", "z"], broken)
+    assert [name for name, receipt in whole.receipts().items() if not receipt.finite] == ["y"]

@@ -14,6 +14,7 @@ from lit_qrl.formats.base import NumberFormat
 from lit_qrl.network.experts import expert_stacks, unstacked
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.sampler_kernels import adopt
+from lit_qrl.receipts.garbage import young_garbage_alone
 from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
 from lit_qrl.rollout.engine import (
     EngineDiedError,
@@ -325,7 +326,8 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
         ledger = ReceivedLedger(version)
         self._usable = False
         try:
-            with blamed(Sender(tensors), version, self._watchdog("the publish of one tensor")) as stream:
+            watchdog = self._watchdog("the publish of one tensor")
+            with young_garbage_alone(), blamed(Sender(tensors), version, watchdog) as stream:
                 load(stream, ledger)
         except PublishError:
             self._reset_caches()

@@ -5,6 +5,7 @@ bit by bit, and every later receipt is taken from that memory. A layer that its 
 repacking as in a reload, layer by layer, without the loaders that count what arrived.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,10 +17,19 @@ from lit_qrl.errors import listed
 from lit_qrl.formats import support
 from lit_qrl.receipts.checksum import Checksums
 from lit_qrl.receipts.ledger import Fault, ReceivedLedger, TensorReceipt
-from lit_qrl.rollout.vllm.locations import DESCRIPTIVE, Cutter, ExpertPlace, Place, copy_all, lacking, tensors_of
+from lit_qrl.rollout.vllm.held import Narrower, by_stack
+from lit_qrl.rollout.vllm.locations import (
+    DESCRIPTIVE,
+    Cutter,
+    ExpertPlace,
+    Place,
+    Sent,
+    copy_all,
+    copy_into,
+    lacking,
+    tensors_of,
+)
 from lit_qrl.rollout.vllm.patches import stale_experts
-
-Sent = Mapping[str, tuple[Place, tuple[int, ...], torch.dtype]]
 
 
 class Receiver(Protocol):
@@ -51,30 +61,25 @@ class Routes:
         return self.members[module_name] <= self.views.keys()
 
 
-def learn(
-    sent: Sent,
-    receipts: Mapping[str, TensorReceipt],
-    narrowed: Callable[[Tensor, torch.dtype], Tensor],
-) -> Routes | None:
+def learn(sent: Sent, receipts: Mapping[str, TensorReceipt]) -> Routes | None:
     """Return the routes that a whole reload took, or None where only vLLM's loader knows one.
 
     Args:
         sent: place, shape and dtype of every tensor of the reload.
         receipts: of what the modules held before repacking.
-        narrowed: from a tensor of the kernels and the dtype that was sent to the tensor as it was sent.
     """
     places = {name: place for name, (place, _, _) in sent.items()}
     members: dict[str, set[str]] = {}
     for name, place in places.items():
         members.setdefault(place.module_name, set()).add(name)
     views: dict[str, Tensor] = {}
-    sums = Checksums()
+    sums, narrower = Checksums(), Narrower()
     for names in members.values():
         module = places[next(iter(names))].module
         found = _views({name: sent[name] for name in names}, module) if _reads_its_tensors(module) else {}
         views |= found
         for name, view in found.items():
-            sums.add(name, narrowed(view, sent[name][2]))
+            sums.add(name, narrower.of(name, view, sent[name][2]))
     same = {name: name in receipts and receipts[name].checksum == value for name, (value, _) in sums.finish().items()}
     proven = {
         name for names in members.values() if all(same.get(name) for name in names) for name in names
@@ -221,30 +226,27 @@ class DirectLoad:
 
     def _fill(self, group: dict[str, Tensor]) -> None:
         """Write the tensors into the module's parameters; one that does not fit gets no receipt but a fault."""
-        self._clear_padding(group)
-        cutter, pairs = Cutter(), []
+        stacks, places = by_stack(group, self.live.sent), self.routes.places
+        held = {place.attribute: place for place in (places[name] for name in group)}
+        parameters = {name: getattr(place.module, name).data for name, place in held.items()}
+        coming: Counter[str] = Counter()
+        for place, experts in stacks:
+            coming[place.attribute] += len(experts) * group[next(iter(experts.values()))].numel()
+        for attribute, numbers in coming.items():
+            if numbers < parameters[attribute].numel():  # of padding, which some kernels multiply, too
+                parameters[attribute].zero_()
+        for place, experts in stacks:
+            every = place.cut_all(parameters[place.attribute], group[next(iter(experts.values()))].shape)
+            if every is not None:
+                copy_into(every, {expert: group[name] for expert, name in experts.items() if expert < len(every)})
         for name, tensor in group.items():
-            place = self.routes.places[name]
-            parameter = getattr(place.module, place.attribute).data
+            place = places[name]
             if isinstance(place, ExpertPlace):
-                cut = cutter.cut(place, parameter, tensor.shape)
-                pairs += [] if cut is None else [(cut, tensor)]
                 continue
+            parameter = parameters[place.attribute]
             if hasattr(place.module, "num_embeddings_padded"):
                 parameter[tensor.shape[0] :].zero_()  # as vLLM's loader does
             place.write(parameter, tensor)
-        copy_all(pairs)
-
-    def _clear_padding(self, group: Mapping[str, Tensor]) -> None:
-        """Zero stacks of experts with more rows or columns than come, which some kernels multiply, too."""
-        coming: dict[str, int] = {}
-        places = {name: place for name in group if isinstance(place := self.routes.places[name], ExpertPlace)}
-        for name, place in places.items():
-            coming[place.attribute] = coming.get(place.attribute, 0) + group[name].numel()
-        for place in {place.attribute: place for place in places.values()}.values():
-            parameter = getattr(place.module, place.attribute).data
-            if coming[place.attribute] < parameter.numel():
-                parameter.zero_()
 
     def _incomplete(self, module_name: str, group: dict[str, Tensor]) -> Fault:
         places = [self.routes.places[name] for name in group]

@@ -21,9 +21,9 @@ from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, Refused
 from lit_qrl.receipts.rounding import share_of_bound
 from lit_qrl.rollout.vllm import derived
 from lit_qrl.rollout.vllm import fast_load as direct
+from lit_qrl.rollout.vllm.held import Held
 from lit_qrl.rollout.vllm.locations import (
     DESCRIPTIVE,
-    Cutter,
     Place,
     checkpoint_names,
     expert_place,
@@ -38,7 +38,7 @@ from lit_qrl.rollout.vllm.locations import (
 from lit_qrl.rollout.vllm.naming import Naming
 from lit_qrl.rollout.vllm.parallel import share, unit_vectors
 from lit_qrl.rollout.vllm.patches import tied_head
-from lit_qrl.rollout.vllm.reload import reloading, same_kernel
+from lit_qrl.rollout.vllm.reload import complete, reloading, same_kernel
 
 
 class LiveModel:
@@ -69,7 +69,7 @@ class LiveModel:
         self.routes: direct.Routes | None = None
         self.learns_routes = True
         self._repacked = Checksums()
-        self._inexact: list[tuple[str, Tensor]] = []
+        self._held: Held | None = None
         self._opaque: list[str] = []
         self._computed: dict[str, tuple[Place, Tensor]] = {}
         self._untouched: set[str] = set()
@@ -123,11 +123,12 @@ class LiveModel:
             PublishError: for a fused or quantized layer of which a part is missing; that layer keeps its old weights.
         """
         self._ledger, self.sent, self.pending, routes = ledger, {}, {}, self.routes
-        self._repacked, self._inexact, self._opaque, self._untouched = Checksums(), [], [], set()
+        self._repacked, self._opaque, self._untouched = Checksums(), [], set()
+        self._held = Held(self.sent, ledger)
         try:
             if routes is not None:
-                parts = ((name, self.share(name, tensor)) for name, tensor in tensors)
-                incomplete = direct.DirectLoad(self, routes, ledger).load(parts)
+                whole, parts = tensors, ((name, self.share(name, tensor)) for name, tensor in tensors)
+                incomplete = direct.DirectLoad(self, routes, ledger).load(parts if self.divided else whole)
                 derived.make_again(self.llm, self._derived)
             else:
                 with reloading(self.llm, self.model):
@@ -138,17 +139,18 @@ class LiveModel:
             ledger.faults += derived.stale(self._derived, self._columns) + derived.other(self._computed)
             self._check_copies()
         finally:
-            self._ledger = None
+            self._ledger = self._held = None
         if incomplete:
             raise PublishError(incomplete, ledger.version)
         if routes is None or len(self.sent) < len(routes.places):
             ledger.faults += self._not_loaded()
         if routes is None and self.learns_routes and not ledger.faults and not self._opaque:
-            self.routes = direct.learn(self.sent, ledger.receipts(), narrowed)
+            self.routes = direct.learn(self.sent, ledger.receipts())
 
     def _gate(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Note what passes to vLLM's loader; what no module is known to keep is recorded here."""
         assert self._ledger is not None
+        current = ""
         for name, tensor in tensors:
             place, handed = self.locate(name), {self._naming.learned.get(name, name): tensor}
             if place is None and self.network is not None:
@@ -156,6 +158,9 @@ class LiveModel:
                 if len(handed) == 1:
                     self._naming.learn(name, *handed)
                     place = self.locate(name)
+            if place is not None and place.module_name != current:
+                self._complete(current)
+                current = place.module_name
             if place is None or place.rewritten:
                 # Of "experts.0.up_proj.weight", which the hub has in place of a stack, the module that holds them all.
                 self._opaque += [name, *(f"{key.rsplit('.', 3)[0]}." for key in list(handed)[:1] if len(handed) > 1)]
@@ -169,6 +174,13 @@ class LiveModel:
                 if place.attribute not in DESCRIPTIVE and not place.rewritten:
                     self.pending.setdefault(place.module_name, []).append(name)
             yield from handed.items()
+        self._complete(current)
+
+    def _complete(self, module_name: str) -> None:
+        """Have a module of experts processed of which all came, though vLLM waits for more."""
+        names = self.pending.get(module_name, [])
+        if whole_experts([self.sent[name][0] for name in names]):
+            complete(self._modules[module_name], len(names))
 
     def _watch_repacking(self) -> None:
         """Take the receipts of a layer when its parameters are complete and not yet repacked."""
@@ -201,30 +213,13 @@ class LiveModel:
         return watched
 
     def _record(self, module_name: str) -> None:
-        cutter = Cutter()
-        for name in self.pending.pop(module_name, []):
-            place, shape, _ = self.sent[name]
-            tensor = getattr(place.module, place.attribute, None)
-            if tensor is not None:
-                place.spread(tensor, shape)
-            cut = None if tensor is None else cutter.cut(place, tensor, shape)
-            assert self._ledger is not None
-            if cut is None:
-                self._ledger.faults.append(Fault("shape", name, "its slice of the engine's parameter does not fit"))
-            else:
-                self.note(name, cut)
+        assert self._held is not None
+        self._held.take(self.pending.pop(module_name, []), tensors_of(self._modules[module_name]))
 
     def note(self, name: str, held: Tensor) -> None:
         """Take the receipt of what a module holds of a tensor."""
-        assert self._ledger is not None
-        dtype = self.sent[name][2]
-        cut = narrowed(held, dtype)
-        if cut is not held:
-            self._inexact.append((name, (cut.to(held.dtype) != held).any()))
-        elif dtype != held.dtype:
-            detail = f"it came as {str(dtype).removeprefix('torch.')} and was cast"
-            self._ledger.faults.append(Fault("dtype", name, detail))
-        self._ledger.record(name, cut)
+        assert self._held is not None
+        self._held.note(name, held)
 
     def _record_unprocessed(self) -> None:
         """Record layers that vLLM does not process after loading, such as norms."""
@@ -247,10 +242,8 @@ class LiveModel:
         for key, (value, _) in wanted.items():
             if key not in found or found[key][0] != value:
                 self._ledger.faults.append(Fault("not_copied", key.replace("\0", ".")))
-        inexact = torch.stack([wrong for _, wrong in self._inexact]).tolist() if self._inexact else []
-        for (name, _), wrong in zip(self._inexact, inexact, strict=True):
-            if wrong:
-                self._ledger.faults.append(Fault("different", name, "it has digits that the sent dtype cannot hold"))
+        assert self._held is not None
+        self._held.check_digits()
 
     def _revert_incomplete(self) -> list[Fault]:
         """Drop partly loaded layers from the reload: vLLM would fill the rest with uninitialised memory."""

@@ -16,9 +16,11 @@ from lit_qrl.receipts.slices import slice_of, slices
 # vLLM writes the shape of an INT4 weight once per projection into one parameter that nothing reads.
 DESCRIPTIVE = frozenset({"weight_shape", "w13_weight_shape", "w2_weight_shape"})
 # A wider parameter holds these exactly, so that casting back loses nothing.
-_WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
+WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
 # An expert's matrices: "experts.3.gate_proj", or "experts.3.w1" where the checkpoint counts them.
 _EXPERT = re.compile(r"(?P<holder>.+)\.(?P<expert>\d+)\.(?P<leaf>\w+)")
+Sent = Mapping[str, tuple["Place", tuple[int, ...], torch.dtype]]
+"""Place, shape and dtype of every tensor that was sent."""
 _STACKED = {
     "w13": (("gate_proj", "up_proj"), ("w1", "w3")),
     "w2": (("down_proj",), ("w2",)),
@@ -160,7 +162,7 @@ class Cutter:
     """Cuts what a module holds into what was sent of it; the matrices of its experts are `slices` of one stack."""
 
     def __init__(self) -> None:
-        self._stacks: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
+        self._stacks: dict[tuple[Any, ...], tuple[Tensor, tuple[Tensor, ...]]] = {}
 
     def cut(self, place: Place, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
         """Return what `Place.cut` does.
@@ -172,11 +174,11 @@ class Cutter:
         """
         if not isinstance(place, ExpertPlace):
             return place.cut(tensor, shape)
-        key = tensor.data_ptr(), place.module_name, place.attribute, place.part % place.beside, place.turned, *shape
+        key = id(tensor), place.part % place.beside, place.turned, tuple(shape)
         if key not in self._stacks:
             every = place.cut_all(tensor.detach(), shape)
-            self._stacks[key] = () if every is None else slices(every)
-        found = self._stacks[key]
+            self._stacks[key] = tensor, () if every is None else slices(every)
+        found = self._stacks[key][1]
         return found[place.expert] if place.expert < len(found) else None
 
 
@@ -202,6 +204,31 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         else:
             for target, source in members:
                 target.copy_(source)
+
+
+def copy_into(stack: Tensor, parts: Mapping[int, Tensor]) -> None:
+    """Copy tensors into a stack by their indices; at once where they are all the slices of another (`slices`).
+
+    Args:
+        stack: "slices …".
+        parts: of its slices' shape.
+    """
+    runs: dict[tuple[int, int], tuple[Tensor, list[int]]] = {}
+    for index, tensor in parts.items():
+        of = slice_of(tensor)
+        if of is None:
+            stack[index].copy_(tensor)
+            continue
+        key = id(of.stack), index - of.index
+        if key not in runs:
+            runs[key] = of.stack, []
+        runs[key][1].append(index)
+    for (_, offset), (source, indices) in runs.items():
+        if len(indices) == len(source):
+            stack[offset : offset + len(source)].copy_(source)
+        else:
+            for index in indices:
+                stack[index].copy_(parts[index])
 
 
 @lru_cache
@@ -306,7 +333,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the tensor in the dtype that was sent, where the engine holds it in a wider one."""
-    return tensor.to(dtype) if (dtype, tensor.dtype) in _WIDENED else tensor
+    return tensor.to(dtype) if (dtype, tensor.dtype) in WIDENED else tensor
 
 
 def loaded_format(module: nn.Module, dtype: torch.dtype) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_qrl.rollout.vllm.locations import DESCRIPTIVE
 from lit_qrl.rollout.vllm.patches.base_without_adapters import without_adapters
 
 
@@ -27,6 +28,24 @@ def reloading(llm: Any, model: nn.Module) -> Iterator[None]:
         finally:
             reload.finalize_layerwise_reload(model, config.model_config)
             _follow_convolutions(model)
+
+
+def complete(module: nn.Module, tensors: int) -> None:
+    """Have vLLM process a module of which all came that will come; nothing where it has, or does not know of all yet.
+
+    It waits until the end of the reload for parameters that no checkpoint of ours fills, such as NVFP4's scales of
+    activations or an order of columns, and holds what came for every such layer until then.
+
+    Args:
+        module: of vLLM's model.
+        tensors: that came for it, but for the `DESCRIPTIVE`.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    info = layerwise.get_layerwise_info(module)
+    if info.can_load() and sum(name not in DESCRIPTIVE for name, _ in info.loaded_weights) >= tensors > 0:
+        layerwise._layerwise_process(module, info)
+        layerwise.LOADING_LAYERS.discard(module)
 
 
 def _follow_convolutions(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_qrl.rollout.vllm.reload import register_head_bias, reloading, same_kernel
+from lit_qrl.rollout.vllm.reload import complete, register_head_bias, reloading, same_kernel
 
 
 @pytest.fixture
@@ -112,3 +112,25 @@ def test_experts_that_are_packed_for_the_first_time_keep_their_first_kernel():
     with same_kernel(module):
         vars(method).update(vars(made))
     assert method.moe_kernel is made.moe_kernel
+
+
+@pytest.mark.parametrize(("came", "processed"), [(2, True), (1, False)])
+def test_a_module_is_processed_when_its_tensors_came_though_more_are_waited_for(came, processed, monkeypatch):
+    story, module = [], torch.nn.Linear(2, 2)
+    buffered = [("w13_weight_shape", None), ("weight", None), ("bias", None)][: 1 + came]
+    info = SimpleNamespace(can_load=lambda: True, loaded_weights=buffered)
+    layerwise = SimpleNamespace(
+        get_layerwise_info=lambda layer: info,
+        _layerwise_process=lambda layer, found: story.append((layer, found)),
+        LOADING_LAYERS={module},
+    )
+    reload = SimpleNamespace(layerwise=layerwise)
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.reload", reload)
+    complete(module, 2)
+    assert story == ([(module, info)] if processed else [])
+    assert (module in layerwise.LOADING_LAYERS) != processed
+    info.can_load = lambda: False
+    complete(module, 2)
+    assert len(story) == processed

@@ -1,0 +1,105 @@
+"""Receipts of a module of experts, with plain tensors in place of vLLM's."""
+
+import pytest
+import torch
+from torch import nn
+
+from lit_qrl.receipts.ledger import ReceivedLedger, SentLedger, compare
+from lit_qrl.receipts.slices import slices
+from lit_qrl.rollout.vllm.held import Held, Narrower, by_stack
+from lit_qrl.rollout.vllm.locations import ExpertPlace, Place
+from tests.operations import counted
+
+LEAVES = ("gate_proj", "up_proj")
+
+
+def mixture(count, wide=torch.float32):
+    """What was sent of some experts, where it goes, and the tensors that hold it, scales in a wider dtype."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(count, 32, 16, generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.rand(count, 32, 1, generator=generator).bfloat16()
+    held = {"w13_weight": weights.clone(), "w13_weight_scale": scales.to(wide)}
+    stream, sent = {}, {}
+    for expert in range(count):
+        for part, leaf in enumerate(LEAVES):
+            for suffix, stack in (("weight", weights), ("weight_scale", scales)):
+                name = f"experts.{expert}.{leaf}.{suffix}"
+                stream[name] = stack[expert, 16 * part : 16 * (part + 1)].clone()
+                place = ExpertPlace("experts", nn.Module(), f"w13_{suffix}", 2 * expert + part, expert=expert, beside=2)
+                sent[name] = place, tuple(stream[name].shape), stream[name].dtype
+    return stream, sent, held
+
+
+def faults(stream, sent, held):
+    out, back = SentLedger(1), ReceivedLedger(1)
+    for name, tensor in stream.items():
+        out.record(name, tensor)
+    taken = Held(sent, back)
+    taken.take(list(stream), held)
+    taken.check_digits()
+    return {(fault.kind, fault.name) for fault in compare(out, back)}
+
+
+def test_every_expert_has_a_receipt_of_its_own():
+    stream, sent, held = mixture(4)
+    assert faults(stream, sent, held) == set()
+    held["w13_weight"][2, 16:] = held["w13_weight"][1, 16:]
+    assert faults(stream, sent, held) == {("swapped", "experts.2.up_proj.weight")}
+    held["w13_weight_scale"][3, 5] *= 2
+    assert ("different", "experts.3.gate_proj.weight_scale") in faults(stream, sent, held)
+
+
+def test_an_expert_that_did_not_come_has_no_receipt():
+    stream, sent, held = mixture(4)
+    for name in [name for name in stream if name.startswith("experts.1.gate_proj")]:
+        del stream[name], sent[name]
+    assert faults(stream, sent, held) == set()
+
+
+def test_digits_that_the_sent_dtype_cannot_hold_are_named():
+    stream, sent, held = mixture(4)
+    held["w13_weight_scale"][2, 20] *= 1 + 2**-12  # bf16 drops it: the receipts agree
+    assert faults(stream, sent, held) == {("different", "experts.2.up_proj.weight_scale")}
+
+
+def test_what_does_not_fit_or_was_cast_is_named():
+    stream, sent, held = mixture(3)
+    held["w13_weight"] = held["w13_weight"][:, :, :8]
+    named = {name for name in stream if name.endswith("weight")}
+    assert faults(stream, sent, held) == {(kind, name) for name in named for kind in ("shape", "missing")}
+    stream, sent, held = mixture(3, torch.float16)
+    scales = {name for name in stream if name.endswith("scale")}
+    assert {("dtype", name) for name in scales} <= faults(stream, sent, held)
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
+def test_receipts_of_many_experts_take_the_launches_of_few(wide):
+    def launches(count):
+        stream, sent, held = mixture(count, wide)
+        ledger = ReceivedLedger(1)
+        taken = Held(sent, ledger)
+        return counted(lambda: [taken.take(list(stream), held), taken.check_digits(), ledger.receipts()])
+
+    assert launches(64) == launches(16)
+
+
+def test_slices_are_narrowed_together_and_single_tensors_alone():
+    stack = torch.tensor([[1.0, 2.0], [3.0, 1 + 2**-12]])
+    narrower = Narrower()
+    first, second = (narrower.of(str(index), one, torch.bfloat16) for index, one in enumerate(slices(stack)))
+    alone = narrower.of("alone", torch.tensor([2**-140]), torch.bfloat16)
+    assert first.tolist() == [1.0, 2.0]
+    assert second.tolist() == [3.0, 1.0]
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    assert alone.dtype == torch.bfloat16
+    same = torch.ones(2)
+    assert narrower.of("same", same, torch.float32) is same
+    assert narrower.lost() == ["1", "alone"]
+
+
+def test_names_are_sorted_by_the_stack_they_lie_in():
+    _, sent, _ = mixture(3)
+    sent["router.weight"] = Place("router", nn.Module(), "weight"), (3, 16), torch.float32
+    found = {place.attribute + str(place.part): experts for place, experts in by_stack(sent, sent)}
+    assert found["w13_weight1"] == {expert: f"experts.{expert}.up_proj.weight" for expert in range(3)}
+    assert len(found) == 4
