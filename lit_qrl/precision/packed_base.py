@@ -31,7 +31,7 @@ def packed_format(quantization: Mapping[str, Any]) -> NumberFormat | None:
         quantization: of a Hugging Face config.
 
     >>> packed_format(NVFP4().quantization_config())
-    NVFP4()
+    NVFP4(four_over_six=False)
     >>> packed_format(Int4Group(group_size=64).quantization_config())
     Int4Group(group_size=64, activations=None)
     >>> packed_format(FP8Row().quantization_config())

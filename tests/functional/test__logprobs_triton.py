@@ -52,15 +52,17 @@ def test_what_they_are_asked_for_are_the_plain_numbers(options, chunk_elements, 
     monkeypatch.setitem(sys.modules, "lit_qrl.functional._logprobs_triton", kernels)
     monkeypatch.setattr("lit_qrl.functional._logprobs_triton", kernels, raising=False)
     monkeypatch.setattr(logprobs, "_kernel_takes", lambda hidden: True)
+    monkeypatch.setattr(logprobs, "_total_memory", lambda index: 2**37)
     got = trained(*inputs, chunk_elements=chunk_elements, **options)
-    rows = {1: 1, 40: 7, None: 7}[chunk_elements]  # 16 bits: four times as many
-    assert calls == ["reduced"] * (7 // rows) + ["gradient"] * (7 // rows)
+    chunks = {1: 7, 40: 3, None: 1}[chunk_elements]  # of 1, 40 // 11 = 3 and all 7 rows
+    assert calls == ["reduced"] * chunks + ["gradient"] * chunks
     for one, other, tolerance in zip(got, expected, (1e-5, 1e-5, 1e-2, 1e-2), strict=True):
         torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
 
 
 def test_what_they_cannot_do_takes_the_plain_operations(monkeypatch):
     monkeypatch.setattr(logprobs, "_kernel_takes", lambda hidden: True)
+    monkeypatch.setattr(logprobs, "_total_memory", lambda index: 2**37)
     monkeypatch.setitem(sys.modules, "lit_qrl.functional._logprobs_triton", None)  # its import fails
     hidden, weight, tokens = problem(4, 5, 11, torch.bfloat16)
     bias = torch.zeros(11, dtype=torch.bfloat16)

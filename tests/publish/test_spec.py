@@ -46,6 +46,7 @@ def spec(plugin=None, adapter=None, tied=False, engine=None, callbacks=(), sampl
         data=SimpleNamespace(
             engine=engine or TransformersEngine(),
             ahead=None,
+            in_flight_updates="none",
             sampling=sampling,
             max_prompt_tokens=11,
             longest_evaluation=30,
