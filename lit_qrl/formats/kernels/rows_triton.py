@@ -23,7 +23,8 @@ def _summed_kernel(x, place, copies, out, width, shared, count, SIZE: tl.constex
         total = tl.zeros((SIZE,), tl.float32)
         for number in range(count):
             at = tl.load(copies + row * count + number)
-            total += tl.load(x + at * width + column, mask=inside & (at >= 0), other=0.0).to(tl.float32)
+            there = column < tl.where(at < 0, 0, width)
+            total += tl.load(x + at * width + column, mask=there, other=0.0).to(tl.float32)
         tl.store(to, total.to(out.dtype.element_ty), mask=inside)
     else:
         at = tl.load(place + row)
