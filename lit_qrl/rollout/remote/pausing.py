@@ -37,8 +37,7 @@ class Pausing:
         with self._changed:
             self._handed = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._wanted)
-            self._handed = False
+            self._changed.wait_for(lambda: not self._handed)
 
     def over(self) -> bool:
         """Return True after an answer; False where a pause was asked for, of which the server will say a word yet."""
@@ -83,6 +82,6 @@ class Pausing:
             try:
                 if self._handed:
                     tell()
-            finally:
-                self._wanted = False
+            finally:  # taken back here, so that a pause asked for before the other wakes is not taken for this one
+                self._wanted = self._handed = False
                 self._changed.notify_all()

@@ -9,6 +9,7 @@ from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError, Pauses
 from lit_qrl.rollout.remote import wire
 from lit_qrl.rollout.remote.engine import RemoteEngine
+from lit_qrl.rollout.remote.pausing import Pausing
 from lit_qrl.rollout.remote.server import Session
 from lit_qrl.run.diary import read_jsonl
 from tests.rollout.embedded.test_flight import SAMPLING, after, set_up, two_networks
@@ -166,6 +167,33 @@ def test_an_engine_that_dies_in_a_pause_is_heard_of_on_both_sides(tmp_path, stop
         engine.resume(whole=False)
         assert drawing.result() is None
         assert drawing.error is not None
+
+
+def test_a_pause_right_after_another_waits_until_the_connection_is_handed_over_again():
+    pausing, paused, handed = Pausing(), threading.Semaphore(0), []
+
+    def draw():
+        pausing.begin(lambda: None)
+        for number in range(2):
+            assert paused.acquire(timeout=PATIENCE)  # the server's word that it stands still
+            handed.append(number)
+            pausing.hand_over()
+        pausing.end()
+
+    drawing = threading.Thread(target=draw, daemon=True)
+    drawing.start()
+    while not pausing._drawing:
+        pass
+    pausing.want(paused.release)
+    assert pausing.wait()
+    with pausing._changed:  # so that the thread that draws cannot wake between the two
+        pausing.release(lambda: None)
+        pausing.want(paused.release)
+    assert pausing.wait()
+    assert handed == [0, 1]
+    pausing.release(lambda: None)
+    drawing.join(PATIENCE)
+    assert not drawing.is_alive()
 
 
 def test_a_run_learns_from_completions_that_took_weights_in_flight(tmp_path, monkeypatch):
