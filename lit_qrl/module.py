@@ -23,7 +23,7 @@ from lit_qrl.loop.hooks import PreparesTrainer, rl_callbacks, trainer_all_reduce
 from lit_qrl.loop.metrics import BOUNDS, EvaluationMetrics, log_row
 from lit_qrl.loop.routing import balanced, record_difference, shifted
 from lit_qrl.loop.state import IterationState
-from lit_qrl.loop.stopping import expect_metrics, follow_iterations
+from lit_qrl.loop.stopping import check_limits, expect_metrics, follow_iterations
 from lit_qrl.network.balance import balance_coefficient
 from lit_qrl.network.modes import evaluating
 from lit_qrl.network.padding_free import laid_out
@@ -183,6 +183,7 @@ class GRPOModule(Described, LightningModule):
         if isinstance(self.trainer.strategy, ShardedStrategy):
             self.trainer.strategy.check(self)
         if stage == "fit":
+            check_limits(self.trainer, data.passes * data.mini_batches)
             if objective.load_balance_coefficient != 0:
                 balance_coefficient(outline_of(self.policy), objective.load_balance_coefficient)
             check_optimizer(self.optimizer, self.trainer.strategy.root_device, vectors=self.policy.lora is None)

@@ -1,12 +1,53 @@
-"""Lightning's `EarlyStopping` in a run whose epochs are iterations: what it watches is known at their ends."""
+"""What ends a run whose epochs are iterations: limits of Lightning's that would cut one, and `EarlyStopping`.
+
+What the latter watches is known at their ends.
+"""
 
 from collections.abc import Iterator
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
+from lit_qrl.errors import ConfigError
+
 EVALUATED = "val/"
 """Metrics of an evaluation begin so; all others are of an iteration."""
+
+
+def check_limits(trainer: Trainer, steps: int) -> None:
+    """Raise `ConfigError` for a limit of the Trainer that ends an iteration in its middle, or that it divides by.
+
+    A cut iteration has no metrics, and what it learned from is not what its loss was divided by.
+
+    Args:
+        trainer: of a fit.
+        steps: optimizer steps of an iteration.
+    """
+    if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]  # one batch of everything, of which nothing stays
+        return
+    if trainer.max_steps > 0 and trainer.max_steps % steps:
+        raise ConfigError(
+            "trainer.max_steps would end the run in the middle of an iteration.",
+            expected=f"a multiple of its {steps} optimizer steps (data.passes × data.mini_batches), or nothing",
+            given=trainer.max_steps,
+            remedy=f"Set trainer.max_epochs to {-(-trainer.max_steps // steps)}, which counts iterations.",
+        )
+    batches = trainer.limit_train_batches
+    if not (isinstance(batches, float) and batches == 1.0):
+        raise ConfigError(
+            "trainer.limit_train_batches, or overfit_batches, would leave a part of each iteration out.",
+            expected="all micro-batches of what was drawn",
+            given=batches,
+            remedy="Leave it out; data.prompts_per_iteration makes iterations small, trainer.max_epochs runs short.",
+        )
+    every = trainer.check_val_every_n_epoch
+    if every is not None and every < 1:
+        raise ConfigError(
+            "trainer.check_val_every_n_epoch is too small.",
+            expected="at least 1",
+            given=every,
+            remedy="Set trainer.limit_val_batches to 0 for a run without evaluations.",
+        )
 
 
 def follow_iterations(trainer: Trainer) -> None:

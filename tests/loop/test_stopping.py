@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 
+from lit_qrl.errors import ConfigError
 from tests.tiny_run import build, fit
 
 
@@ -37,3 +38,24 @@ def test_a_misspelt_metric_is_still_an_error(tmp_path):
     torch.manual_seed(0)
     with pytest.raises(RuntimeError, match="reward/men"):
         fit(tmp_path, callbacks=[stopping(monitor="reward/men")], trainer={"max_epochs": 2})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_steps": 3}, r"max_steps would end .* middle of an iteration.*multiple of its 2.*max_epochs to 2"),
+        ({"limit_train_batches": 1}, "limit_train_batches.*part of each iteration.*Given: 1.*prompts_per_iteration"),
+        ({"overfit_batches": 0.5}, "overfit_batches.*part of each iteration"),
+        ({"check_val_every_n_epoch": 0}, "check_val_every_n_epoch is too small.*limit_val_batches to 0"),
+    ],
+)
+def test_what_would_cut_an_iteration_is_refused(tmp_path, options, words):
+    with pytest.raises(ConfigError, match=words):
+        fit(tmp_path, data={"mini_batches": 2}, trainer=options)
+    assert not (tmp_path / "run" / "metrics.csv").exists()
+
+
+@pytest.mark.parametrize("options", [{"max_steps": 2}, {"fast_dev_run": True}])
+def test_whole_iterations_and_a_trial_of_one_batch_are_not(tmp_path, options):
+    trainer, _, _ = fit(tmp_path, data={"mini_batches": 2}, trainer={"max_epochs": 3, **options})
+    assert trainer.global_step == (1 if "fast_dev_run" in options else 2)
