@@ -40,3 +40,9 @@ def test_bitsandbytes_must_have_a_step_for_the_device(works):
         return
     with pytest.raises(ConfigError, match=r"cannot take a step on cpu.*no kernel for cpu\. Train on a GPU"):
         check_optimizer(AdamW8bit, CPU)
+
+
+def test_an_optimizer_for_other_gradients_is_known_at_once():
+    with pytest.raises(ConfigError, match=r"SparseAdam cannot take a step.*dense gradients.*torch\.optim\.AdamW\.$"):
+        check_optimizer(torch.optim.SparseAdam, CPU)
+    check_optimizer(torch.optim.LBFGS, CPU)  # which takes no step without a closure
