@@ -241,6 +241,17 @@ KNOWN_BEFORE_A_MODEL = {
     "wrong type": (["--data.group_size", "eight"], ["data.group_size", "Expected: int", "Given: eight"]),
     "wrong choice": (["--data.long_prompt", "cut"], ["data.long_prompt", "Expected: drop, error", "Given: cut"]),
     "wrong choice of a class": (["--model.policy.dtype", "int3"], ["model.policy.dtype", "Given: int3"]),
+    "seed that is none": (["--seed_everything", -1], ["seed_everything is out of range", "0 to 2³² − 1", "Given: -1"]),
+    "sampling of the rollout": (["--data.top_k", -5], ["data.top_k is too small", "Given: -5"]),
+    "folder of models": (["--model.policy.model", "many"], ["no config.json", "Choose one of", "many/one"]),
+    "two precision plugins": (
+        [*plugin("QATAligned"), "--trainer.plugins+=UnifiedFP8"],
+        ["multiple values for Precision", "[QATAligned, UnifiedFP8]"],
+    ),
+    "precision beside a plugin": (
+        [*plugin("QATAligned"), "--trainer.precision", "bf16-mixed"],
+        ["`plugins=QATAligned`", "Leave trainer.precision out"],
+    ),
     "missing config": (["--config", "nope.yaml"], ["nope.yaml", "does not exist"]),
     "config without keys": (["--config", "text.yaml"], ["holds no keys"]),
     "callback twice": (
@@ -418,7 +429,11 @@ KNOWN_BEFORE_A_MODEL = {
         ["cannot be written", "Not a directory", "trainer.default_root_dir"],
     ),
     "no checkpoint": (["--ckpt_path", "last"], ["no checkpoint to resume", "--resume_if_possible"]),
-    "missing checkpoint": (["--ckpt_path", "nope.ckpt"], ["does not exist", "nope.ckpt"]),
+    "missing checkpoint": (["--ckpt_path", "nope.ckpt"], ["does not exist", "a .ckpt file, or `last`", "nope.ckpt"]),
+    "folder of a run as checkpoint": (
+        ["--ckpt_path", "before"],
+        ["The checkpoint is a folder", "Given: before", "Set --ckpt_path before/checkpoints/last.ckpt"],
+    ),
     "file that is no checkpoint": (["--ckpt_path", "text.yaml"], ["not a readable checkpoint", "text.yaml"]),
     "checkpoint of another model": (
         ["--ckpt_path", "other.ckpt"],
@@ -543,6 +558,9 @@ def files(tmp_path, model):
     (tmp_path / "text.yaml").write_text("x")
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "before" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "before" / "checkpoints" / "last.ckpt").touch()
+    shutil.copytree(model, tmp_path / "many" / "one")
     for name, turns in CHATS.items():
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": turns, "answer": "2"}) + "\n")
     model_folder(tmp_path / "denoiser", build_denoiser)

@@ -212,7 +212,13 @@ def resolve_checkpoint(requested: str | None, run_folder: str | Path, resume_if_
         return str(found) if found else None
     path = Path(requested)
     if not path.is_file():
-        raise ConfigError("The checkpoint does not exist.", given=requested, remedy="Check --ckpt_path.")
+        inside = last_checkpoint(path)
+        raise ConfigError(
+            f"The checkpoint {'is a folder' if path.is_dir() else 'does not exist'}.",
+            expected="a .ckpt file, or `last`, that of the newest run",
+            given=requested,
+            remedy=f"Set --ckpt_path {inside or 'last'}.",
+        )
     try:
         torch.load(path, map_location="meta", weights_only=True, mmap=True)
     except Exception as error:

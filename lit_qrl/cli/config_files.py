@@ -89,7 +89,10 @@ def _content(path: Path) -> dict[str, Any] | None:
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        _check_keys(node, path)
+        content = None if node is None else loader.construct_document(node)
     except OSError as error:
         raise ConfigError(f"--config: {path} cannot be read.", given=error.strerror) from error
     except UnicodeDecodeError as error:
@@ -110,6 +113,25 @@ def _content(path: Path) -> dict[str, Any] | None:
             given=" ".join(str(content).split())[:60],
         )
     return content
+
+
+def _check_keys(node: Any, path: Path) -> None:
+    """Raise `ConfigError` for a key that stands twice in one place, of which YAML takes the last in silence."""
+    lines: dict[str, int] = {}
+    pairs = node.value if getattr(node, "id", "") == "mapping" else ()
+    for key, value in pairs:
+        line = key.start_mark.line + 1
+        if str(key.value) in lines:
+            raise ConfigError(
+                f"--config: {path} holds the key {key.value!r} twice in one place.",
+                expected="each key once, with all that belongs to it",
+                given=f"lines {lines[key.value]} and {line}, of which the second would replace the first",
+                remedy="Put them together.",
+            )
+        lines[str(key.value)] = line
+        _check_keys(value, path)
+    for item in node.value if getattr(node, "id", "") == "sequence" else ():
+        _check_keys(item, path)
 
 
 def _instead(path: Path) -> str:

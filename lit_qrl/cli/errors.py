@@ -18,6 +18,9 @@ EXTRAS = {"bitsandbytes": "bnb", "transformer_engine": "te", "vllm": "vllm"}
 """Optional libraries and what installs them."""
 HARDWARE = ("accelerator", "devices", "strategy")
 """Settings that are shown when Lightning names none."""
+SEE_HELP = "See --help for the options."
+OPTIONS_SHOWN = 30
+"""Options of a command up to which all are written out."""
 SHOWN = 4
 """Faults that are written out."""
 PROBE_REMEDY = (
@@ -71,11 +74,17 @@ def readable(
         name = found[1] or found[2]
         missing = re.findall(r"(?:Subclass|class) '([\w.]+)'", message)
         close = nearest(name, [option.lstrip("-") for option in options])
-        hint = close if close.startswith("Did") else "See --help for the options."
+        hint = close if close.startswith("Did") else SEE_HELP
         return f"{where}there is no option {name!r}{f' of {missing[0]}' if missing else ''}. {hint}"
+    if found := re.search(r"unrecognized arguments?: ([^\s-]\S*\.ya?ml)", message):
+        return f"A configuration file comes after --config. Given: {found[1]}. Write --config {found[1]}."
     if found := re.search(r"unrecognized arguments?: (--?[\w.+-]+)", message):
-        return f"{found[1]} is not an option of this command. {nearest(found[1], options)}"
-    if found := re.search(r"Expected a dot import path string: (\S.*)", message):
+        close = nearest(found[1], options)
+        few = len(list(options)) <= OPTIONS_SHOWN
+        return f"{found[1]} is not an option of this command. {close if few or close.startswith('Did') else SEE_HELP}"
+    # A number that a class of torch may stand for too, as a learning rate: who gives a plain word means neither.
+    number = re.search(r"Subtypes: \[.*<class '(?:int|float)'>", message)
+    if not number and (found := re.search(r"Expected a dot import path string: (\S.*)", message)):
         name = re.sub(r".*class_path:\s*([\w.]+).*", r"\1", found[1].strip())
         known = list(classes(key[1] if key else ""))
         hint = nearest(name, known) if known else "Give it with its module, such as package.module.Class."
@@ -138,7 +147,7 @@ def refused(error: Exception, settings: Mapping[str, Any]) -> ConfigError:
     Lightning cannot build the Trainer: You selected an invalid accelerator name: `accelerator='gpuu'`. Given: \
 trainer.accelerator: gpuu. Did you mean 'gpu'?
     """
-    text = " ".join(str(error).split()).rstrip(".!")
+    text = re.sub(r"<(?:\w+\.)*(\w+) object at 0x\w+>", r"\1", " ".join(str(error).split())).rstrip(".!")
     keys = [key for key, value in settings.items() if value is not None and re.search(rf"\b{key}\b", text)]
     keys = keys or [key for key in HARDWARE if settings.get(key, "auto") != "auto"]
     given = ", ".join(f"trainer.{key}: {_shown(settings[key])}" for key in keys)
@@ -166,12 +175,9 @@ def _remedy(text: str, settings: Mapping[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    plain = isinstance(value, (str, int, float, list, tuple))
-    return str(value) if plain and not (isinstance(value, list) and any(map(_built, value))) else type(value).__name__
-
-
-def _built(value: Any) -> bool:
-    return not isinstance(value, (str, int, float))
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
+    return str(value) if isinstance(value, (str, int, float, tuple)) else type(value).__name__
 
 
 def made_by_training(error: ConfigError, steps: int) -> bool:

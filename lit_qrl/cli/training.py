@@ -177,6 +177,14 @@ class QRLCLI(LightningCLI):
                 action.help = CKPT_PATH
         return parser
 
+    def _set_seed(self) -> None:
+        """Seed everything; Lightning's own error of a seed becomes a paragraph."""
+        try:
+            super()._set_seed()
+        except ValueError as error:
+            given = self._get(self.config, "seed_everything")
+            raise ConfigError("seed_everything is out of range.", expected="0 to 2³² − 1", given=given) from error
+
     def _parse_ckpt_path(self) -> None:
         """Leave the configuration alone: the YAML is the record of a run, not the checkpoint."""
 

@@ -24,6 +24,11 @@ def check_sizes(data: Any) -> None:
         )
     if not 0 < data.top_p <= 1:
         raise ConfigError("data.top_p is out of range.", expected="a number in (0, 1]", given=data.top_p)
+    for name in ("top_k", "evaluation_size"):
+        if getattr(data, name) < 0:
+            raise ConfigError(
+                f"data.{name} is too small.", expected="0 (all) or a positive number", given=getattr(data, name)
+            )
     if data.prompts_per_iteration % data.mini_batches:
         raise ConfigError(
             "data.prompts_per_iteration is not divisible by data.mini_batches.",

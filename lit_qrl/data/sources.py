@@ -67,7 +67,10 @@ def _read_file(place: Path) -> list[dict[str, Any]]:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"The data file {place} cannot be read.", expected=f"valid {place.suffix[1:]} in UTF-8", given=error
+            f"The data file {place} cannot be read.",
+            expected=f"valid {place.suffix[1:]} in UTF-8",
+            given=str(error).rstrip("."),
+            remedy="Write it again, or convert it.",
         ) from error
     wrong = next((i for i, row in enumerate(rows, start=1) if not isinstance(row, dict)), None)
     if wrong is not None:
@@ -90,6 +93,7 @@ def _read_jsonl(place: Path) -> list[Any]:
                     f"Line {number} of {place} is not JSON.",
                     expected="one JSON object per line",
                     given=line[:80].strip(),
+                    remedy="Correct or remove the line.",
                 ) from error
     return rows
 
@@ -97,17 +101,30 @@ def _read_jsonl(place: Path) -> list[Any]:
 def _read_json(place: Path) -> list[Any]:
     data = json.loads(place.read_text(encoding="utf-8-sig"))
     if not isinstance(data, list):
-        raise ConfigError(f"{place} holds no list.", expected="a JSON list of objects", given=type(data).__name__)
+        keys = [key for key, value in data.items() if isinstance(value, list)] if isinstance(data, dict) else []
+        raise ConfigError(
+            f"{place} holds no list.",
+            expected="a JSON list of objects",
+            given=f"a {type(data).__name__}" + (f", whose key {keys[0]!r} does" if keys else ""),
+            remedy="Write the list alone into the file, or one object per line into a .jsonl file.",
+        )
     return data
 
 
 def _read_table(delimiter: str) -> Callable[[Path], list[Any]]:
     def read(place: Path) -> list[Any]:
         with place.open(encoding="utf-8-sig", newline="") as file:  # every cell stays text: "0140" keeps its zero
-            return [
-                {name: value for name, value in row.items() if name is not None}
-                for row in csv.DictReader(file, delimiter=delimiter)
-            ]
+            reader = csv.DictReader(file, delimiter=delimiter)
+            columns = list(reader.fieldnames or ())
+            other = next((one for one in ",;\t" if len(columns) == 1 and one in columns[0]), None)
+            if other is not None:
+                raise ConfigError(
+                    f"The data file {place} has other delimiters than its name says.",
+                    expected=f"columns between {delimiter!r}",
+                    given=f"{other!r} in its first line",
+                    remedy=f"Convert it{', or name it .tsv' if other == chr(9) else ''}.",
+                )
+            return [{name: value for name, value in row.items() if name is not None} for row in reader]
 
     return read
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, listed
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -106,7 +106,13 @@ def resolve_model(name: str, weights: bool, what: str = "model") -> str:
             raise ConfigError("The tokenizer folder has no tokenizer files.", given=folder)
         return str(folder)
     if not (folder / "config.json").exists():
-        raise ConfigError("The model folder has no config.json.", expected="a Hugging Face checkpoint", given=folder)
+        inside = sorted(str(one.parent) for one in folder.glob("*/config.json"))
+        raise ConfigError(
+            "The model folder has no config.json.",
+            expected="a Hugging Face checkpoint",
+            given=folder,
+            remedy=f"Choose one of {listed(inside, 8)}." if inside else "Name the folder that holds it.",
+        )
     if weights and not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
         raise ConfigError(
             "The model folder has no weights.",

@@ -13,6 +13,7 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "configs" / "quickstart.yaml").write_text("data:\n  group_size: 8\n")
     (tmp_path / "configs" / "correction" / "tis.yaml").write_text("")
     (tmp_path / "README.md").write_text("# Title\n\nWords.\nkey: value\n")
+    (tmp_path / "twice.yaml").write_text("a:\n- c: 1\n  b: 2\n  e: {}\n  b: 3\n")
     (tmp_path / "text.yaml").write_text("only words")
     (tmp_path / "model.bin").write_bytes(b"\xff\x00\xfe")
     (tmp_path / "empty").mkdir()
@@ -56,6 +57,7 @@ def test_the_home_folder_is_found(tmp_path, monkeypatch):
     [
         ("README.md", r"README\.md, line \d is not YAML: .*Correct the file"),
         ("text.yaml", r"text\.yaml holds no keys.*data: {group_size: 8}.*Given: only words"),
+        ("twice.yaml", r"twice\.yaml holds the key 'b' twice in one place.*lines 3 and 5.*Put them together"),
         ("model.bin", r"model\.bin is not YAML.*text"),
         ("configs", r"takes a file.*the folder configs.*configs/quickstart\.yaml, configs/correction/tis\.yaml\."),
         ("empty", r"takes a file.*the folder empty\.$"),

@@ -108,6 +108,15 @@ CASES = {
         'Parser key "trainer.callbacks":\n  power: the value has the wrong type. Expected: float.',
         "trainer.callbacks.power: the value has the wrong type. Expected: float.",
     ),
+    "number that a class may stand for": (
+        "Parser key \"lr\":\n  - Subtypes: [<class 'float'>, <class 'torch.Tensor'>]\n  Errors:\n"
+        "    - Expected a <class 'float'>\n    - Expected a dot import path string: abc\n  Given value: abc",
+        "lr: the value has the wrong type. Expected: float. Given: abc.",
+    ),
+    "file without --config": (
+        "unrecognized arguments: configs/a.yaml",
+        "A configuration file comes after --config. Given: configs/a.yaml. Write --config configs/a.yaml.",
+    ),
     "anything else": ('Parser key "x":\n  - Something odd happened', "x: Something odd happened."),
 }
 
@@ -116,6 +125,13 @@ CASES = {
 def test_a_message_becomes_one_sentence(case):
     message, expected = CASES[case]
     assert readable(message, classes, ["--data.group_size", "--data.passes"]) == expected
+
+
+def test_a_long_list_of_options_is_not_written_out():
+    message = "unrecognized arguments: --quiet"
+    many = [f"--option_{number}" for number in range(40)]
+    assert readable(message, classes, many) == "--quiet is not an option of this command. See --help for the options."
+    assert readable(message, classes, many[:2]).endswith("Choose one of --option_0, --option_1.")
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,7 @@ class DatasetTask(Task):
                 f"{where} has no prompt in column {self.prompt_column!r}.",
                 expected="text, or a list of chat turns",
                 given=repr(prompt)[:80],
+                remedy="Correct or remove the row, or name another prompt_column.",
             )
         answer = self._answer(row)
         if answer is None or (isinstance(answer, str) and not answer.strip()):
@@ -198,7 +199,9 @@ class DatasetTask(Task):
                 f"{where} has no answer in column {self.answer_column!r}.",
                 expected="a last turn of role assistant, which is the gold answer" if turn else "a gold answer",
                 given=f"a last turn of role {turn.get('role')}" if turn else repr(answer),
-                remedy="Name another answer_column, or leave the row out by row_filter." if turn else "",
+                remedy="Name another answer_column, or leave the row out by row_filter."
+                if turn
+                else "Correct or remove the row, or name another answer_column.",
             )
         if not self.reference(row) and self.answer_pattern is not None:
             raise ConfigError(
