@@ -14,6 +14,10 @@ QUIET = 0.1
 """Seconds without a new turn after which an engine that wants all of them gets those that are there."""
 
 
+class GivenUpError(RuntimeError):
+    """Raised to an engine whose dialogue ends because another one died of its part."""
+
+
 class Line(Protocol):
     """The server's end of a connection."""
 
@@ -84,7 +88,8 @@ class Dealt:
         self.dialogue = dialogue
         self._turns: list[list[Turn]] = [[] for _ in range(engines)]
         self._changed = threading.Condition()
-        self._over, self._error = False, None
+        self._over = False
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._deal, name="dialogue", daemon=True)
 
     def __enter__(self) -> "Dealt":
@@ -104,8 +109,14 @@ class Dealt:
                         self._turns[turn.index % len(self._turns)].append(turn)
                     self._changed.notify_all()
         except Exception as error:
-            self._error: Exception | None = error
+            self._error = error
         with self._changed:
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """Let no engine wait for sequences of one that died, which nobody answers any more."""
+        with self._changed:
+            self._error = self._error or GivenUpError("Another engine died, so that all is drawn again.")
             self._changed.notify_all()
 
     def part(self, engine: int) -> "Part":

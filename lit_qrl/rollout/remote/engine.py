@@ -26,7 +26,7 @@ from lit_qrl.rollout.engine import (
     SamplerSpec,
 )
 from lit_qrl.rollout.remote.blueprint import blueprint
-from lit_qrl.rollout.remote.dialogue import Dealt
+from lit_qrl.rollout.remote.dialogue import Dealt, GivenUpError
 from lit_qrl.rollout.remote.places import places
 from lit_qrl.rollout.remote.publishing import Sender, as_one
 from lit_qrl.rollout.remote.replica import Replica
@@ -254,18 +254,22 @@ class RemoteEngine(RolloutEngine):
     def _converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
         """Draw a dialogue: whole by the one replica, or the sequences dealt to all, each to the same one every turn."""
 
-        def ask(replica: Replica, part: Dialogue) -> None:
+        def ask(replica: Replica, part: Dialogue, others: Dealt | None = None) -> None:
             try:
                 replica.converse(part, sampling)
             except EngineDiedError:
+                if others is not None:
+                    others.give_up()
                 replica.restart()
                 raise
+            except GivenUpError:
+                return  # the one that died says why
 
         if len(self.replicas) == 1:
             ask(self.replicas[0], dialogue)
             return
         with Dealt(dialogue, len(self.replicas)) as dealt:
-            calls = [partial(ask, replica, dealt.part(number)) for number, replica in enumerate(self.replicas)]
+            calls = [partial(ask, replica, dealt.part(number), dealt) for number, replica in enumerate(self.replicas)]
             together(calls, lambda: None)
 
 

@@ -85,6 +85,31 @@ def test_a_death_is_told(tmp_path):
             drawn(engine)
 
 
+class OneDies(TransformersEngine):
+    """Dies when it is asked for a conversation, if it is the first of those that are."""
+
+    asked = 0
+
+    def converse(self, dialogue, sampling=None):
+        OneDies.asked += 1
+        if OneDies.asked == 1:
+            raise EngineDiedError("as the test wants")
+        super().converse(dialogue, sampling)
+
+
+def test_the_others_do_not_wait_for_the_sequences_of_one_that_died(tmp_path, monkeypatch):
+    monkeypatch.setattr(OneDies, "asked", 0)
+    with remote(tmp_path, engine=OneDies(), servers=2) as (engine, network):
+        publish(engine, network)
+        with pytest.raises(EngineDiedError, match="as the test wants"):
+            drawn(engine)
+        assert sorted(replica.ready for replica in engine.replicas) == [False, True]
+        engine.discard()
+        engine.setup(engine.spec, engine.engine.policy)
+        publish(engine, network)
+        assert same(drawn(engine), drawn(embedded(network)))
+
+
 def test_a_question_goes_to_the_run_and_what_gives_up_is_an_end():
     sent, answers = [], [("told", True), ("told", [7]), ("gone",)]
     line = SimpleNamespace(_send=lambda *message: sent.append(message), _receive=lambda: answers.pop(0))

@@ -44,6 +44,20 @@ def test_what_was_unpacked_is_a_copy():
     assert torch.equal(transfer.unpack(second, None, mapped, torch.device("cpu"))[0][1], torch.zeros(4))
 
 
+def test_memory_is_not_taken_for_a_former_one_of_its_name():
+    spare = os.open(os.devnull, os.O_RDONLY)  # a number below those that follow
+    first, mapped = transfer.SharedMemory(64), transfer.Mapped()
+    assert not mapped.bytes(first.name, 64).any()
+    os.close(spare)
+    first.reserve(128)
+    second = transfer.SharedMemory(64)
+    second.bytes.fill_(7)
+    assert mapped.bytes(second.name, 64).eq(7).all()
+    assert len(mapped.bytes(first.name, 128)) == 128
+    first.close()
+    second.close()
+
+
 def test_memory_grows_and_is_seen_by_another_process():
     memory = transfer.probe()
     child = os.fork()  # a pool of forked workers would wait for threads that a fork does not have
