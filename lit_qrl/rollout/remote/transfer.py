@@ -44,12 +44,14 @@ class SharedMemory:
             self.reserve(size)
 
     def reserve(self, size: int) -> None:
-        """Make it at least so large; what was in it is gone when it grows."""
+        """Make it at least so large; whoever has it open opens it again when it grows."""
         if size <= self.size:
             return
-        self.close()
-        self._file = os.memfd_create("lit-qrl-publish")
+        if self._file < 0:
+            self._file = os.memfd_create("lit-qrl-publish")
+        # The same file grows: the name of another could be one that a receiver has open already.
         os.ftruncate(self._file, size)
+        self._unmap()
         self._map, self.size = mmap.mmap(self._file, size), size
 
     @property
@@ -65,11 +67,16 @@ class SharedMemory:
 
     def close(self) -> None:
         """Give it back."""
+        self._unmap()
+        if self._file >= 0:
+            os.close(self._file)
+        self._file, self.size = -1, 0
+
+    def _unmap(self) -> None:
         if self._map is not None:
             with suppress(BufferError):  # a tensor still looks at it; then it goes with that
                 self._map.close()
-            os.close(self._file)
-        self._file, self._map, self.size = -1, None, 0
+        self._map = None
 
     def settle(self) -> None:
         """Return when what was written can be read by another process."""

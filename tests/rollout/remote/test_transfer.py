@@ -45,10 +45,11 @@ def test_what_was_unpacked_is_a_copy():
 
 
 def test_memory_is_not_taken_for_a_former_one_of_its_name():
-    spare = os.open(os.devnull, os.O_RDONLY)  # a number below those that follow
+    spares = [os.open(os.devnull, os.O_RDONLY) for _ in range(2)]  # numbers below those that follow: a file's, its map's
     first, mapped = transfer.SharedMemory(64), transfer.Mapped()
     assert not mapped.bytes(first.name, 64).any()
-    os.close(spare)
+    for spare in spares:
+        os.close(spare)
     first.reserve(128)
     second = transfer.SharedMemory(64)
     second.bytes.fill_(7)
