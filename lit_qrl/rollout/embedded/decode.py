@@ -354,17 +354,17 @@ class Decoder:
             report(len(drawn.tokens) if last else len(drawn.tokens) - len(rows), total)
             if last or len(rows) == 0:
                 break
-            column = cache.filled
+            column, again = cache.filled, False
             if self.flight is not None and self.flight.changed():
                 assert drawn.versions is not None
                 drawn.versions[:, step + 1 :] = self.flight.version
-                if self.flight.recompute:
-                    cache, logits = self._again(prompts, drawn, rows, step + 1, cache)
-                    positions = positions + 1
-                    continue
-            logits, routes = self._forward(tokens, positions, valid, cache)
+                again = self.flight.recompute
+            if again:
+                cache, logits, routes = self._again(prompts, drawn, rows, step + 1, cache)
+            else:
+                logits, routes = self._forward(tokens, positions, valid, cache)
             if routes is not None and drawn.routes is not None:
-                drawn.routes[rows, column] = routes[:, 0]
+                drawn.routes[rows, column] = routes[:, -1]  # the tokens before keep those that they were drawn by
             positions = positions + 1
         if kept:
             drawn.kept = _by_token(kept, drawn.tokens.shape)
@@ -372,15 +372,15 @@ class Decoder:
 
     def _again(
         self, prompts: Sequence[Sequence[int]], drawn: Drawn, rows: Tensor, step: int, old: SlotCache
-    ) -> tuple[SlotCache, Tensor]:
-        """Return a cache that is filled anew with prompts and `step` tokens of live rows, and the logits after them."""
+    ) -> tuple[SlotCache, Tensor, Tensor | None]:
+        """Return a cache that prompts and `step` tokens of live rows fill anew, the logits after them, and experts."""
         drawn_now = drawn.tokens[rows, :step].tolist()
         sequences: list[Sequence[int]] = [
             [*prompts[row], *new] for row, new in zip(rows.tolist(), drawn_now, strict=True)
         ]
         cache = SlotCache(self.layers, len(sequences), old.max_length)
         ones = torch.ones(len(sequences), dtype=torch.long)
-        return cache, self._prefill(sequences, {}, ones, old.filled + 1, cache)[0]
+        return cache, *self._prefill(sequences, {}, ones, old.filled + 1, cache)
 
 
 def _by_token(kept: Sequence[tuple[Tensor, Tensor]], shape: Sequence[int]) -> tuple[Tensor, Tensor]:

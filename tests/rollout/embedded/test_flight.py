@@ -12,6 +12,7 @@ from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
 from tests.rollout.remote.served import PROMPTS, publish
+from tests.routes import build_mixture
 
 SAMPLING = SamplingParams(max_tokens=14, ignore_stop=True)
 
@@ -102,6 +103,20 @@ def test_weights_that_are_the_same_change_no_token():
         again = engine.generate(PROMPTS, 2, 7)
         assert [one.token_ids for one in again] == [one.token_ids for one in alone]
         assert {len(set(one.versions)) for one in again} == {2}
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+def test_the_experts_of_every_token_are_known_when_weights_came_on_the_way(in_flight):
+    network = build_mixture()
+    engine = TransformersEngine(share="never")
+    spec = SamplerSpec(sampling=SAMPLING, in_flight=in_flight, routes=True)
+    engine.setup(spec, SimpleNamespace(network=network))
+    publish(engine, network)
+    alone = engine.generate(PROMPTS, 2, 7)
+    engine.between_steps = after(4, lambda: publish(engine, network, version=1))
+    crossed = engine.generate(PROMPTS, 2, 7)
+    assert all(set(one.versions) == {0, 1} for one in crossed)
+    assert all(torch.equal(one.routed_experts, two.routed_experts) for one, two in zip(crossed, alone, strict=True))
 
 
 def test_without_a_word_of_it_no_weights_come_on_the_way():

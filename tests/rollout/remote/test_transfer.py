@@ -45,7 +45,7 @@ def test_what_was_unpacked_is_a_copy():
 
 
 def test_memory_is_not_taken_for_a_former_one_of_its_name():
-    spares = [os.open(os.devnull, os.O_RDONLY) for _ in range(2)]  # numbers below those that follow: a file's, its map's
+    spares = [os.open(os.devnull, os.O_RDONLY) for _ in range(2)]  # below those of a file and its map
     first, mapped = transfer.SharedMemory(64), transfer.Mapped()
     assert not mapped.bytes(first.name, 64).any()
     for spare in spares:
