@@ -792,12 +792,24 @@ def test_long_prompts_are_dropped_with_a_count(run, caplog):
     assert all("prompts over 4 tokens" in message for message in dropped)
 
 
-def test_a_checkpoint_of_the_same_model_is_taken(run, tmp_path):
+def test_a_checkpoint_of_the_same_model_is_taken(run, tmp_path, monkeypatch):
     assert run()[0] == 0
     checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
     status, text, _ = run("--ckpt_path", checkpoint, "--trainer.max_epochs", 2)
     assert (status, "lit-qrl:" in text) == (0, False)
     assert torch.load(checkpoint, weights_only=True)["global_step"] == 2
+    refused(
+        run("--ckpt_path", checkpoint), "has had 2 iterations already", "max_epochs above 2", "Given: 1", loaded=True
+    )
+    said = []
+    monkeypatch.setattr("lit_qrl.cli.training.say", said.append)
+    assert run("--ckpt_path", checkpoint, "--trainer.max_epochs", 2)[0] == 0
+    assert said == ["The run has had its 2 iterations. To go on, raise trainer.max_epochs, which counts them too."]
+
+
+def test_a_metric_that_early_stopping_does_not_find_is_one_paragraph(run):
+    stopping = callback("lightning.pytorch.callbacks.EarlyStopping", monitor="reward/meen")
+    refused(run(*stopping), "EarlyStopping watches a metric", "Given: reward/meen", "'reward/mean'", loaded=True)
 
 
 # ----------------------------------------------------------------------------------- empty completions of a sequence

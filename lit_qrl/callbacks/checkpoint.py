@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -191,6 +191,41 @@ def _staged(trainer: Trainer, files: CheckpointFiles, targets: list[Path]) -> It
         yield
     finally:
         trainer.strategy.checkpoint_io = before
+
+
+def iterations_of(checkpoint: Mapping[str, Any]) -> int:
+    """Return how many whole iterations a checkpoint has behind it; 0 for one that does not say.
+
+    >>> iterations_of({"loops": {"fit_loop": {"epoch_progress": {"current": {"completed": 2, "processed": 3}}}}})
+    3
+    """
+    found: Any = checkpoint
+    for name in ("loops", "fit_loop", "epoch_progress", "current", "processed"):  # at whose end it was written
+        found = found.get(name, {})
+    return found or 0
+
+
+def over(checkpoint: Mapping[str, Any], iterations: int | None) -> str | None:
+    """Return a sentence where a run that goes on has had all its iterations, else None.
+
+    Args:
+        checkpoint: of the run.
+        iterations: `trainer.max_epochs`.
+
+    Raises:
+        ConfigError: where it has had more.
+    """
+    had = iterations_of(checkpoint)
+    if iterations is None or iterations < 0 or had < iterations or not had:
+        return None
+    if had > iterations:
+        raise ConfigError(
+            f"The run has had {had} iterations already.",
+            expected=f"trainer.max_epochs above {had}",
+            given=iterations,
+            remedy="Raise it; it counts those of before too.",
+        )
+    return f"The run has had its {had} iterations. To go on, raise trainer.max_epochs, which counts them too."
 
 
 def resolve_checkpoint(requested: str | None, run_folder: str | Path, resume_if_possible: bool) -> str | None:

@@ -118,7 +118,9 @@ def audit(
         raise ConfigError(
             "audit has no model and prompts, or has them twice.",
             expected="--model and --prompts, or --config alone",
-            given=", ".join(n for n, v in {"--model": model, "--prompts": prompts, "--config": config}.items() if v),
+            given=", ".join(n for n, v in {"--model": model, "--prompts": prompts, "--config": config}.items() if v)
+            or "none of them",
+            remedy="See lit-qrl audit --help.",
         )
 
     import torch

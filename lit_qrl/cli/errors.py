@@ -180,6 +180,28 @@ def _shown(value: Any) -> str:
     return str(value) if isinstance(value, (str, int, float, tuple)) else type(value).__name__
 
 
+def of_run(error: Exception) -> ConfigError | None:
+    """Return the paragraph for what Lightning finds wrong once a run has begun; None for anything else.
+
+    Args:
+        error: Lightning's own.
+
+    >>> print(of_run(RuntimeError("Early stopping conditioned on metric `reward/men` which is not available. Pass in "
+    ...     "or modify your `EarlyStopping` callback to use any of the following: `reward/mean`, `reward/std`")))
+    EarlyStopping watches a metric that the run has not logged. Given: reward/men. Did you mean 'reward/mean'?
+    """
+    text = str(error)
+    if "conditioned on metric" not in text:
+        return None
+    given, *known = re.findall(r"`([^\s`]+)`", text.replace("`EarlyStopping`", ""))
+    close = nearest(given, known)
+    return ConfigError(
+        "EarlyStopping watches a metric that the run has not logged.",
+        given=given,
+        remedy=close if close.startswith("Did") else "Set its monitor to a column of metrics.csv (docs/metrics.md).",
+    )
+
+
 def made_by_training(error: ConfigError, steps: int) -> bool:
     """Return True when weights were refused that `steps` optimizer steps, and not the checkpoint, made NaN or inf.
 

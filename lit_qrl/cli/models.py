@@ -60,9 +60,12 @@ def _found(name: str, families: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the family of a name or model type, whatever case and dashes it is written with."""
     known = {_plain(one[key]): one for key in ("type", "name") for one in families}
     if _plain(name) not in known:
+        # A name of the hub has its family's in it, of which the longest is the nearest: Qwen3-MoE before Qwen3.
+        within = max((one["name"] for one in families if _plain(one["name"]) in _plain(name)), key=len, default=None)
+        meant = f"Did you mean {within!r}?" if within else nearest(name, [one["name"] for one in families])
         raise ConfigError(
             f"{name!r} is no family that was measured.",
-            remedy=f"{nearest(name, [one['name'] for one in families])} A model of another family may work all the "
+            remedy=f"{meant} A model of another family may work all the "
             "same: `lit-qrl fit … --dry_run` says what is refused before weights are loaded.",
         )
     return known[_plain(name)]

@@ -121,6 +121,8 @@ class CommandParser(ReadableParser):
         message = re.sub(r'(?<=Parser key ")\w+', lambda found: self._shown[found[0]], message)
         if missing := re.search(r"arguments are required: (.*)", message):
             text = f"The following arguments are required: {', '.join(self._shown[k] for k in missing[1].split(', '))}."
+        elif (stray := re.search(r"unrecognized arguments?: ([^\s-]\S*)", message)) and "model" in self._hints:
+            text = f"The model comes after --model. Given: {stray[1]}. Write --model {stray[1]}."
         else:
             text = readable(message, options=self._option_string_actions)
         raise ConfigError(text[:1].upper() + text[1:], remedy=f"See {self.prog} --help.") from ex

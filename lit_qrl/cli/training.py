@@ -36,14 +36,14 @@ from lit_qrl import (
     strategies,
 )
 from lit_qrl.aliases import current
-from lit_qrl.callbacks.checkpoint import resolve_checkpoint
+from lit_qrl.callbacks.checkpoint import over, resolve_checkpoint
 from lit_qrl.callbacks.defaults import FORCED
 from lit_qrl.callbacks.predictions import Predictions
 from lit_qrl.callbacks.run_folder import standing
 from lit_qrl.cli import reward_functions
 from lit_qrl.cli.config_files import expanded, run_folder_name
 from lit_qrl.cli.dry_run import dry_run
-from lit_qrl.cli.errors import made_by_training, paragraph, refused
+from lit_qrl.cli.errors import made_by_training, of_run, paragraph, refused
 from lit_qrl.cli.logging_place import give_place, let_place_be_left_out
 from lit_qrl.cli.parser import ReadableParser
 from lit_qrl.data import tasks
@@ -231,7 +231,10 @@ class QRLCLI(LightningCLI):
                 raise
         path = self._get(self.config_init, "ckpt_path")
         if path:
-            check_identity(torch.load(path, map_location="meta", weights_only=True, mmap=True), self.model.policy)
+            saved = torch.load(path, map_location="meta", weights_only=True, mmap=True)
+            check_identity(saved, self.model.policy)
+            if self.subcommand == "fit" and (told := over(saved, self.trainer.max_epochs)):
+                say(told)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the Trainer; `metrics.csv` is written beside whatever logger is configured."""
@@ -271,6 +274,10 @@ class QRLCLI(LightningCLI):
             if isinstance(error, ConfigError) and not made_by_training(error, self.trainer.global_step):
                 raise
             raise StoppedError(paragraph(error, self.trainer.default_root_dir)) from error
+        except (MisconfigurationException, RuntimeError) as error:
+            if (told := of_run(error)) is None:
+                raise
+            raise told from error
         except SIGTERMException as error:  # where there are several processes
             interrupted = Interrupted(signal.SIGTERM)
             say(standing(interrupted, self.trainer, again(self.arguments)))

@@ -90,6 +90,11 @@ def test_what_cannot_be_measured(more, message, arguments):
         called(audit, [*arguments, *more])
 
 
+def test_nothing_to_measure_is_said_so():
+    with pytest.raises(ConfigError, match=r"Given: none of them\. See lit-qrl audit --help"):
+        called(audit, [])
+
+
 def test_the_help_says_which_formats_are_not_measured():
     *others, last = names_where(lambda row: not row.audited)
     text = " ".join(CommandParser(audit).format_help().split())

@@ -8,7 +8,16 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.accelerators.mps import MPSAccelerator
 
-from lit_qrl.cli.errors import ENGINE_REMEDY, PROBE_REMEDY, SHOWN, made_by_training, paragraph, readable, refused
+from lit_qrl.cli.errors import (
+    ENGINE_REMEDY,
+    PROBE_REMEDY,
+    SHOWN,
+    made_by_training,
+    of_run,
+    paragraph,
+    readable,
+    refused,
+)
 from lit_qrl.cli.training import REFUSALS
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.errors import ConfigError, IncompleteError
@@ -215,6 +224,14 @@ def test_faults_are_named_with_the_remedy_of_their_kind(kinds, remedy, tmp_path)
     assert [each in text for each in (ENGINE_REMEDY, NONFINITE_REMEDY, PROBE_REMEDY)].count(True) == 1
     assert remedy in text
     assert "\n" not in text
+
+
+def test_what_lightning_finds_once_a_run_has_begun():
+    unlike = of_run(
+        RuntimeError("Early stopping conditioned on metric `zzz` which is not available. Use: `reward/mean`")
+    )
+    assert "Given: zzz. Set its monitor to a column of metrics.csv" in str(unlike)
+    assert of_run(RuntimeError("Something else.")) is None
 
 
 def test_a_long_list_is_cut_and_counted(tmp_path):

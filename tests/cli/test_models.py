@@ -48,6 +48,8 @@ def test_two_families(capsys):
 def test_an_unknown_family_is_one_paragraph():
     with pytest.raises(ConfigError, match=r"'Qwen 33' is no family that was measured\. Did you mean 'Qwen3'\?"):
         models("Qwen 33")
+    with pytest.raises(ConfigError, match=r"Did you mean 'Qwen3-MoE'\?"):
+        models("org/Qwen3-MoE-30B-A3B")
 
 
 def test_every_reason_is_used_once():

@@ -130,3 +130,8 @@ def test_the_command_needs_no_training_parts():
         "sys.exit(any(m in sys.modules for m in ('torch', 'lightning')))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+
+
+def test_a_model_that_stands_alone_is_told_its_option():
+    with pytest.raises(ConfigError, match=r"^The model comes after --model\. .* Write --model some/model\. See"):
+        called(quantize, ["some/model", "--model", "m", "--format", "nvfp4", "--output", "o"])

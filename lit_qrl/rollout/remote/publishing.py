@@ -34,7 +34,7 @@ class Sender:
         self._memory: list[Memory] = []
         self._group: Group | None = None
         self._joined: list[Any] = []
-        self._clock = Clock()
+        self._clock, self._sent = Clock(), 0
 
     def publish(
         self, ways: dict[Replica, Way], what: str, tensors: Iterator[Named], args: Sequence[Any]
@@ -124,7 +124,9 @@ class Sender:
     def _slot(self, chunk: list[Named]) -> Memory:
         """Return the memory of the next chunk: the GPU's, or the host's, whose pieces take turns."""
         if not self._memory:
-            devices = [one.device for _, one in chunk if one.is_cuda and "ipc" in self.ways.values()]
+            # What processes on the host take from memory must lie there for all of them.
+            shared = set(self.ways.values()) - {"socket"} != {"ipc"}
+            devices = [] if shared else [one.device for _, one in chunk if one.is_cuda]
             made = partial(DeviceMemory, devices[0]) if devices else SharedMemory
             self._memory = [made() for _ in range(SLOTS)]
         return self._memory[self._sent % SLOTS]

@@ -86,11 +86,11 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         return socket.create_server((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # the latter for a port beyond 65535
         raise ConfigError(
             "The engine's server cannot listen there.",
             expected="an address of this host and a port that nobody uses",
-            given=f"{host}:{port} ({error.strerror or error})",
+            given=f"{host}:{port} ({getattr(error, 'strerror', None) or error})",
             remedy="Choose another port, or 0 for any; end the server that has it.",
         ) from error
 

@@ -1,6 +1,7 @@
 """A thread draws over a connection and another interrupts it: weights come in flight in every order of events."""
 
 import threading
+from contextlib import contextmanager
 
 import pytest
 
@@ -62,6 +63,17 @@ class Drawing(threading.Thread):
 def flying(tmp_path, network, mode="keep", **options):
     """A remote engine whose completions take weights in flight."""
     return remote(tmp_path, in_flight=mode, sampling=SAMPLING, network=network, **options)
+
+
+@contextmanager
+def standing_still(tmp_path, stops, network):
+    """Give a remote engine that stands still in the middle of a draw, and the draw."""
+    with flying(tmp_path, network) as (engine, _):
+        publish(engine, network)
+        drawing = Drawing(engine)
+        assert stops.acquire(timeout=PATIENCE)
+        engine.pause()
+        yield engine, drawing
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
@@ -133,11 +145,7 @@ def test_a_draw_that_begins_in_a_pause_waits_for_its_end(tmp_path):
 
 def test_what_was_under_way_ends_where_the_weights_did_not_come_whole(tmp_path, stops):
     old, new = two_networks()
-    with flying(tmp_path, old) as (engine, _):
-        publish(engine, old)
-        drawing = Drawing(engine)
-        assert stops.acquire(timeout=PATIENCE)
-        engine.pause()
+    with standing_still(tmp_path, stops, old) as (engine, drawing):
 
         def half(stream):
             yield next(stream)
@@ -156,11 +164,7 @@ def test_what_was_under_way_ends_where_the_weights_did_not_come_whole(tmp_path, 
 
 def test_an_engine_that_dies_in_a_pause_is_heard_of_on_both_sides(tmp_path, stops):
     old, new = two_networks()
-    with flying(tmp_path, old) as (engine, _):
-        publish(engine, old)
-        drawing = Drawing(engine)
-        assert stops.acquire(timeout=PATIENCE)
-        engine.pause()
+    with standing_still(tmp_path, stops, old) as (engine, drawing):
         wire.hang_up(engine.replicas[0].connection)
         with pytest.raises(EngineDiedError):
             publish(engine, new, version=1)

@@ -1,9 +1,13 @@
 """Streams cut into chunks, and reports of several engines made one."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 
 from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger
-from lit_qrl.rollout.remote.publishing import as_one, chunks
+from lit_qrl.rollout.remote.publishing import Sender, as_one, chunks
+from lit_qrl.rollout.remote.transfer import DeviceMemory, SharedMemory
 
 
 def report(version=3, **tensors):
@@ -39,3 +43,19 @@ def test_every_difference_of_another_replica_is_a_fault():
     }
     assert all("the engine at y" in fault.detail for fault in faults)
     assert not one.received.prefix_reset
+
+
+@pytest.mark.parametrize(
+    ("ways", "kind"),
+    [
+        (["ipc"], DeviceMemory),
+        (["ipc", "socket"], DeviceMemory),
+        (["memory"], SharedMemory),
+        (["ipc", "memory"], SharedMemory),
+    ],
+)
+def test_tensors_of_a_gpu_lie_where_all_who_take_them_can_see_them(ways, kind):
+    sender = Sender()
+    sender.ways = dict(enumerate(ways))
+    chunk = [("a", SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0)))]
+    assert isinstance(sender._slot(chunk), kind)

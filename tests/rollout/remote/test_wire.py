@@ -98,6 +98,11 @@ def test_a_port_in_use_is_one_paragraph():
         wire.listen("127.0.0.1", held.getsockname()[1])
 
 
+def test_a_port_that_cannot_be_is_one_paragraph():
+    with pytest.raises(ConfigError, match=r"cannot listen.*127\.0\.0\.1:99999 .*0-65535"):
+        wire.listen("127.0.0.1", 99999)
+
+
 def test_a_token_comes_from_a_file_that_is_there_and_not_empty(tmp_path):
     (tmp_path / "token").write_text("  secret\n")
     assert wire.read_token(tmp_path / "token") == b"secret"
