@@ -57,19 +57,27 @@ class Ahead:
         self._futures: dict[int, Future[None]] = {}
         self._restored: list[dict[str, Any]] = []
 
-    def due(self, iteration: int) -> bool:
-        """Return whether new weights are published before an iteration."""
+    def due(self, iteration: int, iterations: int | None = None) -> bool:
+        """Return whether new weights are published before an iteration: where something is to be drawn with them.
+
+        Args:
+            iteration: that begins.
+            iterations: of the run; None or a negative number has no end.
+        """
         if self.in_flight or iteration % self.staleness == 0:
             return True
-        return not (iteration in self.drafts or self._restores(iteration))
+        begun = {*self.drafts, *(saved["iteration"] for saved in self._restored)}
+        return any(number not in begun for number in self._window(iteration, iterations))
+
+    def _window(self, now: int, iterations: int | None) -> range:
+        """Return the iterations whose rollouts are begun before the end of one."""
+        end = now + self.depth if self.in_flight else now - now % self.staleness + self.staleness
+        return range(now, (end if iterations is None or iterations <= 0 else min(end, iterations - 1)) + 1)
 
     def published(self, version: int, iteration: int) -> None:
         """Note whose weights a version has."""
         if self.in_flight:
             self.weights_of[version] = iteration
-
-    def _restores(self, iteration: int) -> bool:
-        return any(saved["iteration"] == iteration for saved in self._restored)
 
     # --------------------------------------------------------------------------------------------------------- drawing
 
@@ -77,10 +85,7 @@ class Ahead:
         """Begin what the published weights are to draw and is not under way: all up to the next publish."""
         self._restore(learner)
         trainer, now = learner.trainer, learner.trainer.current_epoch
-        end = now + self.depth if self.in_flight else now - now % self.staleness + self.staleness
-        if trainer.max_epochs is not None and trainer.max_epochs > 0:
-            end = min(end, trainer.max_epochs - 1)
-        missing = [number for number in range(now, end + 1) if number not in self.drafts]
+        missing = [number for number in self._window(now, trainer.max_epochs) if number not in self.drafts]
         if not self.in_flight and now % self.staleness == 0 and now in self.drafts and self.drafts[now].weights < now:
             measure_staleness(learner, self.drafts[now])
         for number in missing:

@@ -73,7 +73,7 @@ class Publisher:
     def begin_iteration(self) -> None:
         """Publish this iteration's sampler where one is due; else wake the engine that holds it."""
         trainer, ahead = self.learner.trainer, self.learner.data.ahead
-        if ahead is not None and not ahead.due(trainer.current_epoch):
+        if ahead is not None and not ahead.due(trainer.current_epoch, trainer.max_epochs):
             return  # the engine draws with what it holds, or has drawn already
         if (
             ahead is not None

@@ -139,6 +139,15 @@ def test_what_an_engine_died_of_is_drawn_again_with_the_same_prompts(tmp_path, d
         assert torch.equal(run.weights, whole.weights)
 
 
+@pytest.mark.parametrize("dies_at", [2, 3])
+def test_a_run_goes_on_that_ended_when_not_all_was_drawn(tmp_path, dies_at):
+    whole = fit(tmp_path / "whole", THREE_OFF)
+    cut = fit(tmp_path / "cut", THREE_OFF, engine=Apart([dies_at]), callbacks=[StopAfter(1)])
+    rest = fit(tmp_path / "rest", THREE_OFF, ckpt_path=str(cut.folder / "checkpoints" / "last.ckpt"))
+    assert rest.watch.prompts == whole.watch.prompts[1:]
+    assert max(rest.data.ahead.tokens_of_age) <= 3
+
+
 def test_evaluations_wait_for_what_is_drawn_and_change_nothing(tmp_path):
     plain = fit(tmp_path / "plain", THREE_OFF)
     often = fit(tmp_path / "often", THREE_OFF, trainer={"limit_val_batches": 1})
@@ -339,4 +348,5 @@ def test_an_error_that_is_no_death_ends_the_run(tmp_path):
 def test_only_new_weights_are_due():
     one = Ahead(3)
     one.drafts = {number: Draft(number, 0, 0, []) for number in range(5)}
-    assert [one.due(number) for number in range(6)] == [True, False, False, True, False, True]
+    assert [one.due(number, 5) for number in range(5)] == [True, False, False, True, False]
+    assert [one.due(number) for number in (2, 4, 5)] == [False, True, True]  # of a run without an end
