@@ -245,13 +245,25 @@ class Ahead:
     def _restore(self, learner: Learner) -> None:
         saved, self._restored = self._restored, []
         data = learner.data
-        if saved and data.slots.world_size > 1:
-            data.position = saved[0]["start"]
-            return
         for one in saved:
             problems = data.problems_at(one["start"], data.slots.own)
             draft = Draft(one["iteration"], one["weights"], one["start"], problems, unpacked(one))
             self.drafts[draft.iteration] = draft
+
+
+def gone_on(ahead: Ahead | None, state: Mapping[str, Any], position: int, alone: bool) -> int:
+    """Return the position in the stream of prompts of a run that goes on from a `state`, which it loads.
+
+    Args:
+        ahead: of the run; None draws in turns.
+        state: of the run before, which drew ahead.
+        position: of the prompt after all its drafts.
+        alone: whether this is the only process; several draw them anew, as a run does that draws in turns.
+    """
+    drafts = state["drafts"] if alone and ahead is not None else []
+    if ahead is not None:
+        ahead.load({**state, "drafts": drafts})
+    return position if drafts or not state["drafts"] else state["drafts"][0]["start"]
 
 
 def tell_ages(learner: Learner) -> str:
