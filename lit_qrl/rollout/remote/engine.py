@@ -179,11 +179,15 @@ class RemoteEngine(RolloutEngine):
 
     def pause(self) -> None:
         """Let all replicas stand still between two steps, so that they take weights with completions under way."""
-        for replica in self.replicas:
-            with suppress(EngineDiedError):  # whoever asks it next hears of it
-                replica.want_pause()
-        for replica in self.replicas:
-            replica.await_pause()
+        try:
+            for replica in self.replicas:
+                with suppress(EngineDiedError):  # whoever asks it next hears of it
+                    replica.want_pause()
+            for replica in self.replicas:
+                replica.await_pause()
+        except BaseException:  # a signal, after which what is drawn comes to its end
+            self.resume()
+            raise
 
     def resume(self, whole: bool = True) -> None:
         """Let all go on; what was under way is given up where nobody knows what the replicas hold."""

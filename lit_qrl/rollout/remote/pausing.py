@@ -32,9 +32,16 @@ class Pausing:
                 self._drawing = False
                 raise
 
-    def hand_over(self) -> None:
-        """Leave the connection to the other until the pause is over."""
+    def hand_over(self, go_on: Callable[[], None]) -> None:
+        """Leave the connection to the other until the pause is over.
+
+        Args:
+            go_on: tells the server, where the other does not want the pause any more that it asked for.
+        """
         with self._changed:
+            if not self._wanted:
+                go_on()
+                return
             self._handed = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._handed)

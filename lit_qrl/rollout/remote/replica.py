@@ -178,7 +178,7 @@ class Replica:
             while not outcome or not self._pausing.over():
                 kind, of, value = self._receive()
                 if kind == "paused":
-                    self._pausing.hand_over()
+                    self._pausing.hand_over(lambda: self._send(0, "resume", ()))
                 elif of == number and kind == "progress":
                     if progress is not None:
                         progress(*value)

@@ -11,6 +11,7 @@ from lit_qrl.rollout.engine import EngineDiedError, Pauses
 from lit_qrl.rollout.remote import wire
 from lit_qrl.rollout.remote.engine import RemoteEngine
 from lit_qrl.rollout.remote.pausing import Pausing
+from lit_qrl.rollout.remote.replica import Replica
 from lit_qrl.rollout.remote.server import Session
 from lit_qrl.run.diary import read_jsonl
 from tests.rollout.embedded.test_flight import SAMPLING, after, set_up, two_networks
@@ -173,6 +174,34 @@ def test_an_engine_that_dies_in_a_pause_is_heard_of_on_both_sides(tmp_path, stop
         assert drawing.error is not None
 
 
+def test_a_pause_that_is_interrupted_before_it_came_is_none(tmp_path, monkeypatch):
+    network, _ = two_networks()
+    between = Session._between_steps
+    asked, interrupted, seen = threading.Event(), threading.Event(), []
+
+    def slow(session):  # the step under way when it is asked to stop ends after the one who asked has gone
+        seen.append(1)
+        if len(seen) == STEPS:
+            asked.set()
+            session.connection.poll(PATIENCE)
+            interrupted.wait(PATIENCE)
+        between(session)
+
+    monkeypatch.setattr(Session, "_between_steps", slow)
+    near = set_up(network, "keep")
+    with flying(tmp_path, network) as (engine, _):
+        publish(engine, network)
+        drawing = Drawing(engine)
+        assert asked.wait(PATIENCE)
+        with monkeypatch.context() as patch:
+            patch.setattr(Replica, "await_pause", lambda replica: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                engine.pause()
+        interrupted.set()
+        assert drawing.result() == near.generate(PROMPTS, 2, 7)
+        assert len(engine.score(PROMPTS)) == len(PROMPTS)
+
+
 def test_a_pause_right_after_another_waits_until_the_connection_is_handed_over_again():
     pausing, paused, handed = Pausing(), threading.Semaphore(0), []
 
@@ -181,7 +210,7 @@ def test_a_pause_right_after_another_waits_until_the_connection_is_handed_over_a
         for number in range(2):
             assert paused.acquire(timeout=PATIENCE)  # the server's word that it stands still
             handed.append(number)
-            pausing.hand_over()
+            pausing.hand_over(lambda: None)
         pausing.end()
 
     drawing = threading.Thread(target=draw, daemon=True)
