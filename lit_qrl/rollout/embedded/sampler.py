@@ -84,7 +84,10 @@ class EmbeddedSampler(RolloutEngine):
     def network(self) -> Any:
         """The sampler's Hugging Face model."""
         if self._modules is None or not self._whole:
-            raise RuntimeError("The engine holds no whole set of weights: publish to it first.")
+            raise RuntimeError(
+                "The engine holds no whole set of weights: publish to it first. In a run WeightPublisher does, one of "
+                "the callbacks that lit_qrl.default_callbacks(…) makes for the Trainer."
+            )
         return self._modules.network
 
     # -------------------------------------------------------------------------------------------------------- weights
