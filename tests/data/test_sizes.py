@@ -10,6 +10,7 @@ from lit_qrl.errors import ConfigError
 SIZES = {
     "prompts_per_iteration": 12, "group_size": 4, "passes": 1, "mini_batches": 2, "micro_batches": 3,
     "max_prompt_tokens": 8, "max_completion_tokens": 8, "evaluation_samples": 1, "temperature": 1.0, "top_p": 1.0,
+    "top_k": 0, "evaluation_size": 0,
 }  # fmt: skip
 
 
@@ -19,6 +20,8 @@ SIZES = {
         ({"group_size": 0}, "group_size is too small"),
         ({"temperature": 0.0}, "temperature must be positive"),
         ({"top_p": 1.5}, "top_p is out of range"),
+        ({"top_k": -5}, "data.top_k is too small"),
+        ({"evaluation_size": -1}, "data.evaluation_size is too small"),
         ({"mini_batches": 5}, "not divisible by data.mini_batches"),
         ({"micro_batches": 7}, "not divisible by data.micro_batches"),
     ],
