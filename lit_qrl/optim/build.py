@@ -27,7 +27,7 @@ def check_optimizer(optimizer: Callable[[Any], Optimizer], device: torch.device,
     for _, parameter in trial:
         parameter.grad = torch.ones_like(parameter)
     try:
-        made.step(lambda: torch.zeros(()))  # Lightning gives one too, without which some take none
+        made.step(lambda: 0.0)  # Lightning gives one too, without which some take none
     except Exception as error:  # a missing kernel shows itself as an error of many kinds
         kernels = type(made).__module__.startswith("bitsandbytes")
         wanted = "a device that the installed bitsandbytes has kernels for, such as CUDA"
