@@ -6,6 +6,8 @@ The section `steps` of `rollout.py`, which builds the engine.
 import re
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 ARMS = {
@@ -15,6 +17,8 @@ ARMS = {
     "neither": (False, False),
 }
 """Whether each request has a seed of its own, and whether the log-probs of drawn tokens are returned."""
+ONE_BY_ONE = "seeds one by one"
+"""The arm as a rollout was before `patches/request_noise.py`: the noise of each request by a launch of its own."""
 WARM, TIMED, PROFILED = 6, 16, 4
 KINDS = {
     "attention": r"flash|attn|attention|reshape_and_cache|paged",
@@ -40,10 +44,12 @@ def run(bench: Any, batches: list[int]) -> dict[str, Any]:
         found[str(batch)] = figures = {}
         for arm, (seeds, logprobs) in ARMS.items():
             figures[arm] = timed(bench, batch, seeds, logprobs)
+        with _one_by_one():
+            figures[ONE_BY_ONE] = timed(bench, batch, True, True)
         figures["kernels"] = profiled(bench, batch)
         plain, kernels = figures["as a rollout"], figures["kernels"]
         figures["host"] = round(max(plain - kernels["device"], 0.0), 3)
-        print(f"batch {batch}: " + ", ".join(f"{arm} {figures[arm]:.2f} ms" for arm in ARMS), flush=True)
+        print(f"batch {batch}: " + ", ".join(f"{arm} {figures[arm]:.2f} ms" for arm in (*ARMS, ONE_BY_ONE)), flush=True)
         print(f"  device {kernels['device']:.2f} ms a step, the rest {figures['host']:.2f}; {kernels['kinds']}")
         for row in kernels["top"]:
             print(f"{row[0]:9.3f} ms {row[1]:7.1f} calls  {row[2]}", flush=True)
@@ -67,6 +73,19 @@ def _begin(bench: Any, batch: int, seeds: bool, logprobs: bool) -> list[str]:
     for _ in range(WARM + -(-batch * bench.args.prompt // 2048)):
         llm.llm_engine.step()
     return names
+
+
+@contextmanager
+def _one_by_one() -> Iterator[None]:
+    """Let vLLM make the noise of requests with seeds by itself."""
+    from vllm.v1.sample.ops import topk_topp_sampler as module
+
+    ours = module.random_sample
+    module.random_sample = getattr(ours, "lit_qrl_original", ours)
+    try:
+        yield
+    finally:
+        module.random_sample = ours
 
 
 def timed(bench: Any, batch: int, seeds: bool, logprobs: bool) -> float:
