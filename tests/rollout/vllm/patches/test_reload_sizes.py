@@ -13,7 +13,8 @@ def test_nothing_is_added_up_and_nobody_warned(fake, caplog):
     package.layerwise = fake(name, logger=logger, get_info_size=len)
     for _ in range(2):
         PATCH.apply((0, 26, 0))
-    assert package.layerwise.get_info_size([1, 2, 3]) == 0 and len(logger.filters) == 1
+    assert package.layerwise.get_info_size([1, 2, 3]) == 0
+    assert len(logger.filters) == 1
     logger.warning("Allocating %.1f MB of device memory to buffers to load %s layers.", 0.0, "[]")
     logger.warning("Something else")
     assert caplog.messages == ["Something else"]
