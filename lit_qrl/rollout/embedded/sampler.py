@@ -100,6 +100,10 @@ class EmbeddedSampler(RolloutEngine):
         self._modules, self._adapter = Modules(skeleton(learner, device), device), None
         self._whole, self._shortage = False, Shortage()
 
+    def autocast_of(self, spec: SamplerSpec, format: NumberFormat | None) -> torch.dtype | None:
+        """Return the dtype of the autocast that weights of a format are drawn from under, the learner's, or None."""
+        return None if self.dtype is not None or isinstance(format, Dense) else spec.compute_dtype
+
     @property
     def network(self) -> Any:
         """The sampler's Hugging Face model."""
@@ -127,8 +131,7 @@ class EmbeddedSampler(RolloutEngine):
         loader = Loader(self._modules, format, version, self.dtype, owned, share, self.keep_operands)
         loader.load(tensors)
         self.loaded(self._modules)
-        chosen = self.dtype is not None or isinstance(format, Dense)
-        self.computes = None if chosen else self.spec.compute_dtype
+        self.computes = self.autocast_of(self.spec, format)
         self._borrowed, self._whole, self.version = loader.borrowed, True, version
         return PublishReport(
             version=version,
