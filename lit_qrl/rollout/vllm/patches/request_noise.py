@@ -1,4 +1,4 @@
-"""vLLM makes the noise of requests that have seeds one by one: at every step a launch for each.
+"""vLLM's first runner makes the noise of requests that have seeds one by one: at every step a launch for each.
 
 Ours makes it in one kernel, from the request's seed and the number of tokens it has drawn, which its generator keeps.
 So what is drawn with a seed is not what vLLM itself would draw with it; the distribution is the same.
