@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -471,7 +472,8 @@ def make_clock(steps: Steps, plans: list[dict[str, Any]], figures: dict[str, Any
             # before the publisher's
             plan, network = plans[trainer.current_epoch], module.policy.network
             if trainer.current_epoch:
-                module.data.engine.sampling = module.data.sampling
+                engine = module.data.engine
+                engine.spec = replace(engine.spec, sampling=module.data.sampling)
             if plan["checkpointing"] == "auto":
                 pass  # the policy was made so
             elif plan["checkpointing"]:
