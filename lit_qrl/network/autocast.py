@@ -23,13 +23,14 @@ class _CastOnce:
 
     def __init__(self, layer: nn.Linear) -> None:
         self.layer = layer
-        self._of: tuple[Tensor | None, ...] = ()
+        self._of: tuple[object, ...] = (None, None, None)
         self._cast: tuple[Tensor, Tensor | None]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        x, (weight, bias) = autocast_input(x), (self.layer.weight, self.layer.bias)
-        if not self._of or self._of[0] is not weight or self._of[1] is not bias:
-            self._of = weight, bias
+    def __call__(self, input: Tensor) -> Tensor:
+        x, weight, bias = autocast_input(input), self.layer.weight, self.layer.bias
+        of = weight, bias, x.dtype
+        if any(one is not other for one, other in zip(of, self._of, strict=True)):
+            self._of = of
             self._cast = weight.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
         return F.linear(x, *self._cast)
 

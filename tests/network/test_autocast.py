@@ -44,10 +44,13 @@ def test_a_weight_that_is_replaced_is_cast_anew(network):
 
 def test_one_inside_another_leaves_it_as_it_was(network):
     x = torch.randn(3, 16)
+    plain = network(x)
     with computing_in(network, "cpu", torch.bfloat16):
         expected = network(x)
         with computing_in(network, "cpu", torch.bfloat16):
             assert torch.equal(network(x), expected)
+        with computing_in(network, "cpu", None):
+            assert torch.equal(network(x), plain)
         assert torch.equal(network(x), expected)
     assert not any("forward" in vars(part) for part in network.modules())
 
