@@ -1,11 +1,15 @@
-"""What a decode step of the vLLM engine is made of: seconds with and without log-probs and seeds, kernels, host.
+"""What a decode step of the vLLM engine is made of: milliseconds with and without log-probs and seeds, kernels, host.
 
-The section `steps` of `rollout.py`, which builds the engine.
+The section `steps` of `rollout.py`, which builds the engine. Steps are taken as a rollout takes them, one behind the
+other: vLLM schedules the next one while the GPU computes, so that a step takes what the slower of the two does. Each
+line is printed when it is measured.
 """
 
 import re
-import statistics
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 ARMS = {
@@ -15,7 +19,19 @@ ARMS = {
     "neither": (False, False),
 }
 """Whether each request has a seed of its own, and whether the log-probs of drawn tokens are returned."""
-WARM, TIMED, PROFILED = 6, 16, 4
+ONE_BY_ONE = "seeds one by one"
+"""The arm as a rollout was before `patches/request_noise.py`: the noise of each request by a launch of its own.
+
+vLLM's runner of version 1 alone makes it so (mixtures of experts, proposed tokens): `VLLM_USE_V2_MODEL_RUNNER=0`."""
+WARM, TIMED, PROFILED = 6, 40, 4
+PARTS = {
+    "schedule": ("engine_core.engine_core.scheduler", "schedule"),
+    "launch": ("engine_core.engine_core.model_executor", "execute_model"),
+    "sample": ("engine_core.engine_core.model_executor", "sample_tokens"),
+    "take in": ("engine_core.engine_core.scheduler", "update_from_output"),
+    "outputs": ("output_processor", "process_outputs"),
+}
+"""What vLLM's host does in a step: an object below its engine, and a method. The rest of a step it mostly waits."""
 KINDS = {
     "attention": r"flash|attn|attention|reshape_and_cache|paged",
     "GEMM": r"gemm|nvjet|cutlass|marlin|machete|cublas|wgmma|splitk|s16816",
@@ -32,19 +48,24 @@ def run(bench: Any, batches: list[int]) -> dict[str, Any]:
     """Return milliseconds of a step for each batch and arm, and the device's share of it by kind of kernel.
 
     Args:
-        bench: with an engine that holds weights.
+        bench: with an engine that holds weights, for completions of 100 tokens at least.
         batches: sequences decoded at a time.
     """
-    found: dict[str, Any] = {}
+    worker = bench.engine.llm.llm_engine.model_executor.driver_worker.worker
+    second = bool(getattr(worker, "use_v2_model_runner", False))
+    print(f"vLLM's runner of version {2 if second else 1}", flush=True)
+    found: dict[str, Any] = {"runner": 2 if second else 1}
     for batch in batches:
         found[str(batch)] = figures = {}
         for arm, (seeds, logprobs) in ARMS.items():
-            figures[arm] = timed(bench, batch, seeds, logprobs)
-        figures["kernels"] = profiled(bench, batch)
-        plain, kernels = figures["as a rollout"], figures["kernels"]
-        figures["host"] = round(max(plain - kernels["device"], 0.0), 3)
-        print(f"batch {batch}: " + ", ".join(f"{arm} {figures[arm]:.2f} ms" for arm in ARMS), flush=True)
-        print(f"  device {kernels['device']:.2f} ms a step, the rest {figures['host']:.2f}; {kernels['kinds']}")
+            figures[arm], figures[f"host, {arm}"] = timed(bench, batch, seeds, logprobs)
+            print(f"batch {batch}: {arm} {figures[arm]:.2f} ms, of it {figures[f'host, {arm}']}", flush=True)
+        if not second:
+            with _one_by_one():
+                figures[ONE_BY_ONE], _ = timed(bench, batch, True, True)
+            print(f"batch {batch}: {ONE_BY_ONE} {figures[ONE_BY_ONE]:.2f} ms", flush=True)
+        figures["kernels"] = kernels = profiled(bench, batch)
+        print(f"batch {batch}: device {kernels['device']:.2f} ms a step; {kernels['kinds']}")
         for row in kernels["top"]:
             print(f"{row[0]:9.3f} ms {row[1]:7.1f} calls  {row[2]}", flush=True)
     return found
@@ -55,7 +76,7 @@ def _begin(bench: Any, batch: int, seeds: bool, logprobs: bool) -> list[str]:
     from lit_qrl.rollout.vllm import requests
     from lit_qrl.types import SamplingParams
 
-    sampling = SamplingParams(max_tokens=4 * (WARM + TIMED + PROFILED) + 64, ignore_stop=True)
+    sampling = SamplingParams(max_tokens=bench.args.completion, ignore_stop=True)
     params = requests.drawings(sampling, [(i, 0) for i in range(batch)], 7 if seeds else None)
     if not logprobs:
         for one in params:
@@ -69,20 +90,63 @@ def _begin(bench: Any, batch: int, seeds: bool, logprobs: bool) -> list[str]:
     return names
 
 
-def timed(bench: Any, batch: int, seeds: bool, logprobs: bool) -> float:
-    """Return the median milliseconds of a step in which all requests draw a token."""
+@contextmanager
+def _one_by_one() -> Iterator[None]:
+    """Let vLLM make the noise of requests with seeds by itself."""
+    from vllm.v1.sample.ops import topk_topp_sampler as module
+
+    ours = module.random_sample
+    module.random_sample = getattr(ours, "lit_qrl_original", ours)
+    try:
+        yield
+    finally:
+        module.random_sample = ours
+
+
+def timed(bench: Any, batch: int, seeds: bool, logprobs: bool) -> tuple[float, dict[str, float]]:
+    """Return the mean milliseconds of steps in which all requests draw a token, and of what the host does in them."""
     from lit_qrl.rollout.vllm.process import kept_process_state
 
-    step, seconds = bench.engine.llm.llm_engine.step, []
+    engine = bench.engine.llm.llm_engine
     with kept_process_state():
         names = _begin(bench, batch, seeds, logprobs)
-        for _ in range(TIMED):
+        bench.sync()
+        with _watched(engine) as spent:
             start = time.perf_counter()
-            step()
+            for _ in range(TIMED):
+                engine.step()
             bench.sync()
-            seconds.append(time.perf_counter() - start)
+            seconds = time.perf_counter() - start
         _end(bench, names)
-    return round(1e3 * statistics.median(seconds), 3)
+    return round(1e3 * seconds / TIMED, 3), {part: round(1e3 * own / TIMED, 2) for part, own in spent.items()}
+
+
+@contextmanager
+def _watched(engine: Any) -> Iterator[dict[str, float]]:
+    """Yield the seconds that `PARTS` of an engine take, as they grow."""
+    spent: dict[str, float] = {}
+    owners = {}
+    for part, (path, name) in PARTS.items():
+        owner = reduce(getattr, path.split("."), engine)
+        if hasattr(owner, name):
+            owners[part], spent[part] = (owner, name), 0.0
+            setattr(owner, name, _clocked(getattr(owner, name), spent, part))
+    try:
+        yield spent
+    finally:
+        for owner, name in owners.values():
+            delattr(owner, name)
+
+
+def _clocked(method: Callable[..., Any], spent: dict[str, float], part: str) -> Callable[..., Any]:
+    def clocked(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            spent[part] += time.perf_counter() - start
+
+    return clocked
 
 
 def profiled(bench: Any, batch: int) -> dict[str, Any]:

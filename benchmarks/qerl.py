@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +48,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 METHODS = ("bf16", "nvfp4", "mxfp4", "int4_group", "nf4")
 SECTIONS = ("steps", "rollout", "ranks")
+CHECKPOINTING: dict[str, Any] = {"on": True, "off": False, "auto": "auto"}
+"""What of the layers is computed again: all, none, or those that do not fit (alone: not beside the others)."""
 GIB = 2**30
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # What the rollout of one iteration may take over raw generation, and the seconds for all else (the target of a step).
@@ -61,7 +64,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[2, 8], help="sequences, one group")
     parser.add_argument("--completions", type=int, nargs="+", default=[300, 512, 1024, 2048])
     parser.add_argument("--prompt", type=int, default=256)
-    parser.add_argument("--checkpointing", nargs="+", choices=("on", "off"), default=["on"], help="of gradients")
+    parser.add_argument("--checkpointing", nargs="+", choices=CHECKPOINTING, default=["on"], help="of gradients")
     parser.add_argument("--also", nargs="+", default=[], metavar="BxN", help="further settings, such as 8x2048")
     parser.add_argument(
         "--off", nargs="+", default=[], metavar="BxN", help="also these settings without, such as 8x1024"
@@ -140,7 +143,7 @@ def write(args: argparse.Namespace, results: dict[str, Any]) -> None:
 def settings_of(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the settings of one process: the short first, without checkpointing last, since those may not fit."""
     found = [
-        {"batch": batch, "completion": completion, "checkpointing": gc == "on"}
+        {"batch": batch, "completion": completion, "checkpointing": CHECKPOINTING[gc]}
         for gc in sorted(args.checkpointing, reverse=True)
         for completion in sorted(args.completions)
         for batch in args.batches
@@ -367,7 +370,7 @@ class Steps:
             tokenizer=str(folder / "model" / "tokenizer"),  # beside the config its class would be Qwen2's
             dtype="bf16",
             lora=lora_of(args.rank),
-            gradient_checkpointing=True,
+            gradient_checkpointing="auto" if args.checkpointing == ["auto"] else True,
             random_weights=True,
             fuse="auto" if args.fuse == "auto" else False,
         )
@@ -418,7 +421,7 @@ class Steps:
             default_root_dir=str(folder / "run"),
             **self.precision(),
         )
-        clock.prepare(data, trainer, first)
+        clock.arrange(data, trainer, first)
         trainer.fit(module, datamodule=data)
 
     def engine(self, largest: dict[str, int]) -> Any:
@@ -439,6 +442,7 @@ def make_clock(steps: Steps, plans: list[dict[str, Any]], figures: dict[str, Any
     import torch
 
     from lit_qrl.callbacks import RLCallback
+    from lit_qrl.network.memory import compute_again
 
     kept = ("generate", "reward", "rollout", "score", "update", "publish", "verify")
 
@@ -448,7 +452,7 @@ def make_clock(steps: Steps, plans: list[dict[str, Any]], figures: dict[str, Any
             self.peaks: dict[str, dict[str, float]] = {}
             figures.update(rows=[], share=bool(steps.args.share))
 
-        def prepare(self, data: Any, trainer: Any, plan: dict[str, Any]) -> None:
+        def arrange(self, data: Any, trainer: Any, plan: dict[str, Any]) -> None:
             """Set what the next iteration reads; the limit also goes to an engine that was set up with another."""
             data.group_size, data.max_completion_tokens = plan["batch"], plan["completion"]
             data.micro_batches = trainer.accumulate_grad_batches = steps.micro_batches(plan)
@@ -468,9 +472,12 @@ def make_clock(steps: Steps, plans: list[dict[str, Any]], figures: dict[str, Any
             # before the publisher's
             plan, network = plans[trainer.current_epoch], module.policy.network
             if trainer.current_epoch:
-                module.data.engine.sampling = module.data.sampling
-            if plan["checkpointing"]:
-                network.gradient_checkpointing_enable({"use_reentrant": False})
+                engine = module.data.engine
+                engine.spec = replace(engine.spec, sampling=module.data.sampling)
+            if plan["checkpointing"] == "auto":
+                pass  # the policy was made so
+            elif plan["checkpointing"]:
+                compute_again(network, True, on_cpu=False)
             else:
                 network.gradient_checkpointing_disable()
             self.peaks = {"before": memory()}
@@ -527,7 +534,7 @@ def make_clock(steps: Steps, plans: list[dict[str, Any]], figures: dict[str, Any
             figures["rows"].append(found)
             print(json.dumps(found), flush=True)
             if trainer.current_epoch + 1 < len(plans):
-                self.prepare(module.data, trainer, plans[trainer.current_epoch + 1])
+                self.arrange(module.data, trainer, plans[trainer.current_epoch + 1])
             else:
                 figures.pop("running", None)
                 figures["seconds_in_all"] = round(time.perf_counter() - self.born, 1)

@@ -242,6 +242,13 @@ def engine_parts(
         total = torch.cuda.get_device_properties(device).total_memory
         note += f", inside the engine's {share:g} of the GPU: {share * total / GIB:.1f} GiB"
     yield Part("sampler's weights", size, note)
+    cast = engine.autocast_of(spec, format) if isinstance(engine, EmbeddedSampler) else None
+    if cast not in (None, plain):
+        assert cast is not None
+        numbers = learner.count(learner.quantizable - quantized) + config.vocab_size * config.hidden_size
+        name = _format_name(None, cast)
+        yield Part("cast weights", numbers * cast.itemsize, f"plain linear layers in {name}, while it draws")
+        plain = cast  # of keys and values too
     if isinstance(engine, DiffusionEngine) and engine.reuse == "none":
         return
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -100,7 +100,8 @@ class SamplerHead:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits "… v" of hidden states "… h", in their dtype or the head's own."""
         if self.dtype is not None and isinstance(self.layer, nn.Linear):
-            logits = raised_linear(hidden, self.layer.weight, self.layer.bias, self.dtype)
+            with torch.autocast(hidden.device.type, enabled=False):
+                logits = raised_linear(hidden, self.layer.weight, self.layer.bias, self.dtype)
         else:
             logits = self.layer(hidden)
         if self.scale != 1.0:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight
+from lit_qrl.network.autocast import autocast_input
 
 
 class QuantizedLinear(nn.Module):
@@ -74,6 +75,7 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x @ W.T + bias` in the format's arithmetic."""
+        x = autocast_input(x)
         return self.format.apply(x, self.prepared(x.dtype), self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":

@@ -10,6 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.network.adapters import merged_tensors
+from lit_qrl.network.autocast import autocast_input
 from lit_qrl.network.experts import ExpertStack, expert_stacks, experts_output
 from lit_qrl.network.linears import fused_groups, quantizable_linears
 from lit_qrl.network.modes import evaluating
@@ -117,7 +118,7 @@ def _forward(name: str, group: Mapping[str, nn.Module], format: NumberFormat, dt
         shared = None
         if format.shares_amax and len(group) > 1:
             shared = shared_amax({key: _weight(module, dtype) for key, module in group.items()})
-        module = group[name]
+        module, x = group[name], autocast_input(x)
         return format.linear(x, format.quantize(_weight(module, dtype), shared), base_of(module).bias)
 
     return forward
@@ -129,7 +130,7 @@ def _experts_forward(stack: ExpertStack, module: Any, format: NumberFormat, dtyp
         parts = dict(zip(stack.parts[matrix], stack.parts_of(matrix, one), strict=True))
         shared = shared_amax(parts) if format.shares_amax and len(parts) > 1 else None
         made = [format.quantize(part.contiguous(), shared) for part in parts.values()]
-        return [format.linear(rows, q) for q in made]
+        return [format.linear(autocast_input(rows), q) for q in made]
 
     def forward(hidden: Tensor, chosen: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         return experts_output(stack, module, multiply, hidden, chosen, weights)

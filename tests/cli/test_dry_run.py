@@ -87,6 +87,18 @@ def test_an_adapter_in_16_bits_and_another_optimizer(run):
     assert sizes["sampler's weights"] == 0  # the learner's own tensors
 
 
+def test_under_autocast_the_sampler_casts_its_linear_layers_and_caches_in_its_dtype(run, monkeypatch):
+    _, plain, _ = run("--publisher.format", "auto")
+    _, mixed, _ = run("--publisher.format", "auto", "--trainer.precision", "bf16-mixed")
+    monkeypatch.undo()
+    policy = CausalPolicy(str(MODEL))
+    policy.configure()
+    linear = [one.weight.numel() for one in policy.modules() if isinstance(one, torch.nn.Linear)]
+    assert mixed["cast weights"] == 2 * sum(linear)
+    assert mixed["KV cache"] == plain["KV cache"] / 2
+    assert "cast weights" not in plain
+
+
 class Seen:
     """A Trainer as one of two processes sees it."""
 

@@ -89,3 +89,15 @@ def test_codes_and_scales_are_no_ones_to_send():
     leave_to_each_rank(model)
     leave_to_each_rank(model)
     assert model._ddp_params_and_buffers_to_ignore == ["a.codes", "a.global_scale", "a.scales"]
+
+
+@pytest.mark.parametrize("name", ["fp8_row", "nvfp4"])
+def test_under_autocast_inputs_are_rounded_as_a_plain_layers_before_they_are_multiplied(name):
+    format, x = formats.get(name), torch.randn(3, 64)
+    layer = QuantizedLinear(format, (32, 64), torch.randn(32))
+    layer.set_weight(format.quantize(torch.randn(32, 64)))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+        assert torch.equal(y, layer(x.bfloat16()))
+    assert y.dtype == torch.bfloat16
+    assert layer(x).dtype == torch.float32

@@ -9,7 +9,7 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.precision import QATAligned
 from lit_qrl.precision.base import check_shapes, network_of
-from lit_qrl.precision.layers.low_bit import StepClock, autocast_input
+from lit_qrl.precision.layers.low_bit import StepClock
 from lit_qrl.precision.qat import AlignedLinear
 from lit_qrl.precision.source import unchanged
 from tests.precision.toy import LINEARS, Module, Policy, network
@@ -125,13 +125,6 @@ def test_what_a_plugin_exports_without_a_change_is_the_codes_of_the_forward_pass
     assert codes.data_ptr() == layer.quantized().codes.data_ptr()
     scales = dict(source.whole(lambda name, tensor: 2 * tensor, None))[f"{LINEARS[0]}.weight_scale"]
     torch.testing.assert_close(scales, 2 * layer.quantized().scales)
-
-
-def test_autocast_casts_the_input_and_nothing_else_does():
-    x = torch.ones(2)
-    assert autocast_input(x) is x
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert autocast_input(x).dtype == torch.bfloat16
 
 
 def test_the_network_is_found_under_module_and_adapter():

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lit_qrl.network.autocast import autocast_input
 from lit_qrl.network.names import base_of, is_adapter
-from lit_qrl.precision.layers.low_bit import autocast_input
 from lit_qrl.precision.layers.packed_linear import PackedLinear
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight
+from lit_qrl.network.autocast import autocast_input
 from lit_qrl.network.experts import ExpertStack, activation, experts_output
 from lit_qrl.network.grouped import can_group, grouped_output, grouped_product
 from lit_qrl.network.linears import fused_groups
@@ -242,9 +243,3 @@ class LowBitExperts(nn.Module):
         for weight in self.weights.values():
             weight.drop_cache()
         return self
-
-
-def autocast_input(x: Tensor) -> Tensor:
-    """Return `x` in the autocast dtype of its device, as a plain linear layer would cast it."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.formats.support import row_of
+from lit_qrl.network.autocast import autocast_input
 from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.network.shards import Divided, divided
-from lit_qrl.precision.layers.low_bit import autocast_input
 from lit_qrl.precision.vllm_kernels.borrowed import MarlinNVFP4
 from lit_qrl.precision.vllm_kernels.choice import KernelChoice
 

@@ -3,6 +3,7 @@
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from lit_qrl.network.autocast import autocast_input
 from lit_qrl.rollout.fixed_cache import FixedLayer
 
 
@@ -16,6 +17,7 @@ class CanvasLayer(FixedLayer):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Renew the columns `cache.at` and return those of the whole canvas, always in the same memory."""
+        key_states, value_states = autocast_input(key_states), autocast_input(value_states)
         if not self.is_initialized:
             # of their own, since they may be parts of one product together with the queries
             self.keys, self.values, self.is_initialized = key_states.contiguous(), value_states.contiguous(), True

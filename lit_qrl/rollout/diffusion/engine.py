@@ -18,7 +18,7 @@ from lit_qrl.rollout.diffusion.fused_projections import lay_together
 from lit_qrl.rollout.diffusion.stack import Stack
 from lit_qrl.rollout.embedded.decode import Piece, plan
 from lit_qrl.rollout.embedded.loading import Modules
-from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
+from lit_qrl.rollout.embedded.sampler import EmbeddedSampler, computed
 from lit_qrl.rollout.embedded.sampling import check_sampling
 from lit_qrl.rollout.engine import EnginePolicy, Progress, SamplerSpec
 from lit_qrl.rollout.graphs import Trust
@@ -132,6 +132,7 @@ class DiffusionEngine(EmbeddedSampler):
 
     # ----------------------------------------------------------------------------------------------------- generation
 
+    @computed
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -204,6 +205,7 @@ class DiffusionEngine(EmbeddedSampler):
 
     # -------------------------------------------------------------------------------------------------------- scoring
 
+    @computed
     def estimate(self, rollout: RolloutBatch) -> Tensor:
         """Return the sampler's estimates "b t" of a rollout's log-probs, under the masks of its seeds."""
         self._check_current()
@@ -240,6 +242,7 @@ class DiffusionEngine(EmbeddedSampler):
         return logprobs
 
     @torch.no_grad()
+    @computed
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return what the probe compares: log-softmax (fp32) of each position's logits at the next position's token.
 

@@ -28,11 +28,16 @@ class LowRankTerm:
 
     def __init__(self, a: Tensor, b: Tensor, scale: float) -> None:
         self.a, self.b, self.scale = a, b, scale
+        self._factors: dict[torch.dtype, tuple[Tensor, Tensor]] = {a.dtype: (a, b)}
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """Return the layer's output with the term added, in the output's dtype."""
-        x = args[0].to(self.a.dtype)
-        return (output + F.linear(F.linear(x, self.a), self.b) * self.scale).to(output.dtype)
+        x = args[0]
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else self.a.dtype
+        if dtype not in self._factors:
+            self._factors[dtype] = self.a.to(dtype), self.b.to(dtype)
+        a, b = self._factors[dtype]
+        return (output + F.linear(F.linear(x.to(dtype), a), b) * self.scale).to(output.dtype)
 
 
 class EmbeddedAdapter:

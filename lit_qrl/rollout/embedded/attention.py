@@ -57,6 +57,7 @@ def attend_folded(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+    query = query.to(key.dtype)  # under autocast turned queries are wider than what is cached
     last = getattr(attention_mask, _LAST, None)
     if last is not None and dispatch.available(query):
         from lit_qrl.rollout.embedded import attention_triton

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from lit_qrl.network.autocast import autocast_input
 from lit_qrl.network.structure import cached_numbers
 
 
 class SlotLayer(CacheLayerMixin):
     """Keys and values of one layer: "rows heads length dim", allocated once and written in place.
+
+    They are in the dtype that attention multiplies in: under autocast its own.
 
     Args:
         cache: the cache that this layer belongs to; it holds the number of live rows and of filled columns.
@@ -37,6 +40,7 @@ class SlotLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write the new columns and return all filled columns of the live rows."""
+        key_states, value_states = autocast_input(key_states), autocast_input(value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows, start = self.cache.rows, self.cache.filled

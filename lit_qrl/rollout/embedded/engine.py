@@ -19,7 +19,7 @@ from lit_qrl.rollout.embedded.flight import flight_of
 from lit_qrl.rollout.embedded.held import Held, grouped
 from lit_qrl.rollout.embedded.loading import Modules
 from lit_qrl.rollout.embedded.replay import SLOTS, CudaGraphs, Replay
-from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
+from lit_qrl.rollout.embedded.sampler import EmbeddedSampler, computed
 from lit_qrl.rollout.embedded.sampling import check_sampling, uniforms
 from lit_qrl.rollout.embedded.shortage import freed
 from lit_qrl.rollout.engine import Dialogue, EnginePolicy, Finished, Progress, SamplerSpec, Turn
@@ -110,6 +110,7 @@ class TransformersEngine(EmbeddedSampler):
 
     # ----------------------------------------------------------------------------------------------------- generation
 
+    @computed
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -145,6 +146,7 @@ class TransformersEngine(EmbeddedSampler):
         batches = self._plan(prompts, n, sampling.max_tokens, room)
         return self._draw(decoder, prompts, n, batches, random, progress, finished=finished)
 
+    @computed
     def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
         """Draw every turn of a dialogue, those that wait at a time in one call.
 
@@ -249,13 +251,14 @@ class TransformersEngine(EmbeddedSampler):
 
     def _cache_tokens(self) -> int:
         """Return how many tokens of one sequence fit into the cache's memory."""
-        return _tokens_in(self.network, self.cache_gigabytes)
+        return _tokens_in(self.network, self.cache_gigabytes, self.computes)
 
     def close(self) -> None:
         super().close()
         self._replay.trust = Trust()  # the last graph keeps memory
 
     @torch.no_grad()
+    @computed
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
         self._check_current()
@@ -320,7 +323,7 @@ def _hand_some(finished: Finished, version: int, numbers: Sequence[int], drawn: 
     _hand(finished, version, [numbers[row] for row in rows.tolist()], some)
 
 
-def _tokens_in(network: Any, gigabytes: float | None) -> int:
+def _tokens_in(network: Any, gigabytes: float | None, dtype: torch.dtype | None) -> int:
     weight = network.get_input_embeddings().weight
     if gigabytes is not None:
         room = int(gigabytes * 1e9)
@@ -328,4 +331,4 @@ def _tokens_in(network: Any, gigabytes: float | None) -> int:
         room = int(free_memory(weight.device) * GPU_CACHE_SHARE)
     else:
         room = CPU_CACHE_BYTES
-    return room // SlotCache.bytes_per_token(network.config, weight.dtype)
+    return room // SlotCache.bytes_per_token(network.config, dtype or weight.dtype)

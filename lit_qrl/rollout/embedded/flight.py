@@ -2,6 +2,7 @@
 
 import torch
 
+from lit_qrl.network.autocast import without_autocast
 from lit_qrl.rollout.engine import RolloutEngine
 
 
@@ -25,7 +26,8 @@ class Flight:
         """Let weights in, and return whether there were any."""
         before = self.engine.version
         if self.engine.between_steps is not None:
-            with torch.inference_mode(False):  # weights are noted by their versions, which such tensors lack
+            # weights are noted by their versions, which tensors of inference mode lack, and sent as they are
+            with torch.inference_mode(False), without_autocast():
                 self.engine.between_steps()
         return self.engine.version != before
 

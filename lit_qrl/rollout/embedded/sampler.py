@@ -2,15 +2,18 @@
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
+from lit_qrl.formats.dense import Dense
 from lit_qrl.formats.support import tell_emulated
+from lit_qrl.network.autocast import computing_in
 from lit_qrl.network.shards import is_sharded
 from lit_qrl.network.structure import check_positions, check_tokens
 from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger, RefusedError
@@ -21,7 +24,22 @@ from lit_qrl.rollout.embedded.shortage import Shortage
 from lit_qrl.rollout.engine import EnginePolicy, OutlinedPolicy, RolloutEngine, SamplerSpec
 from lit_qrl.types import SamplingParams
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def computed(method: Callable[Concatenate[Any, Arguments], Result]) -> Callable[Concatenate[Any, Arguments], Result]:
+    """Return a method of an `EmbeddedSampler` so made that it computes in the sampler's arithmetic, whoever calls."""
+
+    @wraps(method)
+    def inside(self: "EmbeddedSampler", /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        device = self.network.get_input_embeddings().weight.device
+        with computing_in(self.network, device.type, self.computes):
+            return method(self, *args, **kwargs)
+
+    return inside
 
 
 class EmbeddedSampler(RolloutEngine):
@@ -29,7 +47,8 @@ class EmbeddedSampler(RolloutEngine):
 
     Weights that are published as they are (no format, no noise) are not copied: the sampler then holds the learner's
     very tensors, so that there is one copy in memory. A format whose GEMM the device lacks is emulated, with the same
-    numbers at the speed of fp32.
+    numbers at the speed of fp32. Where the learner computes under autocast, so does the sampler, unless a dtype was
+    chosen for it: `dtype`, or a published format such as bf16.
 
     Args:
         max_batch: sequences drawn at once; None takes what memory allows.
@@ -61,6 +80,7 @@ class EmbeddedSampler(RolloutEngine):
         self._adapter: EmbeddedAdapter | None = None
         self._borrowed: list[tuple[Tensor, int]] = []
         self._whole = False
+        self.computes: torch.dtype | None = None
         self._shortage = Shortage()
 
     def validate(self, spec: SamplerSpec) -> None:
@@ -79,6 +99,10 @@ class EmbeddedSampler(RolloutEngine):
         device = policy.device if outlined else next(learner.parameters()).device
         self._modules, self._adapter = Modules(skeleton(learner, device), device), None
         self._whole, self._shortage = False, Shortage()
+
+    def autocast_of(self, spec: SamplerSpec, format: NumberFormat | None) -> torch.dtype | None:
+        """Return the dtype of the autocast that weights of a format are drawn from under, the learner's, or None."""
+        return None if self.dtype is not None or isinstance(format, Dense) else spec.compute_dtype
 
     @property
     def network(self) -> Any:
@@ -110,6 +134,7 @@ class EmbeddedSampler(RolloutEngine):
         loader = Loader(self._modules, format, version, self.dtype, owned, share, self.keep_operands)
         loader.load(tensors)
         self.loaded(self._modules)
+        self.computes = self.autocast_of(self.spec, format)
         self._borrowed, self._whole, self.version = loader.borrowed, True, version
         return PublishReport(
             version=version,

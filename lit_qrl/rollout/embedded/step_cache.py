@@ -5,6 +5,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from lit_qrl.formats.kernels import dispatch
+from lit_qrl.network.autocast import autocast_input
 from lit_qrl.rollout.embedded.cache import SlotCache
 from lit_qrl.rollout.fixed_cache import FixedLayer
 
@@ -26,6 +27,7 @@ class StepLayer(FixedLayer):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write a column of every row of the step and return all columns of those rows."""
+        key_states, value_states = autocast_input(key_states), autocast_input(value_states)
         at = self.cache.at
         rows = len(at)
         keys, values = self.keys[:rows], self.values[:rows]

@@ -88,3 +88,12 @@ def test_rows_of_sequences_of_one_length_are_restored_too():
 )
 def test_the_last_token_of_a_sequence_is_never_among_the_shared(sequence, shared):
     assert HeldRow(filled(1, 3), 0, 0, [7, 8, 9]).shared(sequence) == shared
+
+
+def test_under_autocast_keys_and_values_are_in_its_dtype():
+    cache = SlotCache(1, 2, 4)
+    new = torch.randn(2, 2, 1, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        keys, values = cache.update(new, new.bfloat16(), 0)
+    assert keys.dtype == values.dtype == cache.slots[0].keys.dtype == torch.bfloat16
+    assert torch.equal(keys, values)

@@ -552,3 +552,94 @@ def test_rows_that_have_ended_are_handed_out_while_others_go_on(max_batch, in_sl
     assert len({one.finish_reason for one in drawn}) == 2
     assert handed[0][0] < 16  # the rest went on
     assert len(handed) > (2 if in_slots else 4)  # slots are looked at every few steps
+
+
+# ------------------------------------------------------------------------------------------- the learner's autocast
+
+
+def mixed_engine(network, format=None, options=None, **changes):
+    engine = TransformersEngine(**(options or {}))
+    sampling = SamplingParams(max_tokens=12, stop_token_ids=(EOS,))
+    engine.setup(SamplerSpec(sampling=sampling, compute_dtype=torch.bfloat16, **changes), policy_of(network))
+    publish(engine, network, format)
+    return engine
+
+
+def off(network, completions, **under):
+    """Mean |Δ log p| to one full forward pass of the learner."""
+    with torch.autocast("cpu", torch.bfloat16, **under):
+        own = [full_forward(network, PROMPTS[i // 6], one) for i, one in enumerate(completions)]
+    pairs = zip(own, completions, strict=True)
+    got = [(p.gather(1, torch.tensor(one.token_ids)[:, None])[:, 0], torch.tensor(one.logprobs)) for p, one in pairs]
+    return float((torch.cat([p for p, _ in got]) - torch.cat([q for _, q in got])).abs().mean())
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_rollouts_are_drawn_in_the_learners_autocast(network, cuda_graphs):
+    engine = mixed_engine(network, options={"cuda_graphs": cuda_graphs})
+    completions = engine.generate(PROMPTS, 6, seed=0)
+    assert off(network, completions) < 0.5 * off(network, completions, enabled=False)
+    with torch.autocast("cpu", torch.bfloat16):  # as Lightning has it around an evaluation
+        assert engine.generate(PROMPTS, 6, seed=0) == completions
+    scores = engine.score([PROMPTS[0]])[0]
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        ids = torch.tensor([PROMPTS[0]])
+        logits = network(ids).logits[0, :-1].float()
+        torch.testing.assert_close(scores, logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0], atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("format", "options", "changes"),
+    [
+        (None, {}, {}),
+        (None, {"dtype": "fp32"}, {"compute_dtype": torch.bfloat16}),
+        (formats.get("bf16"), {}, {"compute_dtype": torch.bfloat16}),
+    ],
+)
+def test_a_chosen_dtype_holds_whatever_the_caller_is_under(network, format, options, changes):
+    engine = TransformersEngine(**options)
+    engine.setup(SamplerSpec(sampling=SamplingParams(max_tokens=8), **changes), policy_of(network))
+    dtype = None if format is None else format.dtype
+    engine.load_weights(weight_stream(merged_weights(network), format, (), dtype), format, 0)
+    expected = engine.generate(PROMPTS, 2, seed=0)
+    with torch.autocast("cpu", torch.bfloat16 if format is None else torch.float16):
+        assert engine.generate(PROMPTS, 2, seed=0) == expected
+
+
+def test_a_head_of_fp32_stays_so_under_autocast(network):
+    engine = mixed_engine(network, head_dtype=torch.float32)
+    plain = mixed_engine(network)
+    completions = engine.generate(PROMPTS, 6, seed=0)
+    states = []
+    hook = engine.network.model.norm.register_forward_hook(lambda module, args, out: states.append(out))
+    scores = engine.score([[*PROMPTS[0], *completions[0].token_ids]])[0]
+    hook.remove()
+    logits = states[0].float() @ network.get_output_embeddings().weight.T
+    ids = torch.tensor([*PROMPTS[0], *completions[0].token_ids])
+    expected = logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=0)
+    drawn = torch.tensor(completions[0].logprobs)
+    torch.testing.assert_close(drawn, expected[len(PROMPTS[0]) - 1 :], atol=5e-3, rtol=0)
+    assert plain.generate(PROMPTS, 6, seed=0) != completions
+
+
+def test_quantized_layers_take_their_inputs_as_the_learners_do(network):
+    engine = mixed_engine(network, formats.get("fp8_row"))
+    layer = engine.network.model.layers[0].mlp.down_proj
+    given, out = [], []
+
+    def seen(module, args, result):
+        given.append(args[0])
+        out.append(result)
+
+    layer.register_forward_hook(seen)
+    engine.generate(PROMPTS, 1, seed=0)
+    assert set(layer._prepared) == {torch.bfloat16}
+    assert {one.dtype for one in out} == {torch.bfloat16}
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert torch.equal(layer.format.linear(given[0].bfloat16(), layer.weight), out[0])
+
+
+def test_the_cache_is_in_the_dtype_that_attention_multiplies_in(network):
+    engine = mixed_engine(network, options={"cache_gigabytes": 1e-3})
+    assert engine._cache_tokens() == 2 * engine_of(network, cache_gigabytes=1e-3)._cache_tokens()

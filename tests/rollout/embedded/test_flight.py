@@ -140,3 +140,29 @@ def test_steps_that_were_recorded_are_not_replayed_with_the_old_weights(in_fligh
     for i, one in crossed:
         reference = expected(PROMPTS[i // 2], one, old, new, in_flight)
         assert torch.allclose(torch.tensor(one.logprobs), reference, atol=1e-3)
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_under_the_learners_autocast_new_weights_are_published_outside_of_it_and_used(cuda_graphs):
+    old, new = two_networks()
+    engine = TransformersEngine(share="never", cuda_graphs=cuda_graphs)
+    spec = SamplerSpec(sampling=SAMPLING, in_flight="keep", compute_dtype=torch.bfloat16)
+    engine.setup(spec, SimpleNamespace(network=old))
+    publish(engine, old)
+    under = []
+
+    def change():
+        under.append(torch.is_autocast_enabled("cpu"))
+        publish(engine, new, version=1)
+
+    engine.between_steps = after(1, change)
+    found = engine.generate(PROMPTS, 1, seed=0)
+    assert under == [False]
+    engine.between_steps = None
+    publish(engine, old)
+    assert [one.logprobs[:1] for one in engine.generate(PROMPTS, 1, seed=0)] == [one.logprobs[:1] for one in found]
+    with torch.autocast("cpu", torch.bfloat16):
+        for prompt, one in zip(PROMPTS, found, strict=True):
+            assert sorted(set(one.versions)) == [0, 1]
+            reference = expected(prompt, one, old, new, "keep").float()
+            assert torch.allclose(torch.tensor(one.logprobs), reference, atol=0.02)

@@ -6,11 +6,12 @@ from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, 
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
+from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.embedded.replay import unfit
-from lit_qrl.rollout.engine import EngineDiedError
+from lit_qrl.rollout.engine import EngineDiedError, SamplerSpec
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
-from tests.rollout.embedded.test_engine import EOS, PROMPTS, check_log_probs, engine_of
+from tests.rollout.embedded.test_engine import EOS, PROMPTS, check_log_probs, engine_of, policy_of, publish
 from tests.routes import build_mixture
 
 
@@ -167,3 +168,33 @@ def test_replayed_steps_draw_what_launched_ones_draw(name, sampling, caplog, mon
     assert sum(first) >= 0.9 * len(first)
     if "top_p" not in sampling:
         assert scored_apart(replayed, found, 8) < 0.03
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_gpu_steps_under_the_learners_autocast_are_recorded_and_have_its_log_probs(dtype, caplog):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+    network = build_network(Qwen3Config, gain=1, norm=0.05, **sizes).cuda()
+    engine = TransformersEngine(cuda_graphs=True, max_batch=12)
+    sampling = SamplingParams(max_tokens=40, stop_token_ids=(EOS,))
+    engine.setup(SamplerSpec(sampling=sampling, compute_dtype=dtype), policy_of(network))
+    publish(engine, network)
+    handed = []
+    found = engine.generate(PROMPTS, 8, seed=5, finished=lambda some: handed.append(dict(some)))
+    assert engine._replay.trust.checked
+    assert not engine._replay.trust.broken, caplog.text
+    with torch.autocast("cuda", dtype):
+        assert engine.generate(PROMPTS, 8, seed=5) == found
+    assert len(handed) > 1  # some ended while others were drawn
+    assert all(one == found[number] for some in handed for number, one in some.items())
+
+    def apart(enabled):
+        off = []
+        for i, one in enumerate(found):
+            ids = torch.tensor([[*PROMPTS[i // 8], *one.token_ids]]).cuda()
+            with torch.no_grad(), torch.autocast("cuda", dtype, enabled=enabled):
+                own = network(ids).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+            off.append((own[len(PROMPTS[i // 8]) - 1 :].cpu() - torch.tensor(one.logprobs)).abs())
+        return torch.cat(off).mean()
+
+    assert apart(True) < 0.7 * apart(False)

@@ -52,3 +52,17 @@ def test_slots_move_whole():
     cache.move(torch.tensor([3, 2]), torch.tensor([0, 1]))
     assert cache.slots[0].keys[:, 1, 2, 0].tolist() == [302, 202, 202, 302]
     assert cache.slots[1].values[:, 1, 2, 0].tolist() == [-303, -203, -203, -303]
+
+
+def test_under_autocast_keys_and_values_are_in_its_dtype():
+    cache = StepCache(1, 2, 4)
+    prompts = SlotCache(1, 1, 1)
+    prompts.update(torch.zeros(1, 2, 1, 3).bfloat16(), torch.zeros(1, 2, 1, 3).bfloat16(), 0)
+    prompts.filled = 1
+    cache.place(prompts, torch.tensor([0, 0]), torch.tensor([0, 1]))
+    cache.at = torch.tensor([2, 0])
+    new = torch.randn(2, 2, 1, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        keys, values = cache.update(new, new.bfloat16(), 0)
+    assert keys.dtype == values.dtype == cache.slots[0].keys.dtype == torch.bfloat16
+    assert torch.equal(keys, values)

@@ -1,6 +1,7 @@
 """What a change to vLLM's code is: the versions it is for, what it needs there, and when it can go."""
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -119,6 +120,24 @@ def replace(symbol: str, changed: Callable[[Any], Any]) -> None:
         setattr(made, _MARK, original)
         static = isinstance(inspect.getattr_static(owner, name), staticmethod)
         setattr(owner, name, staticmethod(made) if static else made)
+
+
+def without(logger: str, text: str) -> Callable[[], None]:
+    """Return what keeps a logger of vLLM's from saying messages with a text in them; again, it changes nothing.
+
+    Args:
+        logger: its symbol.
+        text: a part of the messages, as they are printed.
+    """
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return text not in record.getMessage()
+
+    def quieten() -> None:
+        owner, name = find(logger)
+        getattr(owner, name).addFilter(wanted)
+
+    return quieten
 
 
 def _numbers(version: str) -> tuple[int, ...]:

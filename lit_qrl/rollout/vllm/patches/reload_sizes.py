@@ -3,10 +3,9 @@
 Of 48 layers of 128 experts it came to the eleventh in two minutes.
 """
 
-import logging
 from typing import Any
 
-from lit_qrl.rollout.vllm.patches.patch import Patch, Versions
+from lit_qrl.rollout.vllm.patches.patch import Patch, Versions, without
 
 _LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
 
@@ -22,22 +21,11 @@ def nothing(original: Any) -> Any:
     return get_info_size
 
 
-def wanted(record: logging.LogRecord) -> bool:
-    """Return False for the warning that is made of it."""
-    return "of device memory to buffers to load" not in record.getMessage()
-
-
-def _quieten() -> None:
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    layerwise.logger.addFilter(wanted)
-
-
 PATCH = Patch(
     __name__,
     Versions("0.26", "0.32"),
     "vLLM adds them up once for each reload, as 0.32 does",
     {f"{_LAYERWISE}:get_info_size": nothing},
     [f"{_LAYERWISE}:logger"],
-    also=_quieten,
+    also=without(f"{_LAYERWISE}:logger", "of device memory to buffers to load"),
 )
