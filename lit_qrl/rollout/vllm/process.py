@@ -26,11 +26,7 @@ def prepare_environment(deep_gemm: bool, kv_cache_gib: float | None, first_runne
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    if torch.cuda.is_available():
-        # An adapter's products go beside those of the base, on a stream of their own. It is read when vLLM is imported,
-        # so by the first engine of a process, which may have no adapter.
-        defaults["VLLM_LORA_ENABLE_DUAL_STREAM"] = "1"
-    else:
+    if not torch.cuda.is_available():
         # vLLM would pin the threads of this process, the learner's too, to cores of its choice.
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         defaults["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_gib or 1)))

@@ -32,16 +32,6 @@ def test_environment_keeps_what_the_user_set_and_the_published_scales(monkeypatc
     assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
 
 
-@pytest.mark.parametrize("given", [None, "0"])
-@pytest.mark.parametrize("cuda", [True, False])
-def test_adapters_have_a_stream_of_their_own_on_a_gpu_unless_the_user_says_otherwise(monkeypatch, given, cuda):
-    monkeypatch.setattr(os, "environ", {} if given is None else {"VLLM_LORA_ENABLE_DUAL_STREAM": given})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    prepare_environment(deep_gemm=False, kv_cache_gib=None)
-    assert os.environ.get("VLLM_LORA_ENABLE_DUAL_STREAM") == (given if given or not cuda else "1")
-
-
 @pytest.mark.parametrize("seed", [None, 3])
 def test_generators_and_threads_are_the_process_own_again(seed):
     random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
