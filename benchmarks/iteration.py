@@ -5,7 +5,8 @@
 Each run is the command that a user would type, in a process of its own; this one reads `metrics.csv` every 20 ms and
 asks the driver for the memory in use. Models have Qwen2.5's shapes and random weights, written to a folder first, so
 that loading, checkpoints and resuming are a user's too; those of several GPUs, and full-7b's, are drawn by the run
-itself, which starts sooner. Iterations before the third do not count; figures are medians.
+itself, which starts sooner. Iterations before the third do not count; figures are medians. Where a run is cut, by
+`--timeout` or by SIGTERM to this process, the rows that it wrote count (`counted` says how many), and the table comes.
 
 full-1.5b, full-3b  full fine-tuning in bf16, TIS
 short-1.5b, uneven-1.5b  the same with 64 tokens; with up to 2048, where one token in 500 ends a completion
@@ -24,18 +25,28 @@ moe-30b    Qwen3-30B-A3B's shape, drawn at random and packed layer by layer: att
     python benchmarks/iteration.py --cases parts-8b --devices 2 --checkpoints none
     python benchmarks/iteration.py --cases apart-8b --arms fp8_row --schedules on_policy one_step_off --checkpoints none
     python benchmarks/iteration.py --cases full-1.5b --peers here trl trl here --checkpoints none
+    python benchmarks/iteration.py --cases full-1.5b --recompute auto all --checkpoints none
     python benchmarks/iteration.py --cases moe-30b --arms nvfp4 --replay on off --checkpoints none
 
 `--arms`: what the sampler is published in, or a precision plugin. `--peers trl` runs `trl_iteration.py`, the
-same iteration with TRL's trainer and its vLLM in the same process. `--tiny` tries every line on a CPU.
+same iteration with TRL's trainer and its vLLM in the same process. `--tiny` tries every line on a CPU. Both orders at
+once on two equal GPUs, the folder of the model written before:
+
+    both="python benchmarks/iteration.py --cases full-1.5b --checkpoints none --models models"
+    $both --prepare
+    CUDA_VISIBLE_DEVICES=0 $both --peers here trl --out a.json &
+    CUDA_VISIBLE_DEVICES=1 $both --peers trl here --out b.json
+    python benchmarks/iteration.py --join a.json b.json
 """
 
 import argparse
 import contextlib
 import csv
+import fcntl
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import statistics
@@ -44,7 +55,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -135,8 +146,13 @@ PLUGINS: dict[str, dict[str, Any]] = {
 ARMS = ("bf16", "fp8_row", *PLUGINS, "nvfp4", "int4_group")
 PACKED = ("nvfp4", "int4_group")
 """What a base that is drawn at random is packed in."""
+RECOMPUTED = {"auto": "auto", "all": True, "none": False}
 WARM_UP = 2
 PHASES = ("publish", "rollout", "wait", "score", "update", "evaluate", "checkpoint", "other")
+PEAK_RATE = 989e12
+"""Operations a second of an H200 or H100 in bf16."""
+ENDED: list[int] = []
+"""The signal by which somebody asked this process to end."""
 
 
 def parse() -> argparse.Namespace:
@@ -146,6 +162,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoints", nargs="+", choices=("none", "auto", "every"), default=["none", "auto"])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["bf16"], help="of cases without a quantized base")
     parser.add_argument("--replay", nargs="+", choices=("on", "off"), default=["on"], help="of routes, in mixtures")
+    parser.add_argument(
+        "--recompute", nargs="+", choices=RECOMPUTED, default=["auto"], help="layers, in backward passes"
+    )
     parser.add_argument("--peers", nargs="+", choices=("here", "trl"), default=["here"], help="one run each, in order")
     parser.add_argument("--schedules", nargs="+", default=["on_policy"], help="of the cases with an engine apart")
     parser.add_argument("--transfer", default="ipc", help="how weights reach an engine apart: ipc, nccl, memory, …")
@@ -155,6 +174,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt")
     parser.add_argument("--models", type=Path, help="where model folders are kept (default: nowhere)")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for each run")
+    parser.add_argument("--prepare", action="store_true", help="write the folders of --models and end")
+    parser.add_argument("--join", nargs="+", type=Path, help="print the table of such files and end")
     parser.add_argument(
         "--set", nargs=argparse.REMAINDER, default=[], help="last: further options of fit, such as --a.b c"
     )
@@ -166,18 +187,23 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Run every case and print one table."""
     args = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that runs end with this process
+    if args.join:
+        table([result for file in args.join if file.exists() for result in json.loads(file.read_text())])
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: ENDED.append(number))  # the run ends, and its rows count
     results: list[dict[str, Any]] = []
     try:
         measure_all(args, results)
-    finally:  # also of what was measured before somebody ended it
+    finally:  # also of what was measured before something failed
         table(results)
+    if ENDED:
+        sys.exit(128 + ENDED[0])
 
 
 def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     """Run every case; what was found is added to `results` and written as it comes."""
     with tempfile.TemporaryDirectory() as temporary:
-        models = args.models or Path(temporary)
+        models = args.models.resolve() if args.models else Path(temporary)
         for name in args.cases:
             case = dict(CASES[name])
             if args.tiny:
@@ -186,14 +212,21 @@ def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None
             case["completion"] = args.completion or case["completion"]
             drawn = bool(case.get("drawn"))
             folder = model_folder(models, case["shape"], case.get("format"), case.get("stops", 1), drawn)
+            if args.prepare:
+                continue
             schedules = args.schedules if case.get("apart") else ["on_policy"]
             replay = args.replay if mixes(case) else ["off"]
-            for number, (checkpoints, arm, peer, schedule, routes) in enumerate(
-                itertools.product(args.checkpoints, args.arms, args.peers, schedules, replay)
+            for number, (checkpoints, arm, recompute, peer, schedule, routes) in enumerate(
+                itertools.product(args.checkpoints, args.arms, args.recompute, args.peers, schedules, replay)
             ):
+                if ENDED:
+                    return
+                if peer == "trl" and recompute != args.recompute[0]:
+                    continue  # it has a way of its own
                 run = Path(temporary) / f"{name}-{number}"
-                case |= {"arm": arm, "peer": peer, "schedule": schedule, "replay": routes}
+                case |= {"arm": arm, "peer": peer, "schedule": schedule, "replay": routes, "recompute": recompute}
                 what = {"case": name, "arm": arm, "peer": peer, "checkpoints": checkpoints}
+                what |= {"recompute": recompute} if peer == "here" and recompute != "auto" else {}
                 what |= {"schedule": schedule} if case.get("apart") else {}
                 what |= {"replay": routes} if mixes(case) else {}
                 result = {**what, **measure(args, case, folder, run, checkpoints)}
@@ -220,8 +253,20 @@ def model_folder(models: Path, shape: str, format: str | None, stops: int = 1, d
     """Return the folder of a model of that shape with random weights, plain or quantized, made where it is not.
 
     So many of its words end a completion; with random weights all are about as likely. A folder of a model that is
-    drawn has no weights.
+    drawn has no weights. Of several processes that want it one makes it.
     """
+    name = "-".join(filter(None, (shape, format, f"{stops}-stops" if stops > 1 else None, "drawn" if drawn else None)))
+    models.mkdir(parents=True, exist_ok=True)
+    with (models / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (models / f"{name}.whole").exists():
+            write_folder(models / name, shape, format, stops, drawn)
+            (models / f"{name}.whole").touch()
+    return models / name
+
+
+def write_folder(folder: Path, shape: str, format: str | None, stops: int, drawn: bool) -> None:
+    """Write the folder of a model, as `model_folder` says."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen3MoeConfig
 
@@ -231,19 +276,15 @@ def model_folder(models: Path, shape: str, format: str | None, stops: int = 1, d
     from lit_qrl.network.llada import LLaDAConfig
     from lit_qrl.network.stream import weight_stream
 
-    folder = models / "-".join(
-        filter(None, (shape, format, f"{stops}-stops" if stops > 1 else None, "drawn" if drawn else None))
-    )
-    if (folder / "config.json").exists():
-        return folder
     folder.mkdir(parents=True, exist_ok=True)
     case = {"shape": shape}
     kind = LLaDAConfig if denoises(case) else Qwen3MoeConfig if mixes(case) else Qwen2Config
     config = kind(**SHAPES[shape], max_position_embeddings=4096, dtype="bfloat16")
     write_model(config, folder)
     GenerationConfig(eos_token_id=[1, *range(config.vocab_size - stops + 1, config.vocab_size)]).save_pretrained(folder)
+    shutil.copytree(folder / "tokenizer", folder, dirs_exist_ok=True)  # where TRL's vLLM looks for it
     if drawn:
-        return folder
+        return
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -268,7 +309,6 @@ def model_folder(models: Path, shape: str, format: str | None, stops: int = 1, d
         content = json.loads((folder / "config.json").read_text())
         content["quantization_config"] = chosen.quantization_config(["lm_head"])
         (folder / "config.json").write_text(json.dumps(content))
-    return folder
 
 
 # ----------------------------------------------------------------------------------------------------------------- run
@@ -294,57 +334,92 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
     writer = threading.Thread(target=stamped, args=(os.fdopen(read, errors="replace"), log), daemon=True)
     writer.start()
     options = {"stdout": write, "stderr": write, "cwd": run.parent, "start_new_session": True}
+    held, deadline = device_memory(), time.monotonic() + args.timeout
     processes = [subprocess.Popen(command, env=environment | joins, **options) for joins in meeting(args, case)]
     os.close(write)
     begun = time.monotonic()
     wanted = args.iterations if checkpoints == "none" else sys.maxsize  # then what follows is of no interest
-    process = processes[0]
     try:
-        ends, peak, deadline = watch(process, run / "metrics.csv", time.monotonic() + args.timeout, wanted)
+        ends, peaks = watch(processes[0], run / "metrics.csv", deadline, wanted)
     finally:  # engines of theirs, too
         for one in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(one.pid, signal.SIGKILL)
         writer.join(5)
-    rows = read_rows(run / "metrics.csv")
-    apart = mismatch(rows)
-    if (process.returncode and len(rows) < wanted) or len(rows) <= WARM_UP + 1:
-        return {
-            "error": f"status {process.returncode}",
-            "seen": rows,
-            "walls": [round(b - a, 2) for a, b in itertools.pairwise(ends)],
-            "peak_gib": peak,
-            **apart,
-            **start(begun, ends, rows),
-            "log": log.read_text()[-8000:],
-        }
-    wall = [b - a for a, b in itertools.pairwise(ends)][WARM_UP - 1 :]
-    phases = {
-        phase: round(statistics.median(row.get(f"time/{phase}", 0.0) for row in rows[WARM_UP:]), 3) for phase in PHASES
-    }
-    without = [
-        row["time/iteration"] - row.get("time/checkpoint", 0.0) - row.get("time/other", 0.0) for row in rows[WARM_UP:]
-    ]
-    saved = run / "checkpoints" / "last.ckpt"
-    return {
-        "wall": round(statistics.median(wall), 3),
-        "mean_wall": round(statistics.mean(wall), 3),
-        "phases_sum": round(statistics.median(without), 3),
-        "row_iteration": round(statistics.median(row["time/iteration"] for row in rows[WARM_UP:]), 3),
-        **apart,
+    rows = read_rows(run / "metrics.csv")[: len(ends)]
+    result: dict[str, Any] = {
+        "peak_gib": round(max(peaks), 1) or None,
+        "held_before_gib": round(held, 1),
+        "peaks": [round(peak, 1) for peak in peaks],
         **start(begun, ends, rows),
+        "seconds_in_all": round(time.monotonic() - begun, 1),
+    }
+    if len(rows) < wanted and (processes[0].returncode or checkpoints == "none"):
+        result |= {"error": f"status {processes[0].returncode} after {len(rows)} rows"}
+        result |= {"seen": rows, "log": log.read_text()[-8000:]}
+    saved = run / "checkpoints" / "last.ckpt"
+    result["checkpoint_gib"] = round(saved.stat().st_size / 2**30, 2) if saved.exists() else None
+    wall = [later - earlier for earlier, later in itertools.pairwise(ends)]
+    return result | (figures(rows, wall) | rates(case, args, rows) if wall else {})
+
+
+def figures(rows: list[dict[str, float]], wall: Sequence[float]) -> dict[str, Any]:
+    """Return the medians of a run's iterations, without those that warm up where there are others.
+
+    Args:
+        rows: of the run's `metrics.csv`.
+        wall: seconds between their ends, one fewer.
+    """
+    skipped = min(WARM_UP, len(rows) - 1)
+    counted, between = rows[skipped:], wall[skipped - 1 :]
+
+    def median(name: str) -> float:
+        return round(statistics.median(row.get(name, 0.0) for row in counted), 3)
+
+    without = [row["time/iteration"] - row.get("time/checkpoint", 0.0) - row.get("time/other", 0.0) for row in counted]
+    return {
+        "wall": round(statistics.median(between), 3),
+        "mean_wall": round(statistics.mean(between), 3),
+        "counted": len(counted),
+        "phases_sum": round(statistics.median(without), 3),
+        "row_iteration": median("time/iteration"),
+        **mismatch(rows),
         "walls": [round(one, 2) for one in wall],
         "checkpoint_seconds": [round(row.get("time/checkpoint", 0.0), 2) for row in rows],
-        "checkpoint_gib": round(saved.stat().st_size / 2**30, 2) if saved.exists() else None,
-        "peak_gib": peak,
-        "drawn_ahead_in": round(statistics.median(row.get("rollout/seconds_ahead", 0.0) for row in rows[WARM_UP:]), 3),
-        "publish_parts": publish_parts(rows[WARM_UP:]),
+        "drawn_ahead_in": median("rollout/seconds_ahead"),
+        "publish_parts": publish_parts(counted),
         "first_publish_parts": publish_parts(rows[:1]),
         "micro_batches": rows[-1].get("update/micro_batches"),
         "publish_gigabytes": round(rows[-1].get("publish/bytes", 0.0) / 1e9, 3),
-        "seconds_in_all": round(time.monotonic() - deadline + args.timeout, 1),
-        **phases,
+        **{phase: median(f"time/{phase}") for phase in PHASES},
     }
+
+
+def rates(case: dict[str, Any], args: argparse.Namespace, rows: list[dict[str, float]]) -> dict[str, float]:
+    """Return the tokens of an iteration and the shares of the GPU's bf16 rate at which they were scored and trained.
+
+    Of a parameter and token an update takes 6 operations, 4 where only adapters are trained, and scoring 2; what is
+    computed again does not count. A group's prompt counts once.
+    """
+    shape, counted = SHAPES[case["shape"]], rows[min(WARM_UP, len(rows) - 1) :]
+    lengths = [row["rollout/length"] for row in counted if "rollout/length" in row]
+    if not lengths or mixes(case) or denoises(case):
+        return {}
+    tokens = case["prompts"] * ((12 if args.tiny else args.prompt) + 8 * statistics.mean(lengths))
+    operations = parameters(shape) * tokens / PEAK_RATE / (args.devices if case.get("parts") else 1)
+    rates = {"tokens": round(tokens)}
+    for phase, each in (("score", 2), ("update", 4 if "lora" in case else 6)):
+        seconds = statistics.median(row.get(f"time/{phase}", 0.0) for row in counted)
+        rates |= {f"{phase}_rate": round(each * operations / seconds, 3)} if seconds > 0.05 else {}
+    return rates
+
+
+def parameters(shape: dict[str, Any]) -> int:
+    """Return how many numbers of a dense model each token is multiplied with: layers' matrices and the output head."""
+    width, heads = shape["hidden_size"], shape["num_attention_heads"]
+    held = shape["num_key_value_heads"] * (width // heads)
+    each = 2 * width * width + 2 * width * held + 3 * width * shape["intermediate_size"]
+    return shape["num_hidden_layers"] * each + shape["vocab_size"] * width
 
 
 def publish_parts(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -396,7 +471,7 @@ def configuration(
     data.write_text("".join(json.dumps({**row, "answer": "1"}) + "\n" for row in rows))
     engine = {"class_path": "TransformersEngine"}
     if not args.tiny:
-        share = {"32b": 0.5, "8b": 0.25, "30b-a3b": 0.25}.get(case["shape"], 0.35)
+        share = {"32b": 0.5, "8b": 0.25, "30b-a3b": 0.25}.get(case["shape"], 0.3)  # 0.3 is TRL's default
         options = {"gpu_memory_utilization": share, "quick_start": True, "max_lora_rank": 32 if "lora" in case else 0}
         if case.get("parts") or case.get("apart") or mixes(case):  # a start records no more graphs than it needs
             sequences = case["prompts"] * 8 // (args.devices if case.get("parts") else 1)
@@ -424,6 +499,7 @@ def configuration(
         "tokenizer": str(model / "tokenizer"),
         "dtype": "fp32" if case.get("parts") else "bf16",
         **({"gradient_checkpointing": True} if case.get("parts") else {}),
+        **({"gradient_checkpointing": RECOMPUTED[case["recompute"]]} if case["recompute"] != "auto" else {}),
         **({"lora": case["lora"]} if "lora" in case else {}),
         **({"random_weights": True} if case.get("drawn") else {}),
     }
@@ -488,28 +564,27 @@ def meeting(args: argparse.Namespace, case: dict[str, Any]) -> list[dict[str, st
     return [{**place, "LOCAL_RANK": str(rank)} for rank in range(args.devices)]
 
 
-def watch(
-    process: subprocess.Popen, metrics: Path, deadline: float, wanted: int
-) -> tuple[list[float], float | None, float]:
-    """Return when each row of an iteration appeared, the device's peak in GiB, and the deadline.
+def watch(process: subprocess.Popen, metrics: Path, deadline: float, wanted: int) -> tuple[list[float], list[float]]:
+    """Return when each row of an iteration appeared, and the most GiB in use on the device until each and the end.
 
-    It waits for the end of the process, or for so many rows.
+    It waits for the end of the process, for so many rows, for the deadline, or for a signal to this process.
     """
     ends: list[float] = []
-    peak, asked = 0.0, 0.0
-    while process.poll() is None and time.monotonic() < deadline and len(ends) < wanted:
-        if metrics.exists():
-            seen = len(read_rows(metrics))
+    peaks, asked = [0.0], 0.0
+    while process.poll() is None and time.monotonic() < deadline and len(ends) < wanted and not ENDED:
+        seen = len(read_rows(metrics))
+        if seen > len(ends):
+            peaks += [0.0] * (seen - len(ends))
             ends += [time.monotonic()] * (seen - len(ends))
-        if time.monotonic() - asked > 1.0:
-            peak, asked = max(peak, device_memory()), time.monotonic()
+        if time.monotonic() - asked > 0.5:
+            peaks[-1], asked = max(peaks[-1], device_memory()), time.monotonic()
         time.sleep(0.02)
-    if process.poll() is None and len(ends) < wanted:  # what it hangs in stands at the end of its log then
+    if process.poll() is None and len(ends) < wanted and not ENDED:  # what it hangs in stands at the end of its log
         process.send_signal(signal.SIGABRT)
         time.sleep(3.0)
     process.kill()
     process.wait()
-    return ends, round(peak, 1) or None, deadline
+    return ends, peaks
 
 
 def read_rows(metrics: Path) -> list[dict[str, float]]:
@@ -518,7 +593,7 @@ def read_rows(metrics: Path) -> list[dict[str, float]]:
         return []
     with metrics.open() as file:
         found = [row for row in csv.DictReader(file) if row.get("time/iteration")]
-    kept = ("time/", "mismatch/", "rollout/seconds_ahead", "publish/gigabytes_per_second", "publish/bytes", "update/m")
+    kept = ("time/", "mismatch/", "rollout/seconds_ahead", "rollout/length", "publish/bytes", "update/m")
     return [{key: float(value) for key, value in row.items() if key.startswith(kept) and value} for row in found]
 
 
@@ -534,13 +609,39 @@ def device_memory() -> float:
 
 
 def table(results: list[dict[str, Any]]) -> None:
-    """Print one line a run."""
-    columns = ("wall", "mean_wall", "phases_sum", *PHASES, "checkpoint_gib", "peak_gib")
-    what = ("case", "arm", "peer", "checkpoints", "schedule", "replay")
-    print(" | ".join([*what, *columns]))
+    """Print one line a run, and how many times as fast ours is as TRL's, of all runs of a case."""
+    columns = ("wall", "mean_wall", "counted", *PHASES, "update_rate", "score_rate", "checkpoint_gib", "peak_gib")
+    what = ("case", "arm", "peer", "checkpoints", "recompute", "schedule", "replay")
+    shown = [name for name in (*what, *columns) if any(result.get(name) for result in results)]
+    print(" | ".join([*shown, "walls"]))
     for result in results:
-        cells = [str(result.get(column, "")) for column in columns]
-        print(" | ".join([*(str(result.get(name, "")) for name in what), *cells, result.get("error", "")]))
+        cells = [str(result.get(name, "")) for name in shown]
+        print(" | ".join([*cells, " ".join(map(str, result.get("walls", []))), result.get("error", "")]))
+    for case in dict.fromkeys(result["case"] for result in results):
+        for line in compared([result for result in results if result["case"] == case and "wall" in result]):
+            print(f"{case}: {line}")
+
+
+def compared(results: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield what the iterations of one case say of TRL against each of our ways, over all that count of all runs."""
+    ways: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for result in results:
+        way = (result["peer"], result["arm"] if result["peer"] == "here" else "", result.get("recompute", ""))
+        ways.setdefault(way, []).append(result)
+    theirs = ways.pop(("trl", "", ""), None)
+    base = theirs or ways.get(("here", "bf16", ""))
+    for way, ours in ways.items():
+        if base is not None and ours is not base:
+            first, second = (
+                statistics.median([wall for run in runs for wall in run["walls"][-run["counted"] :]])
+                for runs in (base, ours)
+            )
+            memory = [max(run["peak_gib"] or 0.0 for run in runs) for runs in (base, ours)]
+            named = "TRL" if theirs else "bf16"
+            yield (
+                f"{named} {first:.2f} s, {' '.join(filter(None, way))} {second:.2f} s: {first / second:.2f} times as "
+                f"fast; peaks {memory[0]:.1f} and {memory[1]:.1f} GiB"
+            )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,12 @@ def whole_cache(network: Any, longest: int, sequences: int, size: int, parts: in
 
 
 def sufficient_cache(
-    network: Any, longest: int, dtype: torch.dtype, format: NumberFormat | None, given: Mapping[str, Any], parts: int = 1
+    network: Any,
+    longest: int,
+    dtype: torch.dtype,
+    format: NumberFormat | None,
+    given: Mapping[str, Any],
+    parts: int = 1,
 ) -> int | None:
     """Return the bytes of a KV cache that no rollout outgrows; None where the engine's share has no room for it.
 
