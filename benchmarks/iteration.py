@@ -8,7 +8,7 @@ that loading, checkpoints and resuming are a user's too; those of several GPUs, 
 itself, which starts sooner. Iterations before the third do not count; figures are medians. Where a run is cut, by
 `--timeout` or by SIGTERM to this process, the rows that it wrote count (`counted` says how many), and the table comes.
 
-full-1.5b, full-3b  full fine-tuning in bf16, TIS
+full-1.5b, full-3b  full fine-tuning in bf16 over fp32 masters, or without them (`--masters bf16`), TIS
 short-1.5b, uneven-1.5b  the same with 64 tokens; with up to 2048, where one token in 500 ends a completion
 full-7b    the same with AdamW of 8 bits
 lora-7b    LoRA of rank 32 on all linear layers in bf16, TIS
@@ -29,7 +29,8 @@ moe-30b    Qwen3-30B-A3B's shape, drawn at random and packed layer by layer: att
     python benchmarks/iteration.py --cases moe-30b --arms nvfp4 --replay on off --checkpoints none
 
 `--arms`: what the sampler is published in, or a precision plugin. `--peers trl` runs `trl_iteration.py`, the
-same iteration with TRL's trainer and its vLLM in the same process. `--tiny` tries every line on a CPU. Both orders at
+same iteration with TRL's trainer and its vLLM in the same process; under `--masters fp32` its weights are fp32 and its
+products bf16, as by default, under `bf16` both are bf16. `--tiny` tries every line on a CPU. Both orders at
 once on two equal GPUs, the folder of the model written before:
 
     both="python benchmarks/iteration.py --cases full-1.5b --checkpoints none --models models"
@@ -165,6 +166,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--recompute", nargs="+", choices=RECOMPUTED, default=["auto"], help="layers, in backward passes"
     )
+    parser.add_argument("--masters", nargs="+", choices=("fp32", "bf16"), default=["fp32"], help="of trained weights")
     parser.add_argument("--peers", nargs="+", choices=("here", "trl"), default=["here"], help="one run each, in order")
     parser.add_argument("--schedules", nargs="+", default=["on_policy"], help="of the cases with an engine apart")
     parser.add_argument("--transfer", default="ipc", help="how weights reach an engine apart: ipc, nccl, memory, …")
@@ -216,8 +218,9 @@ def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None
                 continue
             schedules = args.schedules if case.get("apart") else ["on_policy"]
             replay = args.replay if mixes(case) else ["off"]
-            for number, (checkpoints, arm, recompute, peer, schedule, routes) in enumerate(
-                itertools.product(args.checkpoints, args.arms, args.recompute, args.peers, schedules, replay)
+            ways = args.checkpoints, args.arms, args.masters, args.recompute, args.peers, schedules, replay
+            for number, (checkpoints, arm, masters, recompute, peer, schedule, routes) in enumerate(
+                itertools.product(*ways)
             ):
                 if ENDED:
                     return
@@ -225,7 +228,8 @@ def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None
                     continue  # it has a way of its own
                 run = Path(temporary) / f"{name}-{number}"
                 case |= {"arm": arm, "peer": peer, "schedule": schedule, "replay": routes, "recompute": recompute}
-                what = {"case": name, "arm": arm, "peer": peer, "checkpoints": checkpoints}
+                case |= {"masters": masters}
+                what = {"case": name, "arm": arm, "peer": peer, "checkpoints": checkpoints, "masters": masters}
                 what |= {"recompute": recompute} if peer == "here" and recompute != "auto" else {}
                 what |= {"schedule": schedule} if case.get("apart") else {}
                 what |= {"replay": routes} if mixes(case) else {}
@@ -526,6 +530,7 @@ def configuration(
         "seed_everything": 0,
         "model": {
             "policy": {"class_path": "DiffusionPolicy" if denoises(case) else "CausalPolicy", "init_args": policy},
+            "master_weights": case["masters"] == "fp32",
             "optimizer": {"class_path": case.get("optimizer", "torch.optim.AdamW"), "init_args": {"lr": 1e-6}},
         },
         "data": {
@@ -611,7 +616,7 @@ def device_memory() -> float:
 def table(results: list[dict[str, Any]]) -> None:
     """Print one line a run, and how many times as fast ours is as TRL's, of all runs of a case."""
     columns = ("wall", "mean_wall", "counted", *PHASES, "update_rate", "score_rate", "checkpoint_gib", "peak_gib")
-    what = ("case", "arm", "peer", "checkpoints", "recompute", "schedule", "replay")
+    what = ("case", "arm", "masters", "peer", "checkpoints", "recompute", "schedule", "replay")
     shown = [name for name in (*what, *columns) if any(result.get(name) for result in results)]
     print(" | ".join([*shown, "walls"]))
     for result in results:
@@ -623,25 +628,29 @@ def table(results: list[dict[str, Any]]) -> None:
 
 
 def compared(results: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield what the iterations of one case say of TRL against each of our ways, over all that count of all runs."""
-    ways: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    """Yield what the iterations of one case say of TRL, or else of bf16, against each of our ways, over all their runs.
+
+    Each is beside the runs with masters of the same kind.
+    """
+    ways: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for result in results:
-        way = (result["peer"], result["arm"] if result["peer"] == "here" else "", result.get("recompute", ""))
-        ways.setdefault(way, []).append(result)
-    theirs = ways.pop(("trl", "", ""), None)
-    base = theirs or ways.get(("here", "bf16", ""))
-    for way, ours in ways.items():
-        if base is not None and ours is not base:
-            first, second = (
-                statistics.median([wall for run in runs for wall in run["walls"][-run["counted"] :]])
-                for runs in (base, ours)
-            )
-            memory = [max(run["peak_gib"] or 0.0 for run in runs) for runs in (base, ours)]
-            named = "TRL" if theirs else "bf16"
-            yield (
-                f"{named} {first:.2f} s, {' '.join(filter(None, way))} {second:.2f} s: {first / second:.2f} times as "
-                f"fast; peaks {memory[0]:.1f} and {memory[1]:.1f} GiB"
-            )
+        here = result["peer"] == "here"
+        way = (result["arm"], result.get("recompute", "auto")) if here else ("trl",)
+        ways.setdefault((result.get("masters", ""), *way), []).append(result)
+    for (masters, *way), ours in ways.items():
+        theirs = ways.get((masters, "trl"))
+        base = theirs or ways.get((masters, "bf16", "auto"))
+        if base is None or ours is base:
+            continue
+        first, second = (
+            statistics.median([wall for run in runs for wall in run["walls"][-run["counted"] :]])
+            for runs in (base, ours)
+        )
+        memory = [max(run["peak_gib"] or 0.0 for run in runs) for runs in (base, ours)]
+        yield (
+            f"{masters} masters: {'TRL' if theirs else 'bf16'} {first:.2f} s, here {' recompute '.join(way)} "
+            f"{second:.2f} s: {first / second:.2f} times as fast; peaks {memory[0]:.1f} and {memory[1]:.1f} GiB"
+        )
 
 
 if __name__ == "__main__":

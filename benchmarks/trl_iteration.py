@@ -50,6 +50,7 @@ def main() -> None:
     task, metrics = data["task"]["init_args"], run / "metrics.csv"
     rows = [{"prompt": json.loads(line)["question"]} for line in Path(task["path"]).read_text().splitlines()]
     metrics.write_text(",".join(f"time/{phase}" for phase in PHASES) + "\n")
+    masters = "fp32" if config["model"]["master_weights"] and "lora" not in policy else "bf16"
     sequences = data["prompts_per_iteration"] * data["group_size"]
     parts: collections.Counter[str] = collections.Counter()
 
@@ -84,7 +85,7 @@ def main() -> None:
             gradient_accumulation_steps=data["micro_batches"],
             num_generations=data["group_size"],
             max_completion_length=data["max_completion_tokens"],
-            model_init_kwargs={"dtype": "bfloat16"},
+            model_init_kwargs={"dtype": "float32" if masters == "fp32" else "bfloat16"},
             bf16=True,
             use_cpu=not torch.cuda.is_available(),
             gradient_checkpointing=True,

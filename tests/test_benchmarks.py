@@ -91,12 +91,14 @@ def test_the_rate_of_an_update_is_of_what_a_token_is_multiplied_with(iteration):
 
 
 def test_runs_of_both_orders_are_compared_together(iteration):
-    ours = {"peer": "here", "arm": "bf16", "peak_gib": 50.0, "counted": 2}
-    theirs = {"peer": "trl", "arm": "bf16", "peak_gib": 60.0, "counted": 2}
+    ours = {"peer": "here", "arm": "bf16", "peak_gib": 50.0, "counted": 2, "masters": "bf16"}
+    theirs = {**ours, "peer": "trl", "peak_gib": 60.0}
     runs = [{**ours, "walls": [9, 2, 4]}, {**theirs, "walls": [30, 9, 9]}, {**theirs, "walls": [6, 6]}]
     runs += [{**ours, "walls": [3, 3], "peak_gib": 52.0}]
+    runs += [{**ours, "masters": "fp32", "walls": [5, 5]}]  # beside nothing
     (line,) = iteration.compared(runs)
-    assert line == "TRL 7.50 s, here bf16 3.00 s: 2.50 times as fast; peaks 60.0 and 52.0 GiB"
+    found = "TRL 7.50 s, here bf16 recompute auto 3.00 s: 2.50 times as fast; peaks 60.0 and 52.0 GiB"
+    assert line == f"bf16 masters: {found}"
 
 
 def test_a_run_ends_with_the_process_that_watches_it_and_its_rows_count(iteration, tmp_path, monkeypatch):
