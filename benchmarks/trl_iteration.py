@@ -52,7 +52,7 @@ def main() -> None:
     metrics.write_text(",".join(f"time/{phase}" for phase in PHASES) + "\n")
     masters = "fp32" if config["model"]["master_weights"] and "lora" not in policy else "bf16"
     sequences = data["prompts_per_iteration"] * data["group_size"]
-    parts: collections.Counter[str] = collections.Counter()
+    parts: dict[str, float] = collections.defaultdict(float)
 
     def timed(context: Any, duration: float) -> None:
         parts[context.name.removeprefix("GRPOTrainer.")] += duration
