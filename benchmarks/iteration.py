@@ -57,6 +57,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -167,7 +168,12 @@ def parse() -> argparse.Namespace:
         "--recompute", nargs="+", choices=RECOMPUTED, default=["auto"], help="layers, in backward passes"
     )
     parser.add_argument("--masters", nargs="+", choices=("fp32", "bf16"), default=["fp32"], help="of trained weights")
-    parser.add_argument("--peers", nargs="+", choices=("here", "trl"), default=["here"], help="one run each, in order")
+    peers = [peer + masters for peer in ("here", "trl") for masters in ("", "/fp32", "/bf16")]
+    parser.add_argument("--peers", nargs="+", choices=peers, default=["here"], help="one run each, in order")
+    parser.add_argument("--ahead", action="store_true", help="let the next run import beside the one that is measured")
+    parser.add_argument(
+        "--then-all", type=int, default=0, metavar="N", help="N + 1 more iterations of the last run, all computed again"
+    )
     parser.add_argument("--schedules", nargs="+", default=["on_policy"], help="of the cases with an engine apart")
     parser.add_argument("--transfer", default="ipc", help="how weights reach an engine apart: ipc, nccl, memory, …")
     parser.add_argument("--devices", type=int, default=1, help="GPUs of the cases in parts")
@@ -206,6 +212,7 @@ def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None
     """Run every case; what was found is added to `results` and written as it comes."""
     with tempfile.TemporaryDirectory() as temporary:
         models = args.models.resolve() if args.models else Path(temporary)
+        planned: list[Planned] = []
         for name in args.cases:
             case = dict(CASES[name])
             if args.tiny:
@@ -222,8 +229,8 @@ def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None
             for number, (checkpoints, arm, masters, recompute, peer, schedule, routes) in enumerate(
                 itertools.product(*ways)
             ):
-                if ENDED:
-                    return
+                peer, _, other = peer.partition("/")
+                masters = other or masters
                 if peer == "trl" and recompute != args.recompute[0]:
                     continue  # it has a way of its own
                 run = Path(temporary) / f"{name}-{number}"
@@ -233,11 +240,27 @@ def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None
                 what |= {"recompute": recompute} if peer == "here" and recompute != "auto" else {}
                 what |= {"schedule": schedule} if case.get("apart") else {}
                 what |= {"replay": routes} if mixes(case) else {}
-                result = {**what, **measure(args, case, folder, run, checkpoints)}
-                print(json.dumps(result), flush=True)
-                results.append(result)
-                if args.out:
-                    args.out.write_text(json.dumps(results, indent=1))
+                planned.append(Planned(what, dict(case), folder, run, checkpoints))
+        if planned and args.then_all:
+            planned[-1].case["then_all"] = args.then_all
+        following: Started | None = None
+        for number, plan in enumerate(planned):
+            if ENDED:
+                break
+            started, following = following or begin(args, plan), None
+            started.gate.touch()
+            if args.ahead and number + 1 < len(planned):
+                following = begin(args, planned[number + 1])
+            try:
+                result = {**plan.what, **measure(args, plan, started)}
+            except BaseException:
+                end(following)
+                raise
+            print(json.dumps(result), flush=True)
+            results.append(result)
+            if args.out:
+                args.out.write_text(json.dumps(results, indent=1))
+        end(following)
 
 
 def denoises(case: dict[str, Any]) -> bool:
@@ -318,38 +341,74 @@ def write_folder(folder: Path, shape: str, format: str | None, stops: int, drawn
 # ----------------------------------------------------------------------------------------------------------------- run
 
 
-def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Path, checkpoints: str) -> dict[str, Any]:
-    """Return the figures of one run, or what went wrong."""
+@dataclass
+class Planned:
+    """A run: what the table calls it, its case, the folders of model and run, and what it saves."""
+
+    what: dict[str, Any]
+    case: dict[str, Any]
+    model: Path
+    run: Path
+    checkpoints: str
+
+
+@dataclass
+class Started:
+    """The processes of a run, where they write, and the file for which they wait after their imports."""
+
+    processes: list[subprocess.Popen]
+    log: Path
+    writer: threading.Thread
+    gate: Path
+
+
+def begin(args: argparse.Namespace, plan: Planned) -> Started:
+    """Start the processes of a run."""
     import yaml
 
+    run, case = plan.run, plan.case
     run.parent.mkdir(parents=True, exist_ok=True)
-    config = run.with_suffix(".yaml")
-    config.write_text(yaml.safe_dump(configuration(args, case, model, run, checkpoints)))
-    log = run.with_suffix(".log")
+    config, gate = run.with_name(run.name + ".yaml"), run.with_name(run.name + ".gate")
+    config.write_text(yaml.safe_dump(configuration(args, case, plan.model, run, plan.checkpoints)))
+    log = run.with_name(run.name + ".log")
     if args.out:  # beside the figures: the run's folder goes with this process
         args.out.parent.mkdir(parents=True, exist_ok=True)
         log = args.out.with_name(f"{args.out.stem}-{run.name}.log")
-    command = [sys.executable, "-m", "lit_qrl.cli", "fit", "--config", str(config), *args.set]
+    here = [str(Path(__file__).with_name("gate.py"))] if args.ahead else ["-m", "lit_qrl.cli"]
+    command = [sys.executable, *here, "fit", "--config", str(config), *args.set]
     if case["peer"] == "trl":
         command = [sys.executable, str(Path(__file__).with_name("trl_iteration.py")), str(config), str(run)]
     paths = os.pathsep.join([str(Path(__file__).parent), str(ROOT), *sys.path[1:]])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"}
+    environment |= {"RUN_GATE": str(gate)} if args.ahead else {}
     read, write = os.pipe()
     writer = threading.Thread(target=stamped, args=(os.fdopen(read, errors="replace"), log), daemon=True)
     writer.start()
     options = {"stdout": write, "stderr": write, "cwd": run.parent, "start_new_session": True}
-    held, deadline = device_memory(), time.monotonic() + args.timeout
     processes = [subprocess.Popen(command, env=environment | joins, **options) for joins in meeting(args, case)]
     os.close(write)
+    return Started(processes, log, writer, gate)
+
+
+def end(started: Started | None) -> None:
+    """End what belongs to a run, engines of their own, too."""
+    for one in started.processes if started else []:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(one.pid, signal.SIGKILL)
+    if started:
+        started.writer.join(5)
+
+
+def measure(args: argparse.Namespace, plan: Planned, started: Started) -> dict[str, Any]:
+    """Return the figures of a run whose gate is open, or what went wrong."""
+    case, run, checkpoints, processes = plan.case, plan.run, plan.checkpoints, started.processes
+    held, deadline = device_memory(), time.monotonic() + args.timeout
     begun = time.monotonic()
-    wanted = args.iterations if checkpoints == "none" else sys.maxsize  # then what follows is of no interest
+    wanted = iterations(args, case) if checkpoints == "none" else sys.maxsize  # then what follows is of no interest
     try:
         ends, peaks = watch(processes[0], run / "metrics.csv", deadline, wanted)
-    finally:  # engines of theirs, too
-        for one in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(one.pid, signal.SIGKILL)
-        writer.join(5)
+    finally:
+        end(started)
     rows = read_rows(run / "metrics.csv")[: len(ends)]
     result: dict[str, Any] = {
         "peak_gib": round(max(peaks), 1) or None,
@@ -360,11 +419,24 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
     }
     if len(rows) < wanted and (processes[0].returncode or checkpoints == "none"):
         result |= {"error": f"status {processes[0].returncode} after {len(rows)} rows"}
-        result |= {"seen": rows, "log": log.read_text()[-8000:]}
+        result |= {"seen": rows, "log": started.log.read_text()[-8000:]}
     saved = run / "checkpoints" / "last.ckpt"
     result["checkpoint_gib"] = round(saved.stat().st_size / 2**30, 2) if saved.exists() else None
     wall = [later - earlier for earlier, later in itertools.pairwise(ends)]
-    return result | (figures(rows, wall) | rates(case, args, rows) if wall else {})
+    usual = args.iterations if "then_all" in case else len(rows)
+    if wall:
+        result |= figures(rows[:usual], wall[: usual - 1]) | rates(case, args, rows[:usual])
+    if rows[usual + 1 :]:  # of what follows the first is left out
+        again = rows[usual - 1 :]
+        result["all_again"] = figures(again, wall[usual - 1 :]) | rates(case, args, again)
+        result["all_again"]["peak_gib"] = round(max(peaks[usual + 1 :]), 1)
+        result["peak_gib"] = round(max(peaks[: usual + 1]), 1)
+    return result
+
+
+def iterations(args: argparse.Namespace, case: dict[str, Any]) -> int:
+    """Return how many iterations a run has."""
+    return args.iterations + (1 + case["then_all"] if "then_all" in case else 0)
 
 
 def figures(rows: list[dict[str, float]], wall: Sequence[float]) -> dict[str, Any]:
@@ -469,7 +541,7 @@ def configuration(
 
     prompt = 12 if args.tiny else args.prompt
     draw = random.Random(0)
-    data = run.with_suffix(".jsonl")
+    data = run.with_name(run.name + ".jsonl")
     vocabulary = SHAPES[case["shape"]]["vocab_size"]
     rows = ({"question": " ".join(f"w{draw.randrange(3, vocabulary)}" for _ in range(prompt))} for _ in range(256))
     data.write_text("".join(json.dumps({**row, "answer": "1"}) + "\n" for row in rows))
@@ -509,7 +581,7 @@ def configuration(
     }
     task = {"path": str(data), "evaluation_size": 8, "chat": False, "rewards": [{"class_path": "even_words.EvenWords"}]}
     parts = case.get("parts") and (args.devices > 1 or not args.tiny)
-    trainer = {"default_root_dir": str(run), "max_epochs": args.iterations, "limit_val_batches": 0, "devices": 1}
+    trainer = {"default_root_dir": str(run), "max_epochs": iterations(args, case), "limit_val_batches": 0, "devices": 1}
     if parts:
         trainer |= {"devices": args.devices, "strategy": {"class_path": "ShardedStrategy"}}
         trainer |= {"accelerator": "cpu"} if args.tiny else {}
@@ -521,6 +593,10 @@ def configuration(
         trainer["callbacks"] = [{"class_path": "RouterReplay"}] if case["replay"] == "on" else []
     elif not case.get("format"):
         trainer["callbacks"] = [{"class_path": "AIS"} if denoises(case) else TIS]
+    if "then_all" in case:
+        trainer["callbacks"] += [
+            {"class_path": "recompute_from.RecomputeFrom", "init_args": {"iteration": args.iterations}}
+        ]
     publisher = {"lora": "adapter" if "lora" in case and not (args.tiny or case.get("apart")) else "auto"}
     if denoises(case):
         publisher = {"format": "fp8_tensor"}
@@ -622,6 +698,9 @@ def table(results: list[dict[str, Any]]) -> None:
     for result in results:
         cells = [str(result.get(name, "")) for name in shown]
         print(" | ".join([*cells, " ".join(map(str, result.get("walls", []))), result.get("error", "")]))
+        if again := result.get("all_again"):
+            cells = [str(again.get(name, "the same, all again" if name == "case" else "")) for name in shown]
+            print(" | ".join([*cells, " ".join(map(str, again["walls"]))]))
     for case in dict.fromkeys(result["case"] for result in results):
         for line in compared([result for result in results if result["case"] == case and "wall" in result]):
             print(f"{case}: {line}")

@@ -38,11 +38,13 @@ def main() -> None:
     import torch
     import yaml
     from datasets import Dataset
+    from gate import wait  # beside this script
     from peft import LoraConfig
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
     from trl.extras.profiling import ProfilingContext
 
+    wait()
     config, run = yaml.safe_load(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     policy, data = config["model"]["policy"]["init_args"], config["data"]
     engine = data["engine"] if data["engine"]["class_path"] == "VLLMEngine" else None
