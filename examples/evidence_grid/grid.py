@@ -164,6 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = evidence.run_until([one.job for one in planned.values()], options.jobs, deadline) if running else []
     rows = [*earlier, *(grid_table.row(one.study, one.rate, one.job) for one in planned.values() if counts(one.job))]
     print(grid_table.write(rows, out / "results"), flush=True)
+    of_grid = [one.job for one in planned.values() if one.study == "grid" and counts(one.job)]
+    grid_table.write_curves(of_grid, out / "results", (options.before or out) / grid_table.CURVES_FILE)
     grid_figure.draw(rows, SHIPPED, out / "results" / grid_figure.FIGURE_FILE)
     return 1 if failed else 0
 
