@@ -355,7 +355,8 @@ def draw(results: Results, levels: Sequence[str], path: Path) -> None:
         FigureCanvasAgg(sheet)
         grid = sheet.subplots(*((2, 2) if alone else (len(levels), 4)), squeeze=False).reshape(-1, 4)
         for line, level in zip(grid, levels, strict=True):
-            arms = results.arms(level)
+            # of one setting alone those that have a color of their own; its FP8 arms are told in words
+            arms = [arm for arm in results.arms(level) if not (alone and "fp8" in arm)]
             free = cycle(COLORS)
             colors = {arm: "#20242c" if short(arm) == "bf16 sampler" else next(free) for arm in arms}
             for axes, (value, title) in zip(line, panels.items(), strict=False):
