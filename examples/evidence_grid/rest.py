@@ -53,7 +53,6 @@ ORDER: tuple[tuple[str, int], ...] = (
     ("updates", 12),
     ("rejection", 12),
     *(("fp8", seed) for seed in (3, 4)),
-    ("aligned", 10),
     ("products", 12),
     ("slow", 12),
     ("damping", 12),
