@@ -93,6 +93,7 @@ HABITS = {
 }
 FORETOLD = {
     "first ten iterations": "the first ten iterations",
+    "the same, runs within the fitted ranges": "the same, runs within the fitted ranges, where the guard speaks",
     "the same, runs made after the model alone": "the same, the runs made after the model alone",
     "mean abs. log-ratio alone": "mean abs. log-ratio before training alone",
     "with the correction: what `audit` knows": "this and the correction: what `lit-qrl audit` knows",

@@ -215,6 +215,11 @@ def judged(examples: Sequence[Example]) -> tuple[list[Judged], dict[str, loss_od
         unseen |= {id(one): model.log_odds(one.inputs) for one in examples if one.position == position}
     lines = [
         judge("first ten iterations", score(early), held_out),
+        judge(
+            "the same, runs within the fitted ranges",
+            score(early),
+            [one for one in held_out if not early.outside(one.inputs)],
+        ),
         judge("the same, runs made after the model alone", score(early), [one for one in examples if one.later]),
         judge("mean abs. log-ratio alone", lambda one: one.inputs["start"], held_out),
         judge("with the correction: what `audit` knows", score(audit), held_out),

@@ -133,9 +133,7 @@ class CacheScales:
         body(network)(input_ids=tokens.to(device), past_key_values=cache, use_cache=True)
         # what stands behind a sequence's end is seen by nothing before it, and does not count
         filler = (torch.arange(tokens.shape[1]) >= lengths[:, None])[:, None, :, None].to(device)
-        found = [
-            torch.stack([part.float().masked_fill(filler, 0).abs().amax() for part in (layer.keys, layer.values)])  # pyright: ignore[reportAttributeAccessIssue]
-            for layer in cache.layers
-        ]
+        kept: list[tuple[Tensor, Tensor]] = [(layer.keys, layer.values) for layer in cache.layers]  # pyright: ignore
+        found = [torch.stack([part.float().masked_fill(filler, 0).abs().amax() for part in pair]) for pair in kept]
         largest = torch.stack(found)
         return torch.where(largest > 0, largest, 1.0) * (self.margin / E4M3_MAX)

@@ -479,20 +479,10 @@ def test_on_a_gpu_decode_and_score_agree(name, cuda_graphs):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [None, "fp8_row", "int4_group", "nvfp4"])
-def test_on_a_gpu_batch_invariant_log_probs_are_the_same_bits_in_every_batch_and_in_scoring(name):
-    network = build_network(
-        hidden_size=512, intermediate_size=1024, head_dim=128, vocab_size=4096, tie_word_embeddings=False
-    )
-    network = network.bfloat16().cuda()
-    engine = engine_of(network, formats.get(name) if name else None, batch_invariant=True)
-    prompts = [[1, 2, 3], [4, 5], [6, 7, 8], [9] * 90]
-    whole = engine.generate(prompts, n=24, seed=5)
-    alone = engine.generate(prompts[2:3], n=24, seed=5, positions=[2])
-    assert [(c.token_ids, c.logprobs) for c in alone] == [(c.token_ids, c.logprobs) for c in whole[48:72]]
-    sequences = [[*prompts[i // 24], *c.token_ids] for i, c in enumerate(whole)]
-    for i, (scores, completion) in enumerate(zip(engine.score(sequences), whole, strict=True)):
-        assert scores[len(prompts[i // 24]) - 1 :].tolist() == completion.logprobs
+def test_on_a_gpu_batch_invariance_is_refused_with_an_engine_that_has_it():
+    network = build_network(hidden_size=512, intermediate_size=1024, head_dim=128, vocab_size=4096)
+    with pytest.raises(ConfigError, match=r"depend on the sequences beside it.*or take VLLMEngine"):
+        engine_of(network.bfloat16().cuda(), batch_invariant=True)
 
 
 def test_a_token_outside_the_vocabulary_is_bad_input(network):
