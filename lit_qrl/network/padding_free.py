@@ -279,7 +279,8 @@ def attend(
     grouped = query.shape[1] != key.shape[1]
     sizes = [bucket.numel() for bucket in flat_batch.buckets]
     places = flat_batch.index, flat_batch.restored, flat_batch.copies
-    laid_out: list[Any] = [_LayOut.apply(x[0].transpose(0, 1), *places) for x in (query, key, value)]
+    # squeezed, not indexed: the gradient of an index is a tensor of zeros and a copy
+    laid_out: list[Any] = [_LayOut.apply(x.squeeze(0).transpose(0, 1), *places) for x in (query, key, value)]
     # one bucket is not split: the gradient of that is a copy
     parts = zip(*(x.split(sizes) if len(sizes) > 1 else (x,) for x in laid_out), strict=True)
     outputs = []

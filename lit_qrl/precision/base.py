@@ -23,6 +23,7 @@ from lit_qrl.network.linears import (
 from lit_qrl.network.names import is_adapted
 from lit_qrl.network.stream import quantize_named
 from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitExperts, LowBitLinear, LowBitWeight, StepClock
+from lit_qrl.precision.layers.together import Together
 from lit_qrl.precision.source import Change, Held, Named, PublishingPrecision, WeightSource
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class QuantizedPrecision(PublishingPrecision):
 
     layer_class: type[LowBitLinear]
     expert_class: type[LowBitExpert]
+    group_class: type[Together]
     trains_format = True
     gathered_in: torch.dtype | None = None
     """Dtype in which processes gather the weights of which each holds a part, or None."""
@@ -102,8 +104,9 @@ class QuantizedPrecision(PublishingPrecision):
         linears = {name: layer for name, layer in self.layers(module).items() if isinstance(layer, LowBitLinear)}
         for names in fused_groups(linears).values():
             group = tuple(linears[name] for name in names)
+            together = self.group_class(group) if Together.fits(group) else None
             for layer in group:
-                layer.siblings = group
+                layer.siblings, layer.together = group, together
         for name, stack in expert_stacks(network, self.exclude).items():
             plain = network.get_submodule(name)
             if not isinstance(plain, LowBitExperts):

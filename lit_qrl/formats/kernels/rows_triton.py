@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lit_qrl.formats.kernels.launch import Launch, pieces, power_of_2
+
 SIZE = 2048
 """Numbers of a row that a program takes at most."""
 
@@ -31,6 +33,9 @@ def _summed_kernel(x, place, copies, out, width, shared, count, SIZE: tl.constex
         tl.store(to, tl.load(x + at * width + column, mask=inside), mask=inside)
 
 
+_summed = Launch(_summed_kernel)
+
+
 def summed(x: Tensor, place: Tensor, copies: Tensor) -> Tensor:
     """Return rows "n …" of `x` ("m …"), the first p of them sums over several.
 
@@ -42,8 +47,8 @@ def summed(x: Tensor, place: Tensor, copies: Tensor) -> Tensor:
     x = x.contiguous()
     out = torch.empty((len(place), *x.shape[1:]), dtype=x.dtype, device=x.device)
     width = x[0].numel()
-    size = min(triton.next_power_of_2(width), SIZE)
-    _summed_kernel[(len(place), triton.cdiv(width, size))](
-        x, place, copies, out, width, *copies.shape, size, num_warps=4
-    )
+    size = min(power_of_2(width), SIZE)
+    _summed(
+        (len(place), pieces(width, size)), (x, place, copies, out), (width, *copies.shape), (size,), num_warps=4
+    )  # fmt: skip
     return out

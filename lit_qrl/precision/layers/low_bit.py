@@ -114,6 +114,8 @@ class LowBitLinear(LowBitWeight, nn.Linear):
     """A linear layer with a low-bit weight; parameters keep their names, shapes and dtypes."""
 
     is_swapped = True
+    together: Any = None
+    """The `Together` of the layers that read the same input, where their product is one."""
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, name: str, format: NumberFormat, clock: StepClock) -> "LowBitLinear":
@@ -126,7 +128,10 @@ class LowBitLinear(LowBitWeight, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `x @ W.T + b` in the format's arithmetic: "... in" -> "... out"."""
-        return self.compute(autocast_input(input), self.weight, self.bias)
+        x, group = autocast_input(input), self.together
+        if group is not None and x is input and group.takes(x):
+            return group.output(self, x)
+        return self.compute(x, self.weight, self.bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "LowBitLinear":
         super()._apply(fn, recurse)
