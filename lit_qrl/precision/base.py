@@ -23,7 +23,7 @@ from lit_qrl.network.linears import (
 from lit_qrl.network.names import is_adapted
 from lit_qrl.network.stream import quantize_named
 from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitExperts, LowBitLinear, LowBitWeight, StepClock
-from lit_qrl.precision.layers.together import Together
+from lit_qrl.precision.layers.together import LowBitTogether, reading_alike
 from lit_qrl.precision.source import Change, Held, Named, PublishingPrecision, WeightSource
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class QuantizedPrecision(PublishingPrecision):
 
     layer_class: type[LowBitLinear]
     expert_class: type[LowBitExpert]
-    group_class: type[Together]
+    group_class: type[LowBitTogether]
     trains_format = True
     gathered_in: torch.dtype | None = None
     """Dtype in which processes gather the weights of which each holds a part, or None."""
@@ -104,9 +104,14 @@ class QuantizedPrecision(PublishingPrecision):
         linears = {name: layer for name, layer in self.layers(module).items() if isinstance(layer, LowBitLinear)}
         for names in fused_groups(linears).values():
             group = tuple(linears[name] for name in names)
-            together = self.group_class(group) if Together.fits(group) else None
             for layer in group:
-                layer.siblings, layer.together = group, together
+                layer.siblings = group
+        for names in reading_alike(network, linears):
+            group = tuple(linears[name] for name in names)
+            if LowBitTogether.fits(group):
+                together = self.group_class(group)
+                for layer in group:
+                    layer.together = together
         for name, stack in expert_stacks(network, self.exclude).items():
             plain = network.get_submodule(name)
             if not isinstance(plain, LowBitExperts):

@@ -17,7 +17,7 @@ from lit_qrl.precision.base import QuantizedPrecision, device_of, network_of
 from lit_qrl.precision.cost import tell_cost
 from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitLinear, LowBitWeight
 from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
-from lit_qrl.precision.layers.together import Together, end_to_end, side_by_side
+from lit_qrl.precision.layers.together import LowBitTogether, end_to_end, side_by_side
 from lit_qrl.precision.vllm_kernels.choice import Kernel, KernelChoice
 from lit_qrl.precision.vllm_kernels.kernels import SamplerKernel
 
@@ -107,7 +107,7 @@ class AlignedLinear(AlignedWeight, LowBitLinear):
     """A linear layer that multiplies as the sampler does and learns as a plain one."""
 
 
-class _AlignedTogether(Together):
+class _AlignedTogether(LowBitTogether):
     @property
     def _first(self) -> AlignedWeight:
         assert isinstance(self.layers[0], AlignedLinear)

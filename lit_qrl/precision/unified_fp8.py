@@ -18,7 +18,7 @@ from lit_qrl.precision.layers import block_fp8
 from lit_qrl.precision.layers.block_fp8 import Backend, Operand
 from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitLinear, LowBitWeight
 from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
-from lit_qrl.precision.layers.together import Together, end_to_end, side_by_side
+from lit_qrl.precision.layers.together import LowBitTogether, end_to_end, side_by_side
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class UnifiedLinear(UnifiedWeight, LowBitLinear):
     """A linear layer whose three GEMMs are block-scaled FP8."""
 
 
-class _UnifiedTogether(Together):
+class _UnifiedTogether(LowBitTogether):
     @property
     def backend(self) -> Backend:
         return self.layers[0].backend  # pyright: ignore

@@ -1,13 +1,15 @@
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from lit_qrl import formats
+from lit_qrl.network.invariant import batch_invariant
 from lit_qrl.precision import QATAligned, UnifiedFP8
 from lit_qrl.precision.layers import together
-from lit_qrl.precision.layers.together import Together, side_by_side
+from lit_qrl.precision.layers.together import LowBitTogether, Together, side_by_side
 
 
 class Attention(nn.Module):
@@ -27,8 +29,14 @@ PLUGINS = {
 }
 
 
+def decoder(plain):
+    network = nn.Sequential(plain)
+    network.config = SimpleNamespace(model_type="qwen2")
+    return network
+
+
 def converted(name, plain):
-    network = nn.Sequential(copy.deepcopy(plain))
+    network = decoder(copy.deepcopy(plain))
     plugin = PLUGINS[name]()
     plugin.convert_module(network)
     return network[0], plugin
@@ -37,7 +45,7 @@ def converted(name, plain):
 @pytest.fixture
 def on_cpu(monkeypatch):
     """Multiply together where the device has no product of codes either."""
-    for kind in (*Together.__subclasses__(), Together):
+    for kind in (*LowBitTogether.__subclasses__(), LowBitTogether):
         monkeypatch.setattr(kind, "takes", lambda self, x: True)
 
 
@@ -60,7 +68,7 @@ def test_outputs_and_gradients_are_those_of_the_layers_one_by_one(name, bias, on
     torch.manual_seed(0)
     plain, x = Attention(bias=bias), torch.randn(2, 70, 256)
     layer, _ = converted(name, plain)
-    assert isinstance(layer.q_proj.together, Together)
+    assert isinstance(layer.q_proj.together, LowBitTogether)
     assert {leaf.together for leaf in layer.children()} == {layer.q_proj.together}
     calls = []
     kind = type(layer.q_proj.together)
@@ -142,10 +150,29 @@ def test_frozen_layers_get_no_gradient(on_cpu):
     ],
 )
 def test_only_layers_that_share_no_scale_are_joined(plugin, outputs, fits):
-    network = nn.Sequential(Attention(outputs=outputs))
+    network = decoder(Attention(outputs=outputs))
     QATAligned(plugin).convert_module(network)
     assert (network[0].q_proj.together is not None) is fits
     assert not fits or not network[0].q_proj.together.takes(torch.randn(4, 256))  # a CPU multiplies no codes
+
+
+def test_layers_of_families_that_are_not_known_are_not_joined():
+    network = nn.Sequential(Attention())
+    QATAligned("fp8_row").convert_module(network)
+    assert network[0].q_proj.together is None
+    assert together.reading_alike(SimpleNamespace(config=SimpleNamespace(model_type="gemma3n")), LEAVES) == []
+    assert together.reading_alike(decoder(Attention()), LEAVES[:2]) == []  # something else is in the third's place
+
+
+def test_what_must_not_depend_on_the_batch_is_multiplied_one_by_one():
+    layers = list(Attention().children())
+    group = Together(layers)
+    x = torch.randn(2, 256)
+    assert group.takes(x)
+    with batch_invariant(True):
+        assert not group.takes(x)
+    with torch.inference_mode():
+        assert not group.takes(x + 1)
 
 
 def test_side_by_side_copies_only_what_lies_elsewhere():
