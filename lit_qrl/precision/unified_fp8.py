@@ -42,7 +42,9 @@ class _BlockScaled(torch.autograd.Function):
         ctx.shape, ctx.sizes, ctx.dtypes = x.shape, sizes, [one.dtype for one in own[:count]]
         ctx.save_for_backward(*(() if across is None else (across.codes, across.scale)))
         # no view in autograd's eyes: a model may add to it in place, as Llama 4's does
-        out = torch.ops.aten._unsafe_view(out[: x.numel() // x.shape[-1]], [*x.shape[:-1], out.shape[-1]])
+        rows = x.numel() // x.shape[-1]
+        out = out if len(out) == rows else out[:rows]
+        out = torch.ops.aten._unsafe_view(out, [*x.shape[:-1], out.shape[-1]])
         return out if count == 1 else tuple(torch.unsafe_split_with_sizes(out, list(sizes), -1))
 
     @staticmethod

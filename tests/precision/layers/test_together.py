@@ -182,3 +182,33 @@ def test_side_by_side_copies_only_what_lies_elsewhere():
     assert side_by_side((b, c)).shape == (4, 5)
     for parts in ((b, a, c), (a, b, c.clone()), (b, c)):
         assert torch.equal(side_by_side(parts), torch.cat(parts, dim=1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_block", "int8_channel", "unified"])
+def test_outputs_on_the_device_have_the_bits_of_the_layers_one_by_one(name):
+    torch.manual_seed(0)
+    plain = Attention(1536, (1536, 256, 256)).cuda().bfloat16()
+    plugin = (lambda: UnifiedFP8(backend="torch")) if name == "unified" else PLUGINS[name]
+    x = torch.randn(1, 2300, 1536, device="cuda", dtype=torch.bfloat16)
+    found = []
+    for joined in (True, False):
+        network = decoder(copy.deepcopy(plain))
+        plugin().convert_module(network)
+        layer = network[0]
+        assert layer.q_proj.together.takes(x)
+        if not joined:
+            for leaf in layer.children():
+                leaf.together = None
+        own = x.clone().requires_grad_()
+        read = own * 1.0
+        out = {leaf: getattr(layer, leaf)(read) for leaf in LEAVES}
+        generator = torch.Generator("cuda").manual_seed(1)
+        weights = {leaf: torch.randn(one.shape, generator=generator, device="cuda") for leaf, one in out.items()}
+        sum((one * weights[leaf]).sum() for leaf, one in out.items()).backward()
+        found.append((out, {n: p.grad for n, p in layer.named_parameters()} | {"x": own.grad}))
+    (out, made), (expected, theirs) = found
+    for leaf in LEAVES:
+        assert torch.equal(out[leaf], expected[leaf]), leaf
+    for key, gradient in theirs.items():
+        assert (made[key] - gradient).norm() <= 0.02 * gradient.norm(), key
