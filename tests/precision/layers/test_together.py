@@ -4,6 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import Qwen2Config
 
 from lit_qrl import formats
 from lit_qrl.network.invariant import batch_invariant
@@ -31,7 +32,7 @@ PLUGINS = {
 
 def decoder(plain):
     network = nn.Sequential(plain)
-    network.config = SimpleNamespace(model_type="qwen2")
+    network.config = Qwen2Config()
     return network
 
 
