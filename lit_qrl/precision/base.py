@@ -124,6 +124,7 @@ class QuantizedPrecision(PublishingPrecision):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.clock.finite.check()
         result = super().optimizer_step(*args, **kwargs)
         self.clock.ticks += 1
         return result
@@ -190,7 +191,8 @@ class LowBitSource(WeightSource):
         def as_computed(name: str, tensor: Tensor) -> Tensor:
             return change(name, tensor).to(gathered.get(name))
 
-        return super().whole(as_computed, dtype)
+        yield from super().whole(as_computed, dtype)
+        self.plugin.clock.finite.check()
 
     @override
     def held(self) -> Held:
