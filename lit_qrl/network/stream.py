@@ -92,12 +92,12 @@ class Finite:
     """Refuses NaN and inf: at once on a CPU, all in one transfer on an accelerator.
 
     Args:
-        what: that a tensor with such a number cannot be.
+        fault: what is said of a tensor with such a number.
     """
 
-    def __init__(self, what: str = "published") -> None:
+    def __init__(self, fault: str = "holds NaN or inf and cannot be published.") -> None:
         self._kept: list[tuple[str, Tensor]] = []
-        self._what = what
+        self._fault = fault
 
     def plain(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Return the tensor as it is sent."""
@@ -143,9 +143,7 @@ class Finite:
             raise self._not_finite(waiting[min(found)][0])
 
     def _not_finite(self, name: str) -> ConfigError:
-        return ConfigError(
-            f"{name} holds NaN or inf and cannot be {self._what}.", expected="finite values", remedy=NONFINITE_REMEDY
-        )
+        return ConfigError(f"{name} {self._fault}", expected="finite values", remedy=NONFINITE_REMEDY)
 
 
 def _named(layer: str, error: ValueError) -> ValueError:

@@ -45,6 +45,7 @@ class Launch:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self._made: dict[Any, Any] = {}
+        self._keeps = True
 
     def __call__(
         self,
@@ -74,17 +75,23 @@ class Launch:
             pointers.append(pointer)
             key.append(tensor.dtype)
         key = tuple(key)
-        made = None if together % ALIGNED else self._made.get(key)
+        aligned = not together % ALIGNED
+        made = self._made.get(key) if aligned else None
         if made is None:
             compiled = self.kernel[grid](*tensors, *numbers, *constants, **options)
-            # none under the interpreter
-            if not together % ALIGNED and compiled is not None:
+            found = [getattr(compiled, name, None) for name in ("run", "function", "packed_metadata")]
+            if aligned and self._keeps and None not in found:  # there is none under the interpreter
                 if len(self._made) >= MOST:
                     self._made.clear()
-                self._made[key] = compiled.run, compiled.function, compiled.packed_metadata
+                self._made[key] = found
             return
         run, function, metadata = made
         along, across = grid if len(grid) == 2 else (*grid, 1)
         stream = torch._C._cuda_getCurrentRawStream(device)
-        # metadata for hooks, and two hooks: none. A pointer that is a number is not looked up in the driver.
-        run(along, across, 1, stream, function, metadata, None, None, None, *pointers, *numbers, *constants)
+        try:
+            # metadata for hooks, and two hooks: none. A pointer that is a number is not looked up in the driver.
+            run(along, across, 1, stream, function, metadata, None, None, None, *pointers, *numbers, *constants)
+        except TypeError:  # a Triton whose compiled kernels take other arguments
+            self._keeps = False
+            self._made.clear()
+            self.kernel[grid](*tensors, *numbers, *constants, **options)

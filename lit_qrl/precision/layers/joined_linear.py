@@ -101,7 +101,9 @@ def join_linears(network: nn.Module) -> int:
     Args:
         network: a causal language model.
     """
-    plain = {name: module for name, module in network.named_modules() if type(module) in (nn.Linear, JoinedLinear)}
+    plain: dict[str, Any] = {
+        name: module for name, module in network.named_modules() if type(module) in (nn.Linear, JoinedLinear)
+    }
     joined = 0
     for names in reading_alike(network, plain):
         layers = [plain[name] for name in names]

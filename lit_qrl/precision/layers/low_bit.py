@@ -18,7 +18,7 @@ class StepClock:
     """Counts optimizer steps, so that a cached weight cannot outlive an update that no version counter saw."""
 
     def __init__(self) -> None:
-        self.ticks, self.finite = 0, Finite("quantized")
+        self.ticks, self.finite = 0, Finite("holds NaN or inf and cannot be quantized.")
 
 
 class LowBitWeight:

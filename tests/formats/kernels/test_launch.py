@@ -14,11 +14,14 @@ class Kernel:
     def __init__(self, compiled=True):
         self.own, self.again, self.compiled = [], [], compiled
 
+    def run(self, *given):
+        self.again.append(given)
+
     def __getitem__(self, grid):
         def start(*given, **options):
             self.own.append((grid, given, options))
             if self.compiled:
-                return SimpleNamespace(run=lambda *all: self.again.append(all), function=7, packed_metadata=(8,))
+                return SimpleNamespace(run=self.run, function=7, packed_metadata=(8,))
             return None
 
         return start
@@ -68,6 +71,18 @@ def test_what_is_not_aligned_or_interpreted_is_not_kept(kernel):
     for _ in range(2):
         one((4,), (torch.zeros(64),), (64,), ())
     assert len(interpreted.own) == 2
+
+
+def test_a_triton_whose_kernels_take_other_arguments_is_asked_each_time(kernel, monkeypatch):
+    def other(*given):
+        raise TypeError("function takes exactly 12 arguments (13 given)")
+
+    monkeypatch.setattr(kernel, "run", other)
+    one, x = launch.Launch(kernel), torch.zeros(64)
+    for _ in range(4):
+        one((4,), (x,), (64,), (128,), num_warps=8)
+    assert [grid for grid, _, _ in kernel.own] == [(4,)] * 4
+    assert not one._made
 
 
 def test_lengths_of_a_long_run_are_not_kept_for_ever(kernel, monkeypatch):
