@@ -202,7 +202,13 @@ class LowBitSource(WeightSource):
             layer = layers[name]
             if layer.gathered_in is not None:  # layers that share a scale are seen together by the stream alone
                 return None if self.plugin.format.shares_amax else quantize_named(self.plugin.format, name, tensor)
-            return layer.quantized() if tensor.data_ptr() == layer.weight.data_ptr() else None
+            if tensor.data_ptr() != layer.weight.data_ptr():
+                return None
+            # an engine may hold these very tensors: they are what the forward pass will multiply
+            together: LowBitTogether | None = getattr(layer, "together", None)
+            if together is not None and together.holds(tensor.device):
+                together.quantized()
+            return layer.quantized()
 
         return codes
 

@@ -114,8 +114,8 @@ class _AlignedTogether(LowBitTogether):
         return self.layers[0]
 
     @override
-    def takes(self, x: Tensor) -> bool:
-        return self._first.backward_operands == "dequantized" and super().takes(x)
+    def holds(self, device: torch.device) -> bool:
+        return self._first.backward_operands == "dequantized" and super().holds(device)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         format, kernel = self._first.format, self._kernel(x)

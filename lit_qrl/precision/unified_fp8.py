@@ -101,8 +101,8 @@ class _UnifiedTogether(LowBitTogether):
         return self.layers[0].backend  # pyright: ignore
 
     @override
-    def takes(self, x: Tensor) -> bool:
-        return self.backend.name == "torch" and super().takes(x)
+    def holds(self, device: torch.device) -> bool:
+        return self.backend.name == "torch" and super().holds(device)
 
     def operands(self) -> tuple[Operand, Operand]:
         q = self.quantized()

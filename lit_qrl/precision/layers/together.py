@@ -102,14 +102,17 @@ class LowBitTogether(Together):
 
     @override
     def takes(self, x: Tensor) -> bool:
-        """Return whether inputs are multiplied by all layers at once: where the device multiplies their codes.
+        return super().takes(x) and self.holds(x.device)
+
+    def holds(self, device: torch.device) -> bool:
+        """Return whether the layers' codes are one weight: where the device multiplies codes.
 
         Weights that are gathered for one pass are multiplied one by one.
         """
-        if self.layers[0].gathered_in is not None or not super().takes(x):
-            return False
         format = self.layers[0].format
-        return dispatch.available(x) and isinstance(format, Scaled) and format.has_gemm(x.device, self.shape)
+        if self.layers[0].gathered_in is not None or not isinstance(format, Scaled):
+            return False
+        return dispatch.triton_installed() and format.has_gemm(device, self.shape)
 
     def quantized(self) -> QuantizedWeight:
         """Return the codes of all layers as one weight; the layers' own are slices of it."""

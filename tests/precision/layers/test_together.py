@@ -9,6 +9,7 @@ from transformers import Qwen2Config
 from lit_qrl import formats
 from lit_qrl.network.invariant import batch_invariant
 from lit_qrl.precision import QATAligned, UnifiedFP8
+from lit_qrl.precision.base import LowBitSource
 from lit_qrl.precision.layers import together
 from lit_qrl.precision.layers.together import LowBitTogether, Together, side_by_side
 
@@ -47,7 +48,7 @@ def converted(name, plain):
 def on_cpu(monkeypatch):
     """Multiply together where the device has no product of codes either."""
     for kind in (*LowBitTogether.__subclasses__(), LowBitTogether):
-        monkeypatch.setattr(kind, "takes", lambda self, x: True)
+        monkeypatch.setattr(kind, "holds", lambda self, device: True)
 
 
 def products(layer, x, leaves=LEAVES):
@@ -111,6 +112,17 @@ def test_codes_are_the_layers_own_and_follow_an_update(on_cpu):
         again.v_proj.weight.mul_(4.0)
     assert torch.equal(again.q_proj.together.quantized().scales[384:], 4 * after[384:])
     assert torch.equal(layer.q_proj.together.quantized().scales, after)
+
+
+def test_what_an_engine_is_lent_is_what_the_forward_pass_multiplies(on_cpu):
+    torch.manual_seed(0)
+    layer, plugin = converted("fp8_row", Attention())
+    source = LowBitSource(plugin, SimpleNamespace(network=decoder(layer)))
+    held = source.held()
+    lent = [held(f"0.{leaf}", getattr(layer, leaf).weight) for leaf in LEAVES]
+    products(layer, torch.randn(4, 256))
+    joined = layer.q_proj.together.quantized().codes
+    assert [one.codes.data_ptr() for one in lent] == [part.data_ptr() for part in joined.split([256, 128, 128])]
 
 
 def test_outputs_wait_for_their_own_layer_tensor_and_kind_of_pass(on_cpu):
