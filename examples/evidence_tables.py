@@ -94,7 +94,9 @@ HABITS = {
 FORETOLD = {
     "first ten iterations": "the first ten iterations",
     "the same, runs within the fitted ranges": "the same, runs within the fitted ranges, where the guard speaks",
-    "the same, runs made after the model alone": "the same, the runs made after the model alone",
+    "the same, fitted on the first runs alone, judged on all that were made since": (
+        "the same, fitted on the first 56 runs alone, judged on all that were made since"
+    ),
     "mean abs. log-ratio alone": "mean abs. log-ratio before training alone",
     "with the correction: what `audit` knows": "this and the correction: what `lit-qrl audit` knows",
     "fitted on study and pilot, judged on the grid": "the first ten, fitted on study and pilot, judged on the grid",
