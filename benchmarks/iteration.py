@@ -3,9 +3,10 @@
     python benchmarks/iteration.py --cases full-1.5b lora-7b qerl-32b --checkpoints none auto --out out.json
 
 Each run is the command that a user would type, in a process of its own; this one reads `metrics.csv` every 20 ms and
-asks the driver for the memory in use. Models have Qwen2.5's shapes and random weights, written to a folder first, so
-that loading, checkpoints and resuming are a user's too; those of several GPUs, and full-7b's, are drawn by the run
-itself, which starts sooner. Iterations before the third do not count; figures are medians.
+asks the driver for the memory in use; each row is printed as it comes. Models have Qwen2.5's shapes and random weights,
+written to a folder first, so that loading, checkpoints and resuming are a user's too; those of several GPUs, and
+full-7b's, are drawn by the run itself, which starts sooner. Iterations before the third do not count; figures are
+medians.
 
 full-1.5b, full-3b  full fine-tuning in bf16, TIS
 short-1.5b, uneven-1.5b  the same with 64 tokens; with up to 2048, where one token in 500 ends a completion
@@ -23,6 +24,7 @@ moe-30b    Qwen3-30B-A3B's shape, drawn at random and packed layer by layer: att
     python benchmarks/iteration.py --cases lora-7b --arms bf16 fp8_row PackedLoRA-fp8_row --checkpoints none
     python benchmarks/iteration.py --cases parts-8b --devices 2 --checkpoints none
     python benchmarks/iteration.py --cases apart-8b --arms fp8_row --schedules on_policy one_step_off --checkpoints none
+    python benchmarks/iteration.py --cases apart-8b --transfer ipc nccl --iterations 6 --checkpoints none
     python benchmarks/iteration.py --cases full-1.5b --peers here trl trl here --checkpoints none
     python benchmarks/iteration.py --cases moe-30b --arms nvfp4 --replay on off --checkpoints none
 
@@ -148,7 +150,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--replay", nargs="+", choices=("on", "off"), default=["on"], help="of routes, in mixtures")
     parser.add_argument("--peers", nargs="+", choices=("here", "trl"), default=["here"], help="one run each, in order")
     parser.add_argument("--schedules", nargs="+", default=["on_policy"], help="of the cases with an engine apart")
-    parser.add_argument("--transfer", default="ipc", help="how weights reach an engine apart: ipc, nccl, memory, …")
+    parser.add_argument(
+        "--transfer",
+        nargs="+",
+        default=["auto"],
+        metavar="WAY",
+        help="how weights reach an engine apart: ipc, nccl, memory, …; several take turns, --turn iterations each",
+    )
+    parser.add_argument("--turn", type=int, default=3, help="publishes of each --transfer, the first of which warms up")
+    parser.add_argument("--stacks", action="store_true", help="write every second what the run's processes are in")
     parser.add_argument("--devices", type=int, default=1, help="GPUs of the cases in parts")
     parser.add_argument("--iterations", type=int, default=7, help="of each run, the first two of which do not count")
     parser.add_argument("--completion", type=int, help="tokens of a completion (default: the case's)")
@@ -222,6 +232,16 @@ def model_folder(models: Path, shape: str, format: str | None, stops: int = 1, d
     So many of its words end a completion; with random weights all are about as likely. A folder of a model that is
     drawn has no weights.
     """
+    folder = models / "-".join(
+        filter(None, (shape, format, f"{stops}-stops" if stops > 1 else None, "drawn" if drawn else None))
+    )
+    if (folder / "config.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    case = {"shape": shape}
+    if drawn:
+        write_outline(shape, folder, stops)
+        return folder
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen3MoeConfig
 
@@ -231,19 +251,10 @@ def model_folder(models: Path, shape: str, format: str | None, stops: int = 1, d
     from lit_qrl.network.llada import LLaDAConfig
     from lit_qrl.network.stream import weight_stream
 
-    folder = models / "-".join(
-        filter(None, (shape, format, f"{stops}-stops" if stops > 1 else None, "drawn" if drawn else None))
-    )
-    if (folder / "config.json").exists():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    case = {"shape": shape}
     kind = LLaDAConfig if denoises(case) else Qwen3MoeConfig if mixes(case) else Qwen2Config
     config = kind(**SHAPES[shape], max_position_embeddings=4096, dtype="bfloat16")
     write_model(config, folder)
-    GenerationConfig(eos_token_id=[1, *range(config.vocab_size - stops + 1, config.vocab_size)]).save_pretrained(folder)
-    if drawn:
-        return folder
+    GenerationConfig(eos_token_id=stop_words(config.vocab_size, stops)).save_pretrained(folder)
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -271,6 +282,44 @@ def model_folder(models: Path, shape: str, format: str | None, stops: int = 1, d
     return folder
 
 
+def stop_words(vocabulary: int, stops: int) -> list[int]:
+    """Return the words that end a completion."""
+    return [1, *range(vocabulary - stops + 1, vocabulary)]
+
+
+def write_outline(shape: str, folder: Path, stops: int) -> None:
+    """Write what `write_model` does, in a hundredth of the time: without the libraries whose import takes seconds."""
+    kind = ("qwen3_moe", "Qwen3MoeForCausalLM") if mixes({"shape": shape}) else ("qwen2", "Qwen2ForCausalLM")
+    size = SHAPES[shape]["vocab_size"]
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, size)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [{"id": i, "content": word, **special} for i, word in enumerate(("<pad>", "<eos>"))],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w2"},
+    }
+    files = {
+        "config.json": {
+            **SHAPES[shape],
+            "model_type": kind[0],
+            "architectures": [kind[1]],
+            "max_position_embeddings": 4096,
+            "dtype": "bfloat16",
+        },
+        "generation_config.json": {"eos_token_id": stop_words(size, stops)},
+        "tokenizer/tokenizer.json": tokenizer,
+        "tokenizer/tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": "<pad>",
+            "eos_token": "<eos>",
+        },
+    }
+    (folder / "tokenizer").mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+
+
 # ----------------------------------------------------------------------------------------------------------------- run
 
 
@@ -285,7 +334,10 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
     if args.out:  # beside the figures: the run's folder goes with this process
         args.out.parent.mkdir(parents=True, exist_ok=True)
         log = args.out.with_name(f"{args.out.stem}-{run.name}.log")
-    command = [sys.executable, "-m", "lit_qrl.cli", "fit", "--config", str(config), *args.set]
+    runner = ["-m", "lit_qrl.cli"]
+    if args.stacks:
+        runner = [str(Path(__file__).with_name("sampled.py")), str(log.with_suffix(".stacks"))]
+    command = [sys.executable, *runner, "fit", "--config", str(config), *args.set]
     if case["peer"] == "trl":
         command = [sys.executable, str(Path(__file__).with_name("trl_iteration.py")), str(config), str(run)]
     paths = os.pathsep.join([str(Path(__file__).parent), str(ROOT), *sys.path[1:]])
@@ -337,6 +389,7 @@ def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Pa
         "checkpoint_seconds": [round(row.get("time/checkpoint", 0.0), 2) for row in rows],
         "checkpoint_gib": round(saved.stat().st_size / 2**30, 2) if saved.exists() else None,
         "peak_gib": peak,
+        "rows": [{name: round(value, 3) for name, value in row.items() if told(name)} for row in rows],
         "drawn_ahead_in": round(statistics.median(row.get("rollout/seconds_ahead", 0.0) for row in rows[WARM_UP:]), 3),
         "publish_parts": publish_parts(rows[WARM_UP:]),
         "first_publish_parts": publish_parts(rows[:1]),
@@ -407,7 +460,7 @@ def configuration(
             options["engine_args"]["max_num_batched_tokens"] = 4096
         engine = {"class_path": "VLLMEngine", "init_args": options}
     if case.get("apart"):
-        options = {"engine": engine, "transfer": "auto" if args.tiny else args.transfer}
+        options = {"engine": engine, "transfer": args.transfer[0]}
         if not args.tiny:
             options["engine"]["init_args"] |= {"gpu_memory_utilization": 0.8, "max_lora_rank": 0}
         engine = {"class_path": "RemoteEngine", "init_args": options}
@@ -441,6 +494,9 @@ def configuration(
         trainer["callbacks"] = [{"class_path": "RouterReplay"}] if case["replay"] == "on" else []
     elif not case.get("format"):
         trainer["callbacks"] = [{"class_path": "AIS"} if denoises(case) else TIS]
+    if case.get("apart") and len(args.transfer) > 1:
+        turns = {"class_path": "ways.TakeTurns", "init_args": {"ways": args.transfer, "each": args.turn}}
+        trainer["callbacks"] = [*trainer.get("callbacks", []), turns]
     publisher = {"lora": "adapter" if "lora" in case and not (args.tiny or case.get("apart")) else "auto"}
     if denoises(case):
         publisher = {"format": "fp8_tensor"}
@@ -496,11 +552,14 @@ def watch(
     It waits for the end of the process, or for so many rows.
     """
     ends: list[float] = []
-    peak, asked = 0.0, 0.0
+    peak, asked, begun = 0.0, 0.0, time.monotonic()
     while process.poll() is None and time.monotonic() < deadline and len(ends) < wanted:
         if metrics.exists():
-            seen = len(read_rows(metrics))
-            ends += [time.monotonic()] * (seen - len(ends))
+            rows = read_rows(metrics)
+            for row in rows[len(ends) :]:  # as they come, so that a run that is cut short shows them
+                ends.append(time.monotonic())
+                shown = {name.removeprefix("time/"): round(value, 3) for name, value in row.items() if told(name)}
+                print(f"{ends[-1] - begun:6.1f} row {len(ends)}, {peak:.1f} GiB: {json.dumps(shown)}", flush=True)
         if time.monotonic() - asked > 1.0:
             peak, asked = max(peak, device_memory()), time.monotonic()
         time.sleep(0.02)
@@ -510,6 +569,11 @@ def watch(
     process.kill()
     process.wait()
     return ends, round(peak, 1) or None, deadline
+
+
+def told(name: str) -> bool:
+    """Return whether a column of a row is shown when it comes."""
+    return name.startswith("time/") or name in ("rollout/seconds_ahead", "update/micro_batches", "mismatch/kl_k3")
 
 
 def read_rows(metrics: Path) -> list[dict[str, float]]:
