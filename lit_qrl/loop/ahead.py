@@ -15,8 +15,9 @@ import logging
 import operator
 import time
 from collections import Counter
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -210,31 +211,42 @@ class Ahead:
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
-    def state(self, position: int, alone: bool) -> tuple[int, dict[str, Any]]:
-        """Return the position in the stream of prompts, and what continues the run bit for bit.
+    def state(self, position: int, alone: bool) -> Callable[[], tuple[int, dict[str, Any]]]:
+        """Return what gives the position in the stream of prompts, and what continues the run of now bit for bit.
 
-        It waits for what is under way. In several processes, of which one writes the checkpoint, drafts are not kept:
-        the run that goes on draws them with its own, younger weights.
+        Called from whatever thread, it waits for the rollouts that are under way now. Where weights come in flight it
+        has only those that are drawn now: the others will have tokens of weights that the checkpoint does not know. In
+        several processes, of which one writes the checkpoint, it has none. The run that goes on draws what it lacks
+        with its own, younger weights.
 
         Args:
             position: of the prompt after all drafts.
             alone: whether this is the only process.
         """
-        wait(self._futures.values())
         oldest = self.over + 1 - self.staleness
         later = [draft for number, draft in sorted(self.drafts.items()) if number > self.over]
-        kept = []
-        for draft in later:
-            if draft.completions is None or not alone:
-                position = draft.start
-                break
-            place = {"iteration": draft.iteration, "weights": draft.weights, "start": draft.start}
-            kept.append({**place, **packed(draft.completions)})
-        if len(kept) < len(later):
-            log.info("%d rollouts that were begun are not in the checkpoint.", len(later) - len(kept))
+        undone = (draft for draft in later if not alone or (self.in_flight and draft.completions is None))
+        first_undone = next(undone, None)
+        under_way = [] if self.in_flight or not alone else list(self._futures.values())
         ages = {str(age): count for age, count in self.tokens_of_age.items()}
         weights = {str(version): number for version, number in self.weights_of.items() if number >= oldest}
-        return position, {"drafts": kept, "ages": ages, "weights": weights}
+
+        def made() -> tuple[int, dict[str, Any]]:
+            for future in under_way:
+                with suppress(CancelledError):  # the run has ended
+                    future.exception()
+            kept, after = [], position
+            for draft in later:
+                if draft is first_undone or draft.completions is None:
+                    after = draft.start
+                    break
+                place = {"iteration": draft.iteration, "weights": draft.weights, "start": draft.start}
+                kept.append({**place, **packed(draft.completions)})
+            if len(kept) < len(later):
+                log.info("%d rollouts that were begun are not in the checkpoint.", len(later) - len(kept))
+            return after, {"drafts": kept, "ages": ages, "weights": weights}
+
+        return made
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; the drafts are made whole at the first iteration."""

@@ -120,6 +120,43 @@ def test_a_run_that_goes_on_is_the_same_run(tmp_path, schedule):
     assert rest.data.ahead.tokens_of_age == whole.data.ahead.tokens_of_age
 
 
+class Held(Apart):
+    """Draws two rollouts, and the others when it is let."""
+
+    def __init__(self):
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def generate(self, *args, **kwargs):
+        if self.calls >= 2:
+            assert self.goes_on.wait(60)
+        return super().generate(*args, **kwargs)
+
+
+class LetGo(Callback):
+    """Has every iteration saved, and an engine go on when the first one is over."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def on_fit_start(self, trainer, pl_module):
+        (saves,) = [one for one in trainer.callbacks if isinstance(one, RunCheckpoint)]
+        saves.keep_every = 1
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            self.engine.goes_on.set()
+
+
+def test_a_save_does_not_wait_for_what_is_drawn_and_holds_it_all_the_same(tmp_path):
+    whole = fit(tmp_path / "whole", THREE_OFF)
+    engine = Held()
+    cut = fit(tmp_path / "cut", THREE_OFF, engine=engine, callbacks=[LetGo(engine), StopAfter(3)])
+    rest = fit(tmp_path / "rest", THREE_OFF, ckpt_path=str(cut.folder / "checkpoints" / "iteration-1.ckpt"))
+    assert torch.equal(rest.weights, whole.weights)
+    assert rest.watch.versions == whole.watch.versions[1:]
+
+
 def test_a_run_that_goes_on_in_turns_poses_the_same_prompts(tmp_path):
     whole = fit(tmp_path / "whole", {})
     cut = fit(tmp_path / "cut", THREE_OFF, callbacks=[StopAfter(4)])
@@ -243,8 +280,7 @@ def flight(folder, epochs=5, waits=True, dies_at=(), dies_of=None, **options):
     return run
 
 
-def test_every_token_says_which_weights_drew_it_while_they_came(tmp_path, monkeypatch):
-    monkeypatch.setattr(RunCheckpoint, "on_train_epoch_end", lambda *args: None)  # which waits for what is drawn
+def test_every_token_says_which_weights_drew_it_while_they_came(tmp_path):
     run = flight(tmp_path / "one")
     # Rollout 0 is the first weights'; of each later one they drew two steps, and the next came then.
     assert run.tokens.rows[0] is None
@@ -288,7 +324,6 @@ def test_a_staleness_that_cannot_be_measured_is_left_out(tmp_path, monkeypatch):
     def gone(*args):
         raise RuntimeError("The engine holds no whole set of weights.")
 
-    monkeypatch.setattr(RunCheckpoint, "on_train_epoch_end", lambda *args: None)
     monkeypatch.setattr("lit_qrl.loop.ahead.measure_staleness", gone)
     run = flight(tmp_path, epochs=3)
     assert [row.get("mismatch/staleness_kl") for row in rows(run)] == [None] * 3
@@ -322,8 +357,7 @@ def test_what_an_engine_died_of_in_flight_is_drawn_again(tmp_path, dies_at):
     assert len(deaths) == len(dies_at)
 
 
-def test_an_engine_that_dies_of_a_publish_in_flight_draws_everything_under_way_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(RunCheckpoint, "on_train_epoch_end", lambda *args: None)
+def test_an_engine_that_dies_of_a_publish_in_flight_draws_everything_under_way_again(tmp_path):
     run = flight(tmp_path / "died", dies_of=2)
     assert run.watch.prompts == fit(tmp_path / "on", {}, epochs=5).watch.prompts
     (death,) = [one for one in read_jsonl(run.folder / "events.jsonl") if one["kind"] == "engine_died"]
