@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 
 from lit_qrl.errors import StoppedError
 
-
 _staging: ContextVar[bool] = ContextVar("staging", default=False)
 
 
