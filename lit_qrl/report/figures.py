@@ -199,10 +199,15 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
             (
                 Panel(
                     "KL(sampler ‖ learner), nats",
-                    (Line("mismatch/kl_k3", "k3"), Line("mismatch/kl_k1", "k1", dashed=True)),
+                    (
+                        Line("mismatch/kl_k3", "k3"),
+                        Line("mismatch/kl_k1", "k1", dashed=True),
+                        Line("mismatch/staleness_kl", "of it staleness", dashed=True),
+                    ),
                 ),
                 Panel("E|Δp|, probability", (Line("mismatch/abs_prob_diff"),), limits=(0.0, None)),
                 Panel("Effective sample size, ratio", (Line("mismatch/ess_ratio"),), limits=(None, 1.0)),
+                Panel("Age of the weights that drew, iterations", (Line("rollout/age"),), limits=(0.0, None)),
             ),
         ),
         Figure(

@@ -2,6 +2,7 @@
 
 import csv
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +11,13 @@ from lightning.pytorch import Callback
 
 from lit_qrl.callbacks import RunCheckpoint, TruncatedIS
 from lit_qrl.errors import ConfigError
-from lit_qrl.loop.ahead import Ahead, tell_ages
+from lit_qrl.loop.ahead import Ahead, measure_staleness, tell_ages
 from lit_qrl.loop.drafts import Draft
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.run.diary import read_jsonl
+from lit_qrl.types import Completion
 from tests.tiny_run import build, parameters_of
 
 ONE_OFF, THREE_OFF = {"schedule": "one_step_off"}, {"schedule": "async", "max_staleness": 3}
@@ -108,6 +110,25 @@ def test_log_probs_are_those_of_the_weights_that_drew(tmp_path):
     # All of it is staleness where nothing is quantized, on sequences that the engine scores again.
     stale = [float(row["mismatch/staleness_kl"]) for row in rows(moved)[1:]]
     assert stale == pytest.approx(moving[1:], rel=1e-3)
+
+
+@pytest.mark.parametrize(("count", "length", "scored"), [(64, 10, 32), (64, 1000, 8), (64, 5000, 4), (2, 5000, 2)])
+def test_staleness_is_measured_on_as_many_sequences_as_take_little_time(count, length, scored):
+    asked = []
+
+    def score(sequences):
+        asked.extend(sequences)
+        return [torch.zeros(len(one)) for one in sequences]
+
+    values, data = {}, SimpleNamespace(temperature=1.0, sampling=SimpleNamespace(truncated=False), group_size=1)
+    data.engine = SimpleNamespace(score=score)
+    metrics = SimpleNamespace(values=lambda name, tensor: values.update({name: len(tensor)}))
+    iteration = SimpleNamespace(metrics=metrics, timed=lambda phase: nullcontext())
+    one = Completion(token_ids=[3] * (length - 4), logprobs=[0.0] * (length - 4), finish_reason="length", version=0)
+    draft = Draft(1, 0, 0, [SimpleNamespace(prompt_ids=[1] * 4)] * count, [one] * count)
+    measure_staleness(SimpleNamespace(data=data, iteration=iteration), draft)
+    assert [len(one) for one in asked] == [length] * scored
+    assert set(values.values()) == {scored * (length - 4)}
 
 
 @pytest.mark.parametrize("schedule", [ONE_OFF, THREE_OFF], ids=["one_step_off", "async"])
