@@ -17,7 +17,6 @@ def quiet() -> None:
         ".*`IterableDataset` has `__len__` defined.*",
         r".*module\(s\) in eval mode.*",  # a policy is trained without dropout
         ".*LeafSpec.*is deprecated.*",  # Lightning's own use of torch
-        "torch.distributed is disabled, unavailable or uninitialized",  # parts are read by one process, too
     ):
         warnings.filterwarnings("ignore", pattern)
     if "transformers" in sys.modules:  # a command that only prints has not loaded it
