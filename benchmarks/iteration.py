@@ -25,6 +25,7 @@ moe-30b    Qwen3-30B-A3B's shape, drawn at random and packed layer by layer: att
     python benchmarks/iteration.py --cases parts-8b --devices 2 --checkpoints none
     python benchmarks/iteration.py --cases apart-8b --arms fp8_row --schedules on_policy one_step_off --checkpoints none
     python benchmarks/iteration.py --cases apart-8b --transfer ipc nccl --iterations 6 --checkpoints none
+    python benchmarks/iteration.py --cases parts-8b --devices 2 --arms fp8_row --then bf16 --turn 4 --checkpoints none
     python benchmarks/iteration.py --cases full-1.5b --peers here trl trl here --checkpoints none
     python benchmarks/iteration.py --cases moe-30b --arms nvfp4 --replay on off --checkpoints none
 
@@ -158,6 +159,8 @@ def parse() -> argparse.Namespace:
         help="how weights reach an engine apart: ipc, nccl, memory, …; several take turns, --turn iterations each",
     )
     parser.add_argument("--turn", type=int, default=3, help="publishes of each --transfer, the first of which warms up")
+    parser.add_argument("--then", choices=("bf16", "fp8_row"), help="format of the sampler from iteration --turn on")
+    parser.add_argument("--prompts", type=int, help="of an iteration (default: the case's)")
     parser.add_argument("--stacks", action="store_true", help="write every second what the run's processes are in")
     parser.add_argument("--devices", type=int, default=1, help="GPUs of the cases in parts")
     parser.add_argument("--iterations", type=int, default=7, help="of each run, the first two of which do not count")
@@ -194,6 +197,7 @@ def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None
                 shape = "tiny-denoiser" if denoises(case) else "tiny-mixture" if mixes(case) else "tiny"
                 case |= {"shape": shape, "prompts": 4, "completion": 8, "micro_batches": 2}
             case["completion"] = args.completion or case["completion"]
+            case["prompts"] = args.prompts or case["prompts"]
             drawn = bool(case.get("drawn"))
             folder = model_folder(models, case["shape"], case.get("format"), case.get("stops", 1), drawn)
             schedules = args.schedules if case.get("apart") else ["on_policy"]
@@ -497,6 +501,9 @@ def configuration(
     if case.get("apart") and len(args.transfer) > 1:
         turns = {"class_path": "ways.TakeTurns", "init_args": {"ways": args.transfer, "each": args.turn}}
         trainer["callbacks"] = [*trainer.get("callbacks", []), turns]
+    if args.then:
+        later = {"class_path": "ways.ThenFormat", "init_args": {"format": args.then, "after": args.turn}}
+        trainer["callbacks"] = [*trainer.get("callbacks", []), later]
     publisher = {"lora": "adapter" if "lora" in case and not (args.tiny or case.get("apart")) else "auto"}
     if denoises(case):
         publisher = {"format": "fp8_tensor"}

@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
@@ -32,7 +31,6 @@ from lit_qrl.rollout.engine import Converses, InFlight, RolloutEngine
 from lit_qrl.run.config import flat
 from lit_qrl.run.description import Described, describe
 from lit_qrl.run.peers import check_same
-from lit_qrl.run.saving import when_written
 from lit_qrl.run.stop import stop_run
 from lit_qrl.types import Completion, SamplingParams
 
@@ -369,9 +367,7 @@ class RolloutDataModule(Described, LightningDataModule):
         chosen = {} if self.budget is None or self.budget.chosen is None else {"micro_batch_tokens": self.budget.chosen}
         if self.ahead is None:
             return {"position": self.position if self.unfinished is None else self.unfinished, **chosen}
-        state = cache(self.ahead.state(self.position, self.module.trainer.world_size == 1))
-        ahead = {"position": when_written(lambda: state()[0]), "ahead": when_written(lambda: state()[1])}
-        return {**ahead, **chosen}
+        return {**self.ahead.state(self.position, self.module.trainer.world_size == 1), **chosen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the saved position."""

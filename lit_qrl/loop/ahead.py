@@ -15,9 +15,10 @@ import logging
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -28,6 +29,7 @@ from lit_qrl.loop.drafts import Draft, packed, unpacked, versions_of
 from lit_qrl.loop.hooks import Learner, rl_callbacks
 from lit_qrl.loop.schedule import staleness_of
 from lit_qrl.rollout.engine import EngineDiedError, InFlight, Scores
+from lit_qrl.run.saving import when_written
 from lit_qrl.seeding import derive_seed
 
 log = logging.getLogger(__name__)
@@ -213,12 +215,12 @@ class Ahead:
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
-    def state(self, position: int, alone: bool) -> Callable[[], tuple[int, dict[str, Any]]]:
-        """Return what gives the position in the stream of prompts, and what continues the run of now bit for bit.
+    def state(self, position: int, alone: bool) -> dict[str, Any]:
+        """Return the position in the stream of prompts, and what continues the run of now bit for bit.
 
-        Called from whatever thread, it waits for the rollouts that are under way now. Where weights come in flight it
-        has only those that are drawn now: the others will have tokens of weights that the checkpoint does not know. In
-        several processes, of which one writes the checkpoint, it has none. The run that goes on draws what it lacks
+        A checkpoint that is written in the background waits there for the rollouts that are under way now. Where
+        weights come in flight it has only those that are drawn now: the others will have tokens of weights that it does
+        not know. In several processes, of which one writes it, it has none. The run that goes on draws what it lacks
         with its own, younger weights.
 
         Args:
@@ -233,6 +235,7 @@ class Ahead:
         ages = {str(age): count for age, count in self.tokens_of_age.items()}
         weights = {str(version): number for version, number in self.weights_of.items() if number >= oldest}
 
+        @cache
         def made() -> tuple[int, dict[str, Any]]:
             for future in under_way:
                 with suppress(CancelledError):  # the run has ended
@@ -248,7 +251,7 @@ class Ahead:
                 log.info("%d rollouts that were begun are not in the checkpoint.", len(later) - len(kept))
             return after, {"drafts": kept, "ages": ages, "weights": weights}
 
-        return made
+        return {"position": when_written(lambda: made()[0]), "ahead": when_written(lambda: made()[1])}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; the drafts are made whole at the first iteration."""
