@@ -23,6 +23,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lit_qrl.functional.mismatch import k3_divergence
 from lit_qrl.loop.drafts import Draft, packed, unpacked, versions_of
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 
 SCORED, FEW, TOKENS = 32, 4, 2**13
 """Sequences that show how far new weights are from those that drew them: so many at most, and these anyhow where they
-have more tokens. Learner and engine wait for it: 32 of 4,096 tokens would be one part in ten of a rollout of 512."""
+have more tokens. The engine draws nothing meanwhile: 32 of 4,096 tokens would be a tenth of a rollout of 512."""
 
 
 class Ahead:
@@ -60,6 +61,7 @@ class Ahead:
         """Tokens that were learned from, by how many iterations older their weights were."""
         self._pool: ThreadPoolExecutor | None = None
         self._futures: dict[int, Future[None]] = {}
+        self._moved: Future[Tensor | None] | None = None
         self._restored: list[dict[str, Any]] = []
 
     def due(self, iteration: int, iterations: int | None = None) -> bool:
@@ -92,12 +94,25 @@ class Ahead:
         trainer, now = learner.trainer, learner.trainer.current_epoch
         missing = [number for number in self._window(now, trainer.max_epochs) if number not in self.drafts]
         if not self.in_flight and now % self.staleness == 0 and now in self.drafts and self.drafts[now].weights < now:
-            measure_staleness(learner, self.drafts[now])
+            self._score(learner, self.drafts[now])
         for number in missing:
             data = learner.data
             start, slots = data.position, data.slots
             self.drafts[number] = Draft(number, now, start, data.next_problems(slots.groups, slots.own))
             self._submit(learner, self.drafts[number])
+
+    def _score(self, learner: Learner, draft: Draft) -> None:
+        """Have the engine score what older weights drew before it draws on, while the learner updates on that."""
+        self._moved = self._thread.submit(moved_since, learner, draft)
+
+    def tell_staleness(self, learner: Learner) -> None:
+        """Log how far the published weights are from those that drew the iteration's rollout, where that was asked."""
+        moved, self._moved = self._moved, None
+        if moved is not None:
+            try:
+                note_staleness(learner, moved.result())
+            except RuntimeError as error:  # it died of it, of which the next draft tells
+                log.info("Staleness was not measured: %s", error)
 
     def adjust(self, now: int) -> None:
         """Draw one rollout more ahead where the learner waits for this one, one fewer where the next is drawn, too.
@@ -141,7 +156,8 @@ class Ahead:
         if self.in_flight and any(ages):
             learner.data.engine.pause()
             try:
-                measure_staleness(learner, draft)
+                with learner.iteration.timed("verify"):
+                    note_staleness(learner, moved_since(learner, draft))
             except RuntimeError as error:  # it died of what it drew meanwhile, of which the next draft tells
                 log.info("Staleness was not measured: %s", error)
             finally:
@@ -166,7 +182,7 @@ class Ahead:
 
     def settle(self, learner: Learner) -> EngineDiedError | None:
         """Wait until nothing is under way; return the engine's death, after which what it lacked is not begun."""
-        wait(self._futures.values())
+        wait([*self._futures.values(), *([self._moved] if self._moved is not None else [])])
         errors = [error for future in self._futures.values() if (error := future.exception()) is not None]
         self._futures = {}
         if not errors:
@@ -182,11 +198,16 @@ class Ahead:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
-        self.drafts, self._futures, self._restored = {}, {}, []
+        self.drafts, self._futures, self._moved, self._restored = {}, {}, None, []
 
-    def _submit(self, learner: Learner, draft: Draft) -> None:
+    @property
+    def _thread(self) -> ThreadPoolExecutor:
+        """The thread in which the engine is asked, one thing after the other."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="ahead")
+        return self._pool
+
+    def _submit(self, learner: Learner, draft: Draft) -> None:
         data, before = learner.data, self._futures.get(draft.iteration - 1)
         seed = derive_seed(data.base_seed, "rollout", draft.iteration, 0, 0)
         positions = {"positions": data.slots.own} if data.slots.world_size > 1 else {}
@@ -200,7 +221,7 @@ class Ahead:
             draft.completions = data.engine.generate(prompts, data.group_size, seed, **positions)
             draft.seconds = time.perf_counter() - start
 
-        self._futures[draft.iteration] = self._pool.submit(draw)
+        self._futures[draft.iteration] = self._thread.submit(draw)
 
     def _forget_undone(self, learner: Learner) -> None:
         """Forget what was not drawn, as if it had never been begun."""
@@ -304,11 +325,11 @@ def ahead_of(schedule: str, max_staleness: int, in_flight: InFlight = "none") ->
 
 
 @torch.no_grad()
-def measure_staleness(learner: Learner, draft: Draft) -> None:
-    """Log how far the published weights are from the older ones that drew a rollout, both in the sampler's arithmetic.
+def moved_since(learner: Learner, draft: Draft) -> Tensor | None:
+    """Return how far the published weights are from the older ones that drew a rollout: Δ log p of some tokens.
 
-    It is the part of the mismatch that comes of the schedule; the rest is that of kernels, format and noise. Only where
-    the engine scores, and log-probs are at a temperature of 1.
+    It is the part of the mismatch that comes of the schedule, both in the sampler's arithmetic; the rest is that of
+    kernels, format and noise. None where the engine does not score, or log-probs are not at a temperature of 1.
 
     Args:
         learner: whose engine holds the new weights and draws nothing.
@@ -316,16 +337,20 @@ def measure_staleness(learner: Learner, draft: Draft) -> None:
     """
     data, engine = learner.data, learner.data.engine
     if not isinstance(engine, Scores) or data.temperature != 1.0 or data.sampling.truncated or not draft.completions:
-        return
+        return None
     chosen = [(i, one) for i, one in enumerate(draft.completions[:SCORED]) if one.token_ids]
     prompts = [draft.problems[i // data.group_size].prompt_ids for i, _ in chosen]
     sequences = [[*prompt, *one.token_ids] for prompt, (_, one) in zip(prompts, chosen, strict=True)]
     within = sum(whole <= TOKENS for whole in accumulate(map(len, sequences)))
     chosen, sequences = chosen[: max(within, FEW)], sequences[: max(within, FEW)]
-    with learner.iteration.timed("verify"):
-        scores = engine.score(sequences)
+    scores = engine.score(sequences)
     new = torch.cat([row[-len(one.token_ids) :] for row, (_, one) in zip(scores, chosen, strict=True)])
     old = torch.tensor([value for _, one in chosen for value in one.logprobs])
-    moved = new.float().cpu() - old
-    learner.iteration.metrics.values("mismatch/staleness_abs", moved.abs())
-    learner.iteration.metrics.values("mismatch/staleness_kl", k3_divergence(moved))
+    return new.float().cpu() - old
+
+
+def note_staleness(learner: Learner, moved: Tensor | None) -> None:
+    """Log what `moved_since` returned."""
+    if moved is not None:
+        learner.iteration.metrics.values("mismatch/staleness_abs", moved.abs())
+        learner.iteration.metrics.values("mismatch/staleness_kl", k3_divergence(moved))

@@ -2,7 +2,6 @@
 
 import csv
 import threading
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ from lightning.pytorch import Callback
 
 from lit_qrl.callbacks import RunCheckpoint, TruncatedIS
 from lit_qrl.errors import ConfigError
-from lit_qrl.loop.ahead import Ahead, measure_staleness, tell_ages
+from lit_qrl.loop.ahead import Ahead, moved_since, note_staleness, tell_ages
 from lit_qrl.loop.drafts import Draft
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.rollout.embedded.engine import TransformersEngine
@@ -123,10 +122,10 @@ def test_staleness_is_measured_on_as_many_sequences_as_take_little_time(count, l
     values, data = {}, SimpleNamespace(temperature=1.0, sampling=SimpleNamespace(truncated=False), group_size=1)
     data.engine = SimpleNamespace(score=score)
     metrics = SimpleNamespace(values=lambda name, tensor: values.update({name: len(tensor)}))
-    iteration = SimpleNamespace(metrics=metrics, timed=lambda phase: nullcontext())
     one = Completion(token_ids=[3] * (length - 4), logprobs=[0.0] * (length - 4), finish_reason="length", version=0)
     draft = Draft(1, 0, 0, [SimpleNamespace(prompt_ids=[1] * 4)] * count, [one] * count)
-    measure_staleness(SimpleNamespace(data=data, iteration=iteration), draft)
+    learner = SimpleNamespace(data=data, iteration=SimpleNamespace(metrics=metrics))
+    note_staleness(learner, moved_since(learner, draft))
     assert [len(one) for one in asked] == [length] * scored
     assert set(values.values()) == {scored * (length - 4)}
 
@@ -345,9 +344,28 @@ def test_a_staleness_that_cannot_be_measured_is_left_out(tmp_path, monkeypatch):
     def gone(*args):
         raise RuntimeError("The engine holds no whole set of weights.")
 
-    monkeypatch.setattr("lit_qrl.loop.ahead.measure_staleness", gone)
-    run = flight(tmp_path, epochs=3)
-    assert [row.get("mismatch/staleness_kl") for row in rows(run)] == [None] * 3
+    monkeypatch.setattr("lit_qrl.loop.ahead.moved_since", gone)
+    for run in (flight(tmp_path / "flight", epochs=3), fit(tmp_path / "ahead", ONE_OFF, epochs=3)):
+        assert [row.get("mismatch/staleness_kl") for row in rows(run)] == [None] * 3
+
+
+def test_the_learner_does_not_wait_for_the_engine_to_score(tmp_path):
+    engine, updated = Apart(), threading.Event()
+    score = engine.score
+
+    def late(sequences):
+        if threading.current_thread() is not threading.main_thread():
+            assert updated.wait(60)
+        return score(sequences)
+
+    class Updated(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            if trainer.current_epoch:
+                updated.set()
+
+    engine.score = late
+    run = fit(tmp_path, ONE_OFF, epochs=3, engine=engine, callbacks=[Updated()])
+    assert all(float(row["mismatch/staleness_kl"]) > 0 for row in rows(run)[1:])
     assert run.data.ahead.tokens_of_age[1] > 0
 
 
