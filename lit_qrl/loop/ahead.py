@@ -182,7 +182,8 @@ class Ahead:
 
     def settle(self, learner: Learner) -> EngineDiedError | None:
         """Wait until nothing is under way; return the engine's death, after which what it lacked is not begun."""
-        wait([*self._futures.values(), *([self._moved] if self._moved is not None else [])])
+        under_way: list[Future[Any]] = [*self._futures.values()]
+        wait([*under_way, self._moved] if self._moved is not None else under_way)
         errors = [error for future in self._futures.values() if (error := future.exception()) is not None]
         self._futures = {}
         if not errors:
