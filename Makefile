@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help install quickstart test test-environments test-slow test-vllm docs lint format clean
+.PHONY: help evidence install quickstart test test-environments test-slow test-vllm docs lint format clean
 
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -53,6 +53,9 @@ test-slow: $(VENV)/.vllm $(VENV)/.environments  ## run the tests that take minut
 
 test-vllm: $(VENV)/.vllm  ## install the CPU build of vLLM and run the tests that use it
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m 'vllm and not gpu and not slow' $(ARGS)
+
+evidence: $(VENV)/.base  ## run the studies of docs/evidence.md and make its tables and figures (ARGS="--report" for these alone)
+	@OMP_NUM_THREADS=1 $(BIN)/python examples/evidence.py $(ARGS)
 
 docs: $(VENV)/.docs  ## build the pages into out/docs; links that lead nowhere fail
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

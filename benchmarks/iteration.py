@@ -6,9 +6,10 @@ Each run is the command that a user would type, in a process of its own; this on
 asks the driver for the memory in use; each row is printed as it comes. Models have Qwen2.5's shapes and random weights,
 written to a folder first, so that loading, checkpoints and resuming are a user's too; those of several GPUs, and
 full-7b's, are drawn by the run itself, which starts sooner. Iterations before the third do not count; figures are
-medians.
+medians. Where a run is cut, by `--timeout` or by SIGTERM to this process, the rows that it wrote count (`counted` says
+how many), and the table comes.
 
-full-1.5b, full-3b  full fine-tuning in bf16, TIS
+full-1.5b, full-3b  full fine-tuning in bf16 over fp32 masters, or without them (`--masters bf16`), TIS
 short-1.5b, uneven-1.5b  the same with 64 tokens; with up to 2048, where one token in 500 ends a completion
 full-7b    the same with AdamW of 8 bits
 lora-7b    LoRA of rank 32 on all linear layers in bf16, TIS
@@ -27,18 +28,29 @@ moe-30b    Qwen3-30B-A3B's shape, drawn at random and packed layer by layer: att
     python benchmarks/iteration.py --cases apart-8b --transfer ipc nccl --iterations 6 --checkpoints none
     python benchmarks/iteration.py --cases parts-8b --devices 2 --arms fp8_row --then bf16 --turn 4 --checkpoints none
     python benchmarks/iteration.py --cases full-1.5b --peers here trl trl here --checkpoints none
+    python benchmarks/iteration.py --cases full-1.5b --recompute auto all --checkpoints none
     python benchmarks/iteration.py --cases moe-30b --arms nvfp4 --replay on off --checkpoints none
 
 `--arms`: what the sampler is published in, or a precision plugin. `--peers trl` runs `trl_iteration.py`, the
-same iteration with TRL's trainer and its vLLM in the same process. `--tiny` tries every line on a CPU.
+same iteration with TRL's trainer and its vLLM in the same process; under `--masters fp32` its weights are fp32 and its
+products bf16, as by default, under `bf16` both are bf16. `--tiny` tries every line on a CPU. Both orders at
+once on two equal GPUs, the folder of the model written before:
+
+    both="python benchmarks/iteration.py --cases full-1.5b --checkpoints none --models models"
+    $both --prepare
+    CUDA_VISIBLE_DEVICES=0 $both --peers here trl --out a.json &
+    CUDA_VISIBLE_DEVICES=1 $both --peers trl here --out b.json
+    python benchmarks/iteration.py --join a.json b.json
 """
 
 import argparse
 import contextlib
 import csv
+import fcntl
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import statistics
@@ -47,7 +59,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -138,8 +151,13 @@ PLUGINS: dict[str, dict[str, Any]] = {
 ARMS = ("bf16", "fp8_row", *PLUGINS, "nvfp4", "int4_group")
 PACKED = ("nvfp4", "int4_group")
 """What a base that is drawn at random is packed in."""
+RECOMPUTED = {"auto": "auto", "all": True, "none": False}
 WARM_UP = 2
 PHASES = ("publish", "rollout", "wait", "score", "update", "evaluate", "checkpoint", "other")
+PEAK_RATE = 989e12
+"""Operations a second of an H200 or H100 in bf16."""
+ENDED: list[int] = []
+"""The signal by which somebody asked this process to end."""
 
 
 def parse() -> argparse.Namespace:
@@ -149,7 +167,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoints", nargs="+", choices=("none", "auto", "every"), default=["none", "auto"])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["bf16"], help="of cases without a quantized base")
     parser.add_argument("--replay", nargs="+", choices=("on", "off"), default=["on"], help="of routes, in mixtures")
-    parser.add_argument("--peers", nargs="+", choices=("here", "trl"), default=["here"], help="one run each, in order")
+    parser.add_argument(
+        "--recompute", nargs="+", choices=RECOMPUTED, default=["auto"], help="layers, in backward passes"
+    )
+    parser.add_argument("--masters", nargs="+", choices=("fp32", "bf16"), default=["fp32"], help="of trained weights")
+    peers = [peer + masters for peer in ("here", "trl") for masters in ("", "/fp32", "/bf16")]
+    parser.add_argument("--peers", nargs="+", choices=peers, default=["here"], help="one run each, in order")
+    parser.add_argument("--ahead", action="store_true", help="let the next run import beside the one that is measured")
+    parser.add_argument(
+        "--then-all", type=int, default=0, metavar="N", help="N + 1 more iterations of the last run, all computed again"
+    )
     parser.add_argument("--schedules", nargs="+", default=["on_policy"], help="of the cases with an engine apart")
     parser.add_argument(
         "--transfer",
@@ -168,6 +195,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt")
     parser.add_argument("--models", type=Path, help="where model folders are kept (default: nowhere)")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for each run")
+    parser.add_argument("--prepare", action="store_true", help="write the folders of --models and end")
+    parser.add_argument("--join", nargs="+", type=Path, help="print the table of such files and end")
     parser.add_argument(
         "--set", nargs=argparse.REMAINDER, default=[], help="last: further options of fit, such as --a.b c"
     )
@@ -179,18 +208,24 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Run every case and print one table."""
     args = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that runs end with this process
+    if args.join:
+        table([result for file in args.join if file.exists() for result in json.loads(file.read_text())])
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: ENDED.append(number))  # the run ends, and its rows count
     results: list[dict[str, Any]] = []
     try:
         measure_all(args, results)
-    finally:  # also of what was measured before somebody ended it
+    finally:  # also of what was measured before something failed
         table(results)
+    if ENDED:
+        sys.exit(128 + ENDED[0])
 
 
 def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     """Run every case; what was found is added to `results` and written as it comes."""
     with tempfile.TemporaryDirectory() as temporary:
-        models = args.models or Path(temporary)
+        models = args.models.resolve() if args.models else Path(temporary)
+        planned: list[Planned] = []
         for name in args.cases:
             case = dict(CASES[name])
             if args.tiny:
@@ -200,21 +235,46 @@ def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None
             case["prompts"] = args.prompts or case["prompts"]
             drawn = bool(case.get("drawn"))
             folder = model_folder(models, case["shape"], case.get("format"), case.get("stops", 1), drawn)
+            if args.prepare:
+                continue
             schedules = args.schedules if case.get("apart") else ["on_policy"]
             replay = args.replay if mixes(case) else ["off"]
-            for number, (checkpoints, arm, peer, schedule, routes) in enumerate(
-                itertools.product(args.checkpoints, args.arms, args.peers, schedules, replay)
+            ways = args.checkpoints, args.arms, args.masters, args.recompute, args.peers, schedules, replay
+            for number, (checkpoints, arm, masters, recompute, peer, schedule, routes) in enumerate(
+                itertools.product(*ways)
             ):
+                peer, _, other = peer.partition("/")
+                masters = other or masters
+                if peer == "trl" and recompute != args.recompute[0]:
+                    continue  # it has a way of its own
                 run = Path(temporary) / f"{name}-{number}"
-                case |= {"arm": arm, "peer": peer, "schedule": schedule, "replay": routes}
-                what = {"case": name, "arm": arm, "peer": peer, "checkpoints": checkpoints}
+                case |= {"arm": arm, "peer": peer, "schedule": schedule, "replay": routes, "recompute": recompute}
+                case |= {"masters": masters}
+                what = {"case": name, "arm": arm, "peer": peer, "checkpoints": checkpoints, "masters": masters}
+                what |= {"recompute": recompute} if peer == "here" and recompute != "auto" else {}
                 what |= {"schedule": schedule} if case.get("apart") else {}
                 what |= {"replay": routes} if mixes(case) else {}
-                result = {**what, **measure(args, case, folder, run, checkpoints)}
-                print(json.dumps(result), flush=True)
-                results.append(result)
-                if args.out:
-                    args.out.write_text(json.dumps(results, indent=1))
+                planned.append(Planned(what, dict(case), folder, run, checkpoints))
+        if planned and args.then_all:
+            planned[-1].case["then_all"] = args.then_all
+        following: Started | None = None
+        for number, plan in enumerate(planned):
+            if ENDED:
+                break
+            started, following = following or begin(args, plan), None
+            started.gate.touch()
+            if args.ahead and number + 1 < len(planned):
+                following = begin(args, planned[number + 1])
+            try:
+                result = {**plan.what, **measure(args, plan, started)}
+            except BaseException:
+                end(following)
+                raise
+            print(json.dumps(result), flush=True)
+            results.append(result)
+            if args.out:
+                args.out.write_text(json.dumps(results, indent=1))
+        end(following)
 
 
 def denoises(case: dict[str, Any]) -> bool:
@@ -234,18 +294,25 @@ def model_folder(models: Path, shape: str, format: str | None, stops: int = 1, d
     """Return the folder of a model of that shape with random weights, plain or quantized, made where it is not.
 
     So many of its words end a completion; with random weights all are about as likely. A folder of a model that is
-    drawn has no weights.
+    drawn has no weights. Of several processes that want it one makes it.
     """
-    folder = models / "-".join(
-        filter(None, (shape, format, f"{stops}-stops" if stops > 1 else None, "drawn" if drawn else None))
-    )
-    if (folder / "config.json").exists():
-        return folder
+    name = "-".join(filter(None, (shape, format, f"{stops}-stops" if stops > 1 else None, "drawn" if drawn else None)))
+    models.mkdir(parents=True, exist_ok=True)
+    with (models / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (models / f"{name}.whole").exists():
+            write_folder(models / name, shape, format, stops, drawn)
+            (models / f"{name}.whole").touch()
+    return models / name
+
+
+def write_folder(folder: Path, shape: str, format: str | None, stops: int, drawn: bool) -> None:
+    """Write the folder of a model, as `model_folder` says."""
     folder.mkdir(parents=True, exist_ok=True)
     case = {"shape": shape}
     if drawn:
         write_outline(shape, folder, stops)
-        return folder
+        return
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen3MoeConfig
 
@@ -259,6 +326,7 @@ def model_folder(models: Path, shape: str, format: str | None, stops: int = 1, d
     config = kind(**SHAPES[shape], max_position_embeddings=4096, dtype="bfloat16")
     write_model(config, folder)
     GenerationConfig(eos_token_id=stop_words(config.vocab_size, stops)).save_pretrained(folder)
+    shutil.copytree(folder / "tokenizer", folder, dirs_exist_ok=True)  # where TRL's vLLM looks for it
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -283,7 +351,6 @@ def model_folder(models: Path, shape: str, format: str | None, stops: int = 1, d
         content = json.loads((folder / "config.json").read_text())
         content["quantization_config"] = chosen.quantization_config(["lm_head"])
         (folder / "config.json").write_text(json.dumps(content))
-    return folder
 
 
 def stop_words(vocabulary: int, stops: int) -> list[int]:
@@ -322,86 +389,170 @@ def write_outline(shape: str, folder: Path, stops: int) -> None:
     (folder / "tokenizer").mkdir(exist_ok=True)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
+    shutil.copytree(folder / "tokenizer", folder, dirs_exist_ok=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------- run
 
 
-def measure(args: argparse.Namespace, case: dict[str, Any], model: Path, run: Path, checkpoints: str) -> dict[str, Any]:
-    """Return the figures of one run, or what went wrong."""
+@dataclass
+class Planned:
+    """A run: what the table calls it, its case, the folders of model and run, and what it saves."""
+
+    what: dict[str, Any]
+    case: dict[str, Any]
+    model: Path
+    run: Path
+    checkpoints: str
+
+
+@dataclass
+class Started:
+    """The processes of a run, where they write, and the file for which they wait after their imports."""
+
+    processes: list[subprocess.Popen]
+    log: Path
+    writer: threading.Thread
+    gate: Path
+
+
+def begin(args: argparse.Namespace, plan: Planned) -> Started:
+    """Start the processes of a run."""
     import yaml
 
+    run, case = plan.run, plan.case
     run.parent.mkdir(parents=True, exist_ok=True)
-    config = run.with_suffix(".yaml")
-    config.write_text(yaml.safe_dump(configuration(args, case, model, run, checkpoints)))
-    log = run.with_suffix(".log")
+    config, gate = run.with_name(run.name + ".yaml"), run.with_name(run.name + ".gate")
+    config.write_text(yaml.safe_dump(configuration(args, case, plan.model, run, plan.checkpoints)))
+    log = run.with_name(run.name + ".log")
     if args.out:  # beside the figures: the run's folder goes with this process
         args.out.parent.mkdir(parents=True, exist_ok=True)
         log = args.out.with_name(f"{args.out.stem}-{run.name}.log")
-    runner = ["-m", "lit_qrl.cli"]
+    here = [str(Path(__file__).with_name("gate.py"))] if args.ahead else ["-m", "lit_qrl.cli"]
     if args.stacks:
-        runner = [str(Path(__file__).with_name("sampled.py")), str(log.with_suffix(".stacks"))]
-    command = [sys.executable, *runner, "fit", "--config", str(config), *args.set]
+        here = [str(Path(__file__).with_name("sampled.py")), str(log.with_suffix(".stacks"))]
+    command = [sys.executable, *here, "fit", "--config", str(config), *args.set]
     if case["peer"] == "trl":
         command = [sys.executable, str(Path(__file__).with_name("trl_iteration.py")), str(config), str(run)]
     paths = os.pathsep.join([str(Path(__file__).parent), str(ROOT), *sys.path[1:]])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"}
+    environment |= {"RUN_GATE": str(gate)} if args.ahead else {}
     read, write = os.pipe()
     writer = threading.Thread(target=stamped, args=(os.fdopen(read, errors="replace"), log), daemon=True)
     writer.start()
     options = {"stdout": write, "stderr": write, "cwd": run.parent, "start_new_session": True}
     processes = [subprocess.Popen(command, env=environment | joins, **options) for joins in meeting(args, case)]
     os.close(write)
+    return Started(processes, log, writer, gate)
+
+
+def end(started: Started | None) -> None:
+    """End what belongs to a run, engines of their own, too."""
+    for one in started.processes if started else []:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(one.pid, signal.SIGKILL)
+    if started:
+        started.writer.join(5)
+
+
+def measure(args: argparse.Namespace, plan: Planned, started: Started) -> dict[str, Any]:
+    """Return the figures of a run whose gate is open, or what went wrong."""
+    case, run, checkpoints, processes = plan.case, plan.run, plan.checkpoints, started.processes
+    held, deadline = device_memory(), time.monotonic() + args.timeout
     begun = time.monotonic()
-    wanted = args.iterations if checkpoints == "none" else sys.maxsize  # then what follows is of no interest
-    process = processes[0]
+    wanted = iterations(args, case) if checkpoints == "none" else sys.maxsize  # then what follows is of no interest
     try:
-        ends, peak, deadline = watch(process, run / "metrics.csv", time.monotonic() + args.timeout, wanted)
-    finally:  # engines of theirs, too
-        for one in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(one.pid, signal.SIGKILL)
-        writer.join(5)
-    rows = read_rows(run / "metrics.csv")
-    apart = mismatch(rows)
-    if (process.returncode and len(rows) < wanted) or len(rows) <= WARM_UP + 1:
-        return {
-            "error": f"status {process.returncode}",
-            "seen": rows,
-            "walls": [round(b - a, 2) for a, b in itertools.pairwise(ends)],
-            "peak_gib": peak,
-            **apart,
-            **start(begun, ends, rows),
-            "log": log.read_text()[-8000:],
-        }
-    wall = [b - a for a, b in itertools.pairwise(ends)][WARM_UP - 1 :]
-    phases = {
-        phase: round(statistics.median(row.get(f"time/{phase}", 0.0) for row in rows[WARM_UP:]), 3) for phase in PHASES
-    }
-    without = [
-        row["time/iteration"] - row.get("time/checkpoint", 0.0) - row.get("time/other", 0.0) for row in rows[WARM_UP:]
-    ]
-    saved = run / "checkpoints" / "last.ckpt"
-    return {
-        "wall": round(statistics.median(wall), 3),
-        "mean_wall": round(statistics.mean(wall), 3),
-        "phases_sum": round(statistics.median(without), 3),
-        "row_iteration": round(statistics.median(row["time/iteration"] for row in rows[WARM_UP:]), 3),
-        **apart,
+        ends, peaks = watch(processes[0], run / "metrics.csv", deadline, wanted)
+    finally:
+        end(started)
+    rows = read_rows(run / "metrics.csv")[: len(ends)]
+    result: dict[str, Any] = {
+        "peak_gib": round(max(peaks), 1) or None,
+        "held_before_gib": round(held, 1),
+        "peaks": [round(peak, 1) for peak in peaks],
         **start(begun, ends, rows),
+        "seconds_in_all": round(time.monotonic() - begun, 1),
+    }
+    if len(rows) < wanted and (processes[0].returncode or checkpoints == "none"):
+        result |= {"error": f"status {processes[0].returncode} after {len(rows)} rows"}
+        result |= {"seen": rows, "log": started.log.read_text()[-8000:]}
+    saved = run / "checkpoints" / "last.ckpt"
+    result["checkpoint_gib"] = round(saved.stat().st_size / 2**30, 2) if saved.exists() else None
+    wall = [later - earlier for earlier, later in itertools.pairwise(ends)]
+    usual = args.iterations if "then_all" in case else len(rows)
+    if wall:
+        result |= figures(rows[:usual], wall[: usual - 1]) | rates(case, args, rows[:usual])
+    if rows[usual + 1 :]:  # of what follows the first is left out
+        again = rows[usual - 1 :]
+        result["all_again"] = figures(again, wall[usual - 1 :]) | rates(case, args, again)
+        result["all_again"]["peak_gib"] = round(max(peaks[usual + 1 :]), 1)
+        result["peak_gib"] = round(max(peaks[: usual + 1]), 1)
+    return result
+
+
+def iterations(args: argparse.Namespace, case: dict[str, Any]) -> int:
+    """Return how many iterations a run has."""
+    return args.iterations + (1 + case["then_all"] if "then_all" in case else 0)
+
+
+def figures(rows: list[dict[str, float]], wall: Sequence[float]) -> dict[str, Any]:
+    """Return the medians of a run's iterations, without those that warm up where there are others.
+
+    Args:
+        rows: of the run's `metrics.csv`.
+        wall: seconds between their ends, one fewer.
+    """
+    skipped = min(WARM_UP, len(rows) - 1)
+    counted, between = rows[skipped:], wall[skipped - 1 :]
+
+    def median(name: str) -> float:
+        return round(statistics.median(row.get(name, 0.0) for row in counted), 3)
+
+    without = [row["time/iteration"] - row.get("time/checkpoint", 0.0) - row.get("time/other", 0.0) for row in counted]
+    return {
+        "wall": round(statistics.median(between), 3),
+        "mean_wall": round(statistics.mean(between), 3),
+        "counted": len(counted),
+        "phases_sum": round(statistics.median(without), 3),
+        "row_iteration": median("time/iteration"),
+        **mismatch(rows),
         "walls": [round(one, 2) for one in wall],
         "checkpoint_seconds": [round(row.get("time/checkpoint", 0.0), 2) for row in rows],
-        "checkpoint_gib": round(saved.stat().st_size / 2**30, 2) if saved.exists() else None,
-        "peak_gib": peak,
         "rows": [{name: round(value, 3) for name, value in row.items() if told(name)} for row in rows],
-        "drawn_ahead_in": round(statistics.median(row.get("rollout/seconds_ahead", 0.0) for row in rows[WARM_UP:]), 3),
-        "publish_parts": publish_parts(rows[WARM_UP:]),
+        "drawn_ahead_in": median("rollout/seconds_ahead"),
+        "publish_parts": publish_parts(counted),
         "first_publish_parts": publish_parts(rows[:1]),
         "micro_batches": rows[-1].get("update/micro_batches"),
         "publish_gigabytes": round(rows[-1].get("publish/bytes", 0.0) / 1e9, 3),
-        "seconds_in_all": round(time.monotonic() - deadline + args.timeout, 1),
-        **phases,
+        **{phase: median(f"time/{phase}") for phase in PHASES},
     }
+
+
+def rates(case: dict[str, Any], args: argparse.Namespace, rows: list[dict[str, float]]) -> dict[str, float]:
+    """Return the tokens of an iteration and the shares of the GPU's bf16 rate at which they were scored and trained.
+
+    Of a parameter and token an update takes 6 operations, 4 where only adapters are trained, and scoring 2; what is
+    computed again does not count. A group's prompt counts once.
+    """
+    shape, counted = SHAPES[case["shape"]], rows[min(WARM_UP, len(rows) - 1) :]
+    lengths = [row["rollout/length"] for row in counted if "rollout/length" in row]
+    if not lengths or mixes(case) or denoises(case):
+        return {}
+    tokens = case["prompts"] * ((12 if args.tiny else args.prompt) + 8 * statistics.mean(lengths))
+    operations = parameters(shape) * tokens / PEAK_RATE / (args.devices if case.get("parts") else 1)
+    rates = {"tokens": round(tokens)}
+    for phase, each in (("score", 2), ("update", 4 if "lora" in case else 6)):
+        seconds = statistics.median(row.get(f"time/{phase}", 0.0) for row in counted)
+        rates |= {f"{phase}_rate": round(each * operations / seconds, 3)} if seconds > 0.05 else {}
+    return rates
+
+
+def parameters(shape: dict[str, Any]) -> int:
+    """Return how many numbers of a dense model each token is multiplied with: layers' matrices and the output head."""
+    width, heads = shape["hidden_size"], shape["num_attention_heads"]
+    held = shape["num_key_value_heads"] * (width // heads)
+    each = 2 * width * width + 2 * width * held + 3 * width * shape["intermediate_size"]
+    return shape["num_hidden_layers"] * each + shape["vocab_size"] * width
 
 
 def publish_parts(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -447,13 +598,13 @@ def configuration(
 
     prompt = 12 if args.tiny else args.prompt
     draw = random.Random(0)
-    data = run.with_suffix(".jsonl")
+    data = run.with_name(run.name + ".jsonl")
     vocabulary = SHAPES[case["shape"]]["vocab_size"]
     rows = ({"question": " ".join(f"w{draw.randrange(3, vocabulary)}" for _ in range(prompt))} for _ in range(256))
     data.write_text("".join(json.dumps({**row, "answer": "1"}) + "\n" for row in rows))
     engine = {"class_path": "TransformersEngine"}
     if not args.tiny:
-        share = {"32b": 0.5, "8b": 0.25, "30b-a3b": 0.25}.get(case["shape"], 0.35)
+        share = {"32b": 0.5, "8b": 0.25, "30b-a3b": 0.25}.get(case["shape"], 0.3)  # 0.3 is TRL's default
         options = {"gpu_memory_utilization": share, "quick_start": True, "max_lora_rank": 32 if "lora" in case else 0}
         if case.get("parts") or case.get("apart") or mixes(case):  # a start records no more graphs than it needs
             sequences = case["prompts"] * 8 // (args.devices if case.get("parts") else 1)
@@ -481,12 +632,13 @@ def configuration(
         "tokenizer": str(model / "tokenizer"),
         "dtype": "fp32" if case.get("parts") else "bf16",
         **({"gradient_checkpointing": True} if case.get("parts") else {}),
+        **({"gradient_checkpointing": RECOMPUTED[case["recompute"]]} if case["recompute"] != "auto" else {}),
         **({"lora": case["lora"]} if "lora" in case else {}),
         **({"random_weights": True} if case.get("drawn") else {}),
     }
     task = {"path": str(data), "evaluation_size": 8, "chat": False, "rewards": [{"class_path": "even_words.EvenWords"}]}
     parts = case.get("parts") and (args.devices > 1 or not args.tiny)
-    trainer = {"default_root_dir": str(run), "max_epochs": args.iterations, "limit_val_batches": 0, "devices": 1}
+    trainer = {"default_root_dir": str(run), "max_epochs": iterations(args, case), "limit_val_batches": 0, "devices": 1}
     if parts:
         trainer |= {"devices": args.devices, "strategy": {"class_path": "ShardedStrategy"}}
         trainer |= {"accelerator": "cpu"} if args.tiny else {}
@@ -504,6 +656,10 @@ def configuration(
     if args.then:
         later = {"class_path": "ways.ThenFormat", "init_args": {"format": args.then, "after": args.turn}}
         trainer["callbacks"] = [*trainer.get("callbacks", []), later]
+    if "then_all" in case:
+        trainer["callbacks"] += [
+            {"class_path": "recompute_from.RecomputeFrom", "init_args": {"iteration": args.iterations}}
+        ]
     publisher = {"lora": "adapter" if "lora" in case and not (args.tiny or case.get("apart")) else "auto"}
     if denoises(case):
         publisher = {"format": "fp8_tensor"}
@@ -513,6 +669,7 @@ def configuration(
         "seed_everything": 0,
         "model": {
             "policy": {"class_path": "DiffusionPolicy" if denoises(case) else "CausalPolicy", "init_args": policy},
+            "master_weights": case["masters"] == "fp32",
             "optimizer": {"class_path": case.get("optimizer", "torch.optim.AdamW"), "init_args": {"lr": 1e-6}},
         },
         "data": {
@@ -551,31 +708,29 @@ def meeting(args: argparse.Namespace, case: dict[str, Any]) -> list[dict[str, st
     return [{**place, "LOCAL_RANK": str(rank)} for rank in range(args.devices)]
 
 
-def watch(
-    process: subprocess.Popen, metrics: Path, deadline: float, wanted: int
-) -> tuple[list[float], float | None, float]:
-    """Return when each row of an iteration appeared, the device's peak in GiB, and the deadline.
+def watch(process: subprocess.Popen, metrics: Path, deadline: float, wanted: int) -> tuple[list[float], list[float]]:
+    """Return when each row of an iteration appeared, and the most GiB in use on the device until each and the end.
 
-    It waits for the end of the process, or for so many rows.
+    It waits for the end of the process, for so many rows, for the deadline, or for a signal to this process.
     """
     ends: list[float] = []
-    peak, asked, begun = 0.0, 0.0, time.monotonic()
-    while process.poll() is None and time.monotonic() < deadline and len(ends) < wanted:
-        if metrics.exists():
-            rows = read_rows(metrics)
-            for row in rows[len(ends) :]:  # as they come, so that a run that is cut short shows them
-                ends.append(time.monotonic())
-                shown = {name.removeprefix("time/"): round(value, 3) for name, value in row.items() if told(name)}
-                print(f"{ends[-1] - begun:6.1f} row {len(ends)}, {peak:.1f} GiB: {json.dumps(shown)}", flush=True)
-        if time.monotonic() - asked > 1.0:
-            peak, asked = max(peak, device_memory()), time.monotonic()
+    peaks, asked, begun = [0.0], 0.0, time.monotonic()
+    while process.poll() is None and time.monotonic() < deadline and len(ends) < wanted and not ENDED:
+        rows = read_rows(metrics)
+        for row in rows[len(ends) :]:  # as they come, so that a run that is cut short shows them
+            peaks.append(0.0)
+            ends.append(time.monotonic())
+            shown = {name.removeprefix("time/"): round(value, 3) for name, value in row.items() if told(name)}
+            print(f"{ends[-1] - begun:6.1f} row {len(ends)}, {max(peaks):.1f} GiB: {json.dumps(shown)}", flush=True)
+        if time.monotonic() - asked > 0.5:
+            peaks[-1], asked = max(peaks[-1], device_memory()), time.monotonic()
         time.sleep(0.02)
-    if process.poll() is None and len(ends) < wanted:  # what it hangs in stands at the end of its log then
+    if process.poll() is None and len(ends) < wanted and not ENDED:  # what it hangs in stands at the end of its log
         process.send_signal(signal.SIGABRT)
         time.sleep(3.0)
     process.kill()
     process.wait()
-    return ends, round(peak, 1) or None, deadline
+    return ends, peaks
 
 
 def told(name: str) -> bool:
@@ -589,7 +744,7 @@ def read_rows(metrics: Path) -> list[dict[str, float]]:
         return []
     with metrics.open() as file:
         found = [row for row in csv.DictReader(file) if row.get("time/iteration")]
-    kept = ("time/", "mismatch/", "rollout/seconds_ahead", "publish/gigabytes_per_second", "publish/bytes", "update/m")
+    kept = ("time/", "mismatch/", "rollout/seconds_ahead", "rollout/length", "publish/bytes", "update/m")
     return [{key: float(value) for key, value in row.items() if key.startswith(kept) and value} for row in found]
 
 
@@ -605,13 +760,46 @@ def device_memory() -> float:
 
 
 def table(results: list[dict[str, Any]]) -> None:
-    """Print one line a run."""
-    columns = ("wall", "mean_wall", "phases_sum", *PHASES, "checkpoint_gib", "peak_gib")
-    what = ("case", "arm", "peer", "checkpoints", "schedule", "replay")
-    print(" | ".join([*what, *columns]))
+    """Print one line a run, and how many times as fast ours is as TRL's, of all runs of a case."""
+    columns = ("wall", "mean_wall", "counted", *PHASES, "update_rate", "score_rate", "checkpoint_gib", "peak_gib")
+    what = ("case", "arm", "masters", "peer", "checkpoints", "recompute", "schedule", "replay")
+    shown = [name for name in (*what, *columns) if any(result.get(name) for result in results)]
+    print(" | ".join([*shown, "walls"]))
     for result in results:
-        cells = [str(result.get(column, "")) for column in columns]
-        print(" | ".join([*(str(result.get(name, "")) for name in what), *cells, result.get("error", "")]))
+        cells = [str(result.get(name, "")) for name in shown]
+        print(" | ".join([*cells, " ".join(map(str, result.get("walls", []))), result.get("error", "")]))
+        if again := result.get("all_again"):
+            cells = [str(again.get(name, "the same, all again" if name == "case" else "")) for name in shown]
+            print(" | ".join([*cells, " ".join(map(str, again["walls"]))]))
+    for case in dict.fromkeys(result["case"] for result in results):
+        for line in compared([result for result in results if result["case"] == case and "wall" in result]):
+            print(f"{case}: {line}")
+
+
+def compared(results: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield what the iterations of one case say of TRL, or else of bf16, against each of our ways, over all their runs.
+
+    Each is beside the runs with masters of the same kind.
+    """
+    ways: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for result in results:
+        here = result["peer"] == "here"
+        way = (result["arm"], result.get("recompute", "auto")) if here else ("trl",)
+        ways.setdefault((result.get("masters", ""), *way), []).append(result)
+    for (masters, *way), ours in ways.items():
+        theirs = ways.get((masters, "trl"))
+        base = theirs or ways.get((masters, "bf16", "auto"))
+        if base is None or ours is base:
+            continue
+        first, second = (
+            statistics.median([wall for run in runs for wall in run["walls"][-run["counted"] :]])
+            for runs in (base, ours)
+        )
+        memory = [max(run["peak_gib"] or 0.0 for run in runs) for runs in (base, ours)]
+        yield (
+            f"{masters} masters: {'TRL' if theirs else 'bf16'} {first:.2f} s, here {' recompute '.join(way)} "
+            f"{second:.2f} s: {first / second:.2f} times as fast; peaks {memory[0]:.1f} and {memory[1]:.1f} GiB"
+        )
 
 
 if __name__ == "__main__":

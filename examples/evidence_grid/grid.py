@@ -52,6 +52,12 @@ BLOCKS = {
     "aligned": (CONTROL, "{s6,s8,s12,s13}+none+int4_aligned"),
     "four_bits": (CONTROL, "{s1,s4}+none+w4a4"),
     "tbpo": (CONTROL, "{s6,s8}+none+int4", "s10+none+int4", "{s6,s8,s10}+tbpo+int4"),
+    "cache": (CONTROL, "s1+none+{fp8_cache,fp8_block_cache}", "s1+{none,tis,ais,sequence_tis}+{cache14,cache15}"),
+    "masks": (CONTROL, "{s6,s8,s12}+{mis,sequence_mis,geo_wide,ais_geo}+int4"),
+    "repeated": (
+        "{one_update,eight_updates}+s10+none+bf16",
+        "{one_update,eight_updates}+s10+{none,tis,ais,sequence_tis}+int4",
+    ),
     "noise": (CONTROL, "s1+none+nvfp4", "s1+aqn+{bf16,nvfp4}", "s8+none+int4", "s8+aqn+int4"),
 }
 """What is run together, the most important first: arms, with alternatives in braces."""
@@ -158,6 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = evidence.run_until([one.job for one in planned.values()], options.jobs, deadline) if running else []
     rows = [*earlier, *(grid_table.row(one.study, one.rate, one.job) for one in planned.values() if counts(one.job))]
     print(grid_table.write(rows, out / "results"), flush=True)
+    of_grid = [one.job for one in planned.values() if one.study == "grid" and counts(one.job)]
+    grid_table.write_curves(of_grid, out / "results", (options.before or out) / grid_table.CURVES_FILE)
     grid_figure.draw(rows, SHIPPED, out / "results" / grid_figure.FIGURE_FILE)
     return 1 if failed else 0
 

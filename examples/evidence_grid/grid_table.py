@@ -158,14 +158,18 @@ def control_of(arm: str) -> str:
 
 
 def write(rows: Sequence[Row], folder: Path) -> str:
-    """Write every run's line and the table of the grid's arms into `folder`; return the table's text."""
+    """Write every run's line and the table of the grid's arms, which is that of the lines as they were written.
+
+    Returns:
+        The table's text.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / RUNS_FILE).open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()
         for line in rows:
             writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in line.items()})
-    text = "\n".join(table([one for one in rows if one["study"] == "grid"]))
+    text = "\n".join(table([one for one in read(folder / RUNS_FILE) if one["study"] == "grid"]))
     (folder / TABLE_FILE).write_text(text + "\n")
     return text
 

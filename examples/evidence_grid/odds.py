@@ -28,8 +28,8 @@ from lit_qrl.report.figures import COLORS, INK, prepare  # noqa: E402
 
 SHIPPED = HERE.parents[1] / "docs" / "figures" / "evidence"
 MODULE = HERE.parents[1] / "lit_qrl" / "functional" / "loss_models.py"
-LATER_SEED, LATER = 12, {"w4a4"}
-"""Of the grid, and parts of its arms: these runs came after the fit, and judge it whatever their parity."""
+LATER_SEED, LATER = 12, {"w4a4", "mis", "sequence_mis", "fp8_cache", "fp8_block_cache", "cache14", "cache15"}
+"""Of the grid: the first seed, and parts of arms, of the runs that came after the fit; all of them judge it."""
 UNTOLD = {"tbpo", "aqn"}
 """Arms whose objective or noise the model's inputs do not know."""
 RIDGE, BOOTSTRAPS, NEWTON_STEPS = 1.0, 10_000, 50
@@ -77,7 +77,7 @@ class Example:
     @property
     def later(self) -> bool:
         """Whether it was run after the model was shipped."""
-        return self.seed == LATER_SEED or not LATER.isdisjoint(self.arm.split("+"))
+        return self.study == "grid" and (self.seed >= LATER_SEED or not LATER.isdisjoint(self.arm.split("+")))
 
 
 def inputs_of(row: grid_table.Row) -> dict[str, float]:
@@ -215,6 +215,11 @@ def judged(examples: Sequence[Example]) -> tuple[list[Judged], dict[str, loss_od
         unseen |= {id(one): model.log_odds(one.inputs) for one in examples if one.position == position}
     lines = [
         judge("first ten iterations", score(early), held_out),
+        judge(
+            "the same, runs within the fitted ranges",
+            score(early),
+            [one for one in held_out if not early.outside(one.inputs)],
+        ),
         judge("the same, runs made after the model alone", score(early), [one for one in examples if one.later]),
         judge("mean abs. log-ratio alone", lambda one: one.inputs["start"], held_out),
         judge("with the correction: what `audit` knows", score(audit), held_out),

@@ -27,6 +27,12 @@ from grid import SHIPPED, Planned, evidence, studies  # noqa: E402
 OF_STUDY = {
     "habits": ("{cosine,one_update,unscaled}+s10+none+{bf16,int4}",),
     "fp8": ("s10+none+bf16", "s10+none+fp8_{block,unified}"),
+    "int3_study": ("s4+none+{bf16,int3}",),
+    "first": (
+        "s10+none+bf16",
+        "s10+{none,tis,mis,sequence_tis,sequence_mis,ais,ais_fitted}+int4",
+        "s10+none+int4_aligned",
+    ),
 }
 ORDER: tuple[tuple[str, int], ...] = (
     *(("habits", seed) for seed in (0, 1, 2)),
@@ -47,10 +53,18 @@ ORDER: tuple[tuple[str, int], ...] = (
     ("updates", 12),
     ("rejection", 12),
     *(("fp8", seed) for seed in (3, 4)),
-    ("aligned", 10),
     ("products", 12),
     ("slow", 12),
     ("damping", 12),
+    *(("cache", seed) for seed in (11, 12)),
+    *(("int3_study", seed) for seed in (0, 1, 2)),
+    *(("repeated", seed) for seed in (11, 12)),
+    ("masks", 11),
+    *(("first", seed) for seed in (8, 9)),
+    ("masks", 12),
+    *(("levels", seed) for seed in (13, 14)),
+    *(("int3_study", seed) for seed in (3, 4)),
+    *((block, 13) for block in ("aligned", "products", "slow", "damping", "int3", "tbpo")),
 )
 """What is run, the most important first: a block and a seed; those of the study have 240 iterations."""
 

@@ -235,6 +235,7 @@ def pilot(study: studies.Study, out: Path, extra: Sequence[str], parallel: int, 
 def write(results: summary.Results, folder: Path, scale: str = DEFAULT.scale) -> str:
     """Write CSVs, tables, figures and what follows for the hypotheses into `folder`; return it as text."""
     text = summary.write(results, folder)
+    results = summary.read(folder)
     lines = verdicts.verdicts(results, summary.compare(results), verdicts.scale_of(results) or scale)
     (folder / VERDICTS_FILE).write_text("\n".join(lines) + "\n")
     return "\n".join([text, *lines])

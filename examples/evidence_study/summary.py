@@ -309,14 +309,15 @@ def table(results: Results, level: str, compared: Sequence[Comparison]) -> list[
 
 
 def write(results: Results, folder: Path) -> str:
-    """Write CSVs, table and figure into `folder`; return the table's text."""
+    """Write CSVs, and table and figure of what they hold, into `folder`; return the table's text."""
     folder.mkdir(parents=True, exist_ok=True)
     order = {arm: place for place, arm in enumerate(studies.load(Path(__file__).parent).arms)}
     outcomes = sorted(results.outcomes, key=lambda one: (order[one.arm], one.seed))
     points = sorted(results.points, key=lambda one: (order[one.arm], one.seed, one.iteration))
-    compared = compare(results)
     write_rows(folder / RUNS_FILE, Outcome, outcomes)
     write_rows(folder / CURVES_FILE, Point, points)
+    results = read(folder)
+    compared = compare(results)
     write_rows(folder / TESTS_FILE, Comparison, compared)
     lines = [f"{len(outcomes)} runs finished; {len(compared)} paired tests, p adjusted by Holm over all of them.", ""]
     for level, title in SETTINGS.items():
@@ -354,7 +355,8 @@ def draw(results: Results, levels: Sequence[str], path: Path) -> None:
         FigureCanvasAgg(sheet)
         grid = sheet.subplots(*((2, 2) if alone else (len(levels), 4)), squeeze=False).reshape(-1, 4)
         for line, level in zip(grid, levels, strict=True):
-            arms = results.arms(level)
+            # of one setting alone those that have a color of their own; its FP8 arms are told in words
+            arms = [arm for arm in results.arms(level) if not (alone and "fp8" in arm)]
             free = cycle(COLORS)
             colors = {arm: "#20242c" if short(arm) == "bf16 sampler" else next(free) for arm in arms}
             for axes, (value, title) in zip(line, panels.items(), strict=False):

@@ -173,7 +173,7 @@ def write(rows: Sequence[Row], folder: Path) -> str:
         writer.writeheader()
         for line in rows:
             writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in line.items()})
-    text = "\n".join(table(compared(rows)))
+    text = "\n".join(table(compared(read(folder / CURVES_FILE))))
     (folder / TABLE_FILE).write_text(text + "\n")
     return text
 

@@ -12,6 +12,8 @@ PANELS = {"learner": "Learner's accuracy", "sampler": "Sampler's accuracy, the r
 NAMES = {
     "s1+none+bf16": "bf16 sampler",
     "s1+none+nvfp4": "NVFP4",
+    "s1+none+fp8_cache": "FP8 KV cache",
+    "s1+sequence_tis+bf16": "bf16, sequence TIS",
     "none": "no correction",
     "tis": "TIS",
     "mis": "MIS",
@@ -24,6 +26,8 @@ NAMES = {
     "int4_aligned": "QATAligned",
 }
 STYLES = ("-", "--", ":")
+TICKS = 10
+"""Iterations between two marks."""
 
 
 def name_of(arm: str) -> str:
@@ -69,6 +73,8 @@ def draw(rows: Sequence[Mapping[str, object]], path: Path) -> None:
                 if points:
                     xs, ys = zip(*points, strict=True)
                     axes.plot(xs, ys, color=color, linestyle=style, linewidth=1.4, label=name_of(arm))
+            last = max((int(str(row["iteration"])) for row in rows), default=0)
+            axes.set_xticks(range(0, last + 1, TICKS))
             axes.set_xlabel("iteration", fontsize=8, color=ink["faint"])
         sheet.legend(
             *sheet.axes[0].get_legend_handles_labels(),

@@ -334,5 +334,6 @@ def check_invariant(hidden: Callable[[Tensor], Tensor], vocabulary: int, device:
                     f"The hidden states of a sequence depend on {name}, on this device and in this model.",
                     expected="the same bits in every batch",
                     given=f"{float((alone - together[1, : len(alone)]).abs().max()):.1e} apart",
-                    remedy="Set data.engine.batch_invariant to false.",
+                    remedy="Set data.engine.batch_invariant to false"
+                    + (", or take VLLMEngine, which has such kernels for a GPU." if device.type == "cuda" else "."),
                 )

@@ -89,10 +89,15 @@ def _stream(
 
 
 class Finite:
-    """Refuses NaN and inf: at once on a CPU, all in one transfer on an accelerator."""
+    """Refuses NaN and inf: at once on a CPU, all in one transfer on an accelerator.
 
-    def __init__(self) -> None:
+    Args:
+        fault: what is said of a tensor with such a number.
+    """
+
+    def __init__(self, fault: str = "holds NaN or inf and cannot be published.") -> None:
         self._kept: list[tuple[str, Tensor]] = []
+        self._fault = fault
 
     def plain(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Return the tensor as it is sent."""
@@ -105,7 +110,7 @@ class Finite:
             low, high = torch.aminmax(tensor)
             self._kept += [(name, low), (name, high)]
         elif not bool(torch.isfinite(tensor).all()):
-            raise _not_finite(name)
+            raise self._not_finite(name)
         return tensor
 
     @contextmanager
@@ -121,26 +126,24 @@ class Finite:
         self._kept += [(f"{layer}{_WEIGHT}", amax) for amax in amaxes]
 
     def check(self) -> None:
-        """Wait for the device; raise `ConfigError` naming the first tensor that is not finite."""
+        """Wait for the device if anything is kept; raise `ConfigError` naming the first tensor that is not finite."""
+        waiting, self._kept = self._kept, []
         kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for index, (_, value) in enumerate(self._kept):
+        for index, (_, value) in enumerate(waiting):
             kinds.setdefault((value.device, value.dtype), []).append(index)
         found = [
             index
             for members in kinds.values()
             for index, good in zip(
-                members, torch.stack([self._kept[i][1] for i in members]).isfinite().tolist(), strict=True
+                members, torch.stack([waiting[i][1] for i in members]).isfinite().tolist(), strict=True
             )
             if not good
         ]
         if found:
-            raise _not_finite(self._kept[min(found)][0])
+            raise self._not_finite(waiting[min(found)][0])
 
-
-def _not_finite(name: str) -> ConfigError:
-    return ConfigError(
-        f"{name} holds NaN or inf and cannot be published.", expected="finite values", remedy=NONFINITE_REMEDY
-    )
+    def _not_finite(self, name: str) -> ConfigError:
+        return ConfigError(f"{name} {self._fault}", expected="finite values", remedy=NONFINITE_REMEDY)
 
 
 def _named(layer: str, error: ValueError) -> ValueError:

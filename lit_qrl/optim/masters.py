@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -137,7 +138,13 @@ class MasterWeights(Optimizer):
     def master(self, parameter: nn.Parameter) -> Tensor:
         """Return the fp32 weights of a parameter; of one of 32 bits, its own."""
         held = parameter.detach()
-        return join(held, self.state[parameter]["low"]) if is_rounded(parameter) else held
+        if not is_rounded(parameter):
+            return held
+        if _in_one_pass(parameter):
+            from lit_qrl.optim import masters_triton
+
+            return masters_triton.join(held, self.state[parameter]["low"])
+        return join(held, self.state[parameter]["low"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -179,7 +186,12 @@ class MasterWeights(Optimizer):
                 inner.grad = parameter.grad.to(inner.dtype)
             yield
             for parameter, inner in bucket:
-                if is_rounded(parameter):
+                if is_rounded(parameter) and _in_one_pass(parameter):
+                    from lit_qrl.optim import masters_triton
+
+                    masters_triton.split(inner.data, parameter.detach(), self.state[parameter]["low"])
+                    torch.autograd.graph.increment_version(parameter)
+                elif is_rounded(parameter):
                     weight, low = split(inner.data, parameter.dtype)
                     parameter.copy_(weight)
                     self.state[parameter]["low"].copy_(low)
@@ -206,6 +218,17 @@ class MasterWeights(Optimizer):
                 own = self.state[parameter]["low"]
                 _ = own.zero_() if low is None else own.copy_(low)
         _copy_settings(self.inner.param_groups, self.param_groups)
+
+
+def _in_one_pass(parameter: Tensor) -> bool:
+    """Return whether kernels of ours take the masters of a parameter apart; a part of a sharded one is none."""
+    plain = parameter.device.type == "cuda" and parameter.dtype == torch.bfloat16 and parameter.is_contiguous()
+    return plain and type(parameter.data) is Tensor and _triton_installed()
+
+
+@lru_cache
+def _triton_installed() -> bool:
+    return find_spec("triton") is not None
 
 
 def _copy_settings(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:

@@ -23,6 +23,7 @@ from lit_qrl.network.linears import (
 from lit_qrl.network.names import is_adapted
 from lit_qrl.network.stream import quantize_named
 from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitExperts, LowBitLinear, LowBitWeight, StepClock
+from lit_qrl.precision.layers.together import LowBitTogether, reading_alike
 from lit_qrl.precision.source import Change, Held, Named, PublishingPrecision, WeightSource
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class QuantizedPrecision(PublishingPrecision):
 
     layer_class: type[LowBitLinear]
     expert_class: type[LowBitExpert]
+    group_class: type[LowBitTogether]
     trains_format = True
     gathered_in: torch.dtype | None = None
     """Dtype in which processes gather the weights of which each holds a part, or None."""
@@ -104,6 +106,12 @@ class QuantizedPrecision(PublishingPrecision):
             group = tuple(linears[name] for name in names)
             for layer in group:
                 layer.siblings = group
+        for names in reading_alike(network, linears):
+            group = tuple(linears[name] for name in names)
+            if LowBitTogether.fits(group):
+                together = self.group_class(group)
+                for layer in group:
+                    layer.together = together
         for name, stack in expert_stacks(network, self.exclude).items():
             plain = network.get_submodule(name)
             if not isinstance(plain, LowBitExperts):
@@ -116,6 +124,7 @@ class QuantizedPrecision(PublishingPrecision):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.clock.finite.check()
         result = super().optimizer_step(*args, **kwargs)
         self.clock.ticks += 1
         return result
@@ -182,7 +191,8 @@ class LowBitSource(WeightSource):
         def as_computed(name: str, tensor: Tensor) -> Tensor:
             return change(name, tensor).to(gathered.get(name))
 
-        return super().whole(as_computed, dtype)
+        yield from super().whole(as_computed, dtype)
+        self.plugin.clock.finite.check()
 
     @override
     def held(self) -> Held:
@@ -192,7 +202,13 @@ class LowBitSource(WeightSource):
             layer = layers[name]
             if layer.gathered_in is not None:  # layers that share a scale are seen together by the stream alone
                 return None if self.plugin.format.shares_amax else quantize_named(self.plugin.format, name, tensor)
-            return layer.quantized() if tensor.data_ptr() == layer.weight.data_ptr() else None
+            if tensor.data_ptr() != layer.weight.data_ptr():
+                return None
+            # an engine may hold these very tensors: they are what the forward pass will multiply
+            together: LowBitTogether | None = getattr(layer, "together", None)
+            if together is not None and together.holds(tensor.device):
+                together.quantized()
+            return layer.quantized()
 
         return codes
 

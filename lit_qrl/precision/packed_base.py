@@ -240,23 +240,26 @@ class PackedBase:
         suffixes = {name.removeprefix(f"{layer}."): tensor.to(device, copy=True) for name, tensor in tensors.items()}
         return self.format.load(suffixes, shape)
 
-    def select(self, format: NumberFormat, exclude: Collection[str], candidates: Collection[str]) -> list[str]:
+    def select(
+        self, format: NumberFormat, exclude: Collection[str], candidates: Collection[str], plugin: str
+    ) -> list[str]:
         """Return the layers that a plugin packs: those that the folder holds as codes.
 
         Args:
             format: the plugin's.
             exclude: the plugin's globs.
             candidates: what is left of the model's linear layers after them.
+            plugin: its name.
 
         Raises:
             ConfigError: for another format, or a layer that the plugin leaves out.
         """
-        check_codes(self.folder, self.format, format)
+        check_codes(self.folder, self.format, format, plugin)
         self.format = format  # which says what becomes of inputs
         left_out = sorted(set(self._parts) - set(candidates))
         if left_out:
             raise ConfigError(
-                f"NVFP4LoRA leaves out {left_out[0]}, of which {self.folder} holds only codes.",
+                f"{plugin} leaves out {left_out[0]}, of which {self.folder} holds only codes.",
                 expected="no layer in `exclude` that the folder holds packed",
                 given=", ".join(exclude) or "no exclude",
                 remedy="Leave `exclude` out, or quantize the folder again with the same --exclude.",
@@ -270,7 +273,7 @@ class PackedBase:
             raise _adapted_alone(self.folder, self.format)
 
 
-def check_codes(folder: str | Path, held: NumberFormat, format: NumberFormat) -> None:
+def check_codes(folder: str | Path, held: NumberFormat, format: NumberFormat, plugin: str) -> None:
     """Raise `ConfigError` where a plugin computes in another format than a folder holds.
 
     How inputs are scaled while the model runs is no matter of the codes.
@@ -279,12 +282,13 @@ def check_codes(folder: str | Path, held: NumberFormat, format: NumberFormat) ->
         folder: quantized.
         held: its format.
         format: the plugin's.
+        plugin: its name.
     """
     if format == held or (isinstance(held, FP8Tensor) and isinstance(format, FP8Tensor)):
         return
     raise ConfigError(
         f"{folder} holds its weights in {held}.",
-        expected=f"the same format in NVFP4LoRA: {held}",
+        expected=f"the same format in {plugin}: {held}",
         given=format,
         remedy="Set the plugin's format to the folder's, or start from the plain checkpoint.",
     )
@@ -299,14 +303,16 @@ def check_plugin(plugin: Any, policy: Any) -> None:
     """
     ours = plugin if isinstance(plugin, PublishingPrecision) else None
     if policy.packed_format is not None and not (ours is not None and ours.packs_base):
-        raise _adapted_alone(policy.source, policy.packed_format)
+        raise _adapted_alone(policy.source, policy.packed_format, ours and type(ours).__name__)
     if ours is not None:
         ours.check_policy(policy)
 
 
-def _adapted_alone(folder: str | Path, format: NumberFormat) -> ConfigError:
+def _adapted_alone(folder: str | Path, format: NumberFormat, given: str | None = None) -> ConfigError:
+    packs = "PackedLoRA" if format.quantizes_activations else "NVFP4LoRA"  # as configs/precision has them
     return ConfigError(
         f"The model folder {folder} holds {format.name} codes, which only an adapter can be trained over.",
-        expected=f"trainer.plugins with NVFP4LoRA(format={format.name}), and model.policy.lora",
+        expected=f"trainer.plugins with {packs}(format={format.name}), and model.policy.lora",
+        given=given,
         remedy=f"Add configs/precision/{format.name}_lora.yaml, or start from the plain checkpoint.",
     )

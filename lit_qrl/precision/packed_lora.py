@@ -97,7 +97,7 @@ class PackedLoRA(QuantizedPrecision):
                 remedy="Give the policy an adapter, or use QATAligned to train all weights.",
             )
         if getattr(policy, "packed_format", None) is not None:
-            check_codes(policy.source, policy.packed_format, self.format)
+            check_codes(policy.source, policy.packed_format, self.format, type(self).__name__)
 
     @override
     def configure_policy(self, policy: Any) -> None:
@@ -136,7 +136,7 @@ class PackedLoRA(QuantizedPrecision):
         base: PackedBase | None = getattr(policy, "packed_base", None)
         experts = {name: shape for stack in stacks.values() for name, shape in stack.layers().items()}
         if base is not None:
-            held = base.select(self.format, self.exclude, {*linears, *experts})
+            held = base.select(self.format, self.exclude, {*linears, *experts}, type(self).__name__)
             linears = {name: linears[name] for name in linears if name in held}
             stacks = {name: stack for name, stack in stacks.items() if stack.within(held)}
             experts = {name: shape for name, shape in experts.items() if name in held}

@@ -17,7 +17,9 @@ from lit_qrl.precision.base import QuantizedPrecision, device_of, network_of
 from lit_qrl.precision.cost import tell_cost
 from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitLinear, LowBitWeight
 from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
+from lit_qrl.precision.layers.together import LowBitTogether, end_to_end, side_by_side
 from lit_qrl.precision.vllm_kernels.choice import Kernel, KernelChoice
+from lit_qrl.precision.vllm_kernels.kernels import SamplerKernel
 
 Backward = Literal["dequantized", "high_precision"]
 """Which operands the backward pass multiplies the output's gradient by; the words are Transformer Engine's."""
@@ -27,28 +29,32 @@ class _StraightThrough(torch.autograd.Function):
     """The format's GEMM forward; backward the gradients of `x @ W.T + b`, of its own operands or of those before."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "AlignedWeight") -> Tensor:
-        ctx.layer, ctx.has_bias, ctx.shape, ctx.dtype = layer, bias is not None, x.shape, x.dtype
-        out = layer.multiply(x, None if bias is None else bias.to(x.dtype))
-        ctx.save_for_backward(*layer.kept_input(x), weight)
-        layer.used()
+    def forward(ctx: Any, x: Tensor, held: "AlignedWeight | _AlignedTogether", sizes: Sequence[int], *own: Any) -> Any:
+        count = len(sizes)
+        ctx.held, ctx.sizes, ctx.shape, ctx.dtype = held, sizes, x.shape, x.dtype
+        out = held.multiply(x, end_to_end(own[count:], x.dtype))
+        ctx.save_for_backward(*held.kept_input(x), own[0])
+        held.used()
         # no view in autograd's eyes: a model may add to it in place, as Falcon's does
-        return torch.ops.aten._unsafe_view(out, list(out.shape))
+        out = torch.ops.aten._unsafe_view(out, list(out.shape))
+        return out if count == 1 else tuple(torch.unsafe_split_with_sizes(out, list(sizes), -1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *kept, weight = ctx.saved_tensors
-        (grad,) = grads
-        flat = grad.reshape(-1, grad.shape[-1])
-        grad_x = grad_weight = grad_bias = None
+        flat = side_by_side([grad.reshape(-1, grad.shape[-1]) for grad in grads])
+        count = len(ctx.sizes)
+        needs_weight, needs_bias = (any(ctx.needs_input_grad[3 + i : 3 + i + count]) for i in (0, count))
+        grad_x, of_weights, of_biases = None, [None] * count, [None] * count
         if ctx.needs_input_grad[0]:
-            grad_x = (flat @ ctx.layer.backward_weight(weight, flat.dtype)).view(ctx.shape)
-        if ctx.needs_input_grad[1]:
-            grad_weight = flat.t() @ ctx.layer.backward_input(kept, ctx.dtype).reshape(-1, ctx.shape[-1])
-        if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_bias = flat.sum(dim=0)
-        ctx.layer.used()
-        return grad_x, grad_weight, grad_bias, None
+            grad_x = (flat @ ctx.held.backward_weight(weight, flat.dtype)).view(ctx.shape)
+        if needs_weight:
+            inputs = ctx.held.backward_input(kept, ctx.dtype).reshape(-1, ctx.shape[-1])
+            of_weights = list((flat.t() @ inputs).split(ctx.sizes))
+        if needs_bias:
+            of_biases = list(flat.sum(dim=0).split(ctx.sizes))
+        ctx.held.used()
+        return grad_x, None, None, *of_weights, *of_biases
 
 
 class AlignedWeight(LowBitWeight):
@@ -94,11 +100,49 @@ class AlignedWeight(LowBitWeight):
 
     @override
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _StraightThrough.apply(x, weight, bias, self)  # pyright: ignore
+        return _StraightThrough.apply(x, self, (self.out_features,), weight, bias)  # pyright: ignore
 
 
 class AlignedLinear(AlignedWeight, LowBitLinear):
     """A linear layer that multiplies as the sampler does and learns as a plain one."""
+
+
+class _AlignedTogether(LowBitTogether):
+    @property
+    def _first(self) -> AlignedWeight:
+        assert isinstance(self.layers[0], AlignedLinear)
+        return self.layers[0]
+
+    @override
+    def holds(self, device: torch.device) -> bool:
+        return self._first.backward_operands == "dequantized" and super().holds(device)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        format, kernel = self._first.format, self._kernel(x)
+        q, key = self.quantized(), (None if kernel is None else kernel.vllm_name, x.dtype)
+        if key not in self.prepared:
+            with torch.inference_mode(False), torch.no_grad():
+                self.prepared[key] = (format if kernel is None else kernel).prepare(q, x.dtype)
+        return (format if kernel is None else kernel).apply(x, self.prepared[key], bias)
+
+    def backward_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._first.format.dequantize(self.quantized(), dtype)
+
+    def kept_input(self, x: Tensor) -> tuple[Tensor, ...]:
+        kernel = self._kernel(x)
+        made = None if kernel is None else kernel.kept_input(x)
+        return self._first.format.kept_input(x) if made is None else made
+
+    def backward_input(self, kept: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        return self._first.format.dequantized_kept(tuple(kept), dtype)
+
+    def _kernel(self, x: Tensor) -> SamplerKernel | None:
+        choice = self._first.choice
+        return None if choice is None else choice.pick(self.layer_name, self.shape, x)
+
+    @override
+    def compute(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        return _StraightThrough.apply(x, self, self.sizes, *weights, *biases)  # pyright: ignore
 
 
 class AlignedExpert(AlignedWeight, LowBitExpert):
@@ -143,6 +187,7 @@ class QATAligned(QuantizedPrecision):
     """
 
     layer_class = AlignedLinear
+    group_class = _AlignedTogether
     expert_class = AlignedExpert
 
     def __init__(

@@ -18,6 +18,7 @@ from lit_qrl.precision.layers import block_fp8
 from lit_qrl.precision.layers.block_fp8 import Backend, Operand
 from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitLinear, LowBitWeight
 from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
+from lit_qrl.precision.layers.together import LowBitTogether, end_to_end, side_by_side
 
 log = logging.getLogger(__name__)
 
@@ -27,37 +28,44 @@ class _BlockScaled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "UnifiedWeight", learns: bool
-    ) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
+        ctx: Any, x: Tensor, held: "UnifiedWeight | _UnifiedTogether", sizes: Sequence[int], learns: bool, *own: Any
+    ) -> Any:
+        backend, count = held.backend, len(sizes)
         # The weight's gradient sums over tokens, so the input is kept quantized along them.
-        along, across = layer.backend.inputs(x, learns)
+        along, across = backend.inputs(x, learns)
         across = across if learns else None
-        added = None if bias is None else bias.to(x.dtype)
-        out = layer.backend.multiply(along, layer.operands()[0], x.dtype, added)[: flat.shape[0]]
-        layer.used()
-        ctx.layer, ctx.shape, ctx.has_bias, ctx.weight_dtype = layer, x.shape, bias is not None, weight.dtype
+        operands = held.operands()
+        out = backend.multiply(along, operands[0], x.dtype, end_to_end(own[count:], x.dtype))
+        held.used()
+        # the operand of the gradients is the layer's own, made once for all passes over a weight
+        ctx.held, ctx.operand = held, None if held.gathered_in is not None else operands[1]
+        ctx.shape, ctx.sizes, ctx.dtypes = x.shape, sizes, [one.dtype for one in own[:count]]
         ctx.save_for_backward(*(() if across is None else (across.codes, across.scale)))
         # no view in autograd's eyes: a model may add to it in place, as Llama 4's does
-        return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], out.shape[-1]])
+        rows = x.numel() // x.shape[-1]
+        out = out if len(out) == rows else out[:rows]
+        out = torch.ops.aten._unsafe_view(out, [*x.shape[:-1], out.shape[-1]])
+        return out if count == 1 else tuple(torch.unsafe_split_with_sizes(out, list(sizes), -1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        flat, backend = grad.reshape(-1, grad.shape[-1]), ctx.layer.backend
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        along, across = backend.quantize(flat, needs_x, needs_weight)
-        grad_x = grad_weight = grad_bias = None
+        flat, backend = side_by_side([grad.reshape(-1, grad.shape[-1]) for grad in grads]), ctx.held.backend
+        count = len(ctx.sizes)
+        needs_weight, needs_bias = (any(ctx.needs_input_grad[4 + i : 4 + i + count]) for i in (0, count))
+        along, across = backend.quantize(flat, ctx.needs_input_grad[0], needs_weight)
+        grad_x, of_weights, of_biases = None, [None] * count, [None] * count
         if along is not None:
-            grad_x = backend.multiply(along, ctx.layer.operands()[1], grad.dtype)[: flat.shape[0]].view(ctx.shape)
-            ctx.layer.used()
+            operand = ctx.held.operands()[1] if ctx.operand is None else ctx.operand
+            grad_x = backend.multiply(along, operand, flat.dtype)[: flat.shape[0]].view(ctx.shape)
+            ctx.held.used()
         if across is not None:
             codes, scale = ctx.saved_tensors
-            kept = Operand(codes, scale, False)
-            grad_weight = backend.multiply(across, kept, grad.dtype).to(ctx.weight_dtype)
-        if ctx.has_bias and needs_bias:
-            grad_bias = flat.sum(dim=0)
-        return grad_x, grad_weight, grad_bias, None, None
+            grad_weight = backend.multiply(across, Operand(codes, scale, False), flat.dtype)
+            parts = zip(grad_weight.split(ctx.sizes), ctx.dtypes, strict=True)
+            of_weights = [part.to(dtype) for part, dtype in parts]
+        if needs_bias:
+            of_biases = list(flat.sum(dim=0).split(ctx.sizes))
+        return grad_x, None, None, None, *of_weights, *of_biases
 
 
 class UnifiedWeight(LowBitWeight):
@@ -76,11 +84,37 @@ class UnifiedWeight(LowBitWeight):
     @override
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         learns = weight.requires_grad and torch.is_grad_enabled()
-        return _BlockScaled.apply(x, weight, bias, self, learns)  # pyright: ignore
+        return _BlockScaled.apply(x, self, self._sizes, learns, weight, bias)  # pyright: ignore
+
+    @property
+    def _sizes(self) -> tuple[int]:
+        return (self.out_features,)
 
 
 class UnifiedLinear(UnifiedWeight, LowBitLinear):
     """A linear layer whose three GEMMs are block-scaled FP8."""
+
+
+class _UnifiedTogether(LowBitTogether):
+    @property
+    def backend(self) -> Backend:
+        return self.layers[0].backend  # pyright: ignore
+
+    @override
+    def holds(self, device: torch.device) -> bool:
+        return self.backend.name == "torch" and super().holds(device)
+
+    def operands(self) -> tuple[Operand, Operand]:
+        q = self.quantized()
+        if "operands" not in self.prepared:
+            with torch.inference_mode(False), torch.no_grad():
+                self.prepared["operands"] = self.backend.weight(q)
+        return self.prepared["operands"]
+
+    @override
+    def compute(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        learns = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+        return _BlockScaled.apply(x, self, self.sizes, learns, *weights, *biases)  # pyright: ignore
 
 
 class UnifiedExpert(UnifiedWeight, LowBitExpert):
@@ -108,6 +142,7 @@ class UnifiedFP8(QuantizedPrecision):
     """
 
     layer_class = UnifiedLinear
+    group_class = _UnifiedTogether
     expert_class = UnifiedExpert
 
     def __init__(

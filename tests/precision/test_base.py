@@ -7,11 +7,12 @@ from torch import nn
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
+from lit_qrl.formats import numerics
 from lit_qrl.precision import QATAligned
 from lit_qrl.precision.base import check_shapes, network_of
 from lit_qrl.precision.layers.low_bit import StepClock
 from lit_qrl.precision.qat import AlignedLinear
-from lit_qrl.precision.source import unchanged
+from lit_qrl.precision.source import PublishingPrecision, unchanged
 from tests.precision.toy import LINEARS, Module, Policy, network
 
 
@@ -87,6 +88,30 @@ def test_a_weight_that_became_nan_is_named():
         module.policy.network.get_submodule(LINEARS[1]).weight[0, 0] = float("nan")
     with pytest.raises(ValueError, match=rf"{LINEARS[1]}\.weight: .*NaN"):
         module.policy(torch.arange(6).view(1, 6))
+
+
+def test_a_weight_that_became_nan_is_named_before_a_step_or_publish_where_the_host_runs_ahead(monkeypatch):
+    module, plugin = Module(Policy()), QATAligned("fp8_row")
+    module.policy.configure()
+    plugin.convert_module(module)
+    steps = []
+    monkeypatch.setattr(PublishingPrecision, "optimizer_step", lambda self, *args, **options: steps.append(1))
+    monkeypatch.setattr(numerics, "runs_ahead", lambda tensor: True)
+    weight = module.policy.network.get_submodule(LINEARS[1]).weight
+    held = weight.detach().clone()
+    source = plugin.source(module.policy, plugin.format)
+    for found, taken in ((lambda: list(source.whole(unchanged, None)), []), (plugin.optimizer_step, [1])):
+        with torch.no_grad():
+            weight[0, 0] = float("nan")
+        module.policy(torch.arange(6).view(1, 6))
+        with pytest.raises(ConfigError, match=rf"{LINEARS[1]}\.weight holds NaN or inf and cannot be quantized"):
+            found()
+        assert not steps
+        with torch.no_grad():
+            weight.copy_(held)
+        module.policy(torch.arange(6).view(1, 6))
+        found()
+        assert steps == taken
 
 
 def test_moving_or_copying_a_layer_drops_what_was_derived():

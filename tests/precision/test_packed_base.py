@@ -1,6 +1,7 @@
 import csv
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.policy import CausalPolicy
-from lit_qrl.precision.packed_base import multiplied_out, packed_format
+from lit_qrl.precision import QATAligned
+from lit_qrl.precision.packed_base import check_plugin, multiplied_out, packed_format
 from lit_qrl.precision.packed_lora import NVFP4LoRA, PackedLoRA
 from lit_qrl.quantize.folder import quantize_checkpoint
 from tests.families.configs import BY_TYPE
@@ -145,8 +147,22 @@ def test_another_format_or_an_exclude_that_the_folder_does_not_share(tmp_path):
     folder, format = quantized(tmp_path)
     with pytest.raises(ConfigError, match=r"holds its weights in nvfp4\. .*NVFP4LoRA: nvfp4\. Given: mxfp4\."):
         configured(folder, format, NVFP4LoRA("mxfp4"))
-    with pytest.raises(ConfigError, match=r"leaves out .*down_proj"):
+    with pytest.raises(ConfigError, match=r"NVFP4LoRA leaves out .*down_proj"):
         configured(folder, format, NVFP4LoRA("nvfp4", exclude=["*.down_proj"]))
+
+
+def test_errors_name_the_plugin_that_is_configured(tmp_path):
+    folder, format = quantized(tmp_path, "fp8_row")
+    with pytest.raises(ConfigError, match=r"the same format in PackedLoRA: fp8_row\. Given: int8_channel\."):
+        configured(folder, format, PackedLoRA("int8_channel"))
+    with pytest.raises(ConfigError, match=r"PackedLoRA leaves out .*down_proj"):
+        configured(folder, format, PackedLoRA("fp8_row", exclude=["*.down_proj"]))
+    policy = SimpleNamespace(source="folder", packed_format=formats.get("fp8_row"))
+    with pytest.raises(ConfigError, match=r"with PackedLoRA\(format=fp8_row\).*Given: QATAligned\."):
+        check_plugin(QATAligned("fp8_row"), policy)
+    policy.packed_format = formats.get("nvfp4")
+    with pytest.raises(ConfigError, match=r"with NVFP4LoRA\(format=nvfp4\)"):
+        check_plugin(None, policy)
 
 
 def test_how_inputs_are_scaled_is_the_plugin_s_to_say(tmp_path):

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lit_qrl.formats.kernels.launch import Launch, pieces, power_of_2
 from lit_qrl.formats.numerics import E4M3, E4M3_MAX
 
 TILE = 128
@@ -90,16 +91,19 @@ def _blocks_kernel(w, codes, scales, n, k, stride, eps, LOW: tl.constexpr, SIZE:
     tl.store(scales + block_n * tl.num_programs(0) + block_k, scale.to(scales.dtype.element_ty))
 
 
+_blocks = Launch(_blocks_kernel)
+
+
 def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return E4M3 codes "n k" and scales "n/128 k/128" of a weight, as `FP8Block.quantize` makes them."""
     weight = weight.contiguous()
     n, k = weight.shape
     codes = torch.empty((n, k), dtype=E4M3, device=weight.device)
-    grid = (triton.cdiv(k, TILE), triton.cdiv(n, TILE))
+    grid = (pieces(k, TILE), pieces(n, TILE))
     scales = torch.empty((grid[1], grid[0]), dtype=weight.dtype, device=weight.device)
     eps = torch.finfo(weight.dtype).eps
     low = weight.dtype != torch.float32
-    _blocks_kernel[grid](weight, codes, scales, n, k, weight.stride(0), eps, low, TILE, num_warps=8)
+    _blocks(grid, (weight, codes, scales), (n, k, weight.stride(0), eps), (low, TILE), num_warps=8)
     return codes, scales
 
 
@@ -122,6 +126,9 @@ def _token_kernel(x, codes, scales, stride, K: tl.constexpr, SIZE: tl.constexpr)
     tl.store(scales + row + tl.arange(0, 1), scale)
 
 
+_token = Launch(_token_kernel)
+
+
 def e4m3_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return E4M3 codes "m k" and scales "m 1" of `x` with a scale per row."""
     if x.stride(-1) != 1:
@@ -130,7 +137,7 @@ def e4m3_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty((m, k), dtype=E4M3, device=x.device)
     scales = torch.empty((m, 1), dtype=torch.float32, device=x.device)
     # 4096 values a step keep a row's state in registers at eight warps
-    _token_kernel[(m,)](x, codes, scales, x.stride(0), k, min(triton.next_power_of_2(k), 4096), num_warps=8)
+    _token((m,), (x, codes, scales), (x.stride(0),), (k, min(power_of_2(k), 4096)), num_warps=8)
     return codes, scales
 
 
@@ -164,6 +171,9 @@ def _whole_kernel(x, partial, codes, scales, n, count, SIZE: tl.constexpr, COUNT
     tl.store(scales + tl.arange(0, 1), scale, mask=tl.arange(0, 1) + tl.program_id(0) == 0)
 
 
+_largest, _whole = Launch(_largest_kernel), Launch(_whole_kernel)
+
+
 def e4m3_whole(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return E4M3 codes "m k" and the one scale of `x`, a number."""
     x = x.contiguous()
@@ -171,8 +181,9 @@ def e4m3_whole(x: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty(x.shape, dtype=E4M3, device=x.device)
     scale = torch.empty(1, dtype=torch.float32, device=x.device)
     # at most 1024 maxima, which each program of the second kernel reads out of the cache
-    count = min(triton.cdiv(n, WHOLE), 1024)
+    programs = pieces(n, WHOLE)
+    count = min(programs, 1024)
     partial = torch.empty(count, dtype=torch.float32, device=x.device)
-    _largest_kernel[(count,)](x, partial, n, WHOLE, num_warps=8)
-    _whole_kernel[(triton.cdiv(n, WHOLE),)](x, partial, codes, scale, n, count, WHOLE, 1024, num_warps=8)
+    _largest((count,), (x, partial), (n,), (WHOLE,), num_warps=8)
+    _whole((programs,), (x, partial, codes, scale), (n, count), (WHOLE, 1024), num_warps=8)
     return codes, scale.reshape(())

@@ -115,7 +115,7 @@ def scaled_mm(
         scale_b = scale_b.reshape(1, -1).expand(1, b.shape[0]).contiguous()
     # A bias is added outside: the GEMM's own exists for bf16 and fp16 results only and rounds in another place.
     out = F.scaled_mm(a, b.t(), scale_a, recipe, scale_b, recipe, output_dtype=dtype)
-    return out if bias is None else out + bias
+    return out if bias is None else out.add_(bias)
 
 
 def scaled_mm_block(
@@ -145,8 +145,9 @@ def scaled_mm_block(
         a = F.pad(a.view(torch.uint8), (0, 0, 0, padding)).view(a.dtype)
         scale_a = F.pad(scale_a, (0, 0, 0, padding), value=1.0)
     scale_b = scale_b if blocks else _column_major(scale_b)
-    out = _block_product(a, _column_major(scale_a), b, scale_b, dtype, blocks)[:rows]
-    return out if bias is None else out + bias
+    out = _block_product(a, _column_major(scale_a), b, scale_b, dtype, blocks)
+    out = out[:rows] if padding else out
+    return out if bias is None else out.add_(bias)
 
 
 def _block_product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, blocks: bool) -> Tensor:

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lit_qrl.formats.kernels.launch import Launch, pieces, power_of_2
+
 HEADS = 4
 """Heads that a program turns at once."""
 
@@ -47,6 +49,9 @@ def _rotate_kernel(
     tl.store(to + HALF, (b + d).to(dtype), mask=inside)
 
 
+_rotate = Launch(_rotate_kernel)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False, in_place: bool = False) -> Tensor:
     """Return `x cos + rotate_half(x) sin`, or with `back` the gradient of `x` for that of the result: "n heads dim".
 
@@ -66,8 +71,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False, in_place: bo
     out = x if in_place else torch.empty((n, heads, dim), dtype=x.dtype, device=x.device)
     half = dim // 2
     # Not fused: a compiler that narrows the products to 16 bits would not round one that it adds at once.
-    _rotate_kernel[(n, triton.cdiv(heads, HEADS))](
-        x, cos, sin, out, heads, *x.stride()[:2], *out.stride()[:2], half, triton.next_power_of_2(half), HEADS, back,
-        num_warps=2, enable_fp_fusion=False,
+    _rotate(
+        (n, pieces(heads, HEADS)), (x, cos, sin, out), (heads, *x.stride()[:2], *out.stride()[:2]),
+        (half, power_of_2(half), HEADS, back), num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""A Triton kernel that gathers rows and adds some of them up; import it only where Triton and a CUDA device are."""
+"""Triton kernels that gather rows, adding some of them up; import it only where Triton and a CUDA device are."""
 
 # Kernels are compiled from their source and launched with arguments that their Python signature does not have.
 # pyright: reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from lit_qrl.formats.kernels.launch import Launch, pieces, power_of_2
 
 SIZE = 2048
 """Numbers of a row that a program takes at most."""
@@ -31,6 +33,9 @@ def _summed_kernel(x, place, copies, out, width, shared, count, SIZE: tl.constex
         tl.store(to, tl.load(x + at * width + column, mask=inside), mask=inside)
 
 
+_summed = Launch(_summed_kernel)
+
+
 def summed(x: Tensor, place: Tensor, copies: Tensor) -> Tensor:
     """Return rows "n …" of `x` ("m …"), the first p of them sums over several.
 
@@ -42,8 +47,38 @@ def summed(x: Tensor, place: Tensor, copies: Tensor) -> Tensor:
     x = x.contiguous()
     out = torch.empty((len(place), *x.shape[1:]), dtype=x.dtype, device=x.device)
     width = x[0].numel()
-    size = min(triton.next_power_of_2(width), SIZE)
-    _summed_kernel[(len(place), triton.cdiv(width, size))](
-        x, place, copies, out, width, *copies.shape, size, num_warps=4
-    )
+    size = min(power_of_2(width), SIZE)
+    _summed(
+        (len(place), pieces(width, size)), (x, place, copies, out), (width, *copies.shape), (size,), num_warps=4
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _returned_kernel(x, index, place, out, width, SIZE: tl.constexpr):
+    """A piece of a row: the row of `x` that was taken from here, or zeros where it was taken from elsewhere."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    at = tl.load(index + row)
+    inside = column < tl.where(tl.load(place + at) == row, width, 0)
+    values = tl.load(x + at * width + column, mask=inside, other=0.0)
+    tl.store(out + row * width + column, values, mask=column < width)
+
+
+_returned = Launch(_returned_kernel)
+
+
+def returned(x: Tensor, index: Tensor, place: Tensor) -> Tensor:
+    """Return the gradient "m …" of rows of which " n" were gathered, for the gradient "n …" of those.
+
+    Args:
+        x: "n …".
+        index: " m", int64, which of the gathered rows may be each.
+        place: " n", int64, from which of the m each was gathered.
+    """
+    x = x.contiguous()
+    out = torch.empty((len(index), *x.shape[1:]), dtype=x.dtype, device=x.device)
+    width = x[0].numel()
+    size = min(power_of_2(width), SIZE)
+    _returned((len(index), pieces(width, size)), (x, index, place, out), (width,), (size,), num_warps=4)
     return out

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from lit_qrl.formats.kernels.fp8_triton import TILE, _clamp, _low, _quotient, _scale
+from lit_qrl.formats.kernels.launch import Launch, pieces, power_of_2
 from lit_qrl.formats.numerics import E4M3, E4M3_MAX
 
 PLAIN, NORM, GATED = 0, 1, 2
@@ -125,6 +126,7 @@ def _tiles_kernel(
         tl.store(columns_scale + tile_m * k + column, scale, mask=column < k)  # "k m/128", column by column
 
 
+_tiles = Launch(_tiles_kernel)
 Tiles = tuple[Tensor, tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]
 
 
@@ -152,8 +154,8 @@ def tiles(
     if other is not None and other.stride() != x.stride():
         x, other = x.contiguous(), other.contiguous()
     m, k = x.shape
-    padded = triton.cdiv(m, TILE) * TILE
-    tiles_m, tiles_k = padded // TILE, triton.cdiv(k, TILE)
+    tiles_m, tiles_k = pieces(m, TILE), pieces(k, TILE)
+    padded = tiles_m * TILE
     # what is not made is not written, and no E4M3: Triton knows none below compute capability 8.9
     along = across = along_scale = across_scale = y = x
     if before != PLAIN:
@@ -165,10 +167,13 @@ def tiles(
         across = torch.empty((k, padded), dtype=E4M3, device=x.device)
         across_scale = torch.empty((tiles_m, k), dtype=torch.float32, device=x.device)
     nothing = x if other is None else other
-    _tiles_kernel[(tiles_k, tiles_m)](
-        x, nothing, along_scale if rstd is None else rstd, x if weight is None else weight, y, along, along_scale,
-        across, across_scale, m, k, x.stride(0), padded, before, rows, columns, TILE, DEEP, num_warps=warps,
-        maxnreg=registers,
+    _tiles(
+        (tiles_k, tiles_m),
+        (
+            x, nothing, along_scale if rstd is None else rstd, x if weight is None else weight, y, along, along_scale,
+            across, across_scale,
+        ),
+        (m, k, x.stride(0), padded), (before, rows, columns, TILE, DEEP), num_warps=warps, maxnreg=registers,
     )  # fmt: skip
     return y, (along, along_scale.t()) if rows else None, (across, across_scale.t()) if columns else None
 
@@ -180,12 +185,15 @@ def _squares_kernel(x, out, count, SIZE: tl.constexpr):
     tl.store(out + at, values * values, mask=at < count)
 
 
+_squares = Launch(_squares_kernel)
+
+
 def squares(x: Tensor) -> Tensor:
     """Return the squares of `x` in fp32, from one pass over memory."""
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    size = 4096
-    _squares_kernel[(triton.cdiv(x.numel(), size),)](x, out, x.numel(), size, num_warps=8)
+    count, size = x.numel(), 4096
+    _squares((pieces(count, size),), (x, out), (count,), (size,), num_warps=8)
     return out
 
 
@@ -229,6 +237,7 @@ def _norm_backward_kernel(
 # A program holds a row's gain, sum and two inputs: sixteen columns a thread leave room for two programs at sixteen
 # warps. A wider row is read twice, first for its mean.
 WIDEST, COLUMNS_PER_WARP, PART = 8192, 512, 4096
+_norm_means, _norm_backward = Launch(_norm_means_kernel), Launch(_norm_backward_kernel)
 
 
 def norm_backward(
@@ -247,41 +256,60 @@ def norm_backward(
     m, k = x.shape
     grad, x = grad.contiguous(), x.contiguous()
     whole = k <= WIDEST
-    size = triton.next_power_of_2(k) if whole else PART
-    means, parts = rstd, triton.cdiv(k, size)
+    size = power_of_2(k) if whole else PART
+    means, parts = rstd, pieces(k, size)
     if not whole:
         means = torch.empty_like(rstd)
-        _norm_means_kernel[(m,)](grad, x, rstd, weight, means, k, PART, num_warps=8)
+        _norm_means((m,), (grad, x, rstd, weight, means), (k,), (PART,), num_warps=8)
     programs = max(min(programs // parts, m), 1)
     grad_x = torch.empty_like(x)
     partial = torch.empty((programs, k), dtype=torch.float32, device=x.device)
-    _norm_backward_kernel[(programs, parts)](
-        grad, x, rstd, weight, means, grad_x, partial, m, k, whole, size,
+    _norm_backward(
+        (programs, parts), (grad, x, rstd, weight, means, grad_x, partial), (m, k), (whole, size),
         num_warps=warps or max(size // COLUMNS_PER_WARP, 1),
     )  # fmt: skip
     return grad_x, partial.sum(dim=0)
 
 
 @triton.jit
-def _gated_backward_kernel(grad, gate, up, grad_gate, grad_up, count, SIZE: tl.constexpr):
+def _gated_backward_kernel(
+    grad, gate, up, grad_gate, grad_up, count, stride, out_stride, K: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = at < count
+    row, column = at // K, at % K
+    held, to = row * stride + column, row * out_stride + column
     upstream = tl.load(grad + at, mask=inside).to(tl.float32)
-    g = tl.load(gate + at, mask=inside).to(tl.float32)
-    u = tl.load(up + at, mask=inside).to(tl.float32)
+    g = tl.load(gate + held, mask=inside).to(tl.float32)
+    u = tl.load(up + held, mask=inside).to(tl.float32)
     sigmoid = 1.0 / (1.0 + tl.exp(-g))
     silu = g * sigmoid
-    tl.store(grad_up + at, (upstream * silu).to(grad_up.dtype.element_ty), mask=inside)
+    tl.store(grad_up + to, (upstream * silu).to(grad_up.dtype.element_ty), mask=inside)
     slope = sigmoid + silu * (1.0 - sigmoid)
-    tl.store(grad_gate + at, (upstream * u * slope).to(grad_gate.dtype.element_ty), mask=inside)
+    tl.store(grad_gate + to, (upstream * u * slope).to(grad_gate.dtype.element_ty), mask=inside)
+
+
+_gated_backward = Launch(_gated_backward_kernel)
 
 
 def gated_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of both factors of SiLU(gate) · up, "m k" each."""
-    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
-    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-    size = 4096
-    _gated_backward_kernel[(triton.cdiv(gate.numel(), size),)](
-        grad, gate, up, grad_gate, grad_up, gate.numel(), size, num_warps=8
-    )
+    """Return the gradients of both factors of SiLU(gate) · up, "m k" each, side by side where the factors are.
+
+    Args:
+        grad: "m k", of the product.
+        gate: "m k".
+        up: "m k".
+    """
+    grad, k = grad.contiguous(), gate.shape[-1]
+    if gate.stride() != up.stride() or gate.stride(-1) != 1:
+        gate, up = gate.contiguous(), up.contiguous()
+    stride, count, size = gate.stride(-2), grad.numel(), 4096
+    if stride == k:
+        grad_gate, grad_up = torch.empty_like(grad), torch.empty_like(grad)
+    else:
+        grad_gate, grad_up = torch.empty((*gate.shape[:-1], 2 * k), dtype=grad.dtype, device=grad.device).split(k, -1)
+    tensors = grad, gate, up, grad_gate, grad_up
+    _gated_backward(
+        (pieces(count, size),), tensors, (count, stride, grad_gate.stride(-2)), (k, size), num_warps=8
+    )  # fmt: skip
     return grad_gate, grad_up

@@ -11,13 +11,14 @@ from lit_qrl.network.autocast import autocast_input
 from lit_qrl.network.experts import ExpertStack, activation, experts_output
 from lit_qrl.network.grouped import can_group, grouped_output, grouped_product
 from lit_qrl.network.linears import fused_groups
-from lit_qrl.network.stream import quantize_named
+from lit_qrl.network.stream import Finite, quantize_named
 
 
 class StepClock:
     """Counts optimizer steps, so that a cached weight cannot outlive an update that no version counter saw."""
 
-    ticks: int = 0
+    def __init__(self) -> None:
+        self.ticks, self.finite = 0, Finite("holds NaN or inf and cannot be quantized.")
 
 
 class LowBitWeight:
@@ -73,7 +74,8 @@ class LowBitWeight:
         key = tuple(part._weight_version() for part in self.siblings) if shares else self._weight_version()
         if self._cached is None or self._cached[0] != key:
             # not an inference tensor, even when a validation comes first: the next training step reuses it
-            with torch.inference_mode(False), torch.no_grad():
+            # weights of a GPU are found not to be finite before the next step or publish: the host need not wait here
+            with torch.inference_mode(False), torch.no_grad(), self.clock.finite.of(self.layer_name):
                 shared = torch.stack([part._own_amax() for part in self.siblings]).amax() if shares else None
                 self._cached = (key, quantize_named(self.format, self.layer_name, self.weight, shared))
             self._prepared.clear()
@@ -114,6 +116,8 @@ class LowBitLinear(LowBitWeight, nn.Linear):
     """A linear layer with a low-bit weight; parameters keep their names, shapes and dtypes."""
 
     is_swapped = True
+    together: Any = None
+    """The `Together` of the layers that read the same input, where their product is one."""
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, name: str, format: NumberFormat, clock: StepClock) -> "LowBitLinear":
@@ -126,7 +130,10 @@ class LowBitLinear(LowBitWeight, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `x @ W.T + b` in the format's arithmetic: "... in" -> "... out"."""
-        return self.compute(autocast_input(input), self.weight, self.bias)
+        x, group = autocast_input(input), self.together
+        if group is not None and x is input and group.takes(x):
+            return group.output(self, x)
+        return self.compute(x, self.weight, self.bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "LowBitLinear":
         super()._apply(fn, recurse)

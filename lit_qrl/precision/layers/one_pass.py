@@ -113,7 +113,9 @@ class _Gated(torch.autograd.Function):
         from lit_qrl.formats.kernels import tiles_triton
 
         gate, up = ctx.saved_tensors
-        return *tiles_triton.gated_backward(grads[0], gate, up), None, None
+        k = gate.shape[-1]
+        made = tiles_triton.gated_backward(*(one.reshape(-1, k) for one in (grads[0], gate, up)))
+        return *(one.view(gate.shape) for one in made), None, None
 
 
 class OnePassGatedMLP(nn.Module):

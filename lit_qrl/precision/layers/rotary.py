@@ -52,11 +52,11 @@ def _one_pass(plain: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tupl
     def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         known = unsqueeze_dim == 1 and _in_kernel(q, k, cos, sin)
         if known and _single(q, cos) and _single(k, cos):
-            alone: list[Any] = [_Rotate.apply(x[:, :, 0], cos[:, 0], sin[:, 0]) for x in (q, k)]
+            alone: list[Any] = [_Rotate.apply(x.squeeze(2), cos[:, 0], sin[:, 0]) for x in (q, k)]
             return alone[0][:, :, None], alone[1][:, :, None]
         if not known or not _flat(q, cos) or not _flat(k, cos):
             return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        turned: list[Any] = [_Rotate.apply(x[0].transpose(0, 1), cos[0], sin[0]) for x in (q, k)]
+        turned: list[Any] = [_Rotate.apply(x.squeeze(0).transpose(0, 1), cos[0], sin[0]) for x in (q, k)]
         return turned[0].transpose(0, 1)[None], turned[1].transpose(0, 1)[None]
 
     return rotated

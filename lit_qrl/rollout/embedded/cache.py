@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
 from lit_qrl.network.autocast import autocast_input
 from lit_qrl.network.structure import cached_numbers
+from lit_qrl.rollout.embedded.cache_scales import RoundedCache, Rounding
 
 
 class SlotLayer(CacheLayerMixin):
@@ -62,7 +63,7 @@ class SlotLayer(CacheLayerMixin):
         return self.cache.max_length
 
 
-class SlotCache(Cache):
+class SlotCache(RoundedCache):
     """Key-value cache of one decode batch, in the form that Hugging Face models take.
 
     The caller sets `filled` after each forward and `rows` when sequences end.
@@ -71,10 +72,11 @@ class SlotCache(Cache):
         layers: number of layers.
         capacity: rows allocated.
         max_length: columns allocated: prompt plus completion limit.
+        rounding: of what is kept; None keeps it as it comes.
     """
 
-    def __init__(self, layers: int, capacity: int, max_length: int) -> None:
-        self.capacity, self.max_length = capacity, max_length
+    def __init__(self, layers: int, capacity: int, max_length: int, rounding: Rounding | None = None) -> None:
+        self.capacity, self.max_length, self.rounding = capacity, max_length, rounding
         self.rows, self.filled = capacity, 0
         super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
 

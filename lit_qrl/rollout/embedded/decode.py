@@ -14,6 +14,7 @@ from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.routing import Routing, routers, unrouted
 from lit_qrl.network.structure import body
 from lit_qrl.rollout.embedded.cache import HeldRow, SlotCache
+from lit_qrl.rollout.embedded.cache_scales import Rounding
 from lit_qrl.rollout.embedded.flight import Flight
 from lit_qrl.rollout.embedded.sampling import TokenSampler
 from lit_qrl.types import SamplingParams
@@ -155,6 +156,7 @@ class Decoder:
         routes: record which experts every token takes.
         kept: record the ids among which every token is drawn.
         flight: lets new weights in between two steps; None where none come.
+        rounding: of the keys and values that the cache keeps; None keeps them as they are.
     """
 
     def __init__(
@@ -165,8 +167,10 @@ class Decoder:
         routes: bool = False,
         kept: bool = False,
         flight: Flight | None = None,
+        rounding: Rounding | None = None,
     ) -> None:
         self.network, self.sampling, self.kept, self.flight = network, sampling, kept, flight
+        self.rounding = rounding
         self.routers = routers(network) if routes else []
         self.head = SamplerHead.of(network, head_dtype)
         self.device = network.get_input_embeddings().weight.device
@@ -204,7 +208,7 @@ class Decoder:
         steps, width = self.sampling.max_tokens, max(piece.length for piece in pieces)
         counts = torch.tensor([piece.count for piece in pieces])
         rows = int(counts.sum())
-        cache = SlotCache(self.layers, rows, width + steps)
+        cache = SlotCache(self.layers, rows, width + steps, self.rounding)
         lengths = torch.tensor([piece.length for piece in pieces])
         known = {row: held[piece.prompt] for row, piece in enumerate(pieces) if piece.prompt in held}
         logits, routes = self._prefill([prompts[piece.prompt] for piece in pieces], known, counts, width, cache)
@@ -269,7 +273,7 @@ class Decoder:
             padded = any(len(prompt) < width for prompt in part)
             # A prompt of one completion each, all in one share: the cache itself takes what is computed.
             alone = len(part) == len(counts) == cache.capacity
-            once = cache if alone else SlotCache(self.layers, len(part), width)
+            once = cache if alone else SlotCache(self.layers, len(part), width, self.rounding)
             if new < width:
                 once.restore(rows, [max(0, len(prompt) - new) for prompt in part], width - new)
                 once.filled = width - new
@@ -378,7 +382,7 @@ class Decoder:
         sequences: list[Sequence[int]] = [
             [*prompts[row], *new] for row, new in zip(rows.tolist(), drawn_now, strict=True)
         ]
-        cache = SlotCache(self.layers, len(sequences), old.max_length)
+        cache = SlotCache(self.layers, len(sequences), old.max_length, self.rounding)
         ones = torch.ones(len(sequences), dtype=torch.long)
         return cache, *self._prefill(sequences, {}, ones, old.filled + 1, cache)
 

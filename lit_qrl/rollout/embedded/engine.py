@@ -13,7 +13,9 @@ from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.invariant import batch_invariant, check_invariant
 from lit_qrl.network.memory import free_memory
 from lit_qrl.network.structure import ATTENTION_KINDS, body, states
+from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger
 from lit_qrl.rollout.embedded.cache import SlotCache
+from lit_qrl.rollout.embedded.cache_scales import CacheDtype, CacheScales
 from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Piece, Random, plan
 from lit_qrl.rollout.embedded.flight import flight_of
 from lit_qrl.rollout.embedded.held import Held, grouped
@@ -21,7 +23,7 @@ from lit_qrl.rollout.embedded.loading import Modules
 from lit_qrl.rollout.embedded.replay import SLOTS, CudaGraphs, Replay
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler, computed
 from lit_qrl.rollout.embedded.sampling import check_sampling, uniforms
-from lit_qrl.rollout.embedded.shortage import freed
+from lit_qrl.rollout.embedded.scoring import scores_of
 from lit_qrl.rollout.engine import Dialogue, EnginePolicy, Finished, Progress, SamplerSpec, Turn
 from lit_qrl.rollout.graphs import Trust
 from lit_qrl.types import Completion, SamplingParams
@@ -31,8 +33,6 @@ CPU_CACHE_BYTES = 2**29
 """Key-value cache on a CPU, 0.5 GB: a quarter of the memory that the smallest supported run may take."""
 GPU_CACHE_SHARE = 0.5
 """Share of the free GPU memory for the cache, with what torch holds unused; the rest is for logits and update."""
-SCORE_TOKENS = 2**14
-"""Padded tokens of one scoring forward."""
 
 
 class TransformersEngine(EmbeddedSampler):
@@ -55,6 +55,9 @@ class TransformersEngine(EmbeddedSampler):
         cuda_graphs: decode in steps of fixed shapes, which a GPU replays as one graph each, and refill ended rows as
             others go on; `auto` does so on a GPU. Conversations, `batch_invariant`, mixtures of experts, layers with a
             window, and rollouts that record experts or kept words are decoded without.
+        kv_cache_dtype: `auto` keeps keys and values in the model's dtype, `fp8` rounds those of rollouts to E4M3, as
+            `VLLMEngine` does, at scales that are taken anew after each publish: the numbers of an FP8 cache, not its
+            memory. Evaluations keep them as they are.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class TransformersEngine(EmbeddedSampler):
         keep_operands: bool = True,
         batch_invariant: bool = False,
         cuda_graphs: CudaGraphs = "auto",
+        kv_cache_dtype: CacheDtype = "auto",
     ) -> None:
         super().__init__(max_batch, dtype, share, keep_operands)
         if cache_gigabytes is not None and cache_gigabytes <= 0:
@@ -73,6 +77,11 @@ class TransformersEngine(EmbeddedSampler):
         self.cache_gigabytes = cache_gigabytes
         self.batch_invariant, self._checked = batch_invariant, False
         self.cuda_graphs, self._replay = cuda_graphs, Replay(cuda_graphs)
+        self.kv_cache_dtype, self.cache_scales = kv_cache_dtype, CacheScales(kv_cache_dtype)
+
+    def validate(self, spec: SamplerSpec) -> None:
+        super().validate(spec)
+        self.cache_scales.check(spec, self.batch_invariant)
 
     def check_model(self, network: nn.Module) -> None:
         """Raise `ConfigError` for a model with layers that carry a state from token to token beside keys and values."""
@@ -98,6 +107,7 @@ class TransformersEngine(EmbeddedSampler):
 
     def loaded(self, modules: Modules) -> None:
         """Check once for each setup that tokens compute alike in every batch, where they have to."""
+        self.cache_scales.forget()
         if not self.batch_invariant or self._checked:
             return
         network: Any = modules.network
@@ -107,6 +117,10 @@ class TransformersEngine(EmbeddedSampler):
 
         check_invariant(hidden, network.config.get_text_config().vocab_size, modules.device)
         self._checked = True
+
+    def _partial(self, received: ReceivedLedger, start: float) -> PublishReport:
+        self.cache_scales.forget()
+        return super()._partial(received, start)
 
     # ----------------------------------------------------------------------------------------------------- generation
 
@@ -121,7 +135,8 @@ class TransformersEngine(EmbeddedSampler):
         positions: Sequence[int] | None = None,
         finished: Finished | None = None,
     ) -> list[Completion]:
-        kept, sampling = self.spec.kept and sampling is None, sampling or self.spec.sampling
+        rollout, sampling = sampling is None, sampling or self.spec.sampling
+        kept = self.spec.kept and rollout
         positions = range(len(prompts)) if positions is None else positions
         check_sampling(sampling)
         self._check_prompts(prompts, sampling)
@@ -132,7 +147,8 @@ class TransformersEngine(EmbeddedSampler):
 
         room = self._cache_tokens()
         flight = flight_of(self, self.spec.in_flight)
-        decoder = Decoder(self.network, sampling, self.spec.head_dtype, self.spec.routes, kept, flight)
+        rounding = self.cache_scales.of(self.network, prompts) if rollout else None
+        decoder = Decoder(self.network, sampling, self.spec.head_dtype, self.spec.routes, kept, flight, rounding)
         if self._replay.possible and not (kept or self.spec.routes):
             results: list[Completion | None] = [None] * (len(prompts) * n)
             most = min(room // (max(map(len, prompts)) + sampling.max_tokens), self.max_batch or SLOTS)
@@ -154,7 +170,8 @@ class TransformersEngine(EmbeddedSampler):
         computed; not in a batch-invariant run, whose rounding must not depend on the turns, nor where experts are
         recorded, of every token.
         """
-        kept, sampling = self.spec.kept and sampling is None, sampling or self.spec.sampling
+        rollout, sampling = sampling is None, sampling or self.spec.sampling
+        kept = self.spec.kept and rollout
         held = Held(self._cache_tokens(), keeps=not (self.batch_invariant or self.spec.routes))
         while dialogue.open:
             turns = dialogue.waiting("all")
@@ -175,7 +192,8 @@ class TransformersEngine(EmbeddedSampler):
             batches = list(self._plan(prompts, n, params.max_tokens, held.room))
             held.make_room(dialogue, batches, params.max_tokens)
             batches = [held.in_order(pieces, turns, n) for pieces in batches]
-            decoder = Decoder(self.network, params, self.spec.head_dtype, self.spec.routes, kept)
+            rounding = self.cache_scales.of(self.network, prompts) if rollout else None
+            decoder = Decoder(self.network, params, self.spec.head_dtype, self.spec.routes, kept, rounding=rounding)
             drawn = self._draw(decoder, prompts, n, batches, random, None, (held, turns))
             for turn, completion in zip(turns, drawn, strict=True):
                 dialogue.answered(turn, completion.cut(turn.max_tokens))
@@ -257,36 +275,13 @@ class TransformersEngine(EmbeddedSampler):
         super().close()
         self._replay.trust = Trust()  # the last graph keeps memory
 
-    @torch.no_grad()
     @computed
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
         self._check_current()
-        network = self.network
+        network, rounding = self.network, self.cache_scales.of(self.network, sequences, keep=False)
         head = SamplerHead.of(network, self.spec.head_dtype)
-        device = network.get_input_embeddings().weight.device
-        scores: list[Tensor] = [torch.empty(0)] * len(sequences)
-        order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
-        room = SCORE_TOKENS
-        while order:
-            width = len(sequences[order[0]])
-            share, rest = order[: max(1, room // width)], order[max(1, room // width) :]
-            tokens = torch.zeros(len(share), width, dtype=torch.long)
-            for row, index in enumerate(share):
-                tokens[row, : len(sequences[index])] = torch.tensor(sequences[index])
-            try:
-                tokens = tokens.to(device)
-                with batch_invariant(self.batch_invariant):
-                    hidden = body(network)(input_ids=tokens, use_cache=False).last_hidden_state
-                    logprobs = head.logprobs(hidden[:, :-1], tokens[:, 1:])
-            except (RuntimeError, MemoryError) as error:
-                freed(error, len(share), "scored")
-                room = len(share) // 2 * width
-                continue
-            order = rest
-            for row, index in enumerate(share):
-                scores[index] = logprobs[row, : len(sequences[index]) - 1].clone()
-        return scores
+        return scores_of(network, head, sequences, self.batch_invariant, rounding)
 
 
 def _numbers(pieces: Sequence[Piece], n: int) -> list[int]:

@@ -205,7 +205,7 @@ class SlotDecoder:
 
     def _allocate(self, rows: int, width: int) -> None:
         """Make the results, with one row more for what is drawn after a row's end, and the cache."""
-        self.cache = StepCache(self.model.layers, self.slots, width + self.steps)
+        self.cache = StepCache(self.model.layers, self.slots, width + self.steps, self.model.rounding)
         self.tokens = torch.zeros(rows + 1, self.steps, dtype=torch.long, device=self.device)
         self.logprobs = torch.zeros(rows + 1, self.steps, dtype=torch.float32, device=self.device)
         self.length = torch.full((rows + 1,), self.steps, device=self.device)
@@ -262,7 +262,7 @@ class SlotDecoder:
         tokens = torch.zeros(len(prompts), width, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = torch.tensor(prompt)
-        cache = SlotCache(self.model.layers, len(prompts), width)
+        cache = SlotCache(self.model.layers, len(prompts), width, self.model.rounding)
         states = body(self.model.network)(
             input_ids=self._on(tokens),
             attention_mask=None,  # what stands behind a prompt's end is seen by nothing before it

@@ -2,11 +2,11 @@
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.network.autocast import autocast_input
 from lit_qrl.rollout.embedded.cache import SlotCache
+from lit_qrl.rollout.embedded.cache_scales import RoundedCache, Rounding
 from lit_qrl.rollout.fixed_cache import FixedLayer
 
 
@@ -42,7 +42,7 @@ class StepLayer(FixedLayer):
         return keys, values
 
 
-class StepCache(Cache):
+class StepCache(RoundedCache):
     """Key-value cache of slots, in the form that Hugging Face models take, for one new token of each row.
 
     The caller sets `at` before a step: the column " b" that the new token of each of the first rows takes.
@@ -51,12 +51,13 @@ class StepCache(Cache):
         layers: number of layers.
         capacity: slots.
         columns: of each.
+        rounding: of what is kept; None keeps it as it comes.
     """
 
     at: Tensor
 
-    def __init__(self, layers: int, capacity: int, columns: int) -> None:
-        self.capacity, self.columns = capacity, columns
+    def __init__(self, layers: int, capacity: int, columns: int, rounding: Rounding | None = None) -> None:
+        self.capacity, self.columns, self.rounding = capacity, columns, rounding
         super().__init__(layers=[StepLayer(self) for _ in range(layers)])
 
     @property

@@ -11,12 +11,16 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.vllm import cpu
 from lit_qrl.rollout.vllm.adapter import adapted_layers
+from lit_qrl.rollout.vllm.cache_size import sufficient_cache
 from lit_qrl.rollout.vllm.models import latent, recurrent
 from lit_qrl.rollout.vllm.patches import kept_tokens
 from lit_qrl.rollout.vllm.start import compilation
 
 LOOKED_UP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """How many of the last tokens must have come before for what followed them to be proposed, and the most looked for."""
+
+SIZES_OF_CACHE = {"kv_cache_memory_bytes", "num_gpu_blocks_override"}
+"""Arguments of `vllm.LLM` by which a user sizes the cache himself."""
 
 
 def proposals(tokens: int) -> dict[str, Any]:
@@ -60,6 +64,7 @@ def llm_arguments(
     kv_cache_gib: float | None = None,
     max_lora_rank: int = 0,
     sleep_level: int = 0,
+    parts: int = 1,
 ) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`.
 
@@ -71,9 +76,10 @@ def llm_arguments(
         longest: sequence, in tokens.
         given: arguments of the user's, which go before what is usual here.
         quick_start: as of `VLLMEngine`, and so the rest.
-        kv_cache_gib: size of the KV cache.
+        kv_cache_gib: size of the KV cache; None is what all sequences fill at once, where there is room for it.
         max_lora_rank: of adapters apart from their base; 0 for none.
         sleep_level: what a sleep does.
+        parts: processes that the engine consists of.
     """
     on_gpu = torch.cuda.is_available()
     arguments: dict[str, Any] = {
@@ -94,6 +100,9 @@ def llm_arguments(
             arguments = cpu.reference_attention(arguments)
     if kv_cache_gib is not None and on_gpu:
         arguments.setdefault("kv_cache_memory_bytes", int(kv_cache_gib * 2**30))
+    elif on_gpu and not SIZES_OF_CACHE & given.keys():
+        enough = sufficient_cache(network, longest, dtype, spec.format, given, parts)
+        arguments |= {} if enough is None else {"kv_cache_memory_bytes": enough}
     if max_lora_rank:
         arguments.update(enable_lora=True, max_loras=1, max_lora_rank=max_lora_rank)
         arguments.setdefault("lora_target_modules", adapted_layers(network, spec.adapter))

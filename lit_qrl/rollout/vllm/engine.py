@@ -68,7 +68,8 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
         dtype: of activations and of all tensors that are not quantized; `auto` is the format's, or what the learner
             computes in, but bf16 where the low-bit kernels take nothing else.
         gpu_memory_utilization: share of the GPU's memory that the engine may take, weights and KV cache together.
-        kv_cache_gib: size of the KV cache in GiB: on a GPU, instead of what the share leaves; on CPU, 1 by default.
+        kv_cache_gib: size of the KV cache in GiB; by default what `max_num_seqs` of the longest sequences fill, or what
+            the share leaves, whichever is less; on CPU 1.
         kv_cache_dtype: `auto` is the model's; `fp8` is a source of mismatch of its own. Its scales are taken anew after
             each publish, of the prompts that are drawn for first.
         max_model_len: longest prompt and completion together, in tokens; None is the sum of the run's two limits.
@@ -246,6 +247,7 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
             kv_cache_gib=self.kv_cache_gib,
             max_lora_rank=self.max_lora_rank,
             sleep_level=self.sleep_level,
+            parts=self.tensor_parallel_size,
         )
         size = self.tensor_parallel_size
         with kept_process_state(), own_world(size) as processes, invariant.learner_left_alone(self.batch_invariant):

@@ -21,6 +21,13 @@ def compare(device):
             torch.testing.assert_close(made[:3], torch.stack(exact).to(dtype), atol=1e-6, rtol=2**-7)
             assert torch.equal(made[3:], x[[7, 4]])
             assert torch.equal(made[1], x[1])
+    index = torch.tensor([0, 1, 2, 1, 3, 0], device=device)  # the last is padding
+    gathered = torch.tensor([0, 3, 2, 4], device=device)
+    for shape in ((4, 2, 40), (4, 3, 1024)):
+        for dtype in (torch.bfloat16, torch.float32):
+            x = torch.randn(shape).to(dtype)
+            made = rows_triton.returned(x.to(device), index, gathered).cpu()
+            assert torch.equal(made, x.new_zeros(6, *shape[1:]).index_copy_(0, gathered.cpu(), x))
 
 
 @pytest.mark.vllm  # which brings Triton

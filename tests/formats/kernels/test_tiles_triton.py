@@ -111,6 +111,17 @@ def compare_operators(device):
             assert torch.allclose(gain.cpu().double(), (grad.double() * unit).sum(0), rtol=1e-4, atol=1e-4)
     finally:
         tiles_triton.WIDEST, tiles_triton.PART = widest
+    sigmoid = torch.sigmoid(x.double())
+    of_up = grad.double() * x.double() * sigmoid
+    of_gate = grad.double() * other.double() * sigmoid * (1 + x.double() * (1 - sigmoid))
+    side_by_side = torch.cat((x, other), dim=1).to(device)
+    apart = tiles_triton.gated_backward(grad.to(device), x.to(device), other.to(device))
+    beside = tiles_triton.gated_backward(grad.to(device), *side_by_side.split(384, dim=1))
+    for made, again, exact in zip(apart, beside, (of_gate, of_up), strict=True):
+        assert torch.allclose(made.cpu().double(), exact, rtol=2.0**-7, atol=1e-6)
+        assert torch.equal(again.cpu(), made.cpu())
+    assert beside[1].data_ptr() - beside[0].data_ptr() == 384 * 2
+    assert beside[0].stride() == (2 * 384, 1)
 
 
 @pytest.mark.vllm  # which brings Triton
@@ -149,7 +160,7 @@ def test_only_codes_that_are_made_are_e4m3(rows, columns, codes, monkeypatch):
             return lambda *given, **options: launched.extend(given)
 
     launched = []
-    monkeypatch.setattr(tiles_triton, "_tiles_kernel", Kernel())
+    monkeypatch.setattr(tiles_triton._tiles, "kernel", Kernel())
     tiles_triton.tiles(torch.randn(4, 128), rows, columns, tiles_triton.GATED, torch.randn(4, 128))
     kinds = [given.dtype for given in launched if isinstance(given, torch.Tensor)]
     assert kinds.count(torch.float8_e4m3fn) == codes  # Triton knows none below compute capability 8.9

@@ -478,6 +478,13 @@ def test_on_a_gpu_decode_and_score_agree(name, cuda_graphs):
     assert torch.cat(differences).mean() < (0.1 if name in (None, "int4_group") else 0.3)
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_batch_invariance_is_refused_with_an_engine_that_has_it():
+    network = build_network(hidden_size=512, intermediate_size=1024, head_dim=128, vocab_size=4096)
+    with pytest.raises(ConfigError, match=r"depend on the sequences beside it.*or take VLLMEngine"):
+        engine_of(network.bfloat16().cuda(), batch_invariant=True)
+
+
 def test_a_token_outside_the_vocabulary_is_bad_input(network):
     engine = engine_of(network)
     with pytest.raises(ConfigError, match="Prompt 1 holds a token"):

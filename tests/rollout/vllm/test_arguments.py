@@ -41,6 +41,24 @@ def test_what_is_for_a_gpu_alone(on_gpu, monkeypatch):
     assert {name: made.get(name) for name in asked} == (asked if on_gpu else dict.fromkeys(asked))
 
 
+@pytest.mark.parametrize(
+    ("given", "options", "wanted"),
+    [
+        ({}, {}, 7),
+        ({}, {"kv_cache_gib": 1}, 2**30),
+        ({"kv_cache_memory_bytes": 5}, {}, 5),
+        ({"kv_cache_memory_bytes": 5}, {"kv_cache_gib": 1}, 5),
+        ({"num_gpu_blocks_override": 3}, {}, None),
+    ],
+)
+def test_a_cache_that_nobody_sizes_is_as_large_as_can_be_filled(given, options, wanted, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("lit_qrl.rollout.vllm.arguments.sufficient_cache", lambda *rest: 7)
+    assert arguments(given=given, **options).get("kv_cache_memory_bytes") == wanted
+    monkeypatch.setattr("lit_qrl.rollout.vllm.arguments.sufficient_cache", lambda *rest: None)
+    assert ("kv_cache_memory_bytes" in arguments()) is False
+
+
 def test_proposals_are_off_by_default_and_need_the_first_runner():
     assert proposals(0) == {}
     assert not first_runner({}, SamplerSpec())

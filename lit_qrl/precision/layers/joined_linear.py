@@ -1,0 +1,118 @@
+"""Plain linear layers that read one input and are multiplied together."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from lit_qrl.formats.kernels import dispatch
+from lit_qrl.precision.layers.together import Together, end_to_end, reading_alike, side_by_side
+
+ROWS = 1024
+"""Tokens from which on it is less work: the weights of keys and values are copied for it."""
+
+
+class _Joined(torch.autograd.Function):
+    """Products of one input; the first layers' weights may be laid one below another for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], whole: bool, *own: Tensor) -> Any:
+        count, rows = len(sizes), x.reshape(-1, x.shape[-1])
+        weights, biases = own[:count], own[count:]
+        ctx.sizes, ctx.whole, ctx.shape = sizes, whole, x.shape
+        ctx.save_for_backward(rows, *weights)
+        shape = x.shape[:-1]
+        if whole:
+            out = _product(rows, torch.cat(weights), end_to_end(biases, x.dtype)).view(*shape, -1)
+            return tuple(torch.unsafe_split_with_sizes(out, list(sizes), -1))
+        made = (_product(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        # no views in autograd's eyes: a model may add to them in place
+        return tuple(torch.ops.aten._unsafe_view(one, [*shape, one.shape[-1]]) for one in made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, *weights = ctx.saved_tensors
+        sizes, count = ctx.sizes, len(ctx.sizes)
+        needs = [any(ctx.needs_input_grad[start : start + size]) for start, size in ((0, 1), (3, count))]
+        needs.append(any(ctx.needs_input_grad[3 + count :]))
+        flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        if ctx.whole:
+            flat, weights = [side_by_side(flat)], [torch.cat(weights)]
+        grad_x, of_weights, of_biases = None, [None] * count, [None] * count
+        if needs[0]:
+            grad_x = flat[0] @ weights[0]
+            for grad, weight in zip(flat[1:], weights[1:], strict=True):
+                grad_x.addmm_(grad, weight)
+            grad_x = grad_x.view(ctx.shape)
+        if needs[1]:
+            of_weights = _cut([grad.t() @ rows for grad in flat], sizes)
+        if needs[2]:
+            of_biases = _cut([grad.sum(dim=0) for grad in flat], sizes)
+        return grad_x, None, None, *of_weights, *of_biases
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
+
+
+def _cut(made: list[Tensor], sizes: Sequence[int]) -> list[Any]:
+    return list(made[0].split(list(sizes))) if len(made) == 1 else made
+
+
+class _Plain(Together):
+    @property
+    def whole(self) -> bool:
+        """Whether the weights are copied for one product: where keys and values are few, which GEMMs alone are slow."""
+        return len(self.sizes) == 3 and sum(self.sizes) < 2 * self.sizes[0]
+
+    @override
+    def takes(self, x: Tensor) -> bool:
+        if not super().takes(x) or not dispatch.available(x) or torch.is_autocast_enabled(x.device.type):
+            return False
+        if x.dtype not in (torch.bfloat16, torch.float16) or x.numel() < ROWS * x.shape[-1]:
+            return False
+        return all(one.weight.dtype == x.dtype and not isinstance(one.weight, DTensor) for one in self.layers)
+
+    @override
+    def compute(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        return _Joined.apply(x, self.sizes, self.whole, *weights, *biases)  # pyright: ignore
+
+
+class JoinedLinear(nn.Linear):
+    """A linear layer whose product is made with those of the layers that read the same input."""
+
+    together: Together | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return `x @ W.T + b`: "... in" -> "... out"."""
+        if self.together is not None and self.together.takes(input):
+            return self.together.output(self, input)
+        return super().forward(input)
+
+
+def join_linears(network: nn.Module) -> int:
+    """Let plain linear layers that read one input be multiplied together, in place, and return how many there are.
+
+    Names and parameters stay; a plugin that puts other layers in their place finds linear layers.
+
+    Args:
+        network: a causal language model.
+    """
+    plain: dict[str, Any] = {
+        name: module for name, module in network.named_modules() if type(module) in (nn.Linear, JoinedLinear)
+    }
+    joined = 0
+    for names in reading_alike(network, plain):
+        layers = [plain[name] for name in names]
+        alike = len({(layer.in_features, layer.bias is None) for layer in layers}) == 1
+        if not alike:
+            continue
+        group = _Plain(layers)
+        for layer in layers:
+            layer.__class__ = JoinedLinear
+            layer.together = group
+        joined += len(layers)
+    return joined

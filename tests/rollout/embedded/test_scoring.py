@@ -1,0 +1,30 @@
+import pytest
+import torch
+
+from lit_qrl.network.head import SamplerHead
+from lit_qrl.rollout.embedded import scoring
+from lit_qrl.rollout.embedded.cache_scales import Rounding
+from tests.networks import build_network
+
+SEQUENCES = [[5, 6, 7, 8, 9, 2], [4, 4], [3, 3, 12, 1], [10, 11, 6]]
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_scores_are_those_of_each_sequence_alone_however_few_fit_at_once(rounded, monkeypatch):
+    network = build_network()
+    head = SamplerHead.of(network, None)
+    rounding = Rounding(torch.full((len(network.model.layers), 2), 1e-3)) if rounded else None
+    together = scoring.scores_of(network, head, SEQUENCES, False, rounding)
+    plain = scoring.scores_of(network, head, SEQUENCES, False, None)
+    monkeypatch.setattr(scoring, "SCORE_TOKENS", 7)
+    apart = scoring.scores_of(network, head, SEQUENCES, False, rounding)
+    for index, sequence in enumerate(SEQUENCES):
+        assert together[index].shape == (len(sequence) - 1,)
+        torch.testing.assert_close(together[index], apart[index], atol=1e-5, rtol=0)
+        if not rounded:
+            with torch.no_grad():
+                logits = network(torch.tensor([sequence])).logits[0, :-1]
+            wanted = logits.log_softmax(-1).gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
+            torch.testing.assert_close(together[index], wanted, atol=1e-5, rtol=0)
+    differences = torch.cat([a - b for a, b in zip(together, plain, strict=True)]).abs()
+    assert (differences.max() > 1e-4) == rounded
