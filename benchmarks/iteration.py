@@ -3,10 +3,11 @@
     python benchmarks/iteration.py --cases full-1.5b lora-7b qerl-32b --checkpoints none auto --out out.json
 
 Each run is the command that a user would type, in a process of its own; this one reads `metrics.csv` every 20 ms and
-asks the driver for the memory in use. Models have Qwen2.5's shapes and random weights, written to a folder first, so
-that loading, checkpoints and resuming are a user's too; those of several GPUs, and full-7b's, are drawn by the run
-itself, which starts sooner. Iterations before the third do not count; figures are medians. Where a run is cut, by
-`--timeout` or by SIGTERM to this process, the rows that it wrote count (`counted` says how many), and the table comes.
+asks the driver for the memory in use; each row is printed as it comes. Models have Qwen2.5's shapes and random weights,
+written to a folder first, so that loading, checkpoints and resuming are a user's too; those of several GPUs, and
+full-7b's, are drawn by the run itself, which starts sooner. Iterations before the third do not count; figures are
+medians. Where a run is cut, by `--timeout` or by SIGTERM to this process, the rows that it wrote count (`counted` says
+how many), and the table comes.
 
 full-1.5b, full-3b  full fine-tuning in bf16 over fp32 masters, or without them (`--masters bf16`), TIS
 short-1.5b, uneven-1.5b  the same with 64 tokens; with up to 2048, where one token in 500 ends a completion
@@ -24,6 +25,8 @@ moe-30b    Qwen3-30B-A3B's shape, drawn at random and packed layer by layer: att
     python benchmarks/iteration.py --cases lora-7b --arms bf16 fp8_row PackedLoRA-fp8_row --checkpoints none
     python benchmarks/iteration.py --cases parts-8b --devices 2 --checkpoints none
     python benchmarks/iteration.py --cases apart-8b --arms fp8_row --schedules on_policy one_step_off --checkpoints none
+    python benchmarks/iteration.py --cases apart-8b --transfer ipc nccl --iterations 6 --checkpoints none
+    python benchmarks/iteration.py --cases parts-8b --devices 2 --arms fp8_row --then bf16 --turn 4 --checkpoints none
     python benchmarks/iteration.py --cases full-1.5b --peers here trl trl here --checkpoints none
     python benchmarks/iteration.py --cases full-1.5b --recompute auto all --checkpoints none
     python benchmarks/iteration.py --cases moe-30b --arms nvfp4 --replay on off --checkpoints none
@@ -175,7 +178,17 @@ def parse() -> argparse.Namespace:
         "--then-all", type=int, default=0, metavar="N", help="N + 1 more iterations of the last run, all computed again"
     )
     parser.add_argument("--schedules", nargs="+", default=["on_policy"], help="of the cases with an engine apart")
-    parser.add_argument("--transfer", default="ipc", help="how weights reach an engine apart: ipc, nccl, memory, …")
+    parser.add_argument(
+        "--transfer",
+        nargs="+",
+        default=["auto"],
+        metavar="WAY",
+        help="how weights reach an engine apart: ipc, nccl, memory, …; several take turns, --turn iterations each",
+    )
+    parser.add_argument("--turn", type=int, default=3, help="publishes of each --transfer, the first of which warms up")
+    parser.add_argument("--then", choices=("bf16", "fp8_row"), help="format of the sampler from iteration --turn on")
+    parser.add_argument("--prompts", type=int, help="of an iteration (default: the case's)")
+    parser.add_argument("--stacks", action="store_true", help="write every second what the run's processes are in")
     parser.add_argument("--devices", type=int, default=1, help="GPUs of the cases in parts")
     parser.add_argument("--iterations", type=int, default=7, help="of each run, the first two of which do not count")
     parser.add_argument("--completion", type=int, help="tokens of a completion (default: the case's)")
@@ -219,6 +232,7 @@ def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None
                 shape = "tiny-denoiser" if denoises(case) else "tiny-mixture" if mixes(case) else "tiny"
                 case |= {"shape": shape, "prompts": 4, "completion": 8, "micro_batches": 2}
             case["completion"] = args.completion or case["completion"]
+            case["prompts"] = args.prompts or case["prompts"]
             drawn = bool(case.get("drawn"))
             folder = model_folder(models, case["shape"], case.get("format"), case.get("stops", 1), drawn)
             if args.prepare:
@@ -294,6 +308,11 @@ def model_folder(models: Path, shape: str, format: str | None, stops: int = 1, d
 
 def write_folder(folder: Path, shape: str, format: str | None, stops: int, drawn: bool) -> None:
     """Write the folder of a model, as `model_folder` says."""
+    folder.mkdir(parents=True, exist_ok=True)
+    case = {"shape": shape}
+    if drawn:
+        write_outline(shape, folder, stops)
+        return
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen3MoeConfig
 
@@ -303,15 +322,11 @@ def write_folder(folder: Path, shape: str, format: str | None, stops: int, drawn
     from lit_qrl.network.llada import LLaDAConfig
     from lit_qrl.network.stream import weight_stream
 
-    folder.mkdir(parents=True, exist_ok=True)
-    case = {"shape": shape}
     kind = LLaDAConfig if denoises(case) else Qwen3MoeConfig if mixes(case) else Qwen2Config
     config = kind(**SHAPES[shape], max_position_embeddings=4096, dtype="bfloat16")
     write_model(config, folder)
-    GenerationConfig(eos_token_id=[1, *range(config.vocab_size - stops + 1, config.vocab_size)]).save_pretrained(folder)
+    GenerationConfig(eos_token_id=stop_words(config.vocab_size, stops)).save_pretrained(folder)
     shutil.copytree(folder / "tokenizer", folder, dirs_exist_ok=True)  # where TRL's vLLM looks for it
-    if drawn:
-        return
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -336,6 +351,45 @@ def write_folder(folder: Path, shape: str, format: str | None, stops: int, drawn
         content = json.loads((folder / "config.json").read_text())
         content["quantization_config"] = chosen.quantization_config(["lm_head"])
         (folder / "config.json").write_text(json.dumps(content))
+
+
+def stop_words(vocabulary: int, stops: int) -> list[int]:
+    """Return the words that end a completion."""
+    return [1, *range(vocabulary - stops + 1, vocabulary)]
+
+
+def write_outline(shape: str, folder: Path, stops: int) -> None:
+    """Write what `write_model` does, in a hundredth of the time: without the libraries whose import takes seconds."""
+    kind = ("qwen3_moe", "Qwen3MoeForCausalLM") if mixes({"shape": shape}) else ("qwen2", "Qwen2ForCausalLM")
+    size = SHAPES[shape]["vocab_size"]
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, size)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [{"id": i, "content": word, **special} for i, word in enumerate(("<pad>", "<eos>"))],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w2"},
+    }
+    files = {
+        "config.json": {
+            **SHAPES[shape],
+            "model_type": kind[0],
+            "architectures": [kind[1]],
+            "max_position_embeddings": 4096,
+            "dtype": "bfloat16",
+        },
+        "generation_config.json": {"eos_token_id": stop_words(size, stops)},
+        "tokenizer/tokenizer.json": tokenizer,
+        "tokenizer/tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": "<pad>",
+            "eos_token": "<eos>",
+        },
+    }
+    (folder / "tokenizer").mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    shutil.copytree(folder / "tokenizer", folder, dirs_exist_ok=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------- run
@@ -375,6 +429,8 @@ def begin(args: argparse.Namespace, plan: Planned) -> Started:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         log = args.out.with_name(f"{args.out.stem}-{run.name}.log")
     here = [str(Path(__file__).with_name("gate.py"))] if args.ahead else ["-m", "lit_qrl.cli"]
+    if args.stacks:
+        here = [str(Path(__file__).with_name("sampled.py")), str(log.with_suffix(".stacks"))]
     command = [sys.executable, *here, "fit", "--config", str(config), *args.set]
     if case["peer"] == "trl":
         command = [sys.executable, str(Path(__file__).with_name("trl_iteration.py")), str(config), str(run)]
@@ -462,6 +518,7 @@ def figures(rows: list[dict[str, float]], wall: Sequence[float]) -> dict[str, An
         **mismatch(rows),
         "walls": [round(one, 2) for one in wall],
         "checkpoint_seconds": [round(row.get("time/checkpoint", 0.0), 2) for row in rows],
+        "rows": [{name: round(value, 3) for name, value in row.items() if told(name)} for row in rows],
         "drawn_ahead_in": median("rollout/seconds_ahead"),
         "publish_parts": publish_parts(counted),
         "first_publish_parts": publish_parts(rows[:1]),
@@ -558,7 +615,7 @@ def configuration(
             options["engine_args"]["max_num_batched_tokens"] = 4096
         engine = {"class_path": "VLLMEngine", "init_args": options}
     if case.get("apart"):
-        options = {"engine": engine, "transfer": "auto" if args.tiny else args.transfer}
+        options = {"engine": engine, "transfer": args.transfer[0]}
         if not args.tiny:
             options["engine"]["init_args"] |= {"gpu_memory_utilization": 0.8, "max_lora_rank": 0}
         engine = {"class_path": "RemoteEngine", "init_args": options}
@@ -593,6 +650,12 @@ def configuration(
         trainer["callbacks"] = [{"class_path": "RouterReplay"}] if case["replay"] == "on" else []
     elif not case.get("format"):
         trainer["callbacks"] = [{"class_path": "AIS"} if denoises(case) else TIS]
+    if case.get("apart") and len(args.transfer) > 1:
+        turns = {"class_path": "ways.TakeTurns", "init_args": {"ways": args.transfer, "each": args.turn}}
+        trainer["callbacks"] = [*trainer.get("callbacks", []), turns]
+    if args.then:
+        later = {"class_path": "ways.ThenFormat", "init_args": {"format": args.then, "after": args.turn}}
+        trainer["callbacks"] = [*trainer.get("callbacks", []), later]
     if "then_all" in case:
         trainer["callbacks"] += [
             {"class_path": "recompute_from.RecomputeFrom", "init_args": {"iteration": args.iterations}}
@@ -651,12 +714,14 @@ def watch(process: subprocess.Popen, metrics: Path, deadline: float, wanted: int
     It waits for the end of the process, for so many rows, for the deadline, or for a signal to this process.
     """
     ends: list[float] = []
-    peaks, asked = [0.0], 0.0
+    peaks, asked, begun = [0.0], 0.0, time.monotonic()
     while process.poll() is None and time.monotonic() < deadline and len(ends) < wanted and not ENDED:
-        seen = len(read_rows(metrics))
-        if seen > len(ends):
-            peaks += [0.0] * (seen - len(ends))
-            ends += [time.monotonic()] * (seen - len(ends))
+        rows = read_rows(metrics)
+        for row in rows[len(ends) :]:  # as they come, so that a run that is cut short shows them
+            peaks.append(0.0)
+            ends.append(time.monotonic())
+            shown = {name.removeprefix("time/"): round(value, 3) for name, value in row.items() if told(name)}
+            print(f"{ends[-1] - begun:6.1f} row {len(ends)}, {max(peaks):.1f} GiB: {json.dumps(shown)}", flush=True)
         if time.monotonic() - asked > 0.5:
             peaks[-1], asked = max(peaks[-1], device_memory()), time.monotonic()
         time.sleep(0.02)
@@ -666,6 +731,11 @@ def watch(process: subprocess.Popen, metrics: Path, deadline: float, wanted: int
     process.kill()
     process.wait()
     return ends, peaks
+
+
+def told(name: str) -> bool:
+    """Return whether a column of a row is shown when it comes."""
+    return name.startswith("time/") or name in ("rollout/seconds_ahead", "update/micro_batches", "mismatch/kl_k3")
 
 
 def read_rows(metrics: Path) -> list[dict[str, float]]:

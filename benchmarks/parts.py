@@ -28,27 +28,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-from torch import distributed
-from torch.distributed.device_mesh import init_device_mesh
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from iteration import SHAPES  # noqa: E402
-from passes import DEVICE, micro_batch  # noqa: E402
-from qerl import write_model  # noqa: E402
-
-from lit_qrl import formats  # noqa: E402
-from lit_qrl.network.shards import own  # noqa: E402
-from lit_qrl.policy import CausalPolicy  # noqa: E402
-from lit_qrl.precision.source import WeightSource, unchanged  # noqa: E402
-from lit_qrl.receipts.ledger import SentLedger  # noqa: E402
-from lit_qrl.strategies.sharded import ShardedStrategy  # noqa: E402
 
 
-def main() -> None:
-    """Start a process for each GPU; the first prints and writes."""
+def parse() -> argparse.Namespace:
+    """Return the arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--shape", default="8b", choices=sorted(SHAPES))
@@ -58,15 +45,45 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="toy shapes, on CPUs")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def start(gpus: int) -> int:
+    """Start a process for each GPU, of which the first prints and writes; return the worst of their statuses."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    torch.multiprocessing.start_processes(_process, (args,), args.gpus, start_method="spawn")
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(gpus)}
+    environments = [{**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(gpus)]
+    processes = [subprocess.Popen([sys.executable, *sys.argv], env=one) for one in environments]
+    try:
+        return max(process.wait() for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
 
 
-def _process(rank: int, args: argparse.Namespace) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(args.gpus)}
+if __name__ == "__main__":
+    args = parse()
+    if "RANK" not in os.environ:  # before the imports, which each process makes for itself
+        sys.exit(start(args.gpus))
+
+import torch  # noqa: E402
+from passes import DEVICE, micro_batch  # noqa: E402
+from qerl import write_model  # noqa: E402
+from torch import distributed  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+
+from lit_qrl import formats  # noqa: E402
+from lit_qrl.network.shards import own  # noqa: E402
+from lit_qrl.policy import CausalPolicy  # noqa: E402
+from lit_qrl.precision.source import WeightSource, unchanged  # noqa: E402
+from lit_qrl.receipts.ledger import SentLedger  # noqa: E402
+from lit_qrl.strategies.sharded import ShardedStrategy  # noqa: E402
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measure, as one of the processes."""
+    rank = int(os.environ["RANK"])
     device = torch.device(DEVICE.type, rank) if DEVICE.type == "cuda" else DEVICE
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -240,4 +257,4 @@ def profile(work: Callable[[], Any], name: str, args: argparse.Namespace, rank: 
 
 
 if __name__ == "__main__":
-    main()
+    main(args)

@@ -23,12 +23,14 @@ sleep    seconds to sleep and to wake at levels 1 and 2, with the publish that f
 
     python benchmarks/rollout.py --shape 32b --tensor-parallel 2 --formats bf16 fp8_row --sections speed --batches 64
 
-measures one engine over two GPUs, a process on each; what its vLLM does by itself has the same processes.
+measures one engine over two GPUs, a process on each; what its vLLM does by itself has the same processes. With
+`--at-once` formats start beside each other and are measured in turn, which needs memory for all of them.
 """
 
 import argparse
 import contextlib
 import cProfile
+import fcntl
 import json
 import os
 import pstats
@@ -36,8 +38,10 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +101,9 @@ def main() -> None:
     parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--no-request-seeds", action="store_true", help="seed the engine instead of each request")
     parser.add_argument("--timeout", type=float, default=540, help="seconds for each format")
+    parser.add_argument(
+        "--at-once", action="store_true", help="start all formats beside each other, then measure one after the other"
+    )
     parser.add_argument("--budget", type=float, default=3600, help="seconds for all; no format starts in the last 40")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     parser.add_argument("--lora-formats", nargs="*", help="formats that run the section lora; all by default")
@@ -108,20 +115,50 @@ def main() -> None:
         args.sections = sections.split(",")
         work(args, name, file)
         return
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {name: {} for name in args.formats}
     end = time.perf_counter() + args.budget
-    for name in args.formats:
-        results[name] = {}
+
+    def one(name: str) -> None:
         for sections in processes(args, name):
             left = end - time.perf_counter()
             found = measure(name, sections, min(args.timeout, left)) if left > 40 else {"error": "no time left"}
             if "error" in found:
                 found["error"] = "; ".join(filter(None, (results[name].get("error"), found["error"])))
             results[name] |= found
+        Turn.ready(name)
         if args.out:  # after each, so that a run that is cut short leaves what it had
             given = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
             args.out.write_text(json.dumps({"arguments": given, "device": device(), "results": results}, indent=1))
+
+    with tempfile.TemporaryDirectory() as folder:
+        if args.at_once:
+            os.environ[Turn.PLACE] = folder
+        with ThreadPoolExecutor(len(args.formats) if args.at_once else 1) as pool:
+            list(pool.map(one, args.formats))
     table(args, results)
+
+
+class Turn:
+    """Formats that start beside each other and are measured one after the other (`--at-once`)."""
+
+    PLACE = "LIT_QRL_BENCHMARK_TURNS"
+    """Environment variable: the folder in which a format says that it is ready, and in which the lock is."""
+
+    @classmethod
+    def ready(cls, name: str) -> None:
+        """Say that a format has started, or will not."""
+        if cls.PLACE in os.environ:
+            (Path(os.environ[cls.PLACE]) / name).touch()
+
+    @classmethod
+    def take(cls, name: str, names: list[str]) -> None:
+        """Wait until all have started and no other is measured; the turn ends with this process."""
+        place = Path(os.environ[cls.PLACE])
+        cls.ready(name)
+        while not all((place / one).exists() for one in names):
+            time.sleep(0.1)
+        cls.lock = (place / "lock").open("w")
+        fcntl.flock(cls.lock, fcntl.LOCK_EX)
 
 
 def device() -> dict[str, str]:
@@ -160,7 +197,14 @@ def work(args: argparse.Namespace, name: str, file: str) -> None:
         print(f"--- {name}: {section}", flush=True)
         start = time.perf_counter()
         try:
-            bench = bench or Bench(args, name)
+            if bench is None:
+                bench = Bench(args, name)
+                if Turn.PLACE in os.environ:
+                    figures.update(bench.ready())
+                    if rank == 0:
+                        Path(file).write_text(json.dumps(figures))
+                        Turn.take(name, args.formats)
+                    bench.added(0)  # the other processes of this engine wait for the first
             figures.update(getattr(bench, f"run_{section}")())
         except Exception as error:
             traceback.print_exc()

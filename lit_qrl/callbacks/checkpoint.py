@@ -18,7 +18,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.run.description import Described
 from lit_qrl.run.folder import last_checkpoint
 from lit_qrl.run.interrupt import Interrupted, Interruption
-from lit_qrl.run.saving import Cadence, CheckpointFiles
+from lit_qrl.run.saving import Cadence, CheckpointFiles, staging
 
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
@@ -188,7 +188,8 @@ def _staged(trainer: Trainer, files: CheckpointFiles, targets: list[Path]) -> It
     before = trainer.strategy.checkpoint_io
     trainer.strategy.checkpoint_io = _StagedIO(files, targets)
     try:
-        yield
+        with staging():
+            yield
     finally:
         trainer.strategy.checkpoint_io = before
 

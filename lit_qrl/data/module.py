@@ -367,8 +367,7 @@ class RolloutDataModule(Described, LightningDataModule):
         chosen = {} if self.budget is None or self.budget.chosen is None else {"micro_batch_tokens": self.budget.chosen}
         if self.ahead is None:
             return {"position": self.position if self.unfinished is None else self.unfinished, **chosen}
-        position, ahead = self.ahead.state(self.position, self.module.trainer.world_size == 1)
-        return {"position": position, "ahead": ahead, **chosen}
+        return {**self.ahead.state(self.position, self.module.trainer.world_size == 1), **chosen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the saved position."""

@@ -16,22 +16,28 @@ import operator
 import time
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lit_qrl.functional.mismatch import k3_divergence
 from lit_qrl.loop.drafts import Draft, packed, unpacked, versions_of
 from lit_qrl.loop.hooks import Learner, rl_callbacks
 from lit_qrl.loop.schedule import staleness_of
 from lit_qrl.rollout.engine import EngineDiedError, InFlight, Scores
+from lit_qrl.run.saving import when_written
 from lit_qrl.seeding import derive_seed
 
 log = logging.getLogger(__name__)
 
-SCORED = 32
-"""Sequences that show how far new weights are from those that drew them."""
+SCORED, FEW, TOKENS = 32, 4, 2**13
+"""Sequences that show how far new weights are from those that drew them: so many at most, and these anyhow where they
+have more tokens. The engine draws nothing meanwhile: 32 of 4,096 tokens would be a tenth of a rollout of 512."""
 
 
 class Ahead:
@@ -55,6 +61,7 @@ class Ahead:
         """Tokens that were learned from, by how many iterations older their weights were."""
         self._pool: ThreadPoolExecutor | None = None
         self._futures: dict[int, Future[None]] = {}
+        self._moved: Future[Tensor | None] | None = None
         self._restored: list[dict[str, Any]] = []
 
     def due(self, iteration: int, iterations: int | None = None) -> bool:
@@ -87,12 +94,25 @@ class Ahead:
         trainer, now = learner.trainer, learner.trainer.current_epoch
         missing = [number for number in self._window(now, trainer.max_epochs) if number not in self.drafts]
         if not self.in_flight and now % self.staleness == 0 and now in self.drafts and self.drafts[now].weights < now:
-            measure_staleness(learner, self.drafts[now])
+            self._score(learner, self.drafts[now])
         for number in missing:
             data = learner.data
             start, slots = data.position, data.slots
             self.drafts[number] = Draft(number, now, start, data.next_problems(slots.groups, slots.own))
             self._submit(learner, self.drafts[number])
+
+    def _score(self, learner: Learner, draft: Draft) -> None:
+        """Have the engine score what older weights drew before it draws on, while the learner updates on that."""
+        self._moved = self._thread.submit(moved_since, learner, draft)
+
+    def tell_staleness(self, learner: Learner) -> None:
+        """Log how far the published weights are from those that drew the iteration's rollout, where that was asked."""
+        moved, self._moved = self._moved, None
+        if moved is not None:
+            try:
+                note_staleness(learner, moved.result())
+            except RuntimeError as error:  # it died of it, of which the next draft tells
+                log.info("Staleness was not measured: %s", error)
 
     def adjust(self, now: int) -> None:
         """Draw one rollout more ahead where the learner waits for this one, one fewer where the next is drawn, too.
@@ -136,7 +156,8 @@ class Ahead:
         if self.in_flight and any(ages):
             learner.data.engine.pause()
             try:
-                measure_staleness(learner, draft)
+                with learner.iteration.timed("verify"):
+                    note_staleness(learner, moved_since(learner, draft))
             except RuntimeError as error:  # it died of what it drew meanwhile, of which the next draft tells
                 log.info("Staleness was not measured: %s", error)
             finally:
@@ -161,7 +182,8 @@ class Ahead:
 
     def settle(self, learner: Learner) -> EngineDiedError | None:
         """Wait until nothing is under way; return the engine's death, after which what it lacked is not begun."""
-        wait(self._futures.values())
+        under_way: list[Future[Any]] = [*self._futures.values()]
+        wait([*under_way, self._moved] if self._moved is not None else under_way)
         errors = [error for future in self._futures.values() if (error := future.exception()) is not None]
         self._futures = {}
         if not errors:
@@ -177,11 +199,16 @@ class Ahead:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
-        self.drafts, self._futures, self._restored = {}, {}, []
+        self.drafts, self._futures, self._moved, self._restored = {}, {}, None, []
 
-    def _submit(self, learner: Learner, draft: Draft) -> None:
+    @property
+    def _thread(self) -> ThreadPoolExecutor:
+        """The thread in which the engine is asked, one thing after the other."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="ahead")
+        return self._pool
+
+    def _submit(self, learner: Learner, draft: Draft) -> None:
         data, before = learner.data, self._futures.get(draft.iteration - 1)
         seed = derive_seed(data.base_seed, "rollout", draft.iteration, 0, 0)
         positions = {"positions": data.slots.own} if data.slots.world_size > 1 else {}
@@ -195,7 +222,7 @@ class Ahead:
             draft.completions = data.engine.generate(prompts, data.group_size, seed, **positions)
             draft.seconds = time.perf_counter() - start
 
-        self._futures[draft.iteration] = self._pool.submit(draw)
+        self._futures[draft.iteration] = self._thread.submit(draw)
 
     def _forget_undone(self, learner: Learner) -> None:
         """Forget what was not drawn, as if it had never been begun."""
@@ -210,31 +237,43 @@ class Ahead:
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
-    def state(self, position: int, alone: bool) -> tuple[int, dict[str, Any]]:
-        """Return the position in the stream of prompts, and what continues the run bit for bit.
+    def state(self, position: int, alone: bool) -> dict[str, Any]:
+        """Return the position in the stream of prompts, and what continues the run of now bit for bit.
 
-        It waits for what is under way. In several processes, of which one writes the checkpoint, drafts are not kept:
-        the run that goes on draws them with its own, younger weights.
+        A checkpoint that is written in the background waits there for the rollouts that are under way now. Where
+        weights come in flight it has only those that are drawn now: the others will have tokens of weights that it does
+        not know. In several processes, of which one writes it, it has none. The run that goes on draws what it lacks
+        with its own, younger weights.
 
         Args:
             position: of the prompt after all drafts.
             alone: whether this is the only process.
         """
-        wait(self._futures.values())
         oldest = self.over + 1 - self.staleness
         later = [draft for number, draft in sorted(self.drafts.items()) if number > self.over]
-        kept = []
-        for draft in later:
-            if draft.completions is None or not alone:
-                position = draft.start
-                break
-            place = {"iteration": draft.iteration, "weights": draft.weights, "start": draft.start}
-            kept.append({**place, **packed(draft.completions)})
-        if len(kept) < len(later):
-            log.info("%d rollouts that were begun are not in the checkpoint.", len(later) - len(kept))
+        undone = (draft for draft in later if not alone or (self.in_flight and draft.completions is None))
+        first_undone = next(undone, None)
+        under_way = [] if self.in_flight or not alone else list(self._futures.values())
         ages = {str(age): count for age, count in self.tokens_of_age.items()}
         weights = {str(version): number for version, number in self.weights_of.items() if number >= oldest}
-        return position, {"drafts": kept, "ages": ages, "weights": weights}
+
+        @cache
+        def made() -> tuple[int, dict[str, Any]]:
+            for future in under_way:
+                with suppress(CancelledError):  # the run has ended
+                    future.exception()
+            kept, after = [], position
+            for draft in later:
+                if draft is first_undone or draft.completions is None:
+                    after = draft.start
+                    break
+                place = {"iteration": draft.iteration, "weights": draft.weights, "start": draft.start}
+                kept.append({**place, **packed(draft.completions)})
+            if len(kept) < len(later):
+                log.info("%d rollouts that were begun are not in the checkpoint.", len(later) - len(kept))
+            return after, {"drafts": kept, "ages": ages, "weights": weights}
+
+        return {"position": when_written(lambda: made()[0]), "ahead": when_written(lambda: made()[1])}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; the drafts are made whole at the first iteration."""
@@ -287,11 +326,11 @@ def ahead_of(schedule: str, max_staleness: int, in_flight: InFlight = "none") ->
 
 
 @torch.no_grad()
-def measure_staleness(learner: Learner, draft: Draft) -> None:
-    """Log how far the published weights are from the older ones that drew a rollout, both in the sampler's arithmetic.
+def moved_since(learner: Learner, draft: Draft) -> Tensor | None:
+    """Return how far the published weights are from the older ones that drew a rollout: Δ log p of some tokens.
 
-    It is the part of the mismatch that comes of the schedule; the rest is that of kernels, format and noise. Only where
-    the engine scores, and log-probs are at a temperature of 1.
+    It is the part of the mismatch that comes of the schedule, both in the sampler's arithmetic; the rest is that of
+    kernels, format and noise. None where the engine does not score, or log-probs are not at a temperature of 1.
 
     Args:
         learner: whose engine holds the new weights and draws nothing.
@@ -299,14 +338,20 @@ def measure_staleness(learner: Learner, draft: Draft) -> None:
     """
     data, engine = learner.data, learner.data.engine
     if not isinstance(engine, Scores) or data.temperature != 1.0 or data.sampling.truncated or not draft.completions:
-        return
+        return None
     chosen = [(i, one) for i, one in enumerate(draft.completions[:SCORED]) if one.token_ids]
     prompts = [draft.problems[i // data.group_size].prompt_ids for i, _ in chosen]
     sequences = [[*prompt, *one.token_ids] for prompt, (_, one) in zip(prompts, chosen, strict=True)]
-    with learner.iteration.timed("verify"):
-        scores = engine.score(sequences)
+    within = sum(whole <= TOKENS for whole in accumulate(map(len, sequences)))
+    chosen, sequences = chosen[: max(within, FEW)], sequences[: max(within, FEW)]
+    scores = engine.score(sequences)
     new = torch.cat([row[-len(one.token_ids) :] for row, (_, one) in zip(scores, chosen, strict=True)])
     old = torch.tensor([value for _, one in chosen for value in one.logprobs])
-    moved = new.float().cpu() - old
-    learner.iteration.metrics.values("mismatch/staleness_abs", moved.abs())
-    learner.iteration.metrics.values("mismatch/staleness_kl", k3_divergence(moved))
+    return new.float().cpu() - old
+
+
+def note_staleness(learner: Learner, moved: Tensor | None) -> None:
+    """Log what `moved_since` returned."""
+    if moved is not None:
+        learner.iteration.metrics.values("mismatch/staleness_abs", moved.abs())
+        learner.iteration.metrics.values("mismatch/staleness_kl", k3_divergence(moved))

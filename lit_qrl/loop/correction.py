@@ -120,4 +120,6 @@ def close(learner: Learner) -> None:
     old = None if measured is None or measured is state.rollout else measured.learner_old_logprobs
     if measured is not None and old is not None and corrected(learner.trainer):
         state.metrics.update(weigh(learner, measured, old, learner.reduce))
+    if learner.data.ahead is not None:
+        learner.data.ahead.tell_staleness(learner)
     state.close(learner.reduce)

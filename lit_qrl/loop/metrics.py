@@ -76,8 +76,10 @@ def log_row(trainer: Any, row: Mapping[str, float]) -> None:
         row: the metrics, the same on all ranks.
     """
     values = {name: torch.tensor(value) for name, value in row.items()}
-    trainer.callback_metrics.update(values)
-    trainer.logged_metrics.update(values)
+    for known in (trainer.callback_metrics, trainer.logged_metrics):
+        for name in [name for name in known if name.startswith("time/") and name not in row]:
+            del known[name]  # a phase that an earlier iteration had, such as a publish
+        known.update(values)
     step = trainer.fit_loop.epoch_loop._batches_that_stepped  # the step under which Lightning logs the rest
     for logger in trainer.loggers:
         logger.log_metrics({**row, "epoch": trainer.current_epoch}, step=step)

@@ -177,7 +177,7 @@ class SentLedger(Ledger):
         columns: int = 4,
     ) -> None:
         super().__init__(version)
-        self.format, self.sampled = format, dict(sampled or {})
+        self.format, self._shapes, self.sampled = format, dict(sampled or {}), dict(sampled or {})
         self.columns: dict[str, tuple[list[int], Tensor]] = {}
         self._wanted = {layer: _draw(f"{version}:{layer}", shape[1], columns) for layer, shape in self.sampled.items()}
         self._parts: dict[str, Tensor] = {}
@@ -201,7 +201,7 @@ class SentLedger(Ledger):
                 self._close_module(module)
                 module = layer
                 if share is not None and module in self.sampled:
-                    outline = torch.empty(self.sampled[module], device="meta")
+                    outline = torch.empty(self._shapes[module], device="meta")  # a bias may come before its weight
                     rows, inputs = share(f"{module}.weight", outline).shape
                     self.sampled[module] = rows, inputs
             held = tensor if share is None else share(name, tensor)

@@ -153,6 +153,7 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
     shares = tuple(line for line in every("correction/") if line.metric.endswith(("_tokens", "_sequences")))
     known = {*weights, *(line.metric for line in shares), *(f"correction/{name}" for name in (*signals, *RAW_SIGNALS))}
     others = tuple(line for line in every("correction/") if line.metric not in known)
+    stale = Line("mismatch/staleness_kl", "of it staleness", dashed=True)
     return [
         Figure(
             "learning",
@@ -199,10 +200,11 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
             (
                 Panel(
                     "KL(sampler ‖ learner), nats",
-                    (Line("mismatch/kl_k3", "k3"), Line("mismatch/kl_k1", "k1", dashed=True)),
+                    (Line("mismatch/kl_k3", "k3"), Line("mismatch/kl_k1", "k1", dashed=True), stale),
                 ),
                 Panel("E|Δp|, probability", (Line("mismatch/abs_prob_diff"),), limits=(0.0, None)),
                 Panel("Effective sample size, ratio", (Line("mismatch/ess_ratio"),), limits=(None, 1.0)),
+                Panel("Age of the weights that drew, iterations", (Line("rollout/age"),), limits=(0.0, None)),
             ),
         ),
         Figure(

@@ -27,9 +27,10 @@ class Early:
         self.again()
 
     def again(self) -> None:
-        """Begin anew: what came before is drawn once more."""
+        """Begin anew: what came before is drawn once more, and scored when the call under way has returned."""
         self.drop()
-        started = ((reward.name, _begun(reward)) for reward in self.rewards)
+        before = self.begun
+        started = ((reward.name, _begun(reward, before.get(reward.name))) for reward in self.rewards)
         self.begun = {name: scoring for name, scoring in started if scoring is not None}
 
     def add(self, samples: Mapping[int, Sample]) -> None:
@@ -48,9 +49,11 @@ class Early:
         return sum(scoring.seconds for scoring in self.begun.values())
 
 
-def _begun(reward: Reward) -> Scoring | None:
+def _begun(reward: Reward, before: Scoring | None) -> Scoring | None:
     scoring = reward.begin()
-    return InTurn(reward) if scoring is None and reward.overlaps and reward.batched else scoring
+    if scoring is not None or not (reward.overlaps and reward.batched):
+        return scoring
+    return InTurn(reward, before if isinstance(before, InTurn) else None)
 
 
 class InTurn:
@@ -58,10 +61,11 @@ class InTurn:
 
     Args:
         reward: whose `overlaps` is True.
+        before: at work on it until now, given up; what it calls returns first, so that no two threads are in a reward.
     """
 
-    def __init__(self, reward: Reward) -> None:
-        self.reward = reward
+    def __init__(self, reward: Reward, before: "InTurn | None" = None) -> None:
+        self.reward, self._before = reward, before
         self.clock = Clock()
         self._inbox: queue.SimpleQueue[dict[int, Sample] | None] = queue.SimpleQueue()
         self._added: set[int] = set()
@@ -109,6 +113,9 @@ class InTurn:
         return self.clock.seconds
 
     def _work(self) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            before._thread.join()
         ended = False
         while not ended and self._error is None and not self._dropped:
             samples, ended = self._waiting()

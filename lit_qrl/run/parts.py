@@ -1,6 +1,7 @@
 """Checkpoints of tensors that processes share: each writes its parts (DCP), any number of processes reads them."""
 
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,13 @@ def write_parts(tensors: dict[str, Tensor], folder: Path) -> None:
 def read_parts(tensors: dict[str, Tensor], folder: Path) -> None:
     """Fill tensors, each process its own parts, whatever the number of processes that wrote them."""
     if tensors:
-        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(folder))
+        _load(dict(tensors), folder)
+
+
+def _load(tensors: dict[str, Any], folder: Path, **options: Any) -> None:
+    with warnings.catch_warnings():  # a process that reads alone is told that it does
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), **options)
 
 
 def parts_of(checkpoint: Mapping[str, Any], path: str | Path) -> Path | None:
@@ -131,7 +138,7 @@ def put_together(checkpoint: dict[str, Any], path: str | Path, optimizers: bool 
     shapes = shapes_of(folder)
     wanted = [key for key in shapes if optimizers or key.startswith(weight_key(""))]
     whole: dict[str, Any] = {key: torch.empty(shapes[key][0], dtype=shapes[key][1]) for key in wanted}
-    dcp.load(whole, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    _load(whole, folder, no_dist=True)
     prefix = weight_key("")
     names = {key.removeprefix(prefix): whole[key] for key in whole if key.startswith(prefix)}
     checkpoint["state_dict"] = {**checkpoint["state_dict"], **names}

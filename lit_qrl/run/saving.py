@@ -5,8 +5,9 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,38 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from torch.utils import _pytree as pytree
 
 from lit_qrl.errors import StoppedError
+
+_staging: ContextVar[bool] = ContextVar("staging", default=False)
+
+
+class Later:
+    """What a staged checkpoint will hold in a place, known when it is written.
+
+    Args:
+        made: returns it, in the thread that writes.
+    """
+
+    def __init__(self, made: Callable[[], Any]) -> None:
+        self.made = made
+
+
+def when_written(made: Callable[[], Any]) -> Any:
+    """Return what a checkpoint holds in a place: at once, or a `Later` where it is written in the background.
+
+    >>> when_written(lambda: 2)
+    2
+    """
+    return Later(made) if _staging.get() else made()
+
+
+@contextmanager
+def staging() -> Iterator[None]:
+    """Say that the checkpoint which is made meanwhile goes to `CheckpointFiles.save`."""
+    token = _staging.set(True)
+    try:
+        yield
+    finally:
+        _staging.reset(token)
 
 
 class CheckpointFiles:
@@ -37,7 +70,8 @@ class CheckpointFiles:
         """Stage a checkpoint and begin to write it to every target, after the one before it is written.
 
         Args:
-            checkpoint: anything that `torch.save` takes; its tensors may change as soon as this returns.
+            checkpoint: anything that `torch.save` takes; its tensors may change as soon as this returns. The thread
+                puts in what is to come later.
             targets: the files.
 
         Raises:
@@ -97,6 +131,7 @@ class CheckpointFiles:
             partial = target.with_name(f".{target.name}.partial")
             try:
                 if target == targets[0] or not _same_file(targets[0], partial):
+                    staged = pytree.tree_map(lambda leaf: leaf.made() if isinstance(leaf, Later) else leaf, staged)
                     with partial.open("wb") as file, _without_sums():
                         torch.save(staged, file)
                         file.flush()

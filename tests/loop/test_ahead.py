@@ -10,12 +10,13 @@ from lightning.pytorch import Callback
 
 from lit_qrl.callbacks import RunCheckpoint, TruncatedIS
 from lit_qrl.errors import ConfigError
-from lit_qrl.loop.ahead import Ahead, tell_ages
+from lit_qrl.loop.ahead import Ahead, moved_since, note_staleness, tell_ages
 from lit_qrl.loop.drafts import Draft
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.run.diary import read_jsonl
+from lit_qrl.types import Completion
 from tests.tiny_run import build, parameters_of
 
 ONE_OFF, THREE_OFF = {"schedule": "one_step_off"}, {"schedule": "async", "max_staleness": 3}
@@ -110,6 +111,25 @@ def test_log_probs_are_those_of_the_weights_that_drew(tmp_path):
     assert stale == pytest.approx(moving[1:], rel=1e-3)
 
 
+@pytest.mark.parametrize(("count", "length", "scored"), [(64, 10, 32), (64, 1000, 8), (64, 5000, 4), (2, 5000, 2)])
+def test_staleness_is_measured_on_as_many_sequences_as_take_little_time(count, length, scored):
+    asked = []
+
+    def score(sequences):
+        asked.extend(sequences)
+        return [torch.zeros(len(one)) for one in sequences]
+
+    values, data = {}, SimpleNamespace(temperature=1.0, sampling=SimpleNamespace(truncated=False), group_size=1)
+    data.engine = SimpleNamespace(score=score)
+    metrics = SimpleNamespace(values=lambda name, tensor: values.update({name: len(tensor)}))
+    one = Completion(token_ids=[3] * (length - 4), logprobs=[0.0] * (length - 4), finish_reason="length", version=0)
+    draft = Draft(1, 0, 0, [SimpleNamespace(prompt_ids=[1] * 4)] * count, [one] * count)
+    learner = SimpleNamespace(data=data, iteration=SimpleNamespace(metrics=metrics))
+    note_staleness(learner, moved_since(learner, draft))
+    assert [len(one) for one in asked] == [length] * scored
+    assert set(values.values()) == {scored * (length - 4)}
+
+
 @pytest.mark.parametrize("schedule", [ONE_OFF, THREE_OFF], ids=["one_step_off", "async"])
 def test_a_run_that_goes_on_is_the_same_run(tmp_path, schedule):
     whole = fit(tmp_path / "whole", schedule)
@@ -118,6 +138,43 @@ def test_a_run_that_goes_on_is_the_same_run(tmp_path, schedule):
     assert torch.equal(rest.weights, whole.weights)
     assert rest.watch.versions == whole.watch.versions[5:]
     assert rest.data.ahead.tokens_of_age == whole.data.ahead.tokens_of_age
+
+
+class Held(Apart):
+    """Draws two rollouts, and the others when it is let."""
+
+    def __init__(self):
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def generate(self, *args, **kwargs):
+        if self.calls >= 2:
+            assert self.goes_on.wait(60)
+        return super().generate(*args, **kwargs)
+
+
+class LetGo(Callback):
+    """Has every iteration saved, and an engine go on when the first one is over."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def on_fit_start(self, trainer, pl_module):
+        (saves,) = [one for one in trainer.callbacks if isinstance(one, RunCheckpoint)]
+        saves.keep_every = 1
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            self.engine.goes_on.set()
+
+
+def test_a_save_does_not_wait_for_what_is_drawn_and_holds_it_all_the_same(tmp_path):
+    whole = fit(tmp_path / "whole", THREE_OFF)
+    engine = Held()
+    cut = fit(tmp_path / "cut", THREE_OFF, engine=engine, callbacks=[LetGo(engine), StopAfter(3)])
+    rest = fit(tmp_path / "rest", THREE_OFF, ckpt_path=str(cut.folder / "checkpoints" / "iteration-1.ckpt"))
+    assert torch.equal(rest.weights, whole.weights)
+    assert rest.watch.versions == whole.watch.versions[1:]
 
 
 def test_a_run_that_goes_on_in_turns_poses_the_same_prompts(tmp_path):
@@ -243,8 +300,7 @@ def flight(folder, epochs=5, waits=True, dies_at=(), dies_of=None, **options):
     return run
 
 
-def test_every_token_says_which_weights_drew_it_while_they_came(tmp_path, monkeypatch):
-    monkeypatch.setattr(RunCheckpoint, "on_train_epoch_end", lambda *args: None)  # which waits for what is drawn
+def test_every_token_says_which_weights_drew_it_while_they_came(tmp_path):
     run = flight(tmp_path / "one")
     # Rollout 0 is the first weights'; of each later one they drew two steps, and the next came then.
     assert run.tokens.rows[0] is None
@@ -288,10 +344,28 @@ def test_a_staleness_that_cannot_be_measured_is_left_out(tmp_path, monkeypatch):
     def gone(*args):
         raise RuntimeError("The engine holds no whole set of weights.")
 
-    monkeypatch.setattr(RunCheckpoint, "on_train_epoch_end", lambda *args: None)
-    monkeypatch.setattr("lit_qrl.loop.ahead.measure_staleness", gone)
-    run = flight(tmp_path, epochs=3)
-    assert [row.get("mismatch/staleness_kl") for row in rows(run)] == [None] * 3
+    monkeypatch.setattr("lit_qrl.loop.ahead.moved_since", gone)
+    for run in (flight(tmp_path / "flight", epochs=3), fit(tmp_path / "ahead", ONE_OFF, epochs=3)):
+        assert [row.get("mismatch/staleness_kl") for row in rows(run)] == [None] * 3
+
+
+def test_the_learner_does_not_wait_for_the_engine_to_score(tmp_path):
+    engine, updated = Apart(), threading.Event()
+    score = engine.score
+
+    def late(sequences):
+        if threading.current_thread() is not threading.main_thread():
+            assert updated.wait(60)
+        return score(sequences)
+
+    class Updated(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            if trainer.current_epoch:
+                updated.set()
+
+    engine.score = late
+    run = fit(tmp_path, ONE_OFF, epochs=3, engine=engine, callbacks=[Updated()])
+    assert all(float(row["mismatch/staleness_kl"]) > 0 for row in rows(run)[1:])
     assert run.data.ahead.tokens_of_age[1] > 0
 
 
@@ -322,8 +396,7 @@ def test_what_an_engine_died_of_in_flight_is_drawn_again(tmp_path, dies_at):
     assert len(deaths) == len(dies_at)
 
 
-def test_an_engine_that_dies_of_a_publish_in_flight_draws_everything_under_way_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(RunCheckpoint, "on_train_epoch_end", lambda *args: None)
+def test_an_engine_that_dies_of_a_publish_in_flight_draws_everything_under_way_again(tmp_path):
     run = flight(tmp_path / "died", dies_of=2)
     assert run.watch.prompts == fit(tmp_path / "on", {}, epochs=5).watch.prompts
     (death,) = [one for one in read_jsonl(run.folder / "events.jsonl") if one["kind"] == "engine_died"]

@@ -64,3 +64,12 @@ def test_a_row_reaches_every_logger_and_whoever_asks_the_trainer():
         "reward/mean": 0.75,
     }
     assert float(trainer.logged_metrics["reward/mean"]) == 0.75
+
+
+def test_a_row_shows_no_phase_of_an_earlier_one():
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0))
+    trainer = SimpleNamespace(callback_metrics={}, logged_metrics={}, fit_loop=loop, loggers=[], current_epoch=0)
+    log_row(trainer, {"time/publish": 0.5, "time/update": 1.0, "val/accuracy": 0.25})
+    log_row(trainer, {"time/update": 2.0})
+    for known in (trainer.callback_metrics, trainer.logged_metrics):
+        assert {name: float(value) for name, value in known.items()} == {"time/update": 2.0, "val/accuracy": 0.25}

@@ -293,6 +293,16 @@ def test_of_a_divided_engine_only_its_own_part_is_recorded(rank):
     assert [(fault.kind, fault.name) for fault in compare(sent, received)] == [("different", "o_proj.weight_packed")]
 
 
+def test_a_bias_that_comes_before_its_fused_group_leaves_a_divided_layer_its_shape():
+    format, weight = formats.get("fp8_row"), torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    stream = [("q_proj.bias", torch.zeros(64)), ("k_proj.bias", torch.zeros(64))]
+    stream += format.export(format.quantize(weight), "q_proj")
+    sent = SentLedger(0, format, {"q_proj": (64, 32)})
+    list(sent.watch(iter(stream), lambda name, tensor: tensor[: len(tensor) // 2]))
+    columns, expected = sent.columns["q_proj"]
+    assert torch.equal(expected, format.dequantize(format.quantize(weight))[:32, columns])
+
+
 def test_columns_of_plain_layers_must_agree_to_the_bit():
     layer, weight = "mlp.up_proj", torch.randn(64, 32)
     sent = SentLedger(0, None, {layer: (64, 32)})

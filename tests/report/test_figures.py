@@ -52,6 +52,17 @@ def test_unknown_signals_of_another_correction_are_shown(tmp_path):
     assert lines == {"Weight of a token": names[2:], "Affected share": names[1:2], "Other signals": names[:1]}
 
 
+def test_a_run_that_draws_ahead_shows_what_of_its_mismatch_is_staleness(tmp_path):
+    names = ["mismatch/kl_k3", "mismatch/staleness_kl", "rollout/age"]
+    run = write(tmp_path, f"epoch,step,{','.join(names)}\n0,0,0.002,,0\n1,1,0.004,0.003,1\n")
+    (figure,) = figures_for([run])
+    lines = {panel.title: [line.metric for line in panel.lines] for panel in figure.panels}
+    assert lines == {
+        "KL(sampler ‖ learner), nats": names[:2],
+        "Age of the weights that drew, iterations": names[2:],
+    }
+
+
 def test_conversations_show_their_turns_and_how_they_ended(tmp_path):
     names = ("turns", "ended_done", "ended_error", "ended_time")  # no line lies under another for what never happened
     run = write(tmp_path, f"epoch,step,{','.join(f'environment/{name}' for name in names)}\n0,0,1.5,0.9,0,0.1\n")

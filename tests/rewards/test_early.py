@@ -139,3 +139,30 @@ def test_a_reward_that_returns_too_few_scores_is_an_error():
     early.add({0: SAMPLES[0], 1: SAMPLES[1]})
     with pytest.raises(ConfigError, match="returned 1 scores for 2 samples"):
         score_all([one], SAMPLES[:2], begun=early.begun)
+
+
+def test_what_is_drawn_again_is_scored_when_the_call_under_way_has_returned():
+    inside, most, entered, goes_on = [], [], threading.Event(), threading.Event()
+
+    class Slow(Own):
+        def __call__(self, samples):
+            inside.append(samples)
+            most.append(len(inside))
+            entered.set()
+            goes_on.wait(30)
+            inside.pop()
+            return super().__call__(samples)
+
+    early = Early([Slow()])
+    early.add({0: SAMPLES[5]})
+    assert entered.wait(30)
+    entered.clear()
+    early.again()  # the engine died
+    early.add({0: SAMPLES[0]})
+    second = entered.wait(0.1)
+    goes_on.set()
+    scores = early.begun["own"].scores(SAMPLES)
+    assert not second
+    assert (most[:2], max(most)) == ([1, 1], 1)
+    assert scores == [float(i) for i in range(1, 7)]
+    assert list(early.rewards[0].failures) == [0]

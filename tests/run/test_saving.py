@@ -7,7 +7,7 @@ import torch
 
 from lit_qrl.errors import StoppedError
 from lit_qrl.run import saving
-from lit_qrl.run.saving import Cadence, CheckpointFiles
+from lit_qrl.run.saving import Cadence, CheckpointFiles, staging, when_written
 
 
 def checkpoint(value=1.0):
@@ -106,6 +106,25 @@ def test_the_file_and_its_name_are_forced_to_the_disk(tmp_path, monkeypatch):
     files.save(checkpoint(), [tmp_path / "last.ckpt"])
     files.wait()
     assert synced == [str(tmp_path / ".last.ckpt.partial"), str(tmp_path)]
+
+
+def test_what_is_known_later_is_put_in_by_the_thread_that_writes(tmp_path):
+    known, where = threading.Event(), []
+
+    def made():
+        known.wait(60)
+        where.append(threading.current_thread().name)
+        return {"drawn": torch.ones(2)}
+
+    files, target = CheckpointFiles(), tmp_path / "last.ckpt"
+    assert when_written(lambda: 3) == 3
+    with staging():
+        files.save({"weights": torch.zeros(1), "ahead": when_written(made)}, [target])
+    assert not target.exists()
+    known.set()
+    files.wait()
+    assert torch.load(target, weights_only=True)["ahead"]["drawn"].tolist() == [1.0, 1.0]
+    assert where == ["checkpoint"]
 
 
 def test_saves_that_cost_nothing_are_always_due_and_dear_ones_seldom():

@@ -265,4 +265,7 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # Errors are raised in the run, too, which has their classes by this module's name and none of `__main__`.
+    from lit_qrl.rollout.remote import server
+
+    server.main()

@@ -143,22 +143,9 @@ def connect(host: str, port: int, token: bytes) -> Connection:
         connection.send_bytes(json.dumps(versions()).encode())
         differing = json.loads(connection.recv_bytes(4096))["refused"]
         _patient(connection)
-    except (AuthenticationError, EOFError, ConnectionError) as error:
+    except (AuthenticationError, OSError, EOFError, ValueError, KeyError, AssertionError) as error:
         connection.close()
-        raise ConfigError(
-            f"The engine's server at {place} does not take this run's token.",
-            expected="the token that the server was started with",
-            given=f"another ({type(error).__name__})",
-            remedy="Give both the same data.engine.token_file.",
-        ) from error
-    except (OSError, ValueError, KeyError) as error:
-        connection.close()
-        raise ConfigError(
-            f"What answers at {place} within {CONNECT:g} s is no free engine's server.",
-            expected="`lit-qrl serve`, which serves one run at a time",
-            given=f"{type(error).__name__}: {error}",
-            remedy="Wait until the run that it serves has ended, or start another server.",
-        ) from error
+        raise _not_admitted(place, error) from error
     if differing:
         connection.close()
         raise ConfigError(
@@ -168,6 +155,26 @@ def connect(host: str, port: int, token: bytes) -> Connection:
             remedy="Install the same packages, and start the server again.",
         )
     return connection
+
+
+def _not_admitted(place: str, error: Exception) -> ConfigError:
+    """Return what is said where a server does not know the token, or is none of ours."""
+    # To what is no challenge Python 3.11 says AssertionError, and later ones that the protocol is another.
+    if isinstance(error, AuthenticationError) and "Protocol error" not in str(error):
+        return ConfigError(
+            f"The engine's server at {place} does not take this run's token.",
+            expected="the token that the server was started with",
+            given="another",
+            remedy="Give both the same data.engine.token_file.",
+        )
+    closed = isinstance(error, (EOFError, ConnectionError))
+    return ConfigError(
+        f"What answers at {place} within {CONNECT:g} s is no free engine's server.",
+        expected="`lit-qrl serve`, which serves one run at a time",
+        given="a connection that was closed at once" if closed else f"{type(error).__name__}: {error}",
+        remedy="See that the address is the server's; wait until the run that it serves has ended, or start another "
+        "server.",
+    )
 
 
 def hang_up(connection: Any) -> None:

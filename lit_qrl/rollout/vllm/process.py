@@ -91,6 +91,26 @@ def _launched(size: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
+@contextmanager
+def others_group_kept(owned: bool) -> Iterator[None]:
+    """Keep torch's default process group inside, which vLLM 0.26 ends with every engine, though a run may have made it.
+
+    Args:
+        owned: the engine made it.
+    """
+    destroy = distributed.destroy_process_group
+
+    def own_alone(group: Any = None) -> None:
+        if group is not None or owned:
+            destroy(group)
+
+    distributed.destroy_process_group = own_alone
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group = destroy
+
+
 def end_world() -> None:
     """End the group of all processes that vLLM has made of this one, after the others; none may be built over it."""
     from vllm.distributed import parallel_state

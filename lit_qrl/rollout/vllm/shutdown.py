@@ -11,7 +11,7 @@ from lit_qrl.rollout.vllm.locations import model_runner
 from lit_qrl.rollout.vllm.patches import marlin_workspaces
 from lit_qrl.rollout.vllm.patches.graph_pool import forget_graph_pool
 from lit_qrl.rollout.vllm.patches.sleeping_pools import hold_pools, release_pools
-from lit_qrl.rollout.vllm.process import end_world
+from lit_qrl.rollout.vllm.process import end_world, others_group_kept
 
 log = logging.getLogger(__name__)
 
@@ -30,15 +30,16 @@ def shutdown(llm: Any, owns_process_group: bool, keep_weights: bool = False) -> 
     storages = _storages(llm, model, keep_weights)
     if hold_pools():
         marlin_workspaces.forget()  # they lie in its pools; no other engine can use them
-    try:
-        llm.llm_engine.engine_core.shutdown()
-    except Exception as error:  # of an engine that died
-        log.warning("vLLM did not shut down cleanly: %s: %s", type(error).__name__, error)
-    _forget_reloads(model)
-    # Its argument is the model, from which the watched loaders lead back to the engine: alone it would never run.
-    finalizer = getattr(llm.llm_engine, "_finalizer", None)
-    if finalizer is not None:
-        finalizer()
+    with others_group_kept(owns_process_group):
+        try:
+            llm.llm_engine.engine_core.shutdown()
+        except Exception as error:  # of an engine that died
+            log.warning("vLLM did not shut down cleanly: %s: %s", type(error).__name__, error)
+        _forget_reloads(model)
+        # Its argument is the model, from which the watched loaders lead back to the engine: alone it would never run.
+        finalizer = getattr(llm.llm_engine, "_finalizer", None)
+        if finalizer is not None:
+            finalizer()
     for storage in storages:
         storage.resize_(0)
     forget_graph_pool()

@@ -1,5 +1,7 @@
 """What a server answers, and what it does not do."""
 
+import runpy
+
 import pytest
 
 from lit_qrl.errors import ConfigError
@@ -40,6 +42,13 @@ def test_an_error_that_cannot_travel_is_told_in_words():
     assert type(again) is RuntimeError
     assert str(again) == "OwnError: so it was"
     assert type(server.portable(EngineDiedError("dead"))) is EngineDiedError
+
+
+def test_a_process_of_its_own_raises_errors_that_the_run_has_too(monkeypatch):
+    served = []
+    monkeypatch.setattr(server, "main", lambda: served.append(server.HalfSentError.__module__))
+    runpy.run_path(server.__file__, run_name="__main__")
+    assert served == ["lit_qrl.rollout.remote.server"]
 
 
 def test_a_message_that_cannot_be_read_ends_the_session_and_not_the_server():

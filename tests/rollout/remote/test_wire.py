@@ -80,6 +80,26 @@ def test_a_server_that_says_nothing_is_named_in_time(monkeypatch):
         assert time.monotonic() - start < 20
 
 
+@pytest.mark.parametrize(
+    ("said", "given"),
+    [(b"", "a connection that was closed at once"), (b"SSH-2.0-OpenSSH\r\n", "Error"), (b"\0\0\0\4what", "Error")],
+)
+def test_another_server_is_told_from_a_wrong_token(said, given):
+    listener = wire.listen("127.0.0.1", 0)
+
+    def speak():
+        accepted, _ = listener.accept()
+        with accepted:
+            accepted.sendall(said)
+
+    thread = threading.Thread(target=speak)
+    thread.start()
+    with pytest.raises(ConfigError, match=f"no free engine's server.*{given}"):
+        wire.connect(*listener.getsockname(), TOKEN)
+    thread.join()
+    listener.close()
+
+
 def test_a_stranger_that_says_nothing_does_not_keep_the_server(monkeypatch):
     monkeypatch.setattr(wire, "ADMIT", 1.0)
     with server() as place, socket.create_connection(address(place)):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import distributed
 
-from lit_qrl.rollout.vllm.process import kept_process_state, own_world, prepare_environment
+from lit_qrl.rollout.vllm.process import kept_process_state, others_group_kept, own_world, prepare_environment
 
 
 def test_environment_keeps_what_the_user_set_and_the_published_scales(monkeypatch):
@@ -93,3 +93,15 @@ def _alone(rank, meeting):
 def test_a_process_by_itself_stays_as_it_is():
     with own_world():
         assert not distributed.is_initialized()
+
+
+@pytest.mark.parametrize("owned", [False, True])
+def test_an_engine_that_ends_leaves_a_group_that_it_did_not_make(monkeypatch, owned):
+    ended = []
+    monkeypatch.setattr(distributed, "destroy_process_group", lambda group=None: ended.append(group))
+    with others_group_kept(owned):
+        torch.distributed.destroy_process_group("its own")  # as vLLM calls it, of its groups and then of all
+        torch.distributed.destroy_process_group()
+    assert ended == ["its own", *([None] if owned else [])]
+    torch.distributed.destroy_process_group()
+    assert ended[-1] is None
