@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -133,7 +134,7 @@ class Int4Group(NumberFormat):
             yield f"{name}.weight_scale", q.scales
             return
         yield from super().export(q, name)
-        yield f"{name}.weight_shape", torch.tensor(q.shape, dtype=torch.int64)
+        yield f"{name}.weight_shape", _described(q.shape)
 
     def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         codes = tensors["weight_packed"] if "weight_packed" in tensors else pack_int4(tensors["weight"])
@@ -152,3 +153,10 @@ class Int4Group(NumberFormat):
             activations=inputs,
             ignore=ignore,
         )
+
+
+@lru_cache
+def _described(shape: tuple[int, int]) -> Tensor:
+    """Return a shape as the tensor that engines expect; one for all of a mixture's matrices, which nobody writes to."""
+    with torch.inference_mode(False):
+        return torch.tensor(shape, dtype=torch.int64)

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -214,10 +215,9 @@ class Checksums:
             if isinstance(entry.bad, Tensor):
                 by_device.setdefault(entry.rows.device, []).append(entry)
         for entries in by_device.values():
-            counts = torch.cat([entry.bad for entry in entries if isinstance(entry.bad, Tensor)]).tolist()
+            counts = iter(torch.cat([entry.bad for entry in entries if isinstance(entry.bad, Tensor)]).tolist())
             for entry in entries:
-                entry.bad = [count > 0 for count in counts[: len(entry.names)]]
-                del counts[: len(entry.names)]
+                entry.bad = [count > 0 for count in islice(counts, len(entry.names))]
                 self._non_finite += [
                     name for name, bad in zip(entry.names, entry.bad, strict=True) if bad and name is not None
                 ]
@@ -239,14 +239,14 @@ class Checksums:
                 (0, [entry.rows for entry in entries]),
                 (COLUMN_OFFSET, [entry.columns for entry in entries]),
             ):
-                table = position_weights(offset, max(part.shape[1] for part in parts), device)
-                weights = torch.cat([table[: part.shape[1]].repeat(len(part)) for part in parts])
-                lengths = torch.tensor([part.shape[1] for part in parts for _ in range(len(part))], device=device)
-                owner = torch.repeat_interleave(
-                    torch.arange(len(names), device=device), lengths, output_size=len(weights)
-                )
                 flat = torch.cat([part.reshape(-1) for part in parts])
-                sums.index_add_(0, owner, scrambled(flat * weights))
+                each = torch.tensor([part.shape for part in parts], device=device)
+                lengths = each[:, 1].repeat_interleave(each[:, 0], output_size=len(names))
+                owner = torch.arange(len(names), device=device).repeat_interleave(lengths, output_size=len(flat))
+                starts = lengths.cumsum(0) - lengths
+                table = position_weights(offset, max(part.shape[1] for part in parts), device)
+                weights = table[torch.arange(len(flat), device=device).sub_(starts[owner])]
+                sums.index_add_(0, owner, scrambled(flat.mul_(weights)))
             for name, value in zip(names, sums.tolist(), strict=True):
                 if name is not None:
                     result[name] = value, name not in bad

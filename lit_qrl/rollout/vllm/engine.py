@@ -43,6 +43,7 @@ from lit_qrl.rollout.vllm.errors import Sender, blamed
 from lit_qrl.rollout.vllm.installation import check_installation, check_routes
 from lit_qrl.rollout.vllm.lending import MarlinLender
 from lit_qrl.rollout.vllm.live_model import LiveModel
+from lit_qrl.rollout.vllm.locations import undescribed
 from lit_qrl.rollout.vllm.models import check_model, refused_model
 from lit_qrl.rollout.vllm.patches import recorded_routes, table
 from lit_qrl.rollout.vllm.process import kept_process_state, own_world, prepare_environment
@@ -279,9 +280,13 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
     # ----------------------------------------------------------------------------------------------------- publishing
 
     def arranged(self, tensors: Tensors) -> Tensors:
-        """Return a stream with the experts one by one, as checkpoints hold them, so that each has a receipt."""
-        stacks = expert_stacks(self.policy.network)
-        return unstacked(tensors, {name: stack for name, stack in stacks.items() if stack.apart})
+        """Return a stream with the experts one by one, as checkpoints hold them, so that each has a receipt.
+
+        Of shapes that nothing reads none comes with them: they would be a third of all tensors.
+        """
+        stacks = {name: stack for name, stack in expert_stacks(self.policy.network).items() if stack.apart}
+        layers = {layer for stack in stacks.values() for layer in stack.layers()}
+        return undescribed(unstacked(tensors, stacks), layers)
 
     def load_weights(self, tensors: Tensors, format: NumberFormat | None, version: int) -> PublishReport:
         """Replace all weights; the report's `received` says what the engine's modules hold.

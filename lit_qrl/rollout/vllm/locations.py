@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -281,6 +281,24 @@ def lacking(places: Iterable[Place]) -> list[str]:
         came.setdefault(place.attribute, set()).add(place.part)
     left = [name for key, got in came.items() for i, name in enumerate(parts[key]) if i not in got]
     return sorted(set(left))
+
+
+def undescribed(tensors: Iterable[tuple[str, Tensor]], layers: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield a stream without what is `DESCRIPTIVE` of some layers.
+
+    Args:
+        tensors: checkpoint names and tensors.
+        layers: names without the attribute.
+
+    >>> [name for name, _ in undescribed([("a.weight_shape", torch.ones(2)), ("b.weight_shape", torch.ones(2))], {"a"})]
+    ['b.weight_shape']
+    """
+    for name, tensor in tensors:
+        if name[-6:] == "_shape":
+            layer, _, attribute = name.rpartition(".")
+            if attribute in DESCRIPTIVE and layer in layers:
+                continue
+        yield name, tensor
 
 
 def whole_experts(places: Sequence[Place]) -> bool:

@@ -21,9 +21,8 @@ _SCHEME = "vllm.model_executor.layers.quantization.compressed_tensors.schemes.co
 
 def _ahead(original: Any) -> Any:
     def process_scales(scales: Tensor, scale_factor: float | None = None, a_dtype: torch.dtype | None = None) -> Any:
-        if scale_factor is not None:  # experts, which share one
-            return original(scales, scale_factor, a_dtype)
-        return processed_scales(scales, a_dtype)
+        made, factor = processed_scales(scales, a_dtype, scale_factor)  # experts share a factor, which is given
+        return made, factor if scale_factor is None else scale_factor
 
     return process_scales
 
@@ -69,7 +68,9 @@ def _by_pairs(s: Tensor) -> Tensor:
     return s.reshape(-1, 4, 4, 2).transpose(1, 2)
 
 
-def processed_scales(scales: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+def processed_scales(
+    scales: Tensor, dtype: torch.dtype | None = None, given: float | None = None
+) -> tuple[Tensor, Tensor | float]:
     """Return permuted NVFP4 scales as the bytes that Marlin reads, and the power of two that they were raised by, " ".
 
     A byte is the upper half of the fp16 number 2^7 · scale without its sign; scales whose largest is below 448 are
@@ -78,17 +79,23 @@ def processed_scales(scales: Tensor, dtype: torch.dtype | None = None) -> tuple[
     Args:
         scales: "groups n", not negative.
         dtype: of the activations; fp16 has no room to raise anything.
+        given: the power of two, where it is known.
     """
     half = scales.to(torch.half)
     half = half.reshape(-1, 2, 2).transpose(1, 2).reshape(half.shape)
-    largest = (half.float() * _RAISED).amax()
-    factor = torch.ones_like(largest)
-    if dtype != torch.half:
-        room = (_LARGEST / largest).log2().floor().exp2()
-        factor = torch.where((largest > 0) & (largest < _LARGEST), room, factor)
+    factor = _room(half, dtype) if given is None else given
     raised = (half.float() * factor).to(torch.half) * _RAISED
     raised = raised.masked_fill(raised < 2, 0)
     return (raised.view(torch.int16) << 1).view(torch.float8_e4m3fn)[:, 1::2].contiguous(), factor
+
+
+def _room(half: Tensor, dtype: torch.dtype | None) -> Tensor:
+    largest = (half.float() * _RAISED).amax()
+    factor = torch.ones_like(largest)
+    if dtype == torch.half:
+        return factor
+    room = (_LARGEST / largest).log2().floor().exp2()
+    return torch.where((largest > 0) & (largest < _LARGEST), room, factor)
 
 
 _CLASS = f"{_SCHEME}:CompressedTensorsW4A4Fp4"
