@@ -32,7 +32,8 @@ class FlatBatch:
     """A batch as one flat row of real tokens.
 
     Args:
-        tokens: " n", ids: the prompts of all groups, then the completions without their last tokens.
+        tokens: " n", ids: the prompts of all groups, then of each row what it does not share: the rest of its prompt,
+            and the completion without its last token.
         positions: " n", position of each token in its sequence.
         buckets: "rows length" each: where in the flat row a sequence's tokens are; 0 beyond its end.
         index: " m", all buckets flattened.
@@ -136,7 +137,7 @@ def flatten(batch: RolloutBatch) -> FlatBatch:
     """Return the layout of a batch on the CPU; completions count up to their last unmasked token.
 
     Args:
-        batch: the sequences; rows of one group whose prompts are equal, and took the same experts, share it.
+        batch: the sequences; rows of one group whose prompts are equal share it, as far as it took the same experts.
     """
     # by NumPy: some eighty operations on arrays of a few thousand numbers, which threads only delay
     words, mask, prompt, group = (
@@ -146,20 +147,21 @@ def flatten(batch: RolloutBatch) -> FlatBatch:
     width = words.shape[1] - t
     completion = (mask * np.arange(1, t + 1)).max(axis=1)
     inputs = np.maximum(completion - 1, 0)  # the last token is predicted, but predicts nothing
-    first, owner = _owners(words[:, :width], prompt, group, batch.routed_experts)
+    first, owner, shared = _owners(words[:, :width], prompt, group, batch.routed_experts)
     prompt_start = np.zeros(b, dtype=np.int64)
     prompt_start[first] = prompt[first].cumsum() - prompt[first]
-    completion_start = prompt[first].sum() + inputs.cumsum() - inputs
-
     length = prompt + inputs
+    own = length - shared
+    own_start = prompt[first].sum() + own.cumsum() - own
+
     columns = np.arange(int(length.max()))
     flat = np.where(
-        columns < prompt[:, None],
+        columns < shared[:, None],
         prompt_start[owner][:, None] + columns,
-        (completion_start - prompt)[:, None] + columns,
+        (own_start - shared)[:, None] + columns,
     )
     used = columns < length[:, None]
-    n = int(prompt[first].sum() + inputs.sum())
+    n = int(prompt[first].sum() + own.sum())
     where = flat[used]
     tokens, positions, restored = (np.empty(n, dtype=np.int64) for _ in range(3))
     source = np.minimum(columns + (width - prompt)[:, None], words.shape[1] - 1)
@@ -211,16 +213,21 @@ def _copies(flat: Indices, prompts: int) -> Indices:
     return copies
 
 
-def _owners(prompts: Any, length: Any, group: Any, routes: Tensor | None) -> tuple[Indices, Indices]:
-    """Return the rows that own a prompt, and for every row the row whose prompt it uses."""
+def _owners(prompts: Any, length: Any, group: Any, routes: Tensor | None) -> tuple[Indices, Indices, Indices]:
+    """Return the rows that own a prompt, for every row the row whose prompt it uses, and how many tokens of it."""
     _, earliest, inverse = np.unique(group, return_index=True, return_inverse=True)
     rows, owner = np.arange(len(group)), earliest[inverse]
     equal = (prompts == prompts[owner]).all(axis=1) & (length == length[owner])
-    if routes is not None:  # a prompt that was computed twice may have gone two ways
-        theirs = routes[torch.from_numpy(owner).to(routes.device), : prompts.shape[1]]
-        equal &= (routes[:, : prompts.shape[1]] == theirs).flatten(1).all(dim=1).cpu().numpy()
-    owner = np.where(equal, owner, rows)
-    return (owner == rows).nonzero()[0], owner
+    shared = np.where(equal, length, 0)
+    if routes is not None:  # a prompt that was computed twice may have gone two ways, from some token on
+        width = prompts.shape[1]
+        theirs = routes[torch.from_numpy(owner).to(routes.device), :width]
+        same = (routes[:, :width] == theirs).flatten(2).all(dim=2).cpu().numpy()
+        ways = np.where(same.all(axis=1), width, same.argmin(axis=1))  # the first token that went another way
+        shared = np.minimum(shared, np.maximum(ways - (width - length), 0))
+    owner = np.where(shared > 0, owner, rows)
+    shared = np.where(owner == rows, length, shared)
+    return (owner == rows).nonzero()[0], owner, shared
 
 
 def _bucket_rows(length: Any) -> list[Indices]:

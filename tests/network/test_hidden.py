@@ -11,14 +11,16 @@ PROMPTS = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9], [4], [3, 3, 12]]
 COMPLETIONS = [[4, 5, 1], [6, 7, 8, 9, 10, 11], [1], [7, 7]]
 
 
-def batch_with_routes(same_prompt=True):
-    """Four sequences, the first two of one group, with random routes; without, the prompts of the two go two ways."""
+def batch_with_routes(same=len(PROMPTS[0])):
+    """Four sequences with random routes; the first two, of one group, share those of so many tokens of their prompt."""
     batch = batch_of(PROMPTS, COMPLETIONS)
     batch.group = torch.tensor([0, 0, 1, 2])
     routes = random_routes(*batch.tokens.shape)
     width = batch.tokens.shape[1] - batch.mask.shape[1]
-    if same_prompt:
-        routes[1, :width] = routes[0, :width]
+    start = width - len(PROMPTS[0])
+    routes[1, : start + same] = routes[0, : start + same]
+    if same < len(PROMPTS[0]):
+        routes[1, start + same] = routes[0, start + same].flip(-1)  # the same experts, named in another order
     for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
         routes[row, : width - len(prompt)] = 255
         routes[row, width + len(completion) - 1 :] = 255
@@ -36,9 +38,9 @@ def alone(network, batch, row):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("same_prompt", [True, False])
-def test_every_token_of_a_batch_takes_its_own_route(packed, same_prompt):
-    network, batch = build_mixture(), batch_with_routes(same_prompt)
+@pytest.mark.parametrize("same", [5, 3, 0])
+def test_every_token_of_a_batch_takes_its_own_route(packed, same):
+    network, batch = build_mixture(), batch_with_routes(same)
     expected = [alone(network, batch, row) for row in range(len(PROMPTS))]
     assert enable_padding_free(network) if packed else True
     states, scored, own, _ = scored_hidden(network, batch, routes=True)
@@ -52,9 +54,21 @@ def test_every_token_of_a_batch_takes_its_own_route(packed, same_prompt):
     assert (free.states - states).abs().max() > 1e-2
 
 
-def test_a_prompt_is_computed_once_where_its_routes_are_equal_alone():
-    tokens = [len(flatten(batch_with_routes(same_prompt=same)).tokens) for same in (True, False)]
-    assert tokens[1] - tokens[0] == len(PROMPTS[0])
+def test_a_prompt_is_computed_once_as_far_as_its_routes_are_equal():
+    tokens = [len(flatten(batch_with_routes(same)).tokens) for same in range(len(PROMPTS[0]) + 1)]
+    assert [some - tokens[-1] for some in tokens] == [5, 4, 3, 2, 1, 0]
+
+
+def test_gradients_of_what_is_shared_are_those_of_its_copies():
+    packed, padded, batch = build_mixture(), build_mixture(), batch_with_routes(3)
+    assert enable_padding_free(packed)
+    for network in (packed, padded):
+        scored_hidden(network, batch).states.square().sum().backward()
+    pairs = zip(packed.named_parameters(), padded.parameters(), strict=True)
+    found = {name: (ours.grad, theirs.grad) for (name, ours), theirs in pairs if theirs.grad is not None}
+    assert "model.layers.0.self_attn.k_proj.weight" in found
+    for ours, theirs in found.values():
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
 def test_all_positions_are_there_where_the_mask_is_not_looked_at(monkeypatch):

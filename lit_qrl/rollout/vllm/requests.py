@@ -274,13 +274,16 @@ class Routed:
         if given is None:
             return None
         dtype = route_dtype(self.experts)
-        known = torch.as_tensor(np.asarray(given).astype(np.int64))[:, list(self.layers)]
-        if known.shape[2] > 1:
-            twice = (known[:, :, :1] == known[:, :, 1:]).all(dim=2).any(dim=1)
-            known = known.masked_fill(twice[:, None, None], unrouted(dtype))
+        known = np.asarray(given)
+        if self.layers != tuple(range(known.shape[1])):
+            known = known[:, list(self.layers)]
         tokens = len(output.prompt_token_ids) + len(drawn.token_ids)
         routes = torch.full((tokens, *known.shape[1:]), unrouted(dtype), dtype=dtype)
-        routes[: len(known)] = known[: tokens - 1].to(dtype)
+        filled = routes.numpy()[: min(len(known), tokens - 1)]
+        filled[:] = known[: tokens - 1]  # in vLLM's own dtype until here: 200,000 numbers of each completion
+        if known.shape[2] > 1:
+            twice = (known[:, :, :1] == known[:, :, 1:]).all(axis=2).any(axis=1)
+            filled[twice[: len(filled)]] = unrouted(dtype)
         return routes
 
 
