@@ -13,6 +13,7 @@ from lit_qrl.functional.mismatch import k3_divergence
 from lit_qrl.loop.budget import scoring_passes
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.loop.routing import load_balance, record_difference
+from lit_qrl.network.padding_free import is_padding_free, prompt_tokens_shared
 from lit_qrl.network.routing import check_routers, routers
 from lit_qrl.network.structure import outline_of
 from lit_qrl.rollout.engine import RecordsRoutes
@@ -84,6 +85,9 @@ class RouterReplay(RLCallback):
         experts = max(router.experts for router in routers(module.policy.network))
         metrics.value("routing/megabytes", routes.numel() * routes.element_size() / 1e6)
         metrics.update({f"routing/{name}": value for name, value in load_balance(routes, experts).items()})
+        if is_padding_free(module.policy.network):  # what went two ways is computed twice
+            pair = torch.tensor(prompt_tokens_shared(batch), dtype=torch.float)
+            metrics.add("routing/shared_prompt_tokens", pair.to(routes.device))
         if not self.compare_every or trainer.current_epoch % self.compare_every:
             return
         chunks, own = scoring_passes(module, batch), torch.full_like(routes, 0)

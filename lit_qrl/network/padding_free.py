@@ -140,9 +140,7 @@ def flatten(batch: RolloutBatch) -> FlatBatch:
         batch: the sequences; rows of one group whose prompts are equal share it, as far as it took the same experts.
     """
     # by NumPy: some eighty operations on arrays of a few thousand numbers, which threads only delay
-    words, mask, prompt, group = (
-        part.cpu().numpy() for part in (batch.tokens, batch.mask, batch.prompt_length, batch.group)
-    )
+    words, mask, prompt, group = _on_host(batch)
     b, t = mask.shape
     width = words.shape[1] - t
     completion = (mask * np.arange(1, t + 1)).max(axis=1)
@@ -195,6 +193,24 @@ def flatten(batch: RolloutBatch) -> FlatBatch:
         (torch.from_numpy(rows), torch.from_numpy(steps)),
         torch.from_numpy(place),
     )
+
+
+def prompt_tokens_shared(batch: RolloutBatch) -> tuple[int, int]:
+    """Return how many tokens of prompts need not be computed again, and how many could be saved at most.
+
+    Args:
+        batch: the sequences.
+    """
+    words, mask, prompt, group = _on_host(batch)
+    rows = np.arange(len(group))
+    _, owner, shared = _owners(words[:, : words.shape[1] - mask.shape[1]], prompt, group, batch.routed_experts)
+    again = np.ones(len(group), dtype=bool)
+    again[np.unique(group, return_index=True)[1]] = False
+    return int(shared[owner != rows].sum()), int(prompt[again].sum())
+
+
+def _on_host(batch: RolloutBatch) -> list[Any]:
+    return [part.cpu().numpy() for part in (batch.tokens, batch.mask, batch.prompt_length, batch.group)]
 
 
 Indices = npt.NDArray[np.int64]

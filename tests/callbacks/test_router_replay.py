@@ -76,6 +76,8 @@ def test_the_samplers_experts_are_taken_in_scoring_and_training(tmp_path, policy
     assert {f"routing/differing_layer_{layer}" for layer in range(LAYERS)} <= row.keys()
     assert column(row, "megabytes") == pytest.approx(batch.routed_experts.numel() / 1e6)
     assert 1 <= column(row, "load_max") <= 4
+    assert ("routing/shared_prompt_tokens" in row) == (not policy)  # padded batches share nothing
+    assert policy or column(row, "shared_prompt_tokens") == 1
 
 
 def test_without_replay_the_same_run_disagrees_and_nothing_is_recorded(tmp_path):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lit_qrl.network.hidden import scored_hidden
-from lit_qrl.network.padding_free import enable_padding_free, flatten
+from lit_qrl.network.padding_free import enable_padding_free, flatten, prompt_tokens_shared
 from lit_qrl.network.routing import Routing
 from tests.networks import batch_of
 from tests.routes import build_mixture, random_routes
@@ -11,7 +11,7 @@ PROMPTS = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9], [4], [3, 3, 12]]
 COMPLETIONS = [[4, 5, 1], [6, 7, 8, 9, 10, 11], [1], [7, 7]]
 
 
-def batch_with_routes(same=len(PROMPTS[0])):
+def batch_with_routes(same=5):
     """Four sequences with random routes; the first two, of one group, share those of so many tokens of their prompt."""
     batch = batch_of(PROMPTS, COMPLETIONS)
     batch.group = torch.tensor([0, 0, 1, 2])
@@ -57,6 +57,7 @@ def test_every_token_of_a_batch_takes_its_own_route(packed, same):
 def test_a_prompt_is_computed_once_as_far_as_its_routes_are_equal():
     tokens = [len(flatten(batch_with_routes(same)).tokens) for same in range(len(PROMPTS[0]) + 1)]
     assert [some - tokens[-1] for some in tokens] == [5, 4, 3, 2, 1, 0]
+    assert [prompt_tokens_shared(batch_with_routes(same)) for same in range(6)] == [(same, 5) for same in range(6)]
 
 
 def test_gradients_of_what_is_shared_are_those_of_its_copies():
