@@ -67,3 +67,11 @@ def test_options_are_checked_at_construction():
         Int4Group(group_size=12)
     with pytest.raises(ConfigError, match=r"null, fp8 or int8.*'fp4'"):
         Int4Group(activations="fp4")
+
+
+def test_matrices_of_one_shape_share_the_tensor_that_describes_them():
+    format = Int4Group(group_size=8)
+    first, second = (dict(format.export(format.quantize(torch.randn(4, 16)), "a"))["a.weight_shape"] for _ in range(2))
+    assert first is second
+    assert first.tolist() == [4, 16]
+    assert not first.is_inference()

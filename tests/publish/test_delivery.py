@@ -1,11 +1,13 @@
 """What a delivery compares, against an engine whose answers are written down."""
 
+import gc
 from contextlib import contextmanager
 
 import pytest
 import torch
 
 from lit_qrl.publish.delivery import Delivery
+from lit_qrl.receipts.garbage import NEVER
 from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
 
 NAMES = [f"layers.{i}.up_proj.weight" for i in range(8)]
@@ -117,6 +119,23 @@ def test_seconds_of_making_are_told_from_the_engines_own_and_from_those_that_it_
     apart = delivery_to(Apart())[0].weights(stream(), None, SHAPES, 0).parts
     assert (apart.keys(), apart["send"], apart["engine_load"]) == ({"make", "send", "engine_load", "compare"}, 2.0, 3.0)
     assert here["make"] > 0 < apart["make"]
+
+
+def test_no_garbage_is_looked_for_among_all_objects_while_receipts_are_made_and_compared():
+    seen, before = [], gc.get_threshold()
+
+    class Watched(Keeps):
+        def load_weights(self, tensors, format, version):
+            seen.append(gc.get_threshold()[2])
+            return super().load_weights(tensors, format, version)
+
+        def read_back(self, name):
+            seen.append(gc.get_threshold()[2])
+            return self.held[name]
+
+    delivery_to(Watched())[0].weights(stream(), None, {}, 0)
+    assert seen == [NEVER] * 5
+    assert gc.get_threshold() == before
 
 
 def test_an_engine_that_keeps_no_record_is_believed():

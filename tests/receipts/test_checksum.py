@@ -3,6 +3,7 @@ import torch
 
 from lit_qrl.receipts.checksum import Checksums, as_matrices, as_matrix
 from lit_qrl.receipts.slices import slices
+from tests.operations import counted
 
 
 def test_what_is_found_on_the_host_needs_no_waiting():
@@ -77,3 +78,13 @@ def test_slices_that_never_came_are_not_in_the_sums():
     assert list(collected.finish()) == ["third"]
     collected.add("first", first)  # after the sums were taken
     assert list(collected.finish()) == ["third", "first"]
+
+
+def test_what_the_end_asks_of_the_device_does_not_grow_with_the_tensors():
+    def operations(count):
+        sums = Checksums()
+        for number in range(count):
+            sums.add(str(number), torch.randn(8 * (1 + number % 3), 16))
+        return counted(sums.finish)
+
+    assert operations(40) == operations(10)

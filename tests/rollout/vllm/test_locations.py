@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lit_qrl.formats.int4_group import Int4Group
 from lit_qrl.receipts.slices import slice_of, slices
 from lit_qrl.rollout.vllm import locations
 from lit_qrl.rollout.vllm.locations import (
@@ -15,6 +16,7 @@ from lit_qrl.rollout.vllm.locations import (
     lacking,
     loaded_format,
     tensors_of,
+    undescribed,
     whole_experts,
 )
 from tests.operations import counted
@@ -148,6 +150,16 @@ def test_experts_are_whole_when_all_came_with_all_that_came_of_any():
     assert not whole_experts([*codes, *scales[:4]])
     assert not whole_experts([*codes, Place("experts", nn.Module(), "w2_weight")])
     assert not whole_experts([])
+
+
+def test_shapes_of_experts_are_left_out_of_a_stream():
+    format = Int4Group(group_size=8)
+    quantized = format.quantize(torch.randn(4, 8))
+    layers = ["layers.0.mlp.experts.0.up_proj", "layers.0.self_attn.q_proj"]
+    stream = (pair for layer in layers for pair in format.export(quantized, layer))
+    expected = [f"{layers[0]}.weight_packed", f"{layers[0]}.weight_scale"]
+    expected += [f"{layers[1]}.{suffix}" for suffix in ("weight_packed", "weight_scale", "weight_shape")]
+    assert [name for name, _ in undescribed(stream, layers[:1])] == expected
 
 
 def test_tensors_of_a_module_are_its_own_that_exist():
