@@ -238,18 +238,22 @@ class Routing:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Act on what runs inside, in this thread."""
-        former = [router.module.__dict__.get("forward") for router in self.routers]
-        for layer, router in enumerate(self.routers):
-            router.module.forward = partial(self._forward, layer, router.module.forward)
+        # by their dictionaries: each layer that is computed again comes here for all routers, and a module's own
+        # __setattr__ takes ten times as long
+        held = [router.module.__dict__ for router in self.routers]
+        former = [attributes.get("forward") for attributes in held]
+        for layer, (router, attributes) in enumerate(zip(self.routers, held, strict=True)):
+            attributes["forward"] = partial(self._forward, layer, router.module.forward)
         token = _active.set(self)
         try:
             yield
         finally:
             _active.reset(token)
-            for router, forward in zip(self.routers, former, strict=True):
-                del router.module.forward
-                if forward is not None:
-                    router.module.forward = forward
+            for attributes, forward in zip(held, former, strict=True):
+                if forward is None:
+                    del attributes["forward"]
+                else:
+                    attributes["forward"] = forward
 
     def _forward(self, layer: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
         choice = _Choice(self.routers[layer], None if self.replayed is None else self.replayed[:, layer])
