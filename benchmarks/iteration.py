@@ -523,6 +523,7 @@ def figures(rows: list[dict[str, float]], wall: Sequence[float]) -> dict[str, An
         "publish_parts": publish_parts(counted),
         "first_publish_parts": publish_parts(rows[:1]),
         "micro_batches": rows[-1].get("update/micro_batches"),
+        "shared_prompt_tokens": rows[-1].get("routing/shared_prompt_tokens"),
         "publish_gigabytes": round(rows[-1].get("publish/bytes", 0.0) / 1e9, 3),
         **{phase: median(f"time/{phase}") for phase in PHASES},
     }
