@@ -746,6 +746,7 @@ def read_rows(metrics: Path) -> list[dict[str, float]]:
     with metrics.open() as file:
         found = [row for row in csv.DictReader(file) if row.get("time/iteration")]
     kept = ("time/", "mismatch/", "rollout/seconds_ahead", "rollout/length", "publish/bytes", "update/m")
+    kept += ("routing/shared_prompt_tokens",)
     return [{key: float(value) for key, value in row.items() if key.startswith(kept) and value} for row in found]
 
 
