@@ -280,10 +280,7 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
     # ----------------------------------------------------------------------------------------------------- publishing
 
     def arranged(self, tensors: Tensors) -> Tensors:
-        """Return a stream with the experts one by one, as checkpoints hold them, so that each has a receipt.
-
-        Of shapes that nothing reads none comes with them: they would be a third of all tensors.
-        """
+        """Return a stream with the experts one by one, so that each has a receipt, and without shapes of theirs."""
         stacks = {name: stack for name, stack in expert_stacks(self.policy.network).items() if stack.apart}
         layers = {layer for stack in stacks.values() for layer in stack.layers()}
         return undescribed(unstacked(tensors, stacks), layers)
