@@ -71,7 +71,9 @@ def test_every_routing_metric_is_documented():
     names = {name.removeprefix("routing/").replace("layer_0", "layer_<i>") for name in metrics.compute(no_all_reduce)}
     known = documented("routing")
     assert (
-        names | load_balance(routes, 4).keys() | {"free_kl_k3", "replayed_kl_k3", "megabytes", "balance_loss"}
+        names
+        | load_balance(routes, 4).keys()
+        | {"free_kl_k3", "replayed_kl_k3", "megabytes", "balance_loss", "shared_prompt_tokens"}
         == known - {"shift", "shift_floored"}  # of an update: tests/callbacks/test_router_shift.py
     )
 
