@@ -221,6 +221,13 @@ def _matmul(input: Tensor, other: Tensor) -> Tensor:
     raise unknown("a product of two activations")
 
 
+def _grouped(input: Tensor, weight: Tensor, offs: Tensor, bias: None = None, out_dtype: None = None) -> Tensor:
+    """Return the rows of each expert times its matrix of "experts in out"; they lie in order, up to the ends `offs`."""
+    counts = offs.diff(prepend=offs.new_zeros(1)).tolist()
+    parts = zip(input.split([*counts, len(input) - sum(counts)]), weight, strict=False)
+    return torch.cat([invariant_linear(rows, expert.t()) for rows, expert in parts])
+
+
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -252,6 +259,7 @@ KERNELS: Mapping[Any, Callable[..., Tensor]] = {
     Tensor.__matmul__: _matmul,
     torch.mm: _matmul,
     Tensor.mm: _matmul,
+    torch._grouped_mm: _grouped,
     F.scaled_dot_product_attention: _attention,
     **{getattr(F, name): _by_pieces(getattr(F, name)) for name in ("silu", "gelu", "softplus", "mish")},
     **{getattr(of, name): _by_pieces(getattr(torch, name)) for name in ELEMENTWISE for of in (torch, Tensor)},

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.invariant import (
@@ -151,6 +151,37 @@ def test_a_model_passes_and_one_that_looks_at_the_batch_is_refused():
     mlp.register_forward_hook(lambda module, args, out: out * len(out))
     with pytest.raises(ConfigError, match="depend on the sequences beside it"):
         check_invariant(hidden_of(network), 50, torch.device("cpu"))
+
+
+def test_products_of_experts_are_those_of_their_rows_with_gradients():
+    torch.manual_seed(0)
+    x, weight = torch.randn(75, 8, dtype=torch.float64), torch.randn(4, 8, 5, dtype=torch.float64)
+    ends = torch.tensor([3, 3, 70, 75], dtype=torch.int32)  # the second expert has no row
+    inputs = [x.requires_grad_(), weight.requires_grad_()]
+    upstream = torch.randn(75, 5, dtype=torch.float64)
+    with batch_invariant(True):
+        out = F.grouped_mm(*inputs, offs=ends)
+    expert = torch.tensor([0] * 3 + [2] * 67 + [3] * 5)
+    wanted = torch.einsum("ri,rio->ro", x, weight[expert])
+    torch.testing.assert_close(out, wanted)
+    for a, b in zip(*(torch.autograd.grad(one, inputs, upstream) for one in (out, wanted)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_row_of_an_expert_is_the_same_alone_and_among_others():
+    torch.manual_seed(0)
+    x, weight = torch.randn(150, 96), torch.randn(4, 96, 40)
+    ends = torch.tensor([20, 20, 140, 150], dtype=torch.int32)
+    with batch_invariant(True):
+        out = F.grouped_mm(x, weight, offs=ends)
+        for row, expert in ((0, 0), (77, 2), (149, 3)):
+            alone = F.grouped_mm(x[row : row + 1], weight[expert : expert + 1], offs=torch.ones(1, dtype=torch.int32))
+            assert torch.equal(alone[0], out[row])
+
+
+def test_the_mixture_that_ships_passes():
+    network = AutoModelForCausalLM.from_pretrained("models/tiny-moe-countdown").eval()
+    check_invariant(hidden_of(network), network.config.vocab_size, torch.device("cpu"))
 
 
 def test_eager_attention_is_refused_by_name():
