@@ -206,7 +206,7 @@ def iterations_of(checkpoint: Mapping[str, Any]) -> int:
     return found or 0
 
 
-def over(checkpoint: Mapping[str, Any], iterations: int | None) -> str | None:
+def all_iterations_had(checkpoint: Mapping[str, Any], iterations: int | None) -> str | None:
     """Return a sentence where a run that goes on has had all its iterations, else None.
 
     Args:

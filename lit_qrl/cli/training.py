@@ -36,7 +36,7 @@ from lit_qrl import (
     strategies,
 )
 from lit_qrl.aliases import current
-from lit_qrl.callbacks.checkpoint import over, resolve_checkpoint
+from lit_qrl.callbacks.checkpoint import all_iterations_had, resolve_checkpoint
 from lit_qrl.callbacks.defaults import FORCED
 from lit_qrl.callbacks.predictions import Predictions
 from lit_qrl.callbacks.run_folder import standing
@@ -233,7 +233,7 @@ class QRLCLI(LightningCLI):
         if path:
             saved = torch.load(path, map_location="meta", weights_only=True, mmap=True)
             check_identity(saved, self.model.policy)
-            if self.subcommand == "fit" and (told := over(saved, self.trainer.max_epochs)):
+            if self.subcommand == "fit" and (told := all_iterations_had(saved, self.trainer.max_epochs)):
                 say(told)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

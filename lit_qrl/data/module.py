@@ -18,7 +18,7 @@ from lit_qrl.data.problems import Problem, PromptOrder, admit
 from lit_qrl.data.sizes import check_ranks, check_sizes
 from lit_qrl.data.task import Task
 from lit_qrl.errors import ConfigError, StoppedError
-from lit_qrl.loop.ahead import ahead_of, gone_on
+from lit_qrl.loop.ahead import ahead_of, resumed_position
 from lit_qrl.loop.budget import TokenBudget
 from lit_qrl.loop.generation import scoring_progress
 from lit_qrl.loop.hooks import Learner
@@ -375,7 +375,7 @@ class RolloutDataModule(Described, LightningDataModule):
         if self.budget is not None and self.max_tokens_per_micro_batch is None:
             self.budget.chosen = state_dict.get("micro_batch_tokens")
         if saved := state_dict.get("ahead"):
-            self.position = gone_on(
+            self.position = resumed_position(
                 self.ahead, saved, self.position, self.trainer is None or self.trainer.world_size == 1
             )
 

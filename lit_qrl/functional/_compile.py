@@ -1,9 +1,10 @@
-"""One place that decides whether a statistic runs as written or compiled into a few kernels."""
+"""One place that decides whether a statistic runs as written or compiled into a few kernels, and knows of Triton."""
 
 import logging
 import os
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import lru_cache, wraps
+from importlib.util import find_spec
 from inspect import signature, unwrap
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -23,6 +24,12 @@ TENSORS = (Tensor, list, tuple)
 Function = TypeVar("Function", bound=Callable[..., Any])
 _kernels: dict[tuple, Callable[..., Any] | None] = {}
 """By function and constants; None for what could not be compiled."""
+
+
+@lru_cache
+def triton_installed() -> bool:
+    """Return True when Triton can be imported."""
+    return find_spec("triton") is not None
 
 
 def compiled(function: Function) -> Function:

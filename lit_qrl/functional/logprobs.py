@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from lit_qrl.functional._compile import triton_installed
 
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 """Logits held at once: 16 MB of fp32 on a CPU (about its last-level cache), 256 MB on a GPU (440 rows of a 150,000-word
@@ -205,14 +206,9 @@ def _total_memory(index: int | None) -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index).total_memory
 
 
-@lru_cache
-def _triton_installed() -> bool:
-    return find_spec("triton") is not None
-
-
 def _kernel_takes(hidden: Tensor) -> bool:
     """Return whether the logits of these hidden states may be reduced by `_logprobs_triton`."""
-    return hidden.device.type == "cuda" and hidden.dtype in (torch.bfloat16, torch.float16) and _triton_installed()
+    return hidden.device.type == "cuda" and hidden.dtype in (torch.bfloat16, torch.float16) and triton_installed()
 
 
 class _Options(NamedTuple):

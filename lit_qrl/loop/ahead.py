@@ -62,6 +62,8 @@ class Ahead:
         self._pool: ThreadPoolExecutor | None = None
         self._futures: dict[int, Future[None]] = {}
         self._moved: Future[Tensor | None] | None = None
+        self._saved: list[Future[None]] = []
+        """What the newest checkpoint waits for."""
         self._restored: list[dict[str, Any]] = []
 
     def due(self, iteration: int, iterations: int | None = None) -> bool:
@@ -195,11 +197,12 @@ class Ahead:
         return errors[0]  # pyright: ignore[reportReturnType]
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Begin nothing more, once there is what a checkpoint waits for."""
+        wait(self._saved)
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
-        self.drafts, self._futures, self._moved, self._restored = {}, {}, None, []
+        self.drafts, self._futures, self._moved, self._saved, self._restored = {}, {}, None, [], []
 
     @property
     def _thread(self) -> ThreadPoolExecutor:
@@ -253,7 +256,7 @@ class Ahead:
         later = [draft for number, draft in sorted(self.drafts.items()) if number > self.over]
         undone = (draft for draft in later if not alone or (self.in_flight and draft.completions is None))
         first_undone = next(undone, None)
-        under_way = [] if self.in_flight or not alone else list(self._futures.values())
+        self._saved = under_way = [] if self.in_flight or not alone else list(self._futures.values())
         ages = {str(age): count for age, count in self.tokens_of_age.items()}
         weights = {str(version): number for version, number in self.weights_of.items() if number >= oldest}
 
@@ -290,7 +293,7 @@ class Ahead:
             self.drafts[draft.iteration] = draft
 
 
-def gone_on(ahead: Ahead | None, state: Mapping[str, Any], position: int, alone: bool) -> int:
+def resumed_position(ahead: Ahead | None, state: Mapping[str, Any], position: int, alone: bool) -> int:
     """Return the position in the stream of prompts of a run that goes on from a `state`, which it loads.
 
     Args:

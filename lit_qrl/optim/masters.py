@@ -3,8 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
-from importlib.util import find_spec
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.functional._compile import triton_installed
 from lit_qrl.optim.build import build_optimizer
 from lit_qrl.optim.realized import realized_update
 
@@ -223,12 +223,7 @@ class MasterWeights(Optimizer):
 def _in_one_pass(parameter: Tensor) -> bool:
     """Return whether kernels of ours take the masters of a parameter apart; a part of a sharded one is none."""
     plain = parameter.device.type == "cuda" and parameter.dtype == torch.bfloat16 and parameter.is_contiguous()
-    return plain and type(parameter.data) is Tensor and _triton_installed()
-
-
-@lru_cache
-def _triton_installed() -> bool:
-    return find_spec("triton") is not None
+    return plain and type(parameter.data) is Tensor and triton_installed()
 
 
 def _copy_settings(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:

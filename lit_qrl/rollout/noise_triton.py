@@ -54,7 +54,7 @@ def exponential_rows(noise: Tensor, rows: Tensor, seeds: Tensor, draws: Tensor) 
     _noise_kernel[grid](noise, rows, seeds, draws, words, quarter, SIZE, num_warps=4)
 
 
-def told(values: list[int], device: torch.device) -> Tensor:
+def on_device(values: list[int], device: torch.device) -> Tensor:
     """Return whole numbers on a device, without waiting for it."""
     kept = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
     return kept.to(device, non_blocking=True)

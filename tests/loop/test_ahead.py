@@ -153,6 +153,28 @@ class Held(Apart):
         return super().generate(*args, **kwargs)
 
 
+class SaveLast(Callback):
+    """Has the end of a run saved alone."""
+
+    def on_fit_start(self, trainer, pl_module):
+        (saves,) = [one for one in trainer.callbacks if isinstance(one, RunCheckpoint)]
+        saves.every_n_iterations = 0
+
+
+def test_a_run_that_ends_waits_for_what_its_checkpoint_is_to_hold(tmp_path, monkeypatch):
+    whole, engine, close = fit(tmp_path / "whole", THREE_OFF), Held(), Ahead.close
+
+    def let_go(ahead):
+        engine.goes_on.set()
+        close(ahead)
+
+    monkeypatch.setattr(Ahead, "close", let_go)
+    cut = fit(tmp_path / "cut", THREE_OFF, engine=engine, callbacks=[SaveLast(), StopAfter(2)])
+    rest = fit(tmp_path / "rest", THREE_OFF, ckpt_path=str(cut.folder / "checkpoints" / "last.ckpt"))
+    assert torch.equal(rest.weights, whole.weights)
+    assert rest.watch.versions == whole.watch.versions[2:]
+
+
 class LetGo(Callback):
     """Has every iteration saved, and an engine go on when the first one is over."""
 

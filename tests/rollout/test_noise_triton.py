@@ -11,7 +11,7 @@ def made(device, seeds, draws, words=3000):
 
     noise = torch.full((len(seeds), words), float("nan"), device=device)
     numbers = [*range(len(seeds)), *seeds, *draws]
-    rows, keys, counts = noise_triton.told(numbers, torch.device(device)).view(3, -1)
+    rows, keys, counts = noise_triton.on_device(numbers, torch.device(device)).view(3, -1)
     noise_triton.exponential_rows(noise, rows, keys, counts)
     return noise.cpu()
 

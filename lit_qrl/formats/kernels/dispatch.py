@@ -1,8 +1,6 @@
 """Quantizers in one pass over memory, where Triton is there; the same numbers from plain torch operations elsewhere."""
 
 from collections.abc import Callable
-from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -11,16 +9,11 @@ from torch.nn import functional as F
 
 from lit_qrl.formats.kernels import activations, gemm
 from lit_qrl.formats.numerics import E4M3, E4M3_MAX
+from lit_qrl.functional._compile import triton_installed
 
 BLOCK = 128
 TILES = "tiles"
 """The source of what `kept_tiles` keeps."""
-
-
-@lru_cache
-def triton_installed() -> bool:
-    """Return True when Triton can be imported."""
-    return find_spec("triton") is not None
 
 
 def available(x: Tensor) -> bool:

@@ -33,7 +33,7 @@ def noise_of(probs: Tensor, generators: dict[int, Any]) -> Tensor:
         probs: "rows words".
         generators: by row; each is taken on by one draw.
     """
-    from lit_qrl.rollout.noise_triton import exponential_rows, told
+    from lit_qrl.rollout.noise_triton import exponential_rows, on_device
 
     noise = torch.empty_like(probs, memory_format=torch.contiguous_format)
     if len(generators) != len(probs):
@@ -43,7 +43,7 @@ def noise_of(probs: Tensor, generators: dict[int, Any]) -> Tensor:
     for one, offset in zip(asked, offsets, strict=True):
         one.set_offset(offset + STEP)
     numbers = [*generators, *(one.initial_seed() for one in asked), *(offset // STEP for offset in offsets)]
-    rows, seeds, draws = told(numbers, probs.device).view(3, -1)
+    rows, seeds, draws = on_device(numbers, probs.device).view(3, -1)
     exponential_rows(noise, rows, seeds, draws)
     return noise
 
