@@ -19,7 +19,9 @@ unified          all weights trained, `UnifiedFP8`; with `-plain` its inputs qua
 qat-FORMAT       all weights trained, `QATAligned` in FORMAT; with `-high` its backward pass over unrounded operands
 
 `new` is a pass whose weights have just been written, as in the first pass of a step: a plugin quantizes them anew.
-`--profile` adds, of one pass, the kernels and the operations on the host that take most of it.
+`--profile` adds, of one pass, what takes most of it: kinds of kernels, kernels, the operations that start them with
+their shapes, operations on the host, and where the GPU waits. `--steps` adds the optimizer's step as a run has it, over
+fp32 masters and without, with the norm of the gradients before: what an update takes beside its passes.
 An arm that fails leaves the others' figures. `--tiny` tries every line on a CPU.
 """
 
@@ -160,9 +162,7 @@ def measured(policy: CausalPolicy, plugin: Any, sequences: int, args: argparse.N
     seconds = statistics.median(whole)
     count = sum(p.numel() for p in policy.parameters()) if policy.lora is None else weights_of(policy)
     operations = (6 if policy.lora is None else 4) * count * tokens
-    if args.profile:
-        profiled(one)
-    return {
+    figures = {
         "tokens": tokens,
         "ms": round(1e3 * seconds, 1),
         "new": None if first is None else round(1e3 * first, 1),
@@ -171,6 +171,13 @@ def measured(policy: CausalPolicy, plugin: Any, sequences: int, args: argparse.N
         "rate": round(operations / seconds / PEAK, 3),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if DEVICE.type == "cuda" else None,
     }
+    if args.profile:
+        print(figures, flush=True)
+        try:
+            profiled(one)
+        except Exception:  # which leaves the figures
+            traceback.print_exc()
+    return figures
 
 
 def fresh(policy: CausalPolicy, one: Any, wait: Any) -> float:
@@ -185,29 +192,129 @@ def fresh(policy: CausalPolicy, one: Any, wait: Any) -> float:
     return time.perf_counter() - start
 
 
-def profiled(one: Any, most: int = 24) -> None:
-    """Print a pass's kernels and the host's operations that take longest: milliseconds, calls, name."""
+def profiled(one: Any, most: int = 28) -> None:
+    """Print where the time of a pass goes: kinds of kernels, kernels, what starts them, the host, waits of the GPU."""
     from torch.profiler import ProfilerActivity, profile
 
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (DEVICE.type == "cuda")
-    with profile(activities=kinds) as recorded:
+    with profile(activities=kinds, record_shapes=True, with_flops=True) as recorded:
         one()
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
-    averages = recorded.key_averages()
+    shaped, averages = recorded.key_averages(group_by_input_shape=True), recorded.key_averages()
+    host = [(e.self_cpu_time_total / 1e3, e.count, e.key) for e in averages if e.device_type.name == "CPU"]
+    table("host, with the profiler's own time", host, most)
+    if DEVICE.type != "cuda":
+        return
     kernels = [(e.self_device_time_total / 1e3, e.count, e.key) for e in averages if e.device_type.name != "CPU"]
-    host = [(e.self_cpu_time_total / 1e3, e.count, e.key) for e in averages]
-    for what, rows in (("kernels", kernels), ("host, with the profiler's own time", host)):
-        print(f"-- {what}: {sum(row[0] for row in rows):.1f} ms in {sum(row[1] for row in rows)} calls")
-        for row in sorted(rows, reverse=True)[:most]:
-            print(f"{row[0]:9.2f} {row[1]:6d}  {row[2][:150]}")
-    if DEVICE.type == "cuda":
-        torch.cuda.set_sync_debug_mode("warn")
-        with warnings.catch_warnings(record=True) as waits:
-            warnings.simplefilter("always")
-            one()
-        torch.cuda.set_sync_debug_mode("default")
-        print(f"-- places where the host waits: {Counter(f'{w.filename}:{w.lineno}' for w in waits).most_common(12)}")
+    table("kernels", kernels, most)
+    started = [(e.self_device_time_total / 1e3, e.count, e) for e in shaped if e.device_type.name == "CPU"]
+    table("what starts them, with its shapes", [(ms, count, described(e, ms)) for ms, count, e in started], most)
+    idle(recorded)
+    sums: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for ms, count, name in kernels:
+        kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
+        sums[kind] += ms
+        calls[kind] += count
+    products = sum(e.flops for e in averages if e.device_type.name == "CPU" and e.flops)
+    table("kinds of kernels", [(sums[kind], calls[kind], kind) for kind in sums], most)
+    if sums["matrix products"]:
+        print(f"-- matrix products: {products / sums['matrix products'] / 1e9:.0f} TFLOP/s", flush=True)
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        one()
+    torch.cuda.set_sync_debug_mode("default")
+    print(f"-- places where the host waits: {Counter(f'{w.filename}:{w.lineno}' for w in waits).most_common(12)}")
+
+
+KINDS = {
+    "matrix products": r"nvjet|gemm|cutlass(?!.*(flash|fmha))|xmma|cublas|splitK",
+    "attention": r"flash|fmha|sdpa|cudnn|varlen",
+    "norms": r"norm|squares",
+    "gated MLP": r"gated|^_tiles_kernel",
+    "rotary": r"rotate",
+    "gathers": r"summed|returned|index|gather|scatter|embedding|sort|Sort|radix|unique",
+    "log-probs": r"_reduce_kernel|_gradient_kernel",
+    "quantizing": r"fp8|e4m3|quant|rows_kernel|blocks_kernel|values_kernel",
+    "sums of tensors": r"reduce_kernel",
+    "additions": r"CUDAFunctor_add|AddFunctor|add_kernel",
+    "copies and fills": r"copy|Memcpy|Memset|fill|Fill|CatArray",
+    "other elementwise": r"elementwise",
+}
+"""Patterns of kernels' names; the first that fits counts."""
+
+
+def table(what: str, rows: list[tuple[float, int, str]], most: int) -> None:
+    """Print rows of milliseconds, calls and name, the longest first."""
+    print(f"-- {what}: {sum(row[0] for row in rows):.1f} ms in {sum(row[1] for row in rows)} calls")
+    for ms, calls, name in sorted(rows, reverse=True)[:most]:
+        if ms > 0:
+            print(f"{ms:9.2f} {calls:6d}  {name[:150]}")
+    sys.stdout.flush()
+
+
+def described(event: Any, ms: float) -> str:
+    """Return an operation's name with the shapes that it got and, of a product, its rate."""
+    shapes = " ".join("×".join(map(str, shape)) for shape in event.input_shapes if shape)
+    rate = f"  {event.flops / ms / 1e9:.0f} TFLOP/s" if event.flops and ms else ""
+    return f"{event.key[:60]} {shapes[:70]}{rate}"
+
+
+def idle(recorded: Any, least: int = 3_000, most: int = 12) -> None:
+    """Print how long no kernel ran between the first and the last, and between which kernels that was."""
+    events = recorded.profiler.kineto_results.events()
+    spans = sorted(
+        (e.start_ns(), e.end_ns(), e.name())
+        for e in events
+        if e.device_type().name == "CUDA" and not e.is_user_annotation()
+    )
+    if not spans:
+        return
+    gaps: list[tuple[float, str]] = []
+    end, last = spans[0][1], spans[0][2]
+    for start, stop, name in spans:
+        if start - end >= least:
+            gaps.append(((start - end) / 1e6, f"{last[:60]} -> {name[:60]}"))
+        if stop > end:
+            end, last = stop, name
+    whole = (end - spans[0][0]) / 1e6
+    print(f"-- the GPU waits {sum(gap for gap, _ in gaps):.1f} of {whole:.1f} ms, {len(gaps)} times")
+    between: dict[str, list[float]] = {}
+    for gap, where in gaps:
+        between.setdefault(where, []).append(gap)
+    for where, found in sorted(between.items(), key=lambda one: -sum(one[1]))[:most]:
+        print(f"{sum(found):9.2f} {len(found):6d}  {where}")
+
+
+def steps_of(policy: CausalPolicy, repeats: int) -> dict[str, Any]:
+    """Return the milliseconds of an optimizer's step after backward passes: the norm, AdamW with masters and without."""
+    from lit_qrl.optim.masters import trained_by
+
+    trained = [(name, one) for name, one in policy.named_parameters() if one.requires_grad]
+    found: dict[str, Any] = {}
+
+    def timed(work: Any) -> float:
+        seconds = []
+        for _ in range(repeats):
+            if DEVICE.type == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            work()
+            if DEVICE.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        return round(1e3 * statistics.median(seconds), 1)
+
+    for _, parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    found["norm_ms"] = timed(lambda: nn.utils.clip_grad_norm_([one for _, one in trained], 1.0))
+    for masters in (True, False):
+        optimizer = trained_by(torch.optim.AdamW, trained, masters)
+        found["step_masters_ms" if masters else "step_ms"] = timed(optimizer.step)
+        del optimizer
+    return found
 
 
 def weights_of(policy: CausalPolicy) -> int:
@@ -224,6 +331,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[16], help="of a micro-batch, a multiple of 8")
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--profile", action="store_true", help="also print what one pass spends its time on")
+    parser.add_argument("--steps", action="store_true", help="also time the optimizer's step")
     parser.add_argument("--tiny", action="store_true", help="a toy shape and short completions")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     args = parser.parse_args()
@@ -246,6 +354,9 @@ def main() -> None:
         "peak_gib",
         "start",
         "first",
+        "norm_ms",
+        "step_masters_ms",
+        "step_ms",
         "error",
     )
     print(" | ".join(columns))
@@ -265,6 +376,9 @@ def of_arm(shape: str, arm: str, folder: Path, args: argparse.Namespace) -> list
         for sequences in args.sequences:
             what = {"shape": shape, "arm": arm, "sequences": sequences, "start": start}
             rows.append({**what, **measured(policy, plugin, sequences, args)})
+            print(rows[-1], flush=True)
+        if args.steps:
+            rows.append({"shape": shape, "arm": arm, **steps_of(policy, args.repeats)})
             print(rows[-1], flush=True)
     except Exception as error:
         rows.append({"shape": shape, "arm": arm, "error": f"{type(error).__name__}: {error}"[:200]})
