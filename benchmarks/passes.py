@@ -289,7 +289,7 @@ def idle(recorded: Any, least: int = 3_000, most: int = 12) -> None:
 
 
 def steps_of(policy: CausalPolicy, repeats: int) -> dict[str, Any]:
-    """Return the milliseconds of an optimizer's step after backward passes: the norm, AdamW with masters and without."""
+    """Return the milliseconds of a step: the norm of the gradients, AdamW over fp32 masters and without."""
     from lit_qrl.optim.masters import trained_by
 
     trained = [(name, one) for name, one in policy.named_parameters() if one.requires_grad]
