@@ -120,7 +120,7 @@ def sums(args: argparse.Namespace) -> Rows:
 
 def variants(args: argparse.Namespace) -> Rows:
     from lit_qrl.formats import nf4
-    from lit_qrl.formats.kernels import tiles_triton, values_triton
+    from lit_qrl.formats.kernels import norm_triton, tiles_triton, values_triton
 
     def copy_rate(size: int) -> float:
         source = torch.empty(size, device=DEVICE, dtype=torch.uint8)
@@ -166,10 +166,11 @@ def variants(args: argparse.Namespace) -> Rows:
         measure(
             "tiles both", "two launches", x, lambda x=x: (tiles(x, True, False), tiles(x, False, True)), 4
         )  # fmt: skip
-        measure("squares", "", x, partial(tiles_triton.squares, x), 6)
+        measure("norm", "", x, partial(norm_triton.norm, x, gain, 1e-6), 4)
+        measure("sum + norm", "", x, partial(norm_triton.norm, x, gain, 1e-6, other), 8)
         for programs in (264, 528, 1056):
             for warps in (4, 8, 16):
-                work = partial(tiles_triton.norm_backward, x, other, rstd, gain, programs, warps)
+                work = partial(norm_triton.norm_backward, x, other, rstd, gain, None, programs, warps)
                 measure("norm backward", f"{programs} programs, {warps} warps", x, work, 6)
         measure("gated backward", "", x, partial(tiles_triton.gated_backward, torch.randn_like(x), x, other), 10)
         del x, other

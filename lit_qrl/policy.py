@@ -33,9 +33,9 @@ from lit_qrl.network.reference import Reference
 from lit_qrl.network.sampler_kernels import kernels_adopted
 from lit_qrl.network.shards import whole
 from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, weights_are_deferred
-from lit_qrl.precision.layers.joined_linear import join_linears
 from lit_qrl.precision.layers.lora_linear import keep_factors, swap_lora_linears
 from lit_qrl.precision.layers.one_pass import Fuse, take_one_pass
+from lit_qrl.precision.layers.residual import join_layers
 from lit_qrl.precision.packed_base import PackedBase, multiplied_out, take_packed_format
 from lit_qrl.run.description import Described
 from lit_qrl.types import RolloutBatch, TokenScores
@@ -223,7 +223,7 @@ class CausalPolicy(Described, nn.Module):
                 log.warning("lora_dropout is off, as all dropout is; model.policy.dropout: true trains with it.")
         self.model = network
         if take_one_pass(self.network, self.fuse) and not self.compiles:
-            join_linears(self.network)
+            join_layers(self.network)
         if self.compiles:
             compile_layers(self.network)
         check_tied(self.network)

@@ -93,6 +93,8 @@ def token_logprobs(
     if kernel:
         chunk_elements = asked or kernel_elements(_total_memory(hidden.device.index))
     rows, width = (max(1, chunk_elements // size) for size in weight.shape)
+    if kernel:
+        rows = even_rows(tokens.numel(), rows)
     options = _Options(temperature, softcap, scale, entropy, entropy_gradient, head_dtype, width, rows, kernel, pick)
     with torch.autocast(device, enabled=False):
         logprobs, entropies = _TokenLogprobs.apply(
@@ -201,6 +203,16 @@ def kernel_elements(memory: int) -> int:
     return max(CHUNK_ELEMENTS["cuda"], 2 ** int(math.log2(memory * KERNEL_SHARE / 2)))
 
 
+def even_rows(count: int, most: int, multiple: int = 128) -> int:
+    """Return how many rows a chunk has of `count`, so that all have about as many: a small product keeps no GPU busy.
+
+    >>> even_rows(8192, 7067), even_rows(8192, 9000), even_rows(300, 7)
+    (4096, 8192, 7)
+    """
+    chunks = max(-(-count // most), 1)
+    return min(-(-count // (chunks * multiple)) * multiple, most)
+
+
 @lru_cache
 def _total_memory(index: int | None) -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index).total_memory
@@ -231,6 +243,16 @@ def _outside(kept: Tensor, words: int) -> Tensor:
     outside = torch.ones(len(kept), words + 1, dtype=torch.bool, device=kept.device)
     outside.scatter_(1, kept.long() + 1, False)  # the first column takes the −1
     return outside[:, 1:] & (kept >= 0).any(dim=1, keepdim=True)
+
+
+def _added_product(total: Tensor | None, grad: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `total + gradᵀ rows` in `dtype`, written over `total`; None stands for zeros."""
+    if grad.device.type != "cuda" or dtype != torch.float32 or grad.dtype == dtype:
+        made = grad.T @ rows
+        return made.to(dtype) if total is None else total.add_(made)
+    if total is None:
+        return torch.mm(grad.T, rows, out_dtype=dtype)
+    return torch.addmm(total, grad.T, rows, out_dtype=dtype, out=total)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -312,7 +334,7 @@ class _TokenLogprobs(torch.autograd.Function):
         # Sums over chunks run in fp32: thousands of chunks would round away in bf16.
         several = len(tokens) > rows or head_dtype is not None
         summed = normalizer.dtype if several else weight.dtype
-        grad_weight = torch.zeros_like(weight, dtype=summed) if needs_weight else None
+        grad_weight = None
         grad_bias = torch.zeros_like(bias, dtype=normalizer.dtype) if needs_bias else None
         for start in range(0, len(tokens), rows):
             part = slice(start, start + rows)
@@ -323,8 +345,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 _logprobs_triton.to_gradient(grad, tokens[part], normalizer[part], upstream[part], factor)
                 if grad_hidden is not None:
                     torch.mm(grad, weight, out=grad_hidden[part])
-                if grad_weight is not None:
-                    grad_weight += grad.T @ hidden[part]
+                if needs_weight:
+                    grad_weight = _added_product(grad_weight, grad, hidden[part], summed)
                 continue
             scores, slope = _TokenLogprobs._scores(hidden[part], weight, bias, ctx.options)
             if kept is not None:
@@ -350,8 +372,10 @@ class _TokenLogprobs(torch.autograd.Function):
                     torch.mm(grad, weight, out=grad_hidden[part])
                 else:
                     grad_hidden[part] = sum(grad[:, own] @ weight[own].to(dtype) for own in _parts(len(weight), width))
-            if grad_weight is not None:
-                grad_weight += grad.T @ hidden[part].to(dtype)
+            if needs_weight:
+                grad_weight = _added_product(grad_weight, grad, hidden[part].to(dtype), summed)
+        if needs_weight and grad_weight is None:
+            grad_weight = torch.zeros_like(weight)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),

@@ -299,13 +299,24 @@ def attend(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    grouped = query.shape[1] != key.shape[1]
-    sizes = [bucket.numel() for bucket in flat_batch.buckets]
     places = flat_batch.index, flat_batch.restored, flat_batch.copies
     # squeezed, not indexed: the gradient of an index is a tensor of zeros and a copy
-    laid_out: list[Any] = [_LayOut.apply(x.squeeze(0).transpose(0, 1), *places) for x in (query, key, value)]
+    laid_out: Any = tuple(_LayOut.apply(x.squeeze(0).transpose(0, 1), *places) for x in (query, key, value))
+    return attend_laid_out(laid_out, flat_batch, scaling)[None], None
+
+
+def attend_laid_out(rows: tuple[Tensor, Tensor, Tensor], flat_batch: FlatBatch, scaling: float | None) -> Tensor:
+    """Return the attention output "n heads dim" of queries, keys and values that are laid out.
+
+    Args:
+        rows: "m heads dim" each; keys and values may have fewer heads.
+        flat_batch: the layout.
+        scaling: factor of the scores.
+    """
+    grouped = rows[0].shape[1] != rows[1].shape[1]
+    sizes = [bucket.numel() for bucket in flat_batch.buckets]
     # one bucket is not split: the gradient of that is a copy
-    parts = zip(*(x.split(sizes) if len(sizes) > 1 else (x,) for x in laid_out), strict=True)
+    parts = zip(*(x.split(sizes) if len(sizes) > 1 else (x,) for x in rows), strict=True)
     outputs = []
     for bucket, part in zip(flat_batch.buckets, parts, strict=True):
         q, k, v = (x.unflatten(0, bucket.shape).transpose(1, 2) for x in part)
@@ -313,7 +324,7 @@ def attend(
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     restored: Any = _PutBack.apply(joined, flat_batch.index, flat_batch.restored)
-    return restored[None], None
+    return restored
 
 
 class _LayOut(torch.autograd.Function):

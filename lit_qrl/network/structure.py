@@ -40,6 +40,9 @@ RMS_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 """Classes whose forward pass is weight · (x · rsqrt(mean x² + ε)), rounded before the product."""
 ROTATED_BY_HALVES = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
 """Classes whose queries and keys become x cos + (−second half, first half) sin, by their module's function for it."""
+PLAIN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+"""Classes of decoder layers that are h' = h + attention(norm(h)), then h' + mlp(norm(h')), in the names of
+`NORM_READERS`."""
 NORM_READERS = {"input_layernorm": "self_attn.q_proj", "post_attention_layernorm": "mlp.gate_proj"}
 """Norms of a decoder layer, and a linear layer that reads the output."""
 FINAL_NORM = "norm"

@@ -21,6 +21,7 @@ BUCKET_ELEMENTS = 2**26
 """Weights whose fp32 form exists at a time: 256 MiB, and as much for their gradients; a larger matrix is alone."""
 HALF_A_STEP, NAN_BITS = 2**15, 0x7FC00000
 LOSS_THAT_IS_TOLD = 0.2
+ADAMS_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -155,17 +156,47 @@ class MasterWeights(Optimizer):
                 loss = closure()
         _copy_settings(self.param_groups, self.inner.param_groups)
         before = [dict(group) for group in self.inner.param_groups]
-        for bucket in self._buckets():
+        done = self._step_in_one_pass()
+        for bucket in self._buckets(done):
             _copy_settings(before, self.inner.param_groups)
             with self._raised(bucket):
                 self.inner.step()
         _copy_settings(self.inner.param_groups, self.param_groups)
         return loss
 
-    def _buckets(self) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
+    def _step_in_one_pass(self) -> set[nn.Parameter]:
+        """Take Adam's step by a kernel that joins weights and takes them apart in passing, and return whose."""
+        if type(self.inner) not in (torch.optim.Adam, torch.optim.AdamW):
+            return set()
+        done: set[nn.Parameter] = set()
+        for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
+            if not _plain_adam(group):
+                continue
+            for parameter, inner in zip(group["params"], inner_group["params"], strict=True):
+                grad = parameter.grad
+                if grad is None or not _in_one_pass(parameter) or not grad.is_contiguous() or grad.is_sparse:
+                    continue
+                from lit_qrl.optim import masters_triton
+
+                state = self.inner.state[inner]
+                if not state:
+                    moments = {name: torch.zeros_like(parameter, dtype=inner.dtype) for name in ADAMS_MOMENTS}
+                    state.update(step=torch.tensor(0.0), **moments)
+                state["step"] += 1
+                masters_triton.adam(
+                    parameter.detach(), self.state[parameter]["low"], grad, *(state[name] for name in ADAMS_MOMENTS),
+                    step=state["step"].item(), lr=float(group["lr"]), betas=group["betas"], eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    decoupled=group.get("decoupled_weight_decay", type(self.inner) is torch.optim.AdamW),
+                )  # fmt: skip
+                torch.autograd.graph.increment_version(parameter)
+                done.add(parameter)
+        return done
+
+    def _buckets(self, done: set[nn.Parameter]) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
         bucket, size = [], 0
         for parameter, inner in self._pairs():
-            if parameter.grad is None:
+            if parameter.grad is None or parameter in done:
                 continue
             if bucket and size + parameter.numel() > self.bucket_elements:
                 yield bucket
@@ -224,6 +255,13 @@ def _in_one_pass(parameter: Tensor) -> bool:
     """Return whether kernels of ours take the masters of a parameter apart; a part of a sharded one is none."""
     plain = parameter.device.type == "cuda" and parameter.dtype == torch.bfloat16 and parameter.is_contiguous()
     return plain and type(parameter.data) is Tensor and triton_installed()
+
+
+def _plain_adam(group: dict[str, Any]) -> bool:
+    """Return whether a group of Adam's asks for nothing that the kernel does not do."""
+    switches = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
+    numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+    return not any(group.get(name) for name in switches) and not any(isinstance(one, Tensor) for one in numbers)
 
 
 def _copy_settings(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from lit_qrl.formats.kernels.fp8_triton import TILE, _clamp, _low, _quotient, _scale
-from lit_qrl.formats.kernels.launch import Launch, pieces, power_of_2
+from lit_qrl.formats.kernels.launch import Launch, pieces
 from lit_qrl.formats.numerics import E4M3, E4M3_MAX
 
 PLAIN, NORM, GATED = 0, 1, 2
@@ -179,102 +179,11 @@ def tiles(
 
 
 @triton.jit
-def _squares_kernel(x, out, count, SIZE: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    values = tl.load(x + at, mask=at < count).to(tl.float32)
-    tl.store(out + at, values * values, mask=at < count)
-
-
-_squares = Launch(_squares_kernel)
-
-
-def squares(x: Tensor) -> Tensor:
-    """Return the squares of `x` in fp32, from one pass over memory."""
-    x = x.contiguous()
-    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    count, size = x.numel(), 4096
-    _squares((pieces(count, size),), (x, out), (count,), (size,), num_warps=8)
-    return out
-
-
-@triton.jit
-def _norm_means_kernel(grad, x, rstd, weight, means, k, SIZE: tl.constexpr):
-    """A row's mean of gradient · weight · normalised input."""
-    row = tl.program_id(0).to(tl.int64)
-    total = tl.zeros((SIZE,), tl.float32)
-    for start in range(0, k, SIZE):
-        column = start + tl.arange(0, SIZE)
-        upstream = tl.load(grad + row * k + column, mask=column < k, other=0.0).to(tl.float32)
-        gain = tl.load(weight + column, mask=column < k, other=0.0).to(tl.float32)
-        total += upstream * gain * tl.load(x + row * k + column, mask=column < k, other=0.0).to(tl.float32)
-    tl.store(means + row, tl.sum(total, axis=0) * tl.load(rstd + row) / k)
-
-
-@triton.jit
-def _norm_backward_kernel(
-    grad, x, rstd, weight, means, grad_x, grad_weight, m, k, WHOLE: tl.constexpr, SIZE: tl.constexpr
-):  # fmt: skip
-    """Rows pid, pid + programs, …: their input's gradient, and the sum of their parts of the weight's."""
-    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    inside = column < k
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros((SIZE,), tl.float32)
-    for row in range(tl.program_id(0), m, tl.num_programs(0)):
-        at = (tl.zeros((1,), tl.int64) + row) * k + column
-        inverse = tl.load(rstd + row)
-        unit = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * inverse
-        upstream = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-        total += upstream * unit
-        scaled = upstream * gain
-        if WHOLE:
-            mean = tl.sum(scaled * unit, axis=0) / k
-        else:
-            mean = tl.load(means + row)
-        tl.store(grad_x + at, ((scaled - unit * mean) * inverse).to(grad_x.dtype.element_ty), mask=inside)
-    tl.store(grad_weight + tl.program_id(0) * k + column, total, mask=inside)
-
-
-# A program holds a row's gain, sum and two inputs: sixteen columns a thread leave room for two programs at sixteen
-# warps. A wider row is read twice, first for its mean.
-WIDEST, COLUMNS_PER_WARP, PART = 8192, 512, 4096
-_norm_means, _norm_backward = Launch(_norm_means_kernel), Launch(_norm_backward_kernel)
-
-
-def norm_backward(
-    grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, programs: int = 528, warps: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `x` ("m k") and of the weight " k" (fp32) of an RMS norm, for the gradient "m k".
-
-    Args:
-        grad: "m k", of the norm's output.
-        x: "m k", its input.
-        rstd: " m", fp32.
-        weight: " k".
-        programs: that share the rows; 528 are four for each of 132 multiprocessors.
-        warps: of a program; 0 takes one for each 512 columns.
-    """
-    m, k = x.shape
-    grad, x = grad.contiguous(), x.contiguous()
-    whole = k <= WIDEST
-    size = power_of_2(k) if whole else PART
-    means, parts = rstd, pieces(k, size)
-    if not whole:
-        means = torch.empty_like(rstd)
-        _norm_means((m,), (grad, x, rstd, weight, means), (k,), (PART,), num_warps=8)
-    programs = max(min(programs // parts, m), 1)
-    grad_x = torch.empty_like(x)
-    partial = torch.empty((programs, k), dtype=torch.float32, device=x.device)
-    _norm_backward(
-        (programs, parts), (grad, x, rstd, weight, means, grad_x, partial), (m, k), (whole, size),
-        num_warps=warps or max(size // COLUMNS_PER_WARP, 1),
-    )  # fmt: skip
-    return grad_x, partial.sum(dim=0)
-
-
-@triton.jit
 def _gated_backward_kernel(
-    grad, gate, up, grad_gate, grad_up, count, stride, out_stride, K: tl.constexpr, SIZE: tl.constexpr
+    grad, gate, up, grad_gate, grad_up, product, count, stride, out_stride, K: tl.constexpr, AGAIN: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
+    """What a program writes it alone has read, so that `product` may be `grad`."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = at < count
     row, column = at // K, at % K
@@ -284,6 +193,9 @@ def _gated_backward_kernel(
     u = tl.load(up + held, mask=inside).to(tl.float32)
     sigmoid = 1.0 / (1.0 + tl.exp(-g))
     silu = g * sigmoid
+    dtype: tl.constexpr = product.dtype.element_ty
+    if AGAIN:
+        tl.store(product + at, (silu.to(dtype).to(tl.float32) * u).to(dtype), mask=inside)
     tl.store(grad_up + to, (upstream * silu).to(grad_up.dtype.element_ty), mask=inside)
     slope = sigmoid + silu * (1.0 - sigmoid)
     tl.store(grad_gate + to, (upstream * u * slope).to(grad_gate.dtype.element_ty), mask=inside)
@@ -292,14 +204,17 @@ def _gated_backward_kernel(
 _gated_backward = Launch(_gated_backward_kernel)
 
 
-def gated_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, again: bool = False) -> tuple[Tensor, Tensor]:
     """Return the gradients of both factors of SiLU(gate) · up, "m k" each, side by side where the factors are.
 
     Args:
         grad: "m k", of the product.
         gate: "m k".
         up: "m k".
+        again: write the product itself over its gradient, which must be contiguous.
     """
+    if again and not grad.is_contiguous():
+        raise ValueError("The gradient is written over, and is not contiguous.")
     grad, k = grad.contiguous(), gate.shape[-1]
     if gate.stride() != up.stride() or gate.stride(-1) != 1:
         gate, up = gate.contiguous(), up.contiguous()
@@ -308,8 +223,8 @@ def gated_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tens
         grad_gate, grad_up = torch.empty_like(grad), torch.empty_like(grad)
     else:
         grad_gate, grad_up = torch.empty((*gate.shape[:-1], 2 * k), dtype=grad.dtype, device=grad.device).split(k, -1)
-    tensors = grad, gate, up, grad_gate, grad_up
+    tensors = grad, gate, up, grad_gate, grad_up, grad
     _gated_backward(
-        (pieces(count, size),), tensors, (count, stride, grad_gate.stride(-2)), (k, size), num_warps=8
+        (pieces(count, size),), tensors, (count, stride, grad_gate.stride(-2)), (k, again, size), num_warps=8
     )  # fmt: skip
     return grad_gate, grad_up

@@ -9,10 +9,14 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lit_qrl.formats.kernels import dispatch
+from lit_qrl.precision.layers.gradients import bias_gradients, weight_gradients
 from lit_qrl.precision.layers.together import Together, end_to_end, reading_alike, side_by_side
 
 ROWS = 1024
 """Tokens from which on it is less work: the weights of keys and values are copied for it."""
+
+ALONE = ("o_proj", "down_proj")
+"""Layers that no other reads the input of; their gradients too are added up by the product."""
 
 
 class _Joined(torch.autograd.Function):
@@ -22,7 +26,8 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, sizes: Sequence[int], whole: bool, *own: Tensor) -> Any:
         count, rows = len(sizes), x.reshape(-1, x.shape[-1])
         weights, biases = own[:count], own[count:]
-        ctx.sizes, ctx.whole, ctx.shape = sizes, whole, x.shape
+        # the parameters themselves, whose gradients may be there: what is saved may come back as other tensors
+        ctx.own, ctx.whole, ctx.shape = own, whole, x.shape
         ctx.save_for_backward(rows, *weights)
         shape = x.shape[:-1]
         if whole:
@@ -35,10 +40,11 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, *weights = ctx.saved_tensors
-        sizes, count = ctx.sizes, len(ctx.sizes)
+        count = len(ctx.own) // 2
         needs = [any(ctx.needs_input_grad[start : start + size]) for start, size in ((0, 1), (3, count))]
         needs.append(any(ctx.needs_input_grad[3 + count :]))
         flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        groups = [list(range(count))] if ctx.whole else [[number] for number in range(count)]
         if ctx.whole:
             flat, weights = [side_by_side(flat)], [torch.cat(weights)]
         grad_x, of_weights, of_biases = None, [None] * count, [None] * count
@@ -48,18 +54,22 @@ class _Joined(torch.autograd.Function):
                 grad_x.addmm_(grad, weight)
             grad_x = grad_x.view(ctx.shape)
         if needs[1]:
-            of_weights = _cut([grad.t() @ rows for grad in flat], sizes)
+            of_weights = [
+                one
+                for grad, group in zip(flat, groups, strict=True)
+                for one in weight_gradients([ctx.own[number] for number in group], grad, rows)
+            ]
         if needs[2]:
-            of_biases = _cut([grad.sum(dim=0) for grad in flat], sizes)
+            of_biases = [
+                one
+                for grad, group in zip(flat, groups, strict=True)
+                for one in bias_gradients([ctx.own[count + number] for number in group], grad)
+            ]
         return grad_x, None, None, *of_weights, *of_biases
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
-
-
-def _cut(made: list[Tensor], sizes: Sequence[int]) -> list[Any]:
-    return list(made[0].split(list(sizes))) if len(made) == 1 else made
 
 
 class _Plain(Together):
@@ -105,7 +115,9 @@ def join_linears(network: nn.Module) -> int:
         name: module for name, module in network.named_modules() if type(module) in (nn.Linear, JoinedLinear)
     }
     joined = 0
-    for names in reading_alike(network, plain):
+    together = reading_alike(network, plain)
+    alone = [[name] for name in plain if together and name.rpartition(".")[2] in ALONE]
+    for names in together + alone:
         layers = [plain[name] for name in names]
         alike = len({(layer.in_features, layer.bias is None) for layer in layers}) == 1
         if not alike:

@@ -10,11 +10,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.kernels import dispatch, gemm
+from lit_qrl.network.invariant import BatchInvariant
 from lit_qrl.network.structure import FINAL_NORM, GATED_MLP, NORM_READERS, RMS_NORMS
+from lit_qrl.precision.layers.gradients import weight_gradients
+from lit_qrl.precision.layers.joined_linear import JoinedLinear
 from lit_qrl.precision.layers.rotary import rotate_in_one_pass
 
 log = logging.getLogger(__name__)
@@ -34,30 +38,42 @@ def _in_one_pass(codes: bool, x: Tensor, *others: Tensor) -> bool:
 
 
 class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, columns: bool, made: list[Any] | None) -> Tensor:
-        from lit_qrl.formats.kernels import tiles_triton
+    """The norm of x, or of x + residual, and what it is the norm of; both have one gradient, made in one pass."""
 
-        # summed by the plain operations, whose order of additions a kernel of ours would not have
-        rstd = torch.rsqrt(tiles_triton.squares(x).mean(-1) + eps).view(-1)
-        y, along, across = tiles_triton.tiles(
-            x.reshape(-1, x.shape[-1]), made is not None, columns, tiles_triton.NORM, rstd=rstd, weight=weight
-        )
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, columns: bool, made: list[Any] | None
+    ) -> tuple[Tensor, Tensor]:
+        from lit_qrl.formats.kernels import norm_triton
+
+        flat = (-1, x.shape[-1])
+        beside = None if residual is None else residual.reshape(flat)
+        h, y, rstd = norm_triton.norm(x.reshape(flat), weight, eps, beside, made is None)
         if made is not None:
+            from lit_qrl.formats.kernels import tiles_triton
+
+            y, along, across = tiles_triton.tiles(h, True, columns, tiles_triton.NORM, rstd=rstd, weight=weight)
             made.extend((along, across))
-        ctx.save_for_backward(x, rstd, weight)
-        return y.view(x.shape)
+        h = x if residual is None else h.view(x.shape)
+        ctx.save_for_backward(h, rstd, weight)
+        ctx.added = residual is not None
+        ctx.set_materialize_grads(False)
+        return y.view(x.shape), h
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from lit_qrl.formats.kernels import tiles_triton
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        h, rstd, weight = ctx.saved_tensors
+        of_y, of_h = grads
+        if of_y is None:
+            return of_h, of_h if ctx.added else None, None, None, None, None
+        from lit_qrl.formats.kernels import norm_triton
 
-        x, rstd, weight = ctx.saved_tensors
-        grad_x, grad_weight = tiles_triton.norm_backward(
-            grads[0].reshape(-1, x.shape[-1]), x.reshape(-1, x.shape[-1]), rstd, weight
-        )
-        wanted = grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return grad_x.view(x.shape), wanted, None, None, None
+        flat = (-1, h.shape[-1])
+        beside = None if of_h is None else of_h.reshape(flat)
+        made, of_weight = norm_triton.norm_backward(of_y.reshape(flat), h.reshape(flat), rstd, weight, beside)
+        made = made.view(h.shape)
+        wanted = of_weight.to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return made, made if ctx.added else None, wanted, None, None, None
 
 
 class OnePassRMSNorm(nn.Module):
@@ -75,19 +91,23 @@ class OnePassRMSNorm(nn.Module):
         self.columns, self.codes = columns, codes
         self.train(norm.training)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `weight · x / sqrt(mean x² + ε)`: "... k" -> "... k"."""
-        if not _in_one_pass(self.codes, x, self.weight):
-            wide = x.float()
-            return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(
-                x.dtype
+    def forward(self, x: Tensor, residual: Tensor | None = None, both: bool = False) -> Any:
+        """Return `weight · h / sqrt(mean h² + ε)` of h = residual + x, and with `both` h too: "... k" -> "... k"."""
+        others = (self.weight,) if residual is None else (self.weight, residual)
+        # the kernel sums in another order than the module of a sampler that is to give the same bits
+        if BatchInvariant.entered or not _in_one_pass(self.codes, x, *others):
+            h = x if residual is None else residual + x
+            wide = h.float()
+            y = self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(
+                h.dtype
             )
+            return (y, h) if both else y
         made: list[Any] | None = [] if self.codes else None
         columns = self.columns and torch.is_grad_enabled()
-        y: Tensor = _Norm.apply(x, self.weight, self.variance_epsilon, columns, made)  # pyright: ignore
+        y, h = _Norm.apply(x, residual, self.weight, self.variance_epsilon, columns, made)  # pyright: ignore
         if made is not None:
             dispatch.keep(y, dispatch.TILES, *made)
-        return y
+        return (y, h) if both else y
 
     def extra_repr(self) -> str:
         """Return what the plain module prints."""
@@ -118,6 +138,32 @@ class _Gated(torch.autograd.Function):
         return *(one.view(gate.shape) for one in made), None, None
 
 
+class _GatedDown(torch.autograd.Function):
+    """`down(SiLU(gate) · up)` that keeps its factors alone; the backward pass makes the product again in passing."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        from lit_qrl.formats.kernels import tiles_triton
+
+        k = gate.shape[-1]
+        y = tiles_triton.tiles(gate.reshape(-1, k), False, False, tiles_triton.GATED, other=up.reshape(-1, k))[0]
+        ctx.save_for_backward(gate, up, weight)
+        ctx.weight = weight  # itself, which has a gradient
+        return (y @ weight.t()).view(*gate.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from lit_qrl.formats.kernels import tiles_triton
+
+        gate, up, weight = ctx.saved_tensors
+        k, rows = gate.shape[-1], grads[0].reshape(-1, len(weight))
+        trained = ctx.needs_input_grad[2]
+        hidden = rows @ weight  # its gradient, which becomes itself
+        made = tiles_triton.gated_backward(hidden, gate.reshape(-1, k), up.reshape(-1, k), again=trained)
+        of_weight = weight_gradients([ctx.weight], rows, hidden)[0] if trained else None
+        return *(one.view(gate.shape) for one in made), of_weight
+
+
 class OnePassGatedMLP(nn.Module):
     """`down(SiLU(gate(x)) · up(x))`, product and SiLU in one kernel, that may keep the FP8 codes of what `down` reads.
 
@@ -135,7 +181,21 @@ class OnePassGatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP's output: "... k" -> "... k"."""
-        return self.down_proj(self.hidden(self.gate_proj(x), self.up_proj(x)))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if self._plain_down(gate, up):
+            return _GatedDown.apply(gate, up, self.down_proj.weight)  # pyright: ignore[reportReturnType]
+        return self.down_proj(self.hidden(gate, up))
+
+    def _plain_down(self, gate: Tensor, up: Tensor) -> bool:
+        """Return whether `down` is a product that nobody else looks at, and a backward pass is to come."""
+        down = self.down_proj
+        if self.codes or not torch.is_grad_enabled() or type(down) not in (nn.Linear, JoinedLinear):
+            return False
+        if down.bias is not None or isinstance(down.weight, DTensor) or BatchInvariant.entered:
+            return False
+        if down._forward_hooks or down._forward_pre_hooks or down._backward_hooks or down._backward_pre_hooks:
+            return False
+        return not torch.is_autocast_enabled(gate.device.type) and _in_one_pass(False, gate, up, down.weight)
 
     def hidden(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return `SiLU(gate) · up`, which `down` reads."""

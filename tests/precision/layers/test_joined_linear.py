@@ -34,10 +34,10 @@ def test_states_and_gradients_stay(whole, on_cpu, monkeypatch):
     compute = joined_linear._Plain.compute
     monkeypatch.setattr(joined_linear._Plain, "compute", lambda self, *all: calls.append(1) or compute(self, *all))
     layers = len(network.model.layers)
-    assert join_linears(network) == 5 * layers
-    assert join_linears(network) == 5 * layers
+    assert join_linears(network) == 7 * layers
+    assert join_linears(network) == 7 * layers
     (states, made), (expected, theirs) = gradients(network, batch), gradients(plain, batch)
-    assert len(calls) == 2 * layers
+    assert len(calls) == 4 * layers
     torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-5)
     assert made.keys() == theirs.keys()
     for name, gradient in theirs.items():
@@ -50,7 +50,7 @@ def test_names_stay_and_plugins_find_linear_layers():
     join_linears(network)
     assert list(network.state_dict()) == names
     assert set(quantizable_linears(network)) == found
-    assert type(network.model.layers[0].mlp.down_proj) is nn.Linear
+    assert type(network.lm_head) is nn.Linear
     copied = copy.deepcopy(network).model.layers[0].self_attn
     assert copied.q_proj.together.layers == (copied.q_proj, copied.k_proj, copied.v_proj)
     QATAligned("fp8_row").convert_module(network)

@@ -1,0 +1,176 @@
+"""Triton kernels of an RMS norm and of the residual sum before it, forth and back; import it only where Triton is.
+
+    h = x + residual;  r = 1 / sqrt(mean h² + ε);  y = weight · (h r)
+    dh = dh' + r (w dy − u mean(w dy u)) with u = h r;  dw = Σ dy u
+
+where dh' is the gradient that h has from elsewhere: a decoder's residual stream.
+"""
+
+# Kernels are compiled from their source and launched with arguments that their Python signature does not have.
+# pyright: reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lit_qrl.formats.kernels.launch import Launch, pieces, power_of_2
+
+# A program holds a row's gain, sum and two inputs: sixteen columns a thread leave room for two programs at sixteen
+# warps. A wider row is read twice, first for its mean.
+WIDEST, COLUMNS_PER_WARP, PART = 8192, 512, 4096
+
+
+@triton.jit
+def _added(x, residual, summed, at, inside, ADD: tl.constexpr):
+    """A piece of h in fp32, rounded and stored where it is a sum."""
+    wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        total = (wide + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(summed.dtype.element_ty)
+        tl.store(summed + at, total, mask=inside)
+        wide = total.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def _scaled(wide, inverse, weight, y, at, column, inside):
+    """Rounded where the module rounds: after the normalisation, and after the weight."""
+    dtype: tl.constexpr = y.dtype.element_ty
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + at, (gain * (wide * inverse).to(dtype).to(tl.float32)).to(dtype), mask=inside)
+
+
+@triton.jit
+def _norm_kernel(
+    x, residual, weight, summed, y, rstd, k, eps, ADD: tl.constexpr, SCALE: tl.constexpr, WHOLE: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    if WHOLE:
+        column = tl.arange(0, SIZE)
+        wide = _added(x, residual, summed, row * k + column, column < k, ADD)
+        inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / k + eps)
+        if SCALE:
+            _scaled(wide, inverse, weight, y, row * k + column, column, column < k)
+    else:
+        total = tl.zeros((SIZE,), tl.float32)
+        for start in range(0, k, SIZE):
+            column = start + tl.arange(0, SIZE)
+            wide = _added(x, residual, summed, row * k + column, column < k, ADD)
+            total += wide * wide
+        inverse = tl.rsqrt(tl.sum(total, axis=0) / k + eps)
+        if SCALE:
+            tl.debug_barrier()  # what other threads have written is read
+            for start in range(0, k, SIZE):
+                column = start + tl.arange(0, SIZE)
+                wide = tl.load(summed + row * k + column, mask=column < k, other=0.0).to(tl.float32)
+                _scaled(wide, inverse, weight, y, row * k + column, column, column < k)
+    tl.store(rstd + row, inverse)
+
+
+_norm = Launch(_norm_kernel)
+
+
+def norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, scale: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return h, y and r, as the formulas above; h is `x` itself without a residual, y is h where it is not asked for.
+
+    Args:
+        x: "m k".
+        weight: " k".
+        eps: ε.
+        residual: "m k", or None.
+        scale: whether y is wanted.
+    """
+    m, k = x.shape
+    x = x.contiguous()
+    summed = x if residual is None else torch.empty_like(x)
+    y = torch.empty_like(x) if scale else summed
+    rstd = torch.empty(m, dtype=torch.float32, device=x.device)
+    whole = k <= WIDEST
+    size = power_of_2(k) if whole else PART
+    _norm(
+        (m,), (x, x if residual is None else residual.contiguous(), weight, summed, y, rstd), (k, float(eps)),
+        (residual is not None, scale, whole, size), num_warps=max(size // COLUMNS_PER_WARP, 1),
+    )  # fmt: skip
+    return summed, y, rstd
+
+
+@triton.jit
+def _norm_means_kernel(grad, x, rstd, weight, means, k, SIZE: tl.constexpr):
+    """A row's mean of gradient · weight · normalised input."""
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((SIZE,), tl.float32)
+    for start in range(0, k, SIZE):
+        column = start + tl.arange(0, SIZE)
+        upstream = tl.load(grad + row * k + column, mask=column < k, other=0.0).to(tl.float32)
+        gain = tl.load(weight + column, mask=column < k, other=0.0).to(tl.float32)
+        total += upstream * gain * tl.load(x + row * k + column, mask=column < k, other=0.0).to(tl.float32)
+    tl.store(means + row, tl.sum(total, axis=0) * tl.load(rstd + row) / k)
+
+
+@triton.jit
+def _norm_backward_kernel(
+    grad, x, beside, rstd, weight, means, grad_x, grad_weight, m, k, ADD: tl.constexpr, WHOLE: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """Rows pid, pid + programs, …: their input's gradient, and the sum of their parts of the weight's."""
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    inside = column < k
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros((SIZE,), tl.float32)
+    for row in range(tl.program_id(0), m, tl.num_programs(0)):
+        at = (tl.zeros((1,), tl.int64) + row) * k + column
+        inverse = tl.load(rstd + row)
+        unit = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * inverse
+        upstream = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        total += upstream * unit
+        scaled = upstream * gain
+        if WHOLE:
+            mean = tl.sum(scaled * unit, axis=0) / k
+        else:
+            mean = tl.load(means + row)
+        made = (scaled - unit * mean) * inverse
+        if ADD:
+            made += tl.load(beside + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_x + at, made.to(grad_x.dtype.element_ty), mask=inside)
+    tl.store(grad_weight + tl.program_id(0) * k + column, total, mask=inside)
+
+
+_norm_means, _norm_backward = Launch(_norm_means_kernel), Launch(_norm_backward_kernel)
+
+
+def norm_backward(
+    grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, beside: Tensor | None = None, programs: int = 528,
+    warps: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of h ("m k") and of the weight " k" (fp32), for the gradient "m k" of y.
+
+    Args:
+        grad: "m k", of the norm's output.
+        x: "m k", its input h.
+        rstd: " m", fp32.
+        weight: " k".
+        beside: "m k", the gradient that h has from elsewhere, or None.
+        programs: that share the rows; 528 are four for each of 132 multiprocessors.
+        warps: of a program; 0 takes one for each 512 columns.
+    """
+    m, k = x.shape
+    grad, x = grad.contiguous(), x.contiguous()
+    whole = k <= WIDEST
+    size = power_of_2(k) if whole else PART
+    means, parts = rstd, pieces(k, size)
+    if not whole:
+        means = torch.empty_like(rstd)
+        _norm_means((m,), (grad, x, rstd, weight, means), (k,), (PART,), num_warps=8)
+    programs = max(min(programs // parts, m), 1)
+    grad_x = torch.empty_like(x)
+    partial = torch.empty((programs, k), dtype=torch.float32, device=x.device)
+    _norm_backward(
+        (programs, parts),
+        (grad, x, grad if beside is None else beside.contiguous(), rstd, weight, means, grad_x, partial),
+        (m, k), (beside is not None, whole, size), num_warps=warps or max(size // COLUMNS_PER_WARP, 1),
+    )  # fmt: skip
+    return grad_x, partial.sum(dim=0)

@@ -1,0 +1,59 @@
+"""Decoder layers whose residual sums, and the sums of their gradients, are made by the norms that read them.
+
+    h' = h + attention(norm(h));  h'' = h' + mlp(norm(h'))
+
+Plain operations go over the hidden states four times more: for h', and for the sums of the two gradients that h and h'
+have each.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lit_qrl.network.structure import PLAIN_LAYERS
+from lit_qrl.precision.layers.flat_attention import turn_while_laid_out
+from lit_qrl.precision.layers.joined_linear import join_linears
+from lit_qrl.precision.layers.one_pass import OnePassRMSNorm
+
+
+class ResidualLayer(nn.Module):
+    """Over a class of decoder layers of the library's own: the same parts in the same order."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the layer's output "b n h"; the arguments are the library's."""
+        layer: Any = self
+        norms = layer.input_layernorm, layer.post_attention_layernorm
+        # others may have put kernels of theirs in their place
+        if args or any(type(norm) is not OnePassRMSNorm for norm in norms):
+            return super().forward(hidden_states, *args, **kwargs)  # pyright: ignore
+        y, h = norms[0](hidden_states, both=True)
+        attended, _ = layer.self_attn(hidden_states=y, **{"attention_mask": None, **kwargs})
+        y, h = norms[1](attended, h, both=True)
+        return h + layer.mlp(y)
+
+
+def join_residuals(network: nn.Module) -> int:
+    """Let the norms of decoder layers that are known make their residual sums, in place; return how many layers.
+
+    Args:
+        network: a model whose norms `take_one_pass` has replaced; whatever is not known stays as it is.
+    """
+    joined = 0
+    for layer in network.modules():
+        own = type(layer)
+        if own.__name__ in PLAIN_LAYERS:
+            joined += 1
+            if not isinstance(layer, ResidualLayer):
+                layer.__class__ = type(own.__name__, (ResidualLayer, own), {"__module__": own.__module__})
+    return joined
+
+
+def join_layers(network: nn.Module) -> None:
+    """Let what decoder layers compute one after the other take fewer kernels, in place.
+
+    Args:
+        network: a causal language model whose norms `take_one_pass` has replaced.
+    """
+    join_linears(network)
+    join_residuals(network)
+    turn_while_laid_out(network)

@@ -1,0 +1,94 @@
+"""Attention whose rows are turned while they are laid out: a stand-in of the kernels is asked for it."""
+
+import copy
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import GraniteConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers.models.llama.modeling_llama import rotate_half
+
+from lit_qrl.formats import kernels
+from lit_qrl.network.padding_free import enable_padding_free
+from lit_qrl.precision.layers import flat_attention
+from lit_qrl.precision.layers.flat_attention import FlatAttention, turn_while_laid_out
+from tests.network.test_padding_free import groups
+from tests.networks import build_network
+from tests.precision.layers.test_residual import of_policy
+
+
+def turned(q, k, v, cos, sin, index):
+    q, k = (x * cos[:, None] + rotate_half(x) * sin[:, None] for x in (q, k))
+    return tuple(x.index_select(0, index) for x in (q, k, v))
+
+
+def turned_back(grads, cos, sin, place, copies):
+    made = []
+    for number, grad in enumerate(grads):
+        summed = grad.index_select(0, place)
+        several = grad[copies.clamp(min=0)].masked_fill((copies < 0)[..., None, None], 0.0)
+        summed[: len(copies)] = several.sum(1)
+        if number < 2:
+            crossed = summed * sin[:, None]
+            half = grad.shape[-1] // 2
+            summed = summed * cos[:, None] + torch.cat((crossed[..., half:], -crossed[..., :half]), dim=-1)
+        made.append(summed)
+    return tuple(made)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    asked = []
+    module = SimpleNamespace(turned=lambda *a: asked.append("forth") or turned(*a), turned_back=turned_back)
+    monkeypatch.setitem(sys.modules, "lit_qrl.formats.kernels.turned_triton", module)
+    monkeypatch.setattr(kernels, "turned_triton", module, raising=False)
+    known = flat_attention._known
+    monkeypatch.setattr(flat_attention.dispatch, "available", lambda x: False)
+    monkeypatch.setattr(flat_attention, "_known", lambda *a: not known(*a) and a[-1].get("past_key_values") is None)
+    return asked
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
+def test_log_probs_and_gradients_stay(kind, recomputed, calls):
+    plain = build_network(kind, bias=0.1, **({"sliding_window": None} if kind is MistralConfig else {}))
+    network, batch = copy.deepcopy(plain), groups()
+    assert turn_while_laid_out(network) == turn_while_laid_out(network) == 2
+    assert list(network.state_dict()) == list(plain.state_dict())
+    for one in (plain, network):
+        assert enable_padding_free(one)
+        if recomputed:
+            one.gradient_checkpointing_enable({"use_reentrant": False})
+            one.train()
+    weights = torch.linspace(-1, 1, batch.mask.numel()).view(batch.mask.shape)
+    made, gradients = of_policy(network, batch, weights)
+    assert len(calls) == 2 * 2 * (1 + recomputed)
+    expected, others = of_policy(plain, batch, weights)
+    torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-5)
+    for name, gradient in others.items():
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_other_families_and_rows_without_a_layout_are_left_to_the_library(calls):
+    assert turn_while_laid_out(build_network(GraniteConfig)) == 0
+    network = build_network()
+    tokens = torch.arange(2, 8)[None]
+    expected = network(input_ids=tokens, use_cache=True).logits
+    turn_while_laid_out(network)
+    assert torch.equal(network(input_ids=tokens, use_cache=True).logits, expected)
+    assert isinstance(copy.deepcopy(network).model.layers[0].self_attn, FlatAttention)
+    assert calls == []
+
+
+def test_the_kernel_is_asked_for_16_bits_and_whole_heads_alone(monkeypatch):
+    monkeypatch.setattr(flat_attention.dispatch, "available", lambda x: True)
+    module = SimpleNamespace(config=SimpleNamespace(_attn_implementation="lit_qrl_padding_free"), head_dim=8)
+    x, turns = torch.zeros(1, 5, 16).bfloat16(), torch.zeros(1, 5, 8).bfloat16()
+    assert flat_attention._known(module, x, (turns, turns), {})
+    assert not flat_attention._known(module, x, (turns, turns), {"past_key_values": object()})
+    assert not flat_attention._known(module, x.float(), (turns.float(),) * 2, {})
+    assert not flat_attention._known(module, x, (turns[..., :4],) * 2, {})
+    assert not flat_attention._known(module, torch.cat([x, x]), (turns, turns), {})
+    module.config._attn_implementation = "sdpa"
+    assert not flat_attention._known(module, x, (turns, turns), {})

@@ -1,0 +1,93 @@
+import copy
+
+import pytest
+import torch
+
+from lit_qrl.network.padding_free import enable_padding_free
+from lit_qrl.policy import CausalPolicy
+from lit_qrl.precision.layers.one_pass import OnePassRMSNorm, take_one_pass
+from lit_qrl.precision.layers.residual import ResidualLayer, join_layers, join_residuals
+from tests.network.test_padding_free import groups
+from tests.networks import build_network
+from tests.precision.layers.test_one_pass import run, stand_in, wide
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("kernels", [False, True])
+def test_layers_compute_and_learn_what_they_did(kernels, recomputed, monkeypatch):
+    plain, model = wide(), wide()
+    keys = list(model.state_dict())
+    take_one_pass(model, True)
+    assert join_residuals(model) == join_residuals(model) == 2
+    assert list(model.state_dict()) == keys
+    assert {type(layer).__name__ for layer in model.model.layers} == {"Qwen3DecoderLayer"}
+    calls = stand_in(monkeypatch) if kernels else []
+    if recomputed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    (logits, gradients), (expected, others) = run(model, TOKENS), run(plain, TOKENS)
+    assert torch.equal(logits, expected)
+    assert [made for made, _ in calls].count("norm") == (5 + 4 * recomputed) * kernels
+    assert gradients.keys() == others.keys()
+    for name, gradient in others.items():
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
+    twin = copy.deepcopy(model)
+    assert all(isinstance(layer, ResidualLayer) for layer in twin.model.layers)
+    assert torch.equal(twin(input_ids=TOKENS, use_cache=False).logits, expected)
+
+
+def test_norms_of_others_and_frozen_inputs_take_the_library_s_order(monkeypatch):
+    plain, model = wide(), wide()
+    take_one_pass(model, True)
+    join_residuals(model)
+    stand_in(monkeypatch)
+    for one in (plain, model):
+        one.model.embed_tokens.weight.requires_grad_(False)
+    assert torch.equal(run(model.requires_grad_(True), TOKENS)[0], run(plain.requires_grad_(True), TOKENS)[0])
+    layer = model.model.layers[0]
+    own = layer.input_layernorm
+    layer.input_layernorm = type("Other", (OnePassRMSNorm,), {})(own, columns=False, codes=False)
+    asked = []
+    monkeypatch.setattr(OnePassRMSNorm, "forward", lambda self, x, *a, **o: asked.append((a, o)) or x)
+    layer(torch.zeros(1, 2, 128), position_embeddings=model.model.rotary_emb(torch.zeros(1), torch.arange(2)[None]))
+    assert asked == [((), {})] * 2
+
+
+def of_policy(network, batch, weights):
+    policy = CausalPolicy.__new__(CausalPolicy)
+    torch.nn.Module.__init__(policy)
+    policy.lora, policy._scoring_with_reference, policy.model = None, False, network
+    policy.dropout, policy.head_dtype, policy.batch_invariant = False, None, False
+    for _ in range(2):  # the second adds to gradients that are there
+        scores = policy(batch, 0.9)
+        (scores.logprobs * weights).sum().backward()
+    return scores.logprobs.detach().float(), {name: p.grad.float() for name, p in network.named_parameters()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_network_on_the_device_learns_what_the_plain_one_does(family):
+    from transformers import Qwen2Config, Qwen3Config
+
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 6, "num_key_value_heads": 2}
+    kind = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}[family]
+    changes = {"head_dim": 64} if family == "qwen3" else {"hidden_size": 384}
+    network = build_network(kind, gain=2, bias=0.1, **{**sizes, **changes}, max_position_embeddings=512)
+    batch = groups(prompts=24, size=8, longest=40).to("cuda")
+    weights = torch.linspace(-1, 1, batch.mask.numel(), device="cuda").view(batch.mask.shape)
+    results = []
+    for dtype, fused in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        own = copy.deepcopy(network).to("cuda", dtype)
+        assert enable_padding_free(own)
+        if fused:
+            take_one_pass(own, True)
+            join_layers(own)
+        results.append(of_policy(own, batch, weights))
+    (exact, truth), (plain, theirs), (made, ours) = results
+    assert (made - exact).norm() <= 1.2 * (plain - exact).norm()
+    assert ours.keys() == theirs.keys()
+    for name, gradient in truth.items():
+        error = (theirs[name] - gradient).norm()
+        assert (ours[name] - gradient).norm() <= 1.3 * error + 1e-3 * gradient.norm(), name
