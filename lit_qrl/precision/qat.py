@@ -15,6 +15,7 @@ from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.support import require_fp8, tell_emulated
 from lit_qrl.precision.base import QuantizedPrecision, device_of, network_of
 from lit_qrl.precision.cost import tell_cost
+from lit_qrl.precision.layers.gradients import added, weight_gradients
 from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitLinear, LowBitWeight
 from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
 from lit_qrl.precision.layers.together import LowBitTogether, end_to_end, side_by_side
@@ -31,7 +32,8 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, held: "AlignedWeight | _AlignedTogether", sizes: Sequence[int], *own: Any) -> Any:
         count = len(sizes)
-        ctx.held, ctx.sizes, ctx.shape, ctx.dtype = held, sizes, x.shape, x.dtype
+        # the parameters themselves, whose gradients may be there
+        ctx.held, ctx.own, ctx.shape, ctx.dtype = held, own, x.shape, x.dtype
         out = held.multiply(x, end_to_end(own[count:], x.dtype))
         ctx.save_for_backward(*held.kept_input(x), own[0])
         held.used()
@@ -43,16 +45,16 @@ class _StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *kept, weight = ctx.saved_tensors
         flat = side_by_side([grad.reshape(-1, grad.shape[-1]) for grad in grads])
-        count = len(ctx.sizes)
+        count = len(ctx.own) // 2
         needs_weight, needs_bias = (any(ctx.needs_input_grad[3 + i : 3 + i + count]) for i in (0, count))
         grad_x, of_weights, of_biases = None, [None] * count, [None] * count
         if ctx.needs_input_grad[0]:
             grad_x = (flat @ ctx.held.backward_weight(weight, flat.dtype)).view(ctx.shape)
         if needs_weight:
             inputs = ctx.held.backward_input(kept, ctx.dtype).reshape(-1, ctx.shape[-1])
-            of_weights = list((flat.t() @ inputs).split(ctx.sizes))
+            of_weights = weight_gradients(ctx.own[:count], flat, inputs)
         if needs_bias:
-            of_biases = list(flat.sum(dim=0).split(ctx.sizes))
+            of_biases = added(ctx.own[count:], flat.sum(dim=0))
         ctx.held.used()
         return grad_x, None, None, *of_weights, *of_biases
 

@@ -16,6 +16,7 @@ from lit_qrl.precision.base import QuantizedPrecision, device_of, network_of
 from lit_qrl.precision.cost import tell_cost
 from lit_qrl.precision.layers import block_fp8
 from lit_qrl.precision.layers.block_fp8 import Backend, Operand
+from lit_qrl.precision.layers.gradients import added
 from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitLinear, LowBitWeight
 from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
 from lit_qrl.precision.layers.together import LowBitTogether, end_to_end, side_by_side
@@ -39,7 +40,7 @@ class _BlockScaled(torch.autograd.Function):
         held.used()
         # the operand of the gradients is the layer's own, made once for all passes over a weight
         ctx.held, ctx.operand = held, None if held.gathered_in is not None else operands[1]
-        ctx.shape, ctx.sizes, ctx.dtypes = x.shape, sizes, [one.dtype for one in own[:count]]
+        ctx.shape, ctx.own = x.shape, own  # the parameters themselves, whose gradients may be there
         ctx.save_for_backward(*(() if across is None else (across.codes, across.scale)))
         # no view in autograd's eyes: a model may add to it in place, as Llama 4's does
         rows = x.numel() // x.shape[-1]
@@ -50,7 +51,7 @@ class _BlockScaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         flat, backend = side_by_side([grad.reshape(-1, grad.shape[-1]) for grad in grads]), ctx.held.backend
-        count = len(ctx.sizes)
+        count = len(ctx.own) // 2
         needs_weight, needs_bias = (any(ctx.needs_input_grad[4 + i : 4 + i + count]) for i in (0, count))
         along, across = backend.quantize(flat, ctx.needs_input_grad[0], needs_weight)
         grad_x, of_weights, of_biases = None, [None] * count, [None] * count
@@ -61,10 +62,9 @@ class _BlockScaled(torch.autograd.Function):
         if across is not None:
             codes, scale = ctx.saved_tensors
             grad_weight = backend.multiply(across, Operand(codes, scale, False), flat.dtype)
-            parts = zip(grad_weight.split(ctx.sizes), ctx.dtypes, strict=True)
-            of_weights = [part.to(dtype) for part, dtype in parts]
+            of_weights = added(ctx.own[:count], grad_weight)
         if needs_bias:
-            of_biases = list(flat.sum(dim=0).split(ctx.sizes))
+            of_biases = added(ctx.own[count:], flat.sum(dim=0))
         return grad_x, None, None, None, *of_weights, *of_biases
 
 

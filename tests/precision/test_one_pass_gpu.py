@@ -40,7 +40,7 @@ def test_tiles_are_those_of_the_plain_operations(rows, warps, registers):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_norm_is_the_module_s_bit_for_bit(dtype):
+def test_the_norm_is_the_module_s_but_for_last_bits(dtype):
     torch.manual_seed(0)
     norm = Qwen3RMSNorm(1536).to(DEVICE, dtype)
     nn.init.uniform_(norm.weight, 0.5, 1.5)
@@ -48,8 +48,10 @@ def test_the_norm_is_the_module_s_bit_for_bit(dtype):
     inputs = [x.clone().requires_grad_() for _ in range(2)]
     ours = OnePassRMSNorm(copy.deepcopy(norm), columns=True)
     y, expected = ours(inputs[0]), norm(inputs[1])
-    assert torch.equal(bits(y), bits(expected))
-    plain = dispatch.e4m3_tiles(expected.detach().view(-1, 1536), True, True)
+    # the squares are summed in another order
+    assert (bits(y) != bits(expected)).float().mean() < 0.001
+    torch.testing.assert_close(y, expected, rtol=2.0**-7, atol=1e-6)
+    plain = dispatch.e4m3_tiles(y.detach().view(-1, 1536), True, True)
     same(kept(y).along, plain[0])
     same(kept(y).across, plain[1])
     upstream = torch.randn_like(y)
@@ -104,7 +106,7 @@ def gradients(model, tokens):
 )
 def test_a_network_in_one_pass_computes_and_learns_what_the_plain_one_does(plugin):
     tokens = torch.randint(0, 256, (2, 100), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
-    _, exact = gradients(network().float(), tokens)
+    truth, exact = gradients(network().float(), tokens)
     results = []
     for fuse in (False, True):
         model = network()
@@ -112,7 +114,7 @@ def test_a_network_in_one_pass_computes_and_learns_what_the_plain_one_does(plugi
         assert fuse == any(isinstance(part, OnePassRMSNorm) for part in model.modules())
         results.append(gradients(model, tokens))
     (logits, plain), (made, ours) = results
-    assert torch.equal(bits(logits), bits(made))
+    assert (made - truth).norm() <= 1.1 * (logits - truth).norm()
     assert plain.keys() == ours.keys() == exact.keys()
     for name, gradient in exact.items():
         # FP8 puts 4 to 20 % between a gradient and that of fp32. A last bit that differs after a norm moves some codes

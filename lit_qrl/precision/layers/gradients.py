@@ -23,32 +23,33 @@ def weight_gradients(weights: Sequence[Tensor], grad: Tensor, rows: Tensor) -> l
         rows: "m i", the input.
     """
     there = _there(weights)
-    if there is not None:
-        there.addmm_(grad.t(), rows)
-        return [None] * len(weights)
-    made = grad.t() @ rows
-    return [made] if len(weights) == 1 else list(made.split([len(weight) for weight in weights]))
+    if there is None or not there.dtype == grad.dtype == rows.dtype:
+        return added(weights, grad.t() @ rows)
+    there.addmm_(grad.t(), rows)
+    return [None] * len(weights)
 
 
-def bias_gradients(biases: Sequence[Tensor | None], grad: Tensor) -> list[Tensor | None]:
-    """Return the gradients of biases that lie one behind another, or None as `weight_gradients` does.
+def added(parameters: Sequence[Tensor | None], made: Tensor) -> list[Tensor | None]:
+    """Return the gradients of parameters, or None for each where they were added to those there, all at once.
 
     Args:
-        biases: parameters " o" each; None for all of them.
-        grad: "m Σo", of the output.
+        parameters: that lie one behind another; None where there is none at all.
+        made: their gradients, one behind another along the first dimension.
     """
-    held = [bias for bias in biases if bias is not None]
-    if not held:
-        return [None] * len(biases)
-    there, made = _there(held), grad.sum(dim=0)
+    held = [parameter for parameter in parameters if parameter is not None]
+    there = _there(held) if held else None
     if there is not None:
         there.add_(made)
-        return [None] * len(biases)
-    return [made] if len(held) == 1 else list(made.split([len(bias) for bias in held]))
+    if there is not None or not held:
+        return [None] * len(parameters)
+    parts = [made] if len(held) == 1 else made.split([len(parameter) for parameter in held])
+    return [part.to(parameter.dtype) for part, parameter in zip(parts, held, strict=True)]
 
 
 def _there(parameters: Sequence[Tensor]) -> Tensor | None:
     """Return the gradients that parameters have as one tensor, if they lie so and nobody waits for new ones."""
+    if not all(parameter.is_leaf for parameter in parameters):  # as slices of a stack of experts
+        return None
     grads = [parameter.grad for parameter in parameters]
     if not all(_alone(*pair) for pair in zip(parameters, grads, strict=True)) or _shared():
         return None
@@ -63,7 +64,7 @@ def _there(parameters: Sequence[Tensor]) -> Tensor | None:
 
 
 def _alone(parameter: Any, grad: Tensor | None) -> bool:
-    if grad is None or type(grad) is not Tensor or isinstance(parameter, DTensor) or not parameter.is_leaf:
+    if grad is None or type(grad) is not Tensor or isinstance(parameter, DTensor):
         return False
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return False

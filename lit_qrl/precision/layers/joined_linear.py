@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lit_qrl.formats.kernels import dispatch
-from lit_qrl.precision.layers.gradients import bias_gradients, weight_gradients
+from lit_qrl.precision.layers.gradients import added, weight_gradients
 from lit_qrl.precision.layers.together import Together, end_to_end, reading_alike, side_by_side
 
 ROWS = 1024
@@ -63,7 +63,7 @@ class _Joined(torch.autograd.Function):
             of_biases = [
                 one
                 for grad, group in zip(flat, groups, strict=True)
-                for one in bias_gradients([ctx.own[count + number] for number in group], grad)
+                for one in added([ctx.own[count + number] for number in group], grad.sum(dim=0))
             ]
         return grad_x, None, None, *of_weights, *of_biases
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from lit_qrl.precision.layers import gradients
-from lit_qrl.precision.layers.gradients import bias_gradients, weight_gradients
+from lit_qrl.precision.layers.gradients import added, weight_gradients
 
 
 def parameters(*sizes, inputs=3):
@@ -12,7 +12,7 @@ def parameters(*sizes, inputs=3):
 
 def backward(weights, biases, grad, rows):
     """What autograd does with the gradients of a function."""
-    found = weight_gradients(weights, grad, rows), bias_gradients(biases, grad)
+    found = weight_gradients(weights, grad, rows), added(biases, grad.sum(0))
     for parameter, made in zip([*weights, *biases], [*found[0], *found[1]], strict=True):
         if made is not None:
             parameter.grad = made if parameter.grad is None else parameter.grad + made
@@ -26,12 +26,12 @@ def test_gradients_are_the_sums_of_the_products(sizes):
     total, counted = torch.zeros(sum(sizes), 3), torch.zeros(sum(sizes))
     for number in range(3):
         grad, rows = torch.randn(5, sum(sizes)), torch.randn(5, 3)
-        added = backward(weights, biases, grad, rows)
+        alone = backward(weights, biases, grad, rows)
         assert added == [number > 0] * (2 * len(sizes))
         total, counted = total + grad.t() @ rows, counted + grad.sum(0)
         torch.testing.assert_close(torch.cat([one.grad for one in weights]), total)
         torch.testing.assert_close(torch.cat([one.grad for one in biases]), counted)
-    assert bias_gradients([None, None], grad) == [None, None]
+    assert added([None, None], grad.sum(0)) == [None, None]
 
 
 @pytest.mark.parametrize("case", ["hook", "after", "dtype", "apart", "processes"])
@@ -56,3 +56,14 @@ def test_gradients_that_somebody_waits_for_or_that_lie_elsewhere_are_returned(ca
     made = weight_gradients(weights, grad, rows)
     torch.testing.assert_close(torch.cat(made), grad.t() @ rows)
     assert all(torch.equal(one.grad, held) for one, held in zip(weights, before, strict=True))
+
+
+def test_products_in_16_bits_are_added_to_gradients_in_32():
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.zeros(4, 3))
+    grad, rows = torch.randn(5, 4).bfloat16(), torch.randn(5, 3).bfloat16()
+    (first,) = weight_gradients([weight], grad, rows)
+    assert first.dtype == torch.float32
+    weight.grad = first
+    assert weight_gradients([weight], grad, rows) == [None]
+    assert torch.equal(weight.grad, 2 * (grad.t() @ rows).float())
