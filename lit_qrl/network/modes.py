@@ -1,5 +1,6 @@
-"""Training and evaluation mode of a network's modules: dropout happens in the first alone."""
+"""Training and evaluation mode of a network's modules, dropout happens in the first alone; and a pass's repetition."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -39,3 +40,25 @@ def train_without_dropout(network: nn.Module) -> None:
             for name, value in list(vars(module).items()):
                 if "drop" in name and isinstance(value, float):
                     setattr(module, name, 0.0)
+
+
+class _Pass(threading.local):
+    repeated = False
+
+
+_pass = _Pass()  # of a thread: a GPU's backward pass, which computes layers again, has one of its own
+
+
+@contextmanager
+def repeating() -> Iterator[None]:
+    """Tell modules that a layer is computed again, for what its backward pass reads: its output is not wanted."""
+    before, _pass.repeated = _pass.repeated, True
+    try:
+        yield
+    finally:
+        _pass.repeated = before
+
+
+def is_repeated() -> bool:
+    """Return whether a layer is being computed again, in this thread."""
+    return _pass.repeated

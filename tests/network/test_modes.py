@@ -1,4 +1,5 @@
 import logging
+import threading
 
 import peft
 import pytest
@@ -6,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, PhiConfig
 
-from lit_qrl.network.modes import evaluating, train_without_dropout
+from lit_qrl.network.modes import evaluating, is_repeated, repeating, train_without_dropout
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import SamplerSpec
@@ -118,3 +119,17 @@ def test_a_checkpointed_module_loses_its_own_rates_alone():
     assert network.layerdrop == 0.0
     assert network[0].p == 0.5
     assert not network[0].training
+
+
+def test_a_repetition_is_known_to_its_own_thread_while_it_lasts():
+    seen = []
+    with repeating():
+        assert is_repeated()
+        with repeating():
+            pass
+        assert is_repeated()
+        other = threading.Thread(target=lambda: seen.append(is_repeated()))
+        other.start()
+        other.join()
+    assert seen == [False]
+    assert not is_repeated()

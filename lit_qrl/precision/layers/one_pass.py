@@ -142,13 +142,15 @@ class _GatedDown(torch.autograd.Function):
     """`down(SiLU(gate) · up)` that keeps its factors alone; the backward pass makes the product again in passing."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, unread: bool) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        ctx.weight = weight  # itself, which has a gradient
+        if unread:
+            return gate.new_empty(*gate.shape[:-1], len(weight))
         from lit_qrl.formats.kernels import tiles_triton
 
         k = gate.shape[-1]
         y = tiles_triton.tiles(gate.reshape(-1, k), False, False, tiles_triton.GATED, other=up.reshape(-1, k))[0]
-        ctx.save_for_backward(gate, up, weight)
-        ctx.weight = weight  # itself, which has a gradient
         return (y @ weight.t()).view(*gate.shape[:-1], -1)
 
     @staticmethod
@@ -161,7 +163,7 @@ class _GatedDown(torch.autograd.Function):
         hidden = rows @ weight  # its gradient, which becomes itself
         made = tiles_triton.gated_backward(hidden, gate.reshape(-1, k), up.reshape(-1, k), again=trained)
         of_weight = weight_gradients([ctx.weight], rows, hidden)[0] if trained else None
-        return *(one.view(gate.shape) for one in made), of_weight
+        return *(one.view(gate.shape) for one in made), of_weight, None
 
 
 class OnePassGatedMLP(nn.Module):
@@ -179,11 +181,11 @@ class OnePassGatedMLP(nn.Module):
         self.act_fn, self.columns, self.codes = mlp.act_fn, columns, codes
         self.training = mlp.training
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the MLP's output: "... k" -> "... k"."""
+    def forward(self, x: Tensor, unread: bool = False) -> Tensor:
+        """Return the MLP's output: "... k" -> "... k"; with `unread` what is not wanted of it may be left out."""
         gate, up = self.gate_proj(x), self.up_proj(x)
         if self._plain_down(gate, up):
-            return _GatedDown.apply(gate, up, self.down_proj.weight)  # pyright: ignore[reportReturnType]
+            return _GatedDown.apply(gate, up, self.down_proj.weight, unread)  # pyright: ignore[reportReturnType]
         return self.down_proj(self.hidden(gate, up))
 
     def _plain_down(self, gate: Tensor, up: Tensor) -> bool:

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lit_qrl.network.modes import is_repeated
 from lit_qrl.network.structure import PLAIN_LAYERS
 from lit_qrl.precision.layers.flat_attention import turn_while_laid_out
 from lit_qrl.precision.layers.joined_linear import join_linears
-from lit_qrl.precision.layers.one_pass import OnePassRMSNorm
+from lit_qrl.precision.layers.one_pass import OnePassGatedMLP, OnePassRMSNorm
 
 
 class ResidualLayer(nn.Module):
@@ -29,6 +30,8 @@ class ResidualLayer(nn.Module):
         y, h = norms[0](hidden_states, both=True)
         attended, _ = layer.self_attn(hidden_states=y, **{"attention_mask": None, **kwargs})
         y, h = norms[1](attended, h, both=True)
+        if type(layer.mlp) is OnePassGatedMLP:
+            return h + layer.mlp(y, unread=is_repeated())
         return h + layer.mlp(y)
 
 

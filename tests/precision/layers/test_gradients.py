@@ -27,7 +27,7 @@ def test_gradients_are_the_sums_of_the_products(sizes):
     for number in range(3):
         grad, rows = torch.randn(5, sum(sizes)), torch.randn(5, 3)
         alone = backward(weights, biases, grad, rows)
-        assert added == [number > 0] * (2 * len(sizes))
+        assert alone == [number > 0] * (2 * len(sizes))
         total, counted = total + grad.t() @ rows, counted + grad.sum(0)
         torch.testing.assert_close(torch.cat([one.grad for one in weights]), total)
         torch.testing.assert_close(torch.cat([one.grad for one in biases]), counted)
@@ -54,7 +54,7 @@ def test_gradients_that_somebody_waits_for_or_that_lie_elsewhere_are_returned(ca
         monkeypatch.setattr(gradients.torch.distributed, "get_world_size", lambda: 2)
     before = [one.grad.clone() for one in weights]
     made = weight_gradients(weights, grad, rows)
-    torch.testing.assert_close(torch.cat(made), grad.t() @ rows)
+    torch.testing.assert_close(torch.cat(made).float(), grad.t() @ rows)
     assert all(torch.equal(one.grad, held) for one, held in zip(weights, before, strict=True))
 
 

@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 
+from lit_qrl.network.hidden import recomputation
 from lit_qrl.network.padding_free import enable_padding_free
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision.layers.one_pass import OnePassRMSNorm, take_one_pass
@@ -25,11 +26,12 @@ def test_layers_compute_and_learn_what_they_did(kernels, recomputed, monkeypatch
     assert {type(layer).__name__ for layer in model.model.layers} == {"Qwen3DecoderLayer"}
     calls = stand_in(monkeypatch) if kernels else []
     if recomputed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recomputation})
         model.train()
     (logits, gradients), (expected, others) = run(model, TOKENS), run(plain, TOKENS)
     assert torch.equal(logits, expected)
     assert [made for made, _ in calls].count("norm") == (5 + 4 * recomputed) * kernels
+    assert [made for made, _ in calls if made != "norm"] == [False] * 2 * kernels  # not again: nobody reads it
     assert gradients.keys() == others.keys()
     for name, gradient in others.items():
         torch.testing.assert_close(gradients[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
