@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lit_qrl.functional._compile import triton_installed
+from lit_qrl.functional._gradients import added, weight_gradients
 
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 """Logits held at once: 16 MB of fp32 on a CPU (about its last-level cache), 256 MB on a GPU (440 rows of a 150,000-word
@@ -313,7 +314,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 entropies[part] = _entropy(scores, normalizer[part])
         differentiable = options.entropy and options.entropy_gradient
         ctx.save_for_backward(hidden, weight, bias, tokens, kept, normalizer, entropies if differentiable else None)
-        ctx.options = options
+        ctx.options, ctx.weight = options, weight  # itself, whose gradient may be there
         if not differentiable:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -345,6 +346,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 _logprobs_triton.to_gradient(grad, tokens[part], normalizer[part], upstream[part], factor)
                 if grad_hidden is not None:
                     torch.mm(grad, weight, out=grad_hidden[part])
+                if needs_weight and not several:  # one chunk
+                    return grad_hidden, *weight_gradients([ctx.weight], grad, hidden[part]), *[None] * 4
                 if needs_weight:
                     grad_weight = _added_product(grad_weight, grad, hidden[part], summed)
                 continue
@@ -376,6 +379,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight = _added_product(grad_weight, grad, hidden[part].to(dtype), summed)
         if needs_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
+        if grad_weight is not None and ctx.options.kernel:
+            return grad_hidden, *added([ctx.weight], grad_weight), *[None] * 4
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),

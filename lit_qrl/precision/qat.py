@@ -13,9 +13,9 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats import FP8Block
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.support import require_fp8, tell_emulated
+from lit_qrl.functional._gradients import added, weight_gradients
 from lit_qrl.precision.base import QuantizedPrecision, device_of, network_of
 from lit_qrl.precision.cost import tell_cost
-from lit_qrl.precision.layers.gradients import added, weight_gradients
 from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitLinear, LowBitWeight
 from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
 from lit_qrl.precision.layers.together import LowBitTogether, end_to_end, side_by_side

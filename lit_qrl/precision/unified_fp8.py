@@ -11,12 +11,12 @@ from typing_extensions import override
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.fp8_block import BLOCK, FP8Block
 from lit_qrl.formats.support import tell_emulated
+from lit_qrl.functional._gradients import added
 from lit_qrl.network.linears import quantizable_layers
 from lit_qrl.precision.base import QuantizedPrecision, device_of, network_of
 from lit_qrl.precision.cost import tell_cost
 from lit_qrl.precision.layers import block_fp8
 from lit_qrl.precision.layers.block_fp8 import Backend, Operand
-from lit_qrl.precision.layers.gradients import added
 from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitLinear, LowBitWeight
 from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
 from lit_qrl.precision.layers.together import LowBitTogether, end_to_end, side_by_side

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lit_qrl.formats.kernels import dispatch
-from lit_qrl.precision.layers.gradients import added, weight_gradients
+from lit_qrl.functional._gradients import added, weight_gradients
 from lit_qrl.precision.layers.together import Together, end_to_end, reading_alike, side_by_side
 
 ROWS = 1024

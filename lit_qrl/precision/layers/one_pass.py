@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.kernels import dispatch, gemm
+from lit_qrl.functional._gradients import weight_gradients
 from lit_qrl.network.invariant import BatchInvariant
 from lit_qrl.network.structure import FINAL_NORM, GATED_MLP, NORM_READERS, RMS_NORMS
-from lit_qrl.precision.layers.gradients import weight_gradients
 from lit_qrl.precision.layers.joined_linear import JoinedLinear
 from lit_qrl.precision.layers.rotary import rotate_in_one_pass
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from lit_qrl.precision.layers import gradients
-from lit_qrl.precision.layers.gradients import added, weight_gradients
+from lit_qrl.functional import _gradients as gradients
+from lit_qrl.functional._gradients import added, weight_gradients
 
 
 def parameters(*sizes, inputs=3):
@@ -67,3 +67,19 @@ def test_products_in_16_bits_are_added_to_gradients_in_32():
     weight.grad = first
     assert weight_gradients([weight], grad, rows) == [None]
     assert torch.equal(weight.grad, 2 * (grad.t() @ rows).float())
+
+
+@pytest.mark.gpu
+def test_the_product_adds_to_what_is_there_on_the_device():
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.zeros(size, 256, device="cuda", dtype=torch.bfloat16)) for size in (128, 64)]
+    exact = 0
+    for number in range(3):
+        grad, rows = (torch.randn(512, size, device="cuda").bfloat16() for size in (192, 256))
+        exact = exact + grad.double().t() @ rows.double()
+        made = weight_gradients(weights, grad, rows)
+        assert [one is None for one in made] == [number > 0] * 2
+        for weight, one in zip(weights, made, strict=True):
+            weight.grad = weight.grad if one is None else one
+    total = torch.cat([weight.grad for weight in weights]).double()
+    assert (total - exact).norm() <= 2.0**-8 * exact.norm()
