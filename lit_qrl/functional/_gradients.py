@@ -54,14 +54,14 @@ def _there(parameters: Sequence[Tensor]) -> Tensor | None:
     grads = [parameter.grad for parameter in parameters]
     if not all(_alone(*pair) for pair in zip(parameters, grads, strict=True)) or _shared():
         return None
-    first: Any = grads[0]
+    held: list[Any] = list(grads)
+    first = held[0]
     memory, place = first.untyped_storage().data_ptr(), first.storage_offset()
-    for grad in grads:
-        assert grad is not None
+    for grad in held:
         if grad.untyped_storage().data_ptr() != memory or grad.storage_offset() != place:
             return None
         place += grad.numel()
-    return first if len(grads) == 1 else first.as_strided((sum(map(len, grads)), *first.shape[1:]), first.stride())
+    return first if len(held) == 1 else first.as_strided((sum(map(len, held)), *first.shape[1:]), first.stride())
 
 
 def _alone(parameter: Any, grad: Tensor | None) -> bool:

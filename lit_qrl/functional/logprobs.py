@@ -347,7 +347,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 if grad_hidden is not None:
                     torch.mm(grad, weight, out=grad_hidden[part])
                 if needs_weight and not several:  # one chunk
-                    return grad_hidden, *weight_gradients([ctx.weight], grad, hidden[part]), *[None] * 4
+                    return grad_hidden, weight_gradients([ctx.weight], grad, hidden[part])[0], None, None, None, None
                 if needs_weight:
                     grad_weight = _added_product(grad_weight, grad, hidden[part], summed)
                 continue
@@ -380,7 +380,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if needs_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
         if grad_weight is not None and ctx.options.kernel:
-            return grad_hidden, *added([ctx.weight], grad_weight), *[None] * 4
+            return grad_hidden, added([ctx.weight], grad_weight)[0], None, None, None, None
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),

@@ -159,7 +159,7 @@ class _GatedDown(torch.autograd.Function):
 
         gate, up, weight = ctx.saved_tensors
         k, rows = gate.shape[-1], grads[0].reshape(-1, len(weight))
-        trained = ctx.needs_input_grad[2]
+        trained: bool = ctx.needs_input_grad[2]
         hidden = rows @ weight  # its gradient, which becomes itself
         made = tiles_triton.gated_backward(hidden, gate.reshape(-1, k), up.reshape(-1, k), again=trained)
         of_weight = weight_gradients([ctx.weight], rows, hidden)[0] if trained else None

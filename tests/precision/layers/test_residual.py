@@ -69,14 +69,14 @@ def of_policy(network, batch, weights):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_a_network_on_the_device_learns_what_the_plain_one_does(family):
+def test_a_network_on_the_device_learns_what_the_plain_one_does(family, recomputed):
     from transformers import Qwen2Config, Qwen3Config
 
-    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 6, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6, "num_key_value_heads": 2}
     kind = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}[family]
-    changes = {"head_dim": 64} if family == "qwen3" else {"hidden_size": 384}
-    network = build_network(kind, gain=2, bias=0.1, **{**sizes, **changes}, max_position_embeddings=512)
+    network = build_network(kind, gain=2, bias=0.1, **sizes, head_dim=64, max_position_embeddings=512)
     batch = groups(prompts=24, size=8, longest=40).to("cuda")
     weights = torch.linspace(-1, 1, batch.mask.numel(), device="cuda").view(batch.mask.shape)
     results = []
@@ -86,10 +86,13 @@ def test_a_network_on_the_device_learns_what_the_plain_one_does(family):
         if fused:
             take_one_pass(own, True)
             join_layers(own)
+            if recomputed:
+                own.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recomputation})
+                own.train()
         results.append(of_policy(own, batch, weights))
     (exact, truth), (plain, theirs), (made, ours) = results
     assert (made - exact).norm() <= 1.2 * (plain - exact).norm()
     assert ours.keys() == theirs.keys()
     for name, gradient in truth.items():
         error = (theirs[name] - gradient).norm()
-        assert (ours[name] - gradient).norm() <= 1.3 * error + 1e-3 * gradient.norm(), name
+        assert (ours[name] - gradient).norm() <= 1.5 * error + 5e-3 * gradient.norm(), name
