@@ -16,7 +16,7 @@ from torch import Tensor
 from lit_qrl.formats.kernels.launch import Launch, power_of_2
 
 HEADS, WARPS = 16, 4
-"""Heads that a program has in its registers at once, and its warps."""
+"""Heads that a program has in its registers at once, absent ones among them, and its warps: 16 bytes a thread."""
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _turned_heads(
 @triton.jit
 def _turned_kernel(
     q, k, v, cos, sin, index, to_q, to_k, to_v, heads, key_heads, q_stride, k_stride, v_stride, HALF: tl.constexpr,
-    SIZE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
+    SIZE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """One row of the layout."""
     row = tl.program_id(0).to(tl.int64)
@@ -67,8 +67,8 @@ def _turned_kernel(
     sin += token * 2 * HALF
     width, key_width = heads * 2 * HALF, key_heads * 2 * HALF
     _turned_heads(q + token * q_stride, cos, sin, to_q + row * width, heads, HALF, SIZE, HEADS, True)
-    _turned_heads(k + token * k_stride, cos, sin, to_k + row * key_width, key_heads, HALF, SIZE, KEY_HEADS, True)
-    _turned_heads(v + token * v_stride, cos, sin, to_v + row * key_width, key_heads, HALF, SIZE, KEY_HEADS, False)
+    _turned_heads(k + token * k_stride, cos, sin, to_k + row * key_width, key_heads, HALF, SIZE, HEADS, True)
+    _turned_heads(v + token * v_stride, cos, sin, to_v + row * key_width, key_heads, HALF, SIZE, HEADS, False)
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def _returned_heads(
 @triton.jit
 def _turned_back_kernel(
     of_q, of_k, of_v, cos, sin, place, copies, out, heads, key_heads, shared, count, HALF: tl.constexpr,
-    SIZE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
+    SIZE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """One token."""
     row = tl.program_id(0).to(tl.int64)
@@ -118,9 +118,9 @@ def _turned_back_kernel(
     out += row * (width + 2 * key_width)
     _returned_heads(of_q, place, copies, cos, sin, out, row, shared, count, heads, HALF, SIZE, HEADS, True)
     out += width
-    _returned_heads(of_k, place, copies, cos, sin, out, row, shared, count, key_heads, HALF, SIZE, KEY_HEADS, True)
+    _returned_heads(of_k, place, copies, cos, sin, out, row, shared, count, key_heads, HALF, SIZE, HEADS, True)
     out += key_width
-    _returned_heads(of_v, place, copies, cos, sin, out, row, shared, count, key_heads, HALF, SIZE, KEY_HEADS, False)
+    _returned_heads(of_v, place, copies, cos, sin, out, row, shared, count, key_heads, HALF, SIZE, HEADS, False)
 
 
 _turned, _turned_back = Launch(_turned_kernel), Launch(_turned_back_kernel)
@@ -144,7 +144,7 @@ def turned(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, index: Ten
     made = tuple(one.new_empty(len(index), *one.shape[1:]) for one in (q, k, v))
     _turned(
         (len(index),), (q, k, v, cos.contiguous(), sin.contiguous(), index, *made),
-        (heads, key_heads, q.stride(0), k.stride(0), v.stride(0)), _constants(heads, key_heads, half), num_warps=WARPS,
+        (heads, key_heads, q.stride(0), k.stride(0), v.stride(0)), (half, power_of_2(half), HEADS), num_warps=WARPS,
         enable_fp_fusion=False,
     )  # fmt: skip
     return made  # pyright: ignore[reportReturnType]
@@ -165,7 +165,7 @@ def turned_back(grads: Three, cos: Tensor, sin: Tensor, place: Tensor, copies: T
     out = of_q.new_empty(len(place), (heads + 2 * key_heads) * dim)
     _turned_back(
         (len(place),), (of_q, of_k, of_v, cos.contiguous(), sin.contiguous(), place, copies, out),
-        (heads, key_heads, *copies.shape), _constants(heads, key_heads, dim // 2), num_warps=WARPS,
+        (heads, key_heads, *copies.shape), (dim // 2, power_of_2(dim // 2), HEADS), num_warps=WARPS,
         enable_fp_fusion=False,
     )  # fmt: skip
     parts = out.split([heads * dim, key_heads * dim, key_heads * dim], dim=1)
@@ -175,7 +175,3 @@ def turned_back(grads: Three, cos: Tensor, sin: Tensor, place: Tensor, copies: T
 def _rows(x: Tensor) -> Tensor:
     """Return "n heads dim" with each token's heads one behind another."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
-
-
-def _constants(heads: int, key_heads: int, half: int) -> tuple[int, ...]:
-    return half, power_of_2(half), min(power_of_2(heads), HEADS), min(power_of_2(key_heads), HEADS)
