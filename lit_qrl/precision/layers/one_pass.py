@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.kernels import dispatch, gemm
-from lit_qrl.functional._gradients import weight_gradients
+from lit_qrl.functional._gradients import added, weight_gradients
 from lit_qrl.network.invariant import BatchInvariant
 from lit_qrl.network.structure import FINAL_NORM, GATED_MLP, NORM_READERS, RMS_NORMS
 from lit_qrl.precision.layers.joined_linear import JoinedLinear
@@ -56,7 +56,7 @@ class _Norm(torch.autograd.Function):
             made.extend((along, across))
         h = x if residual is None else h.view(x.shape)
         ctx.save_for_backward(h, rstd, weight)
-        ctx.added = residual is not None
+        ctx.added, ctx.weight = residual is not None, weight  # itself, whose gradient may be there
         ctx.set_materialize_grads(False)
         return y.view(x.shape), h
 
@@ -72,7 +72,7 @@ class _Norm(torch.autograd.Function):
         beside = None if of_h is None else of_h.reshape(flat)
         made, of_weight = norm_triton.norm_backward(of_y.reshape(flat), h.reshape(flat), rstd, weight, beside)
         made = made.view(h.shape)
-        wanted = of_weight.to(weight.dtype) if ctx.needs_input_grad[2] else None
+        wanted = added([ctx.weight], of_weight)[0] if ctx.needs_input_grad[2] else None
         return made, made if ctx.added else None, wanted, None, None, None
 
 
