@@ -17,8 +17,8 @@ from torch import Tensor
 from lit_qrl.formats.kernels.launch import Launch, pieces, power_of_2
 
 # A program holds a row's gain, sum and two inputs: sixteen columns a thread leave room for two programs at sixteen
-# warps. A wider row is read twice, first for its mean.
-WIDEST, COLUMNS_PER_WARP, PART = 8192, 512, 4096
+# warps. A wider row is read twice, first for its mean; of narrow ones, heads say, a program has several.
+WIDEST, COLUMNS_PER_WARP, PART, LEAST = 8192, 512, 4096, 2048
 
 
 @triton.jit
@@ -33,43 +33,54 @@ def _added(x, residual, summed, at, inside, ADD: tl.constexpr):
 
 
 @triton.jit
-def _scaled(wide, inverse, weight, y, at, column, inside):
+def _scaled(wide, inverse, weight, y, at, column, k, inside):
     """Rounded where the module rounds: after the normalisation, and after the weight."""
     dtype: tl.constexpr = y.dtype.element_ty
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    gain = tl.load(weight + column, mask=column < k, other=0.0).to(tl.float32)
     tl.store(y + at, (gain * (wide * inverse).to(dtype).to(tl.float32)).to(dtype), mask=inside)
 
 
 @triton.jit
 def _norm_kernel(
-    x, residual, weight, summed, y, rstd, k, eps, ADD: tl.constexpr, SCALE: tl.constexpr, WHOLE: tl.constexpr,
-    SIZE: tl.constexpr,
+    x, residual, weight, summed, y, rstd, m, k, eps, ADD: tl.constexpr, SCALE: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One row."""
-    row = tl.program_id(0).to(tl.int64)
+    """Some rows, or a wide one."""
     if WHOLE:
-        column = tl.arange(0, SIZE)
-        wide = _added(x, residual, summed, row * k + column, column < k, ADD)
-        inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / k + eps)
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        column = tl.arange(0, SIZE)[None, :]
+        at = row.to(tl.int64)[:, None] * k + column
+        inside = (row < m)[:, None] & (column < k)
+        wide = _added(x, residual, summed, at, inside, ADD)
+        inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / k + eps)
         if SCALE:
-            _scaled(wide, inverse, weight, y, row * k + column, column, column < k)
+            _scaled(wide, inverse[:, None], weight, y, at, column, k, inside)
+        tl.store(rstd + row, inverse, mask=row < m)
     else:
+        at = tl.program_id(0).to(tl.int64) * k
         total = tl.zeros((SIZE,), tl.float32)
         for start in range(0, k, SIZE):
             column = start + tl.arange(0, SIZE)
-            wide = _added(x, residual, summed, row * k + column, column < k, ADD)
+            wide = _added(x, residual, summed, at + column, column < k, ADD)
             total += wide * wide
         inverse = tl.rsqrt(tl.sum(total, axis=0) / k + eps)
         if SCALE:
             tl.debug_barrier()  # what other threads have written is read
             for start in range(0, k, SIZE):
                 column = start + tl.arange(0, SIZE)
-                wide = tl.load(summed + row * k + column, mask=column < k, other=0.0).to(tl.float32)
-                _scaled(wide, inverse, weight, y, row * k + column, column, column < k)
-    tl.store(rstd + row, inverse)
+                wide = tl.load(summed + at + column, mask=column < k, other=0.0).to(tl.float32)
+                _scaled(wide, inverse, weight, y, at + column, column, k, column < k)
+        tl.store(rstd + tl.program_id(0), inverse)
 
 
 _norm = Launch(_norm_kernel)
+
+
+def _shape(k: int) -> tuple[bool, int, int]:
+    """Return whether a program holds rows of k columns whole, the columns of a piece, and its rows."""
+    whole = k <= WIDEST
+    size = power_of_2(k) if whole else PART
+    return whole, size, max(LEAST // size, 1) if whole else 1
 
 
 def norm(
@@ -89,11 +100,10 @@ def norm(
     summed = x if residual is None else torch.empty_like(x)
     y = torch.empty_like(x) if scale else summed
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
-    whole = k <= WIDEST
-    size = power_of_2(k) if whole else PART
+    whole, size, rows = _shape(k)
     _norm(
-        (m,), (x, x if residual is None else residual.contiguous(), weight, summed, y, rstd), (k, float(eps)),
-        (residual is not None, scale, whole, size), num_warps=max(size // COLUMNS_PER_WARP, 1),
+        (pieces(m, rows),), (x, x if residual is None else residual.contiguous(), weight, summed, y, rstd),
+        (m, k, float(eps)), (residual is not None, scale, whole, rows, size), num_warps=rows * size // COLUMNS_PER_WARP,
     )  # fmt: skip
     return summed, y, rstd
 
@@ -114,29 +124,32 @@ def _norm_means_kernel(grad, x, rstd, weight, means, k, SIZE: tl.constexpr):
 @triton.jit
 def _norm_backward_kernel(
     grad, x, beside, rstd, weight, means, grad_x, grad_weight, m, k, ADD: tl.constexpr, WHOLE: tl.constexpr,
-    SIZE: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Rows pid, pid + programs, …: their input's gradient, and the sum of their parts of the weight's."""
+    """Rows pid, pid + programs, …, or as many at a time as a program has: the gradient of their input, and the sum of
+    their parts of the weight's.
+    """
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    inside = column < k
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros((SIZE,), tl.float32)
-    for row in range(tl.program_id(0), m, tl.num_programs(0)):
-        at = (tl.zeros((1,), tl.int64) + row) * k + column
-        inverse = tl.load(rstd + row)
+    gain = tl.load(weight + column, mask=column < k, other=0.0).to(tl.float32)[None, :]
+    total = tl.zeros((ROWS, SIZE), tl.float32)
+    for start in range(tl.program_id(0) * ROWS, m, tl.num_programs(0) * ROWS):
+        row = start + tl.arange(0, ROWS)
+        at = row.to(tl.int64)[:, None] * k + column[None, :]
+        inside = (row < m)[:, None] & (column < k)[None, :]
+        inverse = tl.load(rstd + row, mask=row < m, other=0.0)[:, None]
         unit = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * inverse
         upstream = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         total += upstream * unit
         scaled = upstream * gain
         if WHOLE:
-            mean = tl.sum(scaled * unit, axis=0) / k
+            mean = tl.sum(scaled * unit, axis=1) / k
         else:
-            mean = tl.load(means + row)
-        made = (scaled - unit * mean) * inverse
+            mean = tl.load(means + row, mask=row < m, other=0.0)
+        made = (scaled - unit * mean[:, None]) * inverse
         if ADD:
             made += tl.load(beside + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(grad_x + at, made.to(grad_x.dtype.element_ty), mask=inside)
-    tl.store(grad_weight + tl.program_id(0) * k + column, total, mask=inside)
+    tl.store(grad_weight + tl.program_id(0) * k + column, tl.sum(total, axis=0), mask=column < k)
 
 
 _norm_means, _norm_backward = Launch(_norm_means_kernel), Launch(_norm_backward_kernel)
@@ -159,18 +172,17 @@ def norm_backward(
     """
     m, k = x.shape
     grad, x = grad.contiguous(), x.contiguous()
-    whole = k <= WIDEST
-    size = power_of_2(k) if whole else PART
+    whole, size, rows = _shape(k)
     means, parts = rstd, pieces(k, size)
     if not whole:
         means = torch.empty_like(rstd)
         _norm_means((m,), (grad, x, rstd, weight, means), (k,), (PART,), num_warps=8)
-    programs = max(min(programs // parts, m), 1)
+    programs = max(min(programs // parts, pieces(m, rows)), 1)
     grad_x = torch.empty_like(x)
     partial = torch.empty((programs, k), dtype=torch.float32, device=x.device)
     _norm_backward(
         (programs, parts),
         (grad, x, grad if beside is None else beside.contiguous(), rstd, weight, means, grad_x, partial),
-        (m, k), (beside is not None, whole, size), num_warps=warps or max(size // COLUMNS_PER_WARP, 1),
+        (m, k), (beside is not None, whole, rows, size), num_warps=warps or rows * size // COLUMNS_PER_WARP,
     )  # fmt: skip
     return grad_x, partial.sum(dim=0)

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.network.padding_free import ATTENTION, FlatBatch, attend_laid_out
-from lit_qrl.network.structure import ROTATED_BY_HALVES
+from lit_qrl.network.structure import HEAD_NORMS, RMS_NORMS, ROTATED_BY_HALVES
+from lit_qrl.precision.layers.one_pass import OnePassRMSNorm
 
 
 class _Turned(torch.autograd.Function):
@@ -36,7 +37,7 @@ class FlatAttention(nn.Module):
             return super().forward(hidden_states, *args, **kwargs)  # pyright: ignore
         heads = (*hidden_states.shape[:-1], -1, module.head_dim)
         q, k, v = (project(hidden_states).view(heads) for project in (module.q_proj, module.k_proj, module.v_proj))
-        if hasattr(module, "q_norm"):
+        if hasattr(module, HEAD_NORMS[0]):
             q, k = module.q_norm(q), module.k_norm(k)
         # squeezed, not indexed: the gradient of an index is a tensor of zeros and a copy
         rows: Any = _Turned.apply(q.squeeze(0), k.squeeze(0), v.squeeze(0), turns[0][0], turns[1][0], flat)
@@ -58,14 +59,20 @@ def _known(module: Any, x: Tensor, turns: tuple[Tensor, Tensor], kwargs: dict[st
 def turn_while_laid_out(network: nn.Module) -> int:
     """Let the attention of known families be `FlatAttention`, in place, and return how many layers there are.
 
+    Norms of heads take one kernel.
+
     Args:
         network: a model; whatever is not known stays as it is.
     """
     known = 0
-    for part in network.modules():
+    for part in list(network.modules()):
         own = type(part)
         if own.__name__ in ROTATED_BY_HALVES:
             known += 1
+            for name in HEAD_NORMS:
+                norm = getattr(part, name, None)
+                if type(norm).__name__ in RMS_NORMS:
+                    setattr(part, name, OnePassRMSNorm(norm, columns=False, codes=False))
             if not isinstance(part, FlatAttention):
                 part.__class__ = type(own.__name__, (FlatAttention, own), {"__module__": own.__module__})
     return known

@@ -13,6 +13,7 @@ from lit_qrl.formats import kernels
 from lit_qrl.network.padding_free import enable_padding_free
 from lit_qrl.precision.layers import flat_attention
 from lit_qrl.precision.layers.flat_attention import FlatAttention, turn_while_laid_out
+from lit_qrl.precision.layers.one_pass import OnePassRMSNorm
 from tests.network.test_padding_free import groups
 from tests.networks import build_network
 from tests.precision.layers.test_residual import of_policy
@@ -56,6 +57,7 @@ def test_log_probs_and_gradients_stay(kind, recomputed, calls):
     network, batch = copy.deepcopy(plain), groups()
     assert turn_while_laid_out(network) == turn_while_laid_out(network) == 2
     assert list(network.state_dict()) == list(plain.state_dict())
+    assert sum(isinstance(part, OnePassRMSNorm) for part in network.modules()) == 4 * (kind is Qwen3Config)
     for one in (plain, network):
         assert enable_padding_free(one)
         if recomputed:
