@@ -300,7 +300,19 @@ def trained_by(
     if masters:
         return MasterWeights(named, build)
     _warn(optimizer, dtypes)
-    return build(named)
+    return _in_one_kernel(build(named))
+
+
+def _in_one_kernel(optimizer: Optimizer) -> Optimizer:
+    """Let torch's Adam over 16-bit weights on a GPU take its own kernel, unless its settings say which way it goes.
+
+    It computes in fp32 and rounds once, where the default rounds after each operation.
+    """
+    for group in optimizer.param_groups if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) else ():
+        free = group.get("fused") is None and group.get("foreach") is None and _plain_adam(group)
+        if free and all(parameter.device.type == "cuda" for parameter in group["params"]):
+            group["fused"] = True
+    return optimizer
 
 
 def _warn(optimizer: Callable[[Any], Optimizer], dtypes: set[torch.dtype]) -> None:

@@ -366,3 +366,23 @@ def test_a_resumed_bf16_run_equals_the_unbroken_one(tmp_path):
 def test_without_masters_a_run_says_what_it_loses(tmp_path, caplog):
     fit(tmp_path, **BF16, model={"master_weights": False}, trainer={"precision": "bf16-true", "max_epochs": 1})
     assert "model.master_weights is false" in caplog.text
+
+
+@pytest.mark.gpu
+def test_adam_over_16_bits_on_a_gpu_takes_torch_s_kernel_unless_told():
+    def steps(**options):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(64, 64, device="cuda").bfloat16())
+        optimizer = trained_by(functools.partial(torch.optim.AdamW, lr=1e-2, **options), [("w", weight)], masters=False)
+        for _ in range(3):
+            weight.grad = torch.randn_like(weight)
+            optimizer.step()
+        again = torch.optim.AdamW([weight], lr=1e-2)
+        again.load_state_dict(optimizer.state_dict())
+        again.step()
+        return optimizer.param_groups[0]["fused"], weight.detach().float()
+
+    (ours, made), (asked, plain) = steps(), steps(foreach=True)
+    assert ours is True
+    assert not asked
+    assert (made - plain).norm() <= 0.01 * plain.norm()

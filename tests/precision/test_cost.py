@@ -17,10 +17,10 @@ class Model:
 @pytest.mark.parametrize(
     ("learner", "width", "device", "said"),
     [
-        ("UnifiedFP8", 2048, "cuda", "1.48"),
+        ("UnifiedFP8", 2048, "cuda", None),
         ("UnifiedFP8", 3072, "cuda", None),
-        ("UnifiedFP8", 1536, "cpu", None),
-        ("QATAligned(fp8_row)", 2048, "cuda", "1.73"),
+        ("QATAligned(fp8_row)", 1536, "cpu", None),
+        ("QATAligned(fp8_row)", 2048, "cuda", "1.02"),
         ("QATAligned(fp8_row)", 4096, "cuda", None),
         ("QATAligned(int4_group)", 4096, "cuda", None),
     ],
