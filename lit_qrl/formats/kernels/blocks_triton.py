@@ -47,7 +47,7 @@ class Plan(NamedTuple):
     stages: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m", "across", "parts"])  # or Triton compiles anew for numbers that 16 divides
 def _product_kernel(
     a, scale_a, b, scale_b, bias, out, partial, ended, m, n, k, along, across, parts,
     BM: tl.constexpr, BN: tl.constexpr, CUT: tl.constexpr, BIASED: tl.constexpr,
