@@ -2,8 +2,8 @@
 
     log p(y) = s_y − max s − ln Σ_w e^(s_w − max s),      rank(y) = the number of words with s_w ≥ s_y
 
-A row's words are cut into parts, which programs of their own sum in fp32; a second kernel adds the parts in their order,
-so that a row has the same bits beside any others. Import it only where Triton and a CUDA device are.
+A row's words are cut into parts, which programs of their own sum in fp32; a second kernel adds the parts in their
+order, so that a row has the same bits beside any others. Import it only where Triton and a CUDA device are.
 """
 
 # Kernels are compiled from their source and launched with arguments that their Python signature does not have.
@@ -21,7 +21,7 @@ PART = 8192
 """Words of one program."""
 
 
-@triton.jit(do_not_specialize=["stride", "parts"])
+@triton.jit
 def _part_kernel(scores, tokens, top, total, above, stride, words, parts, PART: tl.constexpr):
     """The largest score of a part, the sum of e^(s − that), and how many are not below the drawn token's."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -37,7 +37,7 @@ def _part_kernel(scores, tokens, top, total, above, stride, words, parts, PART: 
     tl.store(above + place, tl.sum((there & (values >= own)).to(tl.int32), axis=0))
 
 
-@triton.jit(do_not_specialize=["stride", "parts"])
+@triton.jit
 def _whole_kernel(scores, tokens, top, total, above, logprobs, ranks, stride, parts, PARTS: tl.constexpr):
     """One row from its parts."""
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
@@ -69,6 +69,10 @@ def scored(scores: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     stride = scores.stride(0)
     _part((rows, parts), (scores, tokens, top, total, above), (stride, words, parts), (PART,), num_warps=8)
     _whole(
-        (rows,), (scores, tokens, top, total, above, logprobs, ranks), (stride, parts), (power_of_2(parts),), num_warps=1
+        (rows,),
+        (scores, tokens, top, total, above, logprobs, ranks),
+        (stride, parts),
+        (power_of_2(parts),),
+        num_warps=1,
     )
     return logprobs, ranks

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_qrl.rollout.vllm.patches import block_products
+from lit_qrl.rollout.vllm.patches import few_rows
 
 
 def layer_of(n, k, device="cpu", dtype=torch.float32):
@@ -27,29 +27,36 @@ def exact(codes, scales, layer, bias):
 
 
 def patched(original):
-    return block_products._few_rows(original), SimpleNamespace(
+    return few_rows._blocks(original), SimpleNamespace(
         quant_fp8=quantized, config=SimpleNamespace(out_dtype=torch.bfloat16)
     )
 
 
 def test_what_our_kernel_does_not_multiply_is_left_to_vllm(monkeypatch):
-    monkeypatch.setattr(block_products, "_here", lambda: True)
-    monkeypatch.setattr(block_products, "_invariant", lambda: False)
+    monkeypatch.setattr(few_rows, "_here", lambda: True)
+    monkeypatch.setattr(few_rows, "_invariant", lambda: False)
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     plain = layer_of(256, 384)
-    assert block_products.takes(on_gpu, plain.weight, plain.weight_scale)
-    turned = plain.weight_scale.t().contiguous().t()
+    assert few_rows.takes(on_gpu, plain.weight, plain.weight_scale)
     refused = [
         (SimpleNamespace(device=torch.device("cpu")), plain.weight, plain.weight_scale),
         (on_gpu, *vars(layer_of(250, 384)).values()),  # a partial block
         (on_gpu, *vars(layer_of(256, 384, dtype=torch.bfloat16)).values()),
-        (on_gpu, plain.weight, turned),
-        (on_gpu, plain.weight, plain.weight_scale[:, :1]),  # blocks of another width
-        (on_gpu, plain.weight.t(), plain.weight_scale.t().contiguous()),
+        (on_gpu, plain.weight.t(), plain.weight_scale),
     ]
-    assert not any(block_products.takes(*one) for one in refused)
-    monkeypatch.setattr(block_products, "_invariant", lambda: True)
-    assert not block_products.takes(on_gpu, plain.weight, plain.weight_scale)
+    assert not any(few_rows.takes(*one) for one in refused)
+    monkeypatch.setattr(few_rows, "_invariant", lambda: True)
+    assert not few_rows.takes(on_gpu, plain.weight, plain.weight_scale)
+
+
+def test_a_scale_that_is_of_no_whole_blocks_is_left_to_vllm(monkeypatch):
+    monkeypatch.setattr(few_rows, "takes", lambda *given: True)
+    seen = []
+    apply, kernel = patched(lambda *given, **named: seen.append(given))
+    layer, x = layer_of(256, 384), torch.randn(3, 384)
+    for scale in (layer.weight_scale.t().contiguous().t(), layer.weight_scale[:, :1], None):
+        apply(kernel, SimpleNamespace(weight=layer.weight, weight_scale=scale), x)
+    assert len(seen) == 3
 
 
 def test_a_layer_that_is_left_to_vllm_gets_what_it_was_given():
@@ -62,13 +69,13 @@ def test_a_layer_that_is_left_to_vllm_gets_what_it_was_given():
 
 
 def test_codes_and_scales_reach_the_product_with_their_layer_s(monkeypatch):
-    monkeypatch.setattr(block_products, "takes", lambda *given: True)
+    monkeypatch.setattr(few_rows, "takes", lambda *given: True)
 
     def multiplied(codes, scales, weight, block_scales, bias, dtype):
         given = SimpleNamespace(weight=weight, weight_scale=block_scales)
         return exact(codes, scales, given, bias).to(dtype)
 
-    monkeypatch.setattr(block_products, "product", multiplied)
+    monkeypatch.setattr(few_rows, "by_blocks", multiplied)
     apply, kernel = patched(lambda *given, **named: pytest.fail("vLLM's own"))
     x, bias = torch.randn(2, 3, 384), torch.randn(256)
     for name in ("weight_scale", "weight_scale_inv"):  # compressed-tensors' name, and that of vLLM's own FP8 folders
@@ -82,7 +89,7 @@ def test_codes_and_scales_reach_the_product_with_their_layer_s(monkeypatch):
 
 
 def test_the_compiler_sees_one_operator():
-    operator = block_products._operator()
+    operator = few_rows._operator()
     layer = layer_of(256, 384)
     codes, scales = quantized(torch.randn(5, 384))
     with torch._subclasses.FakeTensorMode() as mode:
@@ -91,28 +98,88 @@ def test_the_compiler_sees_one_operator():
     assert (out.shape, out.dtype) == ((5, 256), torch.bfloat16)
 
 
+def rows_of(original):
+    kernel = SimpleNamespace(logical_output_size=256)
+    ours = few_rows._rows(original)
+
+    def apply(a, b, scale_a, scale_b, bias, dtype=torch.bfloat16):
+        size = [*a.shape[:-1], b.shape[1]]
+        return ours(kernel, A=a, B=b, out_dtype=dtype, As=scale_a, Bs=scale_b, bias=bias, output_shape=size)
+
+    return apply
+
+
+def test_scales_that_are_of_no_rows_and_many_rows_are_left_to_vllm(monkeypatch):
+    monkeypatch.setattr(few_rows, "takes", lambda *given: True)
+    seen = []
+    apply = rows_of(lambda self, **given: seen.append(given))
+    layer = layer_of(256, 384)
+    a, one = torch.randn(2, 384).to(torch.float8_e4m3fn), torch.ones(1)
+    apply(a, layer.weight.t(), one, torch.ones(256, 1), None)
+    apply(a, layer.weight.t(), torch.ones(2, 1), one, None)
+    apply(a.repeat(100, 1), layer.weight.t(), torch.ones(200, 1), torch.ones(256, 1), None)
+    assert [given["A"].shape[0] for given in seen] == [2, 2, 200]
+    assert set(seen[0]) == {"A", "B", "out_dtype", "As", "Bs", "bias", "output_shape"}
+
+
+def check(out, expected):
+    assert (out.double() - expected).abs().max() < 2**-7 * expected.abs().max()
+    assert (out.double() - expected).square().mean().sqrt() < 2**-8 * expected.square().mean().sqrt()
+
+
+SHAPES = ((4608, 3584, True), (3584, 3584, False), (1024, 18944, False), (37888, 512, False), (1536, 8960, True))
+
+
 @pytest.mark.gpu
 @pytest.mark.vllm
-@pytest.mark.parametrize("rows", [1, 7, 64, 128, 300, 512, 513, 2000])
-def test_results_are_those_of_fp64_and_of_vllm_s_kernel(rows):
+@pytest.mark.parametrize("rows", [1, 7, 16, 64, 128, 130, 300, 512, 2000])
+def test_products_by_blocks_are_those_of_fp64_and_of_vllm_s_kernel(rows):
     from vllm import _custom_ops as ops
 
     apply, kernel = patched(lambda *given, **named: pytest.fail("vLLM's own"))
-    for n, k, biased in ((4608, 3584, True), (3584, 3584, False), (1024, 18944, False)):
+
+    def by_columns(x, *_):
+        codes, scales = quantized(x)
+        return codes, scales.t().contiguous().t()
+
+    kernel.quant_fp8 = by_columns
+    for n, k, biased in SHAPES:
         layer = layer_of(n, k, "cuda")
         x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
         bias = torch.randn(n, device="cuda", dtype=torch.bfloat16) if biased else None
         out = apply(kernel, layer, x, bias)
-        codes, scales = quantized(x)
-        expected = exact(codes, scales, layer, bias)
-        size = expected.square().mean().sqrt()
-        assert (out.double() - expected).abs().max() < 2**-7 * expected.abs().max()
-        assert (out.double() - expected).square().mean().sqrt() < 2**-8 * size
+        codes, scales = by_columns(x)
+        check(out, exact(codes, scales, layer, bias))
+        across = layer.weight_scale.t()
+        theirs = ops.cutlass_scaled_mm(codes, layer.weight.t(), scale_a=scales, scale_b=across, out_dtype=out.dtype)
+        check(out, (theirs if bias is None else theirs + bias).double())
+
+
+@pytest.mark.gpu
+@pytest.mark.vllm
+@pytest.mark.parametrize("rows", [1, 7, 16, 64, 128])
+def test_products_by_rows_are_those_of_fp64_and_of_vllm_s_kernel(rows):
+    from vllm import _custom_ops as ops
+
+    taken = rows_of(lambda *given, **named: None)
+    count = 0
+    for n, k, biased in SHAPES:
+        layer = layer_of(n, k, "cuda")
+        a = torch.randn(rows, k, device="cuda").to(torch.float8_e4m3fn)
+        scale_a, scale_b = torch.rand(rows, 1, device="cuda") + 0.5, torch.rand(n, 1, device="cuda") + 0.5
+        bias = torch.randn(n, device="cuda", dtype=torch.bfloat16) if biased else None
+        out = taken(a, layer.weight.t(), scale_a, scale_b, bias)
+        if out is None:
+            assert rows > few_rows.FEW_ROWS
+            continue
+        count += 1
+        expected = (a.double() * scale_a.double()) @ (layer.weight.double() * scale_b.double()).T
+        check(out, expected if bias is None else expected + bias.double())
         theirs = ops.cutlass_scaled_mm(
-            codes, layer.weight.t(), scale_a=scales.t().contiguous().t(), scale_b=layer.weight_scale.t(), out_dtype=out.dtype
+            a, layer.weight.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, bias=bias
         )
-        theirs = theirs if bias is None else theirs + bias
-        assert (out.double() - theirs.double()).square().mean().sqrt() < 2**-7 * size
+        check(out, theirs.double())
+    assert count >= 4
 
 
 @pytest.mark.gpu

@@ -1,7 +1,7 @@
 """Microseconds of the products and quantizers of a decode step, by kernel, at the shapes of a decoder layer.
 
-    python benchmarks/block_products.py                    # every product that is there, ours as `plan` cuts it
-    python benchmarks/block_products.py --search 90        # and the best cuts of ours, for 90 seconds at most
+    python benchmarks/products.py                    # every product that is there, ours as `plan` cuts it
+    python benchmarks/products.py --search 90        # the best cuts of ours first, for 90 seconds at most
 
 Each is recorded in a CUDA graph over as many weights as the cache does not hold, as a step reads them, and replayed.
 `TB/s` counts the weight alone. Rows are printed as they are measured; what is missing or fails is named.
@@ -27,16 +27,16 @@ SHAPES = {
 COLD = 320 * 2**20
 """Bytes of weights that a graph goes through, more than the cache holds."""
 REPLAYS = 6
-BLOCK = 128
+BLOCK, WORDS = 128, 152_064
 Call = Callable[[int], Any]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="7b")
-    parser.add_argument("--rows", type=int, nargs="+", default=[128, 64, 8, 256, 512])
+    parser.add_argument("--rows", type=int, nargs="+", default=[128, 64, 32, 8, 256])
     parser.add_argument("--search", type=float, default=0.0, help="seconds for the cuts of our product")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds for all before the search")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds for the rest")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     args = parser.parse_args()
     import torch
@@ -49,8 +49,10 @@ def main() -> None:
         if args.out:
             args.out.write_text(json.dumps(found, indent=1))
 
-    end = time.perf_counter() + args.budget
     bench = Products(SHAPES[args.shape])
+    if args.search:
+        found["best"] = search(bench, args.rows, args.search, kept)
+    end = time.perf_counter() + args.budget
     for rows in args.rows:
         for layer in bench.shapes:
             for name, call in bench.products(layer, rows):
@@ -62,10 +64,9 @@ def main() -> None:
             for name, call in quantizers(rows, width):
                 if time.perf_counter() < end:
                     found[f"{rows} {width} {name}"] = bench.told(rows, str(width), name, call, quantizer=True)
+        for name, call in scorers(rows):
+            found[f"{rows} {WORDS} {name}"] = bench.told(rows, str(WORDS), name, call, quantizer=True)
         kept()
-    if args.search:
-        found["best"] = search(bench, args.rows, args.search, kept)
-    kept()
     summary(found, args.rows, list(bench.shapes))
 
 
@@ -124,7 +125,7 @@ class Products:
         import torch
         from torch.nn import functional as F
 
-        from lit_qrl.formats.kernels import blocks_triton, gemm
+        from lit_qrl.formats.kernels import gemm, products_triton
 
         (n, k), e4m3 = self.shapes[layer], torch.float8_e4m3fn
         plain, codes, scales = self.plain[layer], self.codes[layer], self.scales[layer]
@@ -141,6 +142,7 @@ class Products:
                     a, codes[i].t(), out_dtype=torch.bfloat16, scale_a=by_row, scale_b=of_rows
                 ),
             )
+        yield "fp8_row, ours", lambda i: products_triton.product(a, by_row, codes[i], of_rows, None, torch.bfloat16)
         yield "fp8_row, torch", lambda i: gemm.scaled_mm(a, by_row, codes[i], of_rows, None, torch.bfloat16)
         along = torch.rand(rows, k // BLOCK, device="cuda") + 0.5
         across = along.t().contiguous().t()
@@ -160,12 +162,12 @@ class Products:
                 ),
             )
         laid = [gemm.block_scale_layout(one) for one in scales]
-        yield "fp8_block, torch", lambda i: gemm._block_product(a, across, codes[i], laid[i], torch.bfloat16, True)
+        yield "fp8_block, torch", lambda i: gemm.block_product(a, across, codes[i], laid[i], torch.bfloat16)
         yield (
             "fp8_block, torch, settled",
             lambda i: gemm.scaled_mm_block(a, across, codes[i], laid[i], None, torch.bfloat16),
         )
-        yield "fp8_block, ours", lambda i: blocks_triton.product(a, across, codes[i], scales[i], None, torch.bfloat16)
+        yield "fp8_block, ours", lambda i: products_triton.product(a, across, codes[i], scales[i], None, torch.bfloat16)
 
 
 def quantizers(rows: int, width: int) -> Iterator[tuple[str, Call]]:
@@ -173,12 +175,17 @@ def quantizers(rows: int, width: int) -> Iterator[tuple[str, Call]]:
     import torch
 
     from lit_qrl.formats.kernels import dispatch
+    from lit_qrl.rollout import codes_triton
 
     x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
     pair = torch.randn(rows, 2 * width, device="cuda", dtype=torch.bfloat16)
     weight, rest = torch.ones(width, device="cuda", dtype=torch.bfloat16), torch.randn_like(x)
     yield "tokens, ours", lambda i: dispatch.e4m3_tokens(x)
     yield "tiles, ours", lambda i: dispatch.e4m3_tiles(x, True, False)
+    yield "add, norm, tokens, ours", lambda i: codes_triton.norm(x, rest, weight, 1e-6, True)
+    yield "add, norm, groups, ours", lambda i: codes_triton.norm(x, rest, weight, 1e-6, False)
+    yield "silu, mul, tokens, ours", lambda i: codes_triton.gated(pair, True)
+    yield "silu, mul, groups, ours", lambda i: codes_triton.gated(pair, False)
     ops = vllm_ops()
     if ops is None:
         return
@@ -198,6 +205,21 @@ def quantizers(rows: int, width: int) -> Iterator[tuple[str, Call]]:
     yield "copy", lambda i: out.copy_(x)
 
 
+def scorers(rows: int) -> Iterator[tuple[str, Call]]:
+    """Yield what gives the log-probs and ranks of drawn tokens."""
+    import torch
+
+    from lit_qrl.rollout import drawn_triton
+
+    scores = torch.randn(rows, WORDS, device="cuda", dtype=torch.bfloat16)
+    tokens = torch.randint(WORDS, (rows,), device="cuda")
+    yield "drawn tokens, ours", lambda i: drawn_triton.scored(scores, tokens)
+    if vllm_ops() is not None:
+        from vllm.v1.worker.gpu.sample import logprob
+
+        yield "drawn tokens, vLLM", lambda i: logprob.compute_topk_scores(scores, 0, tokens)
+
+
 def vllm_ops() -> Any:
     """Return vLLM's operators, or None where they are not there."""
     import torch
@@ -211,68 +233,63 @@ def vllm_ops() -> Any:
 
 def cuts(rows: int, n: int, k: int) -> Iterator[Any]:
     """Yield the ways to cut a product that are worth a try."""
-    from lit_qrl.formats.kernels.blocks_triton import Plan
+    from lit_qrl.formats.kernels.products_triton import Plan
 
     whole = min(max(1 << (rows - 1).bit_length(), 16), 128)
     for height in sorted({whole, max(whole // 2, 16)}, reverse=True):
         for width in (64, 128):
             tiles = -(-rows // height) * (n // width)
-            for parts in (1, 2, 3, 4, 6, 8):
+            for parts in (1, 2, 3, 4, 5, 6, 8, 10, 12):
                 if k // BLOCK // parts < 3 or (parts > 1 and tiles * parts > 660):
                     continue
                 for warps in (4, 8) if height * width >= 64 * 128 else (4,):
-                    for stages in (3, 4, 6):
+                    for stages in (3, 4, 5):
                         if stages * BLOCK * (height + width) <= 200 * 2**10:
                             yield Plan(height, width, parts, warps, stages)
 
 
 def search(bench: Products, rows: list[int], budget: float, kept: Callable[[], None]) -> dict[str, Any]:
-    """Return the fastest cuts of our product by rows and layer."""
+    """Return the fastest cuts of our product by format, rows and layer."""
     import torch
 
-    from lit_qrl.formats.kernels import blocks_triton
+    from lit_qrl.formats.kernels import products_triton
 
     end = time.perf_counter() + budget
     layer = next(iter(bench.shapes))
-    n, k = bench.shapes[layer]
     small = {}
     for m in rows:
-        for how in cuts(m, n, k):
+        for how in cuts(m, *bench.shapes[layer]):
             small.setdefault((how.rows, how.columns, how.parts > 1, how.warps, how.stages), (m, how))
 
-    def operands(layer: str, m: int) -> tuple[Any, Any]:
-        k = bench.shapes[layer][1]
-        a = torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn)
-        return a, torch.rand(k // BLOCK, m, device="cuda").t() + 0.5
-
-    def compiled(one: tuple[int, Any]) -> None:
-        m, how = one
-        a, scale = operands(layer, m)
-        blocks_triton.product(a, scale, bench.codes[layer][0], bench.scales[layer][0], None, torch.bfloat16, how)
-
-    def product(layer: str, a: Any, scale: Any, how: Any) -> Call:
-        codes, scales = bench.codes[layer], bench.scales[layer]
-        return lambda i: blocks_triton.product(a, scale, codes[i], scales[i], None, torch.bfloat16, how)
+    def call(layer: str, m: int, how: Any, blocks: bool) -> Call:
+        n, k = bench.shapes[layer]
+        a, codes, scales = torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn), bench.codes[layer], None
+        if blocks:
+            scale, scales = torch.rand(k // BLOCK, m, device="cuda").t() + 0.5, bench.scales[layer]
+        else:
+            scale, scales = torch.rand(m, 1, device="cuda"), [torch.rand(n, 1, device="cuda")] * len(codes)
+        return lambda i: products_triton.product(a, scale, codes[i], scales[i], None, torch.bfloat16, how)
 
     start = time.perf_counter()
     with ThreadPoolExecutor(8) as pool:  # most of a compilation is outside of Python
-        list(pool.map(compiled, small.values()))
+        list(pool.map(lambda one: [call(layer, *one, blocks)(0) for blocks in (True, False)], small.values()))
     torch.cuda.synchronize()
-    print(f"{len(small)} kernels compiled in {time.perf_counter() - start:.1f} s", flush=True)
+    print(f"{2 * len(small)} kernels compiled in {time.perf_counter() - start:.1f} s", flush=True)
     best: dict[str, Any] = {}
     for m in rows:
-        for layer, (n, k) in bench.shapes.items():
-            a, scale = operands(layer, m)
-            tried: list[Any] = []
-            for how in cuts(m, n, k):
-                if time.perf_counter() > end:
-                    break
-                try:
-                    tried.append((round(timed(product(layer, a, scale, how), len(bench.codes[layer])), 2), list(how)))
-                except Exception as error:
-                    print(how, type(error).__name__, str(error)[:80], flush=True)
-            best[f"{m} {layer}"] = sorted(tried)[:4]
-            print(f"best {m:4d} {layer:>8} of {len(tried)}: {sorted(tried)[:3]}", flush=True)
+        for name, blocks in (("fp8_block", True), ("fp8_row", False)):
+            for layer, shape in bench.shapes.items():
+                tried: list[Any] = []
+                for how in cuts(m, *shape):
+                    if time.perf_counter() > end:
+                        break
+                    try:
+                        tried.append((round(timed(call(layer, m, how, blocks), len(bench.codes[layer])), 2), list(how)))
+                    except Exception as error:
+                        print(how, type(error).__name__, str(error)[:80], flush=True)
+                if tried:
+                    best[f"{m} {layer} {name}"] = sorted(tried)[:4]
+                    print(f"best {m:4d} {layer:>8} {name} of {len(tried)}: {sorted(tried)[:3]}", flush=True)
         kept()
     return best
 
@@ -284,17 +301,18 @@ def summary(found: dict[str, Any], rows: list[int], layers: list[str]) -> None:
     for name in names:
         cells = []
         for m in rows:
-            own = [found.get(f"{m} {layer} {name}") for layer in layers]
-            cells.append(f"{sum(own):8.1f}" if all(isinstance(one, float) for one in own) else f"{'-':>8}")
+            given = (found.get(f"{m} {layer} {name}") for layer in layers)
+            own = [one for one in given if isinstance(one, float)]
+            cells.append(f"{sum(own):8.1f}" if len(own) == len(layers) else f"{'-':>8}")
         if any(cell.strip() != "-" for cell in cells):
             print(" | ".join([f"{name:28}", *cells]))
     best = found.get("best", {})
-    if best:
+    for name in ("fp8_block", "fp8_row") if best else ():
         cells = []
         for m in rows:
-            own = [best.get(f"{m} {layer}") for layer in layers]
-            cells.append(f"{sum(one[0][0] for one in own):8.1f}" if all(own) else f"{'-':>8}")
-        print(" | ".join([f"{'fp8_block, ours, best cuts':28}", *cells]))
+            own = [best[key][0][0] for key in (f"{m} {layer} {name}" for layer in layers) if key in best]
+            cells.append(f"{sum(own):8.1f}" if len(own) == len(layers) else f"{'-':>8}")
+        print(" | ".join([f"{name + ', ours, best cuts':28}", *cells]))
 
 
 if __name__ == "__main__":
