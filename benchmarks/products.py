@@ -126,6 +126,7 @@ class Products:
         from torch.nn import functional as F
 
         from lit_qrl.formats.kernels import gemm, products_triton
+        from lit_qrl.rollout.vllm.patches import few_rows
 
         (n, k), e4m3 = self.shapes[layer], torch.float8_e4m3fn
         plain, codes, scales = self.plain[layer], self.codes[layer], self.scales[layer]
@@ -166,6 +167,10 @@ class Products:
         yield (
             "fp8_block, torch, settled",
             lambda i: gemm.scaled_mm_block(a, across, codes[i], laid[i], None, torch.bfloat16),
+        )
+        yield (
+            "fp8_block, as patched",
+            lambda i: few_rows.by_blocks(a, across, codes[i], scales[i], None, torch.bfloat16),
         )
         yield "fp8_block, ours", lambda i: products_triton.product(a, across, codes[i], scales[i], None, torch.bfloat16)
 
@@ -256,7 +261,7 @@ def search(bench: Products, rows: list[int], budget: float, kept: Callable[[], N
 
     end = time.perf_counter() + budget
     layer = next(iter(bench.shapes))
-    small = {}
+    small: dict[Any, tuple[int, Any]] = {}
     for m in rows:
         for how in cuts(m, *bench.shapes[layer]):
             small.setdefault((how.rows, how.columns, how.parts > 1, how.warps, how.stages), (m, how))
@@ -272,7 +277,7 @@ def search(bench: Products, rows: list[int], budget: float, kept: Callable[[], N
 
     start = time.perf_counter()
     with ThreadPoolExecutor(8) as pool:  # most of a compilation is outside of Python
-        list(pool.map(lambda one: [call(layer, *one, blocks)(0) for blocks in (True, False)], small.values()))
+        list(pool.map(lambda one: [call(layer, one[0], one[1], blocks)(0) for blocks in (True, False)], small.values()))
     torch.cuda.synchronize()
     print(f"{2 * len(small)} kernels compiled in {time.perf_counter() - start:.1f} s", flush=True)
     best: dict[str, Any] = {}
