@@ -93,11 +93,12 @@ def _rows(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         output_shape: list[int],
     ) -> Tensor:
         weight = B.t()
-        (m, _), n = A.shape, weight.shape[0]
+        m, (n, k) = A.shape[0], weight.shape
         of_rows = As.shape == (m, 1) and Bs.shape == (n, 1) and As.dtype == torch.float32
+        padded = n != self.logical_output_size or k != A.shape[1]
         # the compiler chooses once for any number of rows
-        few = not torch.compiler.is_compiling() and ours(m, n) and output_shape[-1] == n
-        if not few or not of_rows or not takes(A, weight, Bs):
+        few = not torch.compiler.is_compiling() and ours(m, n)
+        if padded or not few or not of_rows or not takes(A, weight, Bs):
             return original(self, A=A, B=B, out_dtype=out_dtype, As=As, Bs=Bs, bias=bias, output_shape=output_shape)
         from lit_qrl.formats.kernels import products_triton
 

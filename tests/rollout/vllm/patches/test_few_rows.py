@@ -99,10 +99,10 @@ def test_the_compiler_sees_one_operator():
 
 
 def rows_of(original):
-    kernel = SimpleNamespace(logical_output_size=256)
     ours = few_rows._rows(original)
 
-    def apply(a, b, scale_a, scale_b, bias, dtype=torch.bfloat16):
+    def apply(a, b, scale_a, scale_b, bias, dtype=torch.bfloat16, outputs=None):
+        kernel = SimpleNamespace(logical_output_size=outputs or b.shape[1])
         size = [*a.shape[:-1], b.shape[1]]
         return ours(kernel, A=a, B=b, out_dtype=dtype, As=scale_a, Bs=scale_b, bias=bias, output_shape=size)
 
@@ -118,7 +118,9 @@ def test_scales_that_are_of_no_rows_and_many_rows_are_left_to_vllm(monkeypatch):
     apply(a, layer.weight.t(), one, torch.ones(256, 1), None)
     apply(a, layer.weight.t(), torch.ones(2, 1), one, None)
     apply(a.repeat(100, 1), layer.weight.t(), torch.ones(200, 1), torch.ones(256, 1), None)
-    assert [given["A"].shape[0] for given in seen] == [2, 2, 200]
+    apply(a, layer.weight.t(), torch.ones(2, 1), torch.ones(256, 1), None, outputs=250)  # padded by vLLM
+    apply(a[:, :380], layer.weight.t(), torch.ones(2, 1), torch.ones(256, 1), None)
+    assert [given["A"].shape[0] for given in seen] == [2, 2, 200, 2, 2]
     assert set(seen[0]) == {"A", "B", "out_dtype", "As", "Bs", "bias", "output_shape"}
 
 
