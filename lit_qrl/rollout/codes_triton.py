@@ -37,7 +37,7 @@ def _coded(values, LEAST: tl.constexpr):
     return tl.fma(values, high, values * rest[:, None]), scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["across"])
 def _norm_kernel(
     x, residual, weight, y, codes, scales, k, eps, across, ADD: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr,
     LEAST: tl.constexpr,
@@ -65,7 +65,7 @@ def _norm_kernel(
     tl.store(scales + row + group * across, scale, mask=group * GROUP < k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["across"])
 def _gated_kernel(
     x, y, codes, scales, k, across, SIZE: tl.constexpr, GROUP: tl.constexpr, LEAST: tl.constexpr
 ):  # fmt: skip
