@@ -1,12 +1,14 @@
 """vLLM cuts three arrays for the log-prob of each drawn token and goes through each as if it held many.
 
-At 128 sequences that is 0.7 ms of the host in every step, while a step of a small or quantized model takes the GPU four.
-Where nothing but the drawn token's log-prob is asked for, a step's arrays become lists at once, and a request appends
-one number of each.
+At 128 sequences that is 0.7 ms of the host in every step, while a step of a small or quantized model takes the GPU
+four. Where nothing but the drawn token's log-prob is asked for, a step's arrays become lists at once, and a request
+appends one number of each.
 """
 
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from lit_qrl.rollout.vllm.patches.patch import Patch, Versions
 
@@ -51,21 +53,21 @@ def _by_number(arrays: type) -> type:
 
 def _appended(original: Callable[..., None]) -> Callable[..., None]:
     def _update_sample_logprobs(self: Any, logprobs_lists: Any) -> None:
-        if type(logprobs_lists) is not One:
-            return original(self, logprobs_lists)
-        word, logprob, rank = logprobs_lists
-        to = self.logprobs
-        if self.tokenizer is not None or not hasattr(to, "append_fast"):
-            import numpy as np
-
-            return original(self, (np.array([[word]]), np.array([[logprob]]), np.array([rank]), None))
-        self.cumulative_logprob += logprob
-        to.start_indices.append(len(to.logprobs))
-        to.token_ids.append(word)
-        to.logprobs.append(logprob)
-        to.ranks.append(rank)
-        to.decoded_tokens.append(None)
-        to.end_indices.append(len(to.logprobs))
+        one, to = type(logprobs_lists) is One, self.logprobs
+        if one and self.tokenizer is None and hasattr(to, "append_fast"):
+            word, logprob, rank = logprobs_lists
+            self.cumulative_logprob += logprob
+            to.start_indices.append(len(to.logprobs))
+            to.token_ids.append(word)
+            to.logprobs.append(logprob)
+            to.ranks.append(rank)
+            to.decoded_tokens.append(None)
+            to.end_indices.append(len(to.logprobs))
+        elif one:
+            word, logprob, rank = logprobs_lists
+            original(self, (np.array([[word]]), np.array([[logprob]]), np.array([rank]), None))
+        else:
+            original(self, logprobs_lists)
 
     return _update_sample_logprobs
 
