@@ -143,7 +143,6 @@ class Products:
                     a, codes[i].t(), out_dtype=torch.bfloat16, scale_a=by_row, scale_b=of_rows
                 ),
             )
-        yield "fp8_row, ours", lambda i: products_triton.product(a, by_row, codes[i], of_rows, None, torch.bfloat16)
         yield "fp8_row, torch", lambda i: gemm.scaled_mm(a, by_row, codes[i], of_rows, None, torch.bfloat16)
         along = torch.rand(rows, k // BLOCK, device="cuda") + 0.5
         across = along.t().contiguous().t()
@@ -254,7 +253,7 @@ def cuts(rows: int, n: int, k: int) -> Iterator[Any]:
 
 
 def search(bench: Products, rows: list[int], budget: float, kept: Callable[[], None]) -> dict[str, Any]:
-    """Return the fastest cuts of our product by format, rows and layer."""
+    """Return the fastest cuts of our product by rows and layer."""
     import torch
 
     from lit_qrl.formats.kernels import products_triton
@@ -266,35 +265,31 @@ def search(bench: Products, rows: list[int], budget: float, kept: Callable[[], N
         for how in cuts(m, *bench.shapes[layer]):
             small.setdefault((how.rows, how.columns, how.parts > 1, how.warps, how.stages), (m, how))
 
-    def call(layer: str, m: int, how: Any, blocks: bool) -> Call:
-        n, k = bench.shapes[layer]
-        a, codes, scales = torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn), bench.codes[layer], None
-        if blocks:
-            scale, scales = torch.rand(k // BLOCK, m, device="cuda").t() + 0.5, bench.scales[layer]
-        else:
-            scale, scales = torch.rand(m, 1, device="cuda"), [torch.rand(n, 1, device="cuda")] * len(codes)
+    def call(layer: str, m: int, how: Any) -> Call:
+        k, codes, scales = bench.shapes[layer][1], bench.codes[layer], bench.scales[layer]
+        a = torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn)
+        scale = torch.rand(k // BLOCK, m, device="cuda").t() + 0.5
         return lambda i: products_triton.product(a, scale, codes[i], scales[i], None, torch.bfloat16, how)
 
     start = time.perf_counter()
     with ThreadPoolExecutor(8) as pool:  # most of a compilation is outside of Python
-        list(pool.map(lambda one: [call(layer, one[0], one[1], blocks)(0) for blocks in (True, False)], small.values()))
+        list(pool.map(lambda one: call(layer, one[0], one[1])(0), small.values()))
     torch.cuda.synchronize()
-    print(f"{2 * len(small)} kernels compiled in {time.perf_counter() - start:.1f} s", flush=True)
+    print(f"{len(small)} kernels compiled in {time.perf_counter() - start:.1f} s", flush=True)
     best: dict[str, Any] = {}
     for m in rows:
-        for name, blocks in (("fp8_block", True), ("fp8_row", False)):
-            for layer, shape in bench.shapes.items():
-                tried: list[Any] = []
-                for how in cuts(m, *shape):
-                    if time.perf_counter() > end:
-                        break
-                    try:
-                        tried.append((round(timed(call(layer, m, how, blocks), len(bench.codes[layer])), 2), list(how)))
-                    except Exception as error:
-                        print(how, type(error).__name__, str(error)[:80], flush=True)
-                if tried:
-                    best[f"{m} {layer} {name}"] = sorted(tried)[:4]
-                    print(f"best {m:4d} {layer:>8} {name} of {len(tried)}: {sorted(tried)[:3]}", flush=True)
+        for layer, shape in bench.shapes.items():
+            tried: list[Any] = []
+            for how in cuts(m, *shape):
+                if time.perf_counter() > end:
+                    break
+                try:
+                    tried.append((round(timed(call(layer, m, how), len(bench.codes[layer])), 2), list(how)))
+                except Exception as error:
+                    print(how, type(error).__name__, str(error)[:80], flush=True)
+            if tried:
+                best[f"{m} {layer}"] = sorted(tried)[:4]
+                print(f"best {m:4d} {layer:>8} of {len(tried)}: {sorted(tried)[:3]}", flush=True)
         kept()
     return best
 
@@ -312,12 +307,12 @@ def summary(found: dict[str, Any], rows: list[int], layers: list[str]) -> None:
         if any(cell.strip() != "-" for cell in cells):
             print(" | ".join([f"{name:28}", *cells]))
     best = found.get("best", {})
-    for name in ("fp8_block", "fp8_row") if best else ():
+    if best:
         cells = []
         for m in rows:
-            own = [best[key][0][0] for key in (f"{m} {layer} {name}" for layer in layers) if key in best]
+            own = [best[key][0][0] for key in (f"{m} {layer}" for layer in layers) if key in best]
             cells.append(f"{sum(own):8.1f}" if len(own) == len(layers) else f"{'-':>8}")
-        print(" | ".join([f"{name + ', ours, best cuts':28}", *cells]))
+        print(" | ".join([f"{'fp8_block, ours, best cuts':28}", *cells]))
 
 
 if __name__ == "__main__":

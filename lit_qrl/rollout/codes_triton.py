@@ -24,6 +24,8 @@ WIDEST = 32768
 """The widest row that a program holds."""
 CHUNK = 1024
 """Values of a program whose scales are of groups."""
+PIECE = 4096
+"""Values that a program reads at once of a row that has one scale."""
 LEAST_OF_ROWS, LEAST_OF_GROUPS = 1.0 / (448.0 * 512.0), 1e-10 / 448.0
 """vLLM's smallest scales."""
 
@@ -65,6 +67,17 @@ def _norm_kernel(
     tl.store(scales + row + group * across, scale, mask=group * GROUP < k)
 
 
+@triton.jit
+def _gate(x, row, column, inside, k):
+    """SiLU of the first half of a row, rounded, times the second."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    at = x + row * 2 * k + column
+    values = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + k, mask=inside, other=0.0).to(tl.float32)
+    high, rest = _inverse(1.0 + libdevice.exp(-values), False)
+    return (tl.fma(values, high, values * rest).to(dtype).to(tl.float32) * up).to(dtype)
+
+
 @triton.jit(do_not_specialize=["across"])
 def _gated_kernel(
     x, y, codes, scales, k, across, SIZE: tl.constexpr, GROUP: tl.constexpr, LEAST: tl.constexpr
@@ -75,12 +88,7 @@ def _gated_kernel(
     group = tl.program_id(1) * groups + tl.arange(0, groups)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = column < k
-    dtype: tl.constexpr = x.dtype.element_ty
-    values = tl.load(x + row * 2 * k + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * k + k + column, mask=inside, other=0.0).to(tl.float32)
-    high, rest = _inverse(1.0 + libdevice.exp(-values), False)
-    gate = tl.fma(values, high, values * rest).to(dtype).to(tl.float32)
-    made = (gate * up).to(dtype)
+    made = _gate(x, row, column, inside, k)
     at = row * k + column
     tl.store(y + at, made, mask=inside)
     quotient, scale = _coded(made.to(tl.float32), LEAST)
@@ -88,7 +96,29 @@ def _gated_kernel(
     tl.store(scales + row + group * across, scale, mask=group * GROUP < k)
 
 
-_norm, _gated = Launch(_norm_kernel), Launch(_gated_kernel)
+@triton.jit
+def _gated_row_kernel(x, y, codes, scales, k, SIZE: tl.constexpr, LEAST: tl.constexpr):
+    """A row, piece by piece: first its values and the largest, then their codes."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, SIZE)
+    largest = tl.zeros((SIZE,), tl.float32)
+    for start in range(0, k, SIZE):
+        column = start + place
+        made = _gate(x, row, column, column < k, k)
+        tl.store(y + row * k + column, made, mask=column < k)
+        largest = tl.maximum(largest, tl.abs(made.to(tl.float32)))
+    scale = tl.maximum(_half_scale(tl.max(largest, axis=0, keep_dims=True)), LEAST)
+    high, rest = _inverse(scale, True)
+    tl.debug_barrier()  # what follows reads what other threads may have written
+    for start in range(0, k, SIZE):
+        column = start + place
+        values = tl.load(y + row * k + column, mask=column < k, other=0.0).to(tl.float32)
+        quotient = tl.fma(values, tl.broadcast_to(high, values.shape), values * rest)
+        tl.store(codes + row * k + column, quotient.to(codes.dtype.element_ty), mask=column < k)
+    tl.store(scales + row + tl.arange(0, 1), scale)
+
+
+_norm, _gated, _gated_row = Launch(_norm_kernel), Launch(_gated_kernel), Launch(_gated_row_kernel)
 Coded = tuple[Tensor, Tensor, Tensor]
 
 
@@ -128,10 +158,10 @@ def gated(x: Tensor, by_row: bool) -> Coded:
     """
     m, k = x.shape[0], x.shape[1] // 2
     y, codes, scales = _empty(x, m, k, by_row)
-    size = max(power_of_2(k), GROUP) if by_row else CHUNK
-    _gated(
-        (m, 1 if by_row else pieces(k, size)), (x, y, codes, scales), (k, m),
-        (size, *((size, LEAST_OF_ROWS) if by_row else (GROUP, LEAST_OF_GROUPS))),
-        num_warps=min(max(size // 1024, 2), 16),
-    )  # fmt: skip
+    if by_row:
+        size = min(max(power_of_2(k), GROUP), PIECE)
+        _gated_row((m,), (x, y, codes, scales), (k,), (size, LEAST_OF_ROWS), num_warps=max(size // 256, 1))
+    else:
+        constants = CHUNK, GROUP, LEAST_OF_GROUPS
+        _gated((m, pieces(k, CHUNK)), (x, y, codes, scales), (k, m), constants, num_warps=2)
     return y, codes, scales

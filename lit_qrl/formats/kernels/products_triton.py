@@ -1,15 +1,13 @@
-"""FP8 products of few rows, as a sampler decodes, with scales of rows or of blocks.
+"""The block-scaled FP8 product of few rows, as a sampler decodes: y[m, n] = Σ_k s_a[m, k] · s_b[n/128, k] · Σ_i a · b.
 
-    by rows:    y[m, n] = s_a[m] · s_b[n] · Σ_i a[m, i] · b[n, i]
-    by blocks:  y[m, n] = Σ_k s_a[m, k] · s_b[n/128, k] · Σ_i a[m, i] · b[n, i],   i in the k-th 128 inputs
-
-Sums are in fp32. Import it only where Triton and a CUDA device are.
+`k` counts blocks of 128 inputs, `i` the inputs of one; sums are in fp32. Import it only where Triton and a CUDA device
+are.
 
 Such a product waits for its weight, of which all multiprocessors must read at once: one that has fewer tiles than they
 are is cut along its inputs too, and the program that ends last adds the parts, always in the same order. A tensor core
 multiplies 64 rows at least of its first operand: of fewer rows of activations those are the weight's; of more they are
-the activations', so that a thread needs the scales of two rows alone. Scales of blocks are read a step ahead, for a
-step takes as long as memory answers otherwise.
+the activations', so that a thread needs the scales of two rows alone. Scales are read a step ahead, for a step takes as
+long as memory answers otherwise.
 """
 
 # pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
@@ -53,8 +51,8 @@ class Plan(NamedTuple):
 
 @triton.jit(do_not_specialize=["m", "across", "parts"])  # or Triton compiles anew for numbers that 16 divides
 def _product_kernel(
-    a, scale_a, b, scale_b, bias, out, partial, ended, m, n, k, along, across, parts, BM: tl.constexpr,
-    BN: tl.constexpr, BLOCKS: tl.constexpr, TURNED: tl.constexpr, CUT: tl.constexpr, BIASED: tl.constexpr,
+    a, scale_a, b, scale_b, bias, out, partial, ended, m, n, k, along, across, parts,
+    BM: tl.constexpr, BN: tl.constexpr, TURNED: tl.constexpr, CUT: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     """`BM` rows and `BN` columns from one part of the inputs; `TURNED` has the weight as the first operand."""
     tile, part = tl.program_id(0), tl.program_id(1)
@@ -73,30 +71,21 @@ def _product_kernel(
         total = tl.zeros((BN, BM), tl.float32)
     else:
         total = tl.zeros((BM, BN), tl.float32)
-    if BLOCKS:
-        row_scales = scale_a + kept * along + begin * across
-        scales = scale_b + (first // 128) * blocks + begin
-        factor = tl.load(row_scales) * tl.load(scales)
-        for block in range(begin, end):
-            ahead = tl.where(block + 1 < end, 1, 0)  # the last step reads its own again
-            row_scales += ahead * across
-            scales += ahead
-            next_rows, next_block = tl.load(row_scales), tl.load(scales)
-            if TURNED:
-                total += tl.dot(tl.load(weights), tl.trans(tl.load(rows))) * factor[None, :]
-            else:
-                total += tl.dot(tl.load(rows), tl.trans(tl.load(weights))) * factor[:, None]
-            factor = next_rows * next_block
-            rows += 128
-            weights += 128
-    else:
-        for _ in range(begin, end):
-            if TURNED:
-                total = tl.dot(tl.load(weights), tl.trans(tl.load(rows)), total)
-            else:
-                total = tl.dot(tl.load(rows), tl.trans(tl.load(weights)), total)
-            rows += 128
-            weights += 128
+    row_scales = scale_a + kept * along + begin * across
+    scales = scale_b + (first // 128) * blocks + begin
+    factor = tl.load(row_scales) * tl.load(scales)
+    for block in range(begin, end):
+        ahead = tl.where(block + 1 < end, 1, 0)  # the last step reads its own again
+        row_scales += ahead * across
+        scales += ahead
+        next_rows, next_block = tl.load(row_scales), tl.load(scales)
+        if TURNED:
+            total += tl.dot(tl.load(weights), tl.trans(tl.load(rows))) * factor[None, :]
+        else:
+            total += tl.dot(tl.load(rows), tl.trans(tl.load(weights))) * factor[:, None]
+        factor = next_rows * next_block
+        rows += 128
+        weights += 128
     if TURNED:
         place = row[None, :].to(tl.int64) * n + column[:, None]
         there = tl.broadcast_to((row < m)[None, :], (BN, BM))
@@ -117,12 +106,6 @@ def _product_kernel(
                 other += m * n
             tl.store(ended + tile, 0)
     if last:
-        if not BLOCKS:
-            own, others = tl.load(scale_a + kept * along), tl.load(scale_b + column)
-            if TURNED:
-                total = total * own[None, :] * others[:, None]
-            else:
-                total = total * own[:, None] * others[None, :]
         if BIASED:
             added = tl.load(bias + column).to(tl.float32)
             if TURNED:
@@ -142,23 +125,26 @@ def _ended(device: torch.device) -> Tensor:
     return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
-PROGRAMS, SHORTEST = 264, 7
-"""Programs that a product is cut into where it can, two for each of 132 multiprocessors, and blocks of a part."""
+PROGRAMS = 400
+"""Programs that a product is cut into where it can: about three for each of 132 multiprocessors."""
 
 
 def plan(m: int, n: int, k: int) -> Plan:
-    """Return how a product is cut.
+    """Return how a product is cut: about as the fastest of 160 ways were on an H200 (`benchmarks/products.py`).
 
     Args:
         m: rows of activations.
         n: rows of the weight.
         k: its columns.
     """
-    rows = min(max(power_of_2(m), 16), 128)
-    columns = 128 if rows < 64 and n // BLOCK >= PROGRAMS else 64
-    tiles = pieces(m, rows) * (n // columns)
-    parts = max(min(-(-PROGRAMS // tiles), k // BLOCK // SHORTEST), 1) if 2 * tiles <= PROGRAMS else 1
-    return Plan(rows, columns, parts, 4, 4 if rows < 64 else 3)
+    rows = min(max(power_of_2(m), 16), 64)
+    bands = pieces(m, rows)
+    wide = n // BLOCK >= PROGRAMS // 2 if rows < 64 else bands * n // 64 > PROGRAMS // 3
+    columns = BLOCK if wide else 64
+    tiles = bands * (n // columns)
+    shortest = 7 if rows < 64 else 9  # blocks of a part, whose sum is written and read once more
+    parts = max(min(round(PROGRAMS / tiles), k // BLOCK // shortest), 1)
+    return Plan(rows, columns, parts, 4, 3)
 
 
 def product(
@@ -174,9 +160,9 @@ def product(
 
     Args:
         a: "m k", float8_e4m3fn.
-        scale_a: "m 1", or "m k/128" in any order of its dimensions; fp32.
+        scale_a: "m k/128", fp32, in any order of its dimensions.
         b: "n k", float8_e4m3fn; both multiples of 128.
-        scale_b: "n 1", or "n/128 k/128"; fp32.
+        scale_b: "n/128 k/128", fp32.
         bias: " n", or None.
         dtype: of the result.
         how: it is cut; None is as `plan` says.
@@ -186,12 +172,12 @@ def product(
     out = torch.empty((m, n), dtype=dtype, device=a.device)
     cut = how.parts > 1
     partial = torch.empty((how.parts, m, n), dtype=torch.float32, device=a.device) if cut else out
-    tiles, blocks = pieces(m, how.rows) * (n // how.columns), scale_b.shape != (n, 1)
+    tiles = pieces(m, how.rows) * (n // how.columns)
     _product(
         (tiles, how.parts),
         (a, scale_a, b, scale_b, out if bias is None else bias, out, partial, _ended(a.device)),
         (m, n, k, scale_a.stride(0), scale_a.stride(1), how.parts),
-        (how.rows, how.columns, blocks, how.rows < 64, cut, bias is not None),
+        (how.rows, how.columns, how.rows < 64, cut, bias is not None),
         num_warps=how.warps,
         num_stages=how.stages,
     )

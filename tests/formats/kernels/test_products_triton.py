@@ -37,11 +37,6 @@ def compare_cuts(device):
                 assert (out.double() - expected).abs().max() < bound * expected.abs().max(), (m, plan)
                 again = products_triton.product(a, scale, b, scale_b, bias, torch.float32, plan)
                 assert torch.equal(out, again)
-        by_row, of_rows = scale_a[:, :1].contiguous(), scale_b.new_tensor(range(n)).view(n, 1) / n + 0.5
-        rows_expected = (a.double() * by_row.double()) @ (b.double() * of_rows.double()).T + bias.double()
-        for plan in plans:
-            out = products_triton.product(a, by_row, b, of_rows, bias, torch.float32, plan)
-            assert (out.double() - rows_expected).abs().max() < bound * rows_expected.abs().max(), (m, plan)
         plain = products_triton.product(a, scale_a, b, scale_b, None, torch.bfloat16)
         torch.testing.assert_close(plain.double(), expected - bias.double(), rtol=2**-7, atol=0.1)
     assert not products_triton._ended(a.device).any()  # what counts parts is as the next product wants it
@@ -80,8 +75,4 @@ def test_plans_at_the_shapes_of_a_decoder(m):
         a, scale_a, b, scale_b, bias = operands(m, n, k, "cuda")
         out = products_triton.product(a, scale_a, b, scale_b, bias, torch.bfloat16)
         expected = exact(a, scale_a, b, scale_b, bias)
-        assert (out.double() - expected).abs().max() < 2**-7 * expected.abs().max()
-        ones = torch.ones(m, 1, device="cuda"), torch.ones(n, 1, device="cuda")
-        out = products_triton.product(a, ones[0], b, ones[1], None, torch.bfloat16)
-        expected = a.double() @ b.double().T
         assert (out.double() - expected).abs().max() < 2**-7 * expected.abs().max()

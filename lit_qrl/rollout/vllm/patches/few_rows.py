@@ -1,9 +1,9 @@
-"""vLLM's CUTLASS kernels multiply FP8 by tiles of many rows: 128 sequences of a decoding step leave much of a GPU idle.
+"""vLLM's CUTLASS kernel for block-scaled FP8 goes by tiles of many rows: for 128 sequences it takes as long as bf16's.
 
-Its block-scaled product takes longer than bf16's there. A weight that is too small to give every multiprocessor a tile
-goes through our product, which cuts it along its inputs (`formats/kernels/products_triton.py`); block-scaled ones of
-more rows go through cuBLASLt. Codes and scales stay where a publish puts them and are the same numbers; sums are added
-in another order. Other devices and shapes, and batch-invariant runs, stay with vLLM.
+A weight that is too small to give every multiprocessor a tile goes through our product, which cuts it along its inputs
+(`formats/kernels/products_triton.py`); others, and more rows, go through cuBLASLt. Codes and scales stay where a
+publish puts them and are the same numbers; sums are added in another order. Other devices and shapes, and
+batch-invariant runs, stay with vLLM. Scales of rows do too, whose CUTLASS kernel is as fast as ours was.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from lit_qrl.rollout.vllm.patches.codes_in_passing import kept_codes
 from lit_qrl.rollout.vllm.patches.patch import Patch, Versions
 
 BLOCK = gemm.BLOCK
-MOST_ROWS, FEW_ROWS = 128, 16
+MOST_ROWS, FEW_ROWS = 128, 32
 """Rows up to which ours is faster for weights of few tiles, and for all."""
-MOST_TILES = 264
-"""Tiles of 128 outputs from which on a weight keeps all of 132 multiprocessors busy."""
+MOST_TILES = 132
+"""Tiles of 128 outputs from which on a weight keeps an H200's multiprocessors busy."""
 
 
 def ours(m: int, n: int) -> bool:
@@ -80,33 +80,6 @@ def _block_scale(layer: Any) -> Tensor | None:
     return next((scale for scale in found if scale is not None), None)
 
 
-def _rows(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def apply_scaled_mm(
-        self: Any,
-        *,
-        A: Tensor,
-        B: Tensor,
-        out_dtype: torch.dtype,
-        As: Tensor,
-        Bs: Tensor,
-        bias: Tensor | None,
-        output_shape: list[int],
-    ) -> Tensor:
-        weight = B.t()
-        m, (n, k) = A.shape[0], weight.shape
-        of_rows = As.shape == (m, 1) and Bs.shape == (n, 1) and As.dtype == torch.float32
-        padded = n != self.logical_output_size or k != A.shape[1]
-        # the compiler chooses once for any number of rows
-        few = not torch.compiler.is_compiling() and ours(m, n)
-        if padded or not few or not of_rows or not takes(A, weight, Bs):
-            return original(self, A=A, B=B, out_dtype=out_dtype, As=As, Bs=Bs, bias=bias, output_shape=output_shape)
-        from lit_qrl.formats.kernels import products_triton
-
-        return products_triton.product(A, As, weight, Bs, bias, out_dtype).view(*output_shape)
-
-    return apply_scaled_mm
-
-
 def takes(x: Tensor, weight: Tensor, scale: Tensor) -> bool:
     """Return whether such inputs, "... k", and a weight "n k" with its scales are what our product multiplies."""
     whole = weight.shape[0] % BLOCK == weight.shape[1] % BLOCK == 0 and weight.is_contiguous()
@@ -136,15 +109,10 @@ def _invariant() -> bool:
     return bool(envs.VLLM_BATCH_INVARIANT)
 
 
-_KERNELS = "vllm.model_executor.kernels.linear.scaled_mm.cutlass:"
-
 PATCH = Patch(
     __name__,
     Versions("0.26"),
-    "vLLM has FP8 products for a few rows, of blocks too, that cut a weight along its inputs",
-    {
-        f"{_KERNELS}CutlassFp8BlockScaledMMKernel.apply_weights": _blocks,
-        f"{_KERNELS}CutlassFP8ScaledMMLinearKernel.apply_scaled_mm": _rows,
-    },
+    "vLLM has a block-scaled product for few rows that cuts a weight along its inputs",
+    {"vllm.model_executor.kernels.linear.scaled_mm.cutlass:CutlassFp8BlockScaledMMKernel.apply_weights": _blocks},
     device="cuda",
 )

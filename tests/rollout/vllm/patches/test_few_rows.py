@@ -98,32 +98,6 @@ def test_the_compiler_sees_one_operator():
     assert (out.shape, out.dtype) == ((5, 256), torch.bfloat16)
 
 
-def rows_of(original):
-    ours = few_rows._rows(original)
-
-    def apply(a, b, scale_a, scale_b, bias, dtype=torch.bfloat16, outputs=None):
-        kernel = SimpleNamespace(logical_output_size=outputs or b.shape[1])
-        size = [*a.shape[:-1], b.shape[1]]
-        return ours(kernel, A=a, B=b, out_dtype=dtype, As=scale_a, Bs=scale_b, bias=bias, output_shape=size)
-
-    return apply
-
-
-def test_scales_that_are_of_no_rows_and_many_rows_are_left_to_vllm(monkeypatch):
-    monkeypatch.setattr(few_rows, "takes", lambda *given: True)
-    seen = []
-    apply = rows_of(lambda self, **given: seen.append(given))
-    layer = layer_of(256, 384)
-    a, one = torch.randn(2, 384).to(torch.float8_e4m3fn), torch.ones(1)
-    apply(a, layer.weight.t(), one, torch.ones(256, 1), None)
-    apply(a, layer.weight.t(), torch.ones(2, 1), one, None)
-    apply(a.repeat(100, 1), layer.weight.t(), torch.ones(200, 1), torch.ones(256, 1), None)
-    apply(a, layer.weight.t(), torch.ones(2, 1), torch.ones(256, 1), None, outputs=250)  # padded by vLLM
-    apply(a[:, :380], layer.weight.t(), torch.ones(2, 1), torch.ones(256, 1), None)
-    assert [given["A"].shape[0] for given in seen] == [2, 2, 200, 2, 2]
-    assert set(seen[0]) == {"A", "B", "out_dtype", "As", "Bs", "bias", "output_shape"}
-
-
 def check(out, expected):
     assert (out.double() - expected).abs().max() < 2**-7 * expected.abs().max()
     assert (out.double() - expected).square().mean().sqrt() < 2**-8 * expected.square().mean().sqrt()
@@ -155,33 +129,6 @@ def test_products_by_blocks_are_those_of_fp64_and_of_vllm_s_kernel(rows):
         across = layer.weight_scale.t()
         theirs = ops.cutlass_scaled_mm(codes, layer.weight.t(), scale_a=scales, scale_b=across, out_dtype=out.dtype)
         check(out, (theirs if bias is None else theirs + bias).double())
-
-
-@pytest.mark.gpu
-@pytest.mark.vllm
-@pytest.mark.parametrize("rows", [1, 7, 16, 64, 128])
-def test_products_by_rows_are_those_of_fp64_and_of_vllm_s_kernel(rows):
-    from vllm import _custom_ops as ops
-
-    taken = rows_of(lambda *given, **named: None)
-    count = 0
-    for n, k, biased in SHAPES:
-        layer = layer_of(n, k, "cuda")
-        a = torch.randn(rows, k, device="cuda").to(torch.float8_e4m3fn)
-        scale_a, scale_b = torch.rand(rows, 1, device="cuda") + 0.5, torch.rand(n, 1, device="cuda") + 0.5
-        bias = torch.randn(n, device="cuda", dtype=torch.bfloat16) if biased else None
-        out = taken(a, layer.weight.t(), scale_a, scale_b, bias)
-        if out is None:
-            assert rows > few_rows.FEW_ROWS
-            continue
-        count += 1
-        expected = (a.double() * scale_a.double()) @ (layer.weight.double() * scale_b.double()).T
-        check(out, expected if bias is None else expected + bias.double())
-        theirs = ops.cutlass_scaled_mm(
-            a, layer.weight.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, bias=bias
-        )
-        check(out, theirs.double())
-    assert count >= 4
 
 
 @pytest.mark.gpu
