@@ -35,9 +35,9 @@ PARTS = {
 KINDS = {
     "attention": r"flash|attn|attention|reshape_and_cache|paged",
     "GEMM": r"gemm|nvjet|cutlass|marlin|machete|cublas|wgmma|splitk|s16816|scaled_mm|_product_kernel",
-    "norms, activations, rotary, quantization": r"rms|norm|silu|act_and_mul|rotary|quant",
+    "norms, activations, rotary, quantization": r"rms|norm|silu|gated|act_and_mul|rotary|quant",
     "sampling and log-probs": r"softmax|topk|top_k|sort|argmax|gumbel|exponential|distribution|gather|sample|logprob|"
-    r"rank|temperature|penalt|greater|scatter|random|reduce",
+    r"rank|temperature|penalt|greater|scatter|random|reduce|_part_kernel|_whole_kernel",
     "copies": r"memcpy|memset|copy",
 }
 """By what the name of a kernel has in it, the first that fits."""

@@ -126,7 +126,7 @@ class Products:
         from torch.nn import functional as F
 
         from lit_qrl.formats.kernels import gemm, products_triton
-        from lit_qrl.rollout.vllm.patches import few_rows
+        from lit_qrl.rollout.vllm.patches import block_products
 
         (n, k), e4m3 = self.shapes[layer], torch.float8_e4m3fn
         plain, codes, scales = self.plain[layer], self.codes[layer], self.scales[layer]
@@ -169,7 +169,7 @@ class Products:
         )
         yield (
             "fp8_block, as patched",
-            lambda i: few_rows.by_blocks(a, across, codes[i], scales[i], None, torch.bfloat16),
+            lambda i: block_products.by_blocks(a, across, codes[i], scales[i], None, torch.bfloat16),
         )
         yield "fp8_block, ours", lambda i: products_triton.product(a, across, codes[i], scales[i], None, torch.bfloat16)
 

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_qrl.rollout.vllm.patches import few_rows
+from lit_qrl.rollout.vllm.patches import block_products
 
 
 def layer_of(n, k, device="cpu", dtype=torch.float32):
@@ -27,30 +27,30 @@ def exact(codes, scales, layer, bias):
 
 
 def patched(original):
-    return few_rows._blocks(original), SimpleNamespace(
+    return block_products._blocks(original), SimpleNamespace(
         quant_fp8=quantized, config=SimpleNamespace(out_dtype=torch.bfloat16)
     )
 
 
 def test_what_our_kernel_does_not_multiply_is_left_to_vllm(monkeypatch):
-    monkeypatch.setattr(few_rows, "_here", lambda: True)
-    monkeypatch.setattr(few_rows, "_invariant", lambda: False)
+    monkeypatch.setattr(block_products, "_here", lambda: True)
+    monkeypatch.setattr(block_products, "_invariant", lambda: False)
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     plain = layer_of(256, 384)
-    assert few_rows.takes(on_gpu, plain.weight, plain.weight_scale)
+    assert block_products.takes(on_gpu, plain.weight, plain.weight_scale)
     refused = [
         (SimpleNamespace(device=torch.device("cpu")), plain.weight, plain.weight_scale),
         (on_gpu, *vars(layer_of(250, 384)).values()),  # a partial block
         (on_gpu, *vars(layer_of(256, 384, dtype=torch.bfloat16)).values()),
         (on_gpu, plain.weight.t(), plain.weight_scale),
     ]
-    assert not any(few_rows.takes(*one) for one in refused)
-    monkeypatch.setattr(few_rows, "_invariant", lambda: True)
-    assert not few_rows.takes(on_gpu, plain.weight, plain.weight_scale)
+    assert not any(block_products.takes(*one) for one in refused)
+    monkeypatch.setattr(block_products, "_invariant", lambda: True)
+    assert not block_products.takes(on_gpu, plain.weight, plain.weight_scale)
 
 
 def test_a_scale_that_is_of_no_whole_blocks_is_left_to_vllm(monkeypatch):
-    monkeypatch.setattr(few_rows, "takes", lambda *given: True)
+    monkeypatch.setattr(block_products, "takes", lambda *given: True)
     seen = []
     apply, kernel = patched(lambda *given, **named: seen.append(given))
     layer, x = layer_of(256, 384), torch.randn(3, 384)
@@ -69,13 +69,13 @@ def test_a_layer_that_is_left_to_vllm_gets_what_it_was_given():
 
 
 def test_codes_and_scales_reach_the_product_with_their_layer_s(monkeypatch):
-    monkeypatch.setattr(few_rows, "takes", lambda *given: True)
+    monkeypatch.setattr(block_products, "takes", lambda *given: True)
 
     def multiplied(codes, scales, weight, block_scales, bias, dtype):
         given = SimpleNamespace(weight=weight, weight_scale=block_scales)
         return exact(codes, scales, given, bias).to(dtype)
 
-    monkeypatch.setattr(few_rows, "by_blocks", multiplied)
+    monkeypatch.setattr(block_products, "by_blocks", multiplied)
     apply, kernel = patched(lambda *given, **named: pytest.fail("vLLM's own"))
     x, bias = torch.randn(2, 3, 384), torch.randn(256)
     for name in ("weight_scale", "weight_scale_inv"):  # compressed-tensors' name, and that of vLLM's own FP8 folders
@@ -89,7 +89,7 @@ def test_codes_and_scales_reach_the_product_with_their_layer_s(monkeypatch):
 
 
 def test_the_compiler_sees_one_operator():
-    operator = few_rows._operator()
+    operator = block_products._operator()
     layer = layer_of(256, 384)
     codes, scales = quantized(torch.randn(5, 384))
     with torch._subclasses.FakeTensorMode() as mode:
