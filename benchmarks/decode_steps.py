@@ -7,7 +7,7 @@ line is printed when it is measured.
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
@@ -23,7 +23,7 @@ ONE_BY_ONE = "seeds one by one"
 """The arm as a rollout was before `patches/request_noise.py`: the noise of each request by a launch of its own.
 
 vLLM's runner of version 1 alone makes it so (mixtures of experts, proposed tokens): `VLLM_USE_V2_MODEL_RUNNER=0`."""
-WARM, TIMED, PROFILED = 6, 40, 4
+WARM, TIMED, PROFILED = 6, 40, 8
 PARTS = {
     "schedule": ("engine_core.engine_core.scheduler", "schedule"),
     "launch": ("engine_core.engine_core.model_executor", "execute_model"),
@@ -34,14 +34,14 @@ PARTS = {
 """What vLLM's host does in a step: an object below its engine, and a method. The rest of a step it mostly waits."""
 KINDS = {
     "attention": r"flash|attn|attention|reshape_and_cache|paged",
-    "GEMM": r"gemm|nvjet|cutlass|marlin|machete|cublas|wgmma|splitk|s16816",
-    "norms, activations, rotary, quantization": r"rms|norm|silu|act_and_mul|rotary|quant",
+    "GEMM": r"gemm|nvjet|cutlass|marlin|machete|cublas|wgmma|splitk|s16816|scaled_mm|_product_kernel",
+    "norms, activations, rotary, quantization": r"rms|norm|silu|gated|act_and_mul|rotary|quant",
     "sampling and log-probs": r"softmax|topk|top_k|sort|argmax|gumbel|exponential|distribution|gather|sample|logprob|"
-    r"rank|temperature|penalt|greater|scatter|random|reduce",
+    r"rank|temperature|penalt|greater|scatter|random|reduce|_part_kernel|_whole_kernel",
     "copies": r"memcpy|memset|copy",
 }
 """By what the name of a kernel has in it, the first that fits."""
-SHOWN = 14
+SHOWN = 18
 
 
 def run(bench: Any, batches: list[int]) -> dict[str, Any]:
@@ -65,7 +65,8 @@ def run(bench: Any, batches: list[int]) -> dict[str, Any]:
                 figures[ONE_BY_ONE], _ = timed(bench, batch, True, True)
             print(f"batch {batch}: {ONE_BY_ONE} {figures[ONE_BY_ONE]:.2f} ms", flush=True)
         figures["kernels"] = kernels = profiled(bench, batch)
-        print(f"batch {batch}: device {kernels['device']:.2f} ms a step; {kernels['kinds']}")
+        told = f"device {kernels['device']:.2f} ms a step, idle {kernels['idle']:.2f}, {kernels['launches']} launches"
+        print(f"batch {batch}: {told}; {kernels['kinds']}")
         for row in kernels["top"]:
             print(f"{row[0]:9.3f} ms {row[1]:7.1f} calls  {row[2]}", flush=True)
     return found
@@ -150,30 +151,67 @@ def _clocked(method: Callable[..., Any], spent: dict[str, float], part: str) -> 
 
 
 def profiled(bench: Any, batch: int) -> dict[str, Any]:
-    """Return the device's milliseconds of a step as a rollout takes it, by kind, and the largest kernels."""
+    """Return the device's milliseconds of a step as a rollout takes it: by kind, between kernels, and the largest."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     from lit_qrl.rollout.vllm.process import kept_process_state
 
+    on_gpu = bench.device == "cuda"
     with kept_process_state():
         names = _begin(bench, batch, True, True)
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (bench.device == "cuda")
-        with profile(activities=activities) as found:
+        bench.sync()
+        # what the host does is timed elsewhere: to record it as well would slow it
+        with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
             for _ in range(PROFILED):
                 bench.engine.llm.llm_engine.step()
             bench.sync()
         _end(bench, names)
-    rows = []
-    for event in found.key_averages():
-        own = 1e-3 * getattr(event, "self_device_time_total", 0.0) / PROFILED
-        if own > 0 and not event.key.startswith(("aten::", "ProfilerStep", "vllm::", "_C::")):
-            rows.append((round(own, 4), event.count / PROFILED, event.key[:100]))
-    rows.sort(reverse=True)
+    events = [
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in found.events() or ()
+        if event.device_type == DeviceType.CUDA
+    ]
+    return kernel_figures(events, PROFILED)
+
+
+def kernel_figures(events: Sequence[tuple[float, float, str]], steps: int) -> dict[str, Any]:
+    """Return milliseconds a step of kernels by kind, of what none ran in, and the kernels that took most.
+
+    The output head is the product that takes longest, once a step.
+
+    Args:
+        events: start, end (microseconds) and name of each kernel.
+        steps: that they belong to.
+    """
+    events = sorted(events)
+    sums: dict[str, list[float]] = {}
     kinds: dict[str, float] = {}
-    for own, _, name in rows:
-        kind = next((kind for kind, words in KINDS.items() if re.search(words, name, re.IGNORECASE)), "other")
-        kinds[kind] = round(kinds.get(kind, 0.0) + own, 3)
-    return {"device": round(sum(row[0] for row in rows), 3), "kinds": kinds, "top": rows[:SHOWN]}
+    products = sorted((end - start for start, end, name in events if _kind(name) == "GEMM"), reverse=True)
+    head = sum(products[:steps])
+    for start, end, name in events:
+        own = sums.setdefault(name, [0.0, 0])
+        own[0], own[1] = own[0] + end - start, own[1] + 1
+        kinds[_kind(name)] = kinds.get(_kind(name), 0.0) + end - start
+    if products:
+        kinds["GEMM"] -= head
+        kinds["GEMM of the head"] = head
+    idle, reached = 0.0, events[0][0] if events else 0.0
+    for start, end, _ in events:
+        idle, reached = idle + max(start - reached, 0.0), max(reached, end)
+    span = reached - events[0][0] if events else 0.0
+    top = sorted(((round(1e-3 * own / steps, 4), count / steps, name[:100]) for name, (own, count) in sums.items()))
+    return {
+        "device": round(1e-3 * (span - idle) / steps, 3),
+        "idle": round(1e-3 * idle / steps, 3),
+        "launches": round(len(events) / steps, 1),
+        "kinds": {kind: round(1e-3 * own / steps, 3) for kind, own in sorted(kinds.items(), key=lambda one: -one[1])},
+        "top": top[::-1][:SHOWN],
+    }
+
+
+def _kind(name: str) -> str:
+    return next((kind for kind, words in KINDS.items() if re.search(words, name, re.IGNORECASE)), "other")
 
 
 def _end(bench: Any, names: list[str]) -> None:

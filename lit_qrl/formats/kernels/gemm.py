@@ -145,12 +145,15 @@ def scaled_mm_block(
         a = F.pad(a.view(torch.uint8), (0, 0, 0, padding)).view(a.dtype)
         scale_a = F.pad(scale_a, (0, 0, 0, padding), value=1.0)
     scale_b = scale_b if blocks else _column_major(scale_b)
-    out = _block_product(a, _column_major(scale_a), b, scale_b, dtype, blocks)
+    out = block_product(a, _column_major(scale_a), b, scale_b, dtype, blocks)
     out = out[:rows] if padding else out
     return out if bias is None else out.add_(bias)
 
 
-def _block_product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, blocks: bool) -> Tensor:
+def block_product(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, blocks: bool = True
+) -> Tensor:
+    """Return what `scaled_mm_block` does of rows in fours, with both scales as cuBLASLt reads them."""
     one = F.ScalingType.BlockWise1x128
     other = F.ScalingType.BlockWise128x128 if blocks else one
     return F.scaled_mm(a, b.t(), scale_a, one, scale_b, other, output_dtype=dtype)
@@ -186,7 +189,7 @@ def _settled_rows(n: int, k: int, index: int | None, dtype: torch.dtype) -> int:
 
     def product(rows: int) -> Tensor:
         part = scale_a[:rows].t().contiguous().t()
-        return _block_product(a[:rows], part, b, scale_b, dtype, blocks=True)
+        return block_product(a[:rows], part, b, scale_b, dtype, blocks=True)
 
     return smallest_settled(product)
 

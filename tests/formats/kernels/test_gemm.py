@@ -80,7 +80,7 @@ def test_rows_of_a_block_product_are_padded_until_they_are_settled(monkeypatch):
         assert scale_a[a.shape[0] - 1].eq(1 if a.shape[0] > 5 else scale_a[-1]).all()
         return a.float() @ b.float().t()
 
-    monkeypatch.setattr(gemm, "_block_product", product)
+    monkeypatch.setattr(gemm, "block_product", product)
     a = torch.randn(5, 128).to(torch.float8_e4m3fn)
     b = torch.randn(8, 128).to(torch.float8_e4m3fn)
     bias = torch.randn(8)
