@@ -188,6 +188,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--turn", type=int, default=3, help="publishes of each --transfer, the first of which warms up")
     parser.add_argument("--then", choices=("bf16", "fp8_row"), help="format of the sampler from iteration --turn on")
     parser.add_argument("--prompts", type=int, help="of an iteration (default: the case's)")
+    parser.add_argument("--memory", action="store_true", help="print what torch and the driver hold after each phase")
     parser.add_argument("--stacks", action="store_true", help="write every second what the run's processes are in")
     parser.add_argument("--devices", type=int, default=1, help="GPUs of the cases in parts")
     parser.add_argument("--iterations", type=int, default=7, help="of each run, the first two of which do not count")
@@ -458,7 +459,7 @@ def end(started: Started | None) -> None:
 def measure(args: argparse.Namespace, plan: Planned, started: Started) -> dict[str, Any]:
     """Return the figures of a run whose gate is open, or what went wrong."""
     case, run, checkpoints, processes = plan.case, plan.run, plan.checkpoints, started.processes
-    held, deadline = device_memory(), time.monotonic() + args.timeout
+    before, deadline = device_memory(), time.monotonic() + args.timeout
     begun = time.monotonic()
     wanted = iterations(args, case) if checkpoints == "none" else sys.maxsize  # then what follows is of no interest
     try:
@@ -468,7 +469,7 @@ def measure(args: argparse.Namespace, plan: Planned, started: Started) -> dict[s
     rows = read_rows(run / "metrics.csv")[: len(ends)]
     result: dict[str, Any] = {
         "peak_gib": round(max(peaks), 1) or None,
-        "held_before_gib": round(held, 1),
+        "held_before_gib": round(before, 1),
         "peaks": [round(peak, 1) for peak in peaks],
         **start(begun, ends, rows),
         "seconds_in_all": round(time.monotonic() - begun, 1),
@@ -476,6 +477,9 @@ def measure(args: argparse.Namespace, plan: Planned, started: Started) -> dict[s
     if len(rows) < wanted and (processes[0].returncode or checkpoints == "none"):
         result |= {"error": f"status {processes[0].returncode} after {len(rows)} rows"}
         result |= {"seen": rows, "log": started.log.read_text()[-8000:]}
+    if (held := run / "held.jsonl").exists():
+        print(held.read_text(), flush=True)
+        result["held"] = [json.loads(line) for line in held.read_text().splitlines()]
     saved = run / "checkpoints" / "last.ckpt"
     result["checkpoint_gib"] = round(saved.stat().st_size / 2**30, 2) if saved.exists() else None
     wall = [later - earlier for earlier, later in itertools.pairwise(ends)]
@@ -654,6 +658,8 @@ def configuration(
     if case.get("apart") and len(args.transfer) > 1:
         turns = {"class_path": "ways.TakeTurns", "init_args": {"ways": args.transfer, "each": args.turn}}
         trainer["callbacks"] = [*trainer.get("callbacks", []), turns]
+    if args.memory:
+        trainer["callbacks"] = [*trainer.get("callbacks", []), {"class_path": "held.Held"}]
     if args.then:
         later = {"class_path": "ways.ThenFormat", "init_args": {"format": args.then, "after": args.turn}}
         trainer["callbacks"] = [*trainer.get("callbacks", []), later]
