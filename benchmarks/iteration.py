@@ -246,13 +246,13 @@ def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None
             ):
                 peer, _, other = peer.partition("/")
                 masters = other or masters
-                if peer == "trl" and recompute != args.recompute[0]:
-                    continue  # it has a way of its own
+                if peer == "trl" and recompute == "all" and "auto" in args.recompute:
+                    continue  # which are the same there
                 run = Path(temporary) / f"{name}-{number}"
                 case |= {"arm": arm, "peer": peer, "schedule": schedule, "replay": routes, "recompute": recompute}
                 case |= {"masters": masters}
                 what = {"case": name, "arm": arm, "peer": peer, "checkpoints": checkpoints, "masters": masters}
-                what |= {"recompute": recompute} if peer == "here" and recompute != "auto" else {}
+                what |= {"recompute": recompute} if recompute != "auto" else {}
                 what |= {"schedule": schedule} if case.get("apart") else {}
                 what |= {"replay": routes} if mixes(case) else {}
                 planned.append(Planned(what, dict(case), folder, run, checkpoints))
@@ -792,12 +792,12 @@ def compared(results: list[dict[str, Any]]) -> Iterator[str]:
     ways: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for result in results:
         here = result["peer"] == "here"
-        way = (result["arm"], result.get("recompute", "auto")) if here else ("trl",)
+        way = (result["arm"] if here else "trl", result.get("recompute", "auto"))
         ways.setdefault((result.get("masters", ""), *way), []).append(result)
     for (masters, *way), ours in ways.items():
-        theirs = ways.get((masters, "trl"))
+        theirs = ways.get((masters, "trl", "auto")) or ways.get((masters, "trl", way[1]))
         base = theirs or ways.get((masters, "bf16", "auto"))
-        if base is None or ours is base:
+        if base is None or ours is base or way[0] == "trl":
             continue
         first, second = (
             statistics.median([wall for run in runs for wall in run["walls"][-run["counted"] :]])
