@@ -196,7 +196,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt")
     parser.add_argument("--models", type=Path, help="where model folders are kept (default: nowhere)")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for each run")
-    parser.add_argument("--prepare", action="store_true", help="write the folders of --models and end")
+    parser.add_argument(
+        "--prepare", action="store_true", help="write the folders of --models, and a YAML of each case, and end"
+    )
     parser.add_argument("--join", nargs="+", type=Path, help="print the table of such files and end")
     parser.add_argument(
         "--set", nargs=argparse.REMAINDER, default=[], help="last: further options of fit, such as --a.b c"
@@ -224,6 +226,8 @@ def main() -> None:
 
 def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     """Run every case; what was found is added to `results` and written as it comes."""
+    import yaml
+
     with tempfile.TemporaryDirectory() as temporary:
         models = args.models.resolve() if args.models else Path(temporary)
         planned: list[Planned] = []
@@ -237,6 +241,14 @@ def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None
             drawn = bool(case.get("drawn"))
             folder = model_folder(models, case["shape"], case.get("format"), case.get("stops", 1), drawn)
             if args.prepare:
+                begins = {
+                    "arm": args.arms[0],
+                    "masters": args.masters[0],
+                    "recompute": args.recompute[0],
+                    "replay": "on",
+                }
+                made = configuration(args, case | begins, folder, models / name, args.checkpoints[0])
+                (models / f"{name}.yaml").write_text(yaml.safe_dump(made))
                 continue
             schedules = args.schedules if case.get("apart") else ["on_policy"]
             replay = args.replay if mixes(case) else ["off"]
