@@ -24,7 +24,8 @@ ACCELERATOR = "gpu"
 LIMIT = 75
 """Seconds of a check."""
 AT_ONCE = 3
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+"""Of which every matrix is whole blocks of 128."""
 CLOSE = 1e-4
 """What fp32 sums in another order may differ by, as a share of the largest of a tensor's numbers."""
 ROUNDED = 0.01
