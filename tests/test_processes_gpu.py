@@ -1,7 +1,7 @@
 """Two processes with a GPU each, joined by NCCL, repeat the run of one; low-bit learners in parts with their kernels.
 
-Each check has processes of its own, forked over one import, so that one that hangs costs no other. `pytest -m gpu -v
-tests/test_processes_gpu.py` prints a line for each as it ends, and the figures at the end.
+Three processes at a time do a check: two, and the one alone. Where one fails or hangs, others do the next.
+`pytest -m gpu -v tests/test_processes_gpu.py` prints a line for each as it ends, and the figures at the end.
 """
 
 import os
@@ -21,9 +21,10 @@ from tests.two_processes import RANKS, free_ports, join
 
 pytestmark = pytest.mark.gpu
 ACCELERATOR = "gpu"
-LIMIT = 75
+LIMIT = 60
 """Seconds of a check."""
-AT_ONCE = 4
+AT_ONCE = 3
+RANKED = (*range(RANKS), None)
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 """Of which every matrix is whole blocks of 128."""
 CLOSE = 1e-4
@@ -92,60 +93,108 @@ def went_on(rank, ports, folder):
     return resumed(rank, ports, folder, WRITTEN_IN_PARTS, accelerator=ACCELERATOR)
 
 
-def _process(rank, ports, name, folder):
+def _process(rank, checks, folder):
+    """Do one check after the other, as long as none fails."""
     torch.set_num_threads(1)
-    if rank is not None:
-        torch.cuda.set_device(rank) if ACCELERATOR == "gpu" else None
-    began = time.monotonic()
-    try:
-        own = folder / ("alone" if rank is None else "two")
-        found = {**steps()[name](rank, iter(ports), own), "seconds": time.monotonic() - began}
-    except Exception:
-        found = traceback.format_exc()
-    torch.save(found, folder / f"{rank}.part")
-    (folder / f"{rank}.part").rename(folder / f"{rank}.pt")
-    os._exit(0)  # a group that is still there is not waited for
+    while (asked := checks.get()) is not None:
+        name, ports = asked
+        own, began = place_of(folder, name), time.monotonic()
+        try:
+            if rank is not None and ACCELERATOR == "gpu":
+                torch.cuda.set_device(rank)
+            found = steps()[name](rank, iter(ports), own / ("alone" if rank is None else "two"))
+            found["seconds"] = time.monotonic() - began
+        except Exception:
+            found = traceback.format_exc()
+        torch.save(found, own / f"{rank}.part")
+        (own / f"{rank}.part").rename(own / f"{rank}.pt")
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def place_of(folder, name):
+    """Return where a check's files are."""
+    return folder / name.split(",")[0].replace(" ", "_")
+
+
+class Lane:
+    """Three processes that do one check after the other, until one fails or takes too long."""
+
+    def __init__(self, folder):
+        context = torch.multiprocessing.get_context("spawn")  # libraries ask CUDA for something when they are imported
+        self.folder, self.name, self.begun = folder, None, 0.0
+        self.asked = [context.SimpleQueue() for _ in range(RANKS + 1)]
+        self.processes = [
+            context.Process(target=_process, args=(rank, asked, folder), daemon=True)
+            for rank, asked in zip(RANKED, self.asked, strict=True)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def begin(self, name):
+        """Let all three do a check."""
+        self.name, self.begun, ports = name, time.monotonic(), free_ports(2)
+        for place in ("alone", "two"):
+            model_folder(place_of(self.folder, name) / place / "model", **SIZES)
+        for asked in self.asked:
+            asked.put((name, ports))
+
+    def done(self):
+        """Return whether the check is over; a lane in which something went wrong has ended then."""
+        found = results(self.folder, self.name)
+        if all(type(one) is dict for one in found):
+            return True
+        failed = any(type(one) is str for one in found) or not all(one.is_alive() for one in self.processes)
+        if failed or time.monotonic() - self.begun > LIMIT:
+            time.sleep(1.0)  # the others may have an answer, too
+            self.end()
+            return True
+        return False
+
+    def end(self):
+        """End its processes."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    @property
+    def alive(self):
+        """Whether it can do another check."""
+        return all(process.is_alive() for process in self.processes)
+
+
+def results(folder, name):
+    """Return what a check's processes have returned, None of those that have not."""
+    files = [place_of(folder, name) / f"{rank}.pt" for rank in RANKED]
+    return [torch.load(file, map_location="cpu", weights_only=False) if file.exists() else None for file in files]
 
 
 class Checks:
-    """Starts the checks' processes, some at once, and hands out what they return."""
+    """Does all checks, some at once."""
 
     def __init__(self, folder):
-        # forks need a parent that has not asked CUDA for anything
-        os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "LIT_QRL_COMPILE": "0"}
-        self.context = torch.multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["tests.test_processes_gpu"])
-        self.folder, self.waiting, self.running = folder, list(steps()), {}
+        os.environ["LIT_QRL_COMPILE"] = "0"  # which takes longer than all else here
+        self.folder, self.waiting, self.ended = folder, list(steps()), set()
+        self.lanes = [Lane(folder) for _ in range(AT_ONCE)]
 
     def go_on(self):
-        """Start what may start, and end what took too long."""
-        for name, (begun, processes) in list(self.running.items()):
-            late = time.monotonic() - begun > LIMIT
-            if late or not any(process.is_alive() for process in processes):
-                for process in processes:
-                    process.kill()
-                    process.join()
-                del self.running[name]
-        while self.waiting and len(self.running) < AT_ONCE:
-            name = self.waiting.pop(0)
-            folder = self.folder / name.split(",")[0].replace(" ", "_")
-            for place in ("alone", "two"):
-                model_folder(folder / place / "model", **SIZES)
-            ports = free_ports(2)
-            made = [self.context.Process(target=_process, args=(r, ports, name, folder)) for r in (0, 1, None)]
-            for process in made:
-                process.start()
-            self.running[name] = (time.monotonic(), made)
+        """Take note of what is over, and begin what may begin."""
+        for index, lane in enumerate(self.lanes):
+            if lane.name is not None and lane.done():
+                self.ended.add(lane.name)
+                lane.name = None
+            if lane.name is None and self.waiting:
+                if not lane.alive:
+                    lane = self.lanes[index] = Lane(self.folder)
+                lane.begin(self.waiting.pop(0))
 
     def of(self, name):
         """Return what both processes and the one alone found."""
-        folder = self.folder / name.split(",")[0].replace(" ", "_")
-        files = [folder / f"{rank}.pt" for rank in (0, 1, None)]
-        while name in self.waiting or (name in self.running and not all(file.exists() for file in files)):
+        while name not in self.ended:
             self.go_on()
             time.sleep(0.05)
-        found = [torch.load(f, map_location="cpu", weights_only=False) if f.exists() else "no answer" for f in files]
-        wrong = [f"rank {rank}: {one}" for rank, one in zip((0, 1, "alone"), found, strict=True) if type(one) is str]
+        found = results(self.folder, name)
+        wrong = [f"{rank}: {one}" for rank, one in zip(RANKED, found, strict=True) if type(one) is not dict]
         if wrong:
             pytest.fail("\n".join(wrong))
         return found
@@ -157,9 +206,8 @@ def checks(tmp_path_factory):
         pytest.skip("needs two GPUs")
     made = Checks(tmp_path_factory.mktemp("ranks"))
     yield made
-    for _, processes in made.running.values():
-        for process in processes:
-            process.kill()
+    for lane in made.lanes:
+        lane.end()
 
 
 def furthest(found, wanted):
