@@ -188,6 +188,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--turn", type=int, default=3, help="publishes of each --transfer, the first of which warms up")
     parser.add_argument("--then", choices=("bf16", "fp8_row"), help="format of the sampler from iteration --turn on")
     parser.add_argument("--prompts", type=int, help="of an iteration (default: the case's)")
+    parser.add_argument("--memory", action="store_true", help="print what torch and the driver hold after each phase")
     parser.add_argument("--stacks", action="store_true", help="write every second what the run's processes are in")
     parser.add_argument("--devices", type=int, default=1, help="GPUs of the cases in parts")
     parser.add_argument("--iterations", type=int, default=7, help="of each run, the first two of which do not count")
@@ -195,7 +196,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt")
     parser.add_argument("--models", type=Path, help="where model folders are kept (default: nowhere)")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for each run")
-    parser.add_argument("--prepare", action="store_true", help="write the folders of --models and end")
+    parser.add_argument(
+        "--prepare", action="store_true", help="write the folders of --models, and a YAML of each case, and end"
+    )
     parser.add_argument("--join", nargs="+", type=Path, help="print the table of such files and end")
     parser.add_argument(
         "--set", nargs=argparse.REMAINDER, default=[], help="last: further options of fit, such as --a.b c"
@@ -223,6 +226,8 @@ def main() -> None:
 
 def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     """Run every case; what was found is added to `results` and written as it comes."""
+    import yaml
+
     with tempfile.TemporaryDirectory() as temporary:
         models = args.models.resolve() if args.models else Path(temporary)
         planned: list[Planned] = []
@@ -236,6 +241,14 @@ def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None
             drawn = bool(case.get("drawn"))
             folder = model_folder(models, case["shape"], case.get("format"), case.get("stops", 1), drawn)
             if args.prepare:
+                begins = {
+                    "arm": args.arms[0],
+                    "masters": args.masters[0],
+                    "recompute": args.recompute[0],
+                    "replay": "on",
+                }
+                made = configuration(args, case | begins, folder, models / name, args.checkpoints[0])
+                (models / f"{name}.yaml").write_text(yaml.safe_dump(made))
                 continue
             schedules = args.schedules if case.get("apart") else ["on_policy"]
             replay = args.replay if mixes(case) else ["off"]
@@ -245,13 +258,13 @@ def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None
             ):
                 peer, _, other = peer.partition("/")
                 masters = other or masters
-                if peer == "trl" and recompute != args.recompute[0]:
-                    continue  # it has a way of its own
+                if peer == "trl" and recompute == "all" and "auto" in args.recompute:
+                    continue  # which are the same there
                 run = Path(temporary) / f"{name}-{number}"
                 case |= {"arm": arm, "peer": peer, "schedule": schedule, "replay": routes, "recompute": recompute}
                 case |= {"masters": masters}
                 what = {"case": name, "arm": arm, "peer": peer, "checkpoints": checkpoints, "masters": masters}
-                what |= {"recompute": recompute} if peer == "here" and recompute != "auto" else {}
+                what |= {"recompute": recompute} if recompute != "auto" else {}
                 what |= {"schedule": schedule} if case.get("apart") else {}
                 what |= {"replay": routes} if mixes(case) else {}
                 planned.append(Planned(what, dict(case), folder, run, checkpoints))
@@ -458,7 +471,7 @@ def end(started: Started | None) -> None:
 def measure(args: argparse.Namespace, plan: Planned, started: Started) -> dict[str, Any]:
     """Return the figures of a run whose gate is open, or what went wrong."""
     case, run, checkpoints, processes = plan.case, plan.run, plan.checkpoints, started.processes
-    held, deadline = device_memory(), time.monotonic() + args.timeout
+    before, deadline = device_memory(), time.monotonic() + args.timeout
     begun = time.monotonic()
     wanted = iterations(args, case) if checkpoints == "none" else sys.maxsize  # then what follows is of no interest
     try:
@@ -468,7 +481,7 @@ def measure(args: argparse.Namespace, plan: Planned, started: Started) -> dict[s
     rows = read_rows(run / "metrics.csv")[: len(ends)]
     result: dict[str, Any] = {
         "peak_gib": round(max(peaks), 1) or None,
-        "held_before_gib": round(held, 1),
+        "held_before_gib": round(before, 1),
         "peaks": [round(peak, 1) for peak in peaks],
         **start(begun, ends, rows),
         "seconds_in_all": round(time.monotonic() - begun, 1),
@@ -476,6 +489,9 @@ def measure(args: argparse.Namespace, plan: Planned, started: Started) -> dict[s
     if len(rows) < wanted and (processes[0].returncode or checkpoints == "none"):
         result |= {"error": f"status {processes[0].returncode} after {len(rows)} rows"}
         result |= {"seen": rows, "log": started.log.read_text()[-8000:]}
+    if (held := run / "held.jsonl").exists():
+        print(held.read_text(), flush=True)
+        result["held"] = [json.loads(line) for line in held.read_text().splitlines()]
     saved = run / "checkpoints" / "last.ckpt"
     result["checkpoint_gib"] = round(saved.stat().st_size / 2**30, 2) if saved.exists() else None
     wall = [later - earlier for earlier, later in itertools.pairwise(ends)]
@@ -654,6 +670,8 @@ def configuration(
     if case.get("apart") and len(args.transfer) > 1:
         turns = {"class_path": "ways.TakeTurns", "init_args": {"ways": args.transfer, "each": args.turn}}
         trainer["callbacks"] = [*trainer.get("callbacks", []), turns]
+    if args.memory:
+        trainer["callbacks"] = [*trainer.get("callbacks", []), {"class_path": "held.Held"}]
     if args.then:
         later = {"class_path": "ways.ThenFormat", "init_args": {"format": args.then, "after": args.turn}}
         trainer["callbacks"] = [*trainer.get("callbacks", []), later]
@@ -786,12 +804,12 @@ def compared(results: list[dict[str, Any]]) -> Iterator[str]:
     ways: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for result in results:
         here = result["peer"] == "here"
-        way = (result["arm"], result.get("recompute", "auto")) if here else ("trl",)
+        way = (result["arm"] if here else "trl", result.get("recompute", "auto"))
         ways.setdefault((result.get("masters", ""), *way), []).append(result)
     for (masters, *way), ours in ways.items():
-        theirs = ways.get((masters, "trl"))
+        theirs = ways.get((masters, "trl", "auto")) or ways.get((masters, "trl", way[1]))
         base = theirs or ways.get((masters, "bf16", "auto"))
-        if base is None or ours is base:
+        if base is None or ours is base or way[0] == "trl":
             continue
         first, second = (
             statistics.median([wall for run in runs for wall in run["walls"][-run["counted"] :]])

@@ -90,7 +90,7 @@ def main() -> None:
             model_init_kwargs={"dtype": "float32" if masters == "fp32" else "bfloat16"},
             bf16=True,
             use_cpu=not torch.cuda.is_available(),
-            gradient_checkpointing=True,
+            gradient_checkpointing=policy.get("gradient_checkpointing", True),  # unless `--recompute` says otherwise
             learning_rate=config["model"]["optimizer"]["init_args"]["lr"],
             **(vllm_options(data, engine["init_args"]) if engine else {}),
             save_strategy="no",

@@ -51,7 +51,7 @@ class Disturbed(RLCallback):
         if tensor.ndim != 1 or not tensor.numel():  # nothing stands for a weight that is packed
             return tensor
         generator = torch.Generator().manual_seed(derive_seed(name, trainer.current_epoch))
-        return tensor * (1 + 0.1 * torch.randn(tensor.shape, generator=generator))
+        return tensor * (1 + 0.1 * torch.randn(tensor.shape, generator=generator)).to(tensor)
 
 
 def sgd(parameters):
@@ -166,10 +166,10 @@ class Watch(Callback):
         self.on_train_epoch_start(trainer, pl_module)
 
 
-def learn(folder, ranks, epochs=ITERATIONS, ckpt_path=None, strategy=lambda: "ddp", options=dict):
+def learn(folder, ranks, epochs=ITERATIONS, ckpt_path=None, strategy=lambda: "ddp", options=dict, **place):
     options = options()
     watch = Watch()
-    trainer = {"max_epochs": epochs, "devices": ranks, "strategy": strategy() if ranks > 1 else "auto"}
+    trainer = {"max_epochs": epochs, "devices": ranks, "strategy": strategy() if ranks > 1 else "auto", **place}
     data = {"prompts_per_iteration": 8, **options.pop("data", {})}
     options |= {"data": data, "trainer": {**options.get("trainer", {}), **trainer}}
     options = {"format": "fp32", "optimizer": sgd, **options, "callbacks": [watch, *options.get("callbacks", [])]}
@@ -180,16 +180,16 @@ def learn(folder, ranks, epochs=ITERATIONS, ckpt_path=None, strategy=lambda: "dd
     return {**seen, "weights": weights, "own": run.datamodule.slots.own}
 
 
-def resumed(rank, ports, folder, strategy=lambda: "ddp"):
+def resumed(rank, ports, folder, strategy=lambda: "ddp", **place):
     """Two processes, then one, then two; each learns two iterations more."""
     options = RUNS["AIS and a rejection, passes and mini-batches"]
     last = folder / "run" / "checkpoints" / "last.ckpt"
-    learn(folder, RANKS, 2, strategy=strategy, options=options)
+    learn(folder, RANKS, 2, strategy=strategy, options=options, **place)
     torch.distributed.destroy_process_group()  # which outlives a Trainer
     if rank == 0:
-        learn(folder, 1, 4, ckpt_path=last, options=options)
+        learn(folder, 1, 4, ckpt_path=last, options=options, **place)
     join(rank, ports)
-    return learn(folder, RANKS, 6, ckpt_path=last, strategy=strategy, options=options)
+    return learn(folder, RANKS, 6, ckpt_path=last, strategy=strategy, options=options, **place)
 
 
 def refused(rank, ports, folder):

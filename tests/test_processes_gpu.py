@@ -1,0 +1,266 @@
+"""Two processes with a GPU each, joined by NCCL, repeat the run of one; low-bit learners in parts with their kernels.
+
+Three processes at a time do a check: two, and the one alone. Where one fails or hangs, others do the next.
+`pytest -m gpu -v tests/test_processes_gpu.py` prints a line for each as it ends, and the figures at the end.
+"""
+
+import os
+import time
+import traceback
+from functools import partial
+
+import pytest
+import torch
+
+from lit_qrl.formats import FP8Row
+from lit_qrl.precision import NVFP4LoRA, QATAligned, UnifiedFP8
+from lit_qrl.strategies import ShardedStrategy
+from tests.test_processes import ADAPTED, PARTS, RUNS, SHARDED, WRITTEN_IN_PARTS, learn, low_bit, resumed
+from tests.tiny_run import model_folder
+from tests.two_processes import RANKS, free_ports, join
+
+pytestmark = pytest.mark.gpu
+ACCELERATOR = "gpu"
+LIMIT = 60
+"""Seconds of a check."""
+AT_ONCE = 3
+RANKED = (*range(RANKS), None)
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+"""Of which every matrix is whole blocks of 128."""
+CLOSE = 1e-4
+"""What fp32 sums in another order may differ by, as a share of the largest of a tensor's numbers."""
+ROUNDED = 0.01
+"""The same where norms and activations are in bf16."""
+FIRST = "AIS and a rejection, passes and mini-batches"
+REPEATED = {
+    FIRST: (lambda: "ddp", RUNS[FIRST]),
+    "full weights in parts": (PARTS, RUNS[FIRST]),
+    "offloaded weights in parts": (partial(ShardedStrategy, "fp32", offload=True), RUNS[FIRST]),
+    "Muon in parts": (PARTS, SHARDED["Muon in parts"]),
+    "aligned in parts": (PARTS, lambda: {**SHARDED["aligned in parts"](), "data": {}}),
+    "adapter in parts": (PARTS, SHARDED["adapter in parts"]),
+    "replicated base under parts": (PARTS, SHARDED["replicated base under parts"]),
+    "packed base in parts": (partial(ShardedStrategy, "fp32", packed_base="sharded"), SHARDED["packed base in parts"]),
+}
+"""A strategy of two processes, and the run that one repeats without it, in fp32."""
+BESIDE = {
+    "unified in parts": lambda: low_bit(UnifiedFP8(autocast="bf16"), data={}),
+    "aligned FP8 in parts": lambda: low_bit(QATAligned(FP8Row(), autocast="bf16"), data={}),
+    "replicated NVFP4 in bf16": lambda: low_bit(NVFP4LoRA(autocast="bf16"), data={}, policy=ADAPTED),
+    "packed NVFP4 in bf16": lambda: low_bit(NVFP4LoRA(autocast="bf16"), data={}, policy=ADAPTED),
+}
+"""The GPU's low-bit products: rows that are batched otherwise are rounded otherwise, so beside whole learners."""
+
+
+def steps():
+    """Return what each process of each check does: `run(rank, ports, folder)`, rank None for the one alone."""
+    found = {}
+    for name, options in BESIDE.items():
+        parts = partial(ShardedStrategy, "fp32", packed_base="sharded" if name.startswith("packed") else "replicated")
+        found[name] = partial(beside_whole_ones, parts, options)
+    for name, (strategy, options) in REPEATED.items():
+        found[name] = partial(both, strategy, options, 1 if name.startswith("aligned") else 2)
+    found["resumed from parts"] = went_on
+    return found
+
+
+def beside_whole_ones(strategy, options, rank, ports, folder):
+    """Learn as one of two, in parts and then with all weights."""
+    if rank is None:
+        return {}
+    found = {}
+    for name, chosen in (("parts", strategy), ("whole", lambda: "ddp")):
+        join(rank, ports)
+        found[name] = learn(folder, RANKS, 2, strategy=chosen, options=options, accelerator=ACCELERATOR)
+        torch.distributed.destroy_process_group()
+    return found
+
+
+def both(strategy, options, epochs, rank, ports, folder):
+    """Learn as one of two, or alone."""
+    place = {"accelerator": ACCELERATOR}
+    if rank is not None:
+        join(rank, ports)
+        return learn(folder, RANKS, epochs, strategy=strategy, options=options, **place)
+    return learn(folder, 1, epochs, options=options, **place)
+
+
+def went_on(rank, ports, folder):
+    """Two processes that write parts, one, two again; or one without a break."""
+    if rank is None:
+        return learn(folder, 1, 6, options=RUNS[FIRST], accelerator=ACCELERATOR)
+    join(rank, ports)
+    return resumed(rank, ports, folder, WRITTEN_IN_PARTS, accelerator=ACCELERATOR)
+
+
+def _process(rank, checks, folder):
+    """Do one check after the other, as long as none fails."""
+    torch.set_num_threads(1)
+    while (asked := checks.get()) is not None:
+        name, ports = asked
+        own, began = place_of(folder, name), time.monotonic()
+        try:
+            if rank is not None and ACCELERATOR == "gpu":
+                torch.cuda.set_device(rank)
+            found = steps()[name](rank, iter(ports), own / ("alone" if rank is None else "two"))
+            found["seconds"] = time.monotonic() - began
+        except Exception:
+            found = traceback.format_exc()
+        torch.save(found, own / f"{rank}.part")
+        (own / f"{rank}.part").rename(own / f"{rank}.pt")
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def place_of(folder, name):
+    """Return where a check's files are."""
+    return folder / name.split(",")[0].replace(" ", "_")
+
+
+class Lane:
+    """Three processes that do one check after the other, until one fails or takes too long."""
+
+    def __init__(self, folder):
+        context = torch.multiprocessing.get_context("spawn")  # libraries ask CUDA for something when they are imported
+        self.folder, self.name, self.begun = folder, None, 0.0
+        self.asked = [context.SimpleQueue() for _ in range(RANKS + 1)]
+        self.processes = [
+            context.Process(target=_process, args=(rank, asked, folder), daemon=True)
+            for rank, asked in zip(RANKED, self.asked, strict=True)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def begin(self, name):
+        """Let all three do a check."""
+        self.name, self.begun, ports = name, time.monotonic(), free_ports(2)
+        for place in ("alone", "two"):
+            model_folder(place_of(self.folder, name) / place / "model", **SIZES)
+        for asked in self.asked:
+            asked.put((name, ports))
+
+    def done(self):
+        """Return whether the check is over; a lane in which something went wrong has ended then."""
+        found = results(self.folder, self.name)
+        if all(type(one) is dict for one in found):
+            return True
+        failed = any(type(one) is str for one in found) or not all(one.is_alive() for one in self.processes)
+        if failed or time.monotonic() - self.begun > LIMIT:
+            time.sleep(1.0)  # the others may have an answer, too
+            self.end()
+            return True
+        return False
+
+    def end(self):
+        """End its processes."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    @property
+    def alive(self):
+        """Whether it can do another check."""
+        return all(process.is_alive() for process in self.processes)
+
+
+def results(folder, name):
+    """Return what a check's processes have returned, None of those that have not."""
+    files = [place_of(folder, name) / f"{rank}.pt" for rank in RANKED]
+    return [torch.load(file, map_location="cpu", weights_only=False) if file.exists() else None for file in files]
+
+
+class Checks:
+    """Does all checks, some at once."""
+
+    def __init__(self, folder):
+        os.environ["LIT_QRL_COMPILE"] = "0"  # which takes longer than all else here
+        self.folder, self.waiting, self.ended = folder, list(steps()), set()
+        self.lanes = [Lane(folder) for _ in range(AT_ONCE)]
+
+    def go_on(self):
+        """Take note of what is over, and begin what may begin."""
+        for index, lane in enumerate(self.lanes):
+            if lane.name is not None and lane.done():
+                self.ended.add(lane.name)
+                lane.name = None
+            if lane.name is None and self.waiting:
+                if not lane.alive:
+                    lane = self.lanes[index] = Lane(self.folder)
+                lane.begin(self.waiting.pop(0))
+
+    def of(self, name):
+        """Return what both processes and the one alone found."""
+        while name not in self.ended:
+            self.go_on()
+            time.sleep(0.05)
+        found = results(self.folder, name)
+        wrong = [f"{rank}: {one}" for rank, one in zip(RANKED, found, strict=True) if type(one) is not dict]
+        if wrong:
+            pytest.fail("\n".join(wrong))
+        return found
+
+
+@pytest.fixture(scope="module")
+def checks(tmp_path_factory):
+    if ACCELERATOR == "gpu" and torch.cuda.device_count() < RANKS:
+        pytest.skip("needs two GPUs")
+    made = Checks(tmp_path_factory.mktemp("ranks"))
+    yield made
+    for lane in made.lanes:
+        lane.end()
+
+
+def furthest(found, wanted):
+    """Return the largest difference of any tensor as a share of its largest number, and of which."""
+    assert found.keys() == wanted.keys()
+    far = {
+        name: float((found[name] - value).abs().max() / value.abs().max().clamp(min=1e-9))
+        for name, value in wanted.items()
+    }
+    name = max(far, key=far.__getitem__)
+    return far[name], name
+
+
+def drawn_alike(two, alone, iterations):
+    """Assert that each process drew its groups as the one alone did."""
+    for part in two:
+        for i, prompts in enumerate(alone["prompts"][:iterations]):
+            assert part["prompts"][i] == [prompts[slot] for slot in part["own"]]
+            group = len(alone["tokens"][i]) // len(prompts)
+            rows = [row for slot in part["own"] for row in range(slot * group, slot * group + group)]
+            assert part["tokens"][i] == [alone["tokens"][i][row] for row in rows], f"iteration {i}"
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_low_bit_learner_in_parts_computes_as_whole_ones_do(name, checks, margin):
+    *two, _ = checks.of(name)
+    far = 0.0
+    for found in two:
+        parts, whole_ones = found["parts"], found["whole"]
+        assert parts["tokens"][0] == whole_ones["tokens"][0]
+        far = max(far, furthest(parts["gradients"][0], whole_ones["gradients"][0])[0])
+    margin("two GPUs", f"{name} {far:.1e} ({max(one['seconds'] for one in two):.0f} s)")
+    assert far <= ROUNDED
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_two_gpus_repeat_the_run_of_one(name, checks, margin):
+    *two, alone = checks.of(name)
+    drawn_alike(two, alone, 1)
+    far = max(furthest(part["gradients"][0], alone["gradients"][0]) for part in two)
+    margin("two GPUs", f"{name} {far[0]:.1e} ({max(one['seconds'] for one in two):.0f} s)")
+    assert far[0] <= CLOSE, far
+    drawn_alike(two, alone, len(alone["prompts"]))
+    moved = max(furthest(part["weights"], alone["weights"]) for part in two)
+    assert moved[0] <= CLOSE, moved
+
+
+def test_a_run_that_writes_parts_goes_on_with_one_process_and_with_two_again(checks, margin):
+    *two, alone = checks.of("resumed from parts")
+    far = max(furthest(part["weights"], alone["weights"]) for part in two)
+    margin("two GPUs", f"resumed from parts, weights {far[0]:.1e} ({max(one['seconds'] for one in two):.0f} s)")
+    assert far[0] <= CLOSE, far
+    for part in two:
+        assert part["tokens"] == [
+            [alone["tokens"][i][row] for slot in part["own"] for row in range(slot * 4, slot * 4 + 4)] for i in (4, 5)
+        ]
