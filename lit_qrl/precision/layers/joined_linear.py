@@ -1,7 +1,7 @@
 """Plain linear layers that read one input and are multiplied together."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +19,41 @@ ALONE = ("o_proj", "down_proj")
 """Layers that no other reads the input of; their gradients too are added up by the product."""
 
 
+_RECIPE = "_lit_qrl_recipe"
+
+
+class Recipe(NamedTuple):
+    """What a norm's output is made of again, by one pass over memory: its input is kept by the norm in any case."""
+
+    version: int
+    h: Tensor
+    rstd: Tensor
+    weight: Tensor
+
+
+def keep_recipe(y: Tensor, h: Tensor, rstd: Tensor, weight: Tensor) -> None:
+    """Let products that read a norm's output keep this instead: y = weight · (h rstd).
+
+    Args:
+        y: "... k", 16 bits.
+        h: "... k".
+        rstd: of each row, fp32.
+        weight: " k".
+    """
+    setattr(y, _RECIPE, Recipe(y._version, h.detach(), rstd, weight))
+
+
 class _Joined(torch.autograd.Function):
     """Products of one input; the first layers' weights may be laid one below another for it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], whole: bool, *own: Tensor) -> Any:
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], whole: bool, recipe: Recipe | None, *own: Tensor) -> Any:
         count, rows = len(sizes), x.reshape(-1, x.shape[-1])
         weights, biases = own[:count], own[count:]
         # the parameters themselves, whose gradients may be there: what is saved may come back as other tensors
         ctx.own, ctx.whole, ctx.shape = own, whole, x.shape
-        ctx.save_for_backward(rows, *weights)
+        ctx.again = recipe is not None
+        ctx.save_for_backward(*((rows,) if recipe is None else recipe[1:]), *weights)
         shape = x.shape[:-1]
         if whole:
             out = _product(rows, torch.cat(weights), end_to_end(biases, x.dtype)).view(*shape, -1)
@@ -39,10 +64,10 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, *weights = ctx.saved_tensors
         count = len(ctx.own) // 2
-        needs = [any(ctx.needs_input_grad[start : start + size]) for start, size in ((0, 1), (3, count))]
-        needs.append(any(ctx.needs_input_grad[3 + count :]))
+        *kept, weights = *ctx.saved_tensors[:-count], list(ctx.saved_tensors[-count:])
+        needs = [any(ctx.needs_input_grad[start : start + size]) for start, size in ((0, 1), (4, count))]
+        needs.append(any(ctx.needs_input_grad[4 + count :]))
         flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         groups = [list(range(count))] if ctx.whole else [[number] for number in range(count)]
         if ctx.whole:
@@ -54,6 +79,7 @@ class _Joined(torch.autograd.Function):
                 grad_x.addmm_(grad, weight)
             grad_x = grad_x.view(ctx.shape)
         if needs[1]:
+            rows = _normed(*kept) if ctx.again else kept[0]
             of_weights = [
                 one
                 for grad, group in zip(flat, groups, strict=True)
@@ -65,7 +91,14 @@ class _Joined(torch.autograd.Function):
                 for grad, group in zip(flat, groups, strict=True)
                 for one in added([ctx.own[count + number] for number in group], grad.sum(dim=0))
             ]
-        return grad_x, None, None, *of_weights, *of_biases
+        return grad_x, None, None, None, *of_weights, *of_biases
+
+
+def _normed(h: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
+    from lit_qrl.formats.kernels import tiles_triton
+
+    rows = h.reshape(-1, h.shape[-1])
+    return tiles_triton.tiles(rows, False, False, tiles_triton.NORM, rstd=rstd, weight=weight)[0]
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -88,7 +121,10 @@ class _Plain(Together):
 
     @override
     def compute(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        return _Joined.apply(x, self.sizes, self.whole, *weights, *biases)  # pyright: ignore
+        recipe: Recipe | None = getattr(x, _RECIPE, None)
+        if recipe is not None and recipe.version != x._version:
+            recipe = None
+        return _Joined.apply(x, self.sizes, self.whole, recipe, *weights, *biases)  # pyright: ignore
 
 
 class JoinedLinear(nn.Linear):

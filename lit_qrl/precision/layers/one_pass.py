@@ -18,7 +18,7 @@ from lit_qrl.formats.kernels import dispatch, gemm
 from lit_qrl.functional._gradients import added, weight_gradients
 from lit_qrl.network.invariant import BatchInvariant
 from lit_qrl.network.structure import FINAL_NORM, GATED_MLP, NORM_READERS, RMS_NORMS
-from lit_qrl.precision.layers.joined_linear import JoinedLinear
+from lit_qrl.precision.layers.joined_linear import JoinedLinear, keep_recipe
 from lit_qrl.precision.layers.rotary import rotate_in_one_pass
 
 log = logging.getLogger(__name__)
@@ -42,30 +42,35 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, columns: bool, made: list[Any] | None
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, codes: bool, columns: bool,
+        made: list[Any],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         from lit_qrl.formats.kernels import norm_triton
 
         flat = (-1, x.shape[-1])
         beside = None if residual is None else residual.reshape(flat)
-        h, y, rstd = norm_triton.norm(x.reshape(flat), weight, eps, beside, made is None)
-        if made is not None:
+        h, y, rstd = norm_triton.norm(x.reshape(flat), weight, eps, beside, not codes)
+        if codes:
             from lit_qrl.formats.kernels import tiles_triton
 
             y, along, across = tiles_triton.tiles(h, True, columns, tiles_triton.NORM, rstd=rstd, weight=weight)
             made.extend((along, across))
-        h = x if residual is None else h.view(x.shape)
+        else:
+            made.append(rstd)
+        # no views in autograd's eyes: they may be written to in place
+        y, h = (torch.ops.aten._unsafe_view(one, list(x.shape)) for one in (y, h))
+        h = x if residual is None else h
         ctx.save_for_backward(h, rstd, weight)
         ctx.added, ctx.weight = residual is not None, weight  # itself, whose gradient may be there
         ctx.set_materialize_grads(False)
-        return y.view(x.shape), h
+        return y, h
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         h, rstd, weight = ctx.saved_tensors
         of_y, of_h = grads
         if of_y is None:
-            return of_h, of_h if ctx.added else None, None, None, None, None
+            return of_h, of_h if ctx.added else None, None, None, None, None, None
         from lit_qrl.formats.kernels import norm_triton
 
         flat = (-1, h.shape[-1])
@@ -73,7 +78,7 @@ class _Norm(torch.autograd.Function):
         made, of_weight = norm_triton.norm_backward(of_y.reshape(flat), h.reshape(flat), rstd, weight, beside)
         made = made.view(h.shape)
         wanted = added([ctx.weight], of_weight)[0] if ctx.needs_input_grad[2] else None
-        return made, made if ctx.added else None, wanted, None, None, None
+        return made, made if ctx.added else None, wanted, None, None, None, None
 
 
 class OnePassRMSNorm(nn.Module):
@@ -102,11 +107,13 @@ class OnePassRMSNorm(nn.Module):
                 h.dtype
             )
             return (y, h) if both else y
-        made: list[Any] | None = [] if self.codes else None
+        made: list[Any] = []
         columns = self.columns and torch.is_grad_enabled()
-        y, h = _Norm.apply(x, residual, self.weight, self.variance_epsilon, columns, made)  # pyright: ignore
-        if made is not None:
+        y, h = _Norm.apply(x, residual, self.weight, self.variance_epsilon, self.codes, columns, made)  # pyright: ignore
+        if self.codes:
             dispatch.keep(y, dispatch.TILES, *made)
+        elif torch.is_grad_enabled():
+            keep_recipe(y, h, *made, self.weight)
         return (y, h) if both else y
 
     def extra_repr(self) -> str:

@@ -286,7 +286,7 @@ def test_plain_blocks_stand_under_an_adapter_and_over_weights_that_are_drawn_lat
         policy.configure()
     plugin.configure_policy(policy)
     norms = [part for part in policy.network.modules() if isinstance(part, OnePassRMSNorm)]
-    assert len(norms) == 5
+    assert len(norms) == 5 + 4  # two layers' own two and those of heads, and the last
     assert all(torch.equal(norm.weight, torch.ones_like(norm.weight)) for norm in norms)
     assert sum(isinstance(part, OnePassGatedMLP) for part in policy.network.modules()) == 2
 

@@ -6,6 +6,7 @@ import torch
 from lit_qrl.network.hidden import recomputation
 from lit_qrl.network.padding_free import enable_padding_free
 from lit_qrl.policy import CausalPolicy
+from lit_qrl.precision.layers import joined_linear
 from lit_qrl.precision.layers.one_pass import OnePassRMSNorm, take_one_pass
 from lit_qrl.precision.layers.residual import ResidualLayer, join_layers, join_residuals
 from tests.network.test_padding_free import groups
@@ -55,6 +56,36 @@ def test_norms_of_others_and_frozen_inputs_take_the_library_s_order(monkeypatch)
     monkeypatch.setattr(OnePassRMSNorm, "forward", lambda self, x, *a, **o: asked.append((a, o)) or x)
     layer(torch.zeros(1, 2, 128), position_embeddings=model.model.rotary_emb(torch.zeros(1), torch.arange(2)[None]))
     assert asked == [((), {})] * 2
+
+
+def test_products_keep_what_a_norm_s_output_is_made_of_instead_of_it(monkeypatch):
+    plain, model = wide(), wide()
+    take_one_pass(model, True)
+    join_layers(model)
+    calls = stand_in(monkeypatch)
+    monkeypatch.setattr(joined_linear._Plain, "takes", lambda self, x: True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.data_ptr()) or x, lambda x: x):
+        logits = model(input_ids=TOKENS, use_cache=False).logits
+    made = [made for made, _ in calls]
+    logits.float().logsumexp(-1).square().mean().backward()
+    # in the backward pass: what queries, keys and values of two layers read, and gate and up
+    assert [o.get("rstd") is not None for _, o in calls[len(made) :]].count(True) == 4
+    expected, others = run(plain, TOKENS)
+    assert torch.equal(logits, expected)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, others[name], atol=1e-6, rtol=1e-4, msg=name)
+    outputs = []
+    hooks = [m.register_forward_hook(lambda m, a, out: outputs.append(out[0])) for m in norms_of(model)]
+    model(input_ids=TOKENS, use_cache=False)
+    outputs[0].mul_(1.0)  # written to: it is what is read, not what it was made of
+    assert getattr(outputs[0], "_lit_qrl_recipe").version != outputs[0]._version  # noqa: B009
+    for hook in hooks:
+        hook.remove()
+
+
+def norms_of(model):
+    return [layer.input_layernorm for layer in model.model.layers]
 
 
 def of_policy(network, batch, weights):
