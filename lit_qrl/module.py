@@ -306,6 +306,9 @@ class GRPOModule(Described, LightningModule):
 
     def on_train_epoch_end(self) -> None:
         """Log the iteration's row; the epoch end that a resumed run repeats has none and logs nothing."""
+        ahead = self.data.ahead
+        if ahead is not None and ahead.replay is not None and self.trainer.current_epoch + 1 >= ahead.replay.end:
+            self.trainer.should_stop = True
         row = self.iteration.take_row()
         if row:
             log_row(self.trainer, row)

@@ -73,6 +73,7 @@ class RolloutDataModule(Described, LightningDataModule):
             updates on this one, `async` the next `max_staleness`, by an engine in a process of its own.
         max_staleness: iterations by which the weights that drew may be older than the learner, with `async`.
         in_flight_updates: `async` publishes while completions are drawn, and their keys and values `keep`, `recompute`.
+        replay: the folder of a run with `in_flight_updates`, where each update met the engine; here it meets it there.
         error_reward: the reward of a sample whose reward function failed or timed out; null leaves the sample out of
             its group's statistics and of the loss, as a reward that returns None does.
         reward_weights: factors of the task's rewards by name, instead of their own.
@@ -106,6 +107,7 @@ class RolloutDataModule(Described, LightningDataModule):
         schedule: Literal["on_policy", "one_step_off", "async"] = "on_policy",
         max_staleness: int = 1,
         in_flight_updates: InFlight = "none",
+        replay: str | None = None,
         error_reward: float | None = 0.0,
         reward_weights: dict[str, float] | None = None,
         seed: int | None = None,
@@ -126,7 +128,7 @@ class RolloutDataModule(Described, LightningDataModule):
         self.error_reward, self.reward_weights = error_reward, reward_weights or {}
         self.schedule: Literal["on_policy", "one_step_off", "async"] = schedule
         self.max_staleness, self.in_flight_updates = max_staleness, in_flight_updates
-        self.ahead = ahead_of(schedule, max_staleness, in_flight_updates)
+        self.ahead = ahead_of(schedule, max_staleness, in_flight_updates, replay)
         weigh_by_name(task.rewards, self.reward_weights)
         self.base_seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.position = 0

@@ -15,6 +15,7 @@ from torch import Tensor
 from lit_qrl.errors import MemoryShortageError, listed, within_memory
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
+from lit_qrl.loop.ahead import Ahead
 from lit_qrl.loop.hooks import Learner, overrides, rl_callbacks
 from lit_qrl.network.shards import is_sharded
 from lit_qrl.precision.source import Change, WeightSource, unchanged
@@ -25,7 +26,8 @@ from lit_qrl.publish.recovery import Restarts, repeated
 from lit_qrl.publish.source import source_of, trained_source
 from lit_qrl.publish.spec import PublishSettings, sampler_spec
 from lit_qrl.receipts.ledger import PublishReport
-from lit_qrl.rollout.engine import EngineDiedError, Pauses, Sleeps
+from lit_qrl.rollout.engine import EngineDiedError, Sleeps
+from lit_qrl.rollout.pauses import Pauses
 from lit_qrl.run.diary import event
 from lit_qrl.run.stop import stop_run
 from lit_qrl.strategies.colocated import begin_rollout, begin_update
@@ -67,12 +69,17 @@ class Publisher:
         self.learner, self.engine = learner, learner.data.engine
         self._disconnect()  # the stage before has closed its engine
         self.spec = sampler_spec(self.settings, learner, on_hang)
+        ahead = learner.data.ahead
+        if ahead is not None and ahead.replay is not None and isinstance(self.engine, Pauses):
+            ahead.replay.check_engines(self.engine.engines)
 
     # ------------------------------------------------------------------------------------------------- what is due when
 
     def begin_iteration(self) -> None:
         """Publish this iteration's sampler where one is due; else wake the engine that holds it."""
         trainer, ahead = self.learner.trainer, self.learner.data.ahead
+        if ahead is not None:
+            self._follow(ahead)
         if ahead is not None and not ahead.due(trainer.current_epoch, trainer.max_epochs):
             return  # the engine draws with what it holds, or has drawn already
         if (
@@ -90,6 +97,14 @@ class Publisher:
                 self.revive(error)
             except MemoryShortageError as error:
                 stop_run(trainer, "out_of_memory", str(error), save=True, error=error)
+
+    def _follow(self, ahead: Ahead) -> None:
+        """Have the engine stand still where that of the run stood which is followed; a new one, where it was one."""
+        if ahead.begins_anew(self.learner):
+            self._disconnect()
+            self.engine.discard()
+            self._published = 0
+        ahead.follow(self.learner)
 
     def begin_evaluation(self) -> None:
         """Give the engine the current clean weights, which count as no version."""
@@ -145,7 +160,7 @@ class Publisher:
             return
         assert isinstance(self.engine, Pauses)
         with self.learner.iteration.timed("wait"):
-            self.engine.pause()
+            ahead.record.stood("publish", self.engine.pause())
             self._paused = True
         whole = False
         try:
@@ -271,6 +286,10 @@ class Publisher:
             self._resume(whole=False)
             ahead.settle(self.learner)
         self._disconnect()
+        if ahead is not None:
+            ahead.record.died()
+        if ahead is not None and ahead.replay is not None:
+            stop_run(self.learner.trainer, "replay", f"An engine died of what is replayed: {error}.", error=error)
         self._restarts.died(self.learner.trainer, error, self.engine.draws_together)
         self.engine.discard()
 

@@ -25,6 +25,7 @@ from lit_qrl.rollout.engine import (
     RolloutEngine,
     SamplerSpec,
 )
+from lit_qrl.rollout.pauses import Stand
 from lit_qrl.rollout.remote.blueprint import blueprint
 from lit_qrl.rollout.remote.dialogue import Dealt, GivenUpError
 from lit_qrl.rollout.remote.places import places
@@ -177,14 +178,21 @@ class RemoteEngine(RolloutEngine):
         self.version = args[-1]
         return as_one(reports, [replica.place.name for replica in self.replicas])
 
-    def pause(self) -> None:
+    @property
+    def engines(self) -> int:
+        return len(self.replicas)
+
+    def follow(self, courses: Sequence[Sequence[Stand]]) -> None:
+        for replica, course in zip(self.replicas, courses, strict=True):
+            replica.follow(course)
+
+    def pause(self) -> list[Stand]:
         """Let all replicas stand still between two steps, so that they take weights with completions under way."""
         try:
             for replica in self.replicas:
                 with suppress(EngineDiedError):  # whoever asks it next hears of it
                     replica.want_pause()
-            for replica in self.replicas:
-                replica.await_pause()
+            return [replica.await_pause() for replica in self.replicas]
         except BaseException:  # a signal, after which what is drawn comes to its end
             self.resume()
             raise

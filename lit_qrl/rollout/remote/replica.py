@@ -13,6 +13,7 @@ from typing import Any
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.engine import Dialogue, EngineDiedError, Finished, RolloutEngine
+from lit_qrl.rollout.pauses import Stand
 from lit_qrl.rollout.remote.dialogue import told
 from lit_qrl.rollout.remote.group import local_address
 from lit_qrl.rollout.remote.pausing import Pausing
@@ -131,6 +132,7 @@ class Replica:
     def close(self) -> None:
         """End the connection and, where it is the run's, the process."""
         self.ready = False
+        self._pausing.follow(None)
         connection, self._connection = self._connection, None
         if connection is not None:
             hang_up(connection)
@@ -172,13 +174,15 @@ class Replica:
     ) -> Any:
         """Return what `call` returns of the engine's `generate`; another thread may `pause` it meanwhile."""
         outcome: list[tuple[str, Any]] = []
-        self._pausing.begin(lambda: self.begin("generate", *args))
+        rollout = args[2] if args[3] is None else None  # an evaluation has a sampling of its own
+        stops = self._pausing.stops(rollout)
+        self._pausing.begin(lambda: self.begin("generate", *args, stops), rollout)
         number = self._number  # which another thread changes in pauses alone
         try:
             while not outcome or not self._pausing.over():
                 kind, of, value = self._receive()
                 if kind == "paused":
-                    self._pausing.hand_over(lambda: self._send(0, "resume", ()))
+                    self._pausing.hand_over(lambda: self._send(0, "resume", ()), value)
                 elif of == number and kind == "progress":
                     if progress is not None:
                         progress(*value)
@@ -198,9 +202,14 @@ class Replica:
         """Ask the engine to stand still at the end of its step; what is not begun waits."""
         self._pausing.want(lambda: self._send(0, "pause", ()))
 
-    def await_pause(self) -> None:
-        """Wait until it stands still; this thread may then ask it anything."""
+    def await_pause(self) -> Stand:
+        """Wait until it stands still, and return where; this thread may then ask it anything."""
         self._pausing.wait()
+        return self._pausing.stand
+
+    def follow(self, course: Sequence[Stand]) -> None:
+        """Let it stand still at these places, instead of where it is asked to."""
+        self._pausing.follow(course)
 
     def end_pause(self, whole: bool) -> None:
         """Let the engine go on; or, where the pause went wrong, end what it drew.

@@ -52,6 +52,8 @@ class Session:
         self.engine: RolloutEngine | None = None
         self._mapped, self._group = Mapped(), None
         self._clock = Clock()
+        self._steps: int | None = None
+        self._stops: list[int] = []
 
     def run(self) -> None:
         """Serve until the run is over, or gone; then nothing of its engine is left."""
@@ -112,28 +114,37 @@ class Session:
         if what == "generate":
             if engine.takes_in_flight:
                 engine.between_steps = self._between_steps
-            prompts, n, seed, sampling, positions, hand_out = args
+            prompts, n, seed, sampling, positions, hand_out, stops = args
             options: dict[str, Any] = {"positions": positions}
-            if not hand_out:
+            if hand_out:
+                options["finished"] = self._handing(number)
+            self._steps, self._stops = 0, list(stops)
+            try:
                 return engine.generate(prompts, n, seed, self._progress(number), sampling, **options)
-            return engine.generate(
-                prompts, n, seed, self._progress(number), sampling, **options, finished=self._handing(number)
-            )
+            finally:
+                self._steps = None
         if what == "converse":
             return engine.converse(AskedDialogue(self, number), *args)
         return getattr(engine, what)(*args)
 
     def _between_steps(self) -> None:
-        """Stand still where the run asks for it."""
+        """Stand still where the run asks for it, or asked for as it began; count the steps of a draw."""
+        while self._steps is not None and self._stops[:1] == [self._steps]:
+            self._stops.pop(0)
+            self._pause()
         while self.connection.poll(0):
             self._serve(*self._receive())
+        if self._steps is not None:
+            self._steps += 1
 
     def _pause(self) -> None:
         """Serve what the run asks, publishes above all, until it lets the engine go on."""
-        self._send("paused", 0, None)
+        steps, self._steps = self._steps, None  # what is asked meanwhile may step the engine, too
+        self._send("paused", 0, steps)
         while True:
             number, what, args = self._receive()
             if what == "resume":
+                self._steps = steps
                 return
             self._serve(number, what, args)
 

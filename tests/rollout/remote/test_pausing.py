@@ -7,7 +7,8 @@ import pytest
 
 from lit_qrl.callbacks import RunCheckpoint
 from lit_qrl.rollout.embedded.engine import TransformersEngine
-from lit_qrl.rollout.engine import EngineDiedError, Pauses
+from lit_qrl.rollout.engine import EngineDiedError
+from lit_qrl.rollout.pauses import Pauses
 from lit_qrl.rollout.remote import wire
 from lit_qrl.rollout.remote.engine import RemoteEngine
 from lit_qrl.rollout.remote.pausing import Pausing
