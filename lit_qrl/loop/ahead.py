@@ -21,6 +21,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
+from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
 
 from lit_qrl.loop.drafts import Draft, packed, unpacked, versions_of
@@ -269,7 +270,7 @@ class Ahead:
             return
         if not replay.under_way:
             replay.begin(now, [one["iteration"] for one in self._restored])
-            event(learner.trainer, "replay", replay.sentence(learner.trainer.max_epochs))
+            say(learner, "replay", replay.sentence(learner.trainer.max_epochs))
         learner.data.engine.follow(replay.courses(now, learner.data.base_seed))
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
@@ -370,5 +371,11 @@ def note(learner: Learner, row: Mapping[str, Any], replay: Replay | None) -> Non
     """Say where a run leaves the record that it follows."""
     words = "" if replay is None else replay.compare(row)
     if words:
-        log.warning(words)
-        event(learner.trainer, "replay_astray", words)
+        say(learner, "replay_astray", words)
+
+
+def say(learner: Learner, kind: str, sentence: str) -> None:
+    """Write a sentence into the diary and above the progress bar."""
+    event(learner.trainer, kind, sentence)
+    if isinstance(bar := learner.trainer.progress_bar_callback, ProgressBar):
+        bar.print(sentence)

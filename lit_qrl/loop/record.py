@@ -112,10 +112,11 @@ def digest(draft: Draft) -> str:
 
 def settings_of(learner: Learner) -> dict[str, Any]:
     """Return what a run learns by, one value per setting under the keys of the command line, as JSON has them."""
-    trainer, optimizer = learner.trainer, vars(learner)["optimizer"]
+    of: Any = learner  # a module, with an optimizer
+    trainer = learner.trainer
     module, plugin = describe(learner), trainer.precision_plugin
     described = {
-        "model": {**module, "init_args": {**module["init_args"], "optimizer": described_optimizer(optimizer)}},
+        "model": {**module, "init_args": {**module["init_args"], "optimizer": described_optimizer(of.optimizer)}},
         "data": describe(learner.data),
         "trainer": {name: describe(getattr(trainer, name)) for name in OF_TRAINER},
     }

@@ -11,7 +11,7 @@ from lit_qrl.rollout.pauses import Stand
 from lit_qrl.rollout.remote.pausing import DIFFERS
 from lit_qrl.rollout.remote.wire import versions
 from lit_qrl.run.diary import FLIGHT_FILE, read_jsonl
-from lit_qrl.run.folder import meant
+from lit_qrl.run.folder import is_run, meant
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Replay:
                 "data.replay names a folder without the record of a run whose weights came in flight.",
                 expected=f"a run folder with {FLIGHT_FILE}",
                 given=folder,
-                remedy=meant(self.folder),
+                remedy="That run had none in flight." if is_run(self.folder) else meant(self.folder),
             )
         self.end = end_of(self.stretches)
         """Iterations that can be followed."""
@@ -177,8 +177,8 @@ class Replay:
             return ""
         self._told = True
         return (
-            f"The replay left the run that it follows: the tokens of iteration {iteration} are others, or other weights "
-            f"drew them. {DIFFERS}"
+            f"The replay left the run that it follows: the tokens of iteration {iteration} are others, or other "
+            f"weights drew them. {DIFFERS}"
         )
 
     def sentence(self, iterations: int | None) -> str:

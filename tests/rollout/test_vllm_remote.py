@@ -138,6 +138,30 @@ def test_a_run_whose_weights_come_in_flight_learns_from_the_log_probs_of_those_t
     assert ages.keys() - {0}
 
 
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_a_replay_is_the_run_that_it_follows(served, tmp_path, mode):
+    """As far as vLLM's kernels repeat: on a CPU to the last bit."""
+    model_folder(tmp_path / "model", hidden_size=128, intermediate_size=256, head_dim=32, max_position_embeddings=128)
+    weights, rows, came = [], [], []
+    for name, followed in (("first", None), ("again", str(tmp_path / "first"))):
+        flight = {"schedule": "async", "max_staleness": 2, "in_flight_updates": mode, "max_completion_tokens": 56}
+        trainer, module, data = build(
+            tmp_path,
+            engine=RemoteVLLMEngine(max_num_seqs=8, dtype="fp32"),
+            data={**flight, "replay": followed},
+            trainer={"max_epochs": 4, "default_root_dir": str(tmp_path / name), "logger": False},
+            format="fp32",
+            lr=3e-2,
+        )
+        trainer.fit(module, datamodule=data)
+        weights.append(parameters_of(module))
+        rows.append([{**one, "settings": None} for one in read_jsonl(tmp_path / name / "flight.jsonl")])
+        came.append([steps for row in rows[-1] for _, steps in row.get("publish", [])])
+    assert any(steps is not None and steps > 0 for steps in came[0])  # in the middle of a draw
+    assert rows[0] == rows[1]  # steps, and sums over tokens and versions
+    assert torch.equal(*weights)
+
+
 @pytest.mark.parametrize("what", ["generate", "load_weights"])
 def test_a_server_that_is_killed_is_replaced_and_the_run_is_the_same(run, undisturbed, monkeypatch, what):
     killing = Killing(what, version=1)
