@@ -9,6 +9,7 @@ each iteration, and one before them for each process that went on with the run.
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,8 @@ def settings_of(learner: Learner) -> dict[str, Any]:
     of: Any = learner  # a module, with an optimizer
     trainer = learner.trainer
     module, plugin = describe(learner), trainer.precision_plugin
-    described = {
+    described: dict[str, Any] = {
+        "seed_everything": int(os.environ.get("PL_GLOBAL_SEED", 0)),
         "model": {**module, "init_args": {**module["init_args"], "optimizer": described_optimizer(of.optimizer)}},
         "data": describe(learner.data),
         "trainer": {name: describe(getattr(trainer, name)) for name in OF_TRAINER},

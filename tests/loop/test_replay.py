@@ -138,7 +138,9 @@ def test_a_replay_is_the_run_that_it_follows(tmp_path, monkeypatch, data, engine
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory):
     """A run of four iterations, whose record tests change."""
-    run = fly(tmp_path_factory.mktemp("followed") / "first", epochs=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PL_GLOBAL_SEED", raising=False)
+        run = fly(tmp_path_factory.mktemp("followed") / "first", epochs=4)
     lines = read_jsonl(run.folder / "flight.jsonl")
 
     def changed(name, change):
@@ -226,6 +228,12 @@ def test_a_record_of_another_run_is_refused(followed, change, named):
     change = {"epochs": 4, **change, "data": {**change.get("data", {}), "replay": str(followed.run.folder)}}
     with pytest.raises(ConfigError, match=f"data.replay: the record of .* does not fit this run.*{named}"):
         fly(followed.run.folder.parent / "refused", **change)
+
+
+def test_another_global_seed_is_refused(followed, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "3")
+    with pytest.raises(ConfigError, match="seed_everything 0 there and 3 here"):
+        fly(followed.run.folder.parent / "refused", {"replay": str(followed.run.folder)}, epochs=4)
 
 
 def test_other_versions_are_refused(followed):
