@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lit_qrl.aliases import METRICS
 from lit_qrl.data.benchmark import Share
 from lit_qrl.data.module import RolloutDataModule
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, require_object
 from lit_qrl.loop.batching import deal_by_length
 from lit_qrl.loop.combine import check_combination, check_estimated
 from lit_qrl.loop.correction import close, needs_kept, weigh_here
@@ -85,6 +85,14 @@ class GRPOModule(Described, LightningModule):
             raise ConfigError("model.warmup is a share of the run.", expected="a number in [0, 1)", given=warmup)
         if objective is DEFAULT_OBJECTIVE:  # outside of the command line nobody has built it yet
             objective = GRPO()
+        require_object("model.policy", policy, 'CausalPolicy("models/tiny-countdown")')
+        require_object("model.objective", objective, "GRPO()")
+        if isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                "model.optimizer has its parameters already; the policy's are known once it is loaded.",
+                expected="a class or a function that makes one, such as partial(torch.optim.AdamW, lr=1e-6)",
+                given=f"an object of {type(optimizer).__name__}",
+            )
         self.policy, self.objective, self.optimizer = policy, objective, optimizer
         self.lr_schedule: Literal["constant", "linear", "cosine"] = lr_schedule
         self.warmup, self.lr_scheduler = warmup, lr_scheduler

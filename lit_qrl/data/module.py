@@ -17,7 +17,7 @@ from lit_qrl.data.judging import Judging
 from lit_qrl.data.problems import Problem, PromptOrder, admit
 from lit_qrl.data.sizes import check_ranks, check_sizes
 from lit_qrl.data.task import Task
-from lit_qrl.errors import ConfigError, StoppedError
+from lit_qrl.errors import ConfigError, StoppedError, require_object
 from lit_qrl.loop.ahead import ahead_of, resumed_position
 from lit_qrl.loop.budget import TokenBudget
 from lit_qrl.loop.generation import scoring_progress
@@ -113,12 +113,13 @@ class RolloutDataModule(Described, LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
+        require_object("data.task", task, "Countdown()")
+        require_object("data.engine", engine, "TransformersEngine()")
         self.task, self.engine = task, engine
         self.prompts_per_iteration, self.group_size = prompts_per_iteration, group_size
         self.passes, self.mini_batches, self.micro_batches = passes, mini_batches, micro_batches
         self.max_prompt_tokens, self.max_completion_tokens = max_prompt_tokens, max_completion_tokens
-        self.long_prompt = long_prompt
-        self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
+        self.temperature, self.top_p, self.top_k, self.long_prompt = temperature, top_p, top_k, long_prompt
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.budget = TokenBudget(max_tokens_per_micro_batch) if micro_batches == "auto" else None
         self.evaluation_size, self.evaluation_samples = evaluation_size, evaluation_samples
@@ -136,13 +137,8 @@ class RolloutDataModule(Described, LightningDataModule):
         self._problems: dict[str, list[Problem]] = {}
         self._order: PromptOrder | None = None
         check_sizes(self)
-        own = {
-            "samples": evaluation_samples,
-            "temperature": evaluation_temperature,
-            "top_p": evaluation_top_p,
-            "greedy": evaluation_greedy,
-            "completion_tokens": evaluation_completion_tokens or max_completion_tokens,
-        }
+        own = {"samples": evaluation_samples, "temperature": evaluation_temperature, "top_p": evaluation_top_p}
+        own |= {"greedy": evaluation_greedy, "completion_tokens": evaluation_completion_tokens or max_completion_tokens}
         self.evaluations = evaluation_sets(task if evaluate_task else None, evaluation_size, own, self.benchmarks)
 
     # ------------------------------------------------------------------------------------------------ configuration

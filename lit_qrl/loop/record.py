@@ -8,8 +8,8 @@ each iteration, and one before them for each process that went on with the run.
 """
 
 import hashlib
-import json
 import os
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,8 +107,11 @@ def rollout_seed(base_seed: int, iteration: int) -> int:
 
 def digest(draft: Draft) -> str:
     """Return a sum over the tokens of a rollout and the versions that drew them."""
-    found = [(one.token_ids, versions_of(one)) for one in draft.completions or ()]
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
+    total = hashlib.sha256()
+    for one in draft.completions or ():
+        for numbers in ([len(one.token_ids)], one.token_ids, versions_of(one)):
+            total.update(array("q", numbers))
+    return total.hexdigest()[:16]
 
 
 def settings_of(learner: Learner) -> dict[str, Any]:

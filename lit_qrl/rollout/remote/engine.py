@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, require_object
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.receipts.ledger import PublishReport
 from lit_qrl.rollout.engine import (
@@ -69,6 +69,7 @@ class RemoteEngine(RolloutEngine):
         token_file: str | None = None,
         transfer: Literal["auto", "memory", "ipc", "socket", "collective", "nccl"] = "auto",
     ) -> None:
+        require_object("data.engine.engine", engine, "TransformersEngine()")
         if transfer == "ipc" and hosts:
             raise ConfigError(
                 "CUDA handles are of one host.",
