@@ -35,9 +35,9 @@ from lit_qrl.seeding import derive_seed
 
 log = logging.getLogger(__name__)
 
-SCORED, FEW, TOKENS = 32, 4, 2**13
+SCORED, FEW, TOKENS = 32, 2, 2**11
 """Sequences that show how far new weights are from those that drew them: so many at most, and these anyhow where they
-have more tokens. The engine draws nothing meanwhile: 32 of 4,096 tokens would be a tenth of a rollout of 512."""
+have more tokens. The engine draws nothing meanwhile: 2**13 tokens of an 8B were a twelfth of a rollout of 32 × 512."""
 
 
 class Ahead:
@@ -176,6 +176,11 @@ class Ahead:
             (Counter({draft.iteration - self.weights_of[version]: count}) for version, count in versions.items()),
             Counter(),
         )
+
+    @property
+    def drawing(self) -> bool:
+        """True while the engine draws, or has more to draw."""
+        return any(not future.done() for future in self._futures.values())
 
     @property
     def failed(self) -> bool:

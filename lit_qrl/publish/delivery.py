@@ -23,7 +23,7 @@ from lit_qrl.receipts.ledger import (
     compare_read_back,
     compare_receipts,
 )
-from lit_qrl.rollout.engine import HoldsShare, ReadsBack, ReadsColumns, RolloutEngine, TakesAdapter
+from lit_qrl.rollout.engine import HoldsShare, ReadsBack, ReadsColumns, RolloutEngine, Stages, TakesAdapter
 
 Stream = Iterator[tuple[str, Tensor]]
 
@@ -70,7 +70,7 @@ class Delivery:
         sent = SentLedger(version, format, sampled)
         share = self.engine.own_part if isinstance(self.engine, HoldsShare) else None
         clock = Clock()
-        made = clock.stream("make", sent.watch(self.engine.arranged(stream), share))
+        made = clock.stream("make", self._made(sent, share, stream))
         with clock.part("load"):
             report = self.engine.load_weights(made, format, version)
         report.parts = {"make": clock.seconds["make"], **(report.parts or {"load": clock.seconds["load"]})}
@@ -80,6 +80,11 @@ class Delivery:
         low = format is not None and not isinstance(format, Dense)
         weigh(report, sent, shapes if low else {})
         return report
+
+    def _made(self, sent: SentLedger, share: Any, stream: Stream) -> Stream:
+        yield from sent.watch(self.engine.arranged(stream), share)
+        if isinstance(self.engine, Stages):  # so that nothing of them waits for the engine to stand still
+            sent.receipts()
 
     def part(self, kind: Literal["adapter", "norms"], stream: Stream, version: int) -> PublishReport:
         """Replace the adapter beside the base, or the given norms over it; raises as `weights` does."""

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from lit_qrl.publish.recovery import Restarts, repeated
 from lit_qrl.publish.source import source_of, trained_source
 from lit_qrl.publish.spec import PublishSettings, sampler_spec
 from lit_qrl.receipts.ledger import PublishReport
-from lit_qrl.rollout.engine import EngineDiedError, Pauses, Sleeps
+from lit_qrl.rollout.engine import EngineDiedError, Pauses, Sleeps, Stages
 from lit_qrl.run.diary import event
 from lit_qrl.run.stop import stop_run
 from lit_qrl.strategies.colocated import begin_rollout, begin_update
@@ -61,6 +61,8 @@ class Publisher:
         self._paused = False
         """True while the engine stands still in the middle of what it draws."""
         self._again: Callable[[], None] | None = None
+        self._still: Callable[[], None] | None = None
+        """What waits until the engine stands still, while it draws and weights are on their way."""
 
     def prepare(self, learner: Learner, on_hang: Callable[[str], None]) -> None:
         """Check everything that can be known before a weight is loaded; see `sampler_spec`."""
@@ -137,22 +139,45 @@ class Publisher:
 
     @contextmanager
     def _engine_between_draws(self) -> Iterator[None]:
-        """Let the engine come to the end of what it draws; or, where weights may come in flight, of its step."""
+        """Let the engine come to the end of what it draws; or, where weights may come in flight, of its step.
+
+        An engine that is sent weights meanwhile does so when they are there.
+        """
         ahead = self.learner.data.ahead
-        if ahead is None or not ahead.in_flight or not self._holds_rollout or ahead.failed:
+        flies = ahead is not None and ahead.in_flight and self._holds_rollout and not ahead.failed
+        if ahead is not None and ahead.drawing and self._holds_rollout and isinstance(self.engine, Stages):
+            self._still = self._pause if flies else self._drawn
+        elif flies:
+            with self.learner.iteration.timed("wait"):
+                self._pause()
+        else:
             self._settle()
-            yield
-            return
-        assert isinstance(self.engine, Pauses)
-        with self.learner.iteration.timed("wait"):
-            self.engine.pause()
-            self._paused = True
         whole = False
         try:
             yield
             whole = True
         finally:
+            self._still = None
             self._resume(whole)
+
+    def _pause(self) -> None:
+        """Let the engine stand still between two of its steps."""
+        assert isinstance(self.engine, Pauses)
+        self.engine.pause()
+        self._paused = True
+
+    def _drawn(self) -> None:
+        """Wait for what is drawn ahead; raise what the engine died of."""
+        error = self.learner.data.ahead.settle(self.learner)
+        if error is not None:
+            raise error
+
+    def _stand_still(self) -> None:
+        """Wait, in the middle of a publish, until the engine can take what it was sent."""
+        still, self._still = self._still, None
+        if still is not None:
+            with self.learner.iteration.timed_apart("wait", "publish"):
+                still()
 
     def _resume(self, whole: bool) -> None:
         """Let an engine go on that stands still, with verified weights; or let what it draws end."""
@@ -235,15 +260,26 @@ class Publisher:
     def _repeated(self, publish: Callable[[Connection], PublishReport]) -> PublishReport:
         """Publish, once more where `on_fault` says so, and to a new engine where this one dies of it."""
 
+        attempts = 0
+
         def attempt() -> PublishReport:
-            start = time.perf_counter()
+            nonlocal attempts
+            attempts += 1
+            if attempts > 1:  # nobody knows what became of the first
+                self._stand_still()
+            staged = nullcontext()
+            if self._still is not None:
+                assert isinstance(self.engine, Stages)
+                staged = self.engine.staged(self._stand_still)
+            start, waited = time.perf_counter(), self.learner.iteration.seconds["wait"]
             connection = self._connected()
             begin_rollout(self.learner.trainer, self.engine)
             if isinstance(self.engine, Sleeps) and not self.engine.holds_weights:
                 connection.beside.forget()
-            with within_memory("publishing the weights to the engine", PUBLISH_REMEDY):
+            with staged, within_memory("publishing the weights to the engine", PUBLISH_REMEDY):
                 report = publish(connection)
-            report.seconds = time.perf_counter() - start
+            waited = self.learner.iteration.seconds["wait"] - waited
+            report.seconds = time.perf_counter() - start - waited
             return report
 
         def forget() -> None:  # whatever arrived, the next publish sends everything
@@ -267,7 +303,7 @@ class Publisher:
     def _bury(self, error: EngineDiedError) -> None:
         """Count a death, and free what is left of the engine."""
         ahead = self.learner.data.ahead
-        if self._paused and ahead is not None:  # others draw with weights that this publish began to replace
+        if ahead is not None:  # others draw on, in flight with weights that this publish began to replace
             self._resume(whole=False)
             ahead.settle(self.learner)
         self._disconnect()
