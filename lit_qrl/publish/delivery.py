@@ -23,7 +23,7 @@ from lit_qrl.receipts.ledger import (
     compare_read_back,
     compare_receipts,
 )
-from lit_qrl.rollout.engine import HoldsShare, ReadsBack, ReadsColumns, RolloutEngine, Stages, TakesAdapter
+from lit_qrl.rollout.engine import HoldsShare, ReadsBack, ReadsColumns, RolloutEngine, TakesAdapter
 
 Stream = Iterator[tuple[str, Tensor]]
 
@@ -34,6 +34,19 @@ class ReadsReceipts(Protocol):
 
     def read_receipts(self, names: Sequence[str]) -> dict[str, TensorReceipt]:
         """Return the receipts of those that its `read_back` has."""
+        ...
+
+
+@runtime_checkable
+class Stages(Protocol):
+    """An engine apart that is sent weights while it draws with others."""
+
+    def staged(self, until: Callable[[], None]) -> AbstractContextManager[None]:
+        """Within it the first stream of weights is sent at once, and replaces those of the engine after `until`.
+
+        Args:
+            until: returns when nothing is drawn any more, or raises; called once, after the stream's last tensor.
+        """
         ...
 
 

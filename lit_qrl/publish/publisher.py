@@ -19,15 +19,15 @@ from lit_qrl.loop.hooks import Learner, overrides, rl_callbacks
 from lit_qrl.network.shards import is_sharded
 from lit_qrl.precision.source import Change, WeightSource, unchanged
 from lit_qrl.publish.adapter import AdapterBeside
-from lit_qrl.publish.delivery import Delivery
+from lit_qrl.publish.delivery import Delivery, Stages
 from lit_qrl.publish.probe import ScoreCheck
 from lit_qrl.publish.recovery import Restarts, repeated
 from lit_qrl.publish.source import source_of, trained_source
 from lit_qrl.publish.spec import PublishSettings, sampler_spec
 from lit_qrl.receipts.ledger import PublishReport
-from lit_qrl.rollout.engine import EngineDiedError, Pauses, Sleeps, Stages
+from lit_qrl.rollout.engine import EngineDiedError, Pauses, Sleeps
 from lit_qrl.run.diary import event
-from lit_qrl.run.stop import stop_run
+from lit_qrl.run.shortage import stop_where_short
 from lit_qrl.strategies.colocated import begin_rollout, begin_update
 
 PUBLISH_REMEDY = (
@@ -43,6 +43,13 @@ class Connection(NamedTuple):
     source: WeightSource
     delivery: Delivery
     beside: AdapterBeside
+
+
+class _DrawFailedError(Exception):
+    """The engine died of what it drew while weights were on their way to it, for whatever reason."""
+
+    def __init__(self, error: EngineDiedError) -> None:
+        self.error = error
 
 
 class Publisher:
@@ -91,7 +98,7 @@ class Publisher:
             except EngineDiedError as error:
                 self.revive(error)
             except MemoryShortageError as error:
-                stop_run(trainer, "out_of_memory", str(error), save=True, error=error)
+                stop_where_short(trainer, error, save=True)
 
     def begin_evaluation(self) -> None:
         """Give the engine the current clean weights, which count as no version."""
@@ -128,7 +135,7 @@ class Publisher:
             self._bury(error)
             begin_update(trainer, self.learner)
         except MemoryShortageError as error:
-            stop_run(trainer, "out_of_memory", str(error), save=True, error=error)
+            stop_where_short(trainer, error, save=True)
 
     def revive(self, error: EngineDiedError) -> None:
         """Build the engine again and publish what it held; stop the run when it keeps dying."""
@@ -170,7 +177,7 @@ class Publisher:
         """Wait for what is drawn ahead; raise what the engine died of."""
         error = self.learner.data.ahead.settle(self.learner)
         if error is not None:
-            raise error
+            raise _DrawFailedError(error)
 
     def _stand_still(self) -> None:
         """Wait, in the middle of a publish, until the engine can take what it was sent."""
@@ -259,28 +266,17 @@ class Publisher:
 
     def _repeated(self, publish: Callable[[Connection], PublishReport]) -> PublishReport:
         """Publish, once more where `on_fault` says so, and to a new engine where this one dies of it."""
-
         attempts = 0
 
         def attempt() -> PublishReport:
             nonlocal attempts
             attempts += 1
-            if attempts > 1:  # nobody knows what became of the first
-                self._stand_still()
-            staged = nullcontext()
-            if self._still is not None:
-                assert isinstance(self.engine, Stages)
-                staged = self.engine.staged(self._stand_still)
-            start, waited = time.perf_counter(), self.learner.iteration.seconds["wait"]
-            connection = self._connected()
-            begin_rollout(self.learner.trainer, self.engine)
-            if isinstance(self.engine, Sleeps) and not self.engine.holds_weights:
-                connection.beside.forget()
-            with staged, within_memory("publishing the weights to the engine", PUBLISH_REMEDY):
-                report = publish(connection)
-            waited = self.learner.iteration.seconds["wait"] - waited
-            report.seconds = time.perf_counter() - start - waited
-            return report
+            try:
+                if attempts > 1:  # nobody knows what became of the first
+                    self._stand_still()
+                return self._once(publish)
+            except _DrawFailedError as failed:
+                raise failed.error from None
 
         def forget() -> None:  # whatever arrived, the next publish sends everything
             if self._connection is not None:
@@ -288,6 +284,21 @@ class Publisher:
 
         retries = 1 if self.settings.on_fault == "retry" else 0
         return repeated(attempt, self.learner.trainer, retries, forget, self._bury)
+
+    def _once(self, publish: Callable[[Connection], PublishReport]) -> PublishReport:
+        staged, engine = nullcontext(), self.engine
+        if self._still is not None and isinstance(engine, Stages):
+            staged = engine.staged(self._stand_still)
+        seconds, start = self.learner.iteration.seconds, time.perf_counter()
+        before = seconds["wait"]
+        connection = self._connected()
+        begin_rollout(self.learner.trainer, self.engine)
+        if isinstance(self.engine, Sleeps) and not self.engine.holds_weights:
+            connection.beside.forget()
+        with staged, within_memory("publishing the weights to the engine", PUBLISH_REMEDY):
+            report = publish(connection)
+        report.seconds = time.perf_counter() - start - (seconds["wait"] - before)
+        return report
 
     def _connected(self) -> Connection:
         """Return the connection to the engine; the first call sets it up."""
@@ -305,7 +316,9 @@ class Publisher:
         ahead = self.learner.data.ahead
         if ahead is not None:  # others draw on, in flight with weights that this publish began to replace
             self._resume(whole=False)
-            ahead.settle(self.learner)
+            drawn = ahead.settle(self.learner)
+            if drawn is not None and not ahead.in_flight:
+                error = drawn  # what it died of, where another call found it gone
         self._disconnect()
         self._restarts.died(self.learner.trainer, error, self.engine.draws_together)
         self.engine.discard()

@@ -5,7 +5,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -289,19 +288,6 @@ class Pauses(Protocol):
 
     def resume(self, whole: bool = True) -> None:
         """Let it go on, or end with `EngineDiedError` where the weights that came are not whole."""
-        ...
-
-
-@runtime_checkable
-class Stages(Protocol):
-    """An engine that is sent weights while it draws with others."""
-
-    def staged(self, until: Callable[[], None]) -> AbstractContextManager[None]:
-        """Within it the first stream of weights is sent at once, and replaces those of the engine after `until`.
-
-        Args:
-            until: returns when nothing is drawn any more, or raises; called once, after the stream's last tensor.
-        """
         ...
 
 

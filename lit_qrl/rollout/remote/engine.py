@@ -184,7 +184,7 @@ class RemoteEngine(RolloutEngine):
 
     @contextmanager
     def staged(self, until: Callable[[], None]) -> Iterator[None]:
-        """Let the first stream within be sent while the replicas draw; see `Stages`."""
+        """Let the first stream within be sent while the replicas draw; see `Stages` of `publish/delivery.py`."""
         self._until = until
         try:
             yield

@@ -317,9 +317,10 @@ class Replica:
 
     def await_staged(self) -> None:
         """Wait until one more chunk is there, or raise what the server raised instead."""
-        kind, number, value = "", -1, None
-        while number != self._staging:
+        while True:
             kind, number, value = self._receive(beside=True)
+            if number == self._staging:
+                break
         if kind == "unstaged":
             raise value
 

@@ -80,8 +80,8 @@ class Session:
             if publishes:
                 value = self._publish(what, self._stream(number), args)
             elif what == "take":
-                staging, chunks, what, *args = args
-                value = self._publish(what, self._staging.stream(staging, chunks), args)
+                staging, chunks, taking, *rest = args
+                value = self._publish(taking, self._staging.stream(staging, chunks), rest)
             else:
                 value = self._call(number, what, args)
         except Exception as error:
@@ -189,7 +189,8 @@ class Session:
             kind, *rest = self._receive()
         if kind == "chunk":
             with self._clock.part("take"):
-                tensors = unpack(*rest, self._mapped, self.device, self._group)
+                packed, following = rest
+                tensors = unpack(packed, following, self._mapped, self.device, self._group)
             self._send("taken", number, None)
             return tensors
         self._ended = True
@@ -205,7 +206,8 @@ class Session:
             return
 
         def unpacked(hold: Hold) -> list[Named]:
-            return unpack(*rest, self._mapped, self.device, self._group, hold)
+            packed, following = rest
+            return unpack(packed, following, self._mapped, self.device, self._group, hold)
 
         try:
             self._staging.take(number, unpacked)

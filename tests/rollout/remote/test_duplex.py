@@ -48,7 +48,7 @@ def test_a_message_that_cannot_be_read_is_raised_once_and_an_end_to_everybody():
     near, far = multiprocessing.Pipe()
     far = Duplex(far)
     near.send_bytes(b"no pickle")
-    with pytest.raises(Exception, match="pickle|unpack|key|opcode"):
+    with pytest.raises(Exception, match=r"pickle|unpack|key|opcode"):
         far.receive()
     assert not far.poll()
     near.close()

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from lit_qrl.loop.ahead import Ahead
+from lit_qrl.publish.delivery import Stages
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
-from lit_qrl.rollout.engine import EngineDiedError, SamplerSpec, Stages
+from lit_qrl.rollout.engine import EngineDiedError, SamplerSpec
 from lit_qrl.rollout.remote import publishing, wire
 from lit_qrl.rollout.remote.engine import RemoteEngine
 from lit_qrl.rollout.remote.server import Session
@@ -206,8 +207,8 @@ def test_a_part_of_another_publish_is_refused(tmp_path):
         replica.stage_chunk(("socket", [], 0), [])
         replica.await_staged()
         replica._send("stage", 99, ("socket", [], 0), following=[])
-        with pytest.raises(RuntimeError):  # which is answered under its own number
-            replica._staging = 99
+        replica._staging = 99  # under which it is answered
+        with pytest.raises(HalfSentError, match="was not begun"):
             replica.await_staged()
 
 
@@ -257,12 +258,15 @@ class Waits(TransformersEngine):
     """Draws every rollout but the first when weights are on their way to it."""
 
     staged = True
-    calls, staging = 0, threading.Semaphore(0)
+    calls, dies_at, staging = 0, 0, threading.Semaphore(0)
 
     def generate(self, *args, **kwargs):
         Waits.calls += 1
         if Waits.staged and Waits.calls > 1:
             assert Waits.staging.acquire(timeout=PATIENCE)
+        if Waits.calls == Waits.dies_at:
+            Waits.staged = False
+            raise EngineDiedError("vLLM failed while generating: OutOfMemoryError: CUDA out of memory.")
         return super().generate(*args, **kwargs)
 
 
@@ -334,6 +338,13 @@ def test_a_death_while_weights_are_on_their_way_is_outlived(tmp_path, monkeypatc
     deaths = [one for one in read_jsonl(run.folder / "events.jsonl") if one["kind"] == "engine_died"]
     assert len(deaths) == 1
     assert max(run.data.ahead.tokens_of_age) <= 1
+
+
+def test_an_engine_that_dies_of_its_draw_is_built_again_also_where_it_says_that_memory_ran_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(Waits, "dies_at", 3)
+    run = fit(tmp_path / "died", monkeypatch)
+    (death,) = [one for one in read_jsonl(run.folder / "events.jsonl") if one["kind"] == "engine_died"]
+    assert "CUDA out of memory" in death["message"]
 
 
 def test_weights_that_were_garbled_while_they_waited_end_the_run_before_anything_is_drawn(tmp_path, monkeypatch):
