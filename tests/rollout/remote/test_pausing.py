@@ -1,7 +1,7 @@
 """A thread draws over a connection and another interrupts it: weights come in flight in every order of events."""
 
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
@@ -77,8 +77,9 @@ def standing_still(tmp_path, stops, network):
         yield engine, drawing
 
 
+@pytest.mark.parametrize("staged", [False, True], ids=["still", "staged"])
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
-def test_weights_that_come_over_the_wire_are_those_that_come_in_this_process(tmp_path, stops, mode):
+def test_weights_that_come_over_the_wire_are_those_that_come_in_this_process(tmp_path, stops, mode, staged):
     old, new = two_networks()
     near = set_up(old, mode)
     near.between_steps = after(STEPS, lambda: publish(near, new, version=1))
@@ -88,8 +89,10 @@ def test_weights_that_come_over_the_wire_are_those_that_come_in_this_process(tmp
         assert publish(engine, old)[0] == []
         drawing = Drawing(engine)
         assert stops.acquire(timeout=PATIENCE)
-        engine.pause()
-        faults, report = publish(engine, new, version=1)  # verified before a token is drawn with it
+        if not staged:
+            engine.pause()
+        with engine.staged(engine.pause) if staged else nullcontext():
+            faults, report = publish(engine, new, version=1)  # verified before a token is drawn with it
         engine.resume()
         assert (faults, report.version) == ([], 1)
         assert drawing.result() == expected
