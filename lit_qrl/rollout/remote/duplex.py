@@ -1,9 +1,11 @@
 """A connection over which weights travel beside whatever else is asked: a thread reads it, and sorts what comes."""
 
 import pickle
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from lit_qrl.rollout.remote.transfer import dumps
@@ -24,9 +26,10 @@ class Duplex:
     def __init__(self, connection: Any, beside: Callable[[Any], None] | None = None) -> None:
         self.connection, self._beside = connection, beside
         self._came: dict[bool, deque[Any]] = {False: deque(), True: deque()}
-        self._changed, self._sending = threading.Condition(), threading.Lock()
+        self._changed, self._sending, self._ending = threading.Condition(), threading.Lock(), threading.Lock()
         self._over: Exception | None = None
-        threading.Thread(target=self._read, name="connection", daemon=True).start()
+        self.thread = threading.Thread(target=self._read, name="connection", daemon=True)
+        self.thread.start()
 
     def send(self, message: Any, following: Sequence[Any] | None = None) -> None:
         """Send a message; pieces that follow it are its last part for who receives it.
@@ -71,23 +74,27 @@ class Duplex:
         """Return the descriptor of the connection."""
         return self.connection.fileno()
 
-    def close(self) -> None:
-        """Close it; `hang_up` wakes who waits for it, too."""
-        self.connection.close()
+    def hang_up(self) -> None:
+        """End the connection, also under threads that wait for what comes over it, or goes; again it changes nothing.
+
+        Its descriptor is closed by the thread that reads, when nobody uses it: another connection may get its number.
+        """
+        with self._ending:
+            if not self.connection.closed:
+                held = socket.socket(fileno=self.connection.fileno())
+                with suppress(OSError):
+                    held.shutdown(socket.SHUT_RDWR)
+                held.detach()
 
     def _read(self) -> None:
         while True:
             try:
                 message = self._next()
-            except Exception as error:
-                broken = isinstance(error, (EOFError, OSError)) or self.connection.closed
-                if not broken:  # what cannot be read here, such as an object of a class that only one side has
-                    message = error
-                else:  # one that this side closes under the read is broken in ways of its own
-                    with self._changed:
-                        self._over = error if isinstance(error, (EOFError, OSError)) else EOFError(str(error))
-                        self._changed.notify_all()
-                    return
+            except (EOFError, OSError) as error:
+                self._end(error)
+                return
+            except Exception as error:  # what cannot be read here, such as an object of a class that only one side has
+                message = error
             beside = isinstance(message, tuple) and message[0] in BESIDE
             if beside and self._beside is not None:
                 self._beside(message)
@@ -95,6 +102,14 @@ class Duplex:
             with self._changed:
                 self._came[beside].append(message)
                 self._changed.notify_all()
+
+    def _end(self, error: Exception) -> None:
+        with self._changed:
+            self._over = error
+            self._changed.notify_all()
+        self.hang_up()  # wakes who sends
+        with self._sending, self._ending:
+            self.connection.close()
 
     def _next(self) -> Any:
         message, sizes = pickle.loads(self.connection.recv_bytes())

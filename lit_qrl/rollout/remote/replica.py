@@ -19,7 +19,7 @@ from lit_qrl.rollout.remote.duplex import Duplex
 from lit_qrl.rollout.remote.group import local_address
 from lit_qrl.rollout.remote.pausing import Pausing
 from lit_qrl.rollout.remote.transfer import probe
-from lit_qrl.rollout.remote.wire import connect, hang_up
+from lit_qrl.rollout.remote.wire import connect
 from lit_qrl.types import SamplingParams
 
 COMMAND = (sys.executable, "-P", "-m", "lit_qrl.rollout.remote.server")
@@ -142,7 +142,7 @@ class Replica:
         self.ready = self._starting = False
         connection, self._connection = self._connection, None
         if connection is not None:
-            hang_up(connection)
+            connection.hang_up()
         process, self._process = self._process, None
         if process is None:
             return
@@ -361,7 +361,7 @@ class Replica:
             if connection is not self._connection:  # another thread has heard of it
                 return EngineDiedError(f"The engine at {self.place.name} is gone.")
             self.ready, self._connection = False, None
-            hang_up(connection)
+            connection.hang_up()
             return self._ended(why)
 
     def _ended(self, why: str) -> EngineDiedError:

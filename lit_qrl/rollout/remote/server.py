@@ -24,7 +24,7 @@ from lit_qrl.rollout.remote.duplex import Duplex
 from lit_qrl.rollout.remote.group import Backend, Group, join, local_address
 from lit_qrl.rollout.remote.staging import HalfSentError, Staging
 from lit_qrl.rollout.remote.transfer import Hold, Mapped, Named, sees, unpack
-from lit_qrl.rollout.remote.wire import RefusedClientError, admit, hang_up, listen
+from lit_qrl.rollout.remote.wire import RefusedClientError, admit, listen
 from lit_qrl.rollout.vllm.folder import remove_all
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Session:
             log.exception("The run is given up.")
         finally:
             self._close()
-            hang_up(self.connection)
+            self.connection.hang_up()
 
     def _receive(self) -> Any:
         return self.connection.receive()

@@ -177,20 +177,6 @@ def _not_admitted(place: str, error: Exception) -> ConfigError:
     )
 
 
-def hang_up(connection: Any) -> None:
-    """End a connection, also under a thread that waits for what comes over it; one that is closed stays so."""
-    try:
-        held = socket.socket(fileno=connection.fileno())
-    except OSError:
-        return
-    try:
-        with suppress(OSError):
-            held.shutdown(socket.SHUT_RDWR)
-    finally:
-        held.detach()
-    connection.close()
-
-
 def _connection(reached: socket.socket, seconds: float) -> Connection:
     """Return a connection whose every message must come within `seconds`."""
     reached.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -6,7 +6,6 @@ import threading
 import pytest
 import torch
 
-from lit_qrl.rollout.remote import wire
 from lit_qrl.rollout.remote.duplex import Duplex
 
 
@@ -71,8 +70,38 @@ def test_a_hang_up_wakes_who_waits_for_either():
     waiting = [threading.Thread(target=wait, args=(beside,), daemon=True) for beside in (False, True)]
     for thread in waiting:
         thread.start()
-    wire.hang_up(one)
-    wire.hang_up(one)  # again it changes nothing
+    one.hang_up()
+    one.hang_up()  # again it changes nothing
     for thread in waiting:
         thread.join(60)
     assert sorted(heard) == [False, True]
+
+
+def test_a_descriptor_stays_while_somebody_may_read_from_it():
+    """Else another connection gets its number, and the thread takes what is that one's."""
+    reads, goes_on = threading.Event(), threading.Event()
+    one, other = multiprocessing.Pipe()
+    receive = one.recv_bytes
+
+    class Slow:
+        """A connection whose reader is held up between two of its steps."""
+
+        closed = property(lambda self: one.closed)
+        fileno, send_bytes, close = one.fileno, one.send_bytes, one.close
+
+        def recv_bytes(self):
+            reads.set()
+            assert goes_on.wait(60)
+            return receive()
+
+    duplex = Duplex(Slow())
+    assert reads.wait(60)
+    duplex.hang_up()
+    assert not one.closed
+    with pytest.raises(EOFError):
+        other.recv_bytes()  # the other side hears of it at once
+    goes_on.set()
+    with pytest.raises(EOFError):
+        duplex.receive()
+    duplex.thread.join(60)
+    assert one.closed

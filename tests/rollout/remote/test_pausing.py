@@ -8,7 +8,6 @@ import pytest
 from lit_qrl.callbacks import RunCheckpoint
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError, Pauses
-from lit_qrl.rollout.remote import wire
 from lit_qrl.rollout.remote.engine import RemoteEngine
 from lit_qrl.rollout.remote.pausing import Pausing
 from lit_qrl.rollout.remote.replica import Replica
@@ -169,7 +168,7 @@ def test_what_was_under_way_ends_where_the_weights_did_not_come_whole(tmp_path, 
 def test_an_engine_that_dies_in_a_pause_is_heard_of_on_both_sides(tmp_path, stops):
     old, new = two_networks()
     with standing_still(tmp_path, stops, old) as (engine, drawing):
-        wire.hang_up(engine.replicas[0].connection)
+        engine.replicas[0].connection.hang_up()
         with pytest.raises(EngineDiedError):
             publish(engine, new, version=1)
         engine.resume(whole=False)

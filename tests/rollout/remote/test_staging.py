@@ -12,7 +12,7 @@ from lit_qrl.publish.delivery import Stages
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError, SamplerSpec
-from lit_qrl.rollout.remote import publishing, wire
+from lit_qrl.rollout.remote import publishing
 from lit_qrl.rollout.remote.engine import RemoteEngine
 from lit_qrl.rollout.remote.server import Session
 from lit_qrl.rollout.remote.staging import HalfSentError, Staging
@@ -237,7 +237,7 @@ def test_a_server_that_is_gone_on_the_way_is_an_engine_that_died(tmp_path, held,
         def cut(stream):
             for number, one in enumerate(stream):
                 if number == 7:
-                    wire.hang_up(engine.replicas[-1].connection)
+                    engine.replicas[-1].connection.hang_up()
                 yield one
 
         with pytest.raises(EngineDiedError), engine.staged(drawing.end):
@@ -328,7 +328,7 @@ def test_a_death_while_weights_are_on_their_way_is_outlived(tmp_path, monkeypatc
         if sender._stages and replica._staging == at and not died:
             died.append(at)
             Waits.staged = False
-            wire.hang_up(replica.connection)
+            replica.connection.hang_up()
         stage(sender, chunk)
 
     monkeypatch.setattr(publishing.Sender, "_hand_over", cut)
