@@ -7,6 +7,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+EXIT_CONFIG = 2
+"""Exit status of a configuration that cannot work."""
+EXIT_STOPPED = 70
+"""Exit status of a run that could not go on for another reason: EX_SOFTWARE of sysexits.h."""
 _collection: ContextVar["list[ConfigError] | None"] = ContextVar("config_errors", default=None)
 
 
@@ -101,10 +105,8 @@ def within_memory(doing: str, remedy: str) -> Iterator[None]:
     """
     try:
         yield
-    except MemoryShortageError:
-        raise
     except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
+        if isinstance(error, StoppedError) or not out_of_memory(error):
             raise
         raise MemoryShortageError(f"Memory ran out while {doing}: {asked(error)}. {remedy}") from error
 

@@ -41,6 +41,7 @@ from lit_qrl.run.diary import number
 from lit_qrl.run.identity import check_frozen, check_identity, describe_frozen, identity
 from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.run.parts import put_together
+from lit_qrl.run.shortage import fits
 from lit_qrl.strategies.peers import Peers
 from lit_qrl.strategies.sharded import ShardedStrategy
 from lit_qrl.types import AllReduce, MicroBatch, RolloutBatch
@@ -99,10 +100,13 @@ class GRPOModule(Described, LightningModule):
         self.evaluate_first, self.master_weights = evaluate_first, master_weights
         self.iteration = IterationState()
         self.accuracy = torch.nn.ModuleList()
+        self.first_step: int | None = None
+        """Optimizer steps that were taken before this start of the run."""
         self._cut_short = False
 
     # ---------------------------------------------------------------------------------------------------- the algorithm
 
+    @fits("scoring a rollout")
     @torch.no_grad()
     def score(self, rollout: RolloutBatch, chunks: int = 1, routes: Tensor | None = None) -> Tensor:
         """Return the learner's log-probs "b t" of a rollout's completions, in the learner's own arithmetic.
@@ -130,6 +134,7 @@ class GRPOModule(Described, LightningModule):
                     rollout.router_logprobs[rows, columns] = forward.gates
         return scored.masked_fill_(~rollout.mask, 0.0)
 
+    @fits("computing a micro-batch's loss")
     def training_step(self, micro_batch: MicroBatch, batch_idx: int) -> Tensor:
         """Return the loss of one micro-batch, so scaled that the optimizer sees the whole mini-batch's gradient."""
         batch = micro_batch.batch
@@ -148,6 +153,16 @@ class GRPOModule(Described, LightningModule):
             record_difference(self.iteration.metrics, forward.routes, batch.routed_experts)
         # Lightning divides by the number of micro-batches and averages over ranks; the loss is a sum over both.
         return loss * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+
+    @fits("computing a micro-batch's gradient")
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """As Lightning's."""
+        super().backward(loss, *args, **kwargs)
+
+    @fits("stepping the optimizer")
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """As Lightning's."""
+        super().optimizer_step(*args, **kwargs)
 
     # ---------------------------------------------------------------------------------------------------- book-keeping
 
@@ -226,6 +241,7 @@ class GRPOModule(Described, LightningModule):
                 callback.prepare(self.trainer, self)
         return [Peers()] if self.trainer.world_size > 1 else []
 
+    @fits("loading the policy")
     def configure_model(self) -> None:
         """Load the policy's weights; plugins that rename parameters act here, before a checkpoint is restored."""
         self.policy.configure()
@@ -242,6 +258,7 @@ class GRPOModule(Described, LightningModule):
         if not self.accuracy:
             self.accuracy.extend(EvaluationMetrics(one.accuracies) for one in self.data.evaluations)
 
+    @fits("building the optimizer")
     def configure_optimizers(self) -> Any:
         """Build the optimizer over the trainable parameters, and the learning-rate schedule."""
         trainable = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
@@ -280,7 +297,7 @@ class GRPOModule(Described, LightningModule):
 
     def on_train_start(self) -> None:
         """Evaluate the policy as it came, so that every curve has its starting point."""
-        self._cut_short = False
+        self._cut_short, self.first_step = False, self.trainer.global_step
         validates = self.trainer.limit_val_batches and self.trainer.check_val_every_n_epoch is not None
         if self.evaluate_first and validates and self.trainer.current_epoch == 0 and not self.trainer.fast_dev_run:  # pyright: ignore
             trainer = self.trainer

@@ -183,6 +183,11 @@ class Ahead:
         )
 
     @property
+    def drawing(self) -> bool:
+        """True while the engine draws, or has more to draw."""
+        return any(not future.done() for future in self._futures.values())
+
+    @property
     def failed(self) -> bool:
         """True where the engine has died of what is under way."""
         return any(future.done() and future.exception() is not None for future in self._futures.values())

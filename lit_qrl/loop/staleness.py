@@ -10,9 +10,9 @@ from lit_qrl.loop.drafts import Draft
 from lit_qrl.loop.hooks import Learner
 from lit_qrl.rollout.engine import Scores
 
-SCORED, FEW, TOKENS = 32, 4, 2**13
+SCORED, FEW, TOKENS = 32, 2, 2**11
 """Sequences that show how far new weights are from those that drew them: so many at most, and these anyhow where they
-have more tokens. The engine draws nothing meanwhile: 32 of 4,096 tokens would be a tenth of a rollout of 512."""
+have more tokens. The engine draws nothing meanwhile: 2**13 tokens of an 8B were a twelfth of a rollout of 32 × 512."""
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from lit_qrl.loop.staleness import moved_since, note_staleness
 from lit_qrl.types import Completion
 
 
-@pytest.mark.parametrize(("count", "length", "scored"), [(64, 10, 32), (64, 1000, 8), (64, 5000, 4), (2, 5000, 2)])
+@pytest.mark.parametrize(("count", "length", "scored"), [(64, 10, 32), (64, 500, 4), (64, 5000, 2), (1, 5000, 1)])
 def test_staleness_is_measured_on_as_many_sequences_as_take_little_time(count, length, scored):
     asked = []
 

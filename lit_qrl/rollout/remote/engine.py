@@ -4,7 +4,7 @@ import hashlib
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from threading import Lock
@@ -92,6 +92,7 @@ class RemoteEngine(RolloutEngine):
         self.spec = SamplerSpec()
         self.replicas: list[Replica] = []
         self._sender = Sender()
+        self._until: Callable[[], None] | None = None
         self._kept: tuple[str, dict[int, list[Completion]]] = ("", {})
         # Protocols are asked for by their methods: it has those of the engines that it holds.
         for name in ASKED:
@@ -169,8 +170,12 @@ class RemoteEngine(RolloutEngine):
     @torch.no_grad()
     def _publish(self, what: str, tensors: Iterator[tuple[str, Tensor]], *args: Any) -> PublishReport:
         ways: dict[Replica, Way] = {replica: self._way(replica) for replica in self.replicas}
+        until, self._until = self._until, None
+        if until is not None and not self._sender.joined(ways):
+            until()
+            until = None
         try:
-            reports = self._sender.publish(ways, what, tensors, args)
+            reports = self._sender.publish(ways, what, tensors, args, until)
         except EngineDiedError:
             for replica in self.replicas:
                 if replica.dead:
@@ -178,6 +183,15 @@ class RemoteEngine(RolloutEngine):
             raise
         self.version = args[-1]
         return as_one(reports, [replica.place.name for replica in self.replicas])
+
+    @contextmanager
+    def staged(self, until: Callable[[], None]) -> Iterator[None]:
+        """Let the first stream within be sent while the replicas draw; see `Stages` of `publish/delivery.py`."""
+        self._until = until
+        try:
+            yield
+        finally:
+            self._until = None
 
     @property
     def engines(self) -> int:

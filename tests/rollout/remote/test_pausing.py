@@ -1,7 +1,7 @@
 """A thread draws over a connection and another interrupts it: weights come in flight in every order of events."""
 
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
@@ -9,7 +9,6 @@ from lit_qrl.callbacks import RunCheckpoint
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.rollout.pauses import Pauses, Stand
-from lit_qrl.rollout.remote import wire
 from lit_qrl.rollout.remote.engine import RemoteEngine
 from lit_qrl.rollout.remote.pausing import AstrayError, Pausing
 from lit_qrl.rollout.remote.replica import Replica
@@ -78,8 +77,9 @@ def standing_still(tmp_path, stops, network):
         yield engine, drawing
 
 
+@pytest.mark.parametrize("staged", [False, True], ids=["still", "staged"])
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
-def test_weights_that_come_over_the_wire_are_those_that_come_in_this_process(tmp_path, stops, mode):
+def test_weights_that_come_over_the_wire_are_those_that_come_in_this_process(tmp_path, stops, mode, staged):
     old, new = two_networks()
     near = set_up(old, mode)
     near.between_steps = after(STEPS, lambda: publish(near, new, version=1))
@@ -89,8 +89,10 @@ def test_weights_that_come_over_the_wire_are_those_that_come_in_this_process(tmp
         assert publish(engine, old)[0] == []
         drawing = Drawing(engine)
         assert stops.acquire(timeout=PATIENCE)
-        engine.pause()
-        faults, report = publish(engine, new, version=1)  # verified before a token is drawn with it
+        if not staged:
+            engine.pause()
+        with engine.staged(engine.pause) if staged else nullcontext():
+            faults, report = publish(engine, new, version=1)  # verified before a token is drawn with it
         engine.resume()
         assert (faults, report.version) == ([], 1)
         assert drawing.result() == expected
@@ -167,7 +169,7 @@ def test_what_was_under_way_ends_where_the_weights_did_not_come_whole(tmp_path, 
 def test_an_engine_that_dies_in_a_pause_is_heard_of_on_both_sides(tmp_path, stops):
     old, new = two_networks()
     with standing_still(tmp_path, stops, old) as (engine, drawing):
-        wire.hang_up(engine.replicas[0].connection)
+        engine.replicas[0].connection.hang_up()
         with pytest.raises(EngineDiedError):
             publish(engine, new, version=1)
         engine.resume(whole=False)
