@@ -1,11 +1,16 @@
 """The errors of the project that the command line turns into a paragraph instead of a traceback."""
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+EXIT_CONFIG = 2
+"""Exit status of a configuration that cannot work."""
+EXIT_STOPPED = 70
+"""Exit status of a run that could not go on for another reason: EX_SOFTWARE of sysexits.h."""
 _collection: ContextVar["list[ConfigError] | None"] = ContextVar("config_errors", default=None)
 
 
@@ -100,10 +105,8 @@ def within_memory(doing: str, remedy: str) -> Iterator[None]:
     """
     try:
         yield
-    except MemoryShortageError:
-        raise
     except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
+        if isinstance(error, StoppedError) or not out_of_memory(error):
             raise
         raise MemoryShortageError(f"Memory ran out while {doing}: {asked(error)}. {remedy}") from error
 
@@ -123,6 +126,23 @@ def collected() -> Iterator[list[ConfigError]]:
         yield made
     finally:
         _collection.reset(token)
+
+
+def require_object(key: str, given: object, example: str) -> None:
+    """Raise `ConfigError` for a name or a class where an object of it is wanted, which would fail later.
+
+    Args:
+        key: of the setting.
+        given: what was passed.
+        example: of what to pass instead.
+
+    >>> require_object("data.engine", int, "TransformersEngine()")
+    Traceback (most recent call last):
+    lit_qrl.errors.ConfigError: data.engine is no object. Expected: one such as TransformersEngine(). Given: class int.
+    """
+    if given is None or isinstance(given, (str, bytes, os.PathLike, type, dict)):
+        shown = f"class {given.__name__}" if isinstance(given, type) else repr(given)
+        raise ConfigError(f"{key} is no object.", expected=f"one such as {example}", given=shown)
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lit_qrl.aliases import METRICS
 from lit_qrl.data.benchmark import Share
 from lit_qrl.data.module import RolloutDataModule
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, require_object
 from lit_qrl.loop.batching import deal_by_length
 from lit_qrl.loop.combine import check_combination, check_estimated
 from lit_qrl.loop.correction import close, needs_kept, weigh_here
@@ -41,6 +41,7 @@ from lit_qrl.run.diary import number
 from lit_qrl.run.identity import check_frozen, check_identity, describe_frozen, identity
 from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.run.parts import put_together
+from lit_qrl.run.shortage import fits
 from lit_qrl.strategies.peers import Peers
 from lit_qrl.strategies.sharded import ShardedStrategy
 from lit_qrl.types import AllReduce, MicroBatch, RolloutBatch
@@ -85,16 +86,27 @@ class GRPOModule(Described, LightningModule):
             raise ConfigError("model.warmup is a share of the run.", expected="a number in [0, 1)", given=warmup)
         if objective is DEFAULT_OBJECTIVE:  # outside of the command line nobody has built it yet
             objective = GRPO()
+        require_object("model.policy", policy, 'CausalPolicy("models/tiny-countdown")')
+        require_object("model.objective", objective, "GRPO()")
+        if isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                "model.optimizer has its parameters already; the policy's are known once it is loaded.",
+                expected="a class or a function that makes one, such as partial(torch.optim.AdamW, lr=1e-6)",
+                given=f"an object of {type(optimizer).__name__}",
+            )
         self.policy, self.objective, self.optimizer = policy, objective, optimizer
         self.lr_schedule: Literal["constant", "linear", "cosine"] = lr_schedule
         self.warmup, self.lr_scheduler = warmup, lr_scheduler
         self.evaluate_first, self.master_weights = evaluate_first, master_weights
         self.iteration = IterationState()
         self.accuracy = torch.nn.ModuleList()
+        self.first_step: int | None = None
+        """Optimizer steps that were taken before this start of the run."""
         self._cut_short = False
 
     # ---------------------------------------------------------------------------------------------------- the algorithm
 
+    @fits("scoring a rollout")
     @torch.no_grad()
     def score(self, rollout: RolloutBatch, chunks: int = 1, routes: Tensor | None = None) -> Tensor:
         """Return the learner's log-probs "b t" of a rollout's completions, in the learner's own arithmetic.
@@ -122,6 +134,7 @@ class GRPOModule(Described, LightningModule):
                     rollout.router_logprobs[rows, columns] = forward.gates
         return scored.masked_fill_(~rollout.mask, 0.0)
 
+    @fits("computing a micro-batch's loss")
     def training_step(self, micro_batch: MicroBatch, batch_idx: int) -> Tensor:
         """Return the loss of one micro-batch, so scaled that the optimizer sees the whole mini-batch's gradient."""
         batch = micro_batch.batch
@@ -140,6 +153,16 @@ class GRPOModule(Described, LightningModule):
             record_difference(self.iteration.metrics, forward.routes, batch.routed_experts)
         # Lightning divides by the number of micro-batches and averages over ranks; the loss is a sum over both.
         return loss * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+
+    @fits("computing a micro-batch's gradient")
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """As Lightning's."""
+        super().backward(loss, *args, **kwargs)
+
+    @fits("stepping the optimizer")
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """As Lightning's."""
+        super().optimizer_step(*args, **kwargs)
 
     # ---------------------------------------------------------------------------------------------------- book-keeping
 
@@ -218,6 +241,7 @@ class GRPOModule(Described, LightningModule):
                 callback.prepare(self.trainer, self)
         return [Peers()] if self.trainer.world_size > 1 else []
 
+    @fits("loading the policy")
     def configure_model(self) -> None:
         """Load the policy's weights; plugins that rename parameters act here, before a checkpoint is restored."""
         self.policy.configure()
@@ -234,6 +258,7 @@ class GRPOModule(Described, LightningModule):
         if not self.accuracy:
             self.accuracy.extend(EvaluationMetrics(one.accuracies) for one in self.data.evaluations)
 
+    @fits("building the optimizer")
     def configure_optimizers(self) -> Any:
         """Build the optimizer over the trainable parameters, and the learning-rate schedule."""
         trainable = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
@@ -272,7 +297,7 @@ class GRPOModule(Described, LightningModule):
 
     def on_train_start(self) -> None:
         """Evaluate the policy as it came, so that every curve has its starting point."""
-        self._cut_short = False
+        self._cut_short, self.first_step = False, self.trainer.global_step
         validates = self.trainer.limit_val_batches and self.trainer.check_val_every_n_epoch is not None
         if self.evaluate_first and validates and self.trainer.current_epoch == 0 and not self.trainer.fast_dev_run:  # pyright: ignore
             trainer = self.trainer
@@ -306,6 +331,9 @@ class GRPOModule(Described, LightningModule):
 
     def on_train_epoch_end(self) -> None:
         """Log the iteration's row; the epoch end that a resumed run repeats has none and logs nothing."""
+        ahead = self.data.ahead
+        if ahead is not None and ahead.replay is not None and self.trainer.current_epoch + 1 >= ahead.replay.end:
+            self.trainer.should_stop = True
         row = self.iteration.take_row()
         if row:
             log_row(self.trainer, row)

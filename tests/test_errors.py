@@ -3,7 +3,7 @@ import pickle
 import pytest
 import torch
 
-from lit_qrl.errors import ConfigError, MemoryShortageError, nearest, within_memory
+from lit_qrl.errors import ConfigError, MemoryShortageError, nearest, require_object, within_memory
 
 
 def test_config_error_reads_as_one_paragraph_and_survives_pickling():
@@ -38,3 +38,10 @@ def test_memory_that_runs_out_is_one_paragraph_of_the_innermost_work():
 def test_the_host_s_allocator_is_understood():
     with pytest.raises(MemoryShortageError, match=r"asked for\. Take less\.$"), within_memory("reading", "Take less."):
         torch.empty(2**50)
+
+
+def test_only_what_is_known_to_be_no_object_is_refused():
+    require_object("data.engine", object(), "TransformersEngine()")
+    for given, told in (("vllm", "'vllm'"), (int, "class int"), (None, "None"), ({"a": 1}, "{'a': 1}")):
+        with pytest.raises(ConfigError, match=f"data.engine is no object. .*Given: {told}"):
+            require_object("data.engine", given, "TransformersEngine()")

@@ -1,6 +1,5 @@
 """The folder of a run that Python code starts: its place, its lock and its `config.yaml`, as on the command line."""
 
-import inspect
 import os
 import signal
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.errors import ConfigError
-from lit_qrl.optim.build import build_optimizer
+from lit_qrl.optim.build import described_optimizer
 from lit_qrl.precision.source import PublishingPrecision
 from lit_qrl.run import folder as folders
 from lit_qrl.run.config import RunConfig
@@ -196,7 +195,7 @@ def configuration(
         "model": describe(module)["init_args"],
         "data": describe(data)["init_args"],
     }
-    described["model"] |= {"objective": describe(module.objective), "optimizer": _optimizer(module)}
+    described["model"] |= {"objective": describe(module.objective), "optimizer": described_optimizer(module.optimizer)}
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--seed_everything", type=bool | int)
     parser.add_class_arguments(Trainer, "trainer", fail_untyped=False, skip={"accumulate_grad_batches"})
@@ -239,16 +238,3 @@ def _trainer_settings(trainer: Trainer, groups: Mapping[str, type[Callback]]) ->
 
 def _strategy_name(trainer: Trainer) -> str:
     return "auto" if trainer.world_size == 1 else getattr(trainer.strategy, "strategy_name", "auto")
-
-
-def _optimizer(module: "GRPOModule") -> Any:
-    """Return class and settings of the optimizer: those of one that it makes for a trial parameter."""
-    made = build_optimizer(module.optimizer, [("trial", torch.nn.Parameter(torch.zeros(64, 64)))])
-    # All of them: the parser would fill gaps with the settings of the class that is the default.
-    known = describe(made)["init_args"] if isinstance(made, Described) else describe(dict(made.defaults))
-    arguments = {name: known[name] for name in _parameters(type(made)) if name in known and name != "params"}
-    return {**describe(type(made)), "init_args": arguments}
-
-
-def _parameters(cls: type) -> list[str]:
-    return list(inspect.signature(cls).parameters)

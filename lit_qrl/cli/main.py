@@ -10,14 +10,10 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from lit_qrl.cli.stand_ins import HEAVY, stand_ins
-from lit_qrl.errors import ConfigError, StoppedError
+from lit_qrl.errors import EXIT_CONFIG, EXIT_STOPPED, ConfigError, StoppedError
 
-EXIT_CONFIG = 2
-"""Exit status of a configuration that cannot work."""
 EXIT_INTERRUPTED = 130
 """Exit status after Ctrl-C; after SIGTERM it is 143."""
-EXIT_STOPPED = 70
-"""Exit status of a run that could not go on for another reason: EX_SOFTWARE of sysexits.h."""
 
 HELP = re.compile(r"-h|--([\w.]+\.)?help(=.*)?|--print_config(=.*)?")
 """Words with which a command prints something and ends."""

@@ -65,6 +65,7 @@ from lit_qrl.run.lock import RunLock
 from lit_qrl.run.loggers import RunCSVLogger
 from lit_qrl.run.peers import require_free_port
 from lit_qrl.run.quiet import quiet
+from lit_qrl.run.shortage import stop_where_short
 from lit_qrl.strategies.sharded import check_strategy
 
 REFUSALS = (MisconfigurationException, ValueError, TypeError, ImportError)
@@ -274,7 +275,8 @@ class QRLCLI(LightningCLI):
             if isinstance(error, ConfigError) and not made_by_training(error, self.trainer.global_step):
                 raise
             raise StoppedError(paragraph(error, self.trainer.default_root_dir)) from error
-        except (MisconfigurationException, RuntimeError) as error:
+        except (MisconfigurationException, RuntimeError, MemoryError) as error:
+            stop_where_short(self.trainer, error)
             if (told := of_run(error)) is None:
                 raise
             raise told from error

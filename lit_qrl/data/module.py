@@ -17,7 +17,7 @@ from lit_qrl.data.judging import Judging
 from lit_qrl.data.problems import Problem, PromptOrder, admit
 from lit_qrl.data.sizes import check_ranks, check_sizes
 from lit_qrl.data.task import Task
-from lit_qrl.errors import ConfigError, StoppedError
+from lit_qrl.errors import ConfigError, StoppedError, require_object
 from lit_qrl.loop.ahead import ahead_of, resumed_position
 from lit_qrl.loop.budget import TokenBudget
 from lit_qrl.loop.generation import scoring_progress
@@ -73,6 +73,7 @@ class RolloutDataModule(Described, LightningDataModule):
             updates on this one, `async` the next `max_staleness`, by an engine in a process of its own.
         max_staleness: iterations by which the weights that drew may be older than the learner, with `async`.
         in_flight_updates: `async` publishes while completions are drawn, and their keys and values `keep`, `recompute`.
+        replay: the folder of a run with `in_flight_updates`, where each update met the engine; here it meets it there.
         error_reward: the reward of a sample whose reward function failed or timed out; null leaves the sample out of
             its group's statistics and of the loss, as a reward that returns None does.
         reward_weights: factors of the task's rewards by name, instead of their own.
@@ -106,17 +107,19 @@ class RolloutDataModule(Described, LightningDataModule):
         schedule: Literal["on_policy", "one_step_off", "async"] = "on_policy",
         max_staleness: int = 1,
         in_flight_updates: InFlight = "none",
+        replay: str | None = None,
         error_reward: float | None = 0.0,
         reward_weights: dict[str, float] | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__()
+        require_object("data.task", task, "Countdown()")
+        require_object("data.engine", engine, "TransformersEngine()")
         self.task, self.engine = task, engine
         self.prompts_per_iteration, self.group_size = prompts_per_iteration, group_size
         self.passes, self.mini_batches, self.micro_batches = passes, mini_batches, micro_batches
         self.max_prompt_tokens, self.max_completion_tokens = max_prompt_tokens, max_completion_tokens
-        self.long_prompt = long_prompt
-        self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
+        self.temperature, self.top_p, self.top_k, self.long_prompt = temperature, top_p, top_k, long_prompt
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.budget = TokenBudget(max_tokens_per_micro_batch) if micro_batches == "auto" else None
         self.evaluation_size, self.evaluation_samples = evaluation_size, evaluation_samples
@@ -126,7 +129,7 @@ class RolloutDataModule(Described, LightningDataModule):
         self.error_reward, self.reward_weights = error_reward, reward_weights or {}
         self.schedule: Literal["on_policy", "one_step_off", "async"] = schedule
         self.max_staleness, self.in_flight_updates = max_staleness, in_flight_updates
-        self.ahead = ahead_of(schedule, max_staleness, in_flight_updates)
+        self.ahead = ahead_of(schedule, max_staleness, in_flight_updates, replay)
         weigh_by_name(task.rewards, self.reward_weights)
         self.base_seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.position = 0
@@ -134,13 +137,8 @@ class RolloutDataModule(Described, LightningDataModule):
         self._problems: dict[str, list[Problem]] = {}
         self._order: PromptOrder | None = None
         check_sizes(self)
-        own = {
-            "samples": evaluation_samples,
-            "temperature": evaluation_temperature,
-            "top_p": evaluation_top_p,
-            "greedy": evaluation_greedy,
-            "completion_tokens": evaluation_completion_tokens or max_completion_tokens,
-        }
+        own = {"samples": evaluation_samples, "temperature": evaluation_temperature, "top_p": evaluation_top_p}
+        own |= {"greedy": evaluation_greedy, "completion_tokens": evaluation_completion_tokens or max_completion_tokens}
         self.evaluations = evaluation_sets(task if evaluate_task else None, evaluation_size, own, self.benchmarks)
 
     # ------------------------------------------------------------------------------------------------ configuration

@@ -15,29 +15,26 @@ import logging
 import operator
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import cache
-from itertools import accumulate
 from typing import Any
 
-import torch
+from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
 
-from lit_qrl.functional.mismatch import k3_divergence
 from lit_qrl.loop.drafts import Draft, packed, unpacked, versions_of
 from lit_qrl.loop.hooks import Learner, rl_callbacks
+from lit_qrl.loop.record import FlightRecord, rollout_seed
+from lit_qrl.loop.replay import Replay
 from lit_qrl.loop.schedule import staleness_of
-from lit_qrl.rollout.engine import EngineDiedError, InFlight, Scores
+from lit_qrl.loop.staleness import moved_since, note_staleness
+from lit_qrl.rollout.engine import EngineDiedError, InFlight
+from lit_qrl.run.diary import event
 from lit_qrl.run.saving import when_written
-from lit_qrl.seeding import derive_seed
 
 log = logging.getLogger(__name__)
-
-SCORED, FEW, TOKENS = 32, 4, 2**13
-"""Sequences that show how far new weights are from those that drew them: so many at most, and these anyhow where they
-have more tokens. The engine draws nothing meanwhile: 32 of 4,096 tokens would be a tenth of a rollout of 512."""
 
 
 class Ahead:
@@ -46,10 +43,13 @@ class Ahead:
     Args:
         staleness: iterations by which weights may be older than the learner that they draw for.
         in_flight: what becomes of keys and values when weights come while completions are drawn; `none`: none come.
+        replay: the record that this run follows.
     """
 
-    def __init__(self, staleness: int, in_flight: InFlight = "none") -> None:
-        self.staleness, self.in_flight = staleness, in_flight != "none"
+    def __init__(self, staleness: int, in_flight: InFlight = "none", replay: Replay | None = None) -> None:
+        self.staleness, self.in_flight, self.replay = staleness, in_flight != "none", replay
+        self.record = FlightRecord({})
+        """Where weights in flight met the engine."""
         self.depth = 1
         """Rollouts that are begun ahead where weights come in flight."""
         self.weights_of: dict[int, int] = {}
@@ -138,7 +138,10 @@ class Ahead:
         now = learner.trainer.current_epoch
         for number in [number for number in self.drafts if number < now]:
             del self.drafts[number]
-        self.adjust(now)
+        if self.replay is None:
+            self.adjust(now)
+        else:
+            self.depth = self.replay.depth(now)
         self.extend(learner)
         while self.drafts[now].completions is None:
             try:
@@ -156,7 +159,7 @@ class Ahead:
         for age, tokens in ages.items():
             self.tokens_of_age[age] = self.tokens_of_age.get(age, 0) + tokens
         if self.in_flight and any(ages):
-            learner.data.engine.pause()
+            self.record.stood("score", learner.data.engine.pause())
             try:
                 with learner.iteration.timed("verify"):
                     note_staleness(learner, moved_since(learner, draft))
@@ -164,6 +167,8 @@ class Ahead:
                 log.info("Staleness was not measured: %s", error)
             finally:
                 learner.data.engine.resume()
+        if self.in_flight:
+            note(learner, self.record.write(learner, self.depth, draft), self.replay)
         return draft
 
     def _ages(self, draft: Draft) -> Counter[int]:
@@ -176,6 +181,11 @@ class Ahead:
             (Counter({draft.iteration - self.weights_of[version]: count}) for version, count in versions.items()),
             Counter(),
         )
+
+    @property
+    def drawing(self) -> bool:
+        """True while the engine draws, or has more to draw."""
+        return any(not future.done() for future in self._futures.values())
 
     @property
     def failed(self) -> bool:
@@ -213,7 +223,8 @@ class Ahead:
 
     def _submit(self, learner: Learner, draft: Draft) -> None:
         data, before = learner.data, self._futures.get(draft.iteration - 1)
-        seed = derive_seed(data.base_seed, "rollout", draft.iteration, 0, 0)
+        seed = rollout_seed(data.base_seed, draft.iteration)
+        self.record.name(seed, draft.iteration)
         positions = {"positions": data.slots.own} if data.slots.world_size > 1 else {}
         prompts = [problem.prompt_ids for problem in draft.problems]
 
@@ -231,12 +242,41 @@ class Ahead:
         """Forget what was not drawn, as if it had never been begun."""
         undone = [draft for draft in self.drafts.values() if draft.completions is None]
         wait([future for number, future in self._futures.items() if number in {draft.iteration for draft in undone}])
-        undone = [draft for draft in self.drafts.values() if draft.completions is None]
-        if undone:
-            learner.data.position = min(draft.start for draft in undone)
-        for draft in undone:
+        self._forget(learner, [draft for draft in self.drafts.values() if draft.completions is None])
+
+    def _forget(self, learner: Learner, drafts: Sequence[Draft]) -> None:
+        if drafts:
+            learner.data.position = min(draft.start for draft in drafts)
+        for draft in drafts:
             del self.drafts[draft.iteration]
             self._futures.pop(draft.iteration, None)
+
+    # ---------------------------------------------------------------------------------------------------------- replay
+
+    def begins_anew(self, learner: Learner) -> bool:
+        """Return whether another process went on here with the run that is followed: it had what its checkpoint had.
+
+        Args:
+            learner: whose engine is to be built again then.
+        """
+        now, replay = learner.trainer.current_epoch, self.replay
+        if replay is None or not replay.under_way or not replay.begins(now):
+            return False
+        self.settle(learner)
+        kept = replay.stretch(now).kept
+        self._forget(learner, [one for number, one in self.drafts.items() if number >= now and number not in kept])
+        self.record.begin(learner, kept)
+        return True
+
+    def follow(self, learner: Learner) -> None:
+        """Tell a new engine where it is to stand still, where a record is followed."""
+        now, replay = learner.trainer.current_epoch, self.replay
+        if replay is None or (replay.under_way and not replay.begins(now)):
+            return
+        if not replay.under_way:
+            replay.begin(now, [one["iteration"] for one in self._restored])
+            say(learner, "replay", replay.sentence(learner.trainer.max_epochs))
+        learner.data.engine.follow(replay.courses(now, learner.data.base_seed))
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
@@ -287,6 +327,8 @@ class Ahead:
     def _restore(self, learner: Learner) -> None:
         saved, self._restored = self._restored, []
         data = learner.data
+        if self.in_flight and not self.record.begun:
+            self.record.begin(learner, [one["iteration"] for one in saved])
         for one in saved:
             problems = data.problems_at(one["start"], data.slots.own)
             draft = Draft(one["iteration"], one["weights"], one["start"], problems, unpacked(one))
@@ -322,39 +364,23 @@ def tell_ages(learner: Learner) -> str:
     return f"Tokens by the age in iterations of the weights that drew them: {', '.join(shares)} old."
 
 
-def ahead_of(schedule: str, max_staleness: int, in_flight: InFlight = "none") -> Ahead | None:
+def ahead_of(
+    schedule: str, max_staleness: int, in_flight: InFlight = "none", replay: str | None = None
+) -> Ahead | None:
     """Return what draws ahead under a schedule, or None; the arguments and errors are those of `staleness_of`."""
-    staleness = staleness_of(schedule, max_staleness, in_flight)
-    return Ahead(staleness, in_flight) if staleness else None
+    staleness = staleness_of(schedule, max_staleness, in_flight, replay)
+    return Ahead(staleness, in_flight, None if replay is None else Replay(replay)) if staleness else None
 
 
-@torch.no_grad()
-def moved_since(learner: Learner, draft: Draft) -> Tensor | None:
-    """Return how far the published weights are from the older ones that drew a rollout: Δ log p of some tokens.
-
-    It is the part of the mismatch that comes of the schedule, both in the sampler's arithmetic; the rest is that of
-    kernels, format and noise. None where the engine does not score, or log-probs are not at a temperature of 1.
-
-    Args:
-        learner: whose engine holds the new weights and draws nothing.
-        draft: of the iteration under way, drawn by older ones.
-    """
-    data, engine = learner.data, learner.data.engine
-    if not isinstance(engine, Scores) or data.temperature != 1.0 or data.sampling.truncated or not draft.completions:
-        return None
-    chosen = [(i, one) for i, one in enumerate(draft.completions[:SCORED]) if one.token_ids]
-    prompts = [draft.problems[i // data.group_size].prompt_ids for i, _ in chosen]
-    sequences = [[*prompt, *one.token_ids] for prompt, (_, one) in zip(prompts, chosen, strict=True)]
-    within = sum(whole <= TOKENS for whole in accumulate(map(len, sequences)))
-    chosen, sequences = chosen[: max(within, FEW)], sequences[: max(within, FEW)]
-    scores = engine.score(sequences)
-    new = torch.cat([row[-len(one.token_ids) :] for row, (_, one) in zip(scores, chosen, strict=True)])
-    old = torch.tensor([value for _, one in chosen for value in one.logprobs])
-    return new.float().cpu() - old
+def note(learner: Learner, row: Mapping[str, Any], replay: Replay | None) -> None:
+    """Say where a run leaves the record that it follows."""
+    words = "" if replay is None else replay.compare(row)
+    if words:
+        say(learner, "replay_astray", words)
 
 
-def note_staleness(learner: Learner, moved: Tensor | None) -> None:
-    """Log what `moved_since` returned."""
-    if moved is not None:
-        learner.iteration.metrics.values("mismatch/staleness_abs", moved.abs())
-        learner.iteration.metrics.values("mismatch/staleness_kl", k3_divergence(moved))
+def say(learner: Learner, kind: str, sentence: str) -> None:
+    """Write a sentence into the diary and above the progress bar."""
+    event(learner.trainer, kind, sentence)
+    if isinstance(bar := learner.trainer.progress_bar_callback, ProgressBar):
+        bar.print(sentence)

@@ -4,20 +4,22 @@ import torch
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.hooks import Learner
+from lit_qrl.loop.record import FlightRecord, settings_of
 from lit_qrl.loop.turns import TakesTurns
-from lit_qrl.rollout.engine import Pauses
+from lit_qrl.rollout.pauses import Pauses
 
 
-def staleness_of(schedule: str, max_staleness: int, in_flight: str = "none") -> int:
+def staleness_of(schedule: str, max_staleness: int, in_flight: str = "none", replay: str | None = None) -> int:
     """Return by how many iterations a schedule's weights may be older; 0 draws and updates in turns.
 
     Args:
         schedule: `on_policy`, `one_step_off` or `async`.
         max_staleness: of `async`.
         in_flight: what becomes of keys and values when weights come while completions are drawn.
+        replay: the run folder whose record is followed.
 
     Raises:
-        ConfigError: for another schedule, or a staleness or updates that do not fit it.
+        ConfigError: for another schedule, or a staleness, updates or a record that do not fit it.
 
     >>> staleness_of("one_step_off", 1), staleness_of("async", 4)
     (1, 4)
@@ -37,6 +39,13 @@ def staleness_of(schedule: str, max_staleness: int, in_flight: str = "none") -> 
             expected="none, or with schedule async keep or recompute",
             given=f"{in_flight} with {schedule}",
             remedy="Set data.schedule to async, or leave in_flight_updates out.",
+        )
+    if replay is not None and in_flight == "none":
+        raise ConfigError(
+            "data.replay follows a run whose weights came in flight; every other run repeats by itself.",
+            expected="data.in_flight_updates: keep or recompute",
+            given=f"none with data.replay: {replay}",
+            remedy="Leave data.replay out, and start the same configuration again.",
         )
     return max_staleness if schedule == "async" else int(schedule == "one_step_off")
 
@@ -83,6 +92,11 @@ def check_ahead(learner: Learner, schedule: str) -> None:
                 remedy=remedy,
             )
     check_in_flight(learner)
+    ahead = learner.data.ahead
+    if ahead is not None and ahead.in_flight:
+        ahead.record = FlightRecord(settings_of(learner))
+        if ahead.replay is not None:
+            ahead.replay.check(ahead.record.settings, learner.trainer.world_size)
 
 
 def check_in_flight(learner: Learner) -> None:
@@ -103,11 +117,11 @@ def check_in_flight(learner: Learner) -> None:
             given=given,
             remedy=remedy,
         )
-    if torch.are_deterministic_algorithms_enabled():
+    if data.ahead.replay is None and torch.are_deterministic_algorithms_enabled():
         raise ConfigError(
             "trainer.deterministic asks for the same bits in every run, and time says which weights draw which token "
             "where they come in flight.",
-            expected="data.in_flight_updates: none",
+            expected="data.in_flight_updates: none, or data.replay, which follows another run's record of it",
             remedy="Leave it out: data.schedule: async alone draws the same in every run.",
         )
     if invariant:

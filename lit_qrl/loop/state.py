@@ -69,6 +69,16 @@ class IterationState:
             self._open -= 1
             self._account(phase, time.perf_counter() - start)
 
+    @contextmanager
+    def timed_apart(self, phase: str, outer: str) -> Iterator[None]:
+        """As `timed`, for a phase inside another that is no part of it."""
+        before = self.seconds[phase]
+        try:
+            with self.timed(phase):
+                yield
+        finally:
+            self.seconds[outer] -= self.seconds[phase] - before
+
     def _account(self, phase: str, seconds: float) -> None:
         self.seconds[phase] += seconds
         if not self._open:

@@ -1,5 +1,6 @@
 """An optimizer as configured, over parameters with names; what cannot work is known before a weight is loaded."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.run.description import Described, describe
 
 
 def check_optimizer(optimizer: Callable[[Any], Optimizer], device: torch.device, vectors: bool = True) -> None:
@@ -49,3 +51,17 @@ def build_optimizer(optimizer: Callable[[Any], Optimizer], named: Iterable[tuple
         matrices_only = isinstance(error, ValueError) and "2D" in str(error)
         remedy = "Use MuonAdamW, which gives AdamW the rest." if matrices_only else "Correct its init_args."
         raise ConfigError(f"model.optimizer cannot be built: {str(error).rstrip('.')}.", remedy=remedy) from error
+
+
+def described_optimizer(optimizer: Callable[[Any], Optimizer]) -> dict[str, Any]:
+    """Return class and settings of an optimizer: those of one that it makes for a trial parameter.
+
+    >>> described_optimizer(lambda named: torch.optim.SGD(named, lr=0.5))["init_args"]["lr"]
+    0.5
+    """
+    made = build_optimizer(optimizer, [("trial", torch.nn.Parameter(torch.zeros(64, 64)))])
+    # All of them: the parser would fill gaps with the settings of the class that is the default.
+    known = describe(made)["init_args"] if isinstance(made, Described) else describe(dict(made.defaults))
+    parameters = inspect.signature(type(made)).parameters
+    arguments = {name: known[name] for name in parameters if name in known and name != "params"}
+    return {**describe(type(made)), "init_args": arguments}

@@ -37,6 +37,19 @@ class ReadsReceipts(Protocol):
         ...
 
 
+@runtime_checkable
+class Stages(Protocol):
+    """An engine apart that is sent weights while it draws with others."""
+
+    def staged(self, until: Callable[[], None]) -> AbstractContextManager[None]:
+        """Within it the first stream of weights is sent at once, and replaces those of the engine after `until`.
+
+        Args:
+            until: returns when nothing is drawn any more, or raises; called once, after the stream's last tensor.
+        """
+        ...
+
+
 class Delivery:
     """Hands streams of tensors to one engine, from its start to its death, and raises where they did not arrive.
 
@@ -70,7 +83,7 @@ class Delivery:
         sent = SentLedger(version, format, sampled)
         share = self.engine.own_part if isinstance(self.engine, HoldsShare) else None
         clock = Clock()
-        made = clock.stream("make", sent.watch(self.engine.arranged(stream), share))
+        made = clock.stream("make", self._made(sent, share, stream))
         with clock.part("load"):
             report = self.engine.load_weights(made, format, version)
         report.parts = {"make": clock.seconds["make"], **(report.parts or {"load": clock.seconds["load"]})}
@@ -80,6 +93,11 @@ class Delivery:
         low = format is not None and not isinstance(format, Dense)
         weigh(report, sent, shapes if low else {})
         return report
+
+    def _made(self, sent: SentLedger, share: Any, stream: Stream) -> Stream:
+        yield from sent.watch(self.engine.arranged(stream), share)
+        if isinstance(self.engine, Stages):  # so that nothing of them waits for the engine to stand still
+            sent.receipts()
 
     def part(self, kind: Literal["adapter", "norms"], stream: Stream, version: int) -> PublishReport:
         """Replace the adapter beside the base, or the given norms over it; raises as `weights` does."""

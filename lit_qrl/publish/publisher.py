@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,18 +15,21 @@ from torch import Tensor
 from lit_qrl.errors import MemoryShortageError, listed, within_memory
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
+from lit_qrl.loop.ahead import Ahead
 from lit_qrl.loop.hooks import Learner, overrides, rl_callbacks
 from lit_qrl.network.shards import is_sharded
 from lit_qrl.precision.source import Change, WeightSource, unchanged
 from lit_qrl.publish.adapter import AdapterBeside
-from lit_qrl.publish.delivery import Delivery
+from lit_qrl.publish.delivery import Delivery, Stages
 from lit_qrl.publish.probe import ScoreCheck
 from lit_qrl.publish.recovery import Restarts, repeated
 from lit_qrl.publish.source import source_of, trained_source
 from lit_qrl.publish.spec import PublishSettings, sampler_spec
 from lit_qrl.receipts.ledger import PublishReport
-from lit_qrl.rollout.engine import EngineDiedError, Pauses, Sleeps
+from lit_qrl.rollout.engine import EngineDiedError, Sleeps
+from lit_qrl.rollout.pauses import Pauses
 from lit_qrl.run.diary import event
+from lit_qrl.run.shortage import stop_where_short
 from lit_qrl.run.stop import stop_run
 from lit_qrl.strategies.colocated import begin_rollout, begin_update
 
@@ -45,6 +48,13 @@ class Connection(NamedTuple):
     beside: AdapterBeside
 
 
+class _DrawFailedError(Exception):
+    """The engine died of what it drew while weights were on their way to it, for whatever reason."""
+
+    def __init__(self, error: EngineDiedError) -> None:
+        self.error = error
+
+
 class Publisher:
     """Keeps the engine's weights what the settings say they are, and counts their versions.
 
@@ -61,18 +71,25 @@ class Publisher:
         self._paused = False
         """True while the engine stands still in the middle of what it draws."""
         self._again: Callable[[], None] | None = None
+        self._still: Callable[[], None] | None = None
+        """What waits until the engine stands still, while it draws and weights are on their way."""
 
     def prepare(self, learner: Learner, on_hang: Callable[[str], None]) -> None:
         """Check everything that can be known before a weight is loaded; see `sampler_spec`."""
         self.learner, self.engine = learner, learner.data.engine
         self._disconnect()  # the stage before has closed its engine
         self.spec = sampler_spec(self.settings, learner, on_hang)
+        ahead = learner.data.ahead
+        if ahead is not None and ahead.replay is not None and isinstance(self.engine, Pauses):
+            ahead.replay.check_engines(self.engine.engines)
 
     # ------------------------------------------------------------------------------------------------- what is due when
 
     def begin_iteration(self) -> None:
         """Publish this iteration's sampler where one is due; else wake the engine that holds it."""
         trainer, ahead = self.learner.trainer, self.learner.data.ahead
+        if ahead is not None:
+            self._follow(ahead)
         if ahead is not None and not ahead.due(trainer.current_epoch, trainer.max_epochs):
             return  # the engine draws with what it holds, or has drawn already
         if (
@@ -89,7 +106,15 @@ class Publisher:
             except EngineDiedError as error:
                 self.revive(error)
             except MemoryShortageError as error:
-                stop_run(trainer, "out_of_memory", str(error), save=True, error=error)
+                stop_where_short(trainer, error, save=True)
+
+    def _follow(self, ahead: Ahead) -> None:
+        """Have the engine stand still where that of the run stood which is followed; a new one, where it was one."""
+        if ahead.begins_anew(self.learner):
+            self._disconnect()
+            self.engine.discard()
+            self._published = 0
+        ahead.follow(self.learner)
 
     def begin_evaluation(self) -> None:
         """Give the engine the current clean weights, which count as no version."""
@@ -126,7 +151,7 @@ class Publisher:
             self._bury(error)
             begin_update(trainer, self.learner)
         except MemoryShortageError as error:
-            stop_run(trainer, "out_of_memory", str(error), save=True, error=error)
+            stop_where_short(trainer, error, save=True)
 
     def revive(self, error: EngineDiedError) -> None:
         """Build the engine again and publish what it held; stop the run when it keeps dying."""
@@ -137,22 +162,46 @@ class Publisher:
 
     @contextmanager
     def _engine_between_draws(self) -> Iterator[None]:
-        """Let the engine come to the end of what it draws; or, where weights may come in flight, of its step."""
+        """Let the engine come to the end of what it draws; or, where weights may come in flight, of its step.
+
+        An engine that is sent weights meanwhile does so when they are there.
+        """
         ahead = self.learner.data.ahead
-        if ahead is None or not ahead.in_flight or not self._holds_rollout or ahead.failed:
+        flies = ahead is not None and ahead.in_flight and self._holds_rollout and not ahead.failed
+        if ahead is not None and ahead.drawing and self._holds_rollout and isinstance(self.engine, Stages):
+            self._still = self._pause if flies else self._drawn
+        elif flies:
+            with self.learner.iteration.timed("wait"):
+                self._pause()
+        else:
             self._settle()
-            yield
-            return
-        assert isinstance(self.engine, Pauses)
-        with self.learner.iteration.timed("wait"):
-            self.engine.pause()
-            self._paused = True
         whole = False
         try:
             yield
             whole = True
         finally:
+            self._still = None
             self._resume(whole)
+
+    def _pause(self) -> None:
+        """Let the engine stand still between two of its steps."""
+        assert isinstance(self.engine, Pauses)
+        stands = self.engine.pause()
+        self._paused = True
+        self.learner.data.ahead.record.stood("publish", stands)
+
+    def _drawn(self) -> None:
+        """Wait for what is drawn ahead; raise what the engine died of."""
+        error = self.learner.data.ahead.settle(self.learner)
+        if error is not None:
+            raise _DrawFailedError(error)
+
+    def _stand_still(self) -> None:
+        """Wait, in the middle of a publish, until the engine can take what it was sent."""
+        still, self._still = self._still, None
+        if still is not None:
+            with self.learner.iteration.timed_apart("wait", "publish"):
+                still()
 
     def _resume(self, whole: bool) -> None:
         """Let an engine go on that stands still, with verified weights; or let what it draws end."""
@@ -234,17 +283,17 @@ class Publisher:
 
     def _repeated(self, publish: Callable[[Connection], PublishReport]) -> PublishReport:
         """Publish, once more where `on_fault` says so, and to a new engine where this one dies of it."""
+        attempts = 0
 
         def attempt() -> PublishReport:
-            start = time.perf_counter()
-            connection = self._connected()
-            begin_rollout(self.learner.trainer, self.engine)
-            if isinstance(self.engine, Sleeps) and not self.engine.holds_weights:
-                connection.beside.forget()
-            with within_memory("publishing the weights to the engine", PUBLISH_REMEDY):
-                report = publish(connection)
-            report.seconds = time.perf_counter() - start
-            return report
+            nonlocal attempts
+            attempts += 1
+            try:
+                if attempts > 1:  # nobody knows what became of the first
+                    self._stand_still()
+                return self._once(publish)
+            except _DrawFailedError as failed:
+                raise failed.error from None
 
         def forget() -> None:  # whatever arrived, the next publish sends everything
             if self._connection is not None:
@@ -252,6 +301,21 @@ class Publisher:
 
         retries = 1 if self.settings.on_fault == "retry" else 0
         return repeated(attempt, self.learner.trainer, retries, forget, self._bury)
+
+    def _once(self, publish: Callable[[Connection], PublishReport]) -> PublishReport:
+        staged, engine = nullcontext(), self.engine
+        if self._still is not None and isinstance(engine, Stages):
+            staged = engine.staged(self._stand_still)
+        seconds, start = self.learner.iteration.seconds, time.perf_counter()
+        before = seconds["wait"]
+        connection = self._connected()
+        begin_rollout(self.learner.trainer, self.engine)
+        if isinstance(self.engine, Sleeps) and not self.engine.holds_weights:
+            connection.beside.forget()
+        with staged, within_memory("publishing the weights to the engine", PUBLISH_REMEDY):
+            report = publish(connection)
+        report.seconds = time.perf_counter() - start - (seconds["wait"] - before)
+        return report
 
     def _connected(self) -> Connection:
         """Return the connection to the engine; the first call sets it up."""
@@ -267,10 +331,16 @@ class Publisher:
     def _bury(self, error: EngineDiedError) -> None:
         """Count a death, and free what is left of the engine."""
         ahead = self.learner.data.ahead
-        if self._paused and ahead is not None:  # others draw with weights that this publish began to replace
+        if ahead is not None:  # others draw on, in flight with weights that this publish began to replace
             self._resume(whole=False)
-            ahead.settle(self.learner)
+            drawn = ahead.settle(self.learner)
+            if drawn is not None and not ahead.in_flight:
+                error = drawn  # what it died of, where another call found it gone
         self._disconnect()
+        if ahead is not None:
+            ahead.record.died()
+        if ahead is not None and ahead.replay is not None:
+            stop_run(self.learner.trainer, "replay", f"An engine died of what is replayed: {error}.", error=error)
         self._restarts.died(self.learner.trainer, error, self.engine.draws_together)
         self.engine.discard()
 

@@ -11,6 +11,7 @@ from lit_qrl.precision.source import PublishingPrecision
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.run.diary import event
+from lit_qrl.run.shortage import stop_where_short
 from lit_qrl.run.stop import stop_run
 
 T = TypeVar("T")
@@ -45,6 +46,7 @@ class Restarts:
             again, what = False, "it was one with those of other processes, which this one cannot build again alone"
         event(trainer, "engine_died", f"{error} ({what})", restart=self.in_a_row, max_restarts=self.limit)
         if not again:
+            stop_where_short(trainer, error, " in the engine", save=True)
             stop_run(trainer, "engine_died", f"{error} ({what}).", save=True, error=error)
         cause: BaseException | None = error
         while cause is not None:  # frames of the dead engine hold its memory
@@ -83,7 +85,7 @@ def repeated(
         except EngineDiedError as error:
             bury(error)
         except MemoryShortageError as error:
-            stop_run(trainer, "out_of_memory", str(error), save=True, error=error)
+            stop_where_short(trainer, error, save=True)
         except (PublishError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise

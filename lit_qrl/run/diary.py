@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 EVENTS_FILE, SAMPLES_FILE, METRICS_FILE = "events.jsonl", "samples.jsonl", "metrics.csv"
+FLIGHT_FILE = "flight.jsonl"
 """Names of the files in a run folder."""
 
 

@@ -70,14 +70,15 @@ class PeerWatch:
     while all live, so a process that computes for long is not taken for dead.
 
     Args:
-        gone: called in a thread of its own with a rank and its last words, which are empty where it was killed.
+        gone: called in a thread of its own with a rank, its last words, which are empty where it was killed, and the
+            exit status that it gives itself, 0 where it does not say.
     """
 
-    def __init__(self, gone: Callable[[int, str], None]) -> None:
+    def __init__(self, gone: Callable[[int, str, int], None]) -> None:
         self._gone = gone
         self._peers: dict[int, socket.socket] = {}
         self._thread: threading.Thread | None = None
-        self._own_end = threading.Event()
+        self._own_end, self._decided = threading.Event(), threading.Event()
 
     def start(self, rank: int, size: int, broadcast: Callable[[Any], Any]) -> None:
         """Connect the processes; a second call before `stop` changes nothing.
@@ -109,6 +110,7 @@ class PeerWatch:
             for option, value in SILENCE:
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self._own_end.clear()
+        self._decided.clear()
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._thread.start()
 
@@ -126,21 +128,24 @@ class PeerWatch:
         self._say(ENDED, 0, "")
         self._close()
 
-    def fail(self, words: str) -> None:
+    def fail(self, words: str, status: int = 0) -> None:
         """Tell the others that this process ends by an error of its own.
 
         Args:
             words: a paragraph that says why.
+            status: with which it exits, where the others shall, too.
         """
-        self._say(FAILED, 0, words)
+        self._say(FAILED, 0, words, status)
 
     def wait(self, seconds: float) -> None:
         """Give the thread time to find out which process is gone: a broken collective says less than that."""
+        self._decided.set()  # this process has no error of its own
         if self._thread is not None:
             self._thread.join(seconds)
 
     def _close(self) -> None:
         self._own_end.set()
+        self._decided.set()
         for connection in self._peers.values():
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -150,11 +155,11 @@ class PeerWatch:
             connection.close()
         self._peers, self._thread = {}, None
 
-    def _say(self, kind: bytes, rank: int, words: str) -> None:
+    def _say(self, kind: bytes, rank: int, words: str, status: int = 0) -> None:
         text = words.encode()[:4000]
         for connection in list(self._peers.values()):
             with suppress(OSError):
-                connection.sendall(kind + struct.pack("!II", rank, len(text)) + text)
+                connection.sendall(kind + struct.pack("!III", rank, status, len(text)) + text)
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -169,19 +174,20 @@ class PeerWatch:
                         self._gone(*lost)
                         return
 
-    def _heard(self, connection: Any, rank: int) -> tuple[int, str] | None:
-        """Return which process is gone, and its last words, or None where one has ended as it should."""
+    def _heard(self, connection: Any, rank: int) -> tuple[int, str, int] | None:
+        """Return which process is gone, its last words and its status, or None where one has ended as it should."""
         try:
-            kind, (about, size) = _exactly(connection, 1), struct.unpack("!II", _exactly(connection, 8))
+            kind, (about, status, size) = _exactly(connection, 1), struct.unpack("!III", _exactly(connection, 12))
             words = _exactly(connection, size).decode(errors="replace")
         except OSError:
-            return rank, ""
+            return rank, "", 0
         if kind == ENDED:
             return None
         if kind == LOST:
-            return about, words
+            return about, words, status
         # Most errors are the same on all ranks: then this process ends by its own.
-        return None if self._own_end.wait(GRACE) else (rank, words)
+        self._decided.wait(GRACE)
+        return None if self._own_end.is_set() else (rank, words, status)
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:

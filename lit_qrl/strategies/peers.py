@@ -9,9 +9,11 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
+from lit_qrl.errors import EXIT_CONFIG, EXIT_STOPPED, ConfigError, StoppedError, out_of_memory
 from lit_qrl.run.diary import event
 from lit_qrl.run.folder import last_checkpoint
 from lit_qrl.run.peers import PeerWatch
+from lit_qrl.run.stop import has_learned
 
 EXIT_AGAIN = 75
 """Exit status of a run that nothing is wrong with: start it again."""
@@ -38,23 +40,31 @@ class Peers(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """Tell the others; an error of a collective is one that a process which is gone has caused."""
-        if isinstance(exception, (RuntimeError, OSError)) and BROKEN.search(f"{type(exception)} {exception}"):
+        status = _status(trainer, exception)
+        broken = not status and isinstance(exception, (RuntimeError, OSError))
+        if broken and BROKEN.search(f"{type(exception)} {exception}"):
             self._watch.wait(10)
-        self._watch.fail(f"{type(exception).__name__}: {exception}")
+        told = isinstance(exception, (ConfigError, StoppedError))
+        self._watch.fail(str(exception) if told else f"{type(exception).__name__}: {exception}", status)
         self._watch.stop()
 
-    def _gone(self, rank: int, words: str) -> None:
+    def _gone(self, rank: int, words: str, status: int = 0) -> None:
         assert self._trainer is not None
         for thread in threading.enumerate():
             if thread.name == "checkpoint":  # what is being written is the state to go on from
                 thread.join(30)
-        if self._trainer.global_rank == (1 if rank == 0 else 0):
-            print(f"\n{self._paragraph(rank, words)}\n", file=sys.stderr, flush=True)
-        os._exit(EXIT_AGAIN)  # the main thread may wait for ever in a collective
+        speaker = 0 if rank or status else 1  # the first process says itself why it ends, where it knows
+        if self._trainer.global_rank == speaker:
+            print(f"\n{self._paragraph(rank, words, status)}\n", file=sys.stderr, flush=True)
+        os._exit(status or EXIT_AGAIN)  # the main thread may wait for ever in a collective
 
-    def _paragraph(self, rank: int, words: str) -> str:
+    def _paragraph(self, rank: int, words: str, status: int) -> str:
         trainer = self._trainer
         assert trainer is not None
+        if status:
+            message = f"Rank {rank} of {trainer.world_size} ended, and the others with it. {words}"
+            event(trainer, "stopped", message, cause="lost_rank")
+            return textwrap.fill(f"lit-qrl: {message}", 110, break_long_words=False)
         how = f"by an error: {words}" if words else "without a word, as a process does that is killed"
         saved = last_checkpoint(trainer.default_root_dir)
         where = f"The last checkpoint is {saved}." if saved else "No checkpoint had been written."
@@ -62,6 +72,17 @@ class Peers(Callback):
         event(trainer, "stopped", f"{message} {where}", cause="lost_rank")
         again = "Start the run again with --resume_if_possible true; any number of processes goes on from it."
         return textwrap.fill(f"lit-qrl: {message} {where} {again}", 110, break_long_words=False)
+
+
+def _status(trainer: Trainer, error: BaseException) -> int:
+    """Return the exit status of an error that another start does not help against, else 0."""
+    if isinstance(error, ConfigError):
+        return EXIT_CONFIG
+    if isinstance(error, StoppedError):
+        return EXIT_STOPPED
+    if out_of_memory(error):
+        return EXIT_STOPPED if has_learned(trainer) else EXIT_CONFIG
+    return 0
 
 
 def relieve_lightning() -> None:

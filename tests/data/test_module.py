@@ -9,9 +9,12 @@ from lit_qrl.data.benchmark import Benchmark
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.data.problems import Problem
 from lit_qrl.errors import ConfigError, StoppedError
+from lit_qrl.rollout.diffusion.engine import DiffusionEngine
 from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.rollout.vllm.engine import VLLMEngine
 from lit_qrl.run.diary import EVENTS_FILE, read_jsonl
 from lit_qrl.types import Completion
+from tests.loop.test_turns import Echo
 from tests.tiny_run import DigitReward, DigitTask, build, fit
 
 SIZES = {"prompts_per_iteration": 4, "group_size": 2, "seed": 0}
@@ -207,6 +210,15 @@ def test_the_seed_is_that_of_the_run_unless_given(monkeypatch):
 def test_nothing_is_asked_of_a_module_that_is_not_there():
     with pytest.raises(RuntimeError, match="not attached"):
         _ = RolloutDataModule(DigitTask(), TransformersEngine()).module
+
+
+@pytest.mark.parametrize("engine", [VLLMEngine(tensor_parallel_size=2), DiffusionEngine()], ids=["parts", "masked"])
+def test_a_task_of_several_turns_needs_an_engine_that_converses(tmp_path, engine):
+    trainer, module, data = build(tmp_path, engine=engine, task=Echo())
+    data.trainer, trainer.strategy._lightning_module = trainer, module
+    named = "VLLMEngine of several processes" if engine.draws_together else "DiffusionEngine"
+    with pytest.raises(ConfigError, match=f"Echo has several turns, which {named} does not draw"):
+        data.setup("fit")
 
 
 class Judge(DigitReward):

@@ -260,7 +260,7 @@ def test_a_publish_is_repeated_to_a_new_engine_and_after_a_fault_where_asked(tmp
 # --------------------------------------------------------------------------------------------------------- memory
 
 
-def test_memory_that_runs_out_in_a_publish_ends_the_run_with_a_checkpoint_and_one_paragraph(tmp_path, monkeypatch):
+def test_memory_that_runs_out_in_the_first_publish_is_a_run_that_does_not_fit(tmp_path, monkeypatch):
     from lit_qrl.formats.fp8_row import FP8Row
 
     def short(*args, **options):
@@ -275,11 +275,24 @@ def test_memory_that_runs_out_in_a_publish_ends_the_run_with_a_checkpoint_and_on
         folder = tmp_path / str(number)
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, short)
-            with pytest.raises(StoppedError, match=rf"Memory ran out while {doing}.*2\.00 GiB were asked for"):
+            with pytest.raises(ConfigError, match=rf"does not fit. Memory ran out while {doing}.*2\.00 GiB were asked"):
                 fit(folder)
         (event,) = (one for one in read_jsonl(folder / "run" / "events.jsonl") if one["kind"] == "stopped")
         assert event["cause"] == "out_of_memory"
-        assert (folder / "run" / "checkpoints" / "last.ckpt").exists()
+        assert not (folder / "run" / "checkpoints" / "last.ckpt").exists()
+
+
+def test_memory_that_runs_out_in_a_later_publish_ends_a_run_that_has_learned(tmp_path, monkeypatch):
+    load = TransformersEngine.load_weights
+
+    def short(engine, tensors, format, version):
+        if version == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return load(engine, tensors, format, version)
+
+    monkeypatch.setattr(TransformersEngine, "load_weights", short)
+    with pytest.raises(StoppedError, match=r"while publishing the weights.*The learner holds .* of weights"):
+        fit(tmp_path)
 
 
 class Sleeper(TransformersEngine):
@@ -335,7 +348,7 @@ def test_an_engine_that_never_falls_asleep_ends_the_run(tmp_path):
 
 def test_memory_that_runs_out_in_a_sleep_ends_the_run(tmp_path):
     trainer, module, data = build(tmp_path, trainer={"strategy": ColocatedStrategy()})
-    data.engine = Sleeper(MemoryShortageError("Memory ran out while the engine fell asleep: much. Less."), [0])
+    data.engine = Sleeper(MemoryShortageError("Memory ran out while the engine fell asleep: much. Less."), [1])
     with pytest.raises(StoppedError, match=r"fell asleep: much\. Less\..*last\.ckpt"):
         trainer.fit(module, datamodule=data)
 

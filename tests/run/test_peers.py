@@ -12,7 +12,7 @@ from lit_qrl.run.peers import PeerWatch, check_same, require_free_port
 def connected(size):
     """The watches of a run's processes, all in this one, and what each was told."""
     told = [queue.Queue() for _ in range(size)]
-    watches = [PeerWatch(lambda rank, words, own=own: own.put((rank, words))) for own in told]
+    watches = [PeerWatch(lambda *gone, own=own: own.put(gone)) for own in told]
     address = queue.Queue()
 
     def broadcast(value):
@@ -42,7 +42,7 @@ def test_all_others_are_told_which_process_is_gone(lost):
     killed(watches[lost])
     for rank, own in enumerate(told):
         if rank != lost:
-            assert own.get(timeout=20) == (lost, "")
+            assert own.get(timeout=20) == (lost, "", 0)
     assert told[lost].empty()
     for watch in watches:
         watch.stop()
@@ -59,15 +59,24 @@ def test_processes_that_are_done_part_without_a_word():
 def test_an_error_of_one_is_told_and_the_same_error_of_all_is_not(monkeypatch):
     monkeypatch.setattr(peers, "GRACE", 0.05)
     watches, told = connected(3)
-    watches[2].fail("RewardError: it is away")
+    watches[2].fail("RewardError: it is away", 70)
     watches[2].stop()
-    assert {own.get(timeout=20) for own in told[:2]} == {(2, "RewardError: it is away")}
+    assert {own.get(timeout=20) for own in told[:2]} == {(2, "RewardError: it is away", 70)}
     monkeypatch.setattr(peers, "GRACE", 20.0)
     watches, told = connected(2)
     for watch in watches:
         watch.fail("ConfigError: the same")
         watch.stop()
     assert [own.qsize() for own in told] == [0, 0]
+
+
+def test_a_process_that_has_no_error_of_its_own_hears_at_once_whose_it_is():
+    watches, told = connected(2)
+    watches[1].fail("It does not fit.", 2)
+    watches[1].stop()
+    watches[0].wait(5)  # which is shorter than the grace
+    assert told[0].get_nowait() == (1, "It does not fit.", 2)
+    watches[0].stop()
 
 
 def test_settings_that_differ_are_named_with_their_ranks():

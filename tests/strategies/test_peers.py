@@ -38,12 +38,13 @@ def test_the_last_words_of_a_process_are_passed_on(monkeypatch, tmp_path, capsys
 
 def test_a_broken_collective_waits_for_its_cause_and_another_error_is_told(monkeypatch):
     found, said = Peers(), []
-    found._watch = SimpleNamespace(wait=lambda s: said.append("wait"), fail=said.append, stop=lambda: said.append("."))
+    fail = lambda words, status: said.append((words, status))  # noqa: E731
+    found._watch = SimpleNamespace(wait=lambda s: said.append("wait"), fail=fail, stop=lambda: said.append("."))
     found.on_exception(None, None, RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"))
     assert said[0] == "wait"
     said.clear()
     found.on_exception(None, None, ValueError("a bug"))
-    assert said == ["ValueError: a bug", "."]
+    assert said == [("ValueError: a bug", 0), "."]
 
 
 def test_lightnings_own_thread_is_sent_home():

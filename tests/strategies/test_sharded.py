@@ -4,7 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -29,10 +35,11 @@ from lit_qrl.types import Completion
 from tests.tiny_run import build, model_folder
 
 
-@pytest.mark.parametrize("strategy", [FSDPStrategy, ModelParallelStrategy])
+@pytest.mark.parametrize("strategy", [FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy])
 def test_a_sharded_learner_is_refused_with_what_to_do_instead(strategy):
+    made = strategy.__new__(strategy)  # that of DeepSpeed looks for its package
     with pytest.raises(ConfigError, match=rf"^{strategy.__name__} shards the learner.*ColocatedStrategy.*lora"):
-        check_strategy(strategy())
+        check_strategy(made)
 
 
 def test_strategies_with_whole_learners_pass():
@@ -63,6 +70,8 @@ def test_what_cannot_be_divided_is_refused_with_what_to_do(tmp_path):
     refused(
         tmp_path, "LBFGS may need whole matrices.*MuonAdamW", optimizer=lambda n: torch.optim.LBFGS(dict(n).values())
     )
+    eight_bit = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})
+    refused(tmp_path, "AdamW8bit may need whole matrices.*MuonAdamW", optimizer=lambda n: eight_bit(dict(n).values()))
     half = {"precision": "bf16-true"}
     refused(tmp_path, "would make all of it 16-bit.*Given: bf16-true.*--trainer.precision null", trainer=half)
     plugin = {"plugins": [NVFP4LoRA(share_weights=True)]}
@@ -72,6 +81,14 @@ def test_what_cannot_be_divided_is_refused_with_what_to_do(tmp_path):
         ShardedStrategy("fp8")
     with pytest.raises(ConfigError, match=r"packed_base is unknown.*Given: whole"):
         ShardedStrategy(packed_base="whole")
+
+
+def test_a_learner_in_parts_is_not_batch_invariant(tmp_path):
+    trainer, module, _ = build(tmp_path)
+    strategy = ShardedStrategy()
+    strategy.precision_plugin, module.policy.batch_invariant = trainer.precision_plugin, True
+    with pytest.raises(ConfigError, match=r"same bits for any batch.*batch_invariant: false.*strategy to ddp"):
+        strategy.check(module)
 
 
 def test_only_a_packed_base_of_linear_layers_is_divided():

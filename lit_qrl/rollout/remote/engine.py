@@ -4,7 +4,7 @@ import hashlib
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from threading import Lock
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, require_object
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.receipts.ledger import PublishReport
 from lit_qrl.rollout.engine import (
@@ -25,6 +25,7 @@ from lit_qrl.rollout.engine import (
     RolloutEngine,
     SamplerSpec,
 )
+from lit_qrl.rollout.pauses import Stand
 from lit_qrl.rollout.remote.blueprint import blueprint
 from lit_qrl.rollout.remote.dialogue import Dealt, GivenUpError
 from lit_qrl.rollout.remote.places import places
@@ -68,6 +69,7 @@ class RemoteEngine(RolloutEngine):
         token_file: str | None = None,
         transfer: Literal["auto", "memory", "ipc", "socket", "collective", "nccl"] = "auto",
     ) -> None:
+        require_object("data.engine.engine", engine, "TransformersEngine()")
         if transfer == "ipc" and hosts:
             raise ConfigError(
                 "CUDA handles are of one host.",
@@ -90,6 +92,7 @@ class RemoteEngine(RolloutEngine):
         self.spec = SamplerSpec()
         self.replicas: list[Replica] = []
         self._sender = Sender()
+        self._until: Callable[[], None] | None = None
         self._kept: tuple[str, dict[int, list[Completion]]] = ("", {})
         # Protocols are asked for by their methods: it has those of the engines that it holds.
         for name in ASKED:
@@ -167,8 +170,12 @@ class RemoteEngine(RolloutEngine):
     @torch.no_grad()
     def _publish(self, what: str, tensors: Iterator[tuple[str, Tensor]], *args: Any) -> PublishReport:
         ways: dict[Replica, Way] = {replica: self._way(replica) for replica in self.replicas}
+        until, self._until = self._until, None
+        if until is not None and not self._sender.joined(ways):
+            until()
+            until = None
         try:
-            reports = self._sender.publish(ways, what, tensors, args)
+            reports = self._sender.publish(ways, what, tensors, args, until)
         except EngineDiedError:
             for replica in self.replicas:
                 if replica.dead:
@@ -177,14 +184,30 @@ class RemoteEngine(RolloutEngine):
         self.version = args[-1]
         return as_one(reports, [replica.place.name for replica in self.replicas])
 
-    def pause(self) -> None:
+    @contextmanager
+    def staged(self, until: Callable[[], None]) -> Iterator[None]:
+        """Let the first stream within be sent while the replicas draw; see `Stages` of `publish/delivery.py`."""
+        self._until = until
+        try:
+            yield
+        finally:
+            self._until = None
+
+    @property
+    def engines(self) -> int:
+        return len(self.replicas)
+
+    def follow(self, courses: Sequence[Sequence[Stand]]) -> None:
+        for replica, course in zip(self.replicas, courses, strict=True):
+            replica.follow(course)
+
+    def pause(self) -> list[Stand]:
         """Let all replicas stand still between two steps, so that they take weights with completions under way."""
         try:
             for replica in self.replicas:
                 with suppress(EngineDiedError):  # whoever asks it next hears of it
                     replica.want_pause()
-            for replica in self.replicas:
-                replica.await_pause()
+            return [replica.await_pause() for replica in self.replicas]
         except BaseException:  # a signal, after which what is drawn comes to its end
             self.resume()
             raise

@@ -18,6 +18,8 @@ from lit_qrl.rollout.engine import EngineDiedError
 Backend = Literal["collective", "nccl"]
 MEETING = timedelta(seconds=30)
 """How long processes wait for each other when a group is made, and for one tensor."""
+POLL = 0.0002
+"""Seconds between two looks at whether a tensor has arrived."""
 
 
 def local_address(connection: Any) -> str:
@@ -83,11 +85,12 @@ class Group:
                     if time.monotonic() > deadline:
                         self.close()
                         raise RuntimeError(f"no answer within {MEETING.total_seconds():g} s")
+                    time.sleep(POLL)  # an engine that draws has the rest of this process
             work.wait()
         except RuntimeError as error:
             raise EngineDiedError(f"A tensor did not reach the engines' processes: {error}") from error
         if flat.is_cuda:
-            torch.cuda.synchronize(flat.device)
+            torch.cuda.current_stream(flat.device).synchronize()
 
     def close(self) -> None:
         """Leave the group."""

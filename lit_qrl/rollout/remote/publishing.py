@@ -1,6 +1,6 @@
 """One stream of tensors to several engines in other processes: packed once for all that take it the same way."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -34,10 +34,15 @@ class Sender:
         self._memory: list[Memory] = []
         self._group: Group | None = None
         self._joined: list[Any] = []
-        self._clock, self._sent = Clock(), 0
+        self._clock, self._sent, self._stages = Clock(), 0, False
 
     def publish(
-        self, ways: dict[Replica, Way], what: str, tensors: Iterator[Named], args: Sequence[Any]
+        self,
+        ways: dict[Replica, Way],
+        what: str,
+        tensors: Iterator[Named],
+        args: Sequence[Any],
+        until: Callable[[], None] | None = None,
     ) -> list[PublishReport]:
         """Return every replica's report of a stream.
 
@@ -46,26 +51,31 @@ class Sender:
             what: the engines' method.
             tensors: names and tensors.
             args: that follow them.
+            until: returns when the engines, which draw meanwhile, stand still; all tensors are sent before, and wait
+                beside them. None where they stand still, and take each tensor as it comes.
 
         Raises:
             Exception: what the sender's stream or the first engine raised; the others are then told to give up.
         """
-        self.ways, self._sent, self._clock = ways, 0, Clock()
+        self.ways, self._sent, self._clock, self._stages = ways, 0, Clock(), until is not None
         self._under_way: list[Any] = []  # tensors stay until they were taken
         told: set[Replica] = set()
         replicas = list(self.ways)
-        self._meet(replicas)
+        if until is None:
+            self._meet(replicas)
         try:
             for replica in replicas:
-                replica.begin(what, *args)
+                replica.begin(what, *args) if until is None else replica.begin_staging()
             for chunk in chunks(tensors):
                 self._send(chunk, told)
             while self._under_way:
                 self._await(told)
+            if until is not None:
+                until()
             for replica in replicas:
-                replica.end(whole=True)
+                replica.end(whole=True) if until is None else replica.begin_taking(self._sent, what, *args)
                 told.add(replica)
-            with self._clock.part("await"):
+            with self._clock.part("await" if until is None else "take"):
                 reports: list[PublishReport] = [replica.answer() for replica in replicas]
             for report in reports:
                 report.parts = {**self._clock.seconds, **{f"engine_{one}": s for one, s in report.parts.items()}}
@@ -73,15 +83,20 @@ class Sender:
         finally:
             self._under_way = []
             for replica in replicas:
-                if replica not in told and not replica.dead:
+                if until is None and replica not in told and not replica.dead:
                     with suppress(EngineDiedError):  # all of them hear of it
                         replica.end(whole=False)
+
+    def joined(self, ways: dict[Replica, Way]) -> bool:
+        """Return whether tensors can be sent without asking anything of the engines before."""
+        present = [replica.connection for replica in ways]
+        grouped = next(iter(ways.values())) in ("collective", "nccl")
+        return not grouped or (self._group is not None and present == self._joined)
 
     def _meet(self, replicas: Sequence[Replica]) -> None:
         """Join all processes to one group where tensors go by it, anew where one of them is."""
         way = next(iter(self.ways.values()))
-        present = [replica.connection for replica in replicas]
-        if way not in ("collective", "nccl") or (self._group is not None and present == self._joined):
+        if way not in ("collective", "nccl") or self.joined(self.ways):
             return
         self._leave()
         meeting, size = Meeting(), 1 + len(replicas)
@@ -93,7 +108,7 @@ class Sender:
             raise EngineDiedError(f"The engines' processes did not join the group of the run: {error}") from error
         for replica in replicas:
             replica.answer()
-        self._joined = present
+        self._joined = [replica.connection for replica in replicas]
 
     def _leave(self) -> None:
         group, self._group = self._group, None
@@ -113,7 +128,7 @@ class Sender:
         for replica, way in self.ways.items():
             if way not in packed:
                 packed[way] = pack(chunk, way, self._slot(chunk) if way in ("memory", "ipc") else None)
-            replica.send_chunk(*packed[way])
+            replica.stage_chunk(*packed[way]) if self._stages else replica.send_chunk(*packed[way])
         if self._group is not None:
             try:
                 self._group.broadcast(whole_bytes(chunk, self._group.backend))
@@ -135,7 +150,7 @@ class Sender:
         with self._clock.part("await"):
             for replica in self.ways:
                 try:
-                    replica.await_taken()
+                    replica.await_staged() if self._stages else replica.await_taken()
                 except Exception:
                     told.add(replica)
                     raise

@@ -6,6 +6,7 @@ import secrets
 import select
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ from typing import Any
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.engine import Dialogue, EngineDiedError, Finished, RolloutEngine
+from lit_qrl.rollout.pauses import Stand
 from lit_qrl.rollout.remote.dialogue import told
+from lit_qrl.rollout.remote.duplex import Duplex
 from lit_qrl.rollout.remote.group import local_address
 from lit_qrl.rollout.remote.pausing import Pausing
-from lit_qrl.rollout.remote.transfer import dumps, probe
-from lit_qrl.rollout.remote.wire import connect, hang_up
+from lit_qrl.rollout.remote.transfer import probe
+from lit_qrl.rollout.remote.wire import connect
 from lit_qrl.types import SamplingParams
 
 COMMAND = (sys.executable, "-P", "-m", "lit_qrl.rollout.remote.server")
@@ -59,8 +62,11 @@ class Replica:
         self.sees_memory = False
         self._process: subprocess.Popen[bytes] | None = None
         self._token = place.token
-        self._connection: Any = None
-        self._number, self._opened = 0, False
+        self._connection: Duplex | None = None
+        self._number, self._opened, self._staging = 0, False, 0
+        self._starting = False
+        """True from the start of a process until somebody asks for its connection."""
+        self._ends = threading.RLock()  # of two threads that use it both may hear of a death
         self._early: list[Any] = []
         self._pausing = Pausing()
 
@@ -90,6 +96,7 @@ class Replica:
         assert self._process.stdin is not None
         self._process.stdin.write(self._token + b"\n")
         self._process.stdin.flush()
+        self._starting = True
 
     def open(self) -> None:
         """Connect, and give the server its engine.
@@ -101,9 +108,10 @@ class Replica:
         if not self.dead:
             return
         self.start()
+        self._starting = False
         host, _, port = (f"127.0.0.1:{self._port()}" if self.place.started else self.place.name).rpartition(":")
         try:
-            self._connection = connect(host, int(port), self._token)
+            self._connection = Duplex(connect(host, int(port), self._token))
         except ConfigError as error:
             if self._opened:  # it was there, so the run can say more than that its settings are wrong
                 raise EngineDiedError(str(error)) from error
@@ -120,20 +128,23 @@ class Replica:
         if select.select([self._process.stdout], [], [], START)[0]:
             line = self._process.stdout.readline()
         if not line.strip():
-            raise self._died(f"it did not start within {START:g} s")
+            raise self._ended(f"it did not start within {START:g} s")
         return int(line)
 
     def restart(self) -> None:
-        """End what is left, and start a new process at once where it is the run's."""
-        self.close()
-        self.start()
+        """End what is left, and start a new process at once where it is the run's; again it changes nothing."""
+        with self._ends:
+            if not self._starting:
+                self.close()
+                self.start()
 
     def close(self) -> None:
         """End the connection and, where it is the run's, the process."""
-        self.ready = False
+        self.ready = self._starting = False
+        self._pausing.follow(None)
         connection, self._connection = self._connection, None
         if connection is not None:
-            hang_up(connection)
+            connection.hang_up()
         process, self._process = self._process, None
         if process is None:
             return
@@ -172,13 +183,15 @@ class Replica:
     ) -> Any:
         """Return what `call` returns of the engine's `generate`; another thread may `pause` it meanwhile."""
         outcome: list[tuple[str, Any]] = []
-        self._pausing.begin(lambda: self.begin("generate", *args))
+        rollout = args[2] if args[3] is None else None  # an evaluation has a sampling of its own
+        stops = self._pausing.stops(rollout)
+        self._pausing.begin(lambda: self.begin("generate", *args, stops), rollout)
         number = self._number  # which another thread changes in pauses alone
         try:
             while not outcome or not self._pausing.over():
                 kind, of, value = self._receive()
                 if kind == "paused":
-                    self._pausing.hand_over(lambda: self._send(0, "resume", ()))
+                    self._pausing.hand_over(lambda: self._send(0, "resume", ()), value)
                 elif of == number and kind == "progress":
                     if progress is not None:
                         progress(*value)
@@ -198,9 +211,14 @@ class Replica:
         """Ask the engine to stand still at the end of its step; what is not begun waits."""
         self._pausing.want(lambda: self._send(0, "pause", ()))
 
-    def await_pause(self) -> None:
-        """Wait until it stands still; this thread may then ask it anything."""
+    def await_pause(self) -> Stand:
+        """Wait until it stands still, and return where; this thread may then ask it anything."""
         self._pausing.wait()
+        return self._pausing.stand
+
+    def follow(self, course: Sequence[Stand]) -> None:
+        """Let it stand still at these places, instead of where it is asked to."""
+        self._pausing.follow(course)
 
     def end_pause(self, whole: bool) -> None:
         """Let the engine go on; or, where the pause went wrong, end what it drew.
@@ -276,12 +294,7 @@ class Replica:
 
     def send_chunk(self, message: Any, following: Sequence[Any]) -> None:
         """Send a chunk of the publish that was begun."""
-        self._send("chunk", message)
-        try:
-            for piece in following:
-                self._connection.send_bytes(piece)
-        except OSError as error:
-            raise self._died(str(error)) from error
+        self._send("chunk", message, following=following)
 
     def await_taken(self) -> None:
         """Wait until one more chunk was taken, or raise what the engine raised instead."""
@@ -300,27 +313,67 @@ class Replica:
         """End the stream: whole, or given up in the middle."""
         self._send("end" if whole else "abort")
 
-    def _send(self, *message: Any) -> None:
-        if self._connection is None:
-            raise EngineDiedError(f"The engine at {self.place.name} is gone.")
+    # ------------------------------------------------------------------------------- weights that come while it draws
+
+    def begin_staging(self) -> None:
+        """Let the chunks that follow wait beside the engine."""
+        self._staging += 1
+        self._send("staging", self._staging)
+
+    def stage_chunk(self, message: Any, following: Sequence[Any]) -> None:
+        """Send a chunk of them."""
+        self._send("stage", self._staging, message, following=following)
+
+    def await_staged(self) -> None:
+        """Wait until one more chunk is there, or raise what the server raised instead."""
+        while True:
+            kind, number, value = self._receive(beside=True)
+            if number == self._staging:
+                break
+        if kind == "unstaged":
+            raise value
+
+    def begin_taking(self, chunks: int, what: str, *args: Any) -> None:
+        """Ask the engine, which stands still, to take what is there.
+
+        Args:
+            chunks: that were sent.
+            what: the engine's method.
+            *args: that follow the tensors.
+        """
+        self.begin("take", self._staging, chunks, what, *args)
+
+    # ----------------------------------------------------------------------------------------------------- connection
+
+    def _send(self, *message: Any, following: Sequence[Any] | None = None) -> None:
+        connection = self._alive()
         try:
-            self._connection.send_bytes(dumps(message))
+            connection.send(message, following)
         except OSError as error:
-            raise self._died(str(error)) from error
+            raise self._died(connection, str(error)) from error
 
-    def _receive(self) -> Any:
-        if self._connection is None:
-            raise EngineDiedError(f"The engine at {self.place.name} is gone.")
+    def _receive(self, beside: bool = False) -> Any:
+        connection = self._alive()
         try:
-            return pickle.loads(self._connection.recv_bytes())
+            return connection.receive(beside)
         except (EOFError, OSError) as error:
-            raise self._died(type(error).__name__) from error
+            raise self._died(connection, type(error).__name__) from error
 
-    def _died(self, why: str) -> EngineDiedError:
-        self.ready = False
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+    def _alive(self) -> Duplex:
+        connection = self._connection
+        if connection is None:
+            raise EngineDiedError(f"The engine at {self.place.name} is gone.")
+        return connection
+
+    def _died(self, connection: Duplex, why: str) -> EngineDiedError:
+        with self._ends:
+            if connection is not self._connection:  # another thread has heard of it
+                return EngineDiedError(f"The engine at {self.place.name} is gone.")
+            self.ready, self._connection = False, None
+            connection.hang_up()
+            return self._ended(why)
+
+    def _ended(self, why: str) -> EngineDiedError:
         if self._process is None:
             return EngineDiedError(f"The engine's server at {self.place.name} is gone: {why}")
         try:

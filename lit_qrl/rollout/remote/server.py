@@ -9,20 +9,21 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lit_qrl.receipts.clock import Clock
 from lit_qrl.receipts.ledger import read_receipts
 from lit_qrl.rollout.engine import OutlinedPolicy, RolloutEngine
 from lit_qrl.rollout.remote.blueprint import Blueprint
 from lit_qrl.rollout.remote.dialogue import AskedDialogue
+from lit_qrl.rollout.remote.duplex import Duplex
 from lit_qrl.rollout.remote.group import Backend, Group, join, local_address
-from lit_qrl.rollout.remote.transfer import Mapped, dumps, sees, unpack
+from lit_qrl.rollout.remote.staging import HalfSentError, Staging
+from lit_qrl.rollout.remote.transfer import Hold, Mapped, Named, sees, unpack
 from lit_qrl.rollout.remote.wire import RefusedClientError, admit, listen
 from lit_qrl.rollout.vllm.folder import remove_all
 
@@ -35,10 +36,6 @@ CALLS = ("validate", "check_routes", "generate", "converse", "score", "estimate"
 PUBLISHES = ("load_weights", "load_adapter", "perturb")
 
 
-class HalfSentError(RuntimeError):
-    """A publish whose sender gave up before its end."""
-
-
 class Session:
     """One run's use of this process, from its first word to its last.
 
@@ -48,10 +45,13 @@ class Session:
     """
 
     def __init__(self, connection: Any, device: torch.device) -> None:
-        self.connection, self.device = connection, device
+        self.device = device
         self.engine: RolloutEngine | None = None
         self._mapped, self._group = Mapped(), None
-        self._clock = Clock()
+        self._staging, self._clock = Staging(device), Clock()
+        self._steps: int | None = None
+        self._stops: list[int] = []
+        self.connection = Duplex(connection, self._beside)
 
     def run(self) -> None:
         """Serve until the run is over, or gone; then nothing of its engine is left."""
@@ -64,13 +64,13 @@ class Session:
             log.exception("The run is given up.")
         finally:
             self._close()
-            self.connection.close()
+            self.connection.hang_up()
 
     def _receive(self) -> Any:
-        return pickle.loads(self.connection.recv_bytes())
+        return self.connection.receive()
 
     def _send(self, *message: Any) -> None:
-        self.connection.send_bytes(dumps(message))
+        self.connection.send(message)
 
     def _serve(self, number: int, what: str, args: tuple[Any, ...]) -> None:
         if what == "pause":
@@ -79,7 +79,13 @@ class Session:
         publishes = what in PUBLISHES
         self._ended = not publishes
         try:
-            value = self._publish(number, what, args) if publishes else self._call(number, what, args)
+            if publishes:
+                value = self._publish(what, self._stream(number), args)
+            elif what == "take":
+                staging, chunks, taking, *rest = args
+                value = self._publish(taking, self._staging.stream(staging, chunks), rest)
+            else:
+                value = self._call(number, what, args)
         except Exception as error:
             self._send("error", number, portable(error))
         else:
@@ -112,28 +118,37 @@ class Session:
         if what == "generate":
             if engine.takes_in_flight:
                 engine.between_steps = self._between_steps
-            prompts, n, seed, sampling, positions, hand_out = args
+            prompts, n, seed, sampling, positions, hand_out, stops = args
             options: dict[str, Any] = {"positions": positions}
-            if not hand_out:
+            if hand_out:
+                options["finished"] = self._handing(number)
+            self._steps, self._stops = 0, list(stops)
+            try:
                 return engine.generate(prompts, n, seed, self._progress(number), sampling, **options)
-            return engine.generate(
-                prompts, n, seed, self._progress(number), sampling, **options, finished=self._handing(number)
-            )
+            finally:
+                self._steps = None
         if what == "converse":
             return engine.converse(AskedDialogue(self, number), *args)
         return getattr(engine, what)(*args)
 
     def _between_steps(self) -> None:
-        """Stand still where the run asks for it."""
+        """Stand still where the run asks for it, or asked for as it began; count the steps of a draw."""
+        while self._steps is not None and self._stops[:1] == [self._steps]:
+            self._stops.pop(0)
+            self._pause()
         while self.connection.poll(0):
             self._serve(*self._receive())
+        if self._steps is not None:
+            self._steps += 1
 
     def _pause(self) -> None:
         """Serve what the run asks, publishes above all, until it lets the engine go on."""
-        self._send("paused", 0, None)
+        steps, self._steps = self._steps, None  # what is asked meanwhile may step the engine, too
+        self._send("paused", 0, steps)
         while True:
             number, what, args = self._receive()
             if what == "resume":
+                self._steps = steps
                 return
             self._serve(number, what, args)
 
@@ -160,20 +175,22 @@ class Session:
     def _handing(self, number: int) -> Any:
         return lambda drawn: self._send("drawn", number, drawn)
 
-    def _publish(self, number: int, what: str, args: tuple[Any, ...]) -> Any:
+    def _publish(self, what: str, stream: Iterator[Named], args: Sequence[Any]) -> Any:
+        if what not in PUBLISHES:
+            raise ValueError(f"{what!r} takes no weights.")
         self._clock = Clock()
         with self._clock.part("load"):
-            report = getattr(self.engine, what)(self._stream(number), *args)
+            report = getattr(self.engine, what)(stream, *args)
             if report.received is not None:
                 report.received.receipts()  # what they are made of stays here
         report.parts = dict(self._clock.seconds)
         return report
 
-    def _stream(self, number: int) -> Iterator[tuple[str, Tensor]]:
+    def _stream(self, number: int) -> Iterator[Named]:
         while (chunk := self._next(number)) is not None:
             yield from chunk
 
-    def _next(self, number: int) -> list[tuple[str, Tensor]] | None:
+    def _next(self, number: int) -> list[Named] | None:
         """Return the next chunk, acknowledged, or None at the end of the stream.
 
         Raises:
@@ -183,7 +200,8 @@ class Session:
             kind, *rest = self._receive()
         if kind == "chunk":
             with self._clock.part("take"):
-                tensors = unpack(rest[0], self.connection, self._mapped, self.device, self._group)
+                packed, following = rest
+                tensors = unpack(packed, following, self._mapped, self.device, self._group)
             self._send("taken", number, None)
             return tensors
         self._ended = True
@@ -191,8 +209,29 @@ class Session:
             raise HalfSentError("The sender gave up in the middle of a publish.")
         return None
 
+    def _beside(self, message: Any) -> None:
+        """Hold weights that come while the engine draws; the thread that reads the connection calls it."""
+        kind, number, *rest = message
+        if kind == "staging":
+            self._staging.begin(number)
+            return
+
+        def unpacked(hold: Hold) -> list[Named]:
+            packed, following = rest
+            return unpack(packed, following, self._mapped, self.device, self._group, hold)
+
+        try:
+            self._staging.take(number, unpacked)
+        except Exception as error:
+            told: tuple[Any, ...] = "unstaged", number, portable(error)
+        else:
+            told = "staged", number, None
+        with suppress(OSError):  # whoever reads next hears that the run is gone
+            self._send(*told)
+
     def _close(self) -> None:
         self._leave()
+        self._staging.close()
         if self.engine is not None:
             self.engine.close()
             self.engine = None

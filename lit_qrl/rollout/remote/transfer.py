@@ -9,7 +9,7 @@ import io
 import mmap
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -29,6 +29,8 @@ PROBE = b"the engine's server reads this"
 Named = tuple[str, Tensor]
 Header = list[tuple[str, torch.dtype, tuple[int, ...], int]]
 """Of each tensor name, dtype, shape, and where it begins."""
+Hold = Callable[[int], Tensor]
+"""From a number of bytes to memory for them."""
 
 
 class SharedMemory:
@@ -239,7 +241,7 @@ def pack(tensors: Sequence[Named], way: Way, memory: Memory | None = None) -> tu
     """
     header, size = layout(tensors)
     if way == "socket":
-        return (way, header), [raw(tensor).cpu().numpy() for _, tensor in tensors if tensor.numel()]
+        return (way, header, size), [raw(tensor).cpu().numpy() for _, tensor in tensors if tensor.numel()]
     if way in ("collective", "nccl"):  # the bytes follow by the group, once for all
         return (way, header, size), []
     assert memory is not None
@@ -270,43 +272,48 @@ def lay(tensors: Sequence[Named], header: Header, held: Tensor) -> None:
 
 
 def unpack(
-    message: Any, connection: Any, mapped: Mapped, device: torch.device, group: Group | None = None
+    message: Any,
+    following: Sequence[Any],
+    mapped: Mapped,
+    device: torch.device,
+    group: Group | None = None,
+    hold: Hold | None = None,
 ) -> list[Named]:
-    """Return the tensors of a chunk as copies on `device`.
+    """Return the tensors of a chunk as copies.
 
     Args:
         message: of `pack`.
-        connection: over which bytes follow.
+        following: the bytes that came with it.
         mapped: of this receiver.
         device: where the engine computes.
         group: over which bytes come.
+        hold: from a size to the memory that the copies are in; by default on `device`.
     """
-    way, *rest = message
+    way, *where, header, size = message
+    whole = torch.empty(size, dtype=torch.uint8, device=device) if hold is None else hold(size)
     if way == "socket":
-        (header,) = rest
-        received = []
-        for _, dtype, shape, _ in header:
-            piece = torch.empty(_bytes(dtype, shape), dtype=torch.uint8)
-            if len(piece):
-                connection.recv_bytes_into(piece.numpy())
-            received.append(piece.to(device))
-        parts = zip(header, received, strict=True)
-        return [(name, piece.view(dtype).reshape(shape)) for (name, dtype, shape, _), piece in parts]
-    if way in ("collective", "nccl"):
-        header, size = rest
+        filled = [one for one in header if _bytes(one[1], one[2])]
+        for (_, _, _, place), piece in zip(filled, following, strict=True):
+            whole[place : place + len(piece)].copy_(torch.frombuffer(piece, dtype=torch.uint8))
+    elif way in ("collective", "nccl"):
         assert group is not None
-        whole = torch.empty(size, dtype=torch.uint8, device=device if way == "nccl" else "cpu")
-        group.broadcast(whole)
-        whole = whole.to(device)
+        there = whole if whole.is_cuda == (way == "nccl") else torch.empty_like(whole, device=_of_group(way, device))
+        group.broadcast(there)
+        if there is not whole:
+            whole.copy_(there)
     else:
-        name, held, header, size = rest
-        whole = mapped.bytes(name, held)[:size].to(device, copy=True)  # in one, whatever the number of tensors
-        if whole.is_cuda:
-            torch.cuda.current_stream(device).synchronize()
+        whole.copy_(mapped.bytes(*where)[:size])  # in one, whatever the number of tensors
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
     return [
         (name, whole[place : place + _bytes(dtype, shape)].view(dtype).reshape(shape))
         for name, dtype, shape, place in header
     ]
+
+
+def _of_group(way: Way, device: torch.device) -> torch.device:
+    """Return where a group's bytes arrive."""
+    return device if way == "nccl" else torch.device("cpu")
 
 
 def _bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:

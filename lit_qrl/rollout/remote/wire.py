@@ -19,7 +19,7 @@ from typing import Any
 from lit_qrl import __version__
 from lit_qrl.errors import ConfigError
 
-PROTOCOL = 1
+PROTOCOL = 2
 CONNECT = 25.0
 """Seconds in which a server must accept, know the token, and say its versions; an unreachable host is named then."""
 ADMIT = 10.0
@@ -175,17 +175,6 @@ def _not_admitted(place: str, error: Exception) -> ConfigError:
         remedy="See that the address is the server's; wait until the run that it serves has ended, or start another "
         "server.",
     )
-
-
-def hang_up(connection: Any) -> None:
-    """End a connection, also under a thread that waits for what comes over it."""
-    held = socket.socket(fileno=connection.fileno())
-    try:
-        with suppress(OSError):
-            held.shutdown(socket.SHUT_RDWR)
-    finally:
-        held.detach()
-    connection.close()
 
 
 def _connection(reached: socket.socket, seconds: float) -> Connection:

@@ -14,7 +14,7 @@ from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import Converses, EngineDiedError, ReadsBack, SamplerSpec, Scores, Sleeps, TakesAdapter
 from lit_qrl.rollout.remote import engine as remote_engine
-from lit_qrl.rollout.remote import publishing, replica, transfer, wire
+from lit_qrl.rollout.remote import publishing, replica, transfer
 from lit_qrl.rollout.remote.engine import RemoteEngine, RemoteVLLMEngine, spread
 from lit_qrl.rollout.remote.replica import Place
 from tests.rollout.remote.served import PROMPTS, SAMPLING, Mortal, embedded, publish, remote, server, stream_of
@@ -129,7 +129,7 @@ def test_a_process_that_is_gone_while_all_are_sent_to_is_an_engine_that_died(tmp
         def cut(stream):
             for number, one in enumerate(stream):
                 if number == 3:
-                    wire.hang_up(engine.replicas[1].connection)
+                    engine.replicas[1].connection.hang_up()
                 yield one
 
         with pytest.raises(EngineDiedError):
@@ -261,7 +261,7 @@ def test_a_run_that_vanishes_in_a_publish_leaves_the_server_ready(tmp_path):
 
                 def vanish(stream, engine=engine):
                     yield next(stream)
-                    wire.hang_up(engine.replicas[0]._connection)
+                    engine.replicas[0]._connection.hang_up()
                     yield from stream
 
                 with pytest.raises(EngineDiedError):

@@ -1,16 +1,16 @@
 """A thread draws over a connection and another interrupts it: weights come in flight in every order of events."""
 
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
 from lit_qrl.callbacks import RunCheckpoint
 from lit_qrl.rollout.embedded.engine import TransformersEngine
-from lit_qrl.rollout.engine import EngineDiedError, Pauses
-from lit_qrl.rollout.remote import wire
+from lit_qrl.rollout.engine import EngineDiedError
+from lit_qrl.rollout.pauses import Pauses, Stand
 from lit_qrl.rollout.remote.engine import RemoteEngine
-from lit_qrl.rollout.remote.pausing import Pausing
+from lit_qrl.rollout.remote.pausing import AstrayError, Pausing
 from lit_qrl.rollout.remote.replica import Replica
 from lit_qrl.rollout.remote.server import Session
 from lit_qrl.run.diary import read_jsonl
@@ -44,15 +44,15 @@ def stops(monkeypatch):
 class Drawing(threading.Thread):
     """Draws in a thread of its own."""
 
-    def __init__(self, engine):
+    def __init__(self, engine, seed=7):
         super().__init__(daemon=True)
-        self.engine, self.drawn, self.error = engine, None, None
+        self.engine, self.seed, self.drawn, self.error = engine, seed, None, None
         self.start()
 
     def run(self):
         try:
-            self.drawn = self.engine.generate(PROMPTS, 2, 7)
-        except EngineDiedError as error:
+            self.drawn = self.engine.generate(PROMPTS, 2, self.seed)
+        except (EngineDiedError, AstrayError) as error:
             self.error = error
 
     def result(self):
@@ -77,8 +77,9 @@ def standing_still(tmp_path, stops, network):
         yield engine, drawing
 
 
+@pytest.mark.parametrize("staged", [False, True], ids=["still", "staged"])
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
-def test_weights_that_come_over_the_wire_are_those_that_come_in_this_process(tmp_path, stops, mode):
+def test_weights_that_come_over_the_wire_are_those_that_come_in_this_process(tmp_path, stops, mode, staged):
     old, new = two_networks()
     near = set_up(old, mode)
     near.between_steps = after(STEPS, lambda: publish(near, new, version=1))
@@ -88,8 +89,10 @@ def test_weights_that_come_over_the_wire_are_those_that_come_in_this_process(tmp
         assert publish(engine, old)[0] == []
         drawing = Drawing(engine)
         assert stops.acquire(timeout=PATIENCE)
-        engine.pause()
-        faults, report = publish(engine, new, version=1)  # verified before a token is drawn with it
+        if not staged:
+            engine.pause()
+        with engine.staged(engine.pause) if staged else nullcontext():
+            faults, report = publish(engine, new, version=1)  # verified before a token is drawn with it
         engine.resume()
         assert (faults, report.version) == ([], 1)
         assert drawing.result() == expected
@@ -166,7 +169,7 @@ def test_what_was_under_way_ends_where_the_weights_did_not_come_whole(tmp_path, 
 def test_an_engine_that_dies_in_a_pause_is_heard_of_on_both_sides(tmp_path, stops):
     old, new = two_networks()
     with standing_still(tmp_path, stops, old) as (engine, drawing):
-        wire.hang_up(engine.replicas[0].connection)
+        engine.replicas[0].connection.hang_up()
         with pytest.raises(EngineDiedError):
             publish(engine, new, version=1)
         engine.resume(whole=False)
@@ -227,6 +230,56 @@ def test_a_pause_right_after_another_waits_until_the_connection_is_handed_over_a
     pausing.release(lambda: None)
     drawing.join(PATIENCE)
     assert not drawing.is_alive()
+
+
+def test_an_engine_that_follows_a_course_stands_still_without_being_asked(tmp_path):
+    old, new = two_networks()
+    near = set_up(old, "keep")
+    near.between_steps = after(STEPS + 1, lambda: publish(near, new, version=1))
+    expected = near.generate(PROMPTS, 2, 7)
+    with flying(tmp_path, old) as (engine, _):
+        publish(engine, old)
+        engine.follow([[Stand(7, STEPS), Stand(7, STEPS), Stand(7, None)]])
+        drawing = Drawing(engine)
+        assert engine.pause() == [Stand(7, STEPS)]
+        engine.score(PROMPTS)
+        engine.resume()
+        assert engine.pause() == [Stand(7, STEPS)]  # a second time at the same step
+        publish(engine, new, version=1)
+        engine.resume()
+        assert drawing.result() == expected
+        next_one = Drawing(engine, seed=8)  # which the third pause comes before
+        next_one.join(0.2)
+        assert next_one.is_alive()
+        assert engine.pause() == [Stand(7, None)]
+        publish(engine, new, version=2)
+        engine.resume()
+        assert {one.version for one in next_one.result()} == {2}
+
+
+def test_an_engine_that_does_not_come_to_where_it_was_to_stand_still_says_so_on_both_sides(tmp_path):
+    network, _ = two_networks()
+    with flying(tmp_path, network) as (engine, _):
+        publish(engine, network)
+        engine.follow([[Stand(7, 99)]])
+        drawing = Drawing(engine)
+        with pytest.raises(AstrayError, match="weights came after step 99"):
+            engine.pause()
+        assert drawing.result() is None
+        assert isinstance(drawing.error, AstrayError)
+
+
+def test_what_waits_at_a_step_of_its_course_ends_with_the_run(tmp_path, monkeypatch):
+    network, _ = two_networks()
+    stood, hand_over = threading.Event(), Pausing.hand_over
+    monkeypatch.setattr(Pausing, "hand_over", lambda *args: (stood.set(), hand_over(*args)))
+    with flying(tmp_path, network) as (engine, _):
+        publish(engine, network)
+        engine.follow([[Stand(7, 1)]])
+        drawing = Drawing(engine)
+        assert stood.wait(PATIENCE)
+    assert drawing.result() is None
+    assert isinstance(drawing.error, EngineDiedError)
 
 
 def test_a_run_learns_from_completions_that_took_weights_in_flight(tmp_path, monkeypatch):

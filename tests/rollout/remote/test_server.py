@@ -46,7 +46,7 @@ def test_an_error_that_cannot_travel_is_told_in_words():
 
 def test_a_process_of_its_own_raises_errors_that_the_run_has_too(monkeypatch):
     served = []
-    monkeypatch.setattr(server, "main", lambda: served.append(server.HalfSentError.__module__))
+    monkeypatch.setattr(server, "main", lambda: served.append(server.Session.__module__))
     runpy.run_path(server.__file__, run_name="__main__")
     assert served == ["lit_qrl.rollout.remote.server"]
 
@@ -55,7 +55,7 @@ def test_a_message_that_cannot_be_read_ends_the_session_and_not_the_server():
     with served() as place:
         one = Replica(Place(place, TOKEN), TransformersEngine())
         one.open()
-        one._connection.send_bytes(b"no pickle")
+        one._connection.connection.send_bytes(b"no pickle")
         with pytest.raises(EngineDiedError):
             one.call("check_routes", "this test")
         one.restart()

@@ -24,12 +24,9 @@ def bits(tensor):
 
 @pytest.mark.parametrize("way", ["memory", "socket"])
 def test_a_chunk_arrives_as_it_was(way):
-    near, far = multiprocessing.Pipe()
-    memory = transfer.SharedMemory()
-    message, following = transfer.pack(TENSORS, way, memory)
-    for piece in following:
-        near.send_bytes(piece)
-    got = transfer.unpack(message, far, transfer.Mapped(), torch.device("cpu"))
+    message, following = transfer.pack(TENSORS, way, transfer.SharedMemory())
+    came = [bytearray(piece) for piece in following]
+    got = transfer.unpack(message, came, transfer.Mapped(), torch.device("cpu"))
     assert [name for name, _ in got] == [name for name, _ in TENSORS]
     assert [bits(tensor) for _, tensor in got] == [bits(tensor) for _, tensor in TENSORS]
 
@@ -38,10 +35,10 @@ def test_what_was_unpacked_is_a_copy():
     memory = transfer.SharedMemory()
     mapped = transfer.Mapped()
     first, _ = transfer.pack([("a", torch.ones(4))], "memory", memory)
-    got = transfer.unpack(first, None, mapped, torch.device("cpu"))
+    got = transfer.unpack(first, [], mapped, torch.device("cpu"))
     second, _ = transfer.pack([("a", torch.zeros(4))], "memory", memory)
     assert torch.equal(got[0][1], torch.ones(4))
-    assert torch.equal(transfer.unpack(second, None, mapped, torch.device("cpu"))[0][1], torch.zeros(4))
+    assert torch.equal(transfer.unpack(second, [], mapped, torch.device("cpu"))[0][1], torch.zeros(4))
 
 
 def test_memory_is_not_taken_for_a_former_one_of_its_name():
@@ -102,7 +99,7 @@ MAPPED = transfer.Mapped()
 
 
 def _bits_of(message):
-    got = transfer.unpack(pickle.loads(message), None, MAPPED, torch.device("cuda"))
+    got = transfer.unpack(pickle.loads(message), [], MAPPED, torch.device("cuda"))
     return [bits(tensor) for _, tensor in got]
 
 

@@ -130,27 +130,3 @@ def test_a_token_comes_from_a_file_that_is_there_and_not_empty(tmp_path):
     for path in (tmp_path / "token", tmp_path / "none"):
         with pytest.raises(ConfigError, match="token of the engine's server cannot be read"):
             wire.read_token(path)
-
-
-def test_a_connection_that_is_ended_wakes_who_waits_for_it():
-    listener = wire.listen("127.0.0.1", 0)
-    accepted = []
-    thread = threading.Thread(target=lambda: accepted.append(wire.admit(listener.accept()[0], TOKEN)))
-    thread.start()
-    connection = wire.connect(*listener.getsockname(), TOKEN)
-    thread.join()
-    ended = []
-
-    def wait_for_it():
-        try:
-            connection.recv_bytes()
-        except (EOFError, OSError) as error:
-            ended.append(error)
-
-    waiting = threading.Thread(target=wait_for_it)
-    waiting.start()
-    wire.hang_up(connection)
-    waiting.join(20)
-    assert ended
-    accepted[0].close()
-    listener.close()

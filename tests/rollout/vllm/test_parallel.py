@@ -9,9 +9,12 @@ from torch import distributed
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.engine import Learners, SamplerSpec
+from lit_qrl.rollout.remote.engine import RemoteEngine
+from lit_qrl.rollout.vllm.engine import VLLMEngine
 from lit_qrl.rollout.vllm.locations import Place
 from lit_qrl.rollout.vllm.parallel import check, check_model, joined, share, unit_vectors
 from tests.networks import build_network
+from tests.routes import build_mixture
 
 
 def spec(local, whole, **options):
@@ -38,6 +41,31 @@ def test_one_process_by_itself_needs_nothing():
 def test_what_an_engine_of_several_processes_cannot_be_is_refused(size, given, settings, message):
     with pytest.raises(ConfigError, match=message):
         check(size, given, settings)
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ({"max_lora_rank": 8}, "max_lora_rank: 8"),
+        ({"sleep_level": 1}, "sleep_level: 1"),
+        ({"batch_invariant": True}, "batch_invariant: True"),
+        ({"speculative": 2}, "speculative: "),
+    ],
+)
+def test_what_needs_an_engine_whole_is_refused_beside_several_processes(option, named):
+    with pytest.raises(ConfigError, match=f"holds a part of each matrix.*Given: {named}"):
+        VLLMEngine(tensor_parallel_size=2, **option).validate(spec(2, 2))
+
+
+def test_an_engine_of_several_processes_is_none_of_another_process():
+    with pytest.raises(ConfigError, match=r"this one would be several processes.*tensor_parallel_size: 1"):
+        RemoteEngine(VLLMEngine(tensor_parallel_size=2))
+
+
+@pytest.mark.vllm
+def test_experts_of_several_processes_are_refused():
+    with pytest.raises(ConfigError, match="layers of which an engine of several processes cannot prove"):
+        check_model(build_mixture(), 2)
 
 
 @pytest.mark.vllm  # which knows what layers a model has

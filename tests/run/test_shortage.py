@@ -1,0 +1,208 @@
+"""Memory that runs out anywhere in a run: one paragraph, and a status that says whether it has ever sufficed."""
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+
+from lit_qrl.cli.main import fail, main
+from lit_qrl.errors import EXIT_CONFIG, EXIT_STOPPED, ConfigError, MemoryShortageError, StoppedError
+from lit_qrl.module import GRPOModule
+from lit_qrl.policy import CausalPolicy
+from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.rollout.engine import EngineDiedError
+from lit_qrl.run.diary import read_jsonl
+from lit_qrl.run.shortage import in_use, remedies, stop_where_short
+from tests.tiny_run import build, command, model_folder
+from tests.two_processes import RANKS, free_ports, join, started
+
+SHORT = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.20 GiB is free."
+)
+
+
+class Late:
+    """Raises from the n-th call on; n counts calls of the original."""
+
+    def __init__(self, original, calls=0, error=torch.OutOfMemoryError):
+        self.original, self.left, self.error = original, calls, error
+
+    def __get__(self, instance, owner=None):
+        return lambda *args, **kwargs: self(instance, *args, **kwargs)
+
+    def __call__(self, *args, **kwargs):
+        self.left -= 1
+        if self.left < 0:
+            raise self.error(SHORT)
+        return self.original(*args, **kwargs)
+
+
+PLACES = {
+    "loading the policy": (CausalPolicy, "configure"),
+    "scoring a rollout": (CausalPolicy, "forward"),
+    "computing a micro-batch's loss": (CausalPolicy, "forward"),
+    "computing a micro-batch's gradient": (torch.Tensor, "backward"),
+    "stepping the optimizer": (LightningModule, "optimizer_step"),
+    "publishing the weights to the engine": (TransformersEngine, "load_weights"),
+}
+
+
+@pytest.mark.parametrize("doing", PLACES)
+def test_memory_that_never_sufficed_is_a_configuration_that_does_not_fit(tmp_path, monkeypatch, doing):
+    owner, name = PLACES[doing]
+    options = {"objective": None, "data": {"passes": 2} if doing.startswith("scoring") else {}}
+    trainer, module, data = build(tmp_path, **{k: v for k, v in options.items() if v})
+    monkeypatch.setattr(owner, name, Late(getattr(owner, name)))
+    with pytest.raises(ConfigError) as caught:
+        trainer.fit(module, datamodule=data)
+    said = str(caught.value)
+    assert said.startswith(f"The run does not fit. Memory ran out while {doing}: 2.50 GiB were asked for and 1.20 GiB")
+    assert f"The learner holds {0 if doing.startswith('loading') else ''}" in said
+    assert "model.policy.gradient_checkpointing: true" in said or doing.startswith("publishing")
+    (event,) = (one for one in read_jsonl(tmp_path / "run" / "events.jsonl") if one["kind"] == "stopped")
+    assert event["cause"] == "out_of_memory"
+
+
+def test_memory_that_ran_out_later_is_a_run_that_could_not_go_on(tmp_path, monkeypatch):
+    trainer, module, data = build(tmp_path, trainer={"max_epochs": 3})
+    monkeypatch.setattr(LightningModule, "optimizer_step", Late(LightningModule.optimizer_step, 1))
+    with pytest.raises(StoppedError, match="Memory ran out while stepping the optimizer") as caught:
+        trainer.fit(module, datamodule=data)
+    assert "0.0 MiB of optimizer states" not in str(caught.value)
+
+
+def test_an_engine_that_memory_fails_is_told_as_a_shortage_when_it_is_given_up(tmp_path, monkeypatch):
+    def dies(*args, **kwargs):
+        raise EngineDiedError(f"vLLM failed while generating: OutOfMemoryError: {SHORT}")
+
+    trainer, module, data = build(tmp_path, publisher={"max_restarts": 1})
+    monkeypatch.setattr(TransformersEngine, "generate", dies)
+    with pytest.raises(ConfigError, match=r"Memory ran out in the engine: 2\.50 GiB were asked for"):
+        trainer.fit(module, datamodule=data)
+    deaths = [one for one in read_jsonl(tmp_path / "run" / "events.jsonl") if one["kind"] == "engine_died"]
+    assert len(deaths) == 2
+
+
+def test_what_is_no_shortage_stays_what_it_is(tmp_path, monkeypatch):
+    assert stop_where_short(None, RuntimeError("shapes")) is None
+    assert stop_where_short(None, StoppedError("The run was stopped: it said 'out of memory' itself.")) is None
+    trainer, module, data = build(tmp_path)
+    monkeypatch.setattr(CausalPolicy, "forward", Late(CausalPolicy.forward, error=ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(module, datamodule=data)
+
+
+def learner(**options):
+    weight = torch.nn.Parameter(torch.zeros(2**18))
+    weight.grad = torch.zeros(2**18)
+    module = torch.nn.ParameterList([weight])
+    module.policy = SimpleNamespace(gradient_checkpointing="auto", lora=None)
+    optimizer = torch.optim.AdamW([weight])
+    optimizer.step()
+    engine = SimpleNamespace(overlaps=False, gpu_memory_utilization=0.3)
+    data = SimpleNamespace(budget=None, parts=2, micro_batches=2, prompts_per_rank=4, mini_batches=1, group_size=8)
+    data.engine = engine
+    vars(data).update(options.pop("data", {}))
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    made = SimpleNamespace(lightning_module=module, strategy=strategy, optimizers=[optimizer], datamodule=data)
+    vars(made).update(options)
+    return made
+
+
+def test_what_the_learner_holds_is_named_by_its_parts():
+    said = in_use(learner())
+    assert said == "The learner holds 1.0 MiB of weights, 1.0 MiB of gradients, 2.0 MiB of optimizer states on cpu."
+
+
+def test_remedies_come_in_the_order_of_what_they_cost_and_leave_out_what_is_set():
+    said = remedies(learner())
+    order = [
+        "micro_batches above 2",
+        "gradient_checkpointing",
+        "gpu_memory_utilization",
+        "AdamW8bit",
+        "Sharded",
+        "lora",
+    ]
+    places = [said.index(word) for word in order]
+    assert places == sorted(places)
+    few = learner(data={"parts": 32})
+    few.lightning_module.policy = SimpleNamespace(gradient_checkpointing=True, lora=object())
+    few.datamodule.engine.overlaps = True
+    few.strategy.packed_base, few.strategy.offload = "replicated", False
+    assert remedies(few) == "What helps, what costs least first: more GPUs, or offload: true of ShardedStrategy."
+    assert "a lower data.max_tokens_per_micro_batch" in remedies(learner(data={"budget": object()}))
+
+
+def test_the_command_line_says_one_paragraph_and_exits_as_it_never_fitted(tmp_path, monkeypatch, capsys):
+    model = model_folder(tmp_path / "model")
+    monkeypatch.setattr(GRPOModule, "on_train_batch_start", Late(None))  # where nothing names the work
+    with pytest.raises(SystemExit) as caught:
+        main(command(tmp_path, model))
+    said = " ".join(capsys.readouterr().err.split())
+    assert caught.value.code == EXIT_CONFIG
+    assert "The run does not fit. Memory ran out: 2.50 GiB were asked for" in said
+    assert "Traceback" not in said
+
+
+# -------------------------------------------------------------------------------------------------------- two processes
+
+
+class RunsOut(Callback):
+    """Lets memory run out on one process, in an iteration."""
+
+    def __init__(self, rank, iteration):
+        self.rank, self.iteration = rank, iteration
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if (trainer.global_rank, trainer.current_epoch) == (self.rank, self.iteration):
+            pl_module.policy.forward = Late(None).__get__(None)
+
+
+def runs_out(rank, ports, folder, where):
+    with (folder / f"{rank}.txt").open("w") as said:
+        os.dup2(said.fileno(), 2)
+        sys.stderr = said
+        join(rank, iter(ports))
+        trainer, module, data = build(
+            folder,
+            callbacks=[RunsOut(*where)],
+            data={"prompts_per_iteration": 8},
+            trainer={"max_epochs": 3, "devices": RANKS, "strategy": "ddp"},
+        )
+        try:
+            trainer.fit(module, datamodule=data)
+        except ConfigError as error:
+            fail(str(error), EXIT_CONFIG)
+        except StoppedError as error:
+            fail(str(error), EXIT_STOPPED)
+
+
+@pytest.mark.parametrize(
+    ("where", "status"), [((1, 0), EXIT_CONFIG), ((0, 0), EXIT_CONFIG), ((1, 1), EXIT_STOPPED)], ids=str
+)
+def test_memory_of_one_of_two_processes_ends_both_with_one_paragraph(tmp_path, where, status):
+    model_folder(tmp_path / "model")
+    processes = started(runs_out, free_ports(1), tmp_path, where)
+    for process in processes:
+        process.join(60)
+        process.kill()
+    assert [process.exitcode for process in processes] == [status] * RANKS
+    first, second = (" ".join((tmp_path / f"{rank}.txt").read_text().split()) for rank in range(RANKS))
+    assert first.count("Memory ran out while computing a micro-batch's loss: 2.50 GiB were asked for") == 1
+    assert "Memory ran out" not in second
+    assert "Start the run again" not in first
+    assert "Traceback" not in first + second
+
+
+def test_a_shortage_says_its_own_remedy_once(tmp_path):
+    made = learner(default_root_dir=str(tmp_path), is_global_zero=True, current_epoch=0, world_size=1, global_step=0)
+    with pytest.raises(ConfigError) as caught:
+        stop_where_short(made, MemoryShortageError("Memory ran out while publishing: much. Take less."))
+    assert str(caught.value).startswith(
+        "The run does not fit. Memory ran out while publishing: much. Take less. The learner holds 1.0 MiB"
+    )
+    assert "What helps" not in str(caught.value)
