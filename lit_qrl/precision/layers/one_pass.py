@@ -109,7 +109,8 @@ class OnePassRMSNorm(nn.Module):
             return (y, h) if both else y
         made: list[Any] = []
         columns = self.columns and torch.is_grad_enabled()
-        y, h = _Norm.apply(x, residual, self.weight, self.variance_epsilon, self.codes, columns, made)  # pyright: ignore
+        settings: Any = self.variance_epsilon, self.codes, columns, made
+        y, h = _Norm.apply(x, residual, self.weight, *settings)  # pyright: ignore
         if self.codes:
             dispatch.keep(y, dispatch.TILES, *made)
         elif torch.is_grad_enabled():
@@ -166,7 +167,7 @@ class _GatedDown(torch.autograd.Function):
 
         gate, up, weight = ctx.saved_tensors
         k, rows = gate.shape[-1], grads[0].reshape(-1, len(weight))
-        trained: bool = ctx.needs_input_grad[2]
+        trained = bool(ctx.needs_input_grad[2])
         hidden = rows @ weight  # its gradient, which becomes itself
         made = tiles_triton.gated_backward(hidden, gate.reshape(-1, k), up.reshape(-1, k), again=trained)
         of_weight = weight_gradients([ctx.weight], rows, hidden)[0] if trained else None
