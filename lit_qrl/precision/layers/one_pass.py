@@ -114,7 +114,7 @@ class OnePassRMSNorm(nn.Module):
         if self.codes:
             dispatch.keep(y, dispatch.TILES, *made)
         elif torch.is_grad_enabled():
-            keep_recipe(y, h, *made, self.weight)
+            keep_recipe(y, h, made[0], self.weight)
         return (y, h) if both else y
 
     def extra_repr(self) -> str:
@@ -142,7 +142,7 @@ class _Gated(torch.autograd.Function):
 
         gate, up = ctx.saved_tensors
         k = gate.shape[-1]
-        made = tiles_triton.gated_backward(*(one.reshape(-1, k) for one in (grads[0], gate, up)))
+        made = tiles_triton.gated_backward(grads[0].reshape(-1, k), gate.reshape(-1, k), up.reshape(-1, k))
         return *(one.view(gate.shape) for one in made), None, None
 
 
@@ -169,7 +169,7 @@ class _GatedDown(torch.autograd.Function):
         k, rows = gate.shape[-1], grads[0].reshape(-1, len(weight))
         trained = bool(ctx.needs_input_grad[2])
         hidden = rows @ weight  # its gradient, which becomes itself
-        made = tiles_triton.gated_backward(hidden, gate.reshape(-1, k), up.reshape(-1, k), again=trained)
+        made = tiles_triton.gated_backward(hidden, *(one.reshape(-1, k) for one in (gate, up)), again=trained)  # pyright: ignore
         of_weight = weight_gradients([ctx.weight], rows, hidden)[0] if trained else None
         return *(one.view(gate.shape) for one in made), of_weight, None
 
