@@ -109,11 +109,12 @@ class OnePassRMSNorm(nn.Module):
             return (y, h) if both else y
         made: list[Any] = []
         columns = self.columns and torch.is_grad_enabled()
-        y, h = _Norm.apply(x, residual, self.weight, self.variance_epsilon, self.codes, columns, made)  # pyright: ignore
+        settings: Any = self.variance_epsilon, self.codes, columns, made
+        y, h = _Norm.apply(x, residual, self.weight, *settings)  # pyright: ignore
         if self.codes:
             dispatch.keep(y, dispatch.TILES, *made)
         elif torch.is_grad_enabled():
-            keep_recipe(y, h, *made, self.weight)
+            keep_recipe(y, h, made[0], self.weight)
         return (y, h) if both else y
 
     def extra_repr(self) -> str:
@@ -141,7 +142,7 @@ class _Gated(torch.autograd.Function):
 
         gate, up = ctx.saved_tensors
         k = gate.shape[-1]
-        made = tiles_triton.gated_backward(*(one.reshape(-1, k) for one in (grads[0], gate, up)))
+        made = tiles_triton.gated_backward(grads[0].reshape(-1, k), gate.reshape(-1, k), up.reshape(-1, k))
         return *(one.view(gate.shape) for one in made), None, None
 
 
@@ -166,9 +167,9 @@ class _GatedDown(torch.autograd.Function):
 
         gate, up, weight = ctx.saved_tensors
         k, rows = gate.shape[-1], grads[0].reshape(-1, len(weight))
-        trained: bool = ctx.needs_input_grad[2]
+        trained = bool(ctx.needs_input_grad[2])
         hidden = rows @ weight  # its gradient, which becomes itself
-        made = tiles_triton.gated_backward(hidden, gate.reshape(-1, k), up.reshape(-1, k), again=trained)
+        made = tiles_triton.gated_backward(hidden, *(one.reshape(-1, k) for one in (gate, up)), again=trained)  # pyright: ignore
         of_weight = weight_gradients([ctx.weight], rows, hidden)[0] if trained else None
         return *(one.view(gate.shape) for one in made), of_weight, None
 
