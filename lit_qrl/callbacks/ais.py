@@ -103,7 +103,10 @@ class AIS(RLCallback):
     def state_dict(self) -> dict[str, Any]:
         """Return the last gates: one row each, columns as the fields of `AISGate`."""
         fields = len(AISGate._fields)
-        return {"gates": torch.stack(list(self.gates)).cpu() if self.gates else torch.zeros(0, fields)}
+        if not self.gates:
+            return {"gates": torch.zeros(0, fields)}
+        device = self.gates[-1].device  # those of a checkpoint lie on the host
+        return {"gates": torch.stack([gate.to(device) for gate in self.gates]).cpu()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.gates = deque(state_dict["gates"].unbind(), maxlen=HISTORY)

@@ -5,7 +5,7 @@ import torch
 
 from lit_qrl.callbacks.ais import AIS
 from lit_qrl.errors import ConfigError
-from lit_qrl.functional.importance import ais_gate, ais_weights
+from lit_qrl.functional.importance import AISGate, ais_gate, ais_weights
 from tests.callbacks.corrections import context, rollout, trainer
 from tests.functional.helpers import Ranks, no_host_sync
 
@@ -99,3 +99,11 @@ def test_equal_policies_leave_every_weight_exactly_one():
 def test_bad_input_is_refused_at_construction(options, word):
     with pytest.raises(ConfigError, match=word):
         AIS(**options)
+
+
+@pytest.mark.gpu
+def test_a_resumed_run_saves_gates_of_the_device_beside_those_of_the_checkpoint():
+    callback = AIS(scope="rollout")
+    callback.load_state_dict({"gates": torch.rand(2, len(AISGate._fields))})
+    callback.gates.append(torch.rand(len(AISGate._fields), device="cuda"))
+    assert callback.state_dict()["gates"].shape == (3, len(AISGate._fields))

@@ -183,13 +183,12 @@ def _settled_rows(n: int, k: int, index: int | None, dtype: torch.dtype) -> int:
     device = torch.device("cuda", index if index is not None else torch.cuda.current_device())
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(rows, k, generator=generator, device=device) for rows in (_ROW_STEPS[-1], n))
-    scale_a = torch.rand(k // BLOCK, _ROW_STEPS[-1], generator=generator, device=device).t() + 0.5
+    scale_a = torch.rand(_ROW_STEPS[-1], k // BLOCK, generator=generator, device=device) + 0.5
     scale_b = block_scale_layout(torch.rand(n // BLOCK, k // BLOCK, generator=generator, device=device) + 0.5)
     a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
 
     def product(rows: int) -> Tensor:
-        part = scale_a[:rows].t().contiguous().t()
-        return block_product(a[:rows], part, b, scale_b, dtype, blocks=True)
+        return block_product(a[:rows], _column_major(scale_a[:rows]), b, scale_b, dtype, blocks=True)
 
     return smallest_settled(product)
 
@@ -224,4 +223,5 @@ def int_mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _column_major(scale: Tensor) -> Tensor:
-    return scale if scale.stride(0) == 1 else scale.t().contiguous().t()
+    strides = (1, scale.shape[0])  # of a single column, too, which is contiguous whatever its strides
+    return scale if scale.stride() == strides else scale.new_empty_strided(scale.shape, strides).copy_(scale)

@@ -119,3 +119,12 @@ def test_a_requirement_is_said_and_checked(device, requirement, words, met, monk
         assert requirement.met(CUDA) is (capability in met)
         assert not requirement.met(CPU)
     assert requirement.given(CUDA) == ("A GPU (10.0, CUDA 12.9)" if requirement.cuda else "A GPU (10.0)")
+
+
+@pytest.mark.parametrize("shape", [(512, 1), (4, 3), (1, 4), (16, 8)])
+def test_scales_lie_column_by_column_with_the_strides_that_the_product_asks_for(shape):
+    scale = torch.rand(shape)
+    for given in (scale, scale.t().contiguous().t(), torch.rand(512, 8)[: shape[0], : shape[1]]):
+        found = gemm._column_major(given)
+        assert found.stride() == (1, shape[0])
+        assert torch.equal(found, given)
