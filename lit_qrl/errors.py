@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+EXIT_CONFIG = 2
+"""Exit status of a configuration that cannot work."""
 _collection: ContextVar["list[ConfigError] | None"] = ContextVar("config_errors", default=None)
 
 

@@ -10,10 +10,8 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from lit_qrl.cli.stand_ins import HEAVY, stand_ins
-from lit_qrl.errors import ConfigError, StoppedError
+from lit_qrl.errors import EXIT_CONFIG, ConfigError, StoppedError
 
-EXIT_CONFIG = 2
-"""Exit status of a configuration that cannot work."""
 EXIT_INTERRUPTED = 130
 """Exit status after Ctrl-C; after SIGTERM it is 143."""
 EXIT_STOPPED = 70
@@ -97,12 +95,16 @@ def print_completion(words: Sequence[str]) -> None:
 
 
 def fail(message: str, status: int = EXIT_CONFIG) -> NoReturn:
-    """Print one paragraph, on the first rank of a run, and exit."""
+    """Print one paragraph, on the first rank of a run or on one that alone has something to say, and exit."""
     import textwrap
 
-    if any(int(os.environ.get(name) or 0) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK")):
+    from lit_qrl.run.peers import silent
+
+    rank = max(int(os.environ.get(name) or 0) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
+    if silent(rank):
         sys.exit(status)
 
+    message = f"Rank {rank}: {message}" if rank else message
     paragraph = textwrap.fill(f"lit-qrl: {message}", 110, break_long_words=False, break_on_hyphens=False)
     print(f"\n{paragraph}\n", file=sys.stderr)
     sys.exit(status)
