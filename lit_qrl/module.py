@@ -232,14 +232,15 @@ class GRPOModule(Described, LightningModule):
     def configure_callbacks(self) -> list[Callback]:
         """Let the callbacks that ask for it prepare the Trainer, before its loggers and the data are set up.
 
-        Several processes watch each other. A deterministic Trainer's switches are set before a device starts.
+        Several processes meet, and watch each other from then on. A deterministic Trainer's switches are set before a
+        device starts.
         """
         if make_deterministic():
             self.data.check_repeatable()
         for callback in self.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if isinstance(callback, PreparesTrainer):
                 callback.prepare(self.trainer, self)
-        return [Peers()] if self.trainer.world_size > 1 else []
+        return [Peers.met(self.trainer)] if self.trainer.world_size > 1 else []
 
     @fits("loading the policy")
     def configure_model(self) -> None:

@@ -114,3 +114,10 @@ def test_the_page_on_data_names_every_key_of_the_evaluation():
     assert len(keys) == 7
     assert keys <= set(re.findall(r"`data\.(\w+)`", DATA_PAGE))
     assert {path.stem for path in CONFIGS.glob("task/eval_*.yaml")} <= set(re.findall(r"eval_\w+", DATA_PAGE))
+
+
+@pytest.mark.parametrize("task", ["countdown", "sudoku", "gsm8k"])
+def test_a_task_takes_no_file_of_the_one_before_it(parse, task):
+    recipe = CONFIGS / "recipes" / "bf16_grpo_tis.yaml"
+    assert parse(recipe).data.task.init_args.evaluation_path
+    assert parse(recipe, CONFIGS / "task" / f"{task}.yaml").data.task.init_args.evaluation_path is None

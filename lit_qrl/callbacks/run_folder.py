@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch import Callback, Trainer, seed_everything
@@ -18,27 +17,21 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.errors import ConfigError
 from lit_qrl.optim.build import described_optimizer
-from lit_qrl.precision.source import PublishingPrecision
 from lit_qrl.run import folder as folders
 from lit_qrl.run.config import RunConfig
-from lit_qrl.run.description import Described, describe
+from lit_qrl.run.description import describe
 from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.run.lock import RunLock
 from lit_qrl.run.loggers import RunCSVLogger
 from lit_qrl.run.quiet import quiet
 from lit_qrl.strategies.peers import Peers
+from lit_qrl.strategies.settings import trainer_settings
 
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
 
 SUMMARIES = (ModelSummary, RichModelSummary)
 """What a Trainer adds of its own accord; the configuration says more than they do."""
-PLAIN_SETTINGS = (
-    *("max_epochs", "min_epochs", "max_steps", "min_steps", "limit_train_batches", "limit_val_batches"),
-    *("limit_test_batches", "limit_predict_batches", "check_val_every_n_epoch", "gradient_clip_val"),
-    *("num_sanity_val_steps", "log_every_n_steps", "fast_dev_run"),
-)
-"""What can be read from a Trainer under the name that its constructor has for it."""
 
 
 class RunFolder(Checkpoint):
@@ -191,7 +184,7 @@ def configuration(
     seed = os.environ.get("PL_GLOBAL_SEED")
     described: dict[str, Any] = {
         "seed_everything": int(seed) if seed else True,
-        "trainer": _trainer_settings(trainer, groups),
+        "trainer": trainer_settings(trainer, (*groups.values(), RunFolder, Peers)),
         "model": describe(module)["init_args"],
         "data": describe(data)["init_args"],
     }
@@ -211,30 +204,3 @@ def configuration(
         return parser, parser.parse_object(described)
     except Exception:  # a class of the user's own may be one that no parser builds
         return _AsDescribed(), Namespace(**described)
-
-
-def _trainer_settings(trainer: Trainer, groups: Mapping[str, type[Callback]]) -> dict[str, Any]:
-    """Return the arguments with which a Trainer is made again, except its loggers."""
-    ours = (*groups.values(), RunFolder, Peers)
-    plugin, strategy, clip = trainer.precision_plugin, trainer.strategy, trainer.gradient_clip_algorithm
-    quantized = isinstance(plugin, PublishingPrecision)
-    callbacks = [one for one in trainer.callbacks if type(one) not in ours]  # pyright: ignore[reportAttributeAccessIssue]
-    return {
-        "accelerator": trainer.accelerator.name(),
-        "devices": trainer.num_devices,
-        "num_nodes": trainer.num_nodes,
-        "strategy": describe(strategy) if isinstance(strategy, Described) else _strategy_name(trainer),
-        "precision": None if quantized else trainer.precision,
-        "plugins": [describe(plugin)] if quantized else None,
-        "gradient_clip_algorithm": None if clip is None else clip.value,
-        "callbacks": [describe(one) for one in callbacks] or None,
-        "default_root_dir": trainer.default_root_dir,
-        "deterministic": True if torch.are_deterministic_algorithms_enabled() else None,
-        "use_distributed_sampler": False,
-        "enable_model_summary": False,
-        **{name: getattr(trainer, name) for name in PLAIN_SETTINGS},
-    }
-
-
-def _strategy_name(trainer: Trainer) -> str:
-    return "auto" if trainer.world_size == 1 else getattr(trainer.strategy, "strategy_name", "auto")

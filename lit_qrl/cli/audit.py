@@ -207,7 +207,8 @@ def odds_of_loss(results: dict[str, dict[str, float]]) -> list[str]:
     from lit_qrl.functional.loss_odds import CORRECTIONS, LOSS, audit_inputs
 
     lines = [f"Odds of a loss of {LOSS:g} or more, in the study of docs/evidence.md at such a mean |d|:"]
-    lines += [f"{'format':<14}" + "".join(f"{name:>12}" for name in CORRECTIONS)]
+    width = max(14, *(len(title) + 2 for title in results))
+    lines += [f"{'format':<{width}}" + "".join(f"{name:>12}" for name in CORRECTIONS)]
     lowest, highest = math.exp(AUDIT.lowest[0]), math.exp(AUDIT.highest[0])
     for title, metrics in results.items():
         if title == "learner":
@@ -219,8 +220,19 @@ def odds_of_loss(results: dict[str, dict[str, float]]) -> list[str]:
         odds = {name: AUDIT.probability(audit_inputs(near, *given)) for name, given in CORRECTIONS.items()}
         best = min(odds, key=odds.__getitem__)
         advice = "" if odds["none"] < 0.5 else f"  {best}-level weights" if odds[best] < 0.5 else "  align the learner"
-        lines.append(f"{title:<14}" + "".join(f"{f'{sign}{one:.0%}':>12}" for one in odds.values()) + advice)
+        lines.append(f"{title:<{width}}" + "".join(f"{_percent(one, sign):>12}" for one in odds.values()) + advice)
     return lines
+
+
+def _percent(odds: float, sign: str) -> str:
+    """Return odds in whole percent, of which none is 0 or 100.
+
+    >>> [_percent(0.002, ""), _percent(0.004, "<"), _percent(0.42, ">"), _percent(0.999, "")]
+    ['<1%', '<1%', '>42%', '>99%']
+    """
+    if odds < 0.005:
+        return "<1%"
+    return ">99%" if odds > 0.995 else f"{sign}{odds:.0%}"
 
 
 def _rows(prompts: str, split: str, subset: str | None, column: str) -> list[str]:

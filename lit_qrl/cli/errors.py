@@ -158,7 +158,8 @@ trainer.accelerator: gpuu. Did you mean 'gpu'?
 
 def _remedy(text: str, settings: Mapping[str, Any]) -> str:
     from lightning.pytorch.accelerators import AcceleratorRegistry
-    from lightning.pytorch.strategies import StrategyRegistry
+
+    from lit_qrl import strategies
 
     here = [name for name in AcceleratorRegistry if AcceleratorRegistry[name]["accelerator"].is_available()]
     if "invalid accelerator name" in text:
@@ -166,7 +167,10 @@ def _remedy(text: str, settings: Mapping[str, Any]) -> str:
     if "gpu backend" in text or "accelerator is not available" in text:
         return f"Set trainer.accelerator to auto, or to what this machine has: {', '.join(here)}."
     if "invalid strategy name" in text:
-        return nearest(str(settings["strategy"]), ["auto", *StrategyRegistry])
+        name, ours = str(settings["strategy"]), list(strategies.__all__)
+        if name in ours:
+            return f"{name} is a class: set trainer.strategy.class_path to it, as configs/strategy does."
+        return nearest(name, ["auto", "ddp", *ours])
     if "requires a GPU" in text:
         return "Set trainer.strategy to auto, or run where there is a GPU."
     if "precision" in text and "plugins" in text:

@@ -4,6 +4,7 @@ import gc
 import importlib
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ TRAINING = {
     "test": "evaluate and log under test/",
     "predict": "sample completions of the held-out problems",
 }
+PRINTS = ("--version", "--versions", "--print_shtab", "models")
+"""Other first words with which nothing is done but printed."""
 COMMANDS = {
     "audit": "measure the mismatch of each number format for a model, without training",
     "export": "write a run's policy as a Hugging Face folder: plain, quantized, or its adapter",
@@ -38,6 +41,8 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run `lit-qrl`; one paragraph and status 2 for what cannot work as given, 70 for a run that could not go on."""
     # A process of its own that only prints needs the names of libraries, not the libraries.
     names_alone = HEAVY if args is None and prints_only(sys.argv[1:]) else ()
+    if names_alone or (args is None and sys.argv[1:2] and sys.argv[1] in PRINTS):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # behind a pipe, `head` may have enough before all is printed
     args = list(sys.argv[1:] if args is None else args)
     word = args[0] if args else "--help"
     if word in ("-h", "--help"):
@@ -93,12 +98,16 @@ def print_completion(words: Sequence[str]) -> None:
 
 
 def fail(message: str, status: int = EXIT_CONFIG) -> NoReturn:
-    """Print one paragraph, on the first rank of a run, and exit."""
+    """Print one paragraph, on the first rank of a run or on one that alone has something to say, and exit."""
     import textwrap
 
-    if any(int(os.environ.get(name) or 0) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK")):
+    from lit_qrl.run.peers import silent
+
+    rank = max(int(os.environ.get(name) or 0) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
+    if silent(rank):
         sys.exit(status)
 
+    message = f"Rank {rank}: {message}" if rank else message
     paragraph = textwrap.fill(f"lit-qrl: {message}", 110, break_long_words=False, break_on_hyphens=False)
     print(f"\n{paragraph}\n", file=sys.stderr)
     sys.exit(status)

@@ -22,15 +22,13 @@ from lit_qrl.loop.ahead import ahead_of, resumed_position
 from lit_qrl.loop.budget import TokenBudget
 from lit_qrl.loop.generation import scoring_progress
 from lit_qrl.loop.hooks import Learner
-from lit_qrl.loop.ranks import Slots, gather_objects, several_processes
+from lit_qrl.loop.ranks import Slots
 from lit_qrl.loop.schedule import check_ahead
 from lit_qrl.loop.turns import TakesTurns
 from lit_qrl.network.structure import check_positions, check_tokens
 from lit_qrl.rewards.base import Sample, as_tensor, weigh_by_name
 from lit_qrl.rollout.engine import Converses, InFlight, RolloutEngine
-from lit_qrl.run.config import flat
-from lit_qrl.run.description import Described, describe
-from lit_qrl.run.peers import check_same
+from lit_qrl.run.description import Described
 from lit_qrl.run.stop import stop_run
 from lit_qrl.types import Completion, SamplingParams
 
@@ -198,8 +196,6 @@ class RolloutDataModule(Described, LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Read the task's rows and check every size; runs before any weight is loaded."""
-        if self.trainer is not None and self.trainer.world_size > 1 and several_processes():
-            check_same(gather_objects(flat({"model": describe(self.module), "data": describe(self)})))
         check_ranks(self, self.trainer.world_size if self.trainer else 1)
         longest = self.max_prompt_tokens + self.max_completion_tokens
         rows = self.prompts_per_rank // self.mini_batches * self.group_size

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lit_qrl.functional.evaluation import effective_size, pass_at_k, wilson_interval
-from lit_qrl.loop.ranks import gather_objects
+from lit_qrl.run.meeting import gather_objects
 from lit_qrl.types import AllReduce
 
 

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from lit_qrl.types import AllReduce
 
@@ -72,28 +71,6 @@ def lacking(slots: Slots, filled: list[int], all_reduce: AllReduce, device: torc
     counts = torch.zeros(slots.groups, dtype=torch.long, device=device)
     counts[filled] = 1
     return (all_reduce(counts) == 0).nonzero().flatten().tolist()
-
-
-def several_processes() -> bool:
-    """Return whether processes are joined to one run.
-
-    >>> several_processes()
-    False
-    """
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def gather_objects(own: Any) -> list[Any]:
-    """Return what every rank gives, by rank; in a single process its own alone.
-
-    >>> gather_objects("mine")
-    ['mine']
-    """
-    if not several_processes():
-        return [own]
-    found = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, own)
-    return found
 
 
 def widest(width: int, all_reduce: AllReduce, device: torch.device) -> int:

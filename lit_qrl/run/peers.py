@@ -6,6 +6,7 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -16,6 +17,10 @@ ENDED, FAILED, LOST = b"e", b"f", b"l"
 """What a process says: that it ends as it should, that it ends by an error, that another one is gone."""
 GRACE = 20.0
 """Seconds in which a process may end by the same error as another, before that one's is told for all."""
+MET = threading.Event()
+"""Set when the processes have met: from then on each knows what becomes of the others."""
+MOMENT = 5.0
+"""Seconds that a process which fails before it has met the others gives the first one to say why, and to end it."""
 CONNECT = 60.0
 SILENCE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 """Of a host that is gone no connection is closed: after 30 s without an answer it counts as gone."""
@@ -31,7 +36,10 @@ def check_same(settings: Sequence[Mapping[str, Any]]) -> None:
     """
     first = settings[0]
     for rank, other in enumerate(settings):
-        differing = [key for key in sorted(first.keys() | other.keys()) if first.get(key) != other.get(key)]
+        differing: list[str] = []
+        for key in sorted(key for key in first.keys() | other.keys() if first.get(key) != other.get(key)):
+            if not any(key.startswith(f"{above}.") for above in differing):  # of a class that differs, the class alone
+                differing.append(key)
         if differing:
             shown = [f"{key} {first.get(key)} on rank 0 and {other.get(key)} on rank {rank}" for key in differing]
             raise ConfigError(
@@ -94,15 +102,15 @@ class PeerWatch:
         if rank == 0:
             local = host in ("127.0.0.1", "localhost")
             with socket.create_server(("127.0.0.1" if local else "", 0)) as server:
-                token = secrets.token_bytes(16)
-                broadcast((server.getsockname()[1], token))
+                token = secrets.token_hex(16)
+                broadcast([server.getsockname()[1], token])
                 server.settimeout(CONNECT)
                 while len(self._peers) < size - 1:
-                    self._admit(server.accept()[0], token)
+                    self._admit(server.accept()[0], token.encode())
         else:
             port, token = broadcast(None)
             connection = socket.create_connection((host, port), timeout=CONNECT)
-            connection.sendall(token + struct.pack("!I", rank))
+            connection.sendall(token.encode() + struct.pack("!I", rank))
             self._peers[0] = connection
         for connection in self._peers.values():
             connection.settimeout(None)
@@ -129,13 +137,23 @@ class PeerWatch:
         self._close()
 
     def fail(self, words: str, status: int = 0) -> None:
-        """Tell the others that this process ends by an error of its own.
+        """Tell the others that this process ends by an error of its own, and let the first one speak before it does.
+
+        What started the processes may end all of them with the first that ends.
 
         Args:
             words: a paragraph that says why.
             status: with which it exits, where the others shall, too.
         """
+        self._own_end.set()
         self._say(FAILED, 0, words, status)
+        first = self._peers.get(0)
+        if first is not None and self._thread is not None:
+            self._thread.join(GRACE)
+            with suppress(OSError):
+                first.settimeout(1.25 * GRACE)  # it may end by the same error, or waits so long to tell this one
+                while first.recv(4096):
+                    pass
 
     def wait(self, seconds: float) -> None:
         """Give the thread time to find out which process is gone: a broken collective says less than that."""
@@ -199,3 +217,25 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
             raise ConnectionError("closed")
         found += part
     return found
+
+
+def silent(rank: int) -> bool:
+    """Return whether a process leaves it to the first one to say why it ends.
+
+    Before they have met it waits a moment, in which the first one may end by the same error; what started both ends
+    this one too then.
+
+    Args:
+        rank: of this process.
+
+    >>> silent(0)
+    False
+    """
+    if rank == 0 or MET.is_set():
+        return rank > 0
+    parent, until = os.getppid(), time.monotonic() + MOMENT
+    while time.monotonic() < until:
+        if os.getppid() != parent:
+            return True
+        time.sleep(0.1)
+    return False

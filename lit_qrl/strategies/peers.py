@@ -1,4 +1,4 @@
-"""Ends a process of a run when another one is gone, with one paragraph, instead of waiting for it for ever."""
+"""Lets the processes of a run meet, and ends one when another is gone, instead of waiting for it for ever."""
 
 import os
 import re
@@ -10,10 +10,14 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from lit_qrl.errors import EXIT_CONFIG, EXIT_STOPPED, ConfigError, StoppedError, out_of_memory
+from lit_qrl.run.config import flat
+from lit_qrl.run.description import Described, describe
 from lit_qrl.run.diary import event
 from lit_qrl.run.folder import last_checkpoint
-from lit_qrl.run.peers import PeerWatch
+from lit_qrl.run.meeting import Meeting, gather_objects, several_processes
+from lit_qrl.run.peers import MET, PeerWatch, check_same
 from lit_qrl.run.stop import has_learned
+from lit_qrl.strategies.settings import trainer_settings
 
 EXIT_AGAIN = 75
 """Exit status of a run that nothing is wrong with: start it again."""
@@ -22,17 +26,37 @@ BROKEN = re.compile(r"gloo|nccl|connection (closed|reset)|broken pipe|process ?g
 
 
 class Peers(Callback):
-    """Watches the other processes of a run; `GRPOModule` adds it where there are several."""
+    """Meets the other processes of a run and watches them; `GRPOModule` adds it where there are several."""
 
     def __init__(self) -> None:
         self._watch = PeerWatch(self._gone)
         self._trainer: Trainer | None = None
+        self._meeting: Meeting | None = None
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Connect to the others, before anything is loaded."""
+    @classmethod
+    def met(cls, trainer: Trainer) -> "Peers":
+        """Return one that has met the others; see `meet`."""
+        peers = cls()
+        peers.meet(trainer)
+        return peers
+
+    def meet(self, trainer: Trainer) -> None:
+        """Find the others and compare what each was started with, before they are joined and anything is loaded.
+
+        Raises:
+            ConfigError: when one does not come, the first cannot be reached, or settings differ.
+        """
         self._trainer = trainer
         relieve_lightning()
-        self._watch.start(trainer.global_rank, trainer.world_size, trainer.strategy.broadcast)
+        rank, size, exchange = trainer.global_rank, trainer.world_size, gather_objects
+        if not several_processes():
+            place: Any = trainer.strategy.cluster_environment  # pyright: ignore[reportAttributeAccessIssue]
+            self._meeting = Meeting(place.main_address, place.main_port, rank, size)
+            exchange = self._meeting.exchange
+        given = exchange(settings(trainer))
+        MET.set()
+        check_same(given)
+        self._watch.start(rank, size, lambda own: exchange(own)[0])
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Part from the others."""
@@ -62,9 +86,9 @@ class Peers(Callback):
         trainer = self._trainer
         assert trainer is not None
         if status:
-            message = f"Rank {rank} of {trainer.world_size} ended, and the others with it. {words}"
+            message = f"Rank {rank} of {trainer.world_size}: {words}"
             event(trainer, "stopped", message, cause="lost_rank")
-            return textwrap.fill(f"lit-qrl: {message}", 110, break_long_words=False)
+            return textwrap.fill(f"lit-qrl: {message}", 110, break_long_words=False, break_on_hyphens=False)
         how = f"by an error: {words}" if words else "without a word, as a process does that is killed"
         saved = last_checkpoint(trainer.default_root_dir)
         where = f"The last checkpoint is {saved}." if saved else "No checkpoint had been written."
@@ -90,3 +114,14 @@ def relieve_lightning() -> None:
     for thread in threading.enumerate():
         if thread.name == "child-process-observer":
             vars(thread)["_run"] = lambda: True
+
+
+def settings(trainer: Trainer) -> dict[str, Any]:
+    """Return what must be the same in every process of a run, by the keys of the command line."""
+    chosen = trainer_settings(trainer)
+    del chosen["default_root_dir"]  # the first process's is where the run is written
+    if not isinstance(trainer.strategy, Described):  # Lightning's own are named by their class
+        chosen["strategy"] = type(trainer.strategy).__name__
+    data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    parts = {"trainer": chosen, "model": describe(trainer.lightning_module), "data": describe(data)}
+    return flat({"seed_everything": os.environ.get("PL_GLOBAL_SEED"), **parts})

@@ -11,6 +11,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.report.apart import PageApart
 from lit_qrl.report.run import Run
+from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.run.loggers import RunCSVLogger
 from tests.callbacks.tiny_loop import COMPLETION, GROUP_SIZE, GROUPS, Module, trainer_of
 from tests.networks import rollout_of
@@ -134,10 +135,14 @@ def test_the_number_of_samples(tmp_path, wanted, written):
 
 
 @pytest.mark.parametrize(
-    "error, raised, status",
-    [(RuntimeError("broken"), RuntimeError, "failed"), (KeyboardInterrupt(), SystemExit, "interrupted")],
+    ("error", "raised", "status", "said"),
+    [
+        (RuntimeError("broken"), RuntimeError, "failed", "Stopped by an error: RuntimeError: broken"),
+        (KeyboardInterrupt(), SystemExit, "interrupted", "Interrupted: KeyboardInterrupt"),
+        (Interrupted(15), SystemExit, "interrupted", "Interrupted by SIGTERM."),
+    ],
 )
-def test_an_end_before_the_end_still_has_a_report(tmp_path, capsys, monkeypatch, error, raised, status):
+def test_an_end_before_the_end_still_has_a_report(tmp_path, capsys, monkeypatch, error, raised, status, said):
     # Lightning ignores Ctrl-C during its shutdown, for good.
     monkeypatch.setattr("signal.signal", lambda *args: None)
     with pytest.raises(raised):
@@ -146,7 +151,7 @@ def test_an_end_before_the_end_still_has_a_report(tmp_path, capsys, monkeypatch,
     run = Run(tmp_path)
     assert run.status == status
     assert run.events[-1]["iteration"] == 3
-    assert type(error).__name__ in run.events[-1]["message"]
+    assert run.events[-1]["message"] == said
     assert run.series("reward/mean").values == [0.0, 0.125]
     assert run.samples[-1]["iteration"] == 3
 

@@ -61,7 +61,14 @@ def test_odds_are_those_of_the_fitted_model_where_it_was_fitted():
     ends = (math.exp(AUDIT.lowest[0]), math.exp(AUDIT.highest[0]))
     for line, sign, end in zip(lines[3:], "<>", ends, strict=True):
         bounds = [AUDIT.probability(audit_inputs(end, *given)) for given in CORRECTIONS.values()]
-        assert line.split()[1:4] == [f"{sign}{one:.0%}" for one in bounds]
+        percent = [f"{sign}{one:.0%}" for one in bounds]
+        assert line.split()[1:4] == [{"<0%": "<1%", ">100%": ">99%"}.get(one, one) for one in percent]
+
+
+def test_odds_stand_below_their_heading_whatever_the_formats_are_called():
+    distances = dict.fromkeys(("learner", "nvfp4:four_over_six=true"), 0.02)
+    lines = odds_of_loss({name: {"abs_log_ratio": distance} for name, distance in distances.items()})[1:]
+    assert len({len(line.split("  align")[0].split("  sequence-level")[0]) for line in lines}) == 1
 
 
 def test_the_same_seed_measures_the_same(arguments, tmp_path):

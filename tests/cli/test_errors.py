@@ -170,6 +170,10 @@ SETTINGS = {
     "no GPU": ({"accelerator": "gpu"}, ["trainer.accelerator: gpu", "Set trainer.accelerator to auto", "cpu"]),
     "no CUDA": ({"accelerator": "cuda"}, ["trainer.accelerator: cuda", "Set trainer.accelerator to auto", "cpu"]),
     "strategy": ({"strategy": "dddp"}, ["trainer.strategy: dddp", "Did you mean 'ddp'?"]),
+    "strategy of ours by its name": (
+        {"strategy": "ShardedStrategy"},
+        ["trainer.strategy: ShardedStrategy", "ShardedStrategy is a class: set trainer.strategy.class_path to it"],
+    ),
     "strategy of a GPU": (
         {"strategy": "fsdp", "accelerator": "cpu"},
         ["trainer.strategy: fsdp", "trainer.accelerator: cpu", "Set trainer.strategy to auto"],

@@ -1,6 +1,7 @@
 import gc
 import importlib
 import re
+import signal
 import subprocess
 import sys
 from importlib.machinery import PathFinder
@@ -144,3 +145,14 @@ def test_a_torch_of_the_working_directory_is_not_run(tmp_path):
             [sys.executable, *command, "--versions"], cwd=tmp_path, capture_output=True, text=True, check=False
         )
         assert (done.returncode, "not this one" in done.stderr) == (0, False), done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"]])
+def test_a_reader_that_has_enough_ends_what_is_printed_without_a_traceback(words):
+    command = [sys.executable, "-m", "lit_qrl.cli", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert (process.returncode, said) == (-signal.SIGPIPE, b"")

@@ -93,3 +93,34 @@ def test_a_port_that_somebody_listens_on_is_named():
         with pytest.raises(ConfigError, match=rf"their port is in use.*MASTER_PORT {port} \(.*leave it out"):
             require_free_port(port)
     require_free_port(port)
+
+
+def test_of_a_class_that_differs_the_class_alone_is_named():
+    one = {"trainer.callbacks.AIS": "AIS", "trainer.callbacks.AIS.clip": 5.0, "data.top_p": 1.0}
+    with pytest.raises(ConfigError) as caught:
+        check_same([one, {"data.top_p": 1.0}])
+    assert caught.value.given == "trainer.callbacks.AIS AIS on rank 0 and None on rank 1"
+
+
+def test_a_process_that_fails_ends_after_the_first_one_has(monkeypatch):
+    watches, _ = connected(2)
+    thread = threading.Thread(target=watches[1].fail, args=("ConfigError: a file is missing",))
+    thread.start()
+    thread.join(0.5)
+    assert thread.is_alive()  # the first one may tell it, before what started both ends it
+    watches[0].stop()
+    thread.join(20)
+    assert not thread.is_alive()
+    watches[1].stop()
+
+
+@pytest.mark.parametrize(("met", "orphan", "quiet"), [(False, False, False), (False, True, True), (True, False, True)])
+def test_who_says_why_it_ends(met, orphan, quiet, monkeypatch):
+    parents = iter([1, 2] if orphan else [1] * 1000)
+    monkeypatch.setattr(peers, "MET", threading.Event())
+    monkeypatch.setattr(peers, "MOMENT", 0.3)
+    monkeypatch.setattr(peers.os, "getppid", lambda: next(parents))
+    if met:
+        peers.MET.set()
+    assert not peers.silent(0)
+    assert peers.silent(1) == quiet

@@ -3,8 +3,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from lit_qrl.callbacks import TruncatedIS
 from lit_qrl.strategies import peers
-from lit_qrl.strategies.peers import Peers, relieve_lightning
+from lit_qrl.strategies.peers import Peers, relieve_lightning, settings
+from tests.tiny_run import build
 
 
 def watching(rank, monkeypatch, tmp_path):
@@ -36,6 +38,14 @@ def test_the_last_words_of_a_process_are_passed_on(monkeypatch, tmp_path, capsys
     assert "Rank 1 of 3 ended by an error: StoppedError: the disk is full" in " ".join(capsys.readouterr().err.split())
 
 
+def test_what_one_host_alone_cannot_do_is_told_as_a_configuration(monkeypatch, tmp_path, capsys):
+    found, ended = watching(0, monkeypatch, tmp_path)
+    found._gone(1, "data.task.path: the file problems.jsonl does not exist. Check the path.", 2)
+    said = " ".join(capsys.readouterr().err.split())
+    assert said == "lit-qrl: Rank 1 of 3: data.task.path: the file problems.jsonl does not exist. Check the path."
+    assert ended == [2]
+
+
 def test_a_broken_collective_waits_for_its_cause_and_another_error_is_told(monkeypatch):
     found, said = Peers(), []
     fail = lambda words, status: said.append((words, status))  # noqa: E731
@@ -63,3 +73,15 @@ def test_lightnings_own_thread_is_sent_home():
     assert thread._run() is True
     asked.set()
     thread.join()
+
+
+def test_settings_are_those_that_decide_what_is_learned(tmp_path, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    trainer, module, data = build(tmp_path, callbacks=[TruncatedIS(upper=3.0)], trainer={"max_epochs": 4})
+    trainer.strategy.connect(module)
+    trainer.datamodule = data
+    found = settings(trainer)
+    names = ("seed_everything", "trainer.max_epochs", "trainer.callbacks.TruncatedIS.upper", "trainer.strategy")
+    assert [found[name] for name in names] == ["7", 4, 3.0, "SingleDeviceStrategy"]
+    assert found["data.prompts_per_iteration"] == data.prompts_per_iteration
+    assert not [name for name in found if "default_root_dir" in name]

@@ -37,7 +37,10 @@ def read_problems(path: str) -> list[dict[str, Any]]:
     file = Path(path)
     if not file.is_file():
         raise ConfigError(
-            "A Countdown file is missing.", expected="a JSONL file", given=str(file), remedy="Correct the path."
+            "A Countdown file is missing.",
+            expected="a JSONL file in data.task.evaluation_path and data.task.exclude",
+            given=str(file),
+            remedy="Correct the path, which may be left from another task; with null, problems are drawn.",
         )
     rows = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
