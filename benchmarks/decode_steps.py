@@ -85,7 +85,7 @@ def _begin(bench: Any, batch: int, seeds: bool, logprobs: bool) -> list[str]:
     llm = bench.engine.llm
     llm.reset_prefix_cache()
     inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in bench.prompts(batch, seed=batch)]
-    names = llm.enqueue(inputs, params, use_tqdm=False)
+    names = llm.enqueue(inputs, params, use_tqdm=False, lora_request=bench.request())
     for _ in range(WARM + -(-batch * bench.args.prompt // 2048)):
         llm.llm_engine.step()
     return names

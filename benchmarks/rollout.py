@@ -106,6 +106,9 @@ def main() -> None:
     )
     parser.add_argument("--budget", type=float, default=3600, help="seconds for all; no format starts in the last 40")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
+    parser.add_argument(
+        "--adapter", action="store_true", help="verify, speed, grpo and steps under a LoRA of rank 32 beside the base"
+    )
     parser.add_argument("--lora-formats", nargs="*", help="formats that run the section lora; all by default")
     parser.add_argument("--sleep-formats", nargs="*", help="formats that run the section sleep; all by default")
     parser.add_argument("--worker", nargs=3, metavar=("FORMAT", "SECTIONS", "FILE"), help=argparse.SUPPRESS)
@@ -405,7 +408,9 @@ class Bench:
     def ready(self) -> dict[str, Any]:
         if self.engine is not None:
             return {}
-        seconds: float = self.start()
+        seconds: float = self.start(**({"max_lora_rank": LORA_RANK} if self.args.adapter else {}))
+        if self.args.adapter:
+            self.engine.load_adapter(self.adapter(1), 1)
         return {
             "start_seconds": round(seconds, 1),
             "first_publish": round(self.first["all"], 3),
@@ -485,7 +490,7 @@ class Bench:
             else:
                 self.torch.manual_seed(turn)  # alike in all processes of the engine
                 inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(n)]
-                outputs = self.engine.llm.generate(inputs, params, use_tqdm=False)
+                outputs = self.engine.llm.generate(inputs, params, use_tqdm=False, lora_request=self.request())
                 count = sum(len(output.outputs[0].token_ids) for output in outputs)
             seconds = time.perf_counter() - start
             if turn:
@@ -494,6 +499,14 @@ class Bench:
                 fastest, tokens = seconds, count
         best: dict[str, Any] = {kind: max(speeds) for kind, speeds in runs.items()}
         return best | {"tokens": tokens, "seconds": round(fastest, 3), "runs": runs}
+
+    def request(self) -> Any:
+        """Return what a request of vLLM's own carries to be drawn under the adapter; None without one."""
+        from vllm.lora.request import LoRARequest
+
+        from lit_qrl.rollout.vllm.adapter import ADAPTER_ID
+
+        return LoRARequest("policy", ADAPTER_ID, "in-memory") if self.args.adapter else None
 
     def added(self, count: int) -> int:
         """Return the sum over the processes of the engine."""
@@ -508,7 +521,26 @@ class Bench:
 
         figures = self.ready()
         sampling = SamplingParams(max_tokens=self.args.completion, ignore_stop=True)
-        return figures | {"speed": {str(b): self.compare_speed(b, 1, sampling) for b in self.args.batches}}
+        figures["speed"] = {str(b): self.compare_speed(b, 1, sampling) for b in self.args.batches}
+        return figures | ({"agreement": self.agreement()} if self.args.adapter else {})
+
+    def agreement(self) -> dict[str, float]:
+        """Return by how much log-probs of drawn tokens differ from what the engine scores them with."""
+        from lit_qrl.types import SamplingParams
+
+        prompts = self.prompts(8, seed=77)
+        drawn = self.engine.generate(prompts, 1, 5, None, SamplingParams(max_tokens=96, ignore_stop=True))
+        off = []
+        scores = self.engine.score([p + list(c.token_ids) for p, c in zip(prompts, drawn, strict=True)])
+        for completion, scored in zip(drawn, scores, strict=True):
+            own = self.torch.tensor(completion.logprobs, dtype=self.torch.float64)
+            off.append(own - scored[-len(own) :].double().cpu())
+        off = self.torch.cat(off)
+        found = {"mean_abs": off.abs().mean(), "mean": off.mean(), "largest": off.abs().max()}
+        print(
+            "log-probs drawn against scored:", {key: round(value.item(), 5) for key, value in found.items()}, flush=True
+        )
+        return {key: round(value.item(), 6) for key, value in found.items()}
 
     def run_grpo(self) -> dict[str, Any]:
         from lit_qrl.types import SamplingParams

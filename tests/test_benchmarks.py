@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
     [
         (["step.py", "--iterations", "2"], "--iterations must be more than 2"),
         (["precision.py", "stack"], "every part needs a GPU"),
+        (["linears.py"], "every product needs a GPU"),
     ],
 )
 def test_what_cannot_be_measured_is_one_sentence(arguments, words):
