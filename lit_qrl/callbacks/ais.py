@@ -72,14 +72,14 @@ class AIS(RLCallback):
             )
         d = log_ratio(batch.learner_old_logprobs, batch.sampler_logprobs, batch.mask)
         gate = ais_gate(d, batch.mask, batch.advantages, all_reduce=trainer_all_reduce(trainer), **self._settings)
-        self.gates.append(torch.stack(list(gate)))
+        self._keep(torch.stack(list(gate)))
 
     def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
         if self.scope == "minibatch":
             vector, weights = ais_correction(
                 context.log_ratio, context.mask, context.advantages, all_reduce=context.all_reduce, **self._settings
             )
-            self.gates.append(vector)
+            self._keep(vector)
             gate = AISGate(*vector.unbind())
         elif self.gates:
             gate = AISGate(*self.gates[-1].unbind())
@@ -94,6 +94,11 @@ class AIS(RLCallback):
         metrics = {f"correction/{name}": value for name, value in gate._asdict().items() if name != "truncated"}
         metrics[f"correction/truncated_{self.level}s"] = gate.truncated
         return Correction(weights=weights, metrics=metrics)
+
+    def _keep(self, gate: Tensor) -> None:
+        if self.gates and self.gates[-1].device != gate.device:  # those of a checkpoint are read into the host's memory
+            self.gates = deque((one.to(gate.device) for one in self.gates), maxlen=HISTORY)
+        self.gates.append(gate)
 
     @property
     def _settings(self) -> dict[str, Any]:

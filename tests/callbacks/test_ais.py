@@ -5,7 +5,7 @@ import torch
 
 from lit_qrl.callbacks.ais import AIS
 from lit_qrl.errors import ConfigError
-from lit_qrl.functional.importance import ais_gate, ais_weights
+from lit_qrl.functional.importance import AISGate, ais_gate, ais_weights
 from tests.callbacks.corrections import context, rollout, trainer
 from tests.functional.helpers import Ranks, no_host_sync
 
@@ -76,6 +76,15 @@ def test_state_survives_a_checkpoint_that_loads_weights_only():
     empty = AIS()
     empty.load_state_dict(AIS().state_dict())
     assert len(empty.gates) == 0
+
+
+def test_gates_of_a_checkpoint_follow_those_of_the_run_to_its_device():
+    callback = AIS()
+    gates = torch.rand(3, len(AISGate._fields))
+    callback.load_state_dict({"gates": gates})
+    assert torch.equal(callback.state_dict()["gates"], gates)
+    callback._keep(torch.empty(len(AISGate._fields), device="meta"))
+    assert [gate.device.type for gate in callback.gates] == ["meta"] * 4
 
 
 def test_equal_policies_leave_every_weight_exactly_one():

@@ -173,14 +173,13 @@ def settled_rows(n: int, k: int, device: torch.device, dtype: torch.dtype) -> in
         device: where it lies.
         dtype: of the result.
     """
-    return _settled_rows(n, k, device.index, dtype)
+    return _settled_rows(n, k, device, dtype)
 
 
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
 @torch.no_grad()
-def _settled_rows(n: int, k: int, index: int | None, dtype: torch.dtype) -> int:
-    device = torch.device("cuda", index if index is not None else torch.cuda.current_device())
+def _settled_rows(n: int, k: int, device: torch.device, dtype: torch.dtype) -> int:
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(rows, k, generator=generator, device=device) for rows in (_ROW_STEPS[-1], n))
     scale_a = torch.rand(k // BLOCK, _ROW_STEPS[-1], generator=generator, device=device).t() + 0.5
@@ -188,8 +187,7 @@ def _settled_rows(n: int, k: int, index: int | None, dtype: torch.dtype) -> int:
     a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
 
     def product(rows: int) -> Tensor:
-        part = scale_a[:rows].t().contiguous().t()
-        return block_product(a[:rows], part, b, scale_b, dtype, blocks=True)
+        return block_product(a[:rows], _column_major(scale_a[:rows]), b, scale_b, dtype, blocks=True)
 
     return smallest_settled(product)
 
@@ -224,4 +222,8 @@ def int_mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _column_major(scale: Tensor) -> Tensor:
-    return scale if scale.stride(0) == 1 else scale.t().contiguous().t()
+    """Return scales whose columns lie one behind another, which the product asks of a single column, too."""
+    if scale.stride() == (1, scale.shape[0]):
+        return scale
+    # a copy in any case: what `contiguous` finds in order may begin a longer column
+    return scale.t().clone(memory_format=torch.contiguous_format).t()
