@@ -104,12 +104,12 @@ def _process(rank, checks, folder):
                 torch.cuda.set_device(rank)
             found = steps()[name](rank, iter(ports), own / ("alone" if rank is None else "two"))
             found["seconds"] = time.monotonic() - began
+            if torch.distributed.is_initialized():  # before the answer: what fails here is this check's
+                torch.distributed.destroy_process_group()
         except Exception:
             found = traceback.format_exc()
         torch.save(found, own / f"{rank}.part")
         (own / f"{rank}.part").rename(own / f"{rank}.pt")
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
 
 
 def place_of(folder, name):
@@ -147,6 +147,11 @@ class Lane:
         failed = any(type(one) is str for one in found) or not all(one.is_alive() for one in self.processes)
         if failed or time.monotonic() - self.begun > LIMIT:
             time.sleep(1.0)  # the others may have an answer, too
+            for rank, process in zip(RANKED, self.processes, strict=True):
+                file = place_of(self.folder, self.name) / f"{rank}.pt"
+                if not file.exists():
+                    ended = "it still ran" if process.exitcode is None else f"exit code {process.exitcode}"
+                    torch.save(f"No answer after {time.monotonic() - self.begun:.0f} s: {ended}.", file)
             self.end()
             return True
         return False

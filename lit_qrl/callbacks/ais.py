@@ -72,14 +72,14 @@ class AIS(RLCallback):
             )
         d = log_ratio(batch.learner_old_logprobs, batch.sampler_logprobs, batch.mask)
         gate = ais_gate(d, batch.mask, batch.advantages, all_reduce=trainer_all_reduce(trainer), **self._settings)
-        self.gates.append(torch.stack(list(gate)))
+        self._keep(torch.stack(list(gate)))
 
     def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
         if self.scope == "minibatch":
             vector, weights = ais_correction(
                 context.log_ratio, context.mask, context.advantages, all_reduce=context.all_reduce, **self._settings
             )
-            self.gates.append(vector)
+            self._keep(vector)
             gate = AISGate(*vector.unbind())
         elif self.gates:
             gate = AISGate(*self.gates[-1].unbind())
@@ -95,6 +95,11 @@ class AIS(RLCallback):
         metrics[f"correction/truncated_{self.level}s"] = gate.truncated
         return Correction(weights=weights, metrics=metrics)
 
+    def _keep(self, gate: Tensor) -> None:
+        if self.gates and self.gates[-1].device != gate.device:  # those of a checkpoint are read into the host's memory
+            self.gates = deque((one.to(gate.device) for one in self.gates), maxlen=HISTORY)
+        self.gates.append(gate)
+
     @property
     def _settings(self) -> dict[str, Any]:
         names = ("clip", "saturation", "tolerance", "sensitivity", "eps", "level")
@@ -103,10 +108,7 @@ class AIS(RLCallback):
     def state_dict(self) -> dict[str, Any]:
         """Return the last gates: one row each, columns as the fields of `AISGate`."""
         fields = len(AISGate._fields)
-        if not self.gates:
-            return {"gates": torch.zeros(0, fields)}
-        device = self.gates[-1].device  # those of a checkpoint lie on the host
-        return {"gates": torch.stack([gate.to(device) for gate in self.gates]).cpu()}
+        return {"gates": torch.stack(list(self.gates)).cpu() if self.gates else torch.zeros(0, fields)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.gates = deque(state_dict["gates"].unbind(), maxlen=HISTORY)

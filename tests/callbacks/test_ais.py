@@ -78,6 +78,15 @@ def test_state_survives_a_checkpoint_that_loads_weights_only():
     assert len(empty.gates) == 0
 
 
+def test_gates_of_a_checkpoint_follow_those_of_the_run_to_its_device():
+    callback = AIS()
+    gates = torch.rand(3, len(AISGate._fields))
+    callback.load_state_dict({"gates": gates})
+    assert torch.equal(callback.state_dict()["gates"], gates)
+    callback._keep(torch.empty(len(AISGate._fields), device="meta"))
+    assert [gate.device.type for gate in callback.gates] == ["meta"] * 4
+
+
 def test_equal_policies_leave_every_weight_exactly_one():
     for level in ("token", "sequence"):
         got = AIS(level=level).correct(None, None, context(torch.float32, equal=True))
@@ -99,11 +108,3 @@ def test_equal_policies_leave_every_weight_exactly_one():
 def test_bad_input_is_refused_at_construction(options, word):
     with pytest.raises(ConfigError, match=word):
         AIS(**options)
-
-
-@pytest.mark.gpu
-def test_a_resumed_run_saves_gates_of_the_device_beside_those_of_the_checkpoint():
-    callback = AIS(scope="rollout")
-    callback.load_state_dict({"gates": torch.rand(2, len(AISGate._fields))})
-    callback.gates.append(torch.rand(len(AISGate._fields), device="cuda"))
-    assert callback.state_dict()["gates"].shape == (3, len(AISGate._fields))

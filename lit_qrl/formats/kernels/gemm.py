@@ -173,14 +173,13 @@ def settled_rows(n: int, k: int, device: torch.device, dtype: torch.dtype) -> in
         device: where it lies.
         dtype: of the result.
     """
-    return _settled_rows(n, k, device.index, dtype)
+    return _settled_rows(n, k, device, dtype)
 
 
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
 @torch.no_grad()
-def _settled_rows(n: int, k: int, index: int | None, dtype: torch.dtype) -> int:
-    device = torch.device("cuda", index if index is not None else torch.cuda.current_device())
+def _settled_rows(n: int, k: int, device: torch.device, dtype: torch.dtype) -> int:
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(rows, k, generator=generator, device=device) for rows in (_ROW_STEPS[-1], n))
     scale_a = torch.rand(_ROW_STEPS[-1], k // BLOCK, generator=generator, device=device) + 0.5
@@ -223,5 +222,8 @@ def int_mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _column_major(scale: Tensor) -> Tensor:
-    strides = (1, scale.shape[0])  # of a single column, too, which is contiguous whatever its strides
-    return scale if scale.stride() == strides else scale.new_empty_strided(scale.shape, strides).copy_(scale)
+    """Return scales whose columns lie one behind another, which the product asks of a single column, too."""
+    if scale.stride() == (1, scale.shape[0]):
+        return scale
+    # a copy in any case: what `contiguous` finds in order may begin a longer column
+    return scale.t().clone(memory_format=torch.contiguous_format).t()

@@ -18,7 +18,7 @@ from lit_qrl.formats.kernels.launch import Launch, pieces, power_of_2
 
 # A program holds a row's gain, sum and two inputs: sixteen columns a thread leave room for two programs at sixteen
 # warps. A wider row is read twice, first for its mean; of narrow ones, heads say, a program has several.
-WIDEST, COLUMNS_PER_WARP, PART, LEAST = 8192, 512, 4096, 2048
+WIDEST, COLUMNS_PER_WARP, PART, LEAST, MOST_WARPS = 8192, 512, 4096, 2048, 16
 
 
 @triton.jit
@@ -83,6 +83,15 @@ def _shape(k: int) -> tuple[bool, int, int]:
     return whole, size, max(LEAST // size, 1) if whole else 1
 
 
+def _warps(columns: int) -> int:
+    """Return the warps of a program that holds so many columns of all its rows: a power of two, as those are.
+
+    >>> [_warps(columns) for columns in (128, 2048, 8192, 32768)]
+    [1, 4, 16, 16]
+    """
+    return min(max(columns // COLUMNS_PER_WARP, 1), MOST_WARPS)
+
+
 def norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, scale: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,7 +112,7 @@ def norm(
     whole, size, rows = _shape(k)
     _norm(
         (pieces(m, rows),), (x, x if residual is None else residual.contiguous(), weight, summed, y, rstd),
-        (m, k, float(eps)), (residual is not None, scale, whole, rows, size), num_warps=rows * size // COLUMNS_PER_WARP,
+        (m, k, float(eps)), (residual is not None, scale, whole, rows, size), num_warps=_warps(rows * size),
     )  # fmt: skip
     return summed, y, rstd
 
@@ -183,6 +192,6 @@ def norm_backward(
     _norm_backward(
         (programs, parts),
         (grad, x, grad if beside is None else beside.contiguous(), rstd, weight, means, grad_x, partial),
-        (m, k), (beside is not None, whole, rows, size), num_warps=warps or rows * size // COLUMNS_PER_WARP,
+        (m, k), (beside is not None, whole, rows, size), num_warps=warps or _warps(rows * size),
     )  # fmt: skip
     return grad_x, partial.sum(dim=0)

@@ -64,8 +64,8 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        count = len(ctx.own) // 2
-        *kept, weights = *ctx.saved_tensors[:-count], list(ctx.saved_tensors[-count:])
+        count, saved = len(ctx.own) // 2, ctx.saved_tensors  # once: a layer that is computed again gives them once
+        kept, weights = saved[:-count], list(saved[-count:])
         needs = [any(ctx.needs_input_grad[start : start + size]) for start, size in ((0, 1), (4, count))]
         needs.append(any(ctx.needs_input_grad[4 + count :]))
         flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]

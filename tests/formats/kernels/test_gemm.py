@@ -91,6 +91,40 @@ def test_rows_of_a_block_product_are_padded_until_they_are_settled(monkeypatch):
         assert seen.pop() == ((rows, 128), (rows, 1), 1)
 
 
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("k", [128, 256, 512, 640])
+def test_scales_lie_as_the_product_asks(k, blocks, monkeypatch):
+    """torch takes no other strides than these, of a single block of columns either."""
+    asked = []
+
+    def product(a, b, scale_a, recipe_a, scale_b, recipe_b, output_dtype):
+        (m, _), n = a.shape, b.shape[1]
+        width = 4 * (-(-k // 512))
+        whole = recipe_b == gemm.F.ScalingType.BlockWise128x128
+        shapes = {scale_a: ((m, k // 128), m), scale_b: ((width, n // 128), width) if whole else ((n, k // 128), n)}
+        for scale, (shape, stride) in shapes.items():
+            assert tuple(scale.shape) == shape
+            assert scale.stride(0) == 1
+            assert scale.stride(1) == stride or (scale.shape[1] == 1 and scale.stride(1) == 1)
+        asked.append(m)
+        return torch.zeros(m, n, dtype=output_dtype)
+
+    monkeypatch.setattr(gemm.F, "scaled_mm", product)
+    gemm._settled_rows.cache_clear()
+    assert gemm.settled_rows(256, k, torch.device("cpu"), torch.float32) == gemm._ROW_STEPS[0]
+    assert asked == [gemm._ROW_STEPS[-1], *reversed(gemm._ROW_STEPS[:-1])]
+    gemm._settled_rows.cache_clear()
+    monkeypatch.setattr(gemm, "settled_rows", lambda *args: 0)
+    a, b = (torch.zeros(rows, k, dtype=torch.float8_e4m3fn) for rows in (70, 256))
+    scales = torch.rand(70, k // 128), torch.rand(k // 128, 70).t(), torch.rand(k // 128, 96).t()[:70]
+    for scale_a in scales:
+        scale_b = gemm.block_scale_layout(torch.rand(2, k // 128)) if blocks else torch.rand(256, k // 128)
+        gemm.scaled_mm_block(a, scale_a, b, scale_b, None, torch.float32, blocks)
+        assert asked[-1] == 72  # in fours
+        gemm.scaled_mm_block(a[:64], scale_a[:64], b, scale_b, None, torch.float32, blocks)
+        assert asked[-1] == 64
+
+
 @pytest.mark.parametrize(("differs_below", "expected"), [(0, 1), (5, 16), (17, 64), (64, 64), (65, 0)])
 def test_the_smallest_number_of_rows_that_settles(differs_below, expected):
     def product(rows):

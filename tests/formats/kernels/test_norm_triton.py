@@ -51,6 +51,29 @@ def compare_norm(device):
 
 
 @pytest.mark.vllm  # which brings Triton
+@pytest.mark.parametrize("part", [128, 4096])
+@pytest.mark.parametrize("k", [16, 64, 128, 200, 384, 896, 1536, 2048, 3584, 5120, 8192, 12288])
+def test_programs_have_a_power_of_two_of_columns_rows_and_warps(k, part, monkeypatch):
+    from lit_qrl.formats.kernels import norm_triton
+
+    launches = []
+    for name in ("_norm", "_norm_means", "_norm_backward"):
+        monkeypatch.setattr(norm_triton, name, lambda *given, **options: launches.append((given[3], options)))
+    monkeypatch.setattr(norm_triton, "PART", part)
+    for widest in (norm_triton.WIDEST, 128):
+        monkeypatch.setattr(norm_triton, "WIDEST", widest)
+        x = torch.zeros(3, k, dtype=torch.bfloat16)
+        _, y, rstd = norm_triton.norm(x, x[0], 1e-6)
+        norm_triton.norm_backward(y, x, rstd, x[0])
+    assert len(launches) >= 4
+    for constants, options in launches:
+        assert options["num_warps"] in (1, 2, 4, 8, 16)
+        for size in (number for number in constants if type(number) is int):
+            assert size > 0
+            assert size & (size - 1) == 0
+
+
+@pytest.mark.vllm  # which brings Triton
 def test_kernels_in_the_interpreter():
     run_interpreted(compare_norm)
 

@@ -10,12 +10,15 @@ from transformers import GraniteConfig, LlamaConfig, MistralConfig, Qwen2Config,
 from transformers.models.llama.modeling_llama import rotate_half
 
 from lit_qrl.formats import kernels
+from lit_qrl.network.hidden import recomputation
 from lit_qrl.network.padding_free import enable_padding_free
-from lit_qrl.precision.layers import flat_attention
+from lit_qrl.precision.layers import flat_attention, joined_linear
 from lit_qrl.precision.layers.flat_attention import FlatAttention, turn_while_laid_out
-from lit_qrl.precision.layers.one_pass import OnePassRMSNorm
+from lit_qrl.precision.layers.one_pass import OnePassRMSNorm, take_one_pass
+from lit_qrl.precision.layers.residual import join_layers
 from tests.network.test_padding_free import groups
 from tests.networks import build_network
+from tests.precision.layers.test_one_pass import stand_in
 from tests.precision.layers.test_residual import of_policy
 
 
@@ -70,6 +73,55 @@ def test_log_probs_and_gradients_stay(kind, recomputed, calls):
     torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-5)
     for name, gradient in others.items():
         torch.testing.assert_close(gradients[name], gradient, atol=1e-4, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("kind", [Qwen2Config, Qwen3Config])
+def test_a_network_with_every_kernel_learns_the_same_whichever_layers_are_computed_again(kind, calls, monkeypatch):
+    """In bf16, bit by bit: what is computed again is what was kept; and as close to fp32 as the plain network is."""
+    kernels = stand_in(monkeypatch)
+    products = []
+    multiply = joined_linear._Plain.compute
+    monkeypatch.setattr(joined_linear._Plain, "takes", lambda self, x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(joined_linear._Plain, "compute", lambda *a: products.append(1) or multiply(*a))
+    network, batch = build_network(kind, gain=2, bias=0.1, num_hidden_layers=3), groups()
+    weights = torch.linspace(-1, 1, batch.mask.numel()).view(batch.mask.shape)
+
+    def learned(again, dtype=torch.bfloat16, fused=True):
+        own = copy.deepcopy(network).to(dtype)
+        assert enable_padding_free(own)
+        if fused:
+            take_one_pass(own, True)
+            join_layers(own)
+        own.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recomputation})
+        own.train()
+        for number, layer in enumerate(own.model.layers):
+            layer.gradient_checkpointing = number in again
+        for asked in (calls, kernels, products):
+            asked.clear()
+        return of_policy(own, batch, weights)
+
+    exact, truth = learned((), torch.float32, fused=False)
+    plain, theirs = learned((), fused=False)
+    assert not calls + kernels + products
+    kept, ours = learned(())
+    assert len(calls) == 2 * 3
+    # queries, keys and values; their output; gate and up: three layers, twice; down is in the gated product
+    counts = len(products), [made for made, _ in kernels].count("norm")
+    assert min(counts) >= 2 * 3 * 2
+    for again in ((0, 1, 2), (1,), (0, 2)):
+        made, gradients = learned(again)
+        assert len(calls) == 2 * (3 + len(again))
+        # once more for a layer that is computed again
+        assert len(products) * 3 == counts[0] * (3 + len(again))
+        assert [made for made, _ in kernels].count("norm") > counts[1]
+        assert torch.equal(made, kept)
+        assert gradients.keys() == ours.keys() == truth.keys()
+        for name, gradient in ours.items():
+            assert torch.equal(gradients[name], gradient), name
+    assert (kept - exact).norm() <= 1.2 * (plain - exact).norm()
+    for name, gradient in truth.items():
+        error = (theirs[name] - gradient).norm()
+        assert (ours[name] - gradient).norm() <= 1.5 * error + 5e-3 * gradient.norm(), name
 
 
 def test_other_families_and_rows_without_a_layout_are_left_to_the_library(calls):
