@@ -315,6 +315,7 @@ class GRPOModule(Described, LightningModule):
         if batch_idx % self.data.parts == 0:
             self.iteration.skip_step = not bool(batch.has_signal)
         self.iteration.update_begins()
+        self.data.update_begins()
         if self.data.budget is not None:
             self.data.budget.pass_begins(self, batch.batch)
 

@@ -1,6 +1,7 @@
 """Saves the run in one fixed place, atomically, in the background, as often as costs little."""
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lit_qrl.errors import ConfigError
 from lit_qrl.run.description import Described
 from lit_qrl.run.folder import last_checkpoint
-from lit_qrl.run.interrupt import Interrupted, Interruption
+from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, Interruption
 from lit_qrl.run.saving import Cadence, CheckpointFiles, staging
 
 if TYPE_CHECKING:
@@ -68,31 +69,56 @@ class RunCheckpoint(Described, Checkpoint):
             ) from error
 
     def on_train_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
-        """Take over Ctrl-C and SIGTERM; where there are several processes Lightning tells all of them."""
-        if trainer.world_size == 1:
-            self._interruption.install()
+        """Take over Ctrl-C and SIGTERM."""
+        self._interruption.install(together=trainer.world_size > 1)
+        if trainer.world_size > 1 and trainer.received_sigterm:  # since the run began
+            self._interruption.pending = signal.SIGTERM
+            trainer._signal_connector.received_sigterm = False  # Lightning would stop where nothing can be saved
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
+        """Stop all processes before the publish, where one of them was told to."""
+        self._end_together(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: "GRPOModule", batch: Any, batch_idx: int) -> None:
         """Put a signal off from the first update to the end of the iteration: between them nothing can be saved."""
+        if batch_idx == 0:
+            self._end_together(trainer, pl_module)
         self._interruption.defer()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: "GRPOModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Leave out the evaluation of a run that is to end."""
-        if self._interruption.pending is not None:
+        if trainer.is_last_batch and self._told(trainer, pl_module) is not None:
             trainer.limit_val_batches = 0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Save when due, or when a signal ends the run."""
         iteration = trainer.current_epoch + 1
         kept = bool(self.keep_every) and iteration % self.keep_every == 0
-        if kept or self._interruption.pending is not None or self._due(trainer, iteration):
+        told = self._told(trainer, pl_module)
+        if kept or told is not None or self._due(trainer, iteration):
             began = time.perf_counter()
             with pl_module.iteration.timed("checkpoint"):
                 self._save(trainer, f"iteration-{iteration}" if kept else None)
             self._cadence.saved(began, time.perf_counter())
         self._interruption.resume()
+        self._end_together(trainer, pl_module)
+
+    def _told(self, trainer: Trainer, module: "GRPOModule") -> int | None:
+        """Return the number of the signal that ends the run, the same on all ranks: they have got it at other times."""
+        pending = self._interruption.pending
+        if trainer.world_size > 1:
+            pending = int(module.reduce(torch.tensor(float(pending or 0)), "max")) or None
+        return pending
+
+    def _end_together(self, trainer: Trainer, module: "GRPOModule") -> None:
+        """Save and raise on all ranks, where one of several has got a signal."""
+        if trainer.world_size > 1 and (told := self._told(trainer, module)) is not None:
+            self.save_before_update(trainer)
+            self._files.wait()
+            trainer.strategy.barrier("interrupted")  # what started them may end all with the first that ends
+            raise InterruptedTogether(told)
 
     def _due(self, trainer: Trainer, iteration: int) -> bool:
         every = self.every_n_iterations
@@ -117,7 +143,7 @@ class RunCheckpoint(Described, Checkpoint):
     def on_exception(self, trainer: Trainer, pl_module: "GRPOModule", exception: BaseException) -> None:
         """Save a run that a signal ended before the first update of an iteration, and finish what is being written."""
         self._interruption.remove()
-        if isinstance(exception, Interrupted):
+        if isinstance(exception, Interrupted) and trainer.world_size == 1:  # one of several alone cannot save
             self.save_before_update(trainer)
         self._files.wait()
 
@@ -127,18 +153,22 @@ class RunCheckpoint(Described, Checkpoint):
         Does nothing after the first update, or where the last checkpoint already holds this state.
         """
         loop = trainer.fit_loop  # pyright: ignore[reportAttributeAccessIssue]
-        progress: Any = loop.epoch_progress
-        if self._saved == trainer.global_step or not trainer.training or loop.epoch_loop.batch_progress.current.ready:
+        iterations: Any = loop.epoch_progress
+        batches: Any = loop.epoch_loop.batch_progress
+        begins = iterations.current.started < iterations.current.ready  # the batches are still those of the one before
+        if self._saved == trainer.global_step or not trainer.training or (batches.current.started and not begins):
             return
         # Lightning would go on in the middle of the iteration, without its start and so without a publish.
-        counts: list[Any] = [count for count in (progress.current, progress.total) if count.started]
-        for count in counts:
-            count.started -= 1
+        before = iterations.state_dict(), batches.state_dict()
+        for count in (iterations.current, iterations.total):
+            count.started = count.processed
+        batches.total.ready = batches.total.started
+        batches.reset_on_run()
         try:
             self._save(trainer, None)
         finally:
-            for count in counts:
-                count.started += 1
+            iterations.load_state_dict(before[0])
+            batches.load_state_dict(before[1])
         self._files.wait()
 
     def _save(self, trainer: Trainer, copy: str | None) -> None:

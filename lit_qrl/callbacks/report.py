@@ -19,7 +19,7 @@ from lit_qrl.report import render
 from lit_qrl.report.apart import PageApart
 from lit_qrl.run.diary import SAMPLES_FILE, append_jsonl, log_event, number, read_jsonl
 from lit_qrl.run.folder import set_aside
-from lit_qrl.run.interrupt import Interrupted
+from lit_qrl.run.interrupt import Interrupted, InterruptedTogether
 from lit_qrl.run.loggers import RunCSVLogger
 from lit_qrl.types import RolloutBatch
 
@@ -147,7 +147,7 @@ class Report(RLCallback):
             interrupt = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
             kind, what = ("interrupt", "Interrupted") if interrupt else ("exception", "Stopped by an error")
             text = f"{what}: {type(exception).__name__}: {exception}".removesuffix(": ")
-            if isinstance(exception, Interrupted):
+            if isinstance(exception, (Interrupted, InterruptedTogether)):
                 text = f"Interrupted by {signal.Signals(exception.number).name}."
             self._log(trainer, kind, text, iteration=trainer.current_epoch + 1)
         self._finish(trainer)

@@ -20,7 +20,7 @@ from lit_qrl.optim.build import described_optimizer
 from lit_qrl.run import folder as folders
 from lit_qrl.run.config import RunConfig
 from lit_qrl.run.description import describe
-from lit_qrl.run.interrupt import Interrupted
+from lit_qrl.run.interrupt import Interrupted, InterruptedTogether
 from lit_qrl.run.lock import RunLock
 from lit_qrl.run.loggers import RunCSVLogger
 from lit_qrl.run.quiet import quiet
@@ -137,7 +137,7 @@ class RunFolder(Checkpoint):
 
     def on_exception(self, trainer: Trainer, pl_module: "GRPOModule", exception: BaseException) -> None:
         """Let go of the folder, and say where a run stands that a signal ended."""
-        if isinstance(exception, Interrupted) and trainer.is_global_zero:
+        if isinstance(exception, (Interrupted, InterruptedTogether)) and trainer.is_global_zero:
             print(standing(exception, trainer, "trainer.fit(…, ckpt_path=<that file>)"), flush=True)
         self._let_go()
 
@@ -150,7 +150,7 @@ class RunFolder(Checkpoint):
         folders.let_go()
 
 
-def standing(interrupted: Interrupted, trainer: Trainer, again: str) -> str:
+def standing(interrupted: Interrupted | InterruptedTogether, trainer: Trainer, again: str) -> str:
     """Return where an interrupted run stands and how it goes on, as a paragraph."""
     saved = folders.last_checkpoint(trainer.default_root_dir)
     name = signal.Signals(interrupted.number).name

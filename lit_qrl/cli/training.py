@@ -281,7 +281,7 @@ class QRLCLI(LightningCLI):
                 raise
             raise told from error
         except SIGTERMException as error:  # where there are several processes
-            interrupted = Interrupted(signal.SIGTERM)
+            interrupted = Interrupted(getattr(error, "number", signal.SIGTERM))
             say(standing(interrupted, self.trainer, again(self.arguments)))
             raise interrupted from error
         except SystemExit as error:  # Lightning's way out after a signal

@@ -3,8 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
@@ -274,11 +273,12 @@ class RolloutDataModule(Described, LightningDataModule):
             self._order = PromptOrder(sources, self.task.weights, self.base_seed, self.task.in_order)
         return [problems[self._order.index(start + i)] for i in numbers]
 
-    @contextmanager
-    def rolling_out(self) -> Iterator[None]:
-        """Keep the position of before: a rollout that does not end is drawn anew by whoever resumes."""
+    def rollout_begins(self) -> None:
+        """Keep the position of before: a rollout of which nothing was learned is drawn anew by whoever resumes."""
         self.unfinished = self.position
-        yield
+
+    def update_begins(self) -> None:
+        """Forget it: from the first update on, the rollout is behind the weights."""
         self.unfinished = None
         if self.ahead is not None:
             self.ahead.over = self.module.trainer.current_epoch

@@ -61,33 +61,33 @@ def roll_out(learner: Learner) -> RolloutBatch:
     parts: list[RolloutBatch] = []
     filled: dict[int, Any] = {}
     rounds = 1 + (objective.max_resample if objective.filter_zero_variance else 0)
-    with data.rolling_out():
-        for attempt in range(rounds):
-            open_slots = list(range(slots.groups))
-            if attempt:
-                open_slots = lacking(slots, list(filled), learner.reduce, learner.device)
-            if not open_slots:
-                break
-            numbers = [number for number, slot in enumerate(open_slots) if slot % slots.width in slots.columns]
-            completions = None
-            if data.ahead is None:
-                problems = data.next_problems(len(open_slots), numbers)
-            else:
-                problems, completions = _drawn_ahead(learner)
-            if not problems:  # the others' slots alone are open
-                if data.engine.draws_together:
-                    _draw(learner, problems, attempt, numbers)
-                continue
-            drawn_now = _draw_groups(learner, problems, attempt, numbers, completions)
-            kept = list(range(len(problems)))
-            if objective.filter_zero_variance:
-                varied = differing(drawn_now.rewards.view(-1, data.group_size))
-                learner.iteration.metrics.values("rollout/zero_variance_groups", (~varied).float())
-                if attempt < rounds - 1 and not bool(varied.all()):
-                    kept = varied.nonzero().flatten().tolist()
-                    drawn_now = drawn_now.select(rows_of(kept, data.group_size), trim=False)
-            parts.append(drawn_now)
-            filled |= {open_slots[numbers[group]]: problems[group] for group in kept}
+    data.rollout_begins()
+    for attempt in range(rounds):
+        open_slots = list(range(slots.groups))
+        if attempt:
+            open_slots = lacking(slots, list(filled), learner.reduce, learner.device)
+        if not open_slots:
+            break
+        numbers = [number for number, slot in enumerate(open_slots) if slot % slots.width in slots.columns]
+        completions = None
+        if data.ahead is None:
+            problems = data.next_problems(len(open_slots), numbers)
+        else:
+            problems, completions = _drawn_ahead(learner)
+        if not problems:  # the others' slots alone are open
+            if data.engine.draws_together:
+                _draw(learner, problems, attempt, numbers)
+            continue
+        drawn_now = _draw_groups(learner, problems, attempt, numbers, completions)
+        kept = list(range(len(problems)))
+        if objective.filter_zero_variance:
+            varied = differing(drawn_now.rewards.view(-1, data.group_size))
+            learner.iteration.metrics.values("rollout/zero_variance_groups", (~varied).float())
+            if attempt < rounds - 1 and not bool(varied.all()):
+                kept = varied.nonzero().flatten().tolist()
+                drawn_now = drawn_now.select(rows_of(kept, data.group_size), trim=False)
+        parts.append(drawn_now)
+        filled |= {open_slots[numbers[group]]: problems[group] for group in kept}
     learner.iteration.problems = [filled[slot] for slot in sorted(filled)]
     return _in_order(learner, parts, list(filled))
 

@@ -14,6 +14,7 @@ from lit_qrl.run.config import flat
 from lit_qrl.run.description import Described, describe
 from lit_qrl.run.diary import event
 from lit_qrl.run.folder import last_checkpoint
+from lit_qrl.run.interrupt import InterruptedTogether
 from lit_qrl.run.meeting import Meeting, gather_objects, several_processes
 from lit_qrl.run.peers import MET, PeerWatch, check_same
 from lit_qrl.run.stop import has_learned
@@ -48,6 +49,7 @@ class Peers(Callback):
         """
         self._trainer = trainer
         relieve_lightning()
+        note_signals(trainer)
         rank, size, exchange = trainer.global_rank, trainer.world_size, gather_objects
         if not several_processes():
             place: Any = trainer.strategy.cluster_environment  # pyright: ignore[reportAttributeAccessIssue]
@@ -64,6 +66,9 @@ class Peers(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """Tell the others; an error of a collective is one that a process which is gone has caused."""
+        if isinstance(exception, InterruptedTogether):  # they end by the same
+            self._watch.stop()
+            return
         status = _status(trainer, exception)
         broken = not status and isinstance(exception, (RuntimeError, OSError))
         if broken and BROKEN.search(f"{type(exception)} {exception}"):
@@ -114,6 +119,22 @@ def relieve_lightning() -> None:
     for thread in threading.enumerate():
         if thread.name == "child-process-observer":
             vars(thread)["_run"] = lambda: True
+
+
+def note_signals(trainer: Trainer) -> None:
+    """Have Lightning's handler of SIGTERM note it and tell the processes that this one started, and nothing more.
+
+    It would broadcast, wherever each process is: for ever, where another one is in another collective.
+    """
+    connector: Any = trainer._signal_connector
+
+    def note(number: int, frame: Any) -> None:
+        launcher: Any = trainer.strategy.launcher
+        if launcher is not None and not connector.received_sigterm:
+            launcher.kill(number)
+        connector.received_sigterm = True
+
+    connector._sigterm_notifier_fn = note
 
 
 def settings(trainer: Trainer) -> dict[str, Any]:

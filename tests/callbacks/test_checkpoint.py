@@ -101,6 +101,34 @@ def test_a_signal_ends_the_run_after_its_updates_with_a_checkpoint_to_go_on_from
     assert torch.equal(parameters_of(resumed), parameters_of(whole))
 
 
+@pytest.mark.parametrize("place", ["on_publish", "on_rollout_end"])
+def test_a_run_that_stops_before_an_update_keeps_the_iterations_before(tmp_path, place):
+    class Signalled(RLCallback):
+        def on_publish(self, trainer, module, name, tensor):
+            self.send(trainer, "on_publish")
+            return tensor
+
+        def on_rollout_end(self, trainer, module, batch):
+            self.send(trainer, "on_rollout_end")
+
+        def send(self, trainer, where):
+            if trainer.current_epoch == 2 and where == place:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    options = {"data": {"mini_batches": 2}, "trainer": {"max_epochs": 4}}
+    _, whole, _ = fit(tmp_path / "whole", **options)
+    trainer, module, data = build(tmp_path / "cut", callbacks=[Signalled()], **options)
+    next(c for c in trainer.callbacks if type(c).__name__ == "RunCheckpoint").every_n_iterations = 0
+    with pytest.raises(SystemExit):
+        trainer.fit(module, datamodule=data)
+    saved = last_checkpoint(tmp_path / "cut" / "run")
+    assert torch.load(saved, weights_only=True)["global_step"] == 4  # both updates of two iterations
+    trainer, resumed, data = build(tmp_path / "cut", **options)
+    trainer.fit(resumed, datamodule=data, ckpt_path=saved, weights_only=True)
+    assert trainer.current_epoch == 4
+    assert torch.equal(parameters_of(resumed), parameters_of(whole))
+
+
 @pytest.mark.parametrize(("every", "saves"), [("auto", None), (0, 1), (1, 3), (2, 2)])
 def test_how_often_it_saves(tmp_path, monkeypatch, every, saves):
     targets, save = [], CheckpointFiles.save
