@@ -24,7 +24,8 @@ def test_libraries_accepted_versions_and_every_patch_are_listed(monkeypatch, cap
     for patch in PATCHES:
         (row,) = (i for i, line in enumerate(printed) if line[2:].startswith(f"{patch.name} "))
         assert str(patch.versions) in printed[row]
-        cuda = ("batch_invariance", "expert_repacking", "request_noise", "sleeping_memory", "sleeping_pools")
+        cuda = ("batch_invariance", "block_products", "codes_in_passing", "drawn_logprobs", "expert_repacking")
+        cuda += ("request_noise", "sleeping_memory", "sleeping_pools")
         assert printed[row].startswith("* ") == (patch.name not in (*cuda, "marlin_workspaces", "reload_sizes"))
         assert patch.obsolete in printed[row + 1]
 

@@ -96,13 +96,13 @@ def test_a_restored_stream_goes_on_where_it_was():
 def test_an_unfinished_rollout_is_drawn_again():
     data = module()
     drawn(data, 4)
-    rolling = data.rolling_out()
-    rolling.__enter__()  # and never left
+    data.rollout_begins()
     expected = drawn(data, 4)
     assert data.state_dict() == {"position": 4}
     data.load_state_dict(data.state_dict())
-    with data.rolling_out():
-        assert drawn(data, 4) == expected
+    data.rollout_begins()
+    assert drawn(data, 4) == expected
+    data.update_begins()
     assert data.state_dict() == {"position": 8}
 
 
