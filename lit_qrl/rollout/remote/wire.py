@@ -167,11 +167,15 @@ def _not_admitted(place: str, error: Exception) -> ConfigError:
             given="another",
             remedy="Give both the same data.engine.token_file.",
         )
-    closed = isinstance(error, (EOFError, ConnectionError))
+    given = f"{type(error).__name__}: {error}"
+    if isinstance(error, (EOFError, ConnectionError)):
+        given = "a connection that was closed at once"
+    elif isinstance(error, BlockingIOError):  # what the system says of a limit that has passed
+        given = "no word"
     return ConfigError(
         f"What answers at {place} within {CONNECT:g} s is no free engine's server.",
         expected="`lit-qrl serve`, which serves one run at a time",
-        given="a connection that was closed at once" if closed else f"{type(error).__name__}: {error}",
+        given=given,
         remedy="See that the address is the server's; wait until the run that it serves has ended, or start another "
         "server.",
     )
