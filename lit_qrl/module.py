@@ -240,7 +240,7 @@ class GRPOModule(Described, LightningModule):
         for callback in self.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if isinstance(callback, PreparesTrainer):
                 callback.prepare(self.trainer, self)
-        return [Peers.met(self.trainer)] if self.trainer.world_size > 1 else []
+        return [Peers().meet(self.trainer)] if self.trainer.world_size > 1 else []
 
     @fits("loading the policy")
     def configure_model(self) -> None:

@@ -34,15 +34,8 @@ class Peers(Callback):
         self._trainer: Trainer | None = None
         self._meeting: Meeting | None = None
 
-    @classmethod
-    def met(cls, trainer: Trainer) -> "Peers":
-        """Return one that has met the others; see `meet`."""
-        peers = cls()
-        peers.meet(trainer)
-        return peers
-
-    def meet(self, trainer: Trainer) -> None:
-        """Find the others and compare what each was started with, before they are joined and anything is loaded.
+    def meet(self, trainer: Trainer) -> "Peers":
+        """Return this one, when it has found the others and all were started with the same, before anything is loaded.
 
         Raises:
             ConfigError: when one does not come, the first cannot be reached, or settings differ.
@@ -59,6 +52,7 @@ class Peers(Callback):
         MET.set()
         check_same(given)
         self._watch.start(rank, size, lambda own: exchange(own)[0])
+        return self
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Part from the others."""
