@@ -80,6 +80,10 @@ def asked(error: BaseException) -> str:
     >>> asked(RuntimeError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 139.81 GiB "
     ...     "of which 1.20 GiB is free."))
     '2.50 GiB were asked for and 1.20 GiB of 139.81 GiB were free'
+    >>> asked(RuntimeError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 139.81 GiB "
+    ...     "of which 79.10 GiB is free. Including non-PyTorch memory, this process has 60.4 GiB memory in use. "
+    ...     "60.00 GiB allowed; Of the allocated memory 58.2 GiB is allocated by PyTorch"))
+    '2.50 GiB were asked for and 79.10 GiB of 139.81 GiB were free; MemoryLimit allows 60.00 GiB'
     >>> asked(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 3221225472 bytes."))
     '3.00 GiB were asked for'
     """
@@ -89,7 +93,9 @@ def asked(error: BaseException) -> str:
     if amount is None:
         return f"the allocator said {type(error).__name__}{f': {text}' if text else ''}".rstrip(".")
     size = f"{int(amount[1]) / 2**30:.2f} GiB" if amount[2] == "bytes" else f"{amount[1]} {amount[2]}"
-    return f"{size} were asked for" + (f" and {room[2]} of {room[1]} were free" if room else "")
+    limit = re.search(r"([\d.]+ \w+) allowed", text)
+    free = f" and {room[2]} of {room[1]} were free" if room else ""
+    return f"{size} were asked for{free}" + (f"; MemoryLimit allows {limit[1]}" if limit else "")
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from lit_qrl.callbacks.aqn import AQNNoise
 from lit_qrl.callbacks.checkpoint import RunCheckpoint
 from lit_qrl.callbacks.guard import Guard
 from lit_qrl.callbacks.masked import MaskedIS
+from lit_qrl.callbacks.memory_limit import MemoryLimit
 from lit_qrl.callbacks.mismatch import MismatchMonitor
 from lit_qrl.callbacks.opsm import OffPolicySequenceMask
 from lit_qrl.callbacks.progress import RLProgress
@@ -23,6 +24,7 @@ __all__ = [
     "GeometricRejection",
     "Guard",
     "MaskedIS",
+    "MemoryLimit",
     "MismatchMonitor",
     "OffPolicySequenceMask",
     "RLCallback",

@@ -22,13 +22,16 @@ HEAD_SHARE = 1 / 40
 def free_memory(device: torch.device) -> int:
     """Return the bytes of a GPU that new tensors can take: the driver's free ones, and torch's own that hold nothing.
 
-    After the first update torch keeps what gradients and activations took; to the driver that is in use.
+    After the first update torch keeps what gradients and activations took; to the driver that is in use. Where this
+    process has a limit (`MemoryLimit`), it is what that leaves, if less.
 
     Args:
         device: a GPU.
     """
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+    allocated = torch.cuda.memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free + torch.cuda.memory_reserved(device) - allocated, limit - allocated)
 
 
 def kept_layers(layers: int, tokens: int, each: float, width: int, free: int, gradients: int, total: int) -> int:

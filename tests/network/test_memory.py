@@ -44,7 +44,18 @@ def test_memory_that_torch_holds_unused_counts_as_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9, 139))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 120)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
     assert free_memory(torch.device("cuda")) == 109
+
+
+@pytest.mark.parametrize(("share", "free"), [(0.5, 40), (0.9, 70)])
+def test_a_limit_of_the_process_counts_where_it_leaves_less(monkeypatch, share, free):
+    # 100 in all, 50 free to the driver, 30 reserved by torch, of which 10 hold tensors, 20 another process's.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
+    assert free_memory(torch.device("cuda")) == free
 
 
 def test_layers_are_kept_up_to_the_memory_that_there_is():

@@ -1,0 +1,43 @@
+"""What a run may take of its GPU, whose driver and allocator are played by the test."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lit_qrl.callbacks import MemoryLimit
+from lit_qrl.errors import ConfigError
+from tests.tiny_run import build
+
+
+def setup(limit, device="cuda:0"):
+    limit.setup(SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device))), None, "fit")
+
+
+@pytest.fixture
+def shares(monkeypatch):
+    """Return what torch's allocator is told of a GPU of 80 GiB."""
+    told = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *what: told.append(what))
+    return told
+
+
+def test_the_allocator_is_told_a_share_of_the_gpu(shares):
+    setup(MemoryLimit(60))
+    assert shares == [(0.75, torch.device("cuda:0"))]
+
+
+def test_more_than_there_is_and_nothing_are_refused(shares):
+    with pytest.raises(ConfigError, match=r"at most 80\.0"):
+        setup(MemoryLimit(90))
+    with pytest.raises(ConfigError, match="above 0"):
+        MemoryLimit(0.0)
+    assert not shares
+
+
+def test_a_cpu_is_refused_before_a_model_is_loaded(tmp_path):
+    trainer, module, data = build(tmp_path, callbacks=[MemoryLimit(1.0)])
+    with pytest.raises(ConfigError, match="Remove the callback"):
+        trainer.fit(module, datamodule=data)
+    assert module.policy.model is None
