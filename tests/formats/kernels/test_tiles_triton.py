@@ -9,30 +9,15 @@ from tests.formats.oracle import bits
 from tests.triton_interpreter import run_interpreted
 
 INTERPRETED = """
-import importlib, sys, torch, triton, triton.language as tl
-from types import SimpleNamespace
-from lit_qrl.formats.kernels import dispatch, tiles_triton
-from tests import triton_interpreter
-
-@triton.jit
-def plain(x, FLUSH: tl.constexpr):  # the interpreter knows no instructions of the device
-    return 1.0 / x
-
-@triton.jit
-def off(x, FLUSH: tl.constexpr):
-    return (1.0 / x) * (1 + 2.0**-23)
-
-@triton.jit
-def exp(x):
-    return tl.exp(x)
-
+import importlib, sys, pytest, torch
+from tests import plain_instructions, triton_interpreter
 
 triton_interpreter.mend_conversions()
-tiles_triton.libdevice = SimpleNamespace(exp=exp)
 compare = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
-for instruction in (plain, off):
-    tiles_triton._reciprocal = instruction
-    compare(torch.device("cpu"))
+for inverse in (plain_instructions.reciprocal, plain_instructions.inexact_reciprocal):
+    with pytest.MonkeyPatch.context() as patch:
+        plain_instructions.use(patch, inverse)
+        compare(torch.device("cpu"))
 print("same")
 """
 
