@@ -43,7 +43,8 @@ def group_advantages(
     Args:
         rewards: " b", the rewards of whole groups one after another.
         group_size: completions per prompt, at least 2 where the group is looked at.
-        scale: the sample standard deviation (ddof = 1) that divides: of the group, of the batch, or none.
+        scale: the sample standard deviation (ddof = 1; QaRL §2.1 says only std) that divides: of the group, of the
+            batch, or none.
         eps: added to the standard deviation.
         baseline: what is subtracted: the mean of the `group`, that of its others (`leave_one_out`), or `none`.
         all_reduce: makes the batch's standard deviation global over ranks.
@@ -125,7 +126,7 @@ def whitened(
 def overlong_penalty(lengths: Int[Tensor, " b"], limit: int, cache: int, factor: float = 1.0) -> Float[Tensor, " b"]:
     """Return the soft over-long penalty to add to each reward, in [−factor, 0].
 
-    0 up to `limit − cache` tokens, then linear down to −factor at `limit` (DAPO eq. 13, as named in QaRL §5).
+    0 up to `limit − cache` tokens, then linear down to −factor at `limit` (DAPO eq. 13).
 
     Args:
         lengths: " b", tokens of each completion.

@@ -80,12 +80,12 @@ def roll_out(learner: Learner) -> RolloutBatch:
             continue
         drawn_now = _draw_groups(learner, problems, attempt, numbers, completions)
         kept = list(range(len(problems)))
-        if objective.filter_zero_variance:
-            varied = differing(drawn_now.rewards.view(-1, data.group_size))
+        varied = differing(drawn_now.rewards.view(-1, data.group_size))
+        if data.group_size > 1:
             learner.iteration.metrics.values("rollout/zero_variance_groups", (~varied).float())
-            if attempt < rounds - 1 and not bool(varied.all()):
-                kept = varied.nonzero().flatten().tolist()
-                drawn_now = drawn_now.select(rows_of(kept, data.group_size), trim=False)
+        if objective.filter_zero_variance and attempt < rounds - 1 and not bool(varied.all()):
+            kept = varied.nonzero().flatten().tolist()
+            drawn_now = drawn_now.select(rows_of(kept, data.group_size), trim=False)
         parts.append(drawn_now)
         filled |= {open_slots[numbers[group]]: problems[group] for group in kept}
     learner.iteration.problems = [filled[slot] for slot in sorted(filled)]
