@@ -91,8 +91,11 @@ def test_groups_without_variance_are_drawn_again_and_the_last_draw_fills_up(tmp_
         assert len(rollout) == data.prompts_per_iteration * data.group_size
         assert rollout.group.tolist() == [i // data.group_size for i in range(len(rollout))]
     assert data.position > 2 * data.prompts_per_iteration  # more prompts than two iterations show
-    plain = fit(tmp_path / "plain", objective=DAPO(filter_zero_variance=False, overlong_penalty=None), task=task)[2]
+    undrawn = DAPO(filter_zero_variance=False, overlong_penalty=None)
+    trainer, _, plain = fit(tmp_path / "plain", objective=undrawn, task=task)
     assert plain.position == 2 * data.prompts_per_iteration
+    # a third of the numbers are scored, groups of the others are equal: counted under any objective
+    assert 0 < float(trainer.callback_metrics["rollout/zero_variance_groups"]) <= 1
 
 
 class Echo:
