@@ -8,7 +8,6 @@ from jsonargparse import lazy_instance
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
 from lit_qrl.aliases import METRICS
 from lit_qrl.data.benchmark import Share
@@ -31,7 +30,7 @@ from lit_qrl.network.structure import outline_of
 from lit_qrl.objective import GRPO, Objective
 from lit_qrl.optim.build import check_optimizer
 from lit_qrl.optim.masters import trained_by
-from lit_qrl.optim.schedule import schedule_factor
+from lit_qrl.optim.schedule import scheduled
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision.packed_base import check_plugin
 from lit_qrl.precision.source import PublishingPrecision
@@ -64,7 +63,8 @@ class GRPOModule(Described, LightningModule):
         optimizer: built from the trainable parameters, with their names, after the model is configured.
         lr_schedule: `constant`, `linear` or `cosine` decay to zero over the run, per optimizer step.
         warmup: share of the run's optimizer steps with linearly rising learning rate.
-        lr_scheduler: any scheduler instead of the two above, stepped per optimizer step.
+        lr_scheduler: any scheduler instead of the two above, stepped per optimizer step; one that waits on a plateau
+            of its `monitor` is stepped per iteration.
         evaluate_first: run the validation once before the first iteration.
         master_weights: train weights of 16 bits as fp32, whose further bits the optimizer keeps (2 bytes a parameter);
             false lets updates that are smaller than the weights' rounding be lost.
@@ -268,11 +268,9 @@ class GRPOModule(Described, LightningModule):
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         optimizer = trained_by(self.optimizer, trainable, self.master_weights, scaler)
         steps = int(self.trainer.estimated_stepping_batches)
-        if self.lr_scheduler is not None:
-            scheduler = self.lr_scheduler(optimizer)
-        else:
-            scheduler = LambdaLR(optimizer, lambda step: schedule_factor(step, steps, self.lr_schedule, self.warmup))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        every = self.trainer.check_val_every_n_epoch
+        made = scheduled(optimizer, steps, self.lr_schedule, self.warmup, self.lr_scheduler, every)
+        return {"optimizer": optimizer, "lr_scheduler": made}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Say which model the weights are of, and leave out what `policy.source` gives again."""

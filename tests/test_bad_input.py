@@ -207,6 +207,20 @@ KNOWN_BEFORE_A_MODEL = {
     "unknown objective": (["--model.objective", "GRPOO"], ["no class 'GRPOO'", "Did you mean 'GRPO'?"]),
     "unknown optimizer": (["--model.optimizer", "MuonAdam"], ["no class 'MuonAdam'", "Did you mean 'MuonAdamW'?"]),
     "optimizer of a library that is missing": (["--model.optimizer", "nosuch.AdamW"], ["No module named 'nosuch'"]),
+    "optimizer that asks for the loss again": (
+        ["--model.optimizer", "torch.optim.LBFGS"],
+        ["LBFGS evaluates the loss several times", "torch.optim.AdamW"],
+    ),
+    "scheduler of a name that two classes have": (
+        ["--model.lr_scheduler", "ReduceLROnPlateau"],
+        ["several classes 'ReduceLROnPlateau'", "lightning.pytorch.cli.ReduceLROnPlateau"],
+    ),
+    "callback without what it requires": (
+        ["--trainer.callbacks", "[AIS, RatioRejection]"],
+        ["trainer.callbacks.upper: required, but not given", "init_args"],
+    ),
+    "no checkpoints": (["--trainer.enable_checkpointing", "false"], ["Leave it out", "checkpoint.every_n_iterations"]),
+    "barebones": (["--trainer.barebones", "true"], ["Leave trainer.barebones out"]),
     "setting that the optimizer refuses": (
         ["--model.optimizer", "torch.optim.AdamW", "--model.optimizer.weight_decay", -1],
         ["model.optimizer cannot be built", "-1", "init_args"],

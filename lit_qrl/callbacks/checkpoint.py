@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -94,12 +94,12 @@ class RunCheckpoint(Described, Checkpoint):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Save when due, or when a signal ends the run."""
-        iteration = trainer.current_epoch + 1
+        iteration, ends = trainer.current_epoch + 1, _ends(trainer)
         kept = bool(self.keep_every) and iteration % self.keep_every == 0
         told = self._told(trainer, pl_module)
-        if kept or told is not None or self._due(trainer, iteration):
+        if kept or ends or told is not None or self._due(trainer, iteration):
             began = time.perf_counter()
-            with pl_module.iteration.timed("checkpoint"):
+            with pl_module.iteration.timed("checkpoint"), _told(trainer) if ends else nullcontext():
                 self._save(trainer, f"iteration-{iteration}" if kept else None)
             self._cadence.saved(began, time.perf_counter())
         self._interruption.resume()
@@ -128,7 +128,7 @@ class RunCheckpoint(Described, Checkpoint):
         return every > 0 and iteration % every == 0
 
     def on_train_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
-        """Save the last iteration, if that has not been done; its file is written while the report is made."""
+        """Save the last iteration, if its end did not know that it is the last."""
         with _told(trainer):
             if self._saved != trainer.global_step:
                 self._save(trainer, None)
@@ -179,6 +179,16 @@ class RunCheckpoint(Described, Checkpoint):
         with _staged(trainer, self._files, targets):
             trainer.save_checkpoint(targets[0], weights_only=False)  # optimizer and loops too
         self._saved = trainer.global_step
+
+
+def _ends(trainer: Trainer) -> bool:
+    """Return whether the iteration that ends is the last, as far as its end knows.
+
+    It is saved then: at the end of the training `WeightAveraging` puts its average in place of what is trained.
+    """
+    iterations, epochs, steps = trainer.current_epoch + 1, trainer.max_epochs, trainer.max_steps
+    reached = (epochs is not None and 0 <= epochs <= iterations) or 0 < steps <= trainer.global_step
+    return bool(reached or trainer.should_stop)
 
 
 @contextmanager

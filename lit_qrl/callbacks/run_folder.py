@@ -48,6 +48,7 @@ class RunFolder(Checkpoint):
         self.name, self.groups = name, dict(groups or {})
         self._lock = RunLock()
         self._folder: Path | None = None
+        self._trained: Path | None = None
         self._own: str | None = None
         self._other_loggers: list[Logger] | None = None
 
@@ -84,10 +85,14 @@ class RunFolder(Checkpoint):
             self._own = None if trainer.default_root_dir == os.getcwd() else trainer.default_root_dir
         own = [one for one in trainer.loggers if not isinstance(one, RunCSVLogger) and not _is_stock(one, trainer)]
         self._other_loggers = own if trainer.loggers else None
-        again = command == "fit" and self._folder is not None and trainer.global_step > 0
-        trained = self._own if self._folder is None or trainer.global_step == 0 else str(self._folder)
-        if not again:
-            self._settle(trainer, folders.place(command, trained, self.name, resume=False)[0])
+        trained = self._trained if trainer.global_step > 0 else None
+        if command != "fit" or trained is None:
+            place = self._own if trained is None else str(trained)
+            self._settle(trainer, folders.place(command, place, self.name, resume=False)[0])
+        elif trained != self._folder:  # it was evaluated since, in a folder of that
+            self._settle(trainer, trained)
+        if command == "fit":
+            self._trained = self._folder
 
     def _settle(self, trainer: Trainer, folder: Path) -> None:
         self._folder = folder
@@ -110,6 +115,7 @@ class RunFolder(Checkpoint):
             return
         self._let_go()
         self._settle(trainer, folders.place(command, str(run), self.name, resume=True)[0])
+        self._trained = self._folder if command == "fit" else self._trained
         self.setup(trainer, pl_module, command)
 
     def on_fit_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:

@@ -18,6 +18,12 @@ EXTRAS = {"bitsandbytes": "bnb", "transformer_engine": "te", "vllm": "vllm"}
 """Optional libraries and what installs them."""
 HARDWARE = ("accelerator", "devices", "strategy")
 """Settings that are shown when Lightning names none."""
+WATCHES = {
+    "EarlyStopping": r"Early stopping conditioned on metric `([^`]+)`",
+    "ReduceLROnPlateau": r"ReduceLROnPlateau conditioned on metric (\S+) ",
+    "ModelCheckpoint": r"`ModelCheckpoint\(monitor='([^']+)'\)` could not find the monitored key",
+}
+"""What says that a metric is missing, and how Lightning begins to say so."""
 SEE_HELP = "See --help for the options."
 OPTIONS_SHOWN = 30
 """Options of a command up to which all are written out."""
@@ -64,10 +70,14 @@ def readable(
         hint = f"If no class is chosen yet, set {key[1]}.class_path first{example}; else see --help for its options."
         return f"{where}there is no option {nested[1]!r}. {hint}"
 
+    if found := re.search(r"Multiple subclasses with name (\w+)\.[^:\n]*: (.*?)\.?$", message, re.MULTILINE):
+        return f"{where}there are several classes {found[1]!r}. Give one with its module: {found[2]}."
+
     # A class's own parser has made its paragraph already; in a list or a union it stands among other attempts.
-    inner = re.search(r"^[\s-]*((?:[\w.]+: )?(?:the value|there is no|the file) .*)$", message, re.MULTILINE)
+    told = r"the value |there is no |the file |required, but not given"
+    inner = re.search(rf"^[\s-]*((?:[\w., ]+: )?(?:{told}).*)$", message, re.MULTILINE)
     if key and inner:
-        deeper = re.match(r"[\w.]+: ", inner[1])
+        deeper = re.match(r"[\w., ]+: ", inner[1])
         return f"{key[1]}{'.' if deeper else ': '}{inner[1]}"
 
     if found := re.search(r"(?:Option '([^']+)' is not accepted|Key '([^']+)' is not expected)", message):
@@ -101,6 +111,8 @@ def readable(
         command, _, _ = found[1].partition(".")
         names = [name.removeprefix(f"{command}.") for name in found[1].split(", ")]
         them = "it" if len(names) == 1 else "them"
+        if names[0] == found[1].split(", ")[0]:  # a class's own, without the command before it
+            return f"{', '.join(names)}: required, but not given. Set {them} among the init_args."
         return (
             f"{', '.join(names)}: required, but not given. Add {them} to a --config file or the command line, or start "
             f"from a whole one: lit-qrl {command} --config configs/quickstart.yaml."
@@ -157,6 +169,10 @@ trainer.accelerator: gpuu. Did you mean 'gpu'?
 
 
 def _remedy(text: str, settings: Mapping[str, Any]) -> str:
+    if settings.get("barebones"):
+        return "Leave trainer.barebones out: a run needs its loggers and checkpoints."
+    if "enable_checkpointing=False" in text:
+        return "Leave it out: every run writes last.ckpt, with --checkpoint.every_n_iterations 0 once, at its end."
     from lightning.pytorch.accelerators import AcceleratorRegistry
 
     from lit_qrl import strategies
@@ -195,13 +211,15 @@ def of_run(error: Exception) -> ConfigError | None:
     EarlyStopping watches a metric that the run has not logged. Given: reward/men. Did you mean 'reward/mean'?
     """
     text = str(error)
-    if "conditioned on metric" not in text:
+    matches = ((who, re.match(words, text)) for who, words in WATCHES.items())
+    who, found = next((pair for pair in matches if pair[1]), ("", None))
+    if found is None:
         return None
-    given, *known = re.findall(r"`([^\s`]+)`", text.replace("`EarlyStopping`", ""))
-    close = nearest(given, known)
+    known = re.findall(r"[`']([^\s`']+)[`']", text[found.end() :].replace("`EarlyStopping`", ""))
+    close = nearest(found[1], known)
     return ConfigError(
-        "EarlyStopping watches a metric that the run has not logged.",
-        given=given,
+        f"{who} watches a metric that the run has not logged.",
+        given=found[1],
         remedy=close if close.startswith("Did") else "Set its monitor to a column of metrics.csv (docs/metrics.md).",
     )
 

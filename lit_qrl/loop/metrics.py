@@ -119,10 +119,11 @@ class PassAtK(Metric):
     def update(self, correct: Tensor) -> None:
         """Add problems: `correct` is "problems samples" with at least `k` samples."""
         values = pass_at_k(correct, self.k)
-        self.total += values.sum()
-        self.squares += (values * values).sum()
-        self.count += len(correct)
-        self.draws.fill_(correct.shape[1] // self.k)
+        # Not in place: a state that `trainer.validate` reset is a tensor of its inference mode.
+        self.total = self.total + values.sum()
+        self.squares = self.squares + (values * values).sum()
+        self.count = self.count + len(correct)
+        self.draws = torch.full_like(self.draws, correct.shape[1] // self.k)
 
     def compute(self) -> Tensor:
         """Return the mean, or the end of its interval."""

@@ -1,21 +1,40 @@
-"""What ends a run whose epochs are iterations: limits of Lightning's that would cut one, and `EarlyStopping`.
+"""What ends a run whose epochs are iterations: limits of Lightning's that would cut one, and what watches a metric.
 
-What the latter watches is known at their ends.
+What `EarlyStopping` and `ModelCheckpoint` watch of iterations is known at their ends.
 """
 
 from collections.abc import Iterator
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 
 from lit_qrl.errors import ConfigError
 
 EVALUATED = "val/"
 """Metrics of an evaluation begin so; all others are of an iteration."""
 
+CANNOT_SERVE: dict[type[Callback], tuple[str, str]] = {
+    GradientAccumulationScheduler: (
+        "would take optimizer steps elsewhere than at the ends of mini-batches",
+        "data.micro_batches cuts a mini-batch into passes, data.mini_batches an iteration into steps",
+    ),
+    StochasticWeightAveraging: (
+        "copies the module before the policy's weights are loaded, so that it would average nothing",
+        "EMAWeightAveraging and WeightAveraging average them",
+    ),
+}
+"""Callbacks of Lightning that a run cannot have: why, and what there is instead."""
+
 
 def check_limits(trainer: Trainer, steps: int) -> None:
     """Raise `ConfigError` for a limit of the Trainer that ends an iteration in its middle, or that it divides by.
+
+    Callbacks that cannot serve a run are refused with them.
 
     A cut iteration has no metrics, and what it learned from is not what its loss was divided by.
 
@@ -32,6 +51,10 @@ def check_limits(trainer: Trainer, steps: int) -> None:
             given=trainer.max_steps,
             remedy=f"Set trainer.max_epochs to {-(-trainer.max_steps // steps)}, which counts iterations.",
         )
+    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        for kind, (wrong, instead) in CANNOT_SERVE.items():
+            if isinstance(callback, kind):
+                raise ConfigError(f"{kind.__name__} {wrong}.", remedy=f"Remove it from trainer.callbacks; {instead}.")
     batches = trainer.limit_train_batches
     if not (isinstance(batches, float) and batches == 1.0):
         raise ConfigError(
@@ -54,11 +77,14 @@ def follow_iterations(trainer: Trainer) -> None:
     """Let what watches a metric of iterations look at the end of each.
 
     Left to itself it looks at the end of evaluations wherever they are less frequent, the one before the first
-    iteration included, when there is no such metric.
+    iteration included, when there is no such metric, or that of the iteration before.
     """
     for callback in _stopping(trainer):
         if not str(callback.monitor).startswith(EVALUATED):
             callback._check_on_train_epoch_end = True
+    for callback in trainer.callbacks:  # pyright: ignore
+        if isinstance(callback, ModelCheckpoint) and not str(callback.monitor or EVALUATED).startswith(EVALUATED):
+            callback._save_on_train_epoch_end = True
 
 
 def expect_metrics(trainer: Trainer, logged: bool) -> None:

@@ -28,17 +28,32 @@ def check_optimizer(optimizer: Callable[[Any], Optimizer], device: torch.device,
     made = build_optimizer(optimizer, trial)
     for _, parameter in trial:
         parameter.grad = torch.ones_like(parameter)
+    asked = 0
+
+    def closure() -> float:  # Lightning gives one too, without which some take none
+        nonlocal asked
+        asked += 1
+        return 0.0
+
     try:
-        made.step(lambda: 0.0)  # Lightning gives one too, without which some take none
+        made.step(closure)
     except Exception as error:  # a missing kernel shows itself as an error of many kinds
         kernels = type(made).__module__.startswith("bitsandbytes")
         wanted = "a device that the installed bitsandbytes has kernels for, such as CUDA"
         raise ConfigError(
             f"{type(made).__name__}{' of bitsandbytes' if kernels else ''} cannot take a step on {device}.",
             expected=wanted if kernels else "an optimizer for dense gradients",
-            given=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            given=f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}",
             remedy=f"{'Train on a GPU, or set' if kernels else 'Set'} model.optimizer to torch.optim.AdamW.",
         ) from error
+    if asked > 1:  # old log-probs, corrections and metrics are of the weights before the step
+        raise ConfigError(
+            f"{type(made).__name__} evaluates the loss several times in one step, of which old log-probs, corrections "
+            "and metrics are those of one.",
+            expected="an optimizer that evaluates it once a step",
+            given=f"{asked} evaluations",
+            remedy="Set model.optimizer to torch.optim.AdamW.",
+        )
 
 
 def build_optimizer(optimizer: Callable[[Any], Optimizer], named: Iterable[tuple[str, Tensor]]) -> Optimizer:
@@ -47,7 +62,7 @@ def build_optimizer(optimizer: Callable[[Any], Optimizer], named: Iterable[tuple
         return optimizer(named)
     except ConfigError:
         raise
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         matrices_only = isinstance(error, ValueError) and "2D" in str(error)
         remedy = "Use MuonAdamW, which gives AdamW the rest." if matrices_only else "Correct its init_args."
         raise ConfigError(f"model.optimizer cannot be built: {str(error).rstrip('.')}.", remedy=remedy) from error

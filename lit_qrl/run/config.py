@@ -1,6 +1,7 @@
 """The run folder's `config.yaml`: what a run was started with, and what differs when it goes on."""
 
 import logging
+from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from lit_qrl.errors import listed
 from lit_qrl.run.folder import CONFIG_FILE, set_aside
 
 log = logging.getLogger(__name__)
+
+# A default such as that of `interval` of Lightning's `Timer`: a member where the signature says str.
+yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, one: dumper.represent_data(one.value))
 
 LIMITS = ("trainer.max_epochs", "trainer.max_steps")
 """How long a run is: a reason to resume it, but also the scale of a learning rate that decays."""

@@ -5,9 +5,14 @@ import sys
 import warnings
 
 
+def _tells(record: logging.LogRecord) -> bool:
+    """Return whether a message says more than advice: a fault, or that a limit of time ends the run."""
+    return record.levelno >= logging.WARNING or "Signaling Trainer to stop" in record.getMessage()
+
+
 def quiet() -> None:
     """Silence that advice, and let what this library says be seen."""
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_tells)
     logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
     for pattern in (
         "LightningCLI's args parameter.*",

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from peft import LoraConfig
 
 from lit_qrl.callbacks import AIS, AQNNoise, RLCallback
@@ -166,3 +167,23 @@ def test_the_end_of_a_run_says_that_its_checkpoint_takes_long(tmp_path, monkeypa
     monkeypatch.setattr(CheckpointFiles, "wait", wait)
     fit(tmp_path / "quick", trainer={"max_epochs": 1})
     assert "Writing" not in capsys.readouterr().out
+
+
+def test_a_run_under_an_average_goes_on_from_what_it_trained(tmp_path):
+    def started(folder, **trainer):
+        made = build(folder, callbacks=[EMAWeightAveraging(decay=0.5)], trainer=trainer)
+        next(c for c in made[0].callbacks if type(c).__name__ == "RunCheckpoint").every_n_iterations = 0
+        return made
+
+    trainer, whole, data = started(tmp_path / "whole", max_epochs=4)
+    trainer.fit(whole, datamodule=data)
+    trainer, cut, data = started(tmp_path / "cut", max_epochs=2)
+    trainer.fit(cut, datamodule=data)
+    saved = last_checkpoint(tmp_path / "cut" / "run")
+    held = torch.load(saved, weights_only=True)
+    name, averaged = next(iter(cut.named_parameters()))
+    assert torch.equal(held["state_dict"][name], averaged)
+    assert not torch.equal(held["current_model_state"][name], averaged)
+    trainer, resumed, data = started(tmp_path / "cut", max_epochs=4)
+    trainer.fit(resumed, datamodule=data, ckpt_path=saved, weights_only=True)
+    assert torch.equal(parameters_of(resumed), parameters_of(whole))

@@ -1,3 +1,4 @@
+import csv
 import os
 from pathlib import Path
 
@@ -91,6 +92,20 @@ def test_going_on_stays_in_the_run_and_starting_anew_does_not():
         learn(1, default_root_dir="runs/mine/1")
     trainer, _ = learn(1)
     assert trainer.default_root_dir == "runs/mine/2"
+
+
+def test_a_run_that_was_evaluated_goes_on_in_its_own_folder():
+    trainer, module = learn(1, AIS(), limit_val_batches=1)
+    data = trainer.datamodule
+    trainer.validate(module, data, verbose=False)
+    trainer.test(module, data, verbose=False)
+    assert trainer.default_root_dir == "runs/mine/1/test/1"
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, data)
+    assert (trainer.current_epoch, trainer.default_root_dir) == (2, "runs/mine/1")
+    with Path("runs/mine/1/metrics.csv").open() as file:
+        assert [row["epoch"] for row in csv.DictReader(file) if row["reward/mean"]] == ["0", "1"]
+    assert not Path("runs/mine/1/validate/1/checkpoints").exists()
 
 
 def test_the_trainer_is_set_as_a_run_needs_it():

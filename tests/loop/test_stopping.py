@@ -1,8 +1,16 @@
-"""Early stopping by a metric of iterations, with evaluations in between, and over a resume."""
+"""What watches a metric of iterations, with evaluations in between, and over a resume; limits that are refused."""
+
+import csv
+from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 
 from lit_qrl.errors import ConfigError
 from tests.tiny_run import build, fit
@@ -59,3 +67,25 @@ def test_what_would_cut_an_iteration_is_refused(tmp_path, options, words):
 def test_whole_iterations_and_a_trial_of_one_batch_are_not(tmp_path, options):
     trainer, _, _ = fit(tmp_path, data={"mini_batches": 2}, trainer={"max_epochs": 3, **options})
     assert trainer.global_step == (1 if "fast_dev_run" in options else 2)
+
+
+def test_a_checkpoint_is_kept_by_the_metric_of_its_own_iteration(tmp_path):
+    best = ModelCheckpoint(tmp_path / "best", monitor="reward/mean", mode="max", save_top_k=-1, filename="{epoch}")
+    fit(tmp_path, callbacks=[best], trainer={"max_epochs": 3, "check_val_every_n_epoch": 2, "limit_val_batches": 1})
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["reward/mean"]]
+    scores = {Path(path).stem: float(score) for path, score in best.best_k_models.items()}
+    assert scores == {f"epoch={row['epoch']}": pytest.approx(float(row["reward/mean"])) for row in rows}
+    assert len(scores) == 3
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [
+        (GradientAccumulationScheduler({0: 2}), r"GradientAccumulationScheduler would.*Remove it.*data\.micro_batches"),
+        (StochasticWeightAveraging(1e-3), r"StochasticWeightAveraging .*average nothing.*EMAWeightAveraging"),
+    ],
+)
+def test_callbacks_that_would_do_otherwise_than_they_say_are_refused(tmp_path, callback, words):
+    with pytest.raises(ConfigError, match=words):
+        fit(tmp_path, callbacks=[callback], data={"mini_batches": 2})

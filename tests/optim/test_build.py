@@ -45,4 +45,14 @@ def test_bitsandbytes_must_have_a_step_for_the_device(works):
 def test_an_optimizer_for_other_gradients_is_known_at_once():
     with pytest.raises(ConfigError, match=r"SparseAdam cannot take a step.*dense gradients.*torch\.optim\.AdamW\.$"):
         check_optimizer(torch.optim.SparseAdam, CPU)
-    check_optimizer(torch.optim.LBFGS, CPU)  # which takes no step without a closure
+    check_optimizer(lambda named: torch.optim.LBFGS(named, max_iter=1), CPU)  # takes no step without a closure
+
+
+def test_an_optimizer_that_moves_and_asks_for_the_loss_again_is_known_at_once():
+    with pytest.raises(ConfigError, match=r"LBFGS evaluates the loss several times.*torch\.optim\.AdamW\.$"):
+        check_optimizer(torch.optim.LBFGS, CPU)
+
+
+def test_flags_that_exclude_each_other_are_known_at_once():
+    with pytest.raises(ConfigError, match=r"cannot be built: `fused` and `foreach`.*init_args"):
+        check_optimizer(lambda named: torch.optim.AdamW(named, fused=True, foreach=True), CPU)

@@ -1,5 +1,6 @@
 import pytest
 import yaml
+from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lit_qrl.run.config import RunConfig, changed_settings, flat
@@ -122,3 +123,11 @@ def test_options_that_a_former_version_did_not_have_are_as_it_was_while_at_their
     said = [record.getMessage() for record in caplog.records if "other settings" in record.getMessage()]
     assert [name for name in ("data.engine.fresh", "model.pace") if name in "".join(said)] == named
     assert (tmp_path / "config.1.yaml").exists() == bool(named)
+
+
+def test_a_default_that_is_a_member_is_written_as_its_value():
+    parser = LightningArgumentParser(exit_on_error=False)
+    parser.add_argument("--callbacks", type=list[Callback])
+    timer = {"class_path": "Timer", "init_args": {"duration": "00:00:00:01"}}
+    written = yaml.safe_load(parser.dump(parser.parse_object({"callbacks": [timer]})))
+    assert written["callbacks"][0]["init_args"]["interval"] == "step"
