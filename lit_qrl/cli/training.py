@@ -181,7 +181,7 @@ class QRLCLI(LightningCLI):
         parser.link_arguments(source, target, compute_fn=passes_per_step)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        """Return the parser of a command, whose help begins with examples; `last` is what it is here, not Lightning's."""
+        """Return a command's parser, whose help begins with examples; `last` is what it is here, not Lightning's."""
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         parser.usage = USAGE.format(subcommand)
         for action in parser._actions:
