@@ -156,9 +156,13 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 
     >>> nearest("fp8_rows", ["fp8_row", "bf16"])
     "Did you mean 'fp8_row'?"
+    >>> nearest("tis", ["AIS", "TruncatedIS"])
+    "Did you mean 'TruncatedIS'?"
     """
-    choices = list(choices)
-    close = difflib.get_close_matches(name, choices, n=1)
+    choices, small = list(choices), name.lower()
+    same = [one for one in choices if small and small in (one.lower(), "".join(filter(str.isupper, one)).lower())]
+    begun = [one for one in choices if small and one.lower().startswith(small)]
+    close = same or difflib.get_close_matches(name, choices, n=1) or (begun if len(begun) == 1 else [])
     return f"Did you mean {close[0]!r}?" if close else f"Choose one of {', '.join(choices)}."
 
 

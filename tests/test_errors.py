@@ -16,6 +16,14 @@ def test_config_error_reads_as_one_paragraph_and_survives_pickling():
 def test_nearest_lists_the_choices_when_nothing_is_close():
     assert nearest("fp8_rwo", ["fp8_row", "bf16"]) == "Did you mean 'fp8_row'?"
     assert nearest("zzz", ["fp8_row", "bf16"]) == "Choose one of fp8_row, bf16."
+    assert nearest("", ["fp8_row"]) == "Choose one of fp8_row."
+
+
+def test_nearest_knows_other_cases_initials_and_beginnings():
+    names = ["AIS", "TruncatedIS", "MaskedIS", "VLLMEngine", "int4_group", "int8_channel"]
+    for given, meant in {"TIS": "TruncatedIS", "ais": "AIS", "vllm": "VLLMEngine", "int4": "int4_group"}.items():
+        assert nearest(given, names) == f"Did you mean {meant!r}?"
+    assert nearest("int", names).startswith("Choose one of AIS, ")
 
 
 def test_memory_that_runs_out_is_one_paragraph_of_the_innermost_work():

@@ -58,7 +58,7 @@ def test_rows_and_a_function_of_ones_own(newcomer):
     Path("mine.yaml").write_text(config)
     (shown,) = of("index.md", "json")
     rows = [
-        {"question": f"{','.join(map(str, n))}:{total}=", "answer": f"{n[0]}*{n[1]}+{n[2]}"} for n, total in PROBLEMS
+        {"question": f"{','.join(map(str, n))}={total}:", "answer": f"{n[0]}*{n[1]}+{n[2]}"} for n, total in PROBLEMS
     ]
     assert json.loads(shown) in rows
     write_rows("problems.jsonl", rows)
@@ -74,7 +74,7 @@ def test_chats(newcomer):
     (config,) = of("data.md", "yaml", "path: chats.jsonl")
     Path("chats.yaml").write_text(config)
     rows = [
-        {"prompt": [{"role": "user", "content": f"{n[0]},{n[1]},{n[2]}:{total}="}], "answer": str(total)}
+        {"prompt": [{"role": "user", "content": f"{n[0]},{n[1]},{n[2]}={total}:"}], "answer": str(total)}
         for n, total in PROBLEMS
     ]
     write_rows("chats.jsonl", rows)

@@ -85,6 +85,8 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> No
             trainer.fit(module, datamodule=data)
     finally:
         del module.configure_model
+    if trainer.global_rank:  # the first one tells; its folder may be gone by now
+        return
     learner = tensors(module, trainer)
     table = parts(trainer, module, data, learner)
     room = shutil.disk_usage(folder).free

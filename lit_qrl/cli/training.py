@@ -74,6 +74,16 @@ CKPT_PATH = (
     "Checkpoint to go on from, or to evaluate: a .ckpt file, or `last`, that of the newest run of this configuration "
     "that has one."
 )
+USAGE = """lit-qrl {0} --config FILE [--config FILE ...] [--KEY VALUE ...]
+
+Later files and options override earlier ones.
+
+Examples:
+  lit-qrl {0} --config configs/quickstart.yaml
+  lit-qrl {0} --config configs/quickstart.yaml --config configs/correction/tis.yaml --data.temperature 0.9
+  lit-qrl {0} --data.engine.help VLLMEngine     shows the options of a class
+"""
+"""Instead of one that lists a hundred options."""
 TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,  # the module evaluates once before the first iteration, and logs it
     "use_distributed_sampler": False,  # ranks take their share of prompts themselves
@@ -171,8 +181,9 @@ class QRLCLI(LightningCLI):
         parser.link_arguments(source, target, compute_fn=passes_per_step)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        """Return the parser of a command, in whose help `last` is what it is here, and not Lightning's."""
+        """Return a command's parser, whose help begins with examples; `last` is what it is here, not Lightning's."""
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        parser.usage = USAGE.format(subcommand)
         for action in parser._actions:
             if action.dest == "ckpt_path":
                 action.help = CKPT_PATH

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_qrl.errors import ConfigError, nearest
+from lit_qrl.network.hub import ask_hub
 
 _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 
@@ -38,6 +39,7 @@ def read_rows(path: str, split: str = "train", subset: str | None = None) -> lis
             remedy=_nearest_path(place),
         )
     elif _HUB_NAME.fullmatch(path):
+        ask_hub(f"the data set {path!r} (split {split!r})")
         rows = _read_library(path, split, subset, saved=False)
     else:
         raise ConfigError(f"{path!r} is no data set.", expected="a file, a folder, or a hub name such as openai/gsm8k")

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError, listed
+from lit_qrl.network.hub import ask_hub
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -55,6 +56,7 @@ def local_folder(source: str, revision: str | None = None) -> Path:
     _refuse_missing(source, "model", Path())
     from huggingface_hub import snapshot_download
 
+    ask_hub(f"the files of the model {source!r}")
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=list(_FILES)))
     except Exception as error:  # the library raises its own errors and those of the network
@@ -100,6 +102,7 @@ def resolve_model(name: str, weights: bool, what: str = "model") -> str:
     if folder is None:
         # Beside an installed package lie other packages, whose names hubs have too.
         _refuse_missing(name, what, *((Path(), checkout) if (checkout / "pyproject.toml").is_file() else (Path(),)))
+        ask_hub(f"the {what} {name!r}")
         return name
     if what == "tokenizer":
         if not any((folder / file).exists() for file in _TOKENIZER):

@@ -274,3 +274,11 @@ def test_a_learner_that_its_gpu_does_not_hold_is_refused_with_what_is_largest(mo
         return
     with pytest.raises(ConfigError, match=r"does not fit its GPU.* 16\.00 GiB on each of 2, 8\.00 GiB of it opt"):
         dry.check_memory(table, trainer)
+
+
+def test_of_several_processes_the_first_one_tells(capsys):
+    other = SimpleNamespace(
+        default_root_dir="gone", global_rank=1, fit=lambda module, datamodule: module.configure_model()
+    )
+    dry.dry_run(other, SimpleNamespace(), None)
+    assert capsys.readouterr().out == ""

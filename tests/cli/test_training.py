@@ -177,9 +177,13 @@ def test_a_configuration_names_the_policy_where_it_is(lit):
     assert made["model"]["policy"]["class_path"] == "lit_qrl.policy.CausalPolicy"
 
 
-def test_help_speaks_of_this_program_s_checkpoints(capsys):
+def test_help_begins_with_examples_and_speaks_of_this_program_s_checkpoints(capsys):
     with pytest.raises(SystemExit):
         main(["fit", "--help"])
-    text = " ".join(capsys.readouterr().out.split())
+    shown = capsys.readouterr().out
+    first, _, text = shown.partition("\n")
+    assert first == "usage: lit-qrl fit --config FILE [--config FILE ...] [--KEY VALUE ...]"
+    assert text.index("  lit-qrl fit --config configs/quickstart.yaml\n") < text.index("options:") < 600
+    text = " ".join(text.split())
     assert "`last`, that of the newest run of this configuration that has one. (type: " in text
     assert "passes_per_step(data.micro_batches) --> trainer.accumulate_grad_batches" in text

@@ -1,0 +1,67 @@
+"""The hub, which knows models and data sets by name: what it is asked for is said, and first whether it answers."""
+
+import functools
+import os
+import socket
+import sys
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from lightning.pytorch.utilities import rank_zero_only
+
+PATIENCE = 2.0
+"""Seconds that a connection to one address may take."""
+PORTS = {"http": 80, "https": 443}
+
+
+def ask_hub(what: str) -> None:
+    """Say on stderr what is asked of the hub; where it cannot be reached, let what was fetched before do, at once.
+
+    Its library would try six times, over 23 seconds, for each model and each data set. `HF_HUB_OFFLINE`, which is what
+    this sets then, ends that, also in processes that are started later.
+
+    Args:
+        what: is asked for, such as "the model 'Qwen/Qwen3-8B'".
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    _say(f"Asking {constants.ENDPOINT} for {what} …")
+    if reason := why_unreachable(constants.ENDPOINT):
+        _say(f"It cannot be reached ({reason}). Only what was fetched before can be taken.")
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        constants.HF_HUB_OFFLINE = True
+        if "datasets" in sys.modules:  # one that is imported later reads the above
+            sys.modules["datasets"].config.HF_HUB_OFFLINE = True
+
+
+@functools.cache
+def why_unreachable(endpoint: str) -> str | None:
+    """Return why no connection to an address can be had, or None where there is one, or no telling.
+
+    A proxy is no telling, and neither is an address that does not answer in time: it may in the library's longer one.
+
+    Args:
+        endpoint: the address, such as https://huggingface.co.
+
+    >>> why_unreachable("http://127.0.0.1:1").endswith("refused")
+    True
+    """
+    parts = urlsplit(endpoint)
+    if {parts.scheme, "all"} & set(getproxies()):
+        return None
+    port = parts.port or PORTS[parts.scheme]
+    try:
+        socket.create_connection((str(parts.hostname), port), PATIENCE, all_errors=True).close()
+    except OSError as error:  # its name is not known
+        return str(error)
+    except ExceptionGroup as group:  # of its addresses, one error each
+        reasons = group.exceptions
+        return None if any(isinstance(one, TimeoutError) for one in reasons) else str(reasons[0])
+    return None
+
+
+@rank_zero_only
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
