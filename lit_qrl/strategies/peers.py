@@ -5,6 +5,7 @@ import re
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -30,7 +31,10 @@ class Peers(Callback):
     """Meets the other processes of a run and watches them; `GRPOModule` adds it where there are several."""
 
     def __init__(self) -> None:
-        self._watch = PeerWatch(self._gone)
+        self._watch = PeerWatch(self._gone, lambda number: self.on_signal(number))
+        self.tell_signal = self._watch.tell_signal
+        self.on_signal: Callable[[int], None] = self._note
+        """Called in a thread of its own with the number of a signal that another process got."""
         self._trainer: Trainer | None = None
         self._meeting: Meeting | None = None
 
@@ -70,6 +74,12 @@ class Peers(Callback):
         told = isinstance(exception, (ConfigError, StoppedError))
         self._watch.fail(str(exception) if told else f"{type(exception).__name__}: {exception}", status)
         self._watch.stop()
+
+    def _note(self, number: int) -> None:
+        """Note a signal before the training has taken them over."""
+        assert self._trainer is not None
+        connector: Any = self._trainer._signal_connector
+        connector.received_sigterm = True
 
     def _gone(self, rank: int, words: str, status: int = 0) -> None:
         assert self._trainer is not None
