@@ -54,6 +54,7 @@ class RunCheckpoint(Described, Checkpoint):
 
     def setup(self, trainer: Trainer, pl_module: "GRPOModule", stage: str) -> None:
         """Refuse a folder that cannot be written, before anything is computed."""
+        relieve_requeueing(trainer)
         if stage != "fit":
             return
         folder = Path(trainer.default_root_dir) / "checkpoints"
@@ -188,6 +189,16 @@ class RunCheckpoint(Described, Checkpoint):
         with _staged(trainer, self._files, targets):
             trainer.save_checkpoint(targets[0], weights_only=False)  # optimizer and loops too
         self._saved = trainer.global_step
+
+
+def relieve_requeueing(trainer: Trainer) -> None:
+    """Have SLURM's signal end the run as SIGTERM does: Lightning would save wherever it is, and queue the job again.
+
+    What is saved within an iteration does not go on as the run would have, and in a collective of several processes not
+    at all.
+    """
+    connector: Any = trainer._signal_connector
+    connector._slurm_sigusr_handler_fn = lambda number, frame: signal.raise_signal(signal.SIGTERM)
 
 
 @contextmanager

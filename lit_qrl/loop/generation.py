@@ -81,7 +81,7 @@ def together(learner: Learner, draw: Callable[[], Made]) -> Made:
     """
     trainer, made = learner.trainer, None
     ends = next((one for one in trainer.callbacks if isinstance(one, EndsTogether)), None)
-    if trainer.world_size == 1 or ends is None:
+    if ends is None or trainer.world_size == 1:
         return draw()
     with suppress(Cut), nullcontext() if learner.data.engine.draws_together else ends.cut():
         made = draw()

@@ -7,6 +7,7 @@ then, and at the boundaries of an iteration, all ranks learn whether one of them
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
@@ -16,6 +17,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """What a person and what a cluster send."""
+ECHO = 1.0
+"""Seconds in which a signal to one of several processes may come twice: from a terminal, and from what started them."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -61,7 +64,8 @@ class Interruption:
     def __init__(self) -> None:
         self.pending: int | None = None
         self.deferred = self.together = False
-        self._own = self._cuts = self._passed_on = False
+        self._cuts = self._passed_on = False
+        self._first: float | None = None
         self._tell: Callable[[int], None] | None = None
         self._before: dict[int, Any] = {}
         self._lock = threading.Lock()
@@ -76,7 +80,8 @@ class Interruption:
         if self._before or threading.current_thread() is not threading.main_thread():
             return
         self.pending, self.deferred, self.together, self._tell = None, False, together, tell  # of a run before
-        self._own = self._cuts = self._passed_on = False
+        self._cuts = self._passed_on = False
+        self._first: float | None = None
         self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
 
     def remove(self) -> None:
@@ -123,10 +128,14 @@ class Interruption:
                 signal.pthread_kill(threading.main_thread().ident or 0, number)  # it may sleep
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again, own, self._passed_on = self._own, not self._passed_on, False
-        self.pending, self._own = number, self._own or own
-        if self.together and not (own and again):
-            if own and self._tell is not None:
+        own, self._passed_on, now = not self._passed_on, False, time.monotonic()
+        first = own and self._first is None
+        if first:
+            self._first = now
+        again = own and not first and now - (self._first or 0.0) >= (ECHO if self.together else 0.0)
+        self.pending = number
+        if self.together and not again:
+            if first and self._tell is not None:
                 self._tell(number)
             if self._cuts:
                 self._cuts = False

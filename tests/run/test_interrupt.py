@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from lit_qrl.run import interrupt
 from lit_qrl.run.interrupt import Cut, Interrupted, Interruption
 
 
@@ -65,12 +66,14 @@ def among_several():
     made.remove()
 
 
-def test_the_first_signal_of_one_of_several_is_told_and_cuts_what_it_draws(among_several):
+def test_the_first_signal_of_one_of_several_is_told_and_cuts_what_it_draws(among_several, monkeypatch):
     made, told = among_several
     os.kill(os.getpid(), signal.SIGTERM)  # in a collective: noted alone
     assert (made.pending, told) == (signal.SIGTERM, [signal.SIGTERM])
     with pytest.raises(Cut), made.cut():
         pytest.fail("it begins nothing any more")
+    os.kill(os.getpid(), signal.SIGTERM)  # a terminal tells all processes, and torchrun those that it started
+    monkeypatch.setattr(interrupt, "ECHO", 0.0)
     with pytest.raises(Interrupted) as raised:
         os.kill(os.getpid(), signal.SIGTERM)
     assert not isinstance(raised.value, Cut)  # which ends this process, whatever the others do
