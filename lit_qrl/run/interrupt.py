@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a run ends where it can be continued, and its exit status says what ended it.
+"""Ctrl-C, SIGTERM and SIGHUP: a run ends where it can be continued, and its exit status says what ended it.
 
 One process ends at once, or after the updates under way. Several end at the same place, or those that go on would wait
 in a collective for ever: a handler notes the signal and tells the other processes, each of which cuts what it draws;
@@ -15,8 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""What a person and what a cluster send."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What a person, what a cluster and what a terminal sends that is closed."""
 ECHO = 1.0
 """Seconds in which a signal to one of several processes may come twice: from a terminal, and from what started them."""
 
@@ -34,7 +34,7 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def status(self) -> int:
-        """The exit status of a process that a signal ended, by the shells' convention: 130 or 143."""
+        """The exit status of a process that a signal ended, by the shells' convention: 130, 143 or 129."""
         return 128 + self.number
 
 
@@ -82,7 +82,8 @@ class Interruption:
         self.pending, self.deferred, self.together, self._tell = None, False, together, tell  # of a run before
         self._cuts = self._passed_on = False
         self._first: float | None = None
-        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        kept = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else []  # under nohup
+        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS if number not in kept}
 
     def remove(self) -> None:
         """Give the signals back."""

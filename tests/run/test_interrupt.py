@@ -6,20 +6,22 @@ import time
 import pytest
 
 from lit_qrl.run import interrupt
-from lit_qrl.run.interrupt import Cut, Interrupted, Interruption
+from lit_qrl.run.interrupt import SIGNALS, Cut, Interrupted, Interruption
 
 
 @pytest.fixture
 def interruption():
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
+    before = [signal.getsignal(number) for number in SIGNALS]
     made = Interruption()
     made.install()
     yield made
     made.remove()
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    signal.signal(signal.SIGHUP, ignored)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_raises_at_once_and_tells_the_status(interruption, number, status):
     with pytest.raises(Interrupted) as raised:
         os.kill(os.getpid(), number)
@@ -94,3 +96,14 @@ def test_what_comes_after_a_run_has_given_the_signals_back_does_not_end_the_proc
     made.remove()
     made.pass_on(signal.SIGTERM)
     assert made.pending is None
+
+
+def test_a_run_under_nohup_outlives_its_terminal():
+    before, made = signal.signal(signal.SIGHUP, signal.SIG_IGN), Interruption()
+    made.install()
+    try:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert made.pending is None
+    finally:
+        made.remove()
+        assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN

@@ -1,4 +1,5 @@
 import errno
+import io
 import os
 import threading
 
@@ -95,6 +96,18 @@ def test_a_write_that_fails_leaves_the_file_before_it_and_is_told_at_the_next(tm
     assert target.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
     files.wait()  # it is told once
+
+
+def test_a_full_disk_is_named_as_that(tmp_path, monkeypatch):
+    class Full(io.BytesIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(saving.Path, "open", lambda path, mode: Full())
+    files = CheckpointFiles()
+    files.save(checkpoint(), [tmp_path / "last.ckpt"])
+    with pytest.raises(StoppedError, match=r"written: No space left on device\. .*Free some space"):
+        files.wait()
 
 
 def test_the_file_and_its_name_are_forced_to_the_disk(tmp_path, monkeypatch):
