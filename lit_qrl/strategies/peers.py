@@ -15,7 +15,7 @@ from lit_qrl.run.config import flat
 from lit_qrl.run.description import Described, describe
 from lit_qrl.run.diary import event
 from lit_qrl.run.folder import last_checkpoint
-from lit_qrl.run.interrupt import InterruptedTogether
+from lit_qrl.run.interrupt import InterruptedTogether, Interruption
 from lit_qrl.run.meeting import Meeting, gather_objects, several_processes
 from lit_qrl.run.peers import MET, PeerWatch, check_same
 from lit_qrl.run.stop import has_learned
@@ -48,11 +48,16 @@ class Peers(Callback):
         relieve_lightning()
         note_signals(trainer)
         rank, size, exchange = trainer.global_rank, trainer.world_size, gather_objects
-        if not several_processes():
-            place: Any = trainer.strategy.cluster_environment  # pyright: ignore[reportAttributeAccessIssue]
-            self._meeting = Meeting(place.main_address, place.main_port, rank, size)
-            exchange = self._meeting.exchange
-        given = exchange(settings(trainer))
+        waiting = Interruption()
+        waiting.install()  # an `Interrupted` has Lightning end those that this one started; the signal alone has not
+        try:
+            if not several_processes():
+                place: Any = trainer.strategy.cluster_environment  # pyright: ignore[reportAttributeAccessIssue]
+                self._meeting = Meeting(place.main_address, place.main_port, rank, size)
+                exchange = self._meeting.exchange
+            given = exchange(settings(trainer))
+        finally:
+            waiting.remove()
         MET.set()
         check_same(given)
         self._watch.start(rank, size, lambda own: exchange(own)[0])
