@@ -50,7 +50,7 @@ class RunCheckpoint(Described, Checkpoint):
             )
         self.every_n_iterations, self.keep_every = every_n_iterations, keep_every
         self._cadence, self._files, self._interruption = Cadence(), CheckpointFiles(), Interruption()
-        self._saved = -1
+        self._saved = self._loaded = -1
 
     def setup(self, trainer: Trainer, pl_module: "GRPOModule", stage: str) -> None:
         """Refuse a folder that cannot be written, before anything is computed."""
@@ -72,6 +72,7 @@ class RunCheckpoint(Described, Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Take over Ctrl-C and SIGTERM."""
+        self._loaded = trainer.global_step if trainer.ckpt_path is not None else -1
         together = trainer.world_size > 1
         for peers in (one for one in trainer.callbacks if isinstance(one, Peers)):  # pyright: ignore
             self._interruption.install(together, peers.tell_signal)
@@ -166,7 +167,12 @@ class RunCheckpoint(Described, Checkpoint):
         iterations: Any = loop.epoch_progress
         batches: Any = loop.epoch_loop.batch_progress
         begins = iterations.current.started < iterations.current.ready  # the batches are still those of the one before
-        if self._saved == trainer.global_step or not trainer.training or (batches.current.started and not begins):
+        # Before its first iteration begins, what was loaded stands in the middle of Lightning's restart.
+        if (
+            trainer.global_step in (self._saved, self._loaded)
+            or not trainer.training
+            or (batches.current.started and not begins)
+        ):
             return
         # Lightning would go on in the middle of the iteration, without its start and so without a publish.
         before = iterations.state_dict(), batches.state_dict()

@@ -178,3 +178,18 @@ def test_the_end_of_a_run_says_that_its_checkpoint_takes_long(tmp_path, monkeypa
     monkeypatch.setattr(CheckpointFiles, "wait", wait)
     fit(tmp_path / "quick", trainer={"max_epochs": 1})
     assert "Writing" not in capsys.readouterr().out
+
+
+def test_a_run_that_is_ended_before_it_has_gone_on_leaves_the_checkpoint_that_it_took(tmp_path):
+    class Signalled(RLCallback):
+        def on_rollout_start(self, trainer, module, version):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    fit(tmp_path, trainer={"max_epochs": 2})
+    saved = last_checkpoint(tmp_path / "run")
+    before = saved.read_bytes()
+    with pytest.raises(SystemExit):
+        fit(tmp_path, callbacks=[Signalled()], ckpt_path=saved, trainer={"max_epochs": 3})
+    assert saved.read_bytes() == before
+    trainer, _, _ = fit(tmp_path, ckpt_path=saved, trainer={"max_epochs": 3})
+    assert trainer.current_epoch == 3
