@@ -38,7 +38,7 @@ from lit_qrl.run.description import Described
 from lit_qrl.run.determinism import make_deterministic
 from lit_qrl.run.diary import number
 from lit_qrl.run.identity import check_frozen, check_identity, describe_frozen, identity
-from lit_qrl.run.interrupt import Interrupted
+from lit_qrl.run.interrupt import Interrupted, InterruptedTogether
 from lit_qrl.run.parts import put_together
 from lit_qrl.run.shortage import fits
 from lit_qrl.strategies.peers import Peers
@@ -347,7 +347,7 @@ class GRPOModule(Described, LightningModule):
         with self.iteration.timed("evaluate"):
             try:
                 answers = answer(self, share, stage)
-            except Interrupted:
+            except (Interrupted, InterruptedTogether):
                 if not self.trainer.fit_loop.epoch_loop.batch_progress.current.ready:
                     raise
                 self._cut_short = True

@@ -3,6 +3,7 @@
 import inspect
 import os
 import signal
+import time
 from unittest import mock
 
 import pytest
@@ -16,7 +17,7 @@ from tests.two_processes import RANKS, in_two, join
 
 ITERATIONS = 4
 OPTIONS = RUNS["AIS and a rejection, passes and mini-batches"]
-PLACES = {"publish": 2, "rollout": 2, "update": 3, "save": 3}
+PLACES = {"publish": 2, "draw": 2, "rollout": 2, "update": 3, "save": 3, "evaluate": 3}
 """How many iterations are behind the checkpoint, of a signal in the third."""
 
 
@@ -35,6 +36,24 @@ class Signalled(RLCallback):
         self._send(trainer, "publish")
         return tensor
 
+    def on_rollout_start(self, trainer, module, version):
+        if self.place == "draw" and trainer.current_epoch == 2:
+            self._draw_for_ever(trainer)
+
+    def on_validation_start(self, trainer, pl_module):
+        if self.place == "evaluate" and trainer.current_epoch == 2:
+            self._draw_for_ever(trainer)
+
+    def _draw_for_ever(self, trainer):
+        """Let no process come to the end of what it draws, whichever got the signal."""
+
+        def generate(*given, **more):
+            self._send(trainer, self.place)
+            while True:
+                time.sleep(60)
+
+        trainer.datamodule.engine.generate = generate
+
     def on_generation_end(self, trainer, module):
         self._send(trainer, "rollout")
 
@@ -48,7 +67,12 @@ class Signalled(RLCallback):
 def told(place, ranks, folder):
     """Return what the run ended by, and whether a collective was called in a handler."""
     broadcasts, real = [], torch.distributed.broadcast
-    options = lambda: {**OPTIONS(), "callbacks": [*OPTIONS()["callbacks"], Signalled(place, ranks)]}  # noqa: E731
+    trainer = {"limit_val_batches": 1.0} if place == "evaluate" else {}
+    options = lambda: {  # noqa: E731
+        **OPTIONS(),
+        "callbacks": [*OPTIONS()["callbacks"], Signalled(place, ranks)],
+        "trainer": {**OPTIONS().get("trainer", {}), **trainer},
+    }
 
     def seen(*args, **kwargs):
         broadcasts.extend(frame.function for frame in inspect.stack() if frame.function == "_sigterm_notifier_fn")

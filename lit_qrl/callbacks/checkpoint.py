@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +20,7 @@ from lit_qrl.run.description import Described
 from lit_qrl.run.folder import last_checkpoint
 from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, Interruption
 from lit_qrl.run.saving import Cadence, CheckpointFiles, staging
+from lit_qrl.strategies.peers import Peers
 
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
@@ -49,10 +50,11 @@ class RunCheckpoint(Described, Checkpoint):
             )
         self.every_n_iterations, self.keep_every = every_n_iterations, keep_every
         self._cadence, self._files, self._interruption = Cadence(), CheckpointFiles(), Interruption()
-        self._saved = -1
+        self._saved = self._loaded = -1
 
     def setup(self, trainer: Trainer, pl_module: "GRPOModule", stage: str) -> None:
         """Refuse a folder that cannot be written, before anything is computed."""
+        relieve_requeueing(trainer)
         if stage != "fit":
             return
         folder = Path(trainer.default_root_dir) / "checkpoints"
@@ -70,19 +72,24 @@ class RunCheckpoint(Described, Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Take over Ctrl-C and SIGTERM."""
-        self._interruption.install(together=trainer.world_size > 1)
-        if trainer.world_size > 1 and trainer.received_sigterm:  # since the run began
-            self._interruption.pending = signal.SIGTERM
+        self._loaded = trainer.global_step if trainer.ckpt_path is not None else -1
+        together = trainer.world_size > 1
+        for peers in (one for one in trainer.callbacks if isinstance(one, Peers)):  # pyright: ignore
+            self._interruption.install(together, peers.tell_signal)
+            peers.on_signal = self._interruption.pass_on
+        self._interruption.install(together)
+        if together and trainer.received_sigterm:  # since the run began
             trainer._signal_connector.received_sigterm = False  # Lightning would stop where nothing can be saved
+            signal.raise_signal(signal.SIGTERM)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Stop all processes before the publish, where one of them was told to."""
-        self._end_together(trainer, pl_module)
+        self.end_together(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: "GRPOModule", batch: Any, batch_idx: int) -> None:
         """Put a signal off from the first update to the end of the iteration: between them nothing can be saved."""
         if batch_idx == 0:
-            self._end_together(trainer, pl_module)
+            self.end_together(trainer, pl_module)
         self._interruption.defer()
 
     def on_train_batch_end(
@@ -103,7 +110,7 @@ class RunCheckpoint(Described, Checkpoint):
                 self._save(trainer, f"iteration-{iteration}" if kept else None)
             self._cadence.saved(began, time.perf_counter())
         self._interruption.resume()
-        self._end_together(trainer, pl_module)
+        self.end_together(trainer, pl_module)
 
     def _told(self, trainer: Trainer, module: "GRPOModule") -> int | None:
         """Return the number of the signal that ends the run, the same on all ranks: they have got it at other times."""
@@ -112,7 +119,11 @@ class RunCheckpoint(Described, Checkpoint):
             pending = int(module.reduce(torch.tensor(float(pending or 0)), "max")) or None
         return pending
 
-    def _end_together(self, trainer: Trainer, module: "GRPOModule") -> None:
+    def cut(self) -> AbstractContextManager[None]:
+        """Let a signal cut what one of several processes does by itself; see `Interruption.cut`."""
+        return self._interruption.cut()
+
+    def end_together(self, trainer: Trainer, module: "GRPOModule") -> None:
         """Save and raise on all ranks, where one of several has got a signal."""
         if trainer.world_size > 1 and (told := self._told(trainer, module)) is not None:
             self.save_before_update(trainer)
@@ -156,7 +167,12 @@ class RunCheckpoint(Described, Checkpoint):
         iterations: Any = loop.epoch_progress
         batches: Any = loop.epoch_loop.batch_progress
         begins = iterations.current.started < iterations.current.ready  # the batches are still those of the one before
-        if self._saved == trainer.global_step or not trainer.training or (batches.current.started and not begins):
+        # Before its first iteration begins, what was loaded stands in the middle of Lightning's restart.
+        if (
+            trainer.global_step in (self._saved, self._loaded)
+            or not trainer.training
+            or (batches.current.started and not begins)
+        ):
             return
         # Lightning would go on in the middle of the iteration, without its start and so without a publish.
         before = iterations.state_dict(), batches.state_dict()
@@ -189,6 +205,16 @@ def _ends(trainer: Trainer) -> bool:
     iterations, epochs, steps = trainer.current_epoch + 1, trainer.max_epochs, trainer.max_steps
     reached = (epochs is not None and 0 <= epochs <= iterations) or 0 < steps <= trainer.global_step
     return bool(reached or trainer.should_stop)
+
+
+def relieve_requeueing(trainer: Trainer) -> None:
+    """Have SLURM's signal end the run as SIGTERM does: Lightning would save wherever it is, and queue the job again.
+
+    What is saved within an iteration does not go on as the run would have, and in a collective of several processes not
+    at all.
+    """
+    connector: Any = trainer._signal_connector
+    connector._slurm_sigusr_handler_fn = lambda number, frame: signal.raise_signal(signal.SIGTERM)
 
 
 @contextmanager

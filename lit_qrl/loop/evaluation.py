@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_qrl.loop.generation import draw, played_by
+from lit_qrl.loop.generation import draw, played_by, together
 from lit_qrl.loop.hooks import Learner
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import Completion
@@ -47,7 +48,8 @@ def answer(learner: Learner, share: Any, stage: str) -> Mapping[str, Answers]:
         # More processes than problems leave some without any, which have a part of an engine all the same.
         asks = bool(problems) or data.engine.draws_together
         played = played_by(evaluated.task, [problem.row for problem in problems])
-        completions = draw(learner, ids, n, seed, shown, sampling, share.positions, played) if asks else []
+        drawing = partial(draw, learner, ids, n, seed, shown, sampling, share.positions, played)
+        completions = together(learner, drawing if asks else list)
         correct = evaluated.task.is_correct(data.samples(problems, completions, evaluated.task)) if problems else []
         found[kind] = Answers(completions, torch.tensor(correct, dtype=torch.bool).view(len(problems), n))
     return found

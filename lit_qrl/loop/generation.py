@@ -2,17 +2,20 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from contextlib import nullcontext, suppress
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 
 from lit_qrl.loop.hooks import Learner, rl_callbacks
 from lit_qrl.loop.turns import Conversations, TakesTurns
 from lit_qrl.rollout.engine import EngineDiedError, Progress
+from lit_qrl.run.interrupt import Cut, EndsTogether
 from lit_qrl.types import Completion, EpisodeEnd, SamplingParams
 
 log = logging.getLogger(__name__)
 
+Made = TypeVar("Made")
 Played = tuple[Any, Sequence[Any]]
 """A task of several turns and the rows of the prompts."""
 
@@ -62,6 +65,28 @@ def draw(
                 raise
             if judging is not None:
                 judging.again()
+
+
+def together(learner: Learner, draw: Callable[[], Made]) -> Made:
+    """Return what `draw` returns; all processes end after it where one has got a signal, which cuts it in each.
+
+    Each calls this as often as the others.
+
+    Args:
+        learner: whose engine draws.
+        draw: nothing in it is a collective but of an engine that draws together, which is not cut.
+
+    Raises:
+        InterruptedTogether: on all ranks.
+    """
+    trainer, made = learner.trainer, None
+    ends = next((one for one in trainer.callbacks if isinstance(one, EndsTogether)), None)
+    if ends is None or trainer.world_size == 1:
+        return draw()
+    with suppress(Cut), nullcontext() if learner.data.engine.draws_together else ends.cut():
+        made = draw()
+    ends.end_together(trainer, learner)
+    return cast(Made, made)
 
 
 def played_by(task: Any, rows: Sequence[Any]) -> Played | None:

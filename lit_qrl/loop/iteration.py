@@ -18,6 +18,7 @@ before only for what has to be known of the whole batch (`needs_learner_old`), a
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from lit_qrl.functional.advantage import differing
 from lit_qrl.loop.batching import assemble, concatenate, deal_by_length, rows_of
 from lit_qrl.loop.budget import scoring_passes
 from lit_qrl.loop.correction import correct, needs_learner_old
-from lit_qrl.loop.generation import draw, drawn, played_by, tell_episodes
+from lit_qrl.loop.generation import draw, drawn, played_by, tell_episodes, together
 from lit_qrl.loop.hooks import Learner, rl_callbacks
 from lit_qrl.loop.ranks import lacking, widest
 from lit_qrl.loop.routing import scored_gates, scored_routes
@@ -75,10 +76,10 @@ def roll_out(learner: Learner) -> RolloutBatch:
         else:
             problems, completions = _drawn_ahead(learner)
         if not problems:  # the others' slots alone are open
-            if data.engine.draws_together:
-                _draw(learner, problems, attempt, numbers)
+            asked = partial(_draw, learner, problems, attempt, numbers)
+            together(learner, asked if data.engine.draws_together else list)
             continue
-        drawn_now = _draw_groups(learner, problems, attempt, numbers, completions)
+        drawn_now = together(learner, partial(_draw_groups, learner, problems, attempt, numbers, completions))
         kept = list(range(len(problems)))
         varied = differing(drawn_now.rewards.view(-1, data.group_size))
         if data.group_size > 1:

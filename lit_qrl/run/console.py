@@ -53,6 +53,37 @@ def kept_from_the_screen(folder: Path) -> Iterator[None]:
                 os.environ[name] = value
 
 
+class _Lasting(TextIOWrapper):
+    """Throws away what cannot be written."""
+
+    def write(self, text: str, /) -> int:
+        try:
+            return super().write(text)
+        except OSError:
+            self._leave()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError:
+            self._leave()
+
+    def _leave(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.fileno())
+        os.close(nowhere)
+
+
+def outlast_readers() -> None:
+    """Let a run go on whose screen is gone: a pipe without a reader, a closed terminal, a log on a full disk."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and stream is getattr(sys, f"__{name}__"):
+            lines = stream.line_buffering
+            setattr(sys, name, _Lasting(stream.buffer, stream.encoding, stream.errors, line_buffering=lines))
+
+
 class _File(logging.FileHandler):
     """Makes its folder with its first line: a command that does not train may have none yet."""
 

@@ -1,19 +1,24 @@
-"""Ctrl-C and SIGTERM: a run ends where it can be continued, and its exit status says what ended it.
+"""Ctrl-C, SIGTERM and SIGHUP: a run ends where it can be continued, and its exit status says what ended it.
 
 One process ends at once, or after the updates under way. Several end at the same place, or those that go on would wait
-in a collective for ever: a handler only notes the signal, and at the boundaries of an iteration all ranks learn whether
-one of them has noted any.
+in a collective for ever: a handler notes the signal and tells the other processes, each of which cuts what it draws;
+then, and at the boundaries of an iteration, all ranks learn whether one of them has noted any.
 """
 
 import signal
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""What a person and what a cluster send."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What a person, what a cluster and what a terminal sends that is closed."""
+ECHO = 1.0
+"""Seconds in which a signal to one of several processes may come twice: from a terminal, and from what started them."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -29,8 +34,12 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def status(self) -> int:
-        """The exit status of a process that a signal ended, by the shells' convention: 130 or 143."""
+        """The exit status of a process that a signal ended, by the shells' convention: 130, 143 or 129."""
         return 128 + self.number
+
+
+class Cut(Interrupted):
+    """A signal to any of several processes has ended what this one draws; it goes on to meet the others."""
 
 
 class InterruptedTogether(SIGTERMException):
@@ -48,31 +57,40 @@ class InterruptedTogether(SIGTERMException):
 class Interruption:
     """Turns the signals into `Interrupted`: at once, or when `resume` is called where a step must not be cut.
 
-    Where there are several processes the first signal raises nothing: whoever asks `pending` raises in all of them. A
-    second signal is never put off.
+    Where there are several processes the first signal raises nothing but `Cut` in `cut`: whoever asks `pending` raises
+    in all of them. A second signal is never put off.
     """
 
     def __init__(self) -> None:
         self.pending: int | None = None
         self.deferred = self.together = False
+        self._cuts = self._passed_on = False
+        self._first: float | None = None
+        self._tell: Callable[[int], None] | None = None
         self._before: dict[int, Any] = {}
+        self._lock = threading.Lock()
 
-    def install(self, together: bool = False) -> None:
+    def install(self, together: bool = False, tell: Callable[[int], None] | None = None) -> None:
         """Take over the signals, in the main thread; a second call changes nothing.
 
         Args:
             together: whether other processes must end at the same place.
+            tell: gives them the number of the first signal that this one gets.
         """
         if self._before or threading.current_thread() is not threading.main_thread():
             return
-        self.pending, self.deferred, self.together = None, False, together  # of a run before
-        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self.pending, self.deferred, self.together, self._tell = None, False, together, tell  # of a run before
+        self._cuts = self._passed_on = False
+        self._first: float | None = None
+        kept = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else []  # under nohup
+        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS if number not in kept}
 
     def remove(self) -> None:
         """Give the signals back."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        self._before = {}
+        with self._lock:
+            for number, handler in self._before.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            self._before = {}
 
     def defer(self) -> None:
         """Put off what comes from now on until `resume`."""
@@ -88,11 +106,56 @@ class Interruption:
         if self.pending is not None and not self.together:
             raise Interrupted(self.pending)
 
+    @contextmanager
+    def cut(self) -> Iterator[None]:
+        """Let the first signal of any process cut what stands in it, none of which may be a collective.
+
+        Raises:
+            Cut: when there is one, or was one before.
+        """
+        try:
+            self._cuts = self.together
+            if self._cuts and self.pending is not None:
+                raise Cut(self.pending)
+            yield
+        finally:
+            self._cuts = False
+
+    def pass_on(self, number: int) -> None:
+        """Take a signal that another process got; another thread than the main one may call this."""
+        with self._lock:  # the signal must not meet the handler of before
+            if self._before and self.pending is None:
+                self._passed_on = True
+                signal.pthread_kill(threading.main_thread().ident or 0, number)  # it may sleep
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again, self.pending = self.pending is not None, number
+        own, self._passed_on, now = not self._passed_on, False, time.monotonic()
+        first = own and self._first is None
+        if first:
+            self._first = now
+        again = own and not first and now - (self._first or 0.0) >= (ECHO if self.together else 0.0)
+        self.pending = number
         if self.together and not again:
+            if first and self._tell is not None:
+                self._tell(number)
+            if self._cuts:
+                self._cuts = False
+                raise Cut(number)
             return
         if self.deferred and not again:
             print("\nInterrupted: the iteration's updates end first; once more ends the run at once.", flush=True)
             return
         raise Interrupted(number)
+
+
+@runtime_checkable
+class EndsTogether(Protocol):
+    """A callback that ends all processes of a run by a signal that one of them got."""
+
+    def cut(self) -> AbstractContextManager[None]:
+        """See `Interruption.cut`."""
+        ...
+
+    def end_together(self, trainer: Any, module: Any) -> None:
+        """Save and raise `InterruptedTogether` on all ranks, where one of several has got a signal."""
+        ...

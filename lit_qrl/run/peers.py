@@ -13,8 +13,8 @@ from typing import Any
 
 from lit_qrl.errors import ConfigError, listed
 
-ENDED, FAILED, LOST = b"e", b"f", b"l"
-"""What a process says: that it ends as it should, that it ends by an error, that another one is gone."""
+ENDED, FAILED, LOST, SIGNAL = b"e", b"f", b"l", b"s"
+"""What a process says: that it ends as it should, by an error, that another one is gone, that one has got a signal."""
 GRACE = 20.0
 """Seconds in which a process may end by the same error as another, before that one's is told for all."""
 MET = threading.Event()
@@ -80,10 +80,11 @@ class PeerWatch:
     Args:
         gone: called in a thread of its own with a rank, its last words, which are empty where it was killed, and the
             exit status that it gives itself, 0 where it does not say.
+        signalled: called there with the number of a signal that another process got.
     """
 
-    def __init__(self, gone: Callable[[int, str, int], None]) -> None:
-        self._gone = gone
+    def __init__(self, gone: Callable[[int, str, int], None], signalled: Callable[[int], None] | None = None) -> None:
+        self._gone, self._signalled = gone, signalled
         self._peers: dict[int, socket.socket] = {}
         self._thread: threading.Thread | None = None
         self._own_end, self._decided = threading.Event(), threading.Event()
@@ -155,6 +156,14 @@ class PeerWatch:
                 while first.recv(4096):
                     pass
 
+    def tell_signal(self, number: int) -> None:
+        """Tell the others of a signal that this process got; a handler may call this.
+
+        Args:
+            number: of the signal.
+        """
+        self._say(SIGNAL, 0, "", number)
+
     def wait(self, seconds: float) -> None:
         """Give the thread time to find out which process is gone: a broken collective says less than that."""
         self._decided.set()  # this process has no error of its own
@@ -174,10 +183,13 @@ class PeerWatch:
         self._peers, self._thread = {}, None
 
     def _say(self, kind: bytes, rank: int, words: str, status: int = 0) -> None:
-        text = words.encode()[:4000]
         for connection in list(self._peers.values()):
-            with suppress(OSError):
-                connection.sendall(kind + struct.pack("!III", rank, status, len(text)) + text)
+            self._send(connection, kind, rank, words, status)
+
+    def _send(self, connection: socket.socket, kind: bytes, rank: int, words: str, status: int) -> None:
+        text = words.encode()[:4000]
+        with suppress(OSError):
+            connection.sendall(kind + struct.pack("!III", rank, status, len(text)) + text)
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -185,20 +197,31 @@ class PeerWatch:
                 selector.register(connection, selectors.EVENT_READ, rank)
             while selector.get_map() and not self._own_end.is_set():
                 for key, _ in selector.select(timeout=1.0):
+                    said = self._said(key.fileobj, key.data)
+                    if said[0] == SIGNAL:
+                        for other, connection in self._peers.items():
+                            if other not in (0, key.data):  # they hear each other through the first one alone
+                                self._send(connection, SIGNAL, 0, "", said[2])
+                        if self._signalled is not None:
+                            self._signalled(said[2])
+                        continue
                     selector.unregister(key.fileobj)
-                    lost = self._heard(key.fileobj, key.data)
+                    lost = self._heard(key.data, *said)
                     if lost is not None and not self._own_end.is_set():
                         self._say(LOST, *lost)
                         self._gone(*lost)
                         return
 
-    def _heard(self, connection: Any, rank: int) -> tuple[int, str, int] | None:
-        """Return which process is gone, its last words and its status, or None where one has ended as it should."""
+    def _said(self, connection: Any, rank: int) -> tuple[bytes, int, int, str]:
+        """Return the next message of a process: its kind, the rank and the status that it is about, and words."""
         try:
             kind, (about, status, size) = _exactly(connection, 1), struct.unpack("!III", _exactly(connection, 12))
-            words = _exactly(connection, size).decode(errors="replace")
+            return kind, about, status, _exactly(connection, size).decode(errors="replace")
         except OSError:
-            return rank, "", 0
+            return LOST, rank, 0, ""
+
+    def _heard(self, rank: int, kind: bytes, about: int, status: int, words: str) -> tuple[int, str, int] | None:
+        """Return which process is gone, its last words and its status, or None where one has ended as it should."""
         if kind == ENDED:
             return None
         if kind == LOST:

@@ -177,9 +177,10 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _sentence(target: Path, error: BaseException) -> str:
+    # torch's own writer turns an error of the file into one of its own
+    error = error.__context__ if isinstance(error.__context__, OSError) else error
     what = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    # torch's own writer turns a full disk into an error of its own
     remedy = "Free some space" if full or "failed writing" in str(error) else "See that the folder can be written"
     kept = f"The one before it is whole: {target}." if target.exists() else "No checkpoint had been written before it."
     return f"A checkpoint could not be written: {what}. {kept} {remedy}, and go on with --ckpt_path last."

@@ -5,6 +5,7 @@ import re
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -14,7 +15,7 @@ from lit_qrl.run.config import flat
 from lit_qrl.run.description import Described, describe
 from lit_qrl.run.diary import event
 from lit_qrl.run.folder import last_checkpoint
-from lit_qrl.run.interrupt import InterruptedTogether
+from lit_qrl.run.interrupt import InterruptedTogether, Interruption
 from lit_qrl.run.meeting import Meeting, gather_objects, several_processes
 from lit_qrl.run.peers import MET, PeerWatch, check_same
 from lit_qrl.run.stop import has_learned
@@ -30,7 +31,10 @@ class Peers(Callback):
     """Meets the other processes of a run and watches them; `GRPOModule` adds it where there are several."""
 
     def __init__(self) -> None:
-        self._watch = PeerWatch(self._gone)
+        self._watch = PeerWatch(self._gone, lambda number: self.on_signal(number))
+        self.tell_signal = self._watch.tell_signal
+        self.on_signal: Callable[[int], None] = self._note
+        """Called in a thread of its own with the number of a signal that another process got."""
         self._trainer: Trainer | None = None
         self._meeting: Meeting | None = None
 
@@ -44,11 +48,16 @@ class Peers(Callback):
         relieve_lightning()
         note_signals(trainer)
         rank, size, exchange = trainer.global_rank, trainer.world_size, gather_objects
-        if not several_processes():
-            place: Any = trainer.strategy.cluster_environment  # pyright: ignore[reportAttributeAccessIssue]
-            self._meeting = Meeting(place.main_address, place.main_port, rank, size)
-            exchange = self._meeting.exchange
-        given = exchange(settings(trainer))
+        waiting = Interruption()
+        waiting.install()  # an `Interrupted` has Lightning end those that this one started; the signal alone has not
+        try:
+            if not several_processes():
+                place: Any = trainer.strategy.cluster_environment  # pyright: ignore[reportAttributeAccessIssue]
+                self._meeting = Meeting(place.main_address, place.main_port, rank, size)
+                exchange = self._meeting.exchange
+            given = exchange(settings(trainer))
+        finally:
+            waiting.remove()
         MET.set()
         check_same(given)
         self._watch.start(rank, size, lambda own: exchange(own)[0])
@@ -70,6 +79,12 @@ class Peers(Callback):
         told = isinstance(exception, (ConfigError, StoppedError))
         self._watch.fail(str(exception) if told else f"{type(exception).__name__}: {exception}", status)
         self._watch.stop()
+
+    def _note(self, number: int) -> None:
+        """Note a signal before the training has taken them over."""
+        assert self._trainer is not None
+        connector: Any = self._trainer._signal_connector
+        connector.received_sigterm = True
 
     def _gone(self, rank: int, words: str, status: int = 0) -> None:
         assert self._trainer is not None

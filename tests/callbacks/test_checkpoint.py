@@ -4,7 +4,9 @@ import threading
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.trainer.connectors import signal_connector
 from peft import LoraConfig
 
 from lit_qrl.callbacks import AIS, AQNNoise, RLCallback
@@ -82,21 +84,31 @@ def test_an_adapter_s_run_saves_no_base_and_resumes_with_the_same_bits(tmp_path)
         trainer.fit(other, datamodule=data, ckpt_path=saved, weights_only=True)
 
 
-def test_a_signal_ends_the_run_after_its_updates_with_a_checkpoint_to_go_on_from(tmp_path):
+SLURM = {"JOB_ID": "7", "JOB_NAME": "run", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_the_run_after_its_updates_with_a_checkpoint_to_go_on_from(number, tmp_path, monkeypatch):
     class Signalled(RLCallback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if trainer.current_epoch == 1 and batch_idx == 0:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
 
     _, whole, _ = fit(tmp_path / "whole", data={"mini_batches": 2}, trainer={"max_epochs": 4})
     before = signal.getsignal(signal.SIGTERM)
     options = {"data": {"mini_batches": 2}, "trainer": {"max_epochs": 4}}
+    if number == signal.SIGUSR1:  # at which Lightning saves in the middle of the updates, and queues the job again
+        for name, value in SLURM.items():
+            monkeypatch.setenv(f"SLURM_{name}", value)
+        options["trainer"]["plugins"] = [SLURMEnvironment()]
+        monkeypatch.setattr(signal_connector, "call", lambda command: pytest.fail(str(command)))
     with pytest.raises(SystemExit) as ended:
         fit(tmp_path / "cut", callbacks=[Signalled()], **options)
     assert isinstance(ended.value.__context__, Interrupted)
     assert signal.getsignal(signal.SIGTERM) is before
     saved = last_checkpoint(tmp_path / "cut" / "run")
     assert torch.load(saved, weights_only=True)["global_step"] == 4  # both updates of the second iteration
+    assert not list((tmp_path / "cut" / "run").glob("hpc*"))
     trainer, resumed, data = build(tmp_path / "cut", **options)
     trainer.fit(resumed, datamodule=data, ckpt_path=saved, weights_only=True)
     assert torch.equal(parameters_of(resumed), parameters_of(whole))
@@ -187,3 +199,18 @@ def test_a_run_under_an_average_goes_on_from_what_it_trained(tmp_path):
     trainer, resumed, data = started(tmp_path / "cut", max_epochs=4)
     trainer.fit(resumed, datamodule=data, ckpt_path=saved, weights_only=True)
     assert torch.equal(parameters_of(resumed), parameters_of(whole))
+
+
+def test_a_run_that_is_ended_before_it_has_gone_on_leaves_the_checkpoint_that_it_took(tmp_path):
+    class Signalled(RLCallback):
+        def on_rollout_start(self, trainer, module, version):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    fit(tmp_path, trainer={"max_epochs": 2})
+    saved = last_checkpoint(tmp_path / "run")
+    before = saved.read_bytes()
+    with pytest.raises(SystemExit):
+        fit(tmp_path, callbacks=[Signalled()], ckpt_path=saved, trainer={"max_epochs": 3})
+    assert saved.read_bytes() == before
+    trainer, _, _ = fit(tmp_path, ckpt_path=saved, trainer={"max_epochs": 3})
+    assert trainer.current_epoch == 3

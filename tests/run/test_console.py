@@ -99,3 +99,24 @@ def test_vllm_s_own_logging_stays_away_from_the_screen(tmp_path):
     assert "Successfully" not in done.stdout + done.stderr
     assert "only once" in done.stderr
     assert "Successfully reset prefix cache" in (tmp_path / LOG_FILE).read_text()
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_program_goes_on_whose_output_nobody_reads(name):
+    words = f"""
+import sys
+from lit_qrl.run.console import outlast_readers
+outlast_readers()
+print("first é", file=sys.{name}, flush=True)
+sys.stdin.read()  # until the reader is gone
+for _ in range(3):
+    print("more", file=sys.{name}, flush=True)
+print("x" * 100000, file=sys.{name})
+"""
+    pipes = {"stdin": subprocess.PIPE, name: subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", words], **pipes) as process:
+        read = getattr(process, name)
+        assert read.readline().decode() == "first é\n"
+        read.close()
+        process.stdin.close()
+        assert process.wait(60) == 0

@@ -12,7 +12,7 @@ from lit_qrl.run.peers import PeerWatch, check_same, require_free_port
 def connected(size):
     """The watches of a run's processes, all in this one, and what each was told."""
     told = [queue.Queue() for _ in range(size)]
-    watches = [PeerWatch(lambda *gone, own=own: own.put(gone)) for own in told]
+    watches = [PeerWatch(lambda *gone, own=own: own.put(gone), own.put) for own in told]
     address = queue.Queue()
 
     def broadcast(value):
@@ -44,6 +44,19 @@ def test_all_others_are_told_which_process_is_gone(lost):
         if rank != lost:
             assert own.get(timeout=20) == (lost, "", 0)
     assert told[lost].empty()
+    for watch in watches:
+        watch.stop()
+
+
+@pytest.mark.parametrize("signalled", [0, 1, 2])
+def test_all_others_are_told_of_a_signal_and_go_on_watching(signalled):
+    watches, told = connected(3)
+    for number in (15, 2):
+        watches[signalled].tell_signal(number)
+        assert [own.get(timeout=20) for rank, own in enumerate(told) if rank != signalled] == [number] * 2
+    killed(watches[signalled])
+    assert [own.get(timeout=20) for rank, own in enumerate(told) if rank != signalled] == [(signalled, "", 0)] * 2
+    assert told[signalled].empty()
     for watch in watches:
         watch.stop()
 

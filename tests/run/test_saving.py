@@ -69,12 +69,17 @@ def test_the_copy_on_the_host_is_used_again(tmp_path):
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]["a"][0, 0] == 2.0
 
 
+FULL = RuntimeError("unexpected pos 704 vs 598")  # of torch's writer, when the file is closed
+FULL.__context__ = OSError(errno.ENOSPC, "No space left on device")
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device.*Free some space"),
         (PermissionError(errno.EACCES, "Permission denied"), "Permission denied.*can be written"),
         (RuntimeError("PytorchStreamWriter failed writing file data/0"), "failed writing.*Free some space"),
+        (FULL, "No space left on device. .*Free some space"),
     ],
 )
 def test_a_write_that_fails_leaves_the_file_before_it_and_is_told_at_the_next(tmp_path, monkeypatch, error, message):

@@ -1,9 +1,12 @@
+import os
+import signal
 import threading
 from types import SimpleNamespace
 
 import pytest
 
 from lit_qrl.callbacks import TruncatedIS
+from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.strategies import peers
 from lit_qrl.strategies.peers import Peers, relieve_lightning, settings
 from tests.tiny_run import build
@@ -85,3 +88,19 @@ def test_settings_are_those_that_decide_what_is_learned(tmp_path, monkeypatch):
     assert [found[name] for name in names] == ["7", 4, 3.0, "SingleDeviceStrategy"]
     assert found["data.prompts_per_iteration"] == data.prompts_per_iteration
     assert not [name for name in found if "default_root_dir" in name]
+
+
+def test_a_signal_while_the_others_are_waited_for_ends_those_that_were_started_too(monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(peers, "settings", lambda trainer: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(peers, "Meeting", lambda *place: SimpleNamespace(exchange=lambda own: [own]))
+    place = SimpleNamespace(main_address="127.0.0.1", main_port=0)
+    trainer = SimpleNamespace(
+        global_rank=0,
+        world_size=2,
+        strategy=SimpleNamespace(cluster_environment=place),
+        _signal_connector=SimpleNamespace(),
+    )
+    with pytest.raises(Interrupted):  # at which Lightning kills them
+        Peers().meet(trainer)
+    assert signal.getsignal(signal.SIGTERM) is before

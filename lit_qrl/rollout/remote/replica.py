@@ -15,12 +15,12 @@ from typing import Any
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.engine import Dialogue, EngineDiedError, Finished, RolloutEngine
 from lit_qrl.rollout.pauses import Stand
+from lit_qrl.rollout.remote import wire
 from lit_qrl.rollout.remote.dialogue import told
 from lit_qrl.rollout.remote.duplex import Duplex
 from lit_qrl.rollout.remote.group import local_address
 from lit_qrl.rollout.remote.pausing import Pausing
 from lit_qrl.rollout.remote.transfer import probe
-from lit_qrl.rollout.remote.wire import connect
 from lit_qrl.types import SamplingParams
 
 COMMAND = (sys.executable, "-P", "-m", "lit_qrl.rollout.remote.server")
@@ -110,8 +110,9 @@ class Replica:
         self.start()
         self._starting = False
         host, _, port = (f"127.0.0.1:{self._port()}" if self.place.started else self.place.name).rpartition(":")
+        patience = wire.AGAIN if self._opened and not self.place.started else 0.0
         try:
-            self._connection = Duplex(connect(host, int(port), self._token))
+            self._connection = Duplex(wire.connect(host, int(port), self._token, patience))
         except ConfigError as error:
             if self._opened:  # it was there, so the run can say more than that its settings are wrong
                 raise EngineDiedError(str(error)) from error

@@ -10,6 +10,7 @@ import json
 import platform
 import socket
 import struct
+import time
 from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -22,6 +23,9 @@ from lit_qrl.errors import ConfigError
 PROTOCOL = 2
 CONNECT = 25.0
 """Seconds in which a server must accept, know the token, and say its versions; an unreachable host is named then."""
+AGAIN = 60.0
+"""Seconds that a run waits for a server which was there and listens no more: something may start it again."""
+PAUSE = 0.5
 ADMIT = 10.0
 """Seconds in which a client must do the same; until then no other is heard."""
 COMPARED = ("torch", "transformers", "vllm")
@@ -120,22 +124,33 @@ def admit(accepted: socket.socket, token: bytes) -> Connection:
     return connection
 
 
-def connect(host: str, port: int, token: bytes) -> Connection:
+def connect(host: str, port: int, token: bytes, patience: float = 0.0) -> Connection:
     """Return the connection to a server.
 
+    Args:
+        host: where it listens.
+        port: where it listens.
+        token: that it knows.
+        patience: seconds in which it may begin to listen.
+
     Raises:
-        ConfigError: where nobody answers within 30 s, the token is another, or versions differ.
+        ConfigError: where nobody listens or answers in time, the token is another, or versions differ.
     """
-    place = f"{host}:{port}"
-    try:
-        reached = socket.create_connection((host, port), timeout=CONNECT)
-    except OSError as error:
-        raise ConfigError(
-            f"The engine's server at {place} cannot be reached.",
-            expected=f"`lit-qrl serve` there, within {CONNECT:g} s",
-            given=error.strerror or str(error),
-            remedy="Start it, and see that no firewall stands between.",
-        ) from error
+    place, until = f"{host}:{port}", time.monotonic() + patience
+    while True:
+        try:
+            reached = socket.create_connection((host, port), timeout=CONNECT)
+            break
+        except OSError as error:
+            if isinstance(error, ConnectionRefusedError) and time.monotonic() < until:
+                time.sleep(PAUSE)
+                continue
+            raise ConfigError(
+                f"The engine's server at {place} cannot be reached.",
+                expected=f"`lit-qrl serve` there{f', within {patience:g} s' if patience else ''}",
+                given=error.strerror or str(error),
+                remedy="Start it, and see that no firewall stands between.",
+            ) from error
     connection = _connection(reached, CONNECT)
     try:
         answer_challenge(connection, token)

@@ -37,9 +37,9 @@ class Mortal(TransformersEngine):
 
 
 @contextmanager
-def server(token=TOKEN):
+def server(token=TOKEN, port=0):
     """Give `host:port` of a server that serves runs one after the other."""
-    listener = listen("127.0.0.1", 0)
+    listener = listen("127.0.0.1", port)
 
     def until_closed():
         with suppress(OSError):

@@ -1,12 +1,14 @@
 """A replica's process: started, ended, and gone."""
 
 import os
+import threading
+from contextlib import ExitStack
 
 import pytest
 
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError
-from lit_qrl.rollout.remote import replica
+from lit_qrl.rollout.remote import replica, wire
 from lit_qrl.rollout.remote.replica import Place, Replica
 from tests.rollout.remote.served import TOKEN, server
 
@@ -63,7 +65,24 @@ def test_what_is_asked_of_a_replica_that_is_gone_is_its_death():
     assert one.dead
 
 
-def test_a_server_that_was_there_and_is_gone_is_a_death_and_no_setting():
+def test_a_server_that_was_there_and_is_started_again_is_waited_for():
+    with server() as place:
+        one = Replica(Place(place, TOKEN), TransformersEngine())
+        one.open()
+    one.restart()
+    again = ExitStack()
+    port = int(place.rpartition(":")[2])
+    starting = threading.Timer(1.0, lambda: again.enter_context(server(port=port)))
+    starting.start()
+    with again:
+        one.open()
+        assert not one.dead
+        one.close()
+        starting.join()
+
+
+def test_a_server_that_was_there_and_is_gone_is_a_death_and_no_setting(monkeypatch):
+    monkeypatch.setattr(wire, "AGAIN", 0.1)
     with server() as place:
         one = Replica(Place(place, TOKEN), TransformersEngine())
         one.open()
