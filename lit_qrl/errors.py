@@ -151,6 +151,10 @@ def require_object(key: str, given: object, example: str) -> None:
         raise ConfigError(f"{key} is no object.", expected=f"one such as {example}", given=shown)
 
 
+TELLING = 3
+"""Letters from which on the beginning of a single name says which one is meant."""
+
+
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Return a "did you mean" sentence for `name`, or the list of choices when nothing is close.
 
@@ -161,7 +165,7 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     """
     choices, small = list(choices), name.lower()
     same = [one for one in choices if small and small in (one.lower(), "".join(filter(str.isupper, one)).lower())]
-    begun = [one for one in choices if small and one.lower().startswith(small)]
+    begun = [one for one in choices if len(small) >= TELLING and one.lower().startswith(small)]
     close = same or difflib.get_close_matches(name, choices, n=1) or (begun if len(begun) == 1 else [])
     return f"Did you mean {close[0]!r}?" if close else f"Choose one of {', '.join(choices)}."
 

@@ -145,7 +145,7 @@ class GRPOModule(Described, LightningModule):
         self.iteration.logprobs = forward.logprobs.detach()
         if batch_idx < self.data.parts:
             self.iteration.remember_old(micro_batch, forward.logprobs)
-        weigh_here(self, batch, forward.logprobs)
+        weigh_here(self, micro_batch, forward.logprobs)
         terms = self.objective.terms(forward.logprobs, shifted(self, batch, forward.gates), forward.entropy)
         loss = self.objective.loss(terms.loss, batch, micro_batch.total) + balance(batch)
         self._record(micro_batch, forward.entropy, terms.metrics, loss)

@@ -355,7 +355,11 @@ KNOWN_BEFORE_A_MODEL = {
         ["--trainer.precision", "bf17"],
         ["64, 32, 16, ", "bf16-true, bf16-mixed", "Given: bf17", "Did you mean 'bf16'?"],
     ),
-    "unknown logger": (["--trainer.logger", "Tensor"], ["no class 'Tensor'", "CSVLogger, ", "TensorBoardLogger"]),
+    "beginning of a logger": (
+        ["--trainer.logger", "Tensor"],
+        ["no class 'Tensor'", "Did you mean 'TensorBoardLogger'"],
+    ),
+    "unknown logger": (["--trainer.logger", "Ledger"], ["no class 'Ledger'", "CSVLogger, ", "TensorBoardLogger"]),
     "option of an adapter that is not chosen": (
         ["--model.policy.lora.r", 3],
         ["no option 'r'", "lora.class_path first (such as peft.LoraConfig)"],

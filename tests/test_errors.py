@@ -24,6 +24,7 @@ def test_nearest_knows_other_cases_initials_and_beginnings():
     for given, meant in {"TIS": "TruncatedIS", "ais": "AIS", "vllm": "VLLMEngine", "int4": "int4_group"}.items():
         assert nearest(given, names) == f"Did you mean {meant!r}?"
     assert nearest("int", names).startswith("Choose one of AIS, ")
+    assert nearest("r", ["revision", "dtype"]) == "Choose one of revision, dtype."
 
 
 def test_memory_that_runs_out_is_one_paragraph_of_the_innermost_work():

@@ -192,7 +192,8 @@ def test_log_probs_stay_fp32_under_stock_precision(tmp_path, precision):
             self.dtypes |= {batch.batch.advantages.dtype, batch.total.dtype}
 
     look = Look()
-    fit(tmp_path, callbacks=[look, AIS()], trainer={"precision": precision, "max_epochs": 1})
+    options = {"data": {"micro_batches": 2}, "trainer": {"precision": precision, "max_epochs": 1}}
+    fit(tmp_path, callbacks=[look, AIS()], **options)
     assert look.dtypes <= {torch.float32, torch.int64}
     assert torch.float32 in look.dtypes
 

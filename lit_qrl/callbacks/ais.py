@@ -59,6 +59,7 @@ class AIS(RLCallback):
         self.level: Literal["token", "sequence"] = level
         self.takes_sequence_ratio = level == "sequence"
         self.scope: Literal["minibatch", "rollout"] = scope
+        self.needs_learner_old = scope == "rollout"
         self.gates: deque[Tensor] = deque(maxlen=HISTORY)
 
     def on_rollout_end(self, trainer: Trainer, module: Any, batch: RolloutBatch) -> None:

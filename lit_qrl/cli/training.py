@@ -83,7 +83,6 @@ Examples:
   lit-qrl {0} --config configs/quickstart.yaml --config configs/correction/tis.yaml --data.temperature 0.9
   lit-qrl {0} --data.engine.help VLLMEngine     shows the options of a class
 """
-"""Instead of one that lists a hundred options."""
 TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,  # the module evaluates once before the first iteration, and logs it
     "use_distributed_sampler": False,  # ranks take their share of prompts themselves

@@ -8,24 +8,29 @@ from torch import Tensor
 from lit_qrl.functional.importance import batch_normalized, log_ratio
 from lit_qrl.loop.combine import combine
 from lit_qrl.loop.hooks import Learner, corrected, overrides, rl_callbacks
-from lit_qrl.types import AllReduce, LossContext, RolloutBatch, no_all_reduce
+from lit_qrl.types import AllReduce, LossContext, MicroBatch, RolloutBatch, no_all_reduce
+
+
+def is_one_pass(learner: Learner) -> bool:
+    """Return whether an iteration is one update of one micro-batch, whose forward pass sees all that there is."""
+    data = learner.data
+    return data.budget is None and data.passes * data.mini_batches * data.parts == 1
 
 
 def needs_learner_old(learner: Learner) -> bool:
     """Return whether learner_old must be scored on its own, before the update.
 
-    With one update per rollout it is the training forward's own log-probs, and `weigh` takes them there; what has to be
-    known of the whole batch before, or after the learner has moved, is not to be had from that; nor is what a training
-    forward with dropout says.
+    With one update per rollout it is the training forward's own log-probs, and `weigh_here` takes them there; what has
+    to be known of several micro-batches before the first, or after the learner has moved, is not to be had from that;
+    nor is what a training forward with dropout says.
     """
     objective: Any = learner.objective
     callbacks = list(rl_callbacks(learner.trainer))
     corrections = [callback for callback in callbacks if overrides(callback, "correct")]
     if learner.policy.dropout or any(callback.needs_learner_old for callback in callbacks):
         return True
-    if any(callback.needs == "batch" for callback in corrections):
-        return True
-    if corrections and objective.normalize_weights is not None:
+    of_whole = any(callback.needs == "batch" for callback in corrections)
+    if (of_whole or (corrections and objective.normalize_weights is not None)) and not is_one_pass(learner):
         return True
     if objective.kl_coefficient and objective.kl_in == "reward" and objective.old_logprobs != "bypass":
         return True
@@ -96,13 +101,21 @@ def weigh(
     return metrics
 
 
-def weigh_here(learner: Learner, batch: RolloutBatch, logprobs: Tensor) -> None:
-    """Set the weights of a micro-batch from the training forward's log-probs, where learner_old was not scored.
+@torch.no_grad()
+def weigh_here(learner: Learner, part: MicroBatch, logprobs: Tensor) -> None:
+    """Correct a micro-batch by the training forward's log-probs, where learner_old was not scored.
 
     Raises:
         ValueError: a correction that needs only sequences rejected tokens, which changes the whole batch's denominator.
     """
+    batch = part.batch
     if batch.learner_old_logprobs is not None or not corrected(learner.trainer):
+        return
+    if is_one_pass(learner):
+        batch.learner_old_logprobs = torch.where(batch.mask, logprobs.detach().float(), 0.0)
+        part.total, part.has_signal = correct(learner, batch)
+        if batch.keep is not None:
+            learner.iteration.skip_step = not bool(part.has_signal)
         return
     weigh(learner, batch, logprobs.detach())
     if batch.keep is not None:
@@ -114,11 +127,11 @@ def weigh_here(learner: Learner, batch: RolloutBatch, logprobs: Tensor) -> None:
 
 @torch.no_grad()
 def close(learner: Learner) -> None:
-    """Close the iteration after its last update; what the training forward weighed is measured as a whole."""
+    """Close the iteration after its last update; what was weighed by parts is measured as a whole."""
     state = learner.iteration
     measured = state.measured()
     old = None if measured is None or measured is state.rollout else measured.learner_old_logprobs
-    if measured is not None and old is not None and corrected(learner.trainer):
+    if measured is not None and old is not None and corrected(learner.trainer) and not is_one_pass(learner):
         state.metrics.update(weigh(learner, measured, old, learner.reduce))
     if learner.data.ahead is not None:
         learner.data.ahead.tell_staleness(learner)

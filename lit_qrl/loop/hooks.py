@@ -84,7 +84,8 @@ class RLCallback(Described, Callback):
     is for autoregressive log-probs, not for the estimates of masked diffusion."""
     needs: Literal["sequence", "batch"] = "batch"
     """What `correct` looks at: `sequence` where the weights of a sequence depend on that sequence alone and nothing is
-    rejected. With one update per rollout they are then taken from the training forward's own log-probs."""
+    rejected. With one update per rollout they are then taken from the training forward's own log-probs, as those of a
+    whole batch are where that is one micro-batch."""
     needs_learner_old: bool = False
     """True when `on_rollout_end` reads learner_old's log-probs."""
     replays: Literal["rollout", "old"] | None = None
@@ -112,8 +113,8 @@ class RLCallback(Described, Callback):
     def correct(self, trainer: Trainer, module: "Learner", context: LossContext) -> Correction | None:
         """Return weights and rejections, called once for every whole mini-batch.
 
-        With `needs` = "sequence" and one update per rollout it is called for every micro-batch, on one rank alone, and
-        once more on all sequences for its metrics.
+        With `needs` = "sequence" and one update of several micro-batches per rollout it is called for each, on one rank
+        alone, and once more on all sequences for its metrics.
         """
         return None
 

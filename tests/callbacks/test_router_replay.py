@@ -81,7 +81,8 @@ def test_the_samplers_experts_are_taken_in_scoring_and_training(tmp_path, policy
 
 
 def test_without_replay_the_same_run_disagrees_and_nothing_is_recorded(tmp_path):
-    watching, row, _ = trained(tmp_path, AIS(), engine=OddEngine(dtype="fp32"), format="auto")
+    options = {"engine": OddEngine(dtype="fp32"), "format": "auto", "data": {"micro_batches": 2}}
+    watching, row, _ = trained(tmp_path, AIS(), **options)
     assert (watching.rollout.learner_old_logprobs - watching.rollout.sampler_logprobs).abs().max() > 0.01
     assert watching.rollout.routed_experts is None
     assert not [name for name in row if name.startswith("routing/")]

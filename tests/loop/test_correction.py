@@ -26,8 +26,8 @@ WHOLE = [
 ]
 
 
-def learner(objective, callbacks=(), passes=1, mini_batches=1, dropout=False):
-    data = SimpleNamespace(passes=passes, mini_batches=mini_batches)
+def learner(objective, callbacks=(), passes=1, mini_batches=1, parts=2, dropout=False, budget=None):
+    data = SimpleNamespace(passes=passes, mini_batches=mini_batches, parts=parts, budget=budget)
     policy, trainer = SimpleNamespace(dropout=dropout), SimpleNamespace(callbacks=list(callbacks))
     return SimpleNamespace(objective=objective, data=data, policy=policy, trainer=trainer)
 
@@ -42,8 +42,17 @@ def test_a_correction_by_sequences_waits_only_with_several_updates(callback):
 
 
 @pytest.mark.parametrize("callback", WHOLE, ids=lambda c: type(c).__name__)
-def test_what_looks_at_the_whole_batch_waits(callback):
+def test_what_looks_at_the_whole_batch_waits_unless_one_pass_sees_it(callback):
     assert needs_learner_old(learner(GRPO(), [callback]))
+    assert not needs_learner_old(learner(GRPO(), [callback], parts=1))
+    assert not needs_learner_old(learner(GRPO(normalize_weights="token"), [callback], parts=1))
+    assert needs_learner_old(learner(GRPO(), [callback], parts=1, passes=2))
+    assert needs_learner_old(learner(GRPO(), [callback], parts=1, mini_batches=2))
+    assert needs_learner_old(learner(GRPO(), [callback], parts=1, budget=object()))  # which may take more
+
+
+def test_a_gate_of_the_rollout_waits_for_the_rollout():
+    assert needs_learner_old(learner(GRPO(), [AIS(scope="rollout")], parts=1))
 
 
 def test_without_corrections():
@@ -97,22 +106,31 @@ def one_update(folder, monkeypatch, callbacks, objective, **data):
 
 
 @pytest.mark.parametrize(
-    ("callback", "objective"),
+    ("callback", "objective", "parts"),
     [
-        (lambda: TruncatedIS(upper=1.001), GRPO(scale="none")),
-        (lambda: MaskedIS(upper=1.002), GRPO(scale="none", reduction="token")),
-        (lambda: TruncatedIS("sequence", upper=1.01), GRPO(old_logprobs="policy_gradient")),
-        (lambda: MaskedIS("geometric", upper=1.001), GRPO(scale="none")),
-        (None, TBPO(mismatch_cap=1.001)),
+        (lambda: TruncatedIS(upper=1.001), GRPO(scale="none"), 2),
+        (lambda: MaskedIS(upper=1.002), GRPO(scale="none", reduction="token"), 2),
+        (lambda: TruncatedIS("sequence", upper=1.01), GRPO(old_logprobs="policy_gradient"), 2),
+        (lambda: MaskedIS("geometric", upper=1.001), GRPO(scale="none"), 2),
+        (None, TBPO(mismatch_cap=1.001), 2),
+        (lambda: TruncatedIS(upper=1.001), GRPO(scale="none"), 1),
+        (lambda: TruncatedIS(upper=1.001), GRPO(scale="none", normalize_weights="sequence"), 1),
+        (lambda: AIS(saturation=1e-6, clip=1.001), GRPO(scale="none"), 1),
+        (lambda: TokenVeto(0.998), GRPO(scale="none", reduction="token"), 1),
+        (lambda: GeometricRejection(0.9999, 1.0001), GRPO(scale="none"), 1),
     ],
-    ids=["tis", "mis", "sequence-tis", "geometric-mis", "tbpo"],
+    ids=[
+        *("tis", "mis", "sequence-tis", "geometric-mis", "tbpo"),
+        *("tis-whole", "normalized-whole", "ais-whole", "veto-whole", "rs-whole"),
+    ],
 )
-def test_the_training_forward_gives_what_a_scoring_pass_gives(tmp_path, monkeypatch, callback, objective):
+def test_the_training_forward_gives_what_a_scoring_pass_gives(tmp_path, monkeypatch, callback, objective, parts):
     own = [callback()] if callback else []
     other = [callback()] if callback else []
-    one = one_update(tmp_path / "one", monkeypatch, own, objective)
-    two = one_update(tmp_path / "two", monkeypatch, [*other, Early()], objective)
-    plain = one_update(tmp_path / "plain", monkeypatch, [], GRPO(scale=objective.scale, reduction=objective.reduction))
+    one = one_update(tmp_path / "one", monkeypatch, own, objective, micro_batches=parts)
+    two = one_update(tmp_path / "two", monkeypatch, [*other, Early()], objective, micro_batches=parts)
+    alike = GRPO(scale=objective.scale, reduction=objective.reduction)
+    plain = one_update(tmp_path / "plain", monkeypatch, [], alike, micro_batches=parts)
     assert (one[2], two[2]) == (0, 1)
     torch.testing.assert_close(one[0], two[0], rtol=0, atol=1e-6 * float(two[0].abs().max()))
     assert float((one[0] - plain[0]).norm()) > 1e-4 * float(plain[0].norm())  # it corrects something
@@ -123,8 +141,24 @@ def test_the_training_forward_gives_what_a_scoring_pass_gives(tmp_path, monkeypa
         assert one[1][name] == pytest.approx(two[1][name], rel=1e-3, abs=1e-5), name
 
 
-def test_a_correction_that_needs_the_whole_batch_still_gets_its_pass(tmp_path, monkeypatch):
+def test_a_correction_that_needs_several_micro_batches_still_gets_its_pass(tmp_path, monkeypatch):
     assert one_update(tmp_path, monkeypatch, [AIS()], GRPO())[2] == 1
+
+
+def test_each_mini_batch_is_corrected_once(tmp_path, monkeypatch):
+    for parts in (1, 2):
+        ais = AIS()
+        one_update(tmp_path / str(parts), monkeypatch, [ais], GRPO(), micro_batches=parts)
+        assert len(ais.gates) == 1
+
+
+def test_a_pass_of_which_all_is_rejected_takes_no_step(tmp_path, monkeypatch):
+    class Reject(RLCallback):
+        def correct(self, trainer, module, context):
+            return Correction(keep=torch.zeros_like(context.mask))
+
+    _, row, scored = one_update(tmp_path, monkeypatch, [Reject()], GRPO(), micro_batches=1)
+    assert (scored, row["guard/skipped_steps"]) == (0, 1.0)
 
 
 def test_weighing_a_micro_batch_waits_for_nothing():
@@ -133,7 +167,7 @@ def test_weighing_a_micro_batch_waits_for_nothing():
     batch.learner_old_logprobs = None
     trainer = SimpleNamespace(callbacks=[MaskedIS()])
     with no_host_sync():
-        weigh_here(SimpleNamespace(trainer=trainer), batch, given.learner_old)
+        weigh_here(learner(GRPO(), trainer.callbacks), SimpleNamespace(batch=batch), given.learner_old)
     whole = rollout(given)
     weigh(SimpleNamespace(trainer=trainer), whole, given.learner_old)
     assert torch.equal(batch.weights, whole.weights)
@@ -143,7 +177,7 @@ def test_weighing_a_micro_batch_waits_for_nothing():
 def test_what_was_scored_is_not_weighed_again():
     batch = rollout(context())
     trainer = SimpleNamespace(callbacks=[TruncatedIS()])
-    weigh_here(SimpleNamespace(trainer=trainer), batch, batch.learner_old_logprobs + 1)
+    weigh_here(learner(GRPO(), trainer.callbacks), SimpleNamespace(batch=batch), batch.learner_old_logprobs + 1)
     assert batch.weights is None
 
 
@@ -157,4 +191,4 @@ def test_a_correction_that_rejects_must_see_the_whole_batch():
     batch = rollout(context())
     batch.learner_old_logprobs = None
     with pytest.raises(ValueError, match="Set its needs to 'batch'"):
-        weigh_here(SimpleNamespace(trainer=SimpleNamespace(callbacks=[Rejects()])), batch, batch.sampler_logprobs)
+        weigh_here(learner(GRPO(), [Rejects()]), SimpleNamespace(batch=batch), batch.sampler_logprobs)
