@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from lit_qrl.formats.kernels import tiles_triton
+from lit_qrl.rollout import codes_triton
 
 
 @triton.jit
@@ -31,4 +32,5 @@ def use(patch, inverse=reciprocal):
         inverse: the reciprocal that the device approximates.
     """
     patch.setattr(tiles_triton, "_reciprocal", inverse)
-    patch.setattr(tiles_triton, "libdevice", SimpleNamespace(exp=exp))
+    for module in (tiles_triton, codes_triton):
+        patch.setattr(module, "libdevice", SimpleNamespace(exp=exp))

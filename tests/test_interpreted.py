@@ -115,6 +115,6 @@ def compare_cases(device):
     compare(0.15, kept=1, plugin=UnifiedFP8)
 
 
+@pytest.mark.vllm  # which brings Triton
 def test_iterations_by_a_gpus_kernels_have_the_gradients_of_those_without():
-    pytest.importorskip("triton")
     run_interpreted(compare_cases)

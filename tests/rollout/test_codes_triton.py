@@ -10,12 +10,6 @@ from tests.formats.kernels import test_tiles_triton
 from tests.formats.oracle import bits
 from tests.triton_interpreter import run_interpreted
 
-INTERPRETED = test_tiles_triton.INTERPRETED.replace(
-    "compare =",
-    "from lit_qrl.rollout import codes_triton\ncodes_triton.libdevice = tiles_triton.libdevice\ncompare =",
-    1,
-)
-
 
 def compare_codes(made, by_row, case):
     """Hold codes and scales against those of the values that the same kernel gave."""
@@ -69,7 +63,7 @@ def compare_gates(device):
 @pytest.mark.vllm  # which brings Triton
 @pytest.mark.parametrize("part", [compare_norms, compare_gates])
 def test_kernels_in_the_interpreter(part):
-    run_interpreted(part, INTERPRETED)
+    run_interpreted(part, test_tiles_triton.INTERPRETED)
 
 
 @pytest.mark.gpu
