@@ -112,6 +112,7 @@ def weigh_here(learner: Learner, part: MicroBatch, logprobs: Tensor) -> None:
     if batch.learner_old_logprobs is not None or not corrected(learner.trainer):
         return
     if is_one_pass(learner):
+        batch.mask = batch.mask & torch.isfinite(logprobs)  # as `Guard` drops what was scored
         batch.learner_old_logprobs = torch.where(batch.mask, logprobs.detach().float(), 0.0)
         part.total, part.has_signal = correct(learner, batch)
         if batch.keep is not None:

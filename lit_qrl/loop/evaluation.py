@@ -49,7 +49,7 @@ def answer(learner: Learner, share: Any, stage: str) -> Mapping[str, Answers]:
         asks = bool(problems) or data.engine.draws_together
         played = played_by(evaluated.task, [problem.row for problem in problems])
         drawing = partial(draw, learner, ids, n, seed, shown, sampling, share.positions, played)
-        completions = together(learner, drawing if asks else list)
+        completions = together(learner, drawing if asks else list)  # `list` draws nothing
         correct = evaluated.task.is_correct(data.samples(problems, completions, evaluated.task)) if problems else []
         found[kind] = Answers(completions, torch.tensor(correct, dtype=torch.bool).view(len(problems), n))
     return found

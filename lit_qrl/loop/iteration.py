@@ -77,7 +77,7 @@ def roll_out(learner: Learner) -> RolloutBatch:
             problems, completions = _drawn_ahead(learner)
         if not problems:  # the others' slots alone are open
             asked = partial(_draw, learner, problems, attempt, numbers)
-            together(learner, asked if data.engine.draws_together else list)
+            together(learner, asked if data.engine.draws_together else list)  # `list` draws nothing
             continue
         drawn_now = together(learner, partial(_draw_groups, learner, problems, attempt, numbers, completions))
         kept = list(range(len(problems)))

@@ -81,7 +81,7 @@ class Interruption:
             return
         self.pending, self.deferred, self.together, self._tell = None, False, together, tell  # of a run before
         self._cuts = self._passed_on = False
-        self._first: float | None = None
+        self._first = None
         kept = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else []  # under nohup
         self._before = {number: signal.signal(number, self._handle) for number in SIGNALS if number not in kept}
 

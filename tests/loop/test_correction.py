@@ -1,6 +1,7 @@
 """Which corrections wait for a forward pass of their own, and that the training forward's gives the same numbers."""
 
 import csv
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from lit_qrl.callbacks import AIS, GeometricRejection, Guard, MaskedIS, RLCallba
 from lit_qrl.loop.correction import needs_learner_old, weigh, weigh_here
 from lit_qrl.module import GRPOModule
 from lit_qrl.objective import GRPO, TBPO
+from lit_qrl.policy import CausalPolicy
 from lit_qrl.types import Correction
 from tests.callbacks.corrections import context, rollout
 from tests.functional.helpers import no_host_sync
@@ -159,6 +161,26 @@ def test_a_pass_of_which_all_is_rejected_takes_no_step(tmp_path, monkeypatch):
 
     _, row, scored = one_update(tmp_path, monkeypatch, [Reject()], GRPO(), micro_batches=1)
     assert (scored, row["guard/skipped_steps"]) == (0, 1.0)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_token_to_which_the_learner_gives_no_number_leaves_the_loss(tmp_path, monkeypatch, parts):
+    forward = CausalPolicy.forward
+
+    def poisoned(self, batch, *args, **kwargs):
+        scores = forward(self, batch, *args, **kwargs)
+        logprobs = scores.logprobs.clone()
+        logprobs[0, 0] = float("nan")
+        return scores._replace(logprobs=logprobs)
+
+    monkeypatch.setattr(CausalPolicy, "forward", poisoned)
+    options = {"data": {"micro_batches": parts}, "trainer": {"max_epochs": 1}}
+    _, module, _ = fit(tmp_path, callbacks=[AIS()], guard={"max_nonfinite_fraction": 0.5}, **options)
+    row = row_of(tmp_path)
+    assert math.isfinite(row["update/loss"])
+    assert math.isfinite(row["correction/alpha"])
+    assert "guard/vetoed_steps" not in row
+    assert all(torch.isfinite(parameter).all() for parameter in module.policy.parameters())
 
 
 def test_weighing_a_micro_batch_waits_for_nothing():
