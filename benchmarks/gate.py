@@ -20,7 +20,9 @@ def wait() -> None:
 
 if __name__ == "__main__":
     from lit_qrl.cli.main import main, uncollected
+    from lit_qrl.run.allocator import let_segments_grow
 
+    let_segments_grow()
     with uncollected():
         import lit_qrl.cli.training  # noqa: F401
     wait()

@@ -60,9 +60,11 @@ def main(args: Sequence[str] | None = None) -> None:
         return None
     if word == "--print_shtab":
         return print_completion(args[1:])
+    from lit_qrl.run.allocator import let_segments_grow
     from lit_qrl.run.console import outlast_readers
 
     outlast_readers()
+    let_segments_grow()
     if os.getcwd() not in sys.path:
         # So that `class_path: my_file.MyCallback` finds the user's own code; last, or a torch.py there would be torch.
         sys.path.append(os.getcwd())

@@ -43,6 +43,7 @@ from lit_qrl.callbacks.run_folder import standing
 from lit_qrl.cli import reward_functions
 from lit_qrl.cli.config_files import expanded, run_folder_name
 from lit_qrl.cli.dry_run import dry_run
+from lit_qrl.cli.ending import leave_in_place
 from lit_qrl.cli.errors import made_by_training, of_run, paragraph, refused
 from lit_qrl.cli.logging_place import give_place, let_place_be_left_out
 from lit_qrl.cli.parser import ReadableParser
@@ -276,6 +277,7 @@ class QRLCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run the Trainer; a publish that failed ends it with one paragraph, after diary and report."""
+        leave_in_place(self.trainer.strategy)
         try:
             if self.dry_run:
                 dry_run(self.trainer, self.model, self.datamodule)

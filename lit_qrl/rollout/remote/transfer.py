@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lit_qrl.rollout.remote.group import Group
+from lit_qrl.run.allocator import fixed_segments
 
 Way = Literal["memory", "ipc", "socket", "collective", "nccl"]
 CHUNK = 64 * 2**20
@@ -94,13 +95,15 @@ class DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         self.device, self.name, self.size = device, b"", 0
         self._held: Tensor | None = None
+        self._pool: Any = None
 
     def reserve(self, size: int) -> None:
         """Make it at least so large; what was in it is gone when it grows."""
         if size <= self.size:
             return
         self.close()
-        self._held, self.size = torch.empty(size, dtype=torch.uint8, device=self.device), size
+        with fixed_segments(self.device) as self._pool:
+            self._held, self.size = torch.empty(size, dtype=torch.uint8, device=self.device), size
         self.name = handle(self._held)
 
     @property
@@ -117,6 +120,7 @@ class DeviceMemory:
     def close(self) -> None:
         """Give it back."""
         self._held, self.name, self.size = None, b"", 0
+        self._pool = None  # after what was of it
 
 
 Memory = SharedMemory | DeviceMemory

@@ -1,0 +1,31 @@
+"""The end of a run: what lies on a GPU stays there, since the process ends too."""
+
+from collections.abc import Callable
+from functools import partial
+
+from lightning.pytorch.strategies import Strategy
+
+
+def leave_in_place(strategy: Strategy) -> None:
+    """Let the strategy's teardown take neither weights nor optimizer states to the host.
+
+    Lightning does so for what a program does next with its module. A command does nothing: at 7B, all weights trained,
+    57 GiB went to the host in 44 s before the last line of a run.
+
+    Args:
+        strategy: of a Trainer that ends with its process.
+    """
+    strategy.teardown = partial(_teardown, strategy, strategy.teardown)
+
+
+def _teardown(strategy: Strategy, teardown: Callable[[], None]) -> None:
+    module, optimizers = strategy.lightning_module, strategy.optimizers
+    strategy.optimizers = []
+    if module is not None:
+        module.cpu = lambda: module  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        teardown()
+    finally:  # what a run stopped for is told after this, with what its learner held
+        strategy.optimizers = optimizers
+        if module is not None:
+            del module.cpu

@@ -1,0 +1,55 @@
+"""How torch's allocator takes a GPU's memory: in segments that grow, but for memory that other processes open.
+
+Of segments of fixed sizes a run keeps many that its next tensors do not fit in: the lengths of completions differ from
+iteration to iteration. Segments that grow leave no such gaps: at 1.5B the driver shows 42.4 GiB instead of 51.5.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # whoever sets the allocator up has not imported torch yet
+    import torch
+
+NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Variables that torch reads, in its order."""
+GROWING = "expandable_segments"
+
+
+def let_segments_grow() -> None:
+    """Let torch's allocator grow its segments, unless the user has set it up; to be called before torch is imported.
+
+    The variable is that which vLLM looks for, whose own pools cannot grow: it switches them back for the time that it
+    fills those.
+    """
+    if not any(os.environ.get(name) for name in NAMES):
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"{GROWING}:True"
+
+
+@contextmanager
+def fixed_segments(device: "torch.device") -> Iterator[Any]:
+    """Take the memory of what is allocated in the block in segments of fixed sizes, which other processes can open.
+
+    It gives the pool that they are of, which should live as long as they do.
+
+    A handle of a segment that grows is refused to a process that may not trace this one, and takes nine times as long
+    to open where it is not.
+
+    Args:
+        device: where; on a CPU nothing changes.
+    """
+    import torch
+
+    given = next((found for name in NAMES if (found := os.environ.get(name))), "")
+    if device.type != "cuda" or f"{GROWING}:True" not in given:
+        yield None
+        return
+    pool = torch.cuda.MemPool()  # what is free in segments that grow is not taken for it
+    settle = torch._C._accelerator_setAllocatorSettings  # pyright: ignore[reportAttributeAccessIssue]
+    settle(given.replace(f"{GROWING}:True", f"{GROWING}:False"))
+    try:
+        with torch.cuda.use_mem_pool(pool, device):
+            yield pool
+    finally:
+        settle(given)
