@@ -189,6 +189,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--then", choices=("bf16", "fp8_row"), help="format of the sampler from iteration --turn on")
     parser.add_argument("--prompts", type=int, help="of an iteration (default: the case's)")
     parser.add_argument("--memory", action="store_true", help="print what torch and the driver hold after each phase")
+    parser.add_argument("--to_the_end", action="store_true", help="time each run's end too, from its last row on")
     parser.add_argument("--stacks", action="store_true", help="write every second what the run's processes are in")
     parser.add_argument("--devices", type=int, default=1, help="GPUs of the cases in parts")
     parser.add_argument("--iterations", type=int, default=7, help="of each run, the first two of which do not count")
@@ -473,9 +474,11 @@ def measure(args: argparse.Namespace, plan: Planned, started: Started) -> dict[s
     case, run, checkpoints, processes = plan.case, plan.run, plan.checkpoints, started.processes
     before, deadline = device_memory(), time.monotonic() + args.timeout
     begun = time.monotonic()
-    wanted = iterations(args, case) if checkpoints == "none" else sys.maxsize  # then what follows is of no interest
+    whole = checkpoints != "none" or args.to_the_end  # else what follows the last row is of no interest
+    wanted = iterations(args, case) if not whole else sys.maxsize
     try:
         ends, peaks = watch(processes[0], run / "metrics.csv", deadline, wanted)
+        ended = time.monotonic()
     finally:
         end(started)
     rows = read_rows(run / "metrics.csv")[: len(ends)]
@@ -486,7 +489,9 @@ def measure(args: argparse.Namespace, plan: Planned, started: Started) -> dict[s
         **start(begun, ends, rows),
         "seconds_in_all": round(time.monotonic() - begun, 1),
     }
-    if len(rows) < wanted and (processes[0].returncode or checkpoints == "none"):
+    if whole and ends:
+        result["end"] = round(ended - ends[-1], 1)
+    if len(rows) < wanted and (processes[0].returncode or not whole):
         result |= {"error": f"status {processes[0].returncode} after {len(rows)} rows"}
         result |= {"seen": rows, "log": started.log.read_text()[-8000:]}
     if (held := run / "held.jsonl").exists():

@@ -49,7 +49,7 @@ def fixed_segments(device: "torch.device") -> Iterator[Any]:
     settle = torch._C._accelerator_setAllocatorSettings  # pyright: ignore[reportAttributeAccessIssue]
     settle(given.replace(f"{GROWING}:True", f"{GROWING}:False"))
     try:
-        with torch.cuda.use_mem_pool(pool, device):
+        with torch.cuda.device(device), torch.cuda.use_mem_pool(pool):  # of the current device, where none has a number
             yield pool
     finally:
         settle(given)
