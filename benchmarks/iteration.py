@@ -612,6 +612,11 @@ def mismatch(rows: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
+def beside(case: dict[str, Any]) -> bool:
+    """Return whether an adapter is published beside its base, as by default where that is packed, or merged into it."""
+    return "lora" in case and bool(case.get("format") or mixes(case) or case["arm"].startswith("PackedLoRA"))
+
+
 def configuration(
     args: argparse.Namespace, case: dict[str, Any], model: Path, run: Path, checkpoints: str
 ) -> dict[str, Any]:
@@ -627,7 +632,7 @@ def configuration(
     engine = {"class_path": "TransformersEngine"}
     if not args.tiny:
         share = {"32b": 0.5, "8b": 0.25, "30b-a3b": 0.25}.get(case["shape"], 0.3)  # 0.3 is TRL's default
-        options = {"gpu_memory_utilization": share, "quick_start": True, "max_lora_rank": 32 if "lora" in case else 0}
+        options = {"gpu_memory_utilization": share, "quick_start": True, "max_lora_rank": 32 if beside(case) else 0}
         if case.get("parts") or case.get("apart") or mixes(case):  # a start records no more graphs than it needs
             sequences = case["prompts"] * 8 // (args.devices if case.get("parts") else 1)
             graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8, sequences]}
@@ -639,7 +644,7 @@ def configuration(
     if case.get("apart"):
         options = {"engine": engine, "transfer": args.transfer[0]}
         if not args.tiny:
-            options["engine"]["init_args"] |= {"gpu_memory_utilization": 0.8, "max_lora_rank": 0}
+            options["engine"]["init_args"]["gpu_memory_utilization"] = 0.8
         engine = {"class_path": "RemoteEngine", "init_args": options}
     if denoises(case):
         engine = {"class_path": "DiffusionEngine", "init_args": {"block": 8 if args.tiny else 32}}
@@ -684,7 +689,7 @@ def configuration(
         trainer["callbacks"] += [
             {"class_path": "recompute_from.RecomputeFrom", "init_args": {"iteration": args.iterations}}
         ]
-    publisher = {"lora": "adapter" if "lora" in case and not (args.tiny or case.get("apart")) else "auto"}
+    publisher = {"lora": "auto"}
     if denoises(case):
         publisher = {"format": "fp8_tensor"}
     elif case["arm"] == "fp8_row" or parts:  # fp32 masters say nothing of the sampler

@@ -9,8 +9,8 @@ from lightning.pytorch.strategies import Strategy
 def leave_in_place(strategy: Strategy) -> None:
     """Let the strategy's teardown take neither weights nor optimizer states to the host.
 
-    Lightning does so for what a program does next with its module. A command does nothing: at 7B, all weights trained,
-    57 GiB went to the host in 44 s before the last line of a run.
+    Lightning does so for what a program does next with its module. A command does nothing, and a user would wait for
+    57 GiB at 7B with all weights trained.
 
     Args:
         strategy: of a Trainer that ends with its process.

@@ -1,7 +1,7 @@
 """How torch's allocator takes a GPU's memory: in segments that grow, but for memory that other processes open.
 
 Of segments of fixed sizes a run keeps many that its next tensors do not fit in: the lengths of completions differ from
-iteration to iteration. Segments that grow leave no such gaps: at 1.5B the driver shows 42.4 GiB instead of 51.5.
+iteration to iteration. Segments that grow leave no such gaps: at 1.5B the driver shows 38 to 42 GiB instead of 51.5.
 """
 
 import os
@@ -33,8 +33,8 @@ def fixed_segments(device: "torch.device") -> Iterator[Any]:
 
     It gives the pool that they are of, which should live as long as they do.
 
-    A handle of a segment that grows is refused to a process that may not trace this one, and takes nine times as long
-    to open where it is not.
+    What a segment that grows is shared by is a file descriptor, which a process that may not trace this one cannot
+    take.
 
     Args:
         device: where; on a CPU nothing changes.
