@@ -1,6 +1,7 @@
-"""The end of a run: what lies on a GPU stays there, since the process ends too."""
+"""The end of a run: what lies on a GPU stays there, since the process ends too; and with what it would go on."""
 
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from lightning.pytorch.strategies import Strategy
@@ -29,3 +30,12 @@ def _teardown(strategy: Strategy, teardown: Callable[[], None]) -> None:
         strategy.optimizers = optimizers
         if module is not None:
             del module.cpu
+
+
+def again(arguments: Sequence[str]) -> str:
+    """Return the command line with which an interrupted run goes on."""
+    words = [word for word in arguments if not word.startswith("--ckpt_path=")]
+    if "--ckpt_path" in words:
+        at = words.index("--ckpt_path")
+        del words[at : at + 2]
+    return shlex.join(["lit-qrl", *words, "--ckpt_path", "last"])

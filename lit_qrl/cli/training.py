@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import signal
 from collections import Counter
 from collections.abc import Sequence
@@ -43,7 +42,7 @@ from lit_qrl.callbacks.run_folder import standing
 from lit_qrl.cli import reward_functions
 from lit_qrl.cli.config_files import expanded, run_folder_name
 from lit_qrl.cli.dry_run import dry_run
-from lit_qrl.cli.ending import leave_in_place
+from lit_qrl.cli.ending import again, leave_in_place
 from lit_qrl.cli.errors import made_by_training, of_run, paragraph, refused
 from lit_qrl.cli.logging_place import give_place, let_place_be_left_out
 from lit_qrl.cli.parser import ReadableParser
@@ -310,15 +309,6 @@ def passes_per_step(micro_batches: int | str) -> int:
     (4, 1)
     """
     return 1 if isinstance(micro_batches, str) else micro_batches
-
-
-def again(arguments: Sequence[str]) -> str:
-    """Return the command line with which an interrupted run goes on."""
-    words = [word for word in arguments if not word.startswith("--ckpt_path=")]
-    if "--ckpt_path" in words:
-        at = words.index("--ckpt_path")
-        del words[at : at + 2]
-    return shlex.join(["lit-qrl", *words, "--ckpt_path", "last"])
 
 
 @rank_zero_only
