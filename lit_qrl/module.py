@@ -172,6 +172,8 @@ class GRPOModule(Described, LightningModule):
             record.add(name, pair)
         record.add("update/entropy", torch.stack([(entropy.detach() * mask).sum(), mask.sum().float()]))
         parts = self.data.parts * self.trainer.world_size  # of a mini-batch, whose loss is their sum
+        if self.policy.recomputation is not None:
+            record.value("update/recomputed_layers", float(self.policy.recomputation.again))
         record.add("update/loss", torch.stack([loss.detach(), loss.new_tensor(1 / parts)]))
 
     @property

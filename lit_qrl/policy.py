@@ -26,7 +26,7 @@ from lit_qrl.network.folder import FOLDER_REMEDY, HUB_REMEDY, check_expert_count
 from lit_qrl.network.head import check_tied, output_head
 from lit_qrl.network.hidden import scored_hidden
 from lit_qrl.network.invariant import batch_invariant
-from lit_qrl.network.memory import compute_again
+from lit_qrl.network.memory import SelectiveRecomputation, compute_again
 from lit_qrl.network.modes import train_without_dropout
 from lit_qrl.network.padding_free import enable_padding_free, spread
 from lit_qrl.network.reference import Reference
@@ -123,6 +123,7 @@ class CausalPolicy(Described, nn.Module):
         self.tokenizer = self._load_tokenizer(tokenizer, pad_token, eos_token)
         self.stop_token_ids = self._stop_tokens()
         self.model: nn.Module | None = None
+        self.recomputation: SelectiveRecomputation | None = None
         self.deferred: DeferredWeights | None = None
         self.frozen_copies: list[Reference] = []  # no registered submodule: the state dict is the learner's alone
         self._scoring_with_reference = False
@@ -213,7 +214,7 @@ class CausalPolicy(Described, nn.Module):
         else:
             network = self._pretrained(dtype, options)
         network.config.use_cache = False
-        compute_again(network, self.gradient_checkpointing, on_cpu)  # pyright: ignore[reportArgumentType]
+        self.recomputation = compute_again(network, self.gradient_checkpointing, on_cpu)  # pyright: ignore[reportArgumentType]
         if self.packing == "auto" and self.attn_implementation is None:
             enable_padding_free(network, self.dropout)
         if self.lora is not None:

@@ -73,7 +73,8 @@ def iteration(patch, kernels, kept, prompts=1, lora=None, plugin=None):
         network.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": memory.recomputation})
         chosen = memory.SelectiveRecomputation(network)
         memory.body(network)._forward_pre_hooks.clear()  # nobody chooses
-        chosen.kept, chosen._each = kept, 1.0
+        chosen.kept, chosen._passes = kept, memory.MEASURED + 1
+        return chosen
 
     patch.setattr(policy, "compute_again", compute_again)
     if kernels:

@@ -12,6 +12,8 @@ from lit_qrl.network.structure import body, decoder_layers
 
 RESERVE = 0.05
 """Share of a GPU's memory that stays free, for fragments and for libraries' work space."""
+MEASURED = 2
+"""Passes on which what a layer holds is measured."""
 TRANSIENT = 3
 """Layers' worth of activations that the backward pass of one layer takes besides what is kept."""
 HEAD = 2**30
@@ -45,7 +47,7 @@ def kept_layers(layers: int, tokens: int, each: float, width: int, free: int, gr
         each: $a$, bytes a token that a kept layer holds, its output among them.
         width: $h$, bytes a token of a layer's output, which is held in any case.
         free: $F$, bytes that can be allocated.
-        gradients: $G$, bytes of gradients that are still to be made.
+        gradients: $G$, bytes of gradients, and of weights' copies, that are still to be made.
         total: $T$, bytes of the device; $H$ are a fortieth of it for logits, and 1 GiB at least.
 
     >>> kept_layers(28, tokens=8192, each=100_000, width=3072, free=30 << 30, gradients=3 << 30, total=80 << 30)
@@ -61,8 +63,10 @@ def kept_layers(layers: int, tokens: int, each: float, width: int, free: int, gr
     return int(min(max(room // (tokens * max(each - width, 1.0)), 0), layers))
 
 
-def compute_again(network: Any, layers: bool | Literal["auto"], on_cpu: bool) -> None:
+def compute_again(network: Any, layers: bool | Literal["auto"], on_cpu: bool) -> "SelectiveRecomputation | None":
     """Let the backward pass compute decoder layers again: all, none, or those whose activations do not fit.
+
+    It returns what chooses the last, if anything does.
 
     Args:
         network: a causal language model.
@@ -70,18 +74,18 @@ def compute_again(network: Any, layers: bool | Literal["auto"], on_cpu: bool) ->
         on_cpu: where `auto` means none.
     """
     if not layers or (layers == "auto" and on_cpu):
-        return
+        return None
     network.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recomputation})
-    if layers == "auto":
-        SelectiveRecomputation(network)
+    return SelectiveRecomputation(network) if layers == "auto" else None
 
 
 class SelectiveRecomputation:
     """Lets as many decoder layers as fit keep their activations; the others are computed again from their inputs.
 
     A kept layer is spared its second forward pass, a quarter of its arithmetic. The number follows from each forward
-    pass's tokens and the memory that is free before it; what a layer holds is measured on the first. The last layers
-    are kept, which give their memory back first. On a CPU, and where weights are in parts, none is.
+    pass's tokens and the memory that is free before it. What a layer holds is measured on the first two: that after a
+    step may make copies of weights, as in few bits, which the others find; what it holds more is taken for these. The
+    last layers are kept, which give their memory back first. On a CPU, and where weights are in parts, none is.
 
     Args:
         network: a causal language model with gradient checkpointing enabled.
@@ -93,7 +97,11 @@ class SelectiveRecomputation:
         self.kept = 0
         """How many of the last layers are not computed again."""
         self._each: float | None = None
-        self._tokens = self._width = 0
+        self._copies = 0.0
+        """Bytes of a layer that its first pass after a step makes beside what is kept for the backward pass."""
+        self._first = (0, 0)
+        """Bytes and tokens of the first pass."""
+        self._passes = self._tokens = self._width = 0
         for index, layer in enumerate(self.layers):
             layer._gradient_checkpointing_func = partial(self._run, index, layer._gradient_checkpointing_func)
         body(network).register_forward_pre_hook(self._choose, with_kwargs=True)
@@ -101,21 +109,31 @@ class SelectiveRecomputation:
     def _run(self, index: int, checkpoint: Any, function: Any, *args: Any) -> Any:
         if index < len(self.layers) - self.kept:
             return checkpoint(function, *args)
-        return self._measured(function, *args) if self._each is None else function(*args)
+        measures = self._passes <= MEASURED and torch.is_grad_enabled()
+        return self._measured(function, *args) if measures else function(*args)
+
+    @property
+    def again(self) -> int:
+        """How many layers the last pass computes again."""
+        return len(self.layers) - self.kept
 
     def _measured(self, function: Any, *args: Any) -> Any:
         """Call a layer and remember what it holds for the backward pass."""
         device = args[0].device
         self._width, before = args[0].shape[-1] * args[0].element_size(), torch.cuda.memory_allocated(device)
         output = function(*args)
-        if torch.is_grad_enabled():
-            self._each = (torch.cuda.memory_allocated(device) - before) / self._tokens
+        held = torch.cuda.memory_allocated(device) - before
+        self._each = each = held / self._tokens
+        if self._passes == 1:
+            self._first = held, self._tokens
+        self._copies = max(self._first[0] - each * self._first[1], 0.0)
         return output
 
     def _choose(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
         if not torch.is_grad_enabled() or not trained:
             return
+        self._passes += 1
         self._tokens = (kwargs["input_ids"] if "input_ids" in kwargs else args[0]).numel()
         if not _on_one_gpu(trained):
             self.kept = 0
@@ -123,13 +141,15 @@ class SelectiveRecomputation:
             self.kept = 1  # which is measured
         else:
             device = trained[0].device
+            gradients = sum(parameter.nbytes for parameter in trained if parameter.grad is None)
+            copies = int(self._copies * len(self.layers)) if gradients else 0  # of the first pass after a step
             self.kept = kept_layers(
                 layers=len(self.layers),
                 tokens=self._tokens,
                 each=self._each,
                 width=self._width,
                 free=free_memory(device),
-                gradients=sum(parameter.nbytes for parameter in trained if parameter.grad is None),
+                gradients=gradients + copies,
                 total=_total(device),
             )
 

@@ -79,7 +79,7 @@ def test_the_last_layers_are_kept_and_the_gradient_stays(kept):
     model = network()
     choice = SelectiveRecomputation(model)
     model.model._forward_pre_hooks.clear()  # nobody chooses
-    choice.kept, choice._each = kept, 1.0
+    choice.kept, choice._passes = kept, memory.MEASURED + 1
     counts = forwards(model)
     step(model)
     assert counts == [2] * (LAYERS - kept) + [1] * kept
@@ -87,7 +87,7 @@ def test_the_last_layers_are_kept_and_the_gradient_stays(kept):
         assert torch.equal(one.grad, other.grad)
 
 
-def test_the_first_pass_measures_and_the_next_ones_choose(monkeypatch):
+def test_the_first_two_passes_measure_and_all_but_the_first_choose(monkeypatch):
     model = network()
     choice = SelectiveRecomputation(model)
     counts = forwards(model)
@@ -95,13 +95,15 @@ def test_the_first_pass_measures_and_the_next_ones_choose(monkeypatch):
     assert choice.kept == 0  # on a CPU
     assert counts == [2] * LAYERS
 
-    held = iter([1000, 1000 + 6 * 500])
+    copies = 6 * 100  # of weights, in the first pass alone
+    held = iter([1000, 1000 + 6 * 500 + copies, *[2000, 2000 + 6 * 500] * 2])
     monkeypatch.setattr(memory.torch.cuda, "memory_allocated", lambda device=None: next(held))
     monkeypatch.setattr(memory, "_on_one_gpu", lambda parameters: True)
     monkeypatch.setattr(memory, "_total", lambda device: 10**6)
     asked = []
     monkeypatch.setattr(memory, "free_memory", lambda device: 2**30 + 10**6)
     monkeypatch.setattr(memory, "kept_layers", lambda **figures: asked.append(figures) or 2)
+    choice._passes = 0
     counts[:] = [0] * LAYERS
     step(model)
     assert choice.kept == 1
@@ -115,9 +117,18 @@ def test_the_first_pass_measures_and_the_next_ones_choose(monkeypatch):
     counts[:] = [0] * LAYERS
     step(model)
     assert counts == [2, 2, 1, 1]
-    assert asked == [
-        {
-            "layers": LAYERS, "tokens": 6, "each": 500.0, "width": 64, "free": 2**30 + 10**6,
-            "gradients": model.lm_head.weight.nbytes, "total": 10**6,
-        }
-    ]  # fmt: skip
+    assert choice.again == LAYERS - 2
+    figures = {
+        "layers": LAYERS, "tokens": 6, "each": 600.0, "width": 64, "free": 2**30 + 10**6,
+        "gradients": model.lm_head.weight.nbytes, "total": 10**6,
+    }  # fmt: skip
+    assert asked == [figures]
+    step(model)  # which measures no more, and finds the copies
+    assert asked[1:] == [{**figures, "each": 500.0, "gradients": 0}]
+    model.zero_grad()
+    step(model)  # which makes them again
+    assert asked[2] == {
+        **figures,
+        "each": 500.0,
+        "gradients": copies * LAYERS + sum(one.nbytes for one in model.parameters()),
+    }
