@@ -5,6 +5,7 @@ iteration to iteration. Segments that grow leave no such gaps: at 1.5B the drive
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,15 @@ def let_segments_grow() -> None:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"{GROWING}:True"
 
 
+def keep_segments_fixed() -> None:
+    """Let torch's allocator not grow its segments in this process and those that it starts; before any are taken."""
+    for name in NAMES:
+        if f"{GROWING}:True" in os.environ.get(name, ""):
+            os.environ[name] = os.environ[name].replace(f"{GROWING}:True", f"{GROWING}:False")
+            if "torch" in sys.modules:
+                _settle(os.environ[name])
+
+
 @contextmanager
 def fixed_segments(device: "torch.device") -> Iterator[Any]:
     """Take the memory of what is allocated in the block in segments of fixed sizes, which other processes can open.
@@ -46,10 +56,15 @@ def fixed_segments(device: "torch.device") -> Iterator[Any]:
         yield None
         return
     pool = torch.cuda.MemPool()  # what is free in segments that grow is not taken for it
-    settle = torch._C._accelerator_setAllocatorSettings  # pyright: ignore[reportAttributeAccessIssue]
-    settle(given.replace(f"{GROWING}:True", f"{GROWING}:False"))
+    _settle(given.replace(f"{GROWING}:True", f"{GROWING}:False"))
     try:
         with torch.cuda.device(device), torch.cuda.use_mem_pool(pool):  # of the current device, where none has a number
             yield pool
     finally:
-        settle(given)
+        _settle(given)
+
+
+def _settle(options: str) -> None:
+    import torch
+
+    torch._C._accelerator_setAllocatorSettings(options)  # all of them: those left out go back to torch's defaults

@@ -9,7 +9,9 @@ import sys
 import pytest
 import torch
 
+from lit_qrl.rollout import VLLMEngine
 from lit_qrl.rollout.remote import transfer
+from lit_qrl.run import allocator
 from lit_qrl.run.allocator import NAMES, fixed_segments, let_segments_grow
 
 
@@ -42,6 +44,19 @@ def test_commands_say_so_before_torch_is_imported(environment):
     )
     done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (3, "False\n"), done.stderr
+
+
+def test_an_engine_of_several_processes_takes_segments_of_fixed_sizes(environment):
+    said = []
+    environment.setattr(allocator, "_settle", said.append)
+    environment.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True")
+    VLLMEngine()
+    assert not said
+    VLLMEngine(tensor_parallel_size=2)
+    assert said == ["max_split_size_mb:512,expandable_segments:False"]
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == said[0]
+    let_segments_grow()  # as in a process that this one starts
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == said[0]
 
 
 def test_on_a_cpu_nothing_is_switched(environment):

@@ -122,6 +122,7 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
         speculative: int = 0,
     ) -> None:
         check_arguments(gpu_memory_utilization, max_num_seqs, max_lora_rank)
+        parallel.prepare(tensor_parallel_size)
         self.dtype, self.max_model_len = dtype, max_model_len
         self.max_lora_rank, self.sleep_level, self.deep_gemm = max_lora_rank, sleep_level, deep_gemm
         self.request_seeds = request_seeds
