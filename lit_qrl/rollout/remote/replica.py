@@ -67,6 +67,7 @@ class Replica:
         self._starting = False
         """True from the start of a process until somebody asks for its connection."""
         self._ends = threading.RLock()  # of two threads that use it both may hear of a death
+        self._cause = ""  # of the last death
         self._early: list[Any] = []
         self._pausing = Pausing()
 
@@ -129,7 +130,7 @@ class Replica:
         if select.select([self._process.stdout], [], [], START)[0]:
             line = self._process.stdout.readline()
         if not line.strip():
-            raise self._ended(f"it did not start within {START:g} s")
+            raise EngineDiedError(self._ended(f"it did not start within {START:g} s"))
         return int(line)
 
     def restart(self) -> None:
@@ -363,25 +364,26 @@ class Replica:
     def _alive(self) -> Duplex:
         connection = self._connection
         if connection is None:
-            raise EngineDiedError(f"The engine at {self.place.name} is gone.")
+            with self._ends:  # whoever hears of it first finds out why
+                raise EngineDiedError(self._cause or f"The engine at {self.place.name} is gone.")
         return connection
 
     def _died(self, connection: Duplex, why: str) -> EngineDiedError:
         with self._ends:
-            if connection is not self._connection:  # another thread has heard of it
-                return EngineDiedError(f"The engine at {self.place.name} is gone.")
-            self.ready, self._connection = False, None
-            connection.hang_up()
-            return self._ended(why)
+            if connection is self._connection:  # else another thread has heard of it
+                self.ready, self._connection = False, None
+                connection.hang_up()
+                self._cause = self._ended(why)
+            return EngineDiedError(self._cause)
 
-    def _ended(self, why: str) -> EngineDiedError:
+    def _ended(self, why: str) -> str:
         if self._process is None:
-            return EngineDiedError(f"The engine's server at {self.place.name} is gone: {why}")
+            return f"The engine's server at {self.place.name} is gone: {why}"
         try:
             status: Any = self._process.wait(END)
         except subprocess.TimeoutExpired:
             status = "that it does not give"
-        return EngineDiedError(f"The engine's process on {self.place.name} ended with status {status}: {why}")
+        return f"The engine's process on {self.place.name} ended with status {status}: {why}"
 
 
 def _pickled(engine: RolloutEngine) -> bytes:

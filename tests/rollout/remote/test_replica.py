@@ -1,8 +1,10 @@
 """A replica's process: started, ended, and gone."""
 
 import os
+import subprocess
 import threading
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,6 +65,18 @@ def test_what_is_asked_of_a_replica_that_is_gone_is_its_death():
     with pytest.raises(EngineDiedError, match=r"127\.0\.0\.1:1 is gone"):
         one.call("score", [[1]])
     assert one.dead
+
+
+def test_each_thread_that_hears_of_a_death_tells_its_cause():
+    one = Replica(Place("cpu"), TransformersEngine())
+    one._process = subprocess.Popen(["sleep", "60"])
+    one._connection = held = SimpleNamespace(hang_up=lambda: None)
+    one._process.kill()
+    first, later = one._died(held, "EOFError"), one._died(held, "OSError")
+    assert str(first) == str(later)
+    for call in (lambda: one.call("score", [[1]]), lambda: one.begin("score", [[1]])):
+        with pytest.raises(EngineDiedError, match="on cpu ended with status -9: EOFError"):
+            call()
 
 
 def test_a_server_that_was_there_and_is_started_again_is_waited_for():
