@@ -26,6 +26,14 @@ def check_optimizer(optimizer: Callable[[Any], Optimizer], device: torch.device,
     shapes: list[tuple[int, ...]] = [(64, 64), (64,)] if vectors else [(64, 64)]
     trial = [(f"trial.{i}", torch.nn.Parameter(torch.zeros(shape, device=device))) for i, shape in enumerate(shapes)]
     made = build_optimizer(optimizer, trial)
+    if callable(getattr(made, "train", None)) and callable(getattr(made, "eval", None)):  # schedule-free ones
+        raise ConfigError(
+            f"{type(made).__name__} has other weights in training than in evaluation, between which its `train()` and "
+            "`eval()` switch: the sampler would draw from the first.",
+            expected="an optimizer whose weights are what is sampled from and saved",
+            given=f"{type(made).__module__}.{type(made).__name__}",
+            remedy="Set model.optimizer to torch.optim.AdamW.",
+        )
     for _, parameter in trial:
         parameter.grad = torch.ones_like(parameter)
     asked = 0

@@ -53,6 +53,24 @@ def test_an_optimizer_that_moves_and_asks_for_the_loss_again_is_known_at_once():
         check_optimizer(torch.optim.LBFGS, CPU)
 
 
+def test_an_optimizer_with_weights_of_its_own_for_evaluation_is_known_at_once():
+    class ScheduleFree(torch.optim.SGD):
+        ready = False
+
+        def train(self):
+            self.ready = True
+
+        def eval(self):
+            self.ready = False
+
+        def step(self, closure=None):
+            if not self.ready:
+                raise RuntimeError("Optimizer was not in train mode when step is called.")
+
+    with pytest.raises(ConfigError, match=r"ScheduleFree has other weights in training.*torch\.optim\.AdamW\.$"):
+        check_optimizer(ScheduleFree, CPU)
+
+
 def test_flags_that_exclude_each_other_are_known_at_once():
     with pytest.raises(ConfigError, match=r"cannot be built: `fused` and `foreach`.*init_args"):
         check_optimizer(lambda named: torch.optim.AdamW(named, fused=True, foreach=True), CPU)
