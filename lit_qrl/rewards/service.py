@@ -1,6 +1,7 @@
 """Many calls at the same time of a function that waits for a service: each bounded, repeated when it failed."""
 
 import asyncio
+import inspect
 import queue
 import threading
 import time
@@ -221,13 +222,14 @@ def _start(
     def run() -> None:
         try:
             result = call()
-            if asyncio.iscoroutine(result) or hasattr(result, "__await__"):
+            if inspect.isawaitable(result):
                 future = asyncio.run_coroutine_threadsafe(_awaited(result), _loop())
                 pending.append(future)
                 if given_up.is_set():
                     future.cancel()
                 future.add_done_callback(lambda future: events.put(("done", one, _outcome(future))))
                 return
+            result = _whole(result)
         except BaseException as error:
             result = failure(error)
         events.put(("done", one, result))
@@ -239,6 +241,11 @@ def _start(
 
     threading.Thread(target=run, name="reward call", daemon=True).start()
     return give_up
+
+
+def _whole(result: Any) -> Any:
+    """Return what a function yields as a list, what it returns as it is."""
+    return list(result) if inspect.isgenerator(result) else result
 
 
 def _outcome(future: Any) -> Any:
@@ -274,13 +281,13 @@ def _made_loop() -> asyncio.AbstractEventLoop:
 
 
 def awaited(result: Any, timeout: float) -> Any:
-    """Return what is to be awaited, from the rewards' event loop; what needs no waiting is returned as it is.
+    """Return what is to be awaited, from the rewards' event loop; what is yielded as a list, all else as it is.
 
     Raises:
         TimeoutError: it is late; it is cancelled.
     """
-    if not (asyncio.iscoroutine(result) or hasattr(result, "__await__")):
-        return result
+    if not inspect.isawaitable(result):
+        return _whole(result)
     future = asyncio.run_coroutine_threadsafe(_awaited(result), _loop())
     try:
         return future.result(timeout)

@@ -20,6 +20,10 @@ async def right_async(prompts, completions, answer):
     return right(completions, answer)
 
 
+def right_yielded(completions, answer, **kwargs):
+    yield from right(completions, answer)
+
+
 def everything(**kwargs):
     seen.append(kwargs)
     return [0.0] * len(kwargs["completions"])
@@ -29,13 +33,13 @@ seen = []
 NO_FUNCTION = 5
 
 
-@pytest.mark.parametrize("function", [right, right_async, f"{HERE}.right", f"{HERE}.right_async"])
+@pytest.mark.parametrize("function", [right, right_async, right_yielded, f"{HERE}.right", f"{HERE}.right_async"])
 @pytest.mark.parametrize("concurrency", [0, 3])
 def test_functions_of_trl_s_signature(function, concurrency):
     reward = FunctionReward(function, weight=0.5, concurrency=concurrency)
     wrong = Sample("9+1=", "11", "10", {"question": "9+1=", "answer": 10})
     assert score_all([reward], [*SAMPLES, wrong]).total == [0.5] * 4 + [0.0]
-    assert reward.name in ("right", "right_async")
+    assert reward.name in ("right", "right_async", "right_yielded")
 
 
 def test_a_function_gets_columns_as_lists_and_only_what_it_names():
