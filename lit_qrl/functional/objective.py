@@ -40,19 +40,30 @@ Advantages = Float[Tensor, " b"]
 Mask = Bool[Tensor, "b t"]
 
 
+LARGEST = 80.0
+"""Nats of the largest ratio that is computed where a clip is far below it: e⁸⁰ is finite in fp32, and 0 times it 0."""
+
+
+def _ratio(log_ratio: Tensor, bounded: Tensor | bool) -> Tensor:
+    """Return e^log_ratio, of at most `LARGEST` nats where the loss is `bounded` from there on and has no gradient."""
+    if bounded is True:
+        return log_ratio.clamp(max=LARGEST).exp()
+    return torch.where(torch.as_tensor(bounded), log_ratio.clamp(max=LARGEST), log_ratio).exp()
+
+
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     require_tokens(mask)
     return masked(mask, as_float(logprobs) - as_float(old_logprobs.detach()))
 
 
-def _sequence_ratio(logprobs: Tensor, log_ratio: Tensor, mask: Tensor) -> Tensor:
+def _sequence_ratio(logprobs: Tensor, log_ratio: Tensor, mask: Tensor, bounded: Tensor | bool) -> Tensor:
     """Return s = exp(mean_t log r_t) on every token, with the gradient s ∇log p_t of that token alone: "b t".
 
     s_t = sg(s)·p_t / sg(p_t), GSPO-token (Zheng et al. 2025). Where all tokens of a sequence have the same
     factor it has the gradient of s itself; where they have their own, each acts on its token.
     """
     here = masked(mask, as_float(logprobs))
-    return (row_means(mask, log_ratio.detach())[:, None] + (here - here.detach())).exp()
+    return _ratio(row_means(mask, log_ratio.detach())[:, None] + (here - here.detach()), bounded)
 
 
 def _terms(
@@ -123,7 +134,8 @@ def clipped_surrogate(
     check_clip(clip_low=clip_low, clip_high=clip_high)
     check_dual_clip(dual_clip)
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
-    a, ratio = as_float(advantages)[:, None], log_ratio.exp()
+    a = as_float(advantages)[:, None]
+    ratio = _ratio(log_ratio, a >= 0 if dual_clip is None else True)
     gain = _clipped_gain(ratio, a, clip_low, clip_high)
     if dual_clip is not None:
         gain = torch.where(a < 0, torch.maximum(gain, dual_clip * a), gain)
@@ -147,7 +159,8 @@ def positive_surrogate(
     >>> float(positive_surrogate(torch.zeros(1, 1), torch.zeros(1, 1), torch.tensor([-2.0]), mask).loss.abs())
     0.0
     """
-    terms = clipped_surrogate(logprobs, old_logprobs, advantages, mask, weights, clip_low, clip_high)
+    bound = 2.0  # of what is left out, which has no gradient whatever it is
+    terms = clipped_surrogate(logprobs, old_logprobs, advantages, mask, weights, clip_low, clip_high, bound)
     return ObjectiveTerms(masked(advantages[:, None] > 0, terms.loss), terms.metrics)
 
 
@@ -174,8 +187,9 @@ def gspo(
     """
     check_clip(clip_low=clip_low, clip_high=clip_high)
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
-    ratio = _sequence_ratio(logprobs, log_ratio, mask)
-    gain = _clipped_gain(ratio, as_float(advantages)[:, None], clip_low, clip_high)
+    a = as_float(advantages)[:, None]
+    ratio = _sequence_ratio(logprobs, log_ratio, mask, a >= 0)
+    gain = _clipped_gain(ratio, a, clip_low, clip_high)
     return _terms(-gain, mask, weights, log_ratio, ratio, advantages, (1 - clip_low, 1 + clip_high))
 
 
@@ -219,7 +233,7 @@ def tbpo(
     check_mismatch_cap(mismatch_cap)
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
     a = as_float(advantages)[:, None]
-    ratio = _sequence_ratio(logprobs, log_ratio, mask)
+    ratio = _sequence_ratio(logprobs, log_ratio, mask, True)
     low = torch.where(a < 0, 1 - neg_low, torch.zeros_like(a))
     high = torch.where(a < 0, 1 + neg_high, torch.full_like(a, 1 + clip_high))
     cap = math.log(mismatch_cap)
@@ -253,7 +267,7 @@ def sapo(
     check_temperatures(temperature_pos, temperature_neg)
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
     a = as_float(advantages)[:, None]
-    ratio = log_ratio.exp()
+    ratio = _ratio(log_ratio, True)
     tau = torch.where(a > 0, temperature_pos, torch.full_like(a, temperature_neg))
     gain = torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * a
     return _terms(-gain, mask, weights, log_ratio, ratio, advantages, None)

@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -342,3 +343,25 @@ def test_losses_are_finite_and_bounded_where_they_promise_it(log_r, advantage, d
 def test_bad_parameters_are_refused(call):
     with pytest.raises(ConfigError, match=r"Expected: .* Given: .*"):
         call(torch.zeros(1, 1), torch.zeros(1), torch.ones(1, 1, dtype=torch.bool))
+
+
+LEFT = {
+    "grpo": (F.clipped_surrogate, 1.0),
+    "dual clip": (partial(F.clipped_surrogate, dual_clip=3.0), -1.0),
+    "positive": (F.positive_surrogate, -1.0),
+    "gspo": (F.gspo, 1.0),
+    "tbpo": (lambda *given: F.tbpo(*given, torch.zeros(1, 2)), -1.0),
+    "sapo": (F.sapo, -1.0),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+@pytest.mark.parametrize("nats", [60.0, 120.0, 1000.0])
+def test_beyond_its_bound_a_loss_has_no_gradient_however_large_the_ratio(name, nats):
+    formula, sign = LEFT[name]
+    logprobs = torch.full((1, 2), -1.0, requires_grad=True)
+    terms = formula(logprobs, logprobs.detach() - nats, torch.tensor([sign]), torch.ones(1, 2, dtype=torch.bool))
+    terms.loss.sum().backward()
+    assert terms.loss.isfinite().all()
+    assert terms.metrics["update/ratio"].isfinite().all()
+    assert torch.equal(logprobs.grad, torch.zeros(1, 2))
