@@ -156,6 +156,8 @@ WARM_UP = 2
 PHASES = ("publish", "rollout", "wait", "score", "update", "evaluate", "checkpoint", "other")
 PEAK_RATE = 989e12
 """Operations a second of an H200 or H100 in bf16."""
+SHOWN = ("rollout/seconds_ahead", "update/micro_batches", "update/recomputed_layers", "mismatch/kl_k3")
+"""Columns of a row that are shown when it comes, beside the phases' seconds."""
 ENDED: list[int] = []
 """The signal by which somebody asked this process to end."""
 
@@ -188,6 +190,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--turn", type=int, default=3, help="publishes of each --transfer, the first of which warms up")
     parser.add_argument("--then", choices=("bf16", "fp8_row"), help="format of the sampler from iteration --turn on")
     parser.add_argument("--prompts", type=int, help="of an iteration (default: the case's)")
+    parser.add_argument("--micro_batches", type=int, help="of a step, on both sides (default: the case's)")
     parser.add_argument("--memory", action="store_true", help="print what torch and the driver hold after each phase")
     parser.add_argument("--to_the_end", action="store_true", help="time each run's end too, from its last row on")
     parser.add_argument("--stacks", action="store_true", help="write every second what the run's processes are in")
@@ -239,6 +242,7 @@ def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None
                 case |= {"shape": shape, "prompts": 4, "completion": 8, "micro_batches": 2}
             case["completion"] = args.completion or case["completion"]
             case["prompts"] = args.prompts or case["prompts"]
+            case["micro_batches"] = args.micro_batches or case["micro_batches"]
             drawn = bool(case.get("drawn"))
             folder = model_folder(models, case["shape"], case.get("format"), case.get("stops", 1), drawn)
             if args.prepare:
@@ -544,6 +548,7 @@ def figures(rows: list[dict[str, float]], wall: Sequence[float]) -> dict[str, An
         "publish_parts": publish_parts(counted),
         "first_publish_parts": publish_parts(rows[:1]),
         "micro_batches": rows[-1].get("update/micro_batches"),
+        "recomputed_layers": median("update/recomputed_layers"),
         "shared_prompt_tokens": rows[-1].get("routing/shared_prompt_tokens"),
         "publish_gigabytes": round(rows[-1].get("publish/bytes", 0.0) / 1e9, 3),
         **{phase: median(f"time/{phase}") for phase in PHASES},
@@ -764,7 +769,7 @@ def watch(process: subprocess.Popen, metrics: Path, deadline: float, wanted: int
 
 def told(name: str) -> bool:
     """Return whether a column of a row is shown when it comes."""
-    return name.startswith("time/") or name in ("rollout/seconds_ahead", "update/micro_batches", "mismatch/kl_k3")
+    return name.startswith("time/") or name in SHOWN
 
 
 def read_rows(metrics: Path) -> list[dict[str, float]]:
@@ -774,7 +779,7 @@ def read_rows(metrics: Path) -> list[dict[str, float]]:
     with metrics.open() as file:
         found = [row for row in csv.DictReader(file) if row.get("time/iteration")]
     kept = ("time/", "mismatch/", "rollout/seconds_ahead", "rollout/length", "publish/bytes", "update/m")
-    kept += ("routing/shared_prompt_tokens",)
+    kept += ("routing/shared_prompt_tokens", "update/recomputed_layers")
     return [{key: float(value) for key, value in row.items() if key.startswith(kept) and value} for row in found]
 
 

@@ -174,7 +174,7 @@ class GRPOModule(Described, LightningModule):
         parts = self.data.parts * self.trainer.world_size  # of a mini-batch, whose loss is their sum
         if self.policy.recomputation is not None:
             record.value("update/recomputed_layers", float(self.policy.recomputation.again))
-        record.add("update/loss", torch.stack([loss.detach(), loss.new_tensor(1 / parts)]))
+        record.add("update/loss", torch.stack([loss.detach(), loss.new_full((), 1 / parts)]))
 
     @property
     def data(self) -> RolloutDataModule:

@@ -172,6 +172,7 @@ class MasterWeights(Optimizer):
         for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
             if not _plain_adam(group):
                 continue
+            made: dict[Any, Tensor] = {}
             for parameter, inner in zip(group["params"], inner_group["params"], strict=True):
                 grad = parameter.grad
                 if grad is None or not _in_one_pass(parameter) or not grad.is_contiguous() or grad.is_sparse:
@@ -183,12 +184,15 @@ class MasterWeights(Optimizer):
                     moments = {name: torch.zeros_like(parameter, dtype=inner.dtype) for name in ADAMS_MOMENTS}
                     state.update(step=torch.tensor(0.0), **moments)
                 state["step"] += 1
-                masters_triton.adam(
-                    parameter.detach(), self.state[parameter]["low"], grad, *(state[name] for name in ADAMS_MOMENTS),
-                    step=state["step"].item(), lr=float(group["lr"]), betas=group["betas"], eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    decoupled=group.get("decoupled_weight_decay", type(self.inner) is torch.optim.AdamW),
-                )  # fmt: skip
+                step = state["step"].item(), parameter.device
+                if step not in made:
+                    made[step] = masters_triton.adam_settings(
+                        parameter.device, step=step[0], lr=float(group["lr"]), betas=group["betas"], eps=group["eps"],
+                        weight_decay=group["weight_decay"],
+                        decoupled=group.get("decoupled_weight_decay", type(self.inner) is torch.optim.AdamW),
+                    )  # fmt: skip
+                held = parameter.detach(), self.state[parameter]["low"], grad
+                masters_triton.adam(*held, *(state[name] for name in ADAMS_MOMENTS), made[step])
                 torch.autograd.graph.increment_version(parameter)
                 done.add(parameter)
         return done

@@ -12,8 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lit_qrl.formats.kernels.launch import Launch, pieces
+
 SIZE = 4096
 """Numbers that a program takes."""
+WARPS = 8
 
 
 @triton.jit
@@ -37,6 +40,9 @@ def _split_kernel(master, weight, low, count, SIZE: tl.constexpr):
     tl.store(low + at, (bits - (upper << 16)).to(tl.int16), mask=inside)
 
 
+_join, _split = Launch(_join_kernel), Launch(_split_kernel)
+
+
 def join(weight: Tensor, low: Tensor) -> Tensor:
     """Return the fp32 weights of which `weight` has the nearest bf16 numbers.
 
@@ -46,9 +52,8 @@ def join(weight: Tensor, low: Tensor) -> Tensor:
     """
     master = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
     count = weight.numel()
-    _join_kernel[(triton.cdiv(count, SIZE),)](
-        weight.view(torch.int16), low, master.view(torch.int32), count, SIZE, num_warps=8
-    )
+    tensors = weight.view(torch.int16), low, master.view(torch.int32)
+    _join((pieces(count, SIZE),), tensors, (count,), (SIZE,), num_warps=WARPS)
     return master
 
 
@@ -61,16 +66,17 @@ def split(master: Tensor, weight: Tensor, low: Tensor) -> None:
         low: int16, of its shape, contiguous.
     """
     count = master.numel()
-    _split_kernel[(triton.cdiv(count, SIZE),)](
-        master.contiguous().view(torch.int32), weight.view(torch.int16), low, count, SIZE, num_warps=8
-    )
+    tensors = master.contiguous().view(torch.int32), weight.view(torch.int16), low
+    _split((pieces(count, SIZE),), tensors, (count,), (SIZE,), num_warps=WARPS)
 
 
 @triton.jit
-def _adam_kernel(
-    weight, low, grad, average, square, count, kept, first, second, rate, root, eps, penalty, SIZE: tl.constexpr
-):  # fmt: skip
+def _adam_kernel(weight, low, grad, average, square, settings, count, SIZE: tl.constexpr):
     """A step of Adam on numbers joined and taken apart in passing."""
+    kept, first, second = tl.load(settings), tl.load(settings + 1), tl.load(settings + 2)
+    rate, root, eps, penalty = (
+        tl.load(settings + 3), tl.load(settings + 4), tl.load(settings + 5), tl.load(settings + 6)
+    )  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = at < count
     bits = (tl.load(weight + at, mask=inside, other=0).to(tl.int32) << 16) + tl.load(low + at, mask=inside, other=0).to(
@@ -92,10 +98,32 @@ def _adam_kernel(
     tl.store(low + at, (bits - (upper << 16)).to(tl.int16), mask=inside)
 
 
-def adam(
-    weight: Tensor, low: Tensor, grad: Tensor, average: Tensor, square: Tensor, *, step: float, lr: float,
-    betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool,
-) -> None:  # fmt: skip
+_adam = Launch(_adam_kernel)
+
+
+def adam_settings(
+    device: torch.device, *, step: float, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
+    decoupled: bool,
+) -> Tensor:  # fmt: skip
+    """Return what `adam` reads of a step, fp32 on the device: with numbers of its own each step would start anew.
+
+    Args:
+        device: of the weights.
+        step: t, from 1.
+        lr: the rate.
+        betas: β₁ and β₂.
+        eps: ε.
+        weight_decay: λ.
+        decoupled: as in AdamW.
+    """
+    kept, penalty = (1 - lr * weight_decay, 0.0) if decoupled else (1.0, weight_decay)
+    rate, root = lr / (1 - betas[0] ** step), (1 - betas[1] ** step) ** 0.5
+    made = torch.tensor([kept, 1 - betas[0], 1 - betas[1], rate, root, eps, penalty], dtype=torch.float32)
+    # from page-locked memory, for which nothing waits
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+
+
+def adam(weight: Tensor, low: Tensor, grad: Tensor, average: Tensor, square: Tensor, settings: Tensor) -> None:
     """Take a step of Adam(W) on the fp32 weights of which `weight` and `low` are the parts, in place.
 
     m ← m + (1 − β₁)(g − m);  v ← v + (1 − β₂)(g² − v);  w ← (1 − lr·λ) w − lr/(1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
@@ -108,17 +136,8 @@ def adam(
         grad: bf16 or fp32, of its shape, contiguous.
         average: m, fp32, contiguous.
         square: v, fp32, contiguous.
-        step: t, from 1.
-        lr: the rate.
-        betas: β₁ and β₂.
-        eps: ε.
-        weight_decay: λ.
-        decoupled: as in AdamW.
+        settings: that `adam_settings` made.
     """
     count = weight.numel()
-    kept, penalty = (1 - lr * weight_decay, 0.0) if decoupled else (1.0, weight_decay)
-    rate, root = lr / (1 - betas[0] ** step), (1 - betas[1] ** step) ** 0.5
-    _adam_kernel[(triton.cdiv(count, SIZE),)](
-        weight.view(torch.int16), low, grad, average, square, count, kept, 1 - betas[0], 1 - betas[1], rate, root,
-        eps, penalty, SIZE, num_warps=8,
-    )  # fmt: skip
+    tensors = weight.view(torch.int16), low, grad, average, square, settings
+    _adam((pieces(count, SIZE),), tensors, (count,), (SIZE,), num_warps=WARPS)

@@ -16,7 +16,7 @@ from lit_qrl.network.linears import quantizable_layers
 from lit_qrl.precision.base import QuantizedPrecision, device_of, network_of
 from lit_qrl.precision.cost import tell_cost
 from lit_qrl.precision.layers import block_fp8
-from lit_qrl.precision.layers.block_fp8 import Backend, Operand
+from lit_qrl.precision.layers.block_fp8 import Backend, Operand, Weight
 from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitLinear, LowBitWeight
 from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
 from lit_qrl.precision.layers.together import LowBitTogether, end_to_end, side_by_side
@@ -35,11 +35,10 @@ class _BlockScaled(torch.autograd.Function):
         # The weight's gradient sums over tokens, so the input is kept quantized along them.
         along, across = backend.inputs(x, learns)
         across = across if learns else None
-        operands = held.operands()
-        out = backend.multiply(along, operands[0], x.dtype, end_to_end(own[count:], x.dtype))
+        weight = held.operand()
+        out = backend.multiply(along, weight.forward, x.dtype, end_to_end(own[count:], x.dtype))
         held.used()
-        # the operand of the gradients is the layer's own, made once for all passes over a weight
-        ctx.held, ctx.operand = held, None if held.gathered_in is not None else operands[1]
+        ctx.held, ctx.multiplied = held, None if held.gathered_in is not None else weight
         ctx.shape, ctx.own = x.shape, own  # the parameters themselves, whose gradients may be there
         ctx.save_for_backward(*(() if across is None else (across.codes, across.scale)))
         # no view in autograd's eyes: a model may add to it in place, as Llama 4's does
@@ -56,8 +55,8 @@ class _BlockScaled(torch.autograd.Function):
         along, across = backend.quantize(flat, ctx.needs_input_grad[0], needs_weight)
         grad_x, of_weights, of_biases = None, [None] * count, [None] * count
         if along is not None:
-            operand = ctx.held.operands()[1] if ctx.operand is None else ctx.operand
-            grad_x = backend.multiply(along, operand, flat.dtype)[: flat.shape[0]].view(ctx.shape)
+            weight = ctx.held.operand() if ctx.multiplied is None else ctx.multiplied
+            grad_x = backend.multiply(along, weight.turned(), flat.dtype)[: flat.shape[0]].view(ctx.shape)
             ctx.held.used()
         if across is not None:
             codes, scale = ctx.saved_tensors
@@ -73,13 +72,13 @@ class UnifiedWeight(LowBitWeight):
 
     backend: Backend
 
-    def operands(self) -> tuple[Operand, Operand]:
-        """Return the weight for the forward product and for the input's gradient, made once per version of it."""
+    def operand(self) -> Weight:
+        """Return the weight as the products read it, made once per version of it."""
         q = self.quantized()
-        if "operands" not in self._prepared:
+        if "operand" not in self._prepared:
             with torch.inference_mode(False), torch.no_grad():
-                self._prepared["operands"] = self.backend.weight(q)
-        return self._prepared["operands"]
+                self._prepared["operand"] = self.backend.weight(q)
+        return self._prepared["operand"]
 
     @override
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -104,12 +103,12 @@ class _UnifiedTogether(LowBitTogether):
     def holds(self, device: torch.device) -> bool:
         return self.backend.name == "torch" and super().holds(device)
 
-    def operands(self) -> tuple[Operand, Operand]:
+    def operand(self) -> Weight:
         q = self.quantized()
-        if "operands" not in self.prepared:
+        if "operand" not in self.prepared:
             with torch.inference_mode(False), torch.no_grad():
-                self.prepared["operands"] = self.backend.weight(q)
-        return self.prepared["operands"]
+                self.prepared["operand"] = self.backend.weight(q)
+        return self.prepared["operand"]
 
     @override
     def compute(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:

@@ -113,6 +113,15 @@ def e4m3_whole(x: Tensor) -> tuple[Tensor, Tensor]:
     return activations.e4m3_codes(x, scale), scale
 
 
+def transposed(codes: Tensor) -> Tensor:
+    """Return codes "n k" of one byte as "k n", contiguous."""
+    if not (available(codes) and codes.is_contiguous()):
+        return codes.t().contiguous()
+    from lit_qrl.formats.kernels import codes_triton
+
+    return codes_triton.transposed(codes)
+
+
 def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return codes and scales of `FP8Block.quantize` from one kernel, or None where there is none."""
     if not available_for_e4m3(weight):

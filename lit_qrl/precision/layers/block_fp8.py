@@ -34,6 +34,30 @@ class Operand(NamedTuple):
     blocks: bool
 
 
+class Weight(NamedTuple):
+    """A weight of which one set of codes is held for both products.
+
+    Args:
+        forward: "n k", of the forward product.
+        scale: of the transpose "k n", which the input's gradient is made with; None where codes are multiplied out.
+    """
+
+    forward: Operand
+    scale: Tensor | None
+
+    def turned(self) -> Operand:
+        """Return the transpose.
+
+        Each backward pass makes it anew: an FP8 GEMM reads both operands along the dimension that it sums over, and a
+        second set of codes is a byte a parameter, 6 GiB of a 7B model's learner, where turning the first is one pass
+        over them, a hundredth of the backward pass's products.
+        """
+        codes = self.forward.codes
+        if self.forward.scale is None:
+            return Operand(codes.t(), None, True)
+        return Operand(dispatch.transposed(codes), self.scale, True)
+
+
 class Backend(ABC):
     """Quantizes activations and gradients, and multiplies."""
 
@@ -48,8 +72,8 @@ class Backend(ABC):
         return dispatch.made_once(x, self.name, columns, lambda both: self.quantize(_flat(x), True, both))
 
     @abstractmethod
-    def weight(self, q: QuantizedWeight) -> tuple[Operand, Operand]:
-        """Return a weight for the forward product ("n k") and for the input's gradient ("k n")."""
+    def weight(self, q: QuantizedWeight) -> "Weight":
+        """Return a weight as the products read it, made once for all passes over it."""
 
     @abstractmethod
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
@@ -75,9 +99,8 @@ class Emulated(Backend):
     def _along(x: Tensor) -> Operand:
         return Operand(*activations.e4m3_group_codes(x, BLOCK), False)
 
-    def weight(self, q: QuantizedWeight) -> tuple[Operand, Operand]:
-        weight = q.format.dequantize(q)
-        return Operand(weight, None, True), Operand(weight.t(), None, True)
+    def weight(self, q: QuantizedWeight) -> Weight:
+        return Weight(Operand(q.format.dequantize(q), None, True), None)
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         out = F.linear(_dequantized(a), _dequantized(b))
@@ -108,12 +131,10 @@ class Torch(Backend):
         along, across = dispatch.kept_tiles(x, columns)
         return Operand(*along, False), _operand(across)
 
-    def weight(self, q: QuantizedWeight) -> tuple[Operand, Operand]:
+    def weight(self, q: QuantizedWeight) -> Weight:
         assert q.scales is not None
-        return (
-            Operand(q.codes, gemm.block_scale_layout(q.scales), True),
-            Operand(q.codes.t().contiguous(), gemm.block_scale_layout(q.scales.t()), True),
-        )
+        forward = Operand(q.codes, gemm.block_scale_layout(q.scales), True)
+        return Weight(forward, gemm.block_scale_layout(q.scales.t()))
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         assert a.scale is not None
@@ -161,10 +182,9 @@ class TransformerEngine(Backend):
             Operand(made._columnwise_data, made._columnwise_scale_inv, False) if columns else None,
         )
 
-    def weight(self, q: QuantizedWeight) -> tuple[Operand, Operand]:
+    def weight(self, q: QuantizedWeight) -> Weight:
         assert q.scales is not None
-        forward = Operand(q.codes.view(torch.uint8), _padded(q.scales), True)
-        return forward, Operand(q.codes.t().contiguous().view(torch.uint8), _padded(q.scales.t()), True)
+        return Weight(Operand(q.codes.view(torch.uint8), _padded(q.scales), True), _padded(q.scales.t()))
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         # its "TN" takes the second operand first: that one's rows are the result's last dimension

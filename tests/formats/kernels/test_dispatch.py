@@ -62,3 +62,12 @@ def test_tokens_and_whole():
     codes, scale = dispatch.e4m3_whole(x)
     assert scale == x.abs().max() / 448
     assert codes.float().abs().max() == 448
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (128, 256), (130, 70)])
+def test_codes_are_transposed_in_one_piece(shape):
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    turned = dispatch.transposed(codes)
+    assert turned.is_contiguous()
+    assert turned.dtype == codes.dtype
+    assert torch.equal(turned.view(torch.uint8), codes.view(torch.uint8).t())
