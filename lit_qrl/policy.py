@@ -26,7 +26,7 @@ from lit_qrl.network.folder import FOLDER_REMEDY, HUB_REMEDY, check_expert_count
 from lit_qrl.network.head import check_tied, output_head
 from lit_qrl.network.hidden import scored_hidden
 from lit_qrl.network.invariant import batch_invariant
-from lit_qrl.network.memory import SelectiveRecomputation, compute_again
+from lit_qrl.network.memory import SelectiveRecomputation, compute_again, room_for_logits
 from lit_qrl.network.modes import train_without_dropout
 from lit_qrl.network.padding_free import enable_padding_free, spread
 from lit_qrl.network.reference import Reference
@@ -81,6 +81,8 @@ class CausalPolicy(Described, nn.Module):
 
     batch_invariant = False
     """As the engine's, which the module passes on."""
+    holds_logits = True
+    """Whether logits may stay for the backward pass where memory is free; not while what a pass needs is measured."""
 
     def __init__(
         self,
@@ -376,8 +378,8 @@ class CausalPolicy(Described, nn.Module):
     def _scores(self, network: Any, batch: RolloutBatch, temperature: float, *asked: bool) -> TokenScores:
         entropy, gradient, routes = asked
         hidden, scored, own, gates = scored_hidden(network, batch, routes)
-        kernels = kernels_adopted(network)
         completions = batch.tokens[:, -batch.mask.shape[1] :]
+        head = output_head(network)
         logprobs, entropies = token_logprobs(
             hidden,
             tokens=completions if scored is None else completions[scored],
@@ -386,8 +388,9 @@ class CausalPolicy(Described, nn.Module):
             entropy=entropy,
             entropy_gradient=gradient,
             head_dtype=self.head_dtype,
-            pick=None if kernels is None else kernels.logprobs,
-            **output_head(network),
+            pick=getattr(kernels_adopted(network), "logprobs", None),
+            held=room_for_logits(hidden, head["weight"]) if self.holds_logits else 0,
+            **head,
         )
         return TokenScores(
             spread(logprobs, batch.mask, scored),

@@ -1,8 +1,6 @@
 """Log-probs and entropies of tokens, from logits or straight from hidden states without ever holding all logits."""
 
-import math
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -10,16 +8,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lit_qrl.functional._chunks import CHUNK_ELEMENTS, even_rows, held_chunks, kernel_elements, total_memory
 from lit_qrl.functional._compile import triton_installed
 from lit_qrl.functional._gradients import added, weight_gradients
-
-CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
-"""Logits held at once: 16 MB of fp32 on a CPU (about its last-level cache), 256 MB on a GPU (440 rows of a 150,000-word
-vocabulary, enough to fill its matrix units). The entropy takes three times as much for a moment. Where one kernel
-reduces them they stay in 16 bits, and as many go at once as `KERNEL_SHARE` says."""
-KERNEL_SHARE = 1 / 64
-"""Of a GPU's memory that a chunk of 16-bit logits takes at most: each chunk is added to the weight's gradient in fp32,
-which takes as long as two fifths of the product that makes it for 1,800 rows, and nothing where one chunk is all."""
 
 Pick = Callable[[Tensor, Tensor], Tensor]
 
@@ -38,6 +29,7 @@ def token_logprobs(
     head_dtype: torch.dtype | None = None,
     pick: Pick | None = None,
     kept: Int[Tensor, "*n k"] | None = None,
+    held: int = 0,
 ) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"] | None]:
     r"""Return the log-probs of `tokens` and, where asked for, the full-vocabulary entropies, both in nats.
 
@@ -46,7 +38,8 @@ def token_logprobs(
     $H = \log \sum_v e^{z_v} - \sum_v \pi_v z_v$.
 
     The rows go through in chunks; each chunk's logits are made in the dtype of `hidden`, raised to fp32, reduced, and
-    dropped, and made again in the backward pass. Neither pass holds more than `chunk_elements` logits.
+    dropped, and made again in the backward pass. Neither pass holds more than `chunk_elements` logits, but for those that
+    `held` lets stay in between.
 
     Args:
         hidden: "*n h", last hidden states at the positions that predict `tokens`.
@@ -66,6 +59,8 @@ def token_logprobs(
             function is wanted.
         kept: "*n k", ids of the words that a token could be, −1 behind them: the distribution is the one over those,
             as a sampler with `top_p` or `top_k` has it. None, or no id at all, is the whole vocabulary.
+        held: bytes that logits may take from the forward to the backward pass, which need not make these again: a
+            quarter of the products with a trained head. Where one kernel reduces them; elsewhere none stay.
 
     Raises:
         ValueError: for a temperature that is not positive, or shapes that do not fit.
@@ -92,11 +87,15 @@ def token_logprobs(
     plain = bias is None and softcap is None and head_dtype is None and not (entropy and entropy_gradient)
     kernel = plain and pick is None and kept is None and _kernel_takes(hidden)
     if kernel:
-        chunk_elements = asked or kernel_elements(_total_memory(hidden.device.index))
+        chunk_elements = asked or kernel_elements(total_memory(hidden.device.index))
     rows, width = (max(1, chunk_elements // size) for size in weight.shape)
     if kernel:
         rows = even_rows(tokens.numel(), rows)
-    options = _Options(temperature, softcap, scale, entropy, entropy_gradient, head_dtype, width, rows, kernel, pick)
+    chunk = rows * weight.shape[0] * hidden.element_size()
+    stay = held_chunks(-(-tokens.numel() // rows), chunk, held) if kernel and torch.is_grad_enabled() else 0
+    options = _Options(
+        temperature, softcap, scale, entropy, entropy_gradient, head_dtype, width, rows, kernel, pick, stay
+    )
     with torch.autocast(device, enabled=False):
         logprobs, entropies = _TokenLogprobs.apply(
             hidden.flatten(0, -2),
@@ -192,40 +191,16 @@ def _entropy(scores: Tensor, normalizer: Tensor) -> Tensor:
     return normalizer - torch.where(probabilities > 0, probabilities * scores, 0.0).sum(dim=-1)
 
 
-def kernel_elements(memory: int) -> int:
-    """Return how many 16-bit logits are held at once on a GPU: a power of two, at least as many as of fp32.
-
-    Args:
-        memory: of the GPU, bytes.
-
-    >>> [kernel_elements(gib << 30) >> 20 for gib in (16, 80, 141)]
-    [128, 512, 1024]
-    """
-    return max(CHUNK_ELEMENTS["cuda"], 2 ** int(math.log2(memory * KERNEL_SHARE / 2)))
-
-
-def even_rows(count: int, most: int, multiple: int = 128) -> int:
-    """Return how many rows a chunk has of `count`, so that all have about as many: a small product keeps no GPU busy.
-
-    >>> even_rows(8192, 7067), even_rows(8192, 9000), even_rows(300, 7)
-    (4096, 8192, 7)
-    """
-    chunks = max(-(-count // most), 1)
-    return min(-(-count // (chunks * multiple)) * multiple, most)
-
-
-@lru_cache
-def _total_memory(index: int | None) -> int:
-    return torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index).total_memory
-
-
 def _kernel_takes(hidden: Tensor) -> bool:
     """Return whether the logits of these hidden states may be reduced by `_logprobs_triton`."""
     return hidden.device.type == "cuda" and hidden.dtype in (torch.bfloat16, torch.float16) and triton_installed()
 
 
 class _Options(NamedTuple):
-    """What `_TokenLogprobs` is asked for: `width` rows of the weight raised at once, `rows` of a chunk."""
+    """What `_TokenLogprobs` is asked for.
+
+    `width` rows of the weight are raised at once; a chunk has `rows`, and the logits of the first `stay` chunks stay.
+    """
 
     temperature: float
     softcap: float | None
@@ -237,6 +212,7 @@ class _Options(NamedTuple):
     rows: int
     kernel: bool
     pick: Pick | None
+    stay: int
 
 
 def _outside(kept: Tensor, words: int) -> Tensor:
@@ -257,7 +233,7 @@ def _added_product(total: Tensor | None, grad: Tensor, rows: Tensor, dtype: torc
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Log-probs by chunks of rows; the backward pass makes each chunk's logits again."""
+    """Log-probs by chunks of rows; the backward pass makes those logits again that could not stay."""
 
     @staticmethod
     def _scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: _Options) -> tuple[Tensor, Tensor | None]:
@@ -290,12 +266,15 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(tokens), dtype=dtype, device=hidden.device)
         normalizer = torch.empty_like(logprobs)
         entropies = torch.empty_like(logprobs) if options.entropy else logprobs.new_empty(0)
+        ctx.logits = {}
         for start in range(0, len(tokens), rows):
             part = slice(start, start + rows)
             if options.kernel:
                 from lit_qrl.functional import _logprobs_triton
 
                 logits = torch.nn.functional.linear(hidden[part], weight)
+                if start < options.stay * rows:  # the first, which are given back while others are made
+                    ctx.logits[start] = logits
                 factor = options.scale / options.temperature
                 normalizer[part], chosen, mean = _logprobs_triton.reduced(logits, tokens[part], factor, options.entropy)
                 logprobs[part] = chosen - normalizer[part]
@@ -342,7 +321,9 @@ class _TokenLogprobs(torch.autograd.Function):
             if ctx.options.kernel:
                 from lit_qrl.functional import _logprobs_triton
 
-                grad = torch.nn.functional.linear(hidden[part], weight)
+                grad = ctx.logits.pop(start, None)  # a second backward pass finds none: they become their gradient
+                if grad is None:
+                    grad = torch.nn.functional.linear(hidden[part], weight)
                 _logprobs_triton.to_gradient(grad, tokens[part], normalizer[part], upstream[part], factor)
                 if grad_hidden is not None:
                     torch.mm(grad, weight, out=grad_hidden[part])

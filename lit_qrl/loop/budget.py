@@ -69,8 +69,10 @@ class TokenBudget:
         return self.chosen is None and device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
 
     def pass_begins(self, learner: Learner, batch: RolloutBatch) -> None:
-        """Remember what is allocated before a forward and backward pass."""
-        if self.measures(learner.device):
+        """Remember what is allocated before a forward and backward pass, which then keeps no more than it needs."""
+        measures = self.measures(learner.device)
+        learner.policy.holds_logits = not measures
+        if measures:
             torch.cuda.reset_peak_memory_stats(learner.device)
             tokens = _Sizes.of(batch).computed() if _flat(learner) else batch.tokens.numel()
             self._before = tokens, torch.cuda.memory_allocated(learner.device)

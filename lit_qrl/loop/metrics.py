@@ -57,8 +57,11 @@ class IterationMetrics:
         if not names:
             return {}
         device = next((pair.device for pair in self._pairs.values()), torch.device("cpu"))
-        nothing = torch.zeros(2, dtype=torch.float64 if device.type == "cpu" else torch.float)
-        stacked = torch.stack([self._pairs.get(name, nothing).to(device) for name in sorted(names)])
+        nothing, held = torch.zeros(2, dtype=torch.float64), dict(self._pairs)
+        away = [name for name, pair in held.items() if pair.device.type != "cpu"]
+        if away:  # all at once: each copy would wait for the device
+            held |= zip(away, torch.stack([held[name] for name in away]).cpu().double(), strict=True)
+        stacked = torch.stack([held.get(name, nothing) for name in sorted(names)]).to(device)
         stacked = all_reduce(stacked).tolist()
         self._pairs, self._totals = {}, set()
         found = zip(sorted(names), stacked, strict=True)

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lit_qrl.network.hidden import recomputation
@@ -34,6 +34,22 @@ def free_memory(device: torch.device) -> int:
     free, total = torch.cuda.mem_get_info(device)
     limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
     return min(free + torch.cuda.memory_reserved(device) - allocated, limit - allocated)
+
+
+def room_for_logits(hidden: Tensor, head: Tensor) -> int:
+    """Return how many bytes of logits may stay from the forward pass for the backward pass, which begins with them.
+
+    Nothing else grows in between, and what the layers' backward passes take comes after; so all that is free may be
+    taken, but for the reserve and what the head's own gradient needs: its 16 bits, and the fp32 sum over chunks.
+
+    Args:
+        hidden: the head's input.
+        head: the output embedding.
+    """
+    if hidden.device.type != "cuda" or not torch.is_grad_enabled():
+        return 0
+    gradient = 6 * head.numel() if head.requires_grad else 0
+    return max(int(free_memory(hidden.device) - RESERVE * _total(hidden.device)) - gradient, 0)
 
 
 def kept_layers(layers: int, tokens: int, each: float, width: int, free: int, gradients: int, total: int) -> int:

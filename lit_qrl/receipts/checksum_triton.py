@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lit_qrl.formats.kernels.launch import Launch, pieces
+
 # Words of 8 bytes that one program sums.
 TILE = 8192
 # Columns of a program's tile.
@@ -65,6 +67,9 @@ def _sums_kernel(
         tl.atomic_add(sums + start + rows + columns, found.to(tl.int64), mask=found > 0, sem="relaxed")
 
 
+_sums = Launch(_sums_kernel, specialized=False)
+
+
 class Sums:
     """Memory for the sums of many tensors."""
 
@@ -93,11 +98,11 @@ class Sums:
         wide = WIDE if columns >= WIDE // 2 else NARROW  # two kernels to compile, not one for every power of two
         high = TILE // wide
         ones, lowest, signs = pattern or (0, 0, 0)
-        grid = (triton.cdiv(rows, high), triton.cdiv(columns, wide), count)
+        grid = (pieces(rows, high), pieces(columns, wide), count)
         unsigned = dtype == torch.float8_e8m0fnu
-        _sums_kernel[grid](
-            bits, self._pool, start, bits.stride(0), rows, columns, ones, lowest, signs, pattern is not None, unsigned,
-            high, wide, num_warps=8,
+        _sums(
+            grid, (bits, self._pool), (start, bits.stride(0), rows, columns, ones, lowest, signs),
+            (pattern is not None, unsigned, high, wide), num_warps=8,
         )  # fmt: skip
         sums = self._pool[start : start + size].view(count, each)
         return sums[:, :rows], sums[:, rows : rows + columns], None if pattern is None else sums[:, -1]

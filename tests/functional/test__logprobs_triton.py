@@ -52,7 +52,7 @@ def test_what_they_are_asked_for_are_the_plain_numbers(options, chunk_elements, 
     monkeypatch.setitem(sys.modules, "lit_qrl.functional._logprobs_triton", kernels)
     monkeypatch.setattr("lit_qrl.functional._logprobs_triton", kernels, raising=False)
     monkeypatch.setattr(logprobs, "_kernel_takes", lambda hidden: True)
-    monkeypatch.setattr(logprobs, "_total_memory", lambda index: 2**37)
+    monkeypatch.setattr(logprobs, "total_memory", lambda index: 2**37)
     got = trained(*inputs, chunk_elements=chunk_elements, **options)
     chunks = {1: 7, 40: 3, None: 1}[chunk_elements]  # of 1, 40 // 11 = 3 and all 7 rows
     assert calls == ["reduced"] * chunks + ["gradient"] * chunks
@@ -60,9 +60,52 @@ def test_what_they_are_asked_for_are_the_plain_numbers(options, chunk_elements, 
         torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
 
 
+def played(monkeypatch, calls):
+    """Let plain operations take the place of the kernels, and count the products with the head."""
+    kernels = SimpleNamespace(reduced=reduced, to_gradient=to_gradient)
+    monkeypatch.setitem(sys.modules, "lit_qrl.functional._logprobs_triton", kernels)
+    monkeypatch.setattr("lit_qrl.functional._logprobs_triton", kernels, raising=False)
+    monkeypatch.setattr(logprobs, "_kernel_takes", lambda hidden: True)
+    monkeypatch.setattr(logprobs, "total_memory", lambda index: 2**37)
+    product = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *a: calls.append(len(a[0])) or product(*a))
+
+
+@pytest.mark.parametrize(("held", "products"), [(0, 6), (131, 6), (132, 5), (197, 5), (198, 3)])
+def test_logits_that_may_stay_are_not_made_again(held, products, monkeypatch):
+    inputs = problem(9, 5, 11, torch.bfloat16)  # three chunks of three rows, 66 bytes each
+    calls = []
+    played(monkeypatch, calls)
+    plain = trained(*inputs, chunk_elements=33)
+    assert calls == [3] * 6
+    calls.clear()
+    got = trained(*inputs, chunk_elements=33, held=held)
+    assert len(calls) == products
+    assert all(torch.equal(one, other) for one, other in zip(got, plain, strict=True))
+
+
+def test_a_second_backward_pass_makes_them_again_and_none_stay_without_one(monkeypatch):
+    hidden, weight, tokens = problem(6, 5, 11, torch.bfloat16)
+    calls = []
+    played(monkeypatch, calls)
+    leaf = hidden.clone().requires_grad_()
+    values = token_logprobs(leaf, weight, tokens, held=2**30)[0].sum()
+    values.backward(retain_graph=True)
+    once = leaf.grad.clone()
+    assert calls == [6]
+    values.backward()
+    assert calls == [6, 6]
+    assert torch.equal(leaf.grad, 2 * once)
+    stayed = []
+    monkeypatch.setattr(logprobs, "held_chunks", lambda *a: stayed.append(a) or 0)
+    with torch.no_grad():
+        token_logprobs(leaf, weight, tokens, held=2**30)
+    assert stayed == []
+
+
 def test_what_they_cannot_do_takes_the_plain_operations(monkeypatch):
     monkeypatch.setattr(logprobs, "_kernel_takes", lambda hidden: True)
-    monkeypatch.setattr(logprobs, "_total_memory", lambda index: 2**37)
+    monkeypatch.setattr(logprobs, "total_memory", lambda index: 2**37)
     monkeypatch.setitem(sys.modules, "lit_qrl.functional._logprobs_triton", None)  # its import fails
     hidden, weight, tokens = problem(4, 5, 11, torch.bfloat16)
     bias = torch.zeros(11, dtype=torch.bfloat16)

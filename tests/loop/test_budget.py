@@ -164,6 +164,7 @@ def test_the_first_iteration_of_a_gpu_chooses_at_its_end_by_what_its_passes_took
     one.begin(learner, steps)
     assert (one.tokens, one.parts, learner.trainer.accumulate_grad_batches) == (8192, 1, 1)
     one.pass_begins(learner, batch)
+    assert not learner.policy.holds_logits  # what could do without is not measured
     allocated["peak"] = 30 * GIB
     one.pass_ends(learner)
     assert one.chosen is None
@@ -174,6 +175,7 @@ def test_the_first_iteration_of_a_gpu_chooses_at_its_end_by_what_its_passes_took
     one.pass_ends(learner)
     one.end(learner)
     assert one.chosen == 16384  # once for the run
+    assert learner.policy.holds_logits
 
 
 def test_lightnings_loop_is_told_what_an_iteration_holds(monkeypatch):

@@ -1,11 +1,13 @@
 """Which layers are computed again, on a CPU: a device's memory is played by the test."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_qrl.network import memory
-from lit_qrl.network.memory import SelectiveRecomputation, free_memory, kept_layers
+from lit_qrl.network.memory import SelectiveRecomputation, free_memory, kept_layers, room_for_logits
 
 LAYERS = 4
 
@@ -56,6 +58,19 @@ def test_a_limit_of_the_process_counts_where_it_leaves_less(monkeypatch, share, 
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
     assert free_memory(torch.device("cuda")) == free
+
+
+def test_logits_may_take_what_is_free_but_for_the_reserve_and_the_heads_gradient(monkeypatch):
+    monkeypatch.setattr(memory, "free_memory", lambda device: 30 << 30)
+    monkeypatch.setattr(memory, "_total", lambda device: 100 << 30)
+    hidden, head = SimpleNamespace(device=torch.device("cuda")), torch.nn.Parameter(torch.empty(1 << 30, device="meta"))
+    assert room_for_logits(hidden, head) == (30 - 5 - 6) << 30
+    assert room_for_logits(hidden, head.detach()) == (30 - 5) << 30
+    with torch.no_grad():  # no backward pass comes
+        assert room_for_logits(hidden, head) == 0
+    monkeypatch.setattr(memory, "free_memory", lambda device: 9 << 30)
+    assert room_for_logits(hidden, head) == 0
+    assert room_for_logits(torch.zeros(1), head) == 0
 
 
 def test_layers_are_kept_up_to_the_memory_that_there_is():

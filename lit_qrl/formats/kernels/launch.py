@@ -29,6 +29,13 @@ def power_of_2(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
+def _width(number: float) -> int:
+    """Return the bits of the type that a kernel takes an integer as; 65 where no signed one holds it."""
+    if not isinstance(number, int):
+        raise TypeError(f"A kernel that is compiled for all numbers takes integers. Given: {number}.")
+    return 32 if -(2**31) <= number < 2**31 else 64 if -(2**63) <= number < 2**63 else 65
+
+
 class Launch:
     """A Triton kernel whose parameters are tensors, then numbers, then constants.
 
@@ -40,10 +47,12 @@ class Launch:
 
     Args:
         kernel: what `triton.jit` made.
+        specialized: whether it is compiled anew for numbers that are one, or multiples of 16; False where
+            `do_not_specialize` names them all, so that they count by their width alone.
     """
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: Any, specialized: bool = True) -> None:
+        self.kernel, self._specialized = kernel, specialized
         self._made: dict[Any, Any] = {}
         self._keeps = True
 
@@ -58,7 +67,7 @@ class Launch:
         """Start the kernel on the current stream.
 
         Args:
-            grid: programs along one or two dimensions.
+            grid: programs along one to three dimensions.
             tensors: of one device; the kernel's first arguments.
             numbers: its next ones.
             constants: its `tl.constexpr` arguments.
@@ -68,7 +77,8 @@ class Launch:
             self.kernel[grid](*tensors, *numbers, *constants, **options)
             return
         device, together, pointers = tensors[0].get_device(), 0, []
-        key = [device, numbers, constants, *options.values()]
+        kinds = numbers if self._specialized else tuple(map(_width, numbers))
+        key = [device, kinds, constants, *options.values()]
         for tensor in tensors:
             pointer = tensor.data_ptr()
             together |= pointer
@@ -86,11 +96,11 @@ class Launch:
                 self._made[key] = found
             return
         run, function, metadata = made
-        along, across = grid if len(grid) == 2 else (*grid, 1)
+        along, across, deep = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(device)
         try:
             # metadata for hooks, and two hooks: none. A pointer that is a number is not looked up in the driver.
-            run(along, across, 1, stream, function, metadata, None, None, None, *pointers, *numbers, *constants)
+            run(along, across, deep, stream, function, metadata, None, None, None, *pointers, *numbers, *constants)
         except TypeError:  # a Triton whose compiled kernels take other arguments
             self._keeps = False
             self._made.clear()

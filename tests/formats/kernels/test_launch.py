@@ -61,6 +61,18 @@ def test_a_launch_that_differs_asks_triton(dtype, number, constant, warps, start
     assert not kernel.again
 
 
+def test_a_kernel_for_all_numbers_is_asked_anew_for_another_width_alone(kernel):
+    one = launch.Launch(kernel, specialized=False)
+    x = torch.zeros(64)
+    for number in (1, 16, 17, -(2**31), 2**31 - 1, 2**31, 2**62, -(2**31) - 1, 0):
+        one((2, 3, 4), (x,), (number, 5), (128,), num_warps=8)
+    assert [given[1] for _, given, _ in kernel.own] == [1, 2**31]
+    assert [given[:3] for given in kernel.again] == [(2, 3, 4)] * 7
+    assert [given[-3] for given in kernel.again] == [16, 17, -(2**31), 2**31 - 1, 2**62, -(2**31) - 1, 0]
+    with pytest.raises(TypeError, match="Given: 0.5"):
+        one((1,), (x,), (0.5,), ())
+
+
 def test_what_is_not_aligned_or_interpreted_is_not_kept(kernel):
     one = launch.Launch(kernel)
     for _ in range(2):
