@@ -93,6 +93,11 @@ class UnifiedWeight(LowBitWeight):
 class UnifiedLinear(UnifiedWeight, LowBitLinear):
     """A linear layer whose three GEMMs are block-scaled FP8."""
 
+    @property
+    def reads_codes_alone(self) -> bool:
+        """Whether it reads the codes that the operator before leaves with its input, and not the input."""
+        return self.backend.name == "torch"
+
 
 class _UnifiedTogether(LowBitTogether):
     @property

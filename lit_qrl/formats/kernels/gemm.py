@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lit_qrl.functional._compile import triton_installed
+
 BLOCK = 128
 # cuBLASLt wants leading dimensions of 8-bit operands in units of 16 bytes, and block scales padded to four columns.
 _ALIGNMENT = 16
@@ -147,7 +149,17 @@ def scaled_mm_block(
     scale_b = scale_b if blocks else _column_major(scale_b)
     out = block_product(a, _column_major(scale_a), b, scale_b, dtype, blocks)
     out = out[:rows] if padding else out
-    return out if bias is None else out.add_(bias)
+    return out if bias is None else _with_bias(out, bias)
+
+
+def _with_bias(out: Tensor, bias: Tensor) -> Tensor:
+    """Return `out + bias`, written over `out`; torch's own sum of a matrix and a row takes three times as long."""
+    plain = torch.compiler.is_compiling() or not (out.is_cuda and triton_installed())
+    if plain or out.dtype != bias.dtype or not (out.is_contiguous() and bias.is_contiguous()):
+        return out.add_(bias)
+    from lit_qrl.formats.kernels import rows_triton
+
+    return rows_triton.added_to_each(out, bias)
 
 
 def block_product(

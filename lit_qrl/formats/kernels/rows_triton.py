@@ -1,4 +1,4 @@
-"""Triton kernels that gather rows, adding some of them up; import it only where Triton and a CUDA device are."""
+"""Triton kernels that gather rows or add to them; import it only where Triton and a CUDA device are."""
 
 # Kernels are compiled from their source and launched with arguments that their Python signature does not have.
 # pyright: reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
@@ -82,3 +82,29 @@ def returned(x: Tensor, index: Tensor, place: Tensor) -> Tensor:
     size = min(power_of_2(width), SIZE)
     _returned((len(index), pieces(width, size)), (x, index, place, out), (width,), (size,), num_warps=4)
     return out
+
+
+@triton.jit
+def _added_kernel(x, row, width, SIZE: tl.constexpr):
+    """A piece of a row: the sum of two numbers in fp32, rounded once."""
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    inside = column < width
+    at = x + tl.program_id(0).to(tl.int64) * width + column
+    total = tl.load(at, mask=inside).to(tl.float32) + tl.load(row + column, mask=inside).to(tl.float32)
+    tl.store(at, total.to(x.dtype.element_ty), mask=inside)
+
+
+_added = Launch(_added_kernel)
+
+
+def added_to_each(x: Tensor, row: Tensor) -> Tensor:
+    """Return `x` with `row` added to each of its rows in place.
+
+    Args:
+        x: "m k", contiguous.
+        row: " k", contiguous.
+    """
+    width = x.shape[1]
+    size = min(power_of_2(width), SIZE)
+    _added((len(x), pieces(width, size)), (x, row), (width,), (size,), num_warps=4)
+    return x

@@ -83,7 +83,7 @@ def _quantized(values, AXIS: tl.constexpr, HALF: tl.constexpr):
 @triton.jit
 def _tiles_kernel(
     x, other, rstd, weight, y, rows, rows_scale, columns, columns_scale, m, k, stride, padded, BEFORE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, DEEP: tl.constexpr,
+    WRITTEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
     """One 128×128 tile of what the operator before makes: its numbers, and its codes along both sides."""
     tile_k, tile_m = tl.program_id(0), tl.program_id(1)
@@ -109,7 +109,8 @@ def _tiles_kernel(
         gate = tl.fma(values, high, values * rest).to(dtype).to(tl.float32)
         stored = (gate * up).to(dtype)
     if BEFORE > 0:
-        tl.store(y + dense, stored, mask=inside)
+        if WRITTEN:
+            tl.store(y + dense, stored, mask=inside)
         values = stored.to(tl.float32)
     half: tl.constexpr = dtype != tl.float32
     if ROWS:
@@ -132,7 +133,7 @@ Tiles = tuple[Tensor, tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None
 
 def tiles(
     x: Tensor, rows: bool, columns: bool, before: int = PLAIN, other: Tensor | None = None, rstd: Tensor | None = None,
-    weight: Tensor | None = None, warps: int = WARPS, registers: int | None = None,
+    weight: Tensor | None = None, written: bool = True, warps: int = WARPS, registers: int | None = None,
 ) -> Tiles:  # fmt: skip
     """Return what the operator makes of `x`, and that as E4M3 along its rows and along its columns, as asked for.
 
@@ -144,6 +145,7 @@ def tiles(
         other: "m k", laid out as x.
         rstd: " m", fp32.
         weight: " k".
+        written: False leaves out the operator's own numbers, which are NaN then, where codes are all that is read.
         warps: of a program.
         registers: the most of a thread; by default what `REGISTERS` says.
     """
@@ -158,7 +160,9 @@ def tiles(
     padded = tiles_m * TILE
     # what is not made is not written, and no E4M3: Triton knows none below compute capability 8.9
     along = across = along_scale = across_scale = y = x
-    if before != PLAIN:
+    if before != PLAIN and not written:
+        y = torch.full((), torch.nan, dtype=x.dtype, device=x.device).expand(m, k)
+    elif before != PLAIN:
         y = torch.empty((m, k), dtype=x.dtype, device=x.device)
     if rows:
         along = torch.empty((m, k), dtype=E4M3, device=x.device)
@@ -170,10 +174,10 @@ def tiles(
     _tiles(
         (tiles_k, tiles_m),
         (
-            x, nothing, along_scale if rstd is None else rstd, x if weight is None else weight, y, along, along_scale,
-            across, across_scale,
+            x, nothing, along_scale if rstd is None else rstd, x if weight is None else weight, y if written else x,
+            along, along_scale, across, across_scale,
         ),
-        (m, k, x.stride(0), padded), (before, rows, columns, TILE, DEEP), num_warps=warps, maxnreg=registers,
+        (m, k, x.stride(0), padded), (before, written, rows, columns, TILE, DEEP), num_warps=warps, maxnreg=registers,
     )  # fmt: skip
     return y, (along, along_scale.t()) if rows else None, (across, across_scale.t()) if columns else None
 

@@ -124,12 +124,14 @@ class OnePassRMSNorm(nn.Module):
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, columns: bool, made: list[Any] | None) -> Tensor:
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, columns: bool, made: list[Any] | None, written: bool = True
+    ) -> Tensor:
         from lit_qrl.formats.kernels import tiles_triton
 
-        k = gate.shape[-1]
+        k, gated = gate.shape[-1], tiles_triton.GATED
         y, along, across = tiles_triton.tiles(
-            gate.reshape(-1, k), made is not None, columns, tiles_triton.GATED, other=up.reshape(-1, k)
+            gate.reshape(-1, k), made is not None, columns, gated, other=up.reshape(-1, k), written=written
         )
         if made is not None:
             made.extend((along, across))
@@ -143,7 +145,7 @@ class _Gated(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         k = gate.shape[-1]
         made = tiles_triton.gated_backward(grads[0].reshape(-1, k), gate.reshape(-1, k), up.reshape(-1, k))
-        return *(one.view(gate.shape) for one in made), None, None
+        return *(one.view(gate.shape) for one in made), None, None, None
 
 
 class _GatedDown(torch.autograd.Function):
@@ -194,7 +196,7 @@ class OnePassGatedMLP(nn.Module):
         gate, up = self.gate_proj(x), self.up_proj(x)
         if self._plain_down(gate, up):
             return _GatedDown.apply(gate, up, self.down_proj.weight, unread)  # pyright: ignore[reportReturnType]
-        return self.down_proj(self.hidden(gate, up))
+        return self.down_proj(self.hidden(gate, up, read=not self._by_codes_alone(gate)))
 
     def _plain_down(self, gate: Tensor, up: Tensor) -> bool:
         """Return whether `down` is a product that nobody else looks at, and a backward pass is to come."""
@@ -207,12 +209,21 @@ class OnePassGatedMLP(nn.Module):
             return False
         return not torch.is_autocast_enabled(gate.device.type) and _in_one_pass(False, gate, up, down.weight)
 
-    def hidden(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return `SiLU(gate) · up`, which `down` reads."""
+    def _by_codes_alone(self, x: Tensor) -> bool:
+        """Return whether `down` reads nothing of its input but the codes, and nobody else does."""
+        down, device = self.down_proj, x.device.type
+        if not (self.codes and self.columns and getattr(down, "reads_codes_alone", False)):
+            return False
+        if down._forward_hooks or down._forward_pre_hooks:
+            return False
+        return not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) == x.dtype
+
+    def hidden(self, gate: Tensor, up: Tensor, read: bool = True) -> Tensor:
+        """Return `SiLU(gate) · up`, which `down` reads; NaN beside its codes where these alone are read."""
         if not _in_one_pass(self.codes, gate, up):
             return self.act_fn(gate) * up
         made: list[Any] | None = [] if self.codes else None
-        hidden: Tensor = _Gated.apply(gate, up, self.columns and torch.is_grad_enabled(), made)  # pyright: ignore
+        hidden: Tensor = _Gated.apply(gate, up, self.columns and torch.is_grad_enabled(), made, read)  # pyright: ignore
         if made is not None:
             dispatch.keep(hidden, dispatch.TILES, *made)
         return hidden

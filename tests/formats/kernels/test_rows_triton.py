@@ -28,6 +28,12 @@ def compare(device):
             x = torch.randn(shape).to(dtype)
             made = rows_triton.returned(x.to(device), index, gathered).cpu()
             assert torch.equal(made, x.new_zeros(6, *shape[1:]).index_copy_(0, gathered.cpu(), x))
+    for shape in ((3, 40), (2, 5000), (1, 2048)):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            x, row = torch.randn(shape).to(dtype), torch.randn(shape[1]).to(dtype)
+            given = x.clone().to(device)
+            assert rows_triton.added_to_each(given, row.to(device)) is given
+            assert torch.equal(given.cpu(), x + row)
 
 
 @pytest.mark.vllm  # which brings Triton

@@ -74,6 +74,14 @@ def compare_operators(device):
         assert torch.equal(bits(made[0].cpu()), bits(plain[0]))
     y, _, _ = tiles_triton.tiles(x.to(device), True, False, tiles_triton.GATED, other=other.to(device))
     assert torch.allclose(y.cpu().float(), (F.silu(x.float()).bfloat16() * other).float(), rtol=2.0**-7)
+    options = {"before": tiles_triton.GATED, "other": other.to(device)}
+    codes = tiles_triton.tiles(x.to(device), True, True, **options)[1:]
+    unread = tiles_triton.tiles(x.to(device), True, True, **options, written=False)
+    assert unread[0].shape == (70, 384)
+    assert unread[0].isnan().all()
+    for made, again in zip(codes, unread[1:], strict=True):
+        assert torch.equal(bits(made[0].cpu()), bits(again[0].cpu()))
+        assert torch.equal(made[1].cpu(), again[1].cpu())
     alone = tiles_triton.tiles(x.to(device), False, False, tiles_triton.GATED, other=other.to(device))
     assert torch.equal(bits(alone[0].cpu()), bits(y.cpu()))
     assert alone[1:] == (None, None)

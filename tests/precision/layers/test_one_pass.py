@@ -34,14 +34,14 @@ def wide(kind=Qwen3ForCausalLM, config=Qwen3Config, **changes):
     return model
 
 
-def tiles(x, rows, columns, before=0, other=None, rstd=None, weight=None):
+def tiles(x, rows, columns, before=0, other=None, rstd=None, weight=None, written=True):
     made = x
     if before == 1:
         made = weight * (x.float() * rstd[:, None]).to(x.dtype)
     if before == 2:
         made = F.silu(x) * other
     along, across = dispatch.e4m3_tiles(made, rows, columns)
-    return made, along, across
+    return made if written else torch.full((), torch.nan).expand(made.shape), along, across
 
 
 def norm(x, weight, eps, residual=None, scale=True):
@@ -128,6 +128,7 @@ def test_codes_of_the_kernel_are_those_that_the_layers_multiply(kind, kernels, m
     from lit_qrl.precision.layers import block_fp8
 
     class Backend(block_fp8.Emulated):
+        name = "torch"
         inputs, quantize = block_fp8.Torch.inputs, block_fp8.Torch.quantize
 
     for layer in model.modules():
@@ -142,11 +143,32 @@ def test_codes_of_the_kernel_are_those_that_the_layers_multiply(kind, kernels, m
     assert (
         len([made for made, _ in kernels if made != "norm"]) == 6
     )  # two norms and one activation in each of two layers
+    assert [made.get("written") for _, made in kernels if "written" in made] == [False] * 2  # what `down` reads
     # what attention hands to its output projection by itself, and in the backward pass each layer's gradient
     assert len(quantized) == 6 + 2 + 14
     for name, gradient in others.items():
         # the codes of a gradient may move where its last bits did
         assert (gradients[name] - gradient).norm() <= 0.05 * gradient.norm() + 1e-7, name
+
+
+def test_what_somebody_else_reads_is_written(kernels):
+    model = wide()
+    UnifiedFP8("emulate", fuse=True).convert_module(model)
+    mlp = model.model.layers[0].mlp
+    gate, up = torch.randn(2, 128), torch.randn(2, 128)
+    assert not mlp._by_codes_alone(gate)  # the emulation reads the input itself
+    mlp.down_proj.backend = SimpleNamespace(name="torch")
+    assert mlp._by_codes_alone(gate)
+    assert mlp.hidden(gate, up, read=False).isnan().all()
+    assert torch.equal(mlp.hidden(gate, up), F.silu(gate) * up)
+    with torch.autocast("cpu", torch.bfloat16):  # of which the layer would make another tensor
+        assert not mlp._by_codes_alone(gate)
+        assert mlp._by_codes_alone(gate.bfloat16())
+    hook = mlp.down_proj.register_forward_pre_hook(lambda module, inputs: None)
+    assert not mlp._by_codes_alone(gate)
+    hook.remove()
+    mlp.columns = False  # the gradient's codes would be made of it
+    assert not mlp._by_codes_alone(gate)
 
 
 def test_the_gradients_in_one_pass_are_the_plain_ones(kernels):
