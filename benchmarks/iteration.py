@@ -190,6 +190,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--turn", type=int, default=3, help="publishes of each --transfer, the first of which warms up")
     parser.add_argument("--then", choices=("bf16", "fp8_row"), help="format of the sampler from iteration --turn on")
     parser.add_argument("--prompts", type=int, help="of an iteration (default: the case's)")
+    parser.add_argument("--drawn", action="store_true", help="draw weights in the run itself: no folder is written")
     parser.add_argument("--micro_batches", type=int, help="of a step, on both sides (default: the case's)")
     parser.add_argument("--memory", action="store_true", help="print what torch and the driver hold after each phase")
     parser.add_argument("--to_the_end", action="store_true", help="time each run's end too, from its last row on")
@@ -243,7 +244,7 @@ def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None
             case["completion"] = args.completion or case["completion"]
             case["prompts"] = args.prompts or case["prompts"]
             case["micro_batches"] = args.micro_batches or case["micro_batches"]
-            drawn = bool(case.get("drawn"))
+            drawn = case["drawn"] = bool(args.drawn or case.get("drawn"))
             folder = model_folder(models, case["shape"], case.get("format"), case.get("stops", 1), drawn)
             if args.prepare:
                 begins = {
