@@ -38,8 +38,8 @@ def token_logprobs(
     $H = \log \sum_v e^{z_v} - \sum_v \pi_v z_v$.
 
     The rows go through in chunks; each chunk's logits are made in the dtype of `hidden`, raised to fp32, reduced, and
-    dropped, and made again in the backward pass. Neither pass holds more than `chunk_elements` logits, but for those that
-    `held` lets stay in between.
+    dropped, and made again in the backward pass. Neither pass holds more than `chunk_elements` logits, but for those
+    that `held` lets stay in between.
 
     Args:
         hidden: "*n h", last hidden states at the positions that predict `tokens`.

@@ -191,8 +191,8 @@ class MasterWeights(Optimizer):
                         weight_decay=group["weight_decay"],
                         decoupled=group.get("decoupled_weight_decay", type(self.inner) is torch.optim.AdamW),
                     )  # fmt: skip
-                held = parameter.detach(), self.state[parameter]["low"], grad
-                masters_triton.adam(*held, *(state[name] for name in ADAMS_MOMENTS), made[step])
+                low, (average, square) = self.state[parameter]["low"], (state[name] for name in ADAMS_MOMENTS)
+                masters_triton.adam(parameter.detach(), low, grad, average, square, made[step])
                 torch.autograd.graph.increment_version(parameter)
                 done.add(parameter)
         return done

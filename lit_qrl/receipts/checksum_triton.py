@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.formats.kernels.launch import Launch, pieces
+from lit_qrl.functional._launch import Launch, pieces
 
 # Words of 8 bytes that one program sums.
 TILE = 8192

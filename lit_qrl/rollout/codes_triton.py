@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from lit_qrl.formats.kernels.launch import Launch, pieces, power_of_2
 from lit_qrl.formats.kernels.tiles_triton import _half_scale, _inverse
 from lit_qrl.formats.numerics import E4M3
+from lit_qrl.functional._launch import Launch, pieces, power_of_2
 
 GROUP = 128
 WIDEST = 32768

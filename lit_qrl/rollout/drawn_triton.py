@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.formats.kernels.launch import Launch, pieces, power_of_2
+from lit_qrl.functional._launch import Launch, pieces, power_of_2
 
 PART = 8192
 """Words of one program."""

@@ -23,4 +23,6 @@ def test_chunks_that_stay_leave_room_for_the_one_at_work():
 def test_a_larger_gpu_holds_more_logits():
     held = [kernel_elements(gib << 30) for gib in (8, 24, 80, 141, 288)]
     assert held == sorted(held)
-    assert all(2 * count <= (gib << 30) / 64 or count == 2**26 for count, gib in zip(held, (8, 24, 80, 141, 288), strict=True))
+    assert all(
+        2 * count <= (gib << 30) / 64 or count == 2**26 for count, gib in zip(held, (8, 24, 80, 141, 288), strict=True)
+    )

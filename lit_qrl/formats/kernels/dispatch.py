@@ -117,9 +117,9 @@ def transposed(codes: Tensor) -> Tensor:
     """Return codes "n k" of one byte as "k n", contiguous."""
     if not (available(codes) and codes.is_contiguous()):
         return codes.t().contiguous()
-    from lit_qrl.formats.kernels import codes_triton
+    from lit_qrl.formats.kernels import transposed_triton
 
-    return codes_triton.transposed(codes)
+    return transposed_triton.transposed(codes)
 
 
 def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor] | None:

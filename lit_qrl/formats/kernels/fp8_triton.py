@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.formats.kernels.launch import Launch, pieces, power_of_2
 from lit_qrl.formats.numerics import E4M3, E4M3_MAX
+from lit_qrl.functional._launch import Launch, pieces, power_of_2
 
 TILE = 128
 WHOLE = 4096

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.formats.kernels.launch import Launch, pieces, power_of_2
+from lit_qrl.functional._launch import Launch, pieces, power_of_2
 
 # A program holds a row's gain, sum and two inputs: sixteen columns a thread leave room for two programs at sixteen
 # warps. A wider row is read twice, first for its mean; of narrow ones, heads say, a program has several.

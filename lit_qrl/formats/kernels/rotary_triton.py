@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.formats.kernels.launch import Launch, pieces, power_of_2
+from lit_qrl.functional._launch import Launch, pieces, power_of_2
 
 HEADS = 4
 """Heads that a program turns at once."""

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.formats.kernels.launch import Launch, pieces, power_of_2
+from lit_qrl.functional._launch import Launch, pieces, power_of_2
 
 SIZE = 2048
 """Numbers of a row that a program takes at most."""

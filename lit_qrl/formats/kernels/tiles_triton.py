@@ -15,8 +15,8 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from lit_qrl.formats.kernels.fp8_triton import TILE, _clamp, _low, _quotient, _scale
-from lit_qrl.formats.kernels.launch import Launch, pieces
 from lit_qrl.formats.numerics import E4M3, E4M3_MAX
+from lit_qrl.functional._launch import Launch, pieces
 
 PLAIN, NORM, GATED = 0, 1, 2
 WARPS = 8

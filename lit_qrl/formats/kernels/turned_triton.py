@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.formats.kernels.launch import Launch, power_of_2
+from lit_qrl.functional._launch import Launch, power_of_2
 
 HEADS, WARPS = 16, 4
 """Heads that a program has in its registers at once, absent ones among them, and its warps: 16 bytes a thread."""

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lit_qrl.formats.kernels.fp8_triton import _low, _quotient, _weight_scale
-from lit_qrl.formats.kernels.launch import Launch, pieces
 from lit_qrl.formats.numerics import INT4_STEPS
+from lit_qrl.functional._launch import Launch, pieces
 
 INT4, FP4, NF4 = 0, 1, 2
 # Words of eight codes that a program takes, and its warps: the fastest of what `benchmarks/low_bit.py` tries.

@@ -6,14 +6,14 @@ import torch
 from tests.triton_interpreter import run_interpreted
 
 
-def compare_codes(device):
-    from lit_qrl.formats.kernels import codes_triton
+def compare(device):
+    from lit_qrl.formats.kernels import transposed_triton
 
     generator = torch.Generator().manual_seed(0)
     for shape in ((128, 128), (256, 384), (1, 7), (130, 70), (16, 300)):
         codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).to(device)
         for dtype in (torch.uint8, torch.float8_e4m3fn):
-            turned = codes_triton.transposed(codes.view(dtype))
+            turned = transposed_triton.transposed(codes.view(dtype))
             assert turned.dtype == dtype
             assert turned.shape == shape[::-1]
             assert torch.equal(turned.view(torch.uint8), codes.t())
@@ -21,9 +21,9 @@ def compare_codes(device):
 
 @pytest.mark.vllm  # which brings Triton
 def test_kernel_in_the_interpreter():
-    run_interpreted(compare_codes)
+    run_interpreted(compare)
 
 
 @pytest.mark.gpu
 def test_kernel_on_the_device():
-    compare_codes(torch.device("cuda"))
+    compare(torch.device("cuda"))

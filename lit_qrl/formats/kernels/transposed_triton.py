@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.formats.kernels.launch import Launch, pieces
+from lit_qrl.functional._launch import Launch, pieces
 
 SIZE = 128
 """Rows and columns that a program turns."""
