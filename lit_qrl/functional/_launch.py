@@ -29,7 +29,7 @@ def power_of_2(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _width(number: float) -> int:
+def _width(number: int | float) -> int:
     """Return the bits of the type that a kernel takes an integer as; 65 where no signed one holds it."""
     if not isinstance(number, int):
         raise TypeError(f"A kernel that is compiled for all numbers takes integers. Given: {number}.")
@@ -60,7 +60,7 @@ class Launch:
         self,
         grid: tuple[int, ...],
         tensors: tuple[Tensor, ...],
-        numbers: tuple[float, ...],
+        numbers: tuple[int | float, ...],
         constants: tuple[Any, ...],
         **options: Any,
     ) -> None:
