@@ -12,8 +12,8 @@ UPDATES: dict[str, dict[int, float]] = {
     "UnifiedFP8": {1536: 0.90, 3584: 0.79},
     "QATAligned(fp8_row)": {1536: 0.94, 3584: 0.90},
 }
-"""Time of an iteration's update, 128 completions of 512 tokens in four and in eight micro-batches, to that in bf16, by the
-model's hidden size: whole runs on H200s, Qwen2.5's shapes at 1.5B and 7B, 2026-11-23 and 24."""
+"""Time of an iteration's update, 128 completions of 512 tokens in four and in eight micro-batches, to that in bf16, by
+the model's hidden size: whole runs on H200s, Qwen2.5's shapes at 1.5B and 7B, 2026-11-23 and 24."""
 
 
 def tell_cost(learner: str, network: Any, device: torch.device) -> None:
