@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.optim.schedule import plateaus_seen
 from lit_qrl.run.description import Described
 from lit_qrl.run.folder import last_checkpoint
 from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, Interruption
@@ -106,7 +107,8 @@ class RunCheckpoint(Described, Checkpoint):
         told = self._told(trainer, pl_module)
         if kept or ends or told is not None or self._due(trainer, iteration):
             began = time.perf_counter()
-            with pl_module.iteration.timed("checkpoint"), _told(trainer) if ends else nullcontext():
+            patience = _told(trainer) if ends else nullcontext()
+            with pl_module.iteration.timed("checkpoint"), patience, plateaus_seen(trainer):
                 self._save(trainer, f"iteration-{iteration}" if kept else None)
             self._cadence.saved(began, time.perf_counter())
         self._interruption.resume()

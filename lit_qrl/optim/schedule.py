@@ -1,7 +1,9 @@
 """Learning-rate schedules over the whole run."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, Literal
 
 from torch.optim import Optimizer
@@ -85,3 +87,33 @@ def scheduled(
             remedy="Raise it.",
         )
     return {"scheduler": scheduler, "interval": "step"}
+
+
+@contextmanager
+def plateaus_seen(trainer: Any) -> Iterator[None]:
+    """Within it, at the end of an epoch, schedules that wait on a plateau have seen that epoch already.
+
+    Lightning lets them see it after the callbacks, and does not repeat that when a run goes on from what a callback
+    saved then: the run would miss one observation.
+
+    Args:
+        trainer: Lightning's, whose callbacks are at the end of an epoch.
+    """
+    waiting = [config.scheduler for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    if not waiting:
+        yield
+        return
+    loop = trainer.fit_loop.epoch_loop
+    before = deepcopy(loop.scheduler_progress.state_dict())
+    schedules = [
+        (one, deepcopy(one.state_dict()), [group["lr"] for group in one.optimizer.param_groups]) for one in waiting
+    ]
+    try:
+        loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        yield
+    finally:
+        loop.scheduler_progress.load_state_dict(before)
+        for one, state, rates in schedules:
+            one.load_state_dict(state)
+            for group, rate in zip(one.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate

@@ -51,3 +51,21 @@ def test_a_run_lowers_its_rate_on_a_plateau(tmp_path):
     module.lr_scheduler = lambda made: ReduceLROnPlateau(made, "reward/mean", **options)
     trainer.fit(module, datamodule=data)
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**2)  # the first sets the bar
+
+
+def test_a_resumed_run_has_seen_what_the_one_before_saw(tmp_path):
+    options = {"mode": "max", "patience": 1, "threshold": 100.0, "factor": 0.5}
+
+    def run(folder, iterations, checkpoint=None):
+        trainer, module, data = build(folder, trainer={"max_epochs": iterations}, lr=0.1)
+        trainer.checkpoint_callback.keep_every = 1
+        module.lr_scheduler = lambda made: ReduceLROnPlateau(made, "reward/mean", **options)
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        scheduler = trainer.lr_scheduler_configs[0].scheduler
+        return trainer.optimizers[0].param_groups[0]["lr"], scheduler.num_bad_epochs, scheduler.last_epoch
+
+    whole = run(tmp_path / "whole", 4)
+    assert whole[0] == pytest.approx(0.05)
+    for iteration in (1, 2, 3):
+        saved = tmp_path / "whole" / "run" / "checkpoints" / f"iteration-{iteration}.ckpt"
+        assert run(tmp_path / f"from-{iteration}", 4, saved) == whole
