@@ -44,6 +44,7 @@ from lit_qrl.cli.config_files import expanded, run_folder_name
 from lit_qrl.cli.dry_run import dry_run
 from lit_qrl.cli.ending import again, leave_in_place
 from lit_qrl.cli.errors import made_by_training, of_run, paragraph, refused
+from lit_qrl.cli.evaluated import told
 from lit_qrl.cli.logging_place import give_place, let_place_be_left_out
 from lit_qrl.cli.parser import ReadableParser
 from lit_qrl.data import tasks
@@ -277,20 +278,26 @@ class QRLCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         """Run the Trainer; a publish that failed ends it with one paragraph, after diary and report."""
         leave_in_place(self.trainer.strategy)
+        given = self.config_init[subcommand]
+        tells = subcommand in ("validate", "test") and bool(given.get("verbose"))
+        if tells:
+            given["verbose"] = False  # of Lightning, whose table has seventeen digits
         try:
             if self.dry_run:
                 dry_run(self.trainer, self.model, self.datamodule)
             else:
                 super()._run_subcommand(subcommand)
+                for line in told(self.trainer.callback_metrics) if tells else ():
+                    say(line)
         except (PublishError, ConfigError, IncompleteError) as error:
             if isinstance(error, ConfigError) and not made_by_training(error, self.trainer.global_step):
                 raise
             raise StoppedError(paragraph(error, self.trainer.default_root_dir)) from error
         except (MisconfigurationException, RuntimeError, MemoryError) as error:
             stop_where_short(self.trainer, error)
-            if (told := of_run(error)) is None:
+            if (known := of_run(error)) is None:
                 raise
-            raise told from error
+            raise known from error
         except SIGTERMException as error:  # where there are several processes
             interrupted = Interrupted(getattr(error, "number", signal.SIGTERM))
             say(standing(interrupted, self.trainer, again(self.arguments)))
