@@ -154,14 +154,15 @@ def test_the_kernels_give_the_plain_numbers():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("held", [0, 2**30])
 @pytest.mark.parametrize("chunk_elements", [256 * 512, None])
-def test_gradients_are_added_to_those_there_on_the_device(chunk_elements):
+def test_gradients_are_added_to_those_there_on_the_device(chunk_elements, held):
     hidden, weight, tokens = problem(1000, 64, 512, torch.bfloat16, "cuda")
     exact = [one.double().requires_grad_() for one in (hidden, weight)]
     leaf, head = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     upstream = torch.linspace(-1, 2, len(tokens), device="cuda")
     for _ in range(2):
-        values, _ = token_logprobs(leaf, head, tokens, chunk_elements=chunk_elements)
+        values, _ = token_logprobs(leaf, head, tokens, chunk_elements=chunk_elements, held=held)
         (values * upstream).sum().backward()
     (exact[0] @ exact[1].t()).log_softmax(-1).gather(1, tokens[:, None])[:, 0].mul(2 * upstream).sum().backward()
     for found, one in zip((leaf, head), exact, strict=True):
