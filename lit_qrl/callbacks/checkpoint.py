@@ -107,8 +107,8 @@ class RunCheckpoint(Described, Checkpoint):
         told = self._told(trainer, pl_module)
         if kept or ends or told is not None or self._due(trainer, iteration):
             began = time.perf_counter()
-            patience = _told(trainer) if ends else nullcontext()
-            with pl_module.iteration.timed("checkpoint"), patience, plateaus_seen(trainer):
+            telling = _told(trainer) if ends else nullcontext()
+            with pl_module.iteration.timed("checkpoint"), telling, plateaus_seen(trainer):
                 self._save(trainer, f"iteration-{iteration}" if kept else None)
             self._cadence.saved(began, time.perf_counter())
         self._interruption.resume()

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lit_qrl.aliases import METRICS
-from lit_qrl.loop.metrics import BOUNDS
+from lit_qrl.loop.metrics import BOUNDS, is_bound
 
 
 def told(metrics: Mapping[str, Any]) -> list[str]:
@@ -17,7 +17,7 @@ def told(metrics: Mapping[str, Any]) -> list[str]:
     ['val/accuracy  0.336  [0.270, 0.400]']
     """
     values = {name: float(value) for name, value in metrics.items() if name not in METRICS}
-    shown = [name for name in values if not name.endswith(tuple(filter(None, BOUNDS)))]
+    shown = [name for name in values if not is_bound(name)]
     width = max(map(len, shown), default=0)
     return [f"{name:{width}}  {values[name]:.3f}{_interval(values, name)}" for name in shown]
 

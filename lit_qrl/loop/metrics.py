@@ -154,6 +154,15 @@ BOUNDS: Mapping[str, Literal["mean", "low", "high"]] = {"": "mean", "_ci_low": "
 """What is put behind the name of an accuracy for its 95 % interval, and which part that is."""
 
 
+def is_bound(name: str) -> bool:
+    """Return whether a metric is an end of another's interval.
+
+    >>> is_bound("val/accuracy_ci_low"), is_bound("val/accuracy")
+    (True, False)
+    """
+    return name.endswith(tuple(filter(None, BOUNDS)))
+
+
 class EvaluationMetrics(torch.nn.ModuleDict):
     """The accuracies of one set of held-out problems, each with its interval, by the name under which it is logged.
 
