@@ -29,10 +29,11 @@ def kernel_elements(memory: int) -> int:
 def even_rows(count: int, most: int, multiple: int = 128) -> int:
     """Return how many rows a chunk has of `count`, so that all have about as many: a small product keeps no GPU busy.
 
-    >>> even_rows(8192, 7067), even_rows(8192, 9000), even_rows(300, 7)
-    (4096, 8192, 7)
+    >>> even_rows(8192, 7067), even_rows(8192, 9000), even_rows(300, 7), even_rows(0, 7067)
+    (4096, 8192, 7, 128)
     """
-    chunks = max(-(-count // most), 1)
+    count = max(count, 1)  # all tokens of a micro-batch may be masked
+    chunks = -(-count // most)
     return min(-(-count // (chunks * multiple)) * multiple, most)
 
 

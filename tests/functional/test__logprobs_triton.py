@@ -84,6 +84,17 @@ def test_logits_that_may_stay_are_not_made_again(held, products, monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(got, plain, strict=True))
 
 
+def test_a_batch_without_a_scored_token_has_no_gradient(monkeypatch):
+    hidden, weight, tokens = problem(0, 5, 11, torch.bfloat16)
+    calls = []
+    played(monkeypatch, calls)
+    values, entropies, of_hidden, of_weight = trained(hidden, weight, tokens, held=2**30)
+    assert values.shape == entropies.shape == (0,)
+    assert calls == []
+    assert of_hidden.shape == hidden.shape
+    assert not of_weight.any()
+
+
 def test_a_second_backward_pass_makes_them_again_and_none_stay_without_one(monkeypatch):
     hidden, weight, tokens = problem(6, 5, 11, torch.bfloat16)
     calls = []
