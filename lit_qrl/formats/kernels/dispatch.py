@@ -131,6 +131,15 @@ def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     return fp8_triton.fp8_blocks(weight)
 
 
+def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return codes and scales of `FP8Row.quantize` from one kernel, or None where there is none."""
+    if not available_for_e4m3(weight):
+        return None
+    from lit_qrl.formats.kernels import fp8_triton
+
+    return fp8_triton.fp8_rows(weight)
+
+
 def int4_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor] | None:
     """Return codes and scales of `Int4Group.quantize` from one kernel, or None where there is none."""
     if not available(weight) or not _power_of_two(group_size):

@@ -45,6 +45,11 @@ def _quotient(x, scale, low):
 
 
 @triton.jit
+def _greater(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _low(scale, amax):
     # the scale of zeros is tiny and divides zeros alone
     return tl.min(tl.where(amax > 0, scale, 1.0), axis=0)
@@ -108,6 +113,45 @@ def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
+def _rows_kernel(w, codes, scales, k, eps, LOW: tl.constexpr, SIZE: tl.constexpr):
+    """One row of a weight, with the roundings of a weight in its own dtype: its amax first, then its codes."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE)
+    amax = tl.zeros((SIZE,), tl.float32)
+    for start in range(0, k, SIZE):
+        values = tl.load(w + row * k + start + column, mask=start + column < k, other=0.0).to(tl.float32)
+        amax = _greater(amax, tl.abs(values))
+    largest = tl.reduce(amax, 0, _greater, keep_dims=True)
+    scale = _weight_scale(largest, (largest != largest).to(tl.int32), 1.0 / _MAX, eps, w.dtype.element_ty)
+    low = tl.max(scale, axis=0)
+    for start in range(0, k, SIZE):
+        values = tl.load(w + row * k + start + column, mask=start + column < k, other=0.0).to(tl.float32)
+        quotient = _quotient(values, scale, low)
+        if LOW:
+            quotient = quotient.to(w.dtype.element_ty).to(tl.float32)
+        quotient = tl.where(quotient == 0, 0.0, _clamp(quotient, -_MAX, _MAX))  # −0 becomes +0, as in `to_e4m3`
+        to = codes + row * k + start + column
+        tl.store(to, quotient.to(codes.dtype.element_ty), mask=start + column < k)
+    tl.store(scales + row + tl.arange(0, 1), scale.to(scales.dtype.element_ty))
+
+
+_rows = Launch(_rows_kernel)
+
+
+def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return E4M3 codes "n k" and scales "n 1" of a weight, as `FP8Row.quantize` makes them."""
+    weight = weight.contiguous()
+    n, k = weight.shape
+    codes = torch.empty((n, k), dtype=E4M3, device=weight.device)
+    scales = torch.empty((n, 1), dtype=weight.dtype, device=weight.device)
+    eps = torch.finfo(weight.dtype).eps
+    low = weight.dtype != torch.float32
+    size = min(power_of_2(k), 4096)
+    _rows((n,), (weight, codes, scales), (k, eps), (low, size), num_warps=8)
+    return codes, scales
+
+
+@triton.jit
 def _token_kernel(x, codes, scales, stride, K: tl.constexpr, SIZE: tl.constexpr):
     """One row: its amax first, then its codes, the second read out of the cache."""
     row = tl.program_id(0).to(tl.int64)
@@ -139,11 +183,6 @@ def e4m3_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     # 4096 values a step keep a row's state in registers at eight warps
     _token((m,), (x, codes, scales), (x.stride(0),), (k, min(power_of_2(k), 4096)), num_warps=8)
     return codes, scales
-
-
-@triton.jit
-def _greater(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

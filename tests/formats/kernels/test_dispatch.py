@@ -37,6 +37,7 @@ def test_without_a_gpu_there_is_no_kernel():
     weight = torch.randn(8, 128)
     if not weight.is_cuda:
         assert dispatch.fp8_blocks(weight) is None
+        assert dispatch.fp8_rows(weight) is None
         assert dispatch.int4_groups(weight, 32) is None
         assert not dispatch.available(weight)
 
@@ -50,6 +51,7 @@ def test_kernels_of_e4m3_need_a_gpu_that_knows_it(capability, known, monkeypatch
     assert dispatch.available_for_e4m3(weight) is known
     if not known:  # Triton would not compile them
         assert dispatch.fp8_blocks(weight) is None
+        assert dispatch.fp8_rows(weight) is None
         scales = torch.ones(8, 2).to(torch.float8_e4m3fn)
         assert dispatch.fp4_values(weight, scales, 16, torch.bfloat16) is None
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lit_qrl.formats import fp8_block
+from lit_qrl.formats import fp8_block, fp8_row
 from lit_qrl.formats.kernels import activations
 from lit_qrl.formats.numerics import E4M3_MAX
 from tests.formats.oracle import bits, weights
@@ -55,7 +55,37 @@ def compare_blocks(device):
             assert torch.equal(bits(codes.cpu())[every], bits(expected.codes)[every]), (case, dtype)
 
 
-COMPARISONS = [compare_tokens, compare_whole, compare_blocks]
+def compare_rows(device):
+    from lit_qrl.formats.kernels import fp8_triton
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for shape in ((9, 200), (3, 5000)):  # a row in one piece, and in two
+            for case, weight in weights(dtype, shape).items():
+                codes, scales = fp8_triton.fp8_rows(weight.to(device))
+                # as torch divides on CUDA, where a number divides by its inverse
+                scale = (weight.abs().amax(dim=1, keepdim=True).float() * torch.tensor(1 / E4M3_MAX)).to(dtype)
+                scale = torch.where(scale == 0, torch.finfo(dtype).eps, scale)
+                assert torch.equal(bits(scales.cpu()), bits(scale)), (case, dtype)
+                assert torch.equal(bits(codes.cpu()), bits(fp8_row.FP8Row().encode(weight, scale))), (case, dtype)
+    nan = torch.ones(3, 5000)
+    nan[1, 4999], nan[2, 0] = float("nan"), float("inf")
+    found = fp8_triton.fp8_rows(nan.to(device))[1].flatten().isfinite()
+    assert found.tolist() == [True, False, False]
+
+
+def compare_rows_with_torch_on_cuda(device):
+    from lit_qrl.formats.kernels import fp8_triton
+    from lit_qrl.formats.scaled import ScaledE4M3
+
+    for dtype in (torch.bfloat16, torch.float32):
+        for case, weight in weights(dtype, (64, 5000)).items():
+            made = fp8_triton.fp8_rows(weight.to(device))
+            plain = ScaledE4M3.quantize(fp8_row.FP8Row(), weight.to(device))
+            assert torch.equal(bits(made[1]), bits(plain.scales)), (case, dtype)
+            assert torch.equal(bits(made[0]), bits(plain.codes)), (case, dtype)
+
+
+COMPARISONS = [compare_tokens, compare_whole, compare_blocks, compare_rows]
 
 
 @pytest.mark.vllm  # which brings Triton
@@ -65,6 +95,6 @@ def test_kernels_in_the_interpreter(compare):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compare", COMPARISONS)
+@pytest.mark.parametrize("compare", [*COMPARISONS, compare_rows_with_torch_on_cuda])
 def test_kernels_on_the_device(compare):
     compare(torch.device("cuda"))
