@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lit_qrl.formats.base import QuantizedWeight
 from lit_qrl.formats.kernels import activations, dispatch, gemm
-from lit_qrl.formats.numerics import require_finite, to_e4m3
+from lit_qrl.formats.numerics import to_e4m3
 from lit_qrl.formats.scaled import ScaledE4M3
 
 BLOCK = gemm.BLOCK
@@ -45,13 +45,8 @@ class FP8Block(ScaledE4M3):
         codes = to_e4m3(_blocks(weight) / scale[:, None, :, None]).reshape(down * BLOCK, across * BLOCK)
         return codes[:rows, :columns].contiguous()
 
-    @torch.no_grad()
-    def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:
-        made = dispatch.fp8_blocks(weight.detach())
-        if made is None:
-            return super().quantize(weight)
-        require_finite(made[1])
-        return QuantizedWeight(*made, None, self, (weight.shape[0], weight.shape[1]))
+    def codes_by_kernel(self, weight: Tensor) -> tuple[Tensor, Tensor] | None:
+        return dispatch.fp8_blocks(weight)
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         assert q.scales is not None

@@ -3,12 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from lit_qrl.formats.base import QuantizedWeight
 from lit_qrl.formats.kernels import dispatch
-from lit_qrl.formats.numerics import require_finite
 from lit_qrl.formats.scaled import ScaledE4M3
 
 
@@ -25,10 +22,5 @@ class FP8Row(ScaledE4M3):
     name: ClassVar[str] = "fp8_row"
     rows_together: ClassVar[int | None] = 1
 
-    @torch.no_grad()
-    def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:
-        made = dispatch.fp8_rows(weight.detach())
-        if made is None:
-            return super().quantize(weight)
-        require_finite(made[1])
-        return QuantizedWeight(*made, None, self, (weight.shape[0], weight.shape[1]))
+    def codes_by_kernel(self, weight: Tensor) -> tuple[Tensor, Tensor] | None:
+        return dispatch.fp8_rows(weight)

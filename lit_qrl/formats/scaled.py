@@ -47,9 +47,20 @@ class Scaled(NumberFormat):
     def encode(self, weight: Tensor, scale: Tensor) -> Tensor:
         """Return the codes "out in" of a weight under its scales."""
 
+    def codes_by_kernel(self, weight: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return codes and scales of a weight from one kernel, or None where there is none.
+
+        The bits are those of `amax` and `encode`; a row or block with NaN or inf has a scale that is not finite.
+        """
+        return None
+
     @torch.no_grad()
     def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:
         weight, shape = weight.detach(), (weight.shape[0], weight.shape[1])
+        made = self.codes_by_kernel(weight)
+        if made is not None:
+            require_finite(made[1])
+            return QuantizedWeight(*made, None, self, shape)
         amax = self.amax(weight)
         require_finite(amax)
         if shared_amax is not None and self.shares_amax:

@@ -48,6 +48,21 @@ def test_codes_and_scales_by_row():
         Halves().quantize(WEIGHT / 0)
 
 
+@pytest.mark.parametrize(("name", "kernel"), [("fp8_row", "fp8_rows"), ("fp8_block", "fp8_blocks")])
+def test_codes_of_a_kernel_are_taken_where_there_is_one(name, kernel, monkeypatch):
+    format, weight = formats.get(name), torch.randn(128, 128)
+    plain = format.quantize(weight)
+    made = plain.codes.clone(), plain.scales * 2
+    monkeypatch.setattr(dispatch, kernel, lambda given: made)
+    q = format.quantize(weight)
+    assert q.codes is made[0]
+    assert q.scales is made[1]
+    assert (q.global_scale, q.format, q.shape) == (None, format, (128, 128))
+    made[1][0, 0] = float("nan")
+    with pytest.raises(ValueError, match="NaN or inf"):
+        format.quantize(weight)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", SCALED)
 def test_a_code_times_its_scale_is_rounded_once(name, dtype):
