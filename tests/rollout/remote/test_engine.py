@@ -152,18 +152,28 @@ def test_two_replicas_draw_what_one_draws_and_by_position(tmp_path):
         assert progress[-1] == (10, sum(len(one.token_ids) for one in drawn))
 
 
-def test_completions_of_all_replicas_are_handed_out_before_the_last_is_drawn(tmp_path):
+def test_completions_of_a_replica_are_handed_out_while_another_draws(tmp_path):
     with remote(tmp_path, servers=2) as (engine, network):
         publish(engine, network)
         assert engine.hands_out
-        handed, threads = [], set()
+        both_asked, one_is_out, handed = threading.Barrier(2, timeout=60), threading.Event(), []
+
+        def held(draw, wait):
+            def drawing(*args, **kwargs):
+                both_asked.wait()
+                wait()
+                return draw(*args, **kwargs)
+
+            return drawing
 
         def finished(drawn):
             handed.append(drawn)
-            threads.add(threading.current_thread().name)
+            one_is_out.set()
 
+        first, second = engine.replicas
+        first.draw = held(first.draw, lambda: None)
+        second.draw = held(second.draw, lambda: one_is_out.wait(60) or pytest.fail("nothing was handed out"))
         drawn = engine.generate(PROMPTS, 2, 7, finished=finished)
-        assert len(threads) == 2
         of_each = {number: one for part in handed for number, one in part.items()}
         assert plain(of_each[i] for i in range(10)) == plain(drawn)
 
