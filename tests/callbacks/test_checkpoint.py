@@ -157,7 +157,7 @@ def test_how_often_it_saves(tmp_path, monkeypatch, every, saves):
 def test_the_last_file_is_written_while_the_report_is_made(tmp_path, monkeypatch):
     made, save, seen = threading.Event(), torch.save, []
     monkeypatch.setattr("lit_qrl.callbacks.report.render", lambda folder: made.set())
-    monkeypatch.setattr(saving.torch, "save", lambda *given: seen.append(made.wait(5)) or save(*given))
+    monkeypatch.setattr(saving.torch, "save", lambda *given: seen.append(made.wait(60)) or save(*given))
     trainer, module, data = build(tmp_path, trainer={"max_epochs": 2}, report=True)
     next(c for c in trainer.callbacks if type(c).__name__ == "RunCheckpoint").every_n_iterations = 0
     trainer.fit(module, datamodule=data)

@@ -112,7 +112,7 @@ def test_a_function_that_is_late_fails_alone():
             never.wait(60)
         return length(completions)
 
-    reward = FunctionReward(judge, concurrency=6, timeout=0.2, retries=0)
+    reward = FunctionReward(judge, concurrency=6, timeout=1.0, retries=0)
     scores = scored([reward], range(6), error_reward=-1.0)
     never.set()
     assert scores.total == [1.0, -1.0, 3.0, 4.0, 5.0, 6.0]

@@ -174,8 +174,8 @@ def test_a_pause_in_flight_may_take_longer_than_a_step(monkeypatch):
             yield Stepping(watchdog)
 
     monkeypatch.setattr(requests, "_stepping", stepping)
-    flight = SimpleNamespace(between=lambda: time.sleep(0.6), strays={})
-    assert len(requests.run(None, [[1]], [None], False, None, Watchdog(0.2, grace=0.1), flight=flight)) == 1
+    flight = SimpleNamespace(between=lambda: time.sleep(1.6), strays={})
+    assert len(requests.run(None, [[1]], [None], False, None, Watchdog(1.0, grace=0.1), flight=flight)) == 1
 
 
 class Counting(MultiTurnTask):
