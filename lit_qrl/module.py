@@ -19,7 +19,7 @@ from lit_qrl.loop.correction import close, needs_kept, weigh_here
 from lit_qrl.loop.evaluation import answer
 from lit_qrl.loop.generation import drawn
 from lit_qrl.loop.hooks import PreparesTrainer, rl_callbacks, trainer_all_reduce
-from lit_qrl.loop.metrics import EvaluationMetrics, is_bound, log_row
+from lit_qrl.loop.metrics import EvaluationMetrics, log_row
 from lit_qrl.loop.routing import balanced, record_difference, shifted
 from lit_qrl.loop.state import IterationState
 from lit_qrl.loop.stopping import check_limits, expect_metrics, follow_iterations
@@ -355,10 +355,13 @@ class GRPOModule(Described, LightningModule):
                 self._cut_short = True
                 return  # the updates before it are saved at the end of the iteration, which comes next
             accuracy: Any = self.accuracy[share.index]
-            accuracy.add({kind: found.correct.to(self.device) for kind, found in answers.items()})
+            accuracy.add(
+                {kind: found.correct.to(self.device) for kind, found in answers.items()},
+                {kind: found.stopped.to(self.device) for kind, found in answers.items()},
+            )
             place = f"{stage}/{share.set.name}".rstrip("/")
             for name, metric in accuracy.items():
-                shown = not is_bound(name)
+                shown = name in accuracy.accuracies
                 self.log(f"{place}/{name}", metric, on_epoch=True, batch_size=max(len(share), 1), prog_bar=shown)
                 former = {now: old for old, now in METRICS.items()}.get(f"{place}/{name}")
                 if former:  # what a callback may monitor

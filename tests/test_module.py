@@ -220,7 +220,8 @@ def test_with_one_update_and_no_correction_learner_old_is_the_training_forward(t
 def test_validate_alone_publishes_first(tmp_path):
     trainer, module, data = build(tmp_path, trainer={"limit_val_batches": 1.0})
     (result,) = trainer.validate(module, datamodule=data, verbose=False)
-    assert set(result) == {f"val/{name}{bound}" for name in ("greedy_pass@1", "accuracy") for bound in BOUNDS}
+    accuracies = {f"val/{name}{bound}" for name in ("greedy_pass@1", "accuracy") for bound in BOUNDS}
+    assert set(result) == accuracies | {"val/greedy_stopped", "val/stopped"}
     assert 0 <= result["val/accuracy_ci_low"] <= result["val/accuracy"] <= result["val/accuracy_ci_high"] <= 1
 
 

@@ -21,10 +21,12 @@ class Answers:
     Args:
         completions: `n` of each problem, prompt-major.
         correct: "problems n", True where a completion solves its problem.
+        stopped: "problems n", True where it ended by itself, not at the longest answer.
     """
 
     completions: list[Completion]
     correct: Tensor
+    stopped: Tensor
 
 
 @torch.no_grad()
@@ -51,5 +53,7 @@ def answer(learner: Learner, share: Any, stage: str) -> Mapping[str, Answers]:
         drawing = partial(draw, learner, ids, n, seed, shown, sampling, share.positions, played)
         completions = together(learner, drawing if asks else list)  # `list` draws nothing
         correct = evaluated.task.is_correct(data.samples(problems, completions, evaluated.task)) if problems else []
-        found[kind] = Answers(completions, torch.tensor(correct, dtype=torch.bool).view(len(problems), n))
+        stopped = [completion.finish_reason == "stop" for completion in completions]
+        grids = (torch.tensor(one, dtype=torch.bool).view(len(problems), n) for one in (correct, stopped))
+        found[kind] = Answers(completions, *grids)
     return found

@@ -163,8 +163,15 @@ def is_bound(name: str) -> bool:
     return name.endswith(tuple(filter(None, BOUNDS)))
 
 
+STOPPED = {"greedy": "greedy_stopped", "sampled": "stopped"}
+"""By the kind of answers: the name of the share that ended by itself, not at the longest answer."""
+
+
 class EvaluationMetrics(torch.nn.ModuleDict):
     """The accuracies of one set of held-out problems, each with its interval, by the name under which it is logged.
+
+    Beside them stands the share of answers that stopped by themselves (`STOPPED`): an accuracy may rise since a policy
+    learns to finish.
 
     Args:
         accuracies: by name, from which answers (`greedy`, `sampled`) and of how many of them one must be correct.
@@ -176,9 +183,13 @@ class EvaluationMetrics(torch.nn.ModuleDict):
         for name, (_, k) in self.accuracies.items():
             for suffix, part in BOUNDS.items():
                 self[name + suffix] = PassAtK(k, part)
+        for kind in dict.fromkeys(kind for kind, _ in self.accuracies.values()):
+            self[STOPPED[kind]] = AverageAtK()
 
-    def add(self, correct: Mapping[str, Tensor]) -> None:
-        """Add problems by the kind of answers: "problems n", True where one solves its problem."""
+    def add(self, correct: Mapping[str, Tensor], stopped: Mapping[str, Tensor]) -> None:
+        """Add problems by the kind of answers: "problems n", True where one is correct, and where it stopped."""
         for name, (kind, _) in self.accuracies.items():
             for suffix in BOUNDS:
                 self[name + suffix].update(correct[kind])  # pyright: ignore[reportCallIssue]
+        for kind, grid in stopped.items():
+            self[STOPPED[kind]].update(grid)  # pyright: ignore[reportCallIssue]

@@ -17,6 +17,8 @@ ENDINGS = {"finish": "finished", "interrupt": "interrupted", "exception": "faile
 """Kinds of events that end a session, and what the run is called after them."""
 BOUNDS = ("_ci_low", "_ci_high")
 """Behind the name of an accuracy: the ends of its 95 % interval."""
+STOPPED = "stopped"
+"""End of the name of a share that is no accuracy: of answers that ended by themselves."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class Run:
         found: dict[str, list[str]] = {}
         for name in self.prefixed("val/"):
             parts = name.split("/")
-            if len(parts) == 3 and not name.endswith(BOUNDS):
+            if len(parts) == 3 and not name.endswith((*BOUNDS, STOPPED)):
                 found.setdefault(parts[1], []).append(name)
         # Sampled first: "pass@…" stands behind "greedy_pass@1".
         return {benchmark: sorted(names, key=_order) for benchmark, names in found.items()}

@@ -168,7 +168,8 @@ def test_an_evaluation_may_have_a_length_and_a_nucleus_of_its_own(tmp_path):
     (found,) = trainer.validate(module, datamodule=data, verbose=False)
     assert asked == [(8, 1, 3, 0.0, 1.0), (8, 2, 3, 1.0, 0.5), (5, 4, 7, 1.0, 0.5)]
     names = ["greedy_pass@1", "accuracy", "pass@2", "hard/pass@1", "hard/pass@2", "hard/pass@4"]
-    assert set(found) == {f"val/{name}{bound}" for name in names for bound in ("", "_ci_low", "_ci_high")}
+    accuracies = {f"val/{name}{bound}" for name in names for bound in ("", "_ci_low", "_ci_high")}
+    assert set(found) == accuracies | {"val/greedy_stopped", "val/stopped", "val/hard/stopped"}
     assert found["val/hard/pass@1"] <= found["val/hard/pass@2"] <= found["val/hard/pass@4"]
     for name in names:
         assert found[f"val/{name}_ci_low"] <= found[f"val/{name}"] <= found[f"val/{name}_ci_high"]
