@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--gpus", nargs="+", type=int, default=[0])
     parser.add_argument("--side_by_side", type=int, default=1, help="runs that share a GPU")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which the runs under way end")
-    parser.add_argument("--set", nargs="*", default=[], help="further words for `lit-qrl fit`")
+    parser.add_argument("--set", nargs=argparse.REMAINDER, default=[], help="further words for `lit-qrl fit`, last")
     parser.add_argument("--out", type=Path, default=Path("out/real"))
     parser.add_argument("--draw", type=Path, help="draw the figure into this file, and run nothing")
     args = parser.parse_args()

@@ -40,6 +40,7 @@ from lit_qrl.run.diary import number
 from lit_qrl.run.identity import check_frozen, check_identity, describe_frozen, identity
 from lit_qrl.run.interrupt import Interrupted, InterruptedTogether
 from lit_qrl.run.parts import put_together
+from lit_qrl.run.phases import phase
 from lit_qrl.run.shortage import fits
 from lit_qrl.strategies.peers import Peers
 from lit_qrl.strategies.sharded import ShardedStrategy
@@ -245,6 +246,7 @@ class GRPOModule(Described, LightningModule):
         return [Peers().meet(self.trainer)] if self.trainer.world_size > 1 else []
 
     @fits("loading the policy")
+    @phase("Model loaded")
     def configure_model(self) -> None:
         """Load the policy's weights; plugins that rename parameters act here, before a checkpoint is restored."""
         self.policy.configure()
@@ -303,7 +305,8 @@ class GRPOModule(Described, LightningModule):
         if self.evaluate_first and validates and self.trainer.current_epoch == 0 and not self.trainer.fast_dev_run:  # pyright: ignore
             trainer = self.trainer
             trainer.validating = True
-            trainer.fit_loop.epoch_loop.val_loop.run()
+            with phase("First evaluation"):
+                trainer.fit_loop.epoch_loop.val_loop.run()
             trainer.training = True
 
     def on_train_epoch_start(self) -> None:

@@ -6,12 +6,14 @@ import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from lit_qrl.cli.stand_ins import HEAVY, stand_ins
 from lit_qrl.errors import EXIT_CONFIG, EXIT_STOPPED, ConfigError, StoppedError
+from lit_qrl.run import phases  # noqa: F401  its clock starts with the command
 
 EXIT_INTERRUPTED = 130
 """Exit status after Ctrl-C; after SIGTERM it is 143."""
@@ -65,6 +67,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
     outlast_readers()
     let_segments_grow()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # NCCL's advice, from below Python
+    warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*\btorchao\b")  # when it is first imported
     if os.getcwd() not in sys.path:
         # So that `class_path: my_file.MyCallback` finds the user's own code; last, or a torch.py there would be torch.
         sys.path.append(os.getcwd())

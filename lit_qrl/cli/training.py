@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -65,6 +66,7 @@ from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.run.lock import RunLock
 from lit_qrl.run.loggers import RunCSVLogger
 from lit_qrl.run.peers import require_free_port
+from lit_qrl.run.phases import BEGAN
 from lit_qrl.run.quiet import quiet
 from lit_qrl.run.shortage import stop_where_short
 from lit_qrl.strategies.sharded import check_strategy
@@ -218,9 +220,8 @@ class QRLCLI(LightningCLI):
             if not self.dry_run or config.ckpt_path is None:
                 keep_last(folder, config.ckpt_path)
         if not self.dry_run:
-            if "VLLM" in str(config.data.engine):
-                say(f"What vLLM says goes to {folder / LOG_FILE}, its warnings and errors here too.")
-            self.parts.enter_context(kept_from_the_screen(folder))
+            say(f"Started in {time.monotonic() - BEGAN:.0f} s; what libraries say goes to {folder / LOG_FILE}.")
+        self.parts.enter_context(kept_from_the_screen(None if self.dry_run else folder))
         if last and config.ckpt_path is None:
             say(f"There is no checkpoint to resume from; starting {folder}.")
         elif last:

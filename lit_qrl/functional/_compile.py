@@ -59,7 +59,7 @@ def compiled(function: Function) -> Function:
         key = (function, *sorted(constants))
         first = key not in _kernels
         if first:
-            log.info("Compiling %s for this device, once.", function.__name__.strip("_"))
+            log.debug("Compiling %s for this device, once.", function.__name__.strip("_"))
             _kernels[key] = _compile(function)
         kernels = _kernels[key]
         if kernels is None:

@@ -1,37 +1,39 @@
-"""What libraries say during a run: into a file of the run folder; their warnings and errors on the screen, once."""
+"""What libraries say during a run: into a file of the run folder; their errors on the screen too, once."""
 
 import logging
 import os
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from lit_qrl.run.folder import LOG_FILE
 
-LIBRARIES = ("vllm", "flashinfer", "deep_gemm", "triton", "torch._inductor", "torch._dynamo")
-"""Loggers of the engine and of what compiles for it."""
-COMPILERS = ("vllm.utils.jit_monitor", "flashinfer.jit", "deep_gemm", "triton", "torch._inductor", "torch._dynamo")
-"""Loggers whose warnings tell of compilation alone: one for each kernel, and nothing that a person can change."""
+COMPILERS = ("flashinfer", "deep_gemm", "triton", "torch", "torch._inductor", "torch._dynamo", "torchao")
+LIBRARIES = ("vllm", *COMPILERS, "transformers", "py.warnings")
+"""Loggers of the engine, of what compiles for it, and of Python's warnings."""
 
 
 @contextmanager
-def kept_from_the_screen(folder: Path) -> Iterator[None]:
-    """Send what the libraries log to `<folder>/libraries.log`; on the screen stand warnings and errors, each once.
+def kept_from_the_screen(folder: Path | None) -> Iterator[None]:
+    """Send what libraries log and warn of to `<folder>/libraries.log`; on the screen stand errors, each once.
 
-    vLLM sets up its own logging when it is imported, unless it is told not to, which this does. The file is made with
-    its first line. `VLLM_LOGGING_LEVEL`, INFO by default, sets how much is written.
+    Warnings of files in the working directory, which are the user's own, stay on the screen. What this library logs for
+    its maintainers goes to the file too. vLLM sets up its own logging when it is imported, unless it is told not to,
+    which this does. The file is made with its first line. `VLLM_LOGGING_LEVEL`, INFO by default, sets how much is
+    written.
 
     Args:
-        folder: of the run.
+        folder: of the run; None writes no file.
     """
     level = os.environ.get("VLLM_LOGGING_LEVEL", "INFO")
     settings = {"VLLM_CONFIGURE_LOGGING": "0", "VLLM_LOGGING_LEVEL": level}
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
-    file = _File(folder / LOG_FILE, encoding="utf-8", delay=True)
+    file = logging.NullHandler() if folder is None else _File(folder / LOG_FILE, encoding="utf-8", delay=True)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     screen = _Screen()
     loggers = [logging.getLogger(name) for name in LIBRARIES]
@@ -39,9 +41,14 @@ def kept_from_the_screen(folder: Path) -> Iterator[None]:
     for one in loggers:
         one.handlers[:], one.propagate = [file, screen], False
         one.setLevel(level)
+    ours, shows = logging.getLogger("lit_qrl"), warnings.showwarning
+    ours.addHandler(file)
+    warnings.showwarning = _to_the_file(shows)
     try:
         yield
     finally:
+        warnings.showwarning = shows
+        ours.removeHandler(file)
         for one, level_before, propagate, handlers in kept:
             one.handlers[:], one.propagate = handlers, propagate
             one.setLevel(level_before)
@@ -51,6 +58,21 @@ def kept_from_the_screen(folder: Path) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _to_the_file(shows: Callable[..., None]) -> Callable[..., None]:
+    """Return what logs a library's warning, and shows one of the user's own code."""
+    here = Path.cwd()
+
+    def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any) -> None:
+        path = Path(filename).absolute()
+        own = path.is_relative_to(here) and not {"site-packages", "dist-packages", "lit_qrl"} & set(path.parts)
+        if own:
+            shows(message, category, filename, lineno, *more)
+        else:
+            logging.getLogger("py.warnings").warning("%s:%d: %s: %s", filename, lineno, category.__name__, message)
+
+    return show
 
 
 class _Lasting(TextIOWrapper):
@@ -93,12 +115,12 @@ class _File(logging.FileHandler):
 
 
 class _Screen(logging.StreamHandler):
-    """Writes a warning or an error to the present stderr, which a progress bar may have taken over, once."""
+    """Writes an error to the present stderr, which a progress bar may have taken over, once."""
 
     def __init__(self) -> None:
         super().__init__()
         self._seen: set[str] = set()
-        self.setLevel(logging.WARNING)
+        self.setLevel(logging.ERROR)
         self.addFilter(self._new)
 
     @property
@@ -115,8 +137,6 @@ class _Screen(logging.StreamHandler):
         return f"{record.name.partition('.')[0]}: {record.getMessage().strip().partition(chr(10))[0]}"
 
     def _new(self, record: logging.LogRecord) -> bool:
-        if record.levelno < logging.ERROR and record.name.startswith(COMPILERS):
-            return False
         said = f"{record.name}: {record.getMessage()}"
         new = said not in self._seen
         self._seen.add(said)

@@ -30,5 +30,7 @@ def quiet() -> None:
         disable_progress_bar()
     ours = logging.getLogger("lit_qrl")
     if not ours.handlers:
-        ours.addHandler(logging.StreamHandler())
-    ours.setLevel(logging.INFO)
+        screen = logging.StreamHandler()
+        screen.setLevel(logging.INFO)
+        ours.addHandler(screen)
+    ours.setLevel(logging.DEBUG)  # what is for nobody but a maintainer goes to the run's file

@@ -1,4 +1,4 @@
-"""What libraries say: all of it in the run's file, warnings and errors on the screen once, nothing between the rows."""
+"""What libraries say: all of it in the run's file, errors on the screen once, nothing between the rows."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ def no_level(monkeypatch):
     monkeypatch.delenv("VLLM_LOGGING_LEVEL")
 
 
-def test_messages_go_to_the_file_and_warnings_to_the_screen_once(tmp_path, capsys, monkeypatch):
+def test_messages_go_to_the_file_and_errors_to_the_screen_once(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("VLLM_CONFIGURE_LOGGING", raising=False)
     vllm, pool, jit = (logging.getLogger(n) for n in ("vllm", "vllm.v1.core.block_pool", "vllm.utils.jit_monitor"))
     own = logging.StreamHandler(sys.stdout)
@@ -30,24 +30,26 @@ def test_messages_go_to_the_file_and_warnings_to_the_screen_once(tmp_path, capsy
                 pool.info("Successfully reset prefix cache")
                 pool.warning("The cache is %s.", "small")
             jit.warning("Triton kernel JIT compilation during inference: _kernel")
-            try:
-                raise ValueError("not there")
-            except ValueError:
-                pool.exception("It broke.")
+            for _ in range(2):  # said once
+                try:
+                    raise ValueError("not there")
+                except ValueError:
+                    pool.exception("It broke.")
             logging.getLogger("torch._inductor.utils").info("compiled")
         assert vllm.handlers == [own]
     finally:
         vllm.removeHandler(own)
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err == "vllm: The cache is small.\nvllm: It broke.\n"
+    assert shown.err == "vllm: It broke.\n"
     lines = (tmp_path / LOG_FILE).read_text().splitlines()
     assert sum("Successfully reset prefix cache" in line for line in lines) == 3
     assert lines[-1].endswith(" INFO torch._inductor.utils: compiled")
     assert lines[-2] == "ValueError: not there"
     told = [line.split(" ", 2)[2] for line in lines if "vllm." in line]
-    assert told[-2:] == [
+    assert told[-3:] == [
         "WARNING vllm.utils.jit_monitor: Triton kernel JIT compilation during inference: _kernel",
+        "ERROR vllm.v1.core.block_pool: It broke.",
         "ERROR vllm.v1.core.block_pool: It broke.",
     ]
     assert "VLLM_CONFIGURE_LOGGING" not in os.environ
@@ -81,6 +83,33 @@ def test_the_level_is_the_run_s_and_not_that_of_an_engine_s_process(tmp_path, mo
         assert "VLLM_LOGGING_LEVEL" not in os.environ
 
 
+WARNS = """
+import sys, warnings
+from pathlib import Path
+from lit_qrl.run.console import kept_from_the_screen
+from lit_qrl.run.quiet import quiet
+import logging
+quiet()
+with kept_from_the_screen(Path("run")):
+    warnings.warn("of the user's own code")
+    warnings.warn_explicit("of a library", UserWarning, f"{sys.prefix}/lib/site-packages/torch/c10d_logger.py", 83)
+    logging.getLogger("lit_qrl.functional").debug("for maintainers")
+    logging.getLogger("lit_qrl.functional").info("for users")
+"""
+
+
+def test_warnings_of_libraries_go_to_the_file_and_the_user_s_own_stay(tmp_path):
+    (tmp_path / "mine.py").write_text(WARNS)
+    done = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "of the user's own code" in done.stderr
+    assert "for users" in done.stderr
+    assert "of a library" not in done.stderr
+    assert "for maintainers" not in done.stderr
+    kept = (tmp_path / "run" / LOG_FILE).read_text()
+    assert "c10d_logger.py:83: UserWarning: of a library" in kept
+    assert "for maintainers" in kept
+
+
 SAYS = """
 import sys
 from pathlib import Path
@@ -97,7 +126,8 @@ with kept_from_the_screen(Path(sys.argv[1])):
 def test_vllm_s_own_logging_stays_away_from_the_screen(tmp_path):
     done = subprocess.run([sys.executable, "-c", SAYS, str(tmp_path)], capture_output=True, text=True, check=True)
     assert "Successfully" not in done.stdout + done.stderr
-    assert "only once" in done.stderr
+    assert "only once" not in done.stdout + done.stderr
+    assert "only once" in (tmp_path / LOG_FILE).read_text()
     assert "Successfully reset prefix cache" in (tmp_path / LOG_FILE).read_text()
 
 

@@ -264,7 +264,7 @@ def quantize_in_passing(network: nn.Module, readers: type[nn.Module], columns: b
             else:
                 layer.mlp = OnePassGatedMLP(mlp, columns)
             names.append(f"{name}.mlp")
-    log.info("%d norms and MLPs quantize what they hand on: %s.", len(names), ", ".join(names[:3]) or "none is known")
+    log.debug("%d norms and MLPs quantize what they hand on: %s.", len(names), ", ".join(names[:3]) or "none is known")
     if not names and choice is True:
         raise ConfigError(
             "No norm or MLP before a quantized layer was recognised.",
@@ -299,7 +299,7 @@ def take_one_pass(network: nn.Module, choice: Fuse = "auto") -> list[str]:
             else:
                 continue
             names.append(f"{name}.{child}" if name else child)
-    log.info("%d norms and MLPs take one kernel: %s.", len(names), ", ".join(names[:3]) or "none is known")
+    log.debug("%d norms and MLPs take one kernel: %s.", len(names), ", ".join(names[:3]) or "none is known")
     return names
 
 
