@@ -99,14 +99,14 @@ class Run:
     def result(self, alone: bool) -> dict[str, Any]:
         """Return the figures: points of evaluations, ends of iterations in seconds since the command began."""
         rows = read(self.folder / "metrics.csv")
-        points, ends, done = [], [], 0
+        points, ends = [], []
         for number, row in enumerate(rows):
             if "time/iteration" in row:
-                done += 1
                 ends.append(self.seen[number])
             if COLUMNS["greedy"] in row:
                 found = {name: row[column] for name, column in COLUMNS.items() if column in row}
-                points.append({"iteration": int(row.get("iteration", done)), "seconds": self.seen[number], **found})
+                after = row["epoch"] + 1 if "epoch" in row and points else row.get("iteration", 0)
+                points.append({"iteration": int(after), "seconds": round(self.seen[number], 1), **found})
         return {
             "arm": self.arm,
             "seed": self.seed,
