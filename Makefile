@@ -43,7 +43,7 @@ $(VENV)/.vllm: $(VENV)/.test
 install: $(VENV)/.base  ## make the environment
 
 quickstart: $(VENV)/.base  ## train the tiny policy with an FP8 sampler and AIS (one to two minutes on 2 cores)
-	@$(BIN)/lit-qrl fit --config configs/quickstart.yaml $(ARGS)
+	@$(BIN)/lit-qrl quickstart $(ARGS)
 
 test: $(VENV)/.test  ## run the CPU tests in two processes (ARGS="-n 0 -k name" for one test by name in one)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 $(ARGS)

@@ -49,7 +49,7 @@ class CausalPolicy(Described, nn.Module):
     """Holds the learner's model and tokenizer; the tokenizer loads at once, the weights in `configure`.
 
     Args:
-        model: name on the hub, or a folder (relative to the working directory, else to the checkout) with
+        model: name on the hub, or a folder (relative to the working directory, else one that ships) with
             `config.json` and weights.
         tokenizer: name or folder of the tokenizer; None takes the model's.
         dtype: of the weights; `auto` is fp32 on a CPU, else the checkpoint's own.

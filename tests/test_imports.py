@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FILES = sorted(path for path in (ROOT / "lit_qrl").rglob("*.py") if path != ROOT / "lit_qrl" / "__init__.py")
 FLOORS = (
-    ("types", "errors", "seeding", "aliases"),
+    ("types", "errors", "seeding", "aliases", "shipped"),
     ("run",),
     ("report",),
     ("functional",),

@@ -207,8 +207,8 @@ class Checks:
 
 @pytest.fixture(scope="module")
 def checks(tmp_path_factory):
-    if ACCELERATOR == "gpu" and torch.cuda.device_count() < RANKS:
-        pytest.skip("needs two GPUs")
+    if ACCELERATOR == "gpu" and (present := torch.cuda.device_count()) < RANKS:
+        pytest.skip(f"needs two GPUs: {present} found")
     made = Checks(tmp_path_factory.mktemp("ranks"))
     yield made
     for lane in made.lanes:

@@ -179,7 +179,7 @@ def check_command(given, page, folder):
     program, *rest = given
     if program == "lit-qrl":
         write_modules(page, folder)
-        if rest[0] in TRAINING:
+        if rest[0] in ("quickstart", *TRAINING):
             check_training(rest[1:])
         elif rest[0] in COMMANDS:
             function = getattr(importlib.import_module(f"lit_qrl.cli.{rest[0]}"), rest[0])

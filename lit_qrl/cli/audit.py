@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.shipped import shipped
 
 if TYPE_CHECKING:
     from lit_qrl.cli.audited import Audited
@@ -206,7 +207,7 @@ def odds_of_loss(results: dict[str, dict[str, float]]) -> list[str]:
     from lit_qrl.functional.loss_models import AUDIT
     from lit_qrl.functional.loss_odds import CORRECTIONS, LOSS, audit_inputs
 
-    lines = [f"Odds of a loss of {LOSS:g} or more, in the study of docs/evidence.md at such a mean |d|:"]
+    lines = [f"Odds of a loss of {LOSS:g} or more, in the study of {shipped('docs/evidence.md')} at such a mean |d|:"]
     width = max(14, *(len(title) + 2 for title in results))
     lines += [f"{'format':<{width}}" + "".join(f"{name:>12}" for name in CORRECTIONS)]
     lowest, highest = math.exp(AUDIT.lowest[0]), math.exp(AUDIT.highest[0])

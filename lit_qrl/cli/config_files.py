@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_qrl.errors import ConfigError, listed
+from lit_qrl.shipped import SHIPPED, shipped
 
 _OPTION = re.compile(r"(?:--config|-c)(?:=(.*))?", re.DOTALL)
 _NO_FILE = re.compile(r"^-?$|[{}\n]|://|: ")
@@ -29,10 +30,16 @@ def config_files(args: Sequence[str]) -> Iterator[str]:
             yield match[1] or (args[index + 1] if index + 1 < len(args) else "")
 
 
+def found(given: str) -> str:
+    """Return what stands after `--config`, or the file that ships by that name where the working directory has none."""
+    return given if _NO_FILE.search(given) else shipped(given)
+
+
 def expanded(args: Sequence[str]) -> list[str]:
     """Return the arguments with every file that only lists others, under `config`, replaced by those it lists.
 
-    Paths are relative to the file that lists them, and each file overrides those before it, as on the command line.
+    Paths are relative to the file that lists them, and each file overrides those before it, as on the command line. A
+    file that ships is named by where it lies.
 
     Raises:
         ConfigError: a file is missing or no YAML, lists itself, or holds other keys beside its list.
@@ -42,17 +49,19 @@ def expanded(args: Sequence[str]) -> list[str]:
     for arg in given:
         match = _OPTION.fullmatch(arg)
         parts = [arg] if match is None or match[1] else [arg, *islice(given, 1)]
-        files = _listed(match[1] or "".join(parts[1:]), ()) if match else None
-        replaced += parts if files is None else [part for file in files for part in ("--config", file)]
+        named = match[1] or "".join(parts[1:]) if match else ""
+        files = _listed(named, ())
+        replaced += parts if files == [named] else [part for file in files for part in ("--config", file)]
     return replaced
 
 
-def _listed(given: str, trail: tuple[str, ...]) -> list[str] | None:
-    """Return the files that a file lists, through all levels, or None when it lists none."""
+def _listed(given: str, trail: tuple[str, ...]) -> list[str]:
+    """Return the files that a file lists, through all levels, or itself when it lists none."""
+    given = found(given)
     path = Path(given).expanduser()
     content = None if _NO_FILE.search(given) else _content(path)
     if content is None or not isinstance(content.get("config"), list):
-        return None
+        return [given]
     if len(content) > 1 or given in trail:
         raise ConfigError(
             f"--config: {given} {'lists itself' if given in trail else 'lists files and holds other keys too'}.",
@@ -62,18 +71,17 @@ def _listed(given: str, trail: tuple[str, ...]) -> list[str] | None:
         )
     files = [os.path.normpath(path.parent / str(one)) for one in content["config"]]
     check_config_files([part for file in files for part in ("--config", file)])
-    inner = [_listed(file, (*trail, given)) for file in files]
-    return [one for file, ones in zip(files, inner, strict=True) for one in ([file] if ones is None else ones)]
+    return [one for file in files for one in _listed(file, (*trail, given))]
 
 
 def check_config_files(args: Sequence[str]) -> None:
     """Raise `ConfigError` for a `--config` that is no YAML file with keys; a URL, YAML in place and `-` may be."""
     for given in config_files(args):
-        path = Path(given).expanduser()
         if _NO_FILE.search(given):
             continue
+        path = Path(found(given)).expanduser()
         if path.is_dir():
-            inside = [str(one) for one in _yaml_files(path)]
+            inside = [os.path.join(given, one.relative_to(path)) for one in _yaml_files(path)]
             raise ConfigError(
                 "--config takes a file.",
                 expected="a YAML file",
@@ -135,16 +143,20 @@ def _check_keys(node: Any, path: Path) -> None:
 
 
 def _instead(path: Path) -> str:
-    """Return the file that was meant: beside it, or one folder further down."""
+    """Return the file that was meant: beside it, or one folder further down, or one that ships."""
+    present = _near(path)
+    for near in (present, [] if path.is_absolute() else [one.relative_to(SHIPPED) for one in _near(SHIPPED / path)]):
+        names = {one.stem: str(one) for one in reversed(near)}
+        if close := difflib.get_close_matches(path.stem, names, n=1):
+            return f"Did you mean {names[close[0]]!r}?"
+    return _choose([str(one) for one in present]) if present else "Check the path."
+
+
+def _near(path: Path) -> list[Path]:
     folder = path.parent
     while not folder.is_dir():
         folder = folder.parent
-    present = {str(one): one for one in _yaml_files(folder)}
-    names = {one.stem: text for text, one in reversed(present.items())}
-    close = difflib.get_close_matches(path.stem, names, n=1)
-    if close:
-        return f"Did you mean {names[close[0]]!r}?"
-    return _choose(list(present)) if present else "Check the path."
+    return _yaml_files(folder)
 
 
 def _yaml_files(folder: Path) -> list[Path]:

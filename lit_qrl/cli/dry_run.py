@@ -27,6 +27,7 @@ from lit_qrl.rollout import DiffusionEngine, RemoteEngine, RemoteVLLMEngine, Tra
 from lit_qrl.rollout.embedded.replay import SLOTS, WORD_BYTES
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
 from lit_qrl.rollout.engine import SamplerSpec
+from lit_qrl.shipped import shipped
 from lit_qrl.strategies.sharded import ShardedStrategy
 
 GIB = 2**30
@@ -357,5 +358,5 @@ def check_memory(table: Sequence[Part], trainer: Trainer) -> None:
             given=f"{_amount(need).strip()} on each of {trainer.world_size}, {_amount(largest.size).strip()} of it "
             f"{largest.name}",
             remedy="Set trainer.strategy to ShardedStrategy over more GPUs, or with offload: true; or train an adapter "
-            "(model.policy.lora). docs/scale.md has a table of what fits.",
+            f"(model.policy.lora). {shipped('docs/scale.md')} has a table of what fits.",
         )

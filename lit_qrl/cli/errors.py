@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lit_qrl.errors import ConfigError, IncompleteError, nearest
 from lit_qrl.run.folder import last_checkpoint
+from lit_qrl.shipped import shipped
 
 if TYPE_CHECKING:
     from lit_qrl.receipts.ledger import PublishError
@@ -185,7 +186,7 @@ def _remedy(text: str, settings: Mapping[str, Any]) -> str:
     if "invalid strategy name" in text:
         name, ours = str(settings["strategy"]), list(strategies.__all__)
         if name in ours:
-            return f"{name} is a class: set trainer.strategy.class_path to it, as configs/strategy does."
+            return f"{name} is a class: set trainer.strategy.class_path to it, as {shipped('configs/strategy')} does."
         return nearest(name, ["auto", "ddp", *ours])
     if "requires a GPU" in text:
         return "Set trainer.strategy to auto, or run where there is a GPU."
@@ -220,7 +221,9 @@ def of_run(error: Exception) -> ConfigError | None:
     return ConfigError(
         f"{who} watches a metric that the run has not logged.",
         given=found[1],
-        remedy=close if close.startswith("Did") else "Set its monitor to a column of metrics.csv (docs/metrics.md).",
+        remedy=close
+        if close.startswith("Did")
+        else f"Set its monitor to a column of metrics.csv ({shipped('docs/metrics.md')}).",
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from lit_qrl.cli.stand_ins import HEAVY, stand_ins
 from lit_qrl.errors import EXIT_CONFIG, EXIT_STOPPED, ConfigError, StoppedError
 from lit_qrl.run import phases  # noqa: F401  its clock starts with the command
+from lit_qrl.shipped import SHIPPED
 
 EXIT_INTERRUPTED = 130
 """Exit status after Ctrl-C; after SIGTERM it is 143."""
@@ -27,6 +28,8 @@ TRAINING = {
     "test": "evaluate and log under test/",
     "predict": "sample completions of the held-out problems",
 }
+QUICKSTART = ("fit", "--config", "configs/quickstart.yaml")
+"""What `lit-qrl quickstart` stands for, before whatever follows it."""
 PRINTS = ("--version", "--versions", "--print_shtab", "models")
 """Other first words with which nothing is done but printed."""
 COMMANDS = {
@@ -46,6 +49,8 @@ def main(args: Sequence[str] | None = None) -> None:
     if names_alone or (args is None and sys.argv[1:2] and sys.argv[1] in PRINTS):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # behind a pipe, `head` may have enough before all is printed
     args = list(sys.argv[1:] if args is None else args)
+    if args[:1] == ["quickstart"]:
+        args = [*QUICKSTART, *args[1:]]
     word = args[0] if args else "--help"
     if word in ("-h", "--help"):
         print(overview())
@@ -87,7 +92,9 @@ def main(args: Sequence[str] | None = None) -> None:
         else:
             from lit_qrl.errors import nearest
 
-            raise ConfigError(f"{word!r} is not a command of lit-qrl.", remedy=nearest(word, [*TRAINING, *COMMANDS]))
+            raise ConfigError(
+                f"{word!r} is not a command of lit-qrl.", remedy=nearest(word, ["quickstart", *TRAINING, *COMMANDS])
+            )
     except ConfigError as error:
         fail(str(error))
     except StoppedError as error:
@@ -124,8 +131,9 @@ def fail(message: str, status: int = EXIT_CONFIG) -> NoReturn:
 
 def overview() -> str:
     """Return the help that lists every command."""
+    quickstart = {"quickstart": f"train a small policy that ships, in minutes: {' '.join(QUICKSTART)}"}
     lines = ["usage: lit-qrl COMMAND [options]", "", "Quantized reinforcement learning of language models.", ""]
-    lines += [f"  {name:<10} {text}" for name, text in {**TRAINING, **COMMANDS}.items()]
+    lines += [f"  {name:<10} {text}" for name, text in {**quickstart, **TRAINING, **COMMANDS}.items()]
     return "\n".join(
         [
             *lines,
@@ -137,6 +145,9 @@ def overview() -> str:
             "lit-qrl fit --config … --dry_run        checks everything, shows memory and prompts, loads no weights",
             "lit-qrl --print_shtab bash              prints a script for tab completion (or zsh)",
             "lit-qrl --versions                      lists libraries, accepted versions of vLLM, patches of its code",
+            "",
+            "What is named configs/…, models/… or docs/… and is not in the working directory is taken from",
+            f"  {SHIPPED}",
         ]
     )
 

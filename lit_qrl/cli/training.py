@@ -41,7 +41,7 @@ from lit_qrl.callbacks.defaults import FORCED
 from lit_qrl.callbacks.predictions import Predictions
 from lit_qrl.callbacks.run_folder import standing
 from lit_qrl.cli import reward_functions
-from lit_qrl.cli.config_files import expanded, run_folder_name
+from lit_qrl.cli.config_files import config_files, expanded, found, run_folder_name
 from lit_qrl.cli.dry_run import dry_run
 from lit_qrl.cli.ending import again, leave_in_place
 from lit_qrl.cli.errors import made_by_training, of_run, paragraph, refused
@@ -69,6 +69,7 @@ from lit_qrl.run.peers import require_free_port
 from lit_qrl.run.phases import BEGAN
 from lit_qrl.run.quiet import quiet
 from lit_qrl.run.shortage import stop_where_short
+from lit_qrl.shipped import SHIPPED
 from lit_qrl.strategies.sharded import check_strategy
 
 REFUSALS = (MisconfigurationException, ValueError, TypeError, ImportError)
@@ -212,6 +213,8 @@ class QRLCLI(LightningCLI):
         folder, run = place(command, config.trainer.default_root_dir, run_folder_name(self.arguments), last)
         config.trainer.default_root_dir = str(folder)
         give_place(config.trainer.logger, folder)
+        if ours := [file for file in config_files(self.arguments) if found(file) != file]:
+            say(f"Not in the working directory, so taken from {SHIPPED}: {', '.join(ours)}.")
         config.ckpt_path = resolve_checkpoint(requested, run, if_possible)
         if command == "fit" and getattr(rank_zero_only, "rank", 0) == 0:
             if self.dry_run:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lit_qrl.errors import ConfigError, listed
 from lit_qrl.network.hub import ask_hub
+from lit_qrl.shipped import SHIPPED
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -90,18 +91,16 @@ def resolve_model(name: str, weights: bool, what: str = "model") -> str:
     """Return the folder that `name` means, or `name` itself when it can only be a hub name; check a folder's files.
 
     Args:
-        name: a folder, relative to the working directory or else to the checkout, or a name on the hub.
+        name: a folder, relative to the working directory or else one that ships, or a name on the hub.
         weights: whether the folder must hold weights.
         what: `model` or `tokenizer`.
 
     Raises:
         ConfigError: for a folder that does not exist or lacks what it must hold.
     """
-    checkout = Path(__file__).resolve().parents[2]
-    folder = next((path for path in (Path(name), checkout / name) if path.is_dir()), None)
+    folder = next((path for path in (Path(name), SHIPPED / name) if path.is_dir()), None)
     if folder is None:
-        # Beside an installed package lie other packages, whose names hubs have too.
-        _refuse_missing(name, what, *((Path(), checkout) if (checkout / "pyproject.toml").is_file() else (Path(),)))
+        _refuse_missing(name, what, Path(), SHIPPED)
         ask_hub(f"the {what} {name!r}")
         return name
     if what == "tokenizer":

@@ -1,4 +1,4 @@
-"""The evaluation sets of the papers: how each draws, written out here once more, and the public halves of the sets."""
+"""The evaluation sets of the papers: how each draws, written out here once more, and rows of the sets."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ PAPERS = {  # set: greedy, samples, temperature, top-p
     "eval_qerl": (4096, dict.fromkeys(("gsm8k", "math500", "aime24", "aime25", "amc23"), QERL)),
     "eval_jetrl": (8192, {"gsm8k": GREEDY, "math500": GREEDY}),
 }  # fmt: skip
-# Columns of the files beside the checkout that are called otherwise on the hub.
+# Columns of the files that are called otherwise on the hub.
 FILES = {
     "amc": ("amc23", {}),
     "minerva_math": ("minerva_math", {"prompt_column": "problem", "answer_column": "solution"}),
@@ -83,16 +83,17 @@ def test_the_sets_are_drawn_as_the_paper_says(paper):
     [one for paper in PAPERS for one in content(paper)["benchmarks"] if one["name"] != "sudoku"],
     ids=lambda entry: entry["name"],
 )
-def test_the_public_half_of_a_set_is_read_and_its_gold_answers_are_right(entry):
-    folder, columns = FILES.get(entry["name"], (entry["name"], {}))
+def test_rows_of_a_set_are_read_and_their_gold_answers_are_right(entry):
+    file, columns = FILES.get(entry["name"], (entry["name"], {}))
     arguments = {key: value for key, value in entry["task"]["init_args"].items() if key not in ("subset", "path")}
-    task = tasks.DatasetTask(str(DATA / folder / "test.public.jsonl"), **{**arguments, **columns})
+    task = tasks.DatasetTask(str(DATA / f"{file}.jsonl"), **{**arguments, **columns})
     task.setup()
     rows = task.evaluation_rows()
     assert len(rows) >= 15
     assert list(task.train_rows()) == []
     assert task.prompt(rows[0])[-1]["content"].endswith(arguments["prompt_suffix"])
-    if isinstance(task.reference(rows[0]), str):
+    # Minerva's differential equations take longer than a run waits; tests/rewards/math has them, with time.
+    if isinstance(task.reference(rows[0]), str) and entry["name"] != "minerva_math":
         samples = [Sample("", f"So \\boxed{{{task.reference(row)}}}", task.reference(row), row) for row in rows[:15]]
-        assert sum(task.is_correct(samples)) >= (15 if entry["name"] != "minerva_math" else 0)
+        assert all(task.is_correct(samples))
     task.close()

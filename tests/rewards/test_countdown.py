@@ -86,7 +86,7 @@ def test_columns_can_be_named_and_hold_text():
 
 def test_every_public_problem_has_a_solution_that_scores_and_no_other_value_does():
     reward = CountdownReward(numbers_column="input", target_column="output")
-    for row in rows("countdown/test.public.jsonl"):
+    for row in rows("countdown"):
         seen = {}
         for a, b, c in itertools.permutations(row["input"].split(",")):
             for one, two in itertools.product("+-*/", repeat=2):

@@ -317,14 +317,12 @@ def test_a_judge_that_raises_counts_the_sample_as_wrong():
 
 
 def test_gsm8k_from_files():
-    folder = DATA / "gsm8k"
-    task = ready(
-        str(folder / "train.jsonl"), evaluation_path=str(folder / "test.public.jsonl"), answer_pattern="#### (.*)"
-    )
-    assert (len(task.train_rows()), len(task.evaluation_rows())) == (7473, 659)
+    train, test = (str(DATA / f"{name}.jsonl") for name in ("gsm8k_train", "gsm8k"))
+    task = ready(train, evaluation_path=test, answer_pattern="#### (.*)")
+    assert (len(task.train_rows()), len(task.evaluation_rows())) == (20, 40)
     answered = [Sample("", row["answer"], task.reference(row)) for row in task.evaluation_rows()]
     assert all(task.is_correct(answered))
-    assert task.reference(rows("gsm8k/test.public.jsonl")[0]) == "18"
+    assert task.reference(rows("gsm8k")[0]) == "18"
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "math500", "jsonl", "sudoku"])

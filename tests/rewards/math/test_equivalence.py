@@ -33,7 +33,7 @@ def test_what_is_settled_without_algebra_agrees_with_the_full_judgement(verdicts
     assert len(PAIRS) - quick.count(None) > len(PAIRS) / 4
 
 
-@pytest.mark.parametrize("answer", sorted({row["answer"] for row in rows("math500/test.public.jsonl")})[::6])
+@pytest.mark.parametrize("answer", sorted({row["answer"] for row in rows("math500")}))
 def test_a_gold_answer_equals_itself_and_not_its_alterations(answer):
     assert equivalent(answer, answer)
     assert equivalent(answer, f" ${answer}$ .")
