@@ -317,7 +317,7 @@ class GRPOModule(Described, LightningModule):
         self.iteration.update_begins()
         self.data.update_begins()
         if self.data.budget is not None:
-            self.data.budget.pass_begins(self, batch.batch)
+            self.data.budget.pass_begins(self, batch.batch, batch_idx)
 
     def on_after_backward(self) -> None:
         """Take what the pass needed of memory, where micro-batches follow from it."""
