@@ -59,8 +59,8 @@ class RolloutDataModule(Described, LightningDataModule):
         max_tokens_per_micro_batch: an upper bound on padded tokens; `setup` says which `micro_batches` meets it. With
             `auto` it is of the tokens that are computed.
         evaluation_size: held-out problems used; 0 uses all.
-        evaluation_samples: samples per problem for avg@k and pass@k.
-        evaluation_temperature: of those samples.
+        evaluation_samples: samples per problem for avg@k and pass@k; 0 decodes greedily alone.
+        evaluation_temperature: of those samples; 0 decodes greedily alone.
         evaluation_top_p: nucleus mass of those samples.
         evaluation_greedy: also decode greedily for pass@1.
         evaluation_completion_tokens: longest completion of an evaluation; by default `max_completion_tokens`.
