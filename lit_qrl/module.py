@@ -197,7 +197,7 @@ class GRPOModule(Described, LightningModule):
         """Check what can be known before any weight is loaded."""
         objective, data = self.objective, self.data
         check_combination(list(rl_callbacks(self.trainer)), objective)
-        check_plugin(self.trainer.precision_plugin, self.policy)
+        check_plugin(self.trainer.precision_plugin, self.policy, self.trainer.strategy.root_device)
         if self.policy.denoises:
             check_estimated(list(rl_callbacks(self.trainer)), objective)
         monitored: set[Any] = {getattr(callback, "monitor", None) for callback in self.trainer.callbacks}  # pyright: ignore

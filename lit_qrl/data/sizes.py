@@ -17,7 +17,7 @@ def check_sizes(data: Any) -> None:
             raise ConfigError(f"data.{name} is too small.", expected="at least 1", given=getattr(data, name))
     if data.temperature <= 0:
         raise ConfigError(
-            "data.temperature must be positive: greedy rollouts explore nothing, and a group of equal ones has no signal.",
+            "data.temperature must be positive: equal completions of a prompt have no signal.",
             expected="a number above 0",
             given=data.temperature,
             remedy="Leave it out, which is 1.0; data.evaluation_temperature: 0 evaluates greedily.",
