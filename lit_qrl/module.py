@@ -198,7 +198,7 @@ class GRPOModule(Described, LightningModule):
         """Check what can be known before any weight is loaded."""
         objective, data = self.objective, self.data
         check_combination(list(rl_callbacks(self.trainer)), objective)
-        check_plugin(self.trainer.precision_plugin, self.policy)
+        check_plugin(self.trainer.precision_plugin, self.policy, self.trainer.strategy.root_device)
         if self.policy.denoises:
             check_estimated(list(rl_callbacks(self.trainer)), objective)
         monitored: set[Any] = {getattr(callback, "monitor", None) for callback in self.trainer.callbacks}  # pyright: ignore
@@ -320,7 +320,7 @@ class GRPOModule(Described, LightningModule):
         self.iteration.update_begins()
         self.data.update_begins()
         if self.data.budget is not None:
-            self.data.budget.pass_begins(self, batch.batch)
+            self.data.budget.pass_begins(self, batch.batch, batch_idx)
 
     def on_after_backward(self) -> None:
         """Take what the pass needed of memory, where micro-batches follow from it."""

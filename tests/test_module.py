@@ -80,9 +80,10 @@ def rows_of(folder):
         return list(csv.DictReader(file))
 
 
-def test_events_come_in_the_order_publish_generate_update(tmp_path):
+@pytest.mark.parametrize("cut", [{"micro_batches": 2}, {"micro_batches": "auto", "max_tokens_per_micro_batch": 40}])
+def test_events_come_in_the_order_publish_generate_update(tmp_path, cut):
     trace = Trace()
-    data = {"mini_batches": 2, "micro_batches": 2}
+    data = {"mini_batches": 2, **cut}
     fit(tmp_path, callbacks=[trace], data=data, trainer={"max_epochs": 3})
     expected = [event for i in range(3) for event in (f"publish {i}", "generate", "update", "update")]
     assert trace.events == expected

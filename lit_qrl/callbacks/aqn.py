@@ -12,6 +12,7 @@ from torch import Tensor
 from lit_qrl.errors import ConfigError, nearest
 from lit_qrl.functional.noise import aqn_sigma
 from lit_qrl.loop.hooks import RLCallback
+from lit_qrl.network.structure import outline_of
 from lit_qrl.network.wiring import norms_before_projections
 from lit_qrl.seeding import derive_seed
 
@@ -95,23 +96,28 @@ class AQNNoise(RLCallback):
                 given=self.num_stages,
                 remedy="Lower num_stages, or raise trainer.max_epochs.",
             )
+        if self.norms is not None:
+            self._check_norms(outline_of(pl_module.policy))
 
     def on_fit_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
-        """Choose the norms: check that each pattern matches norms of this model and nothing else, or find them."""
+        """Find the norms where none are named; the model has to be run for it."""
         network = pl_module.policy.network
-        shapes = {name: parameter.dim() for name, parameter in network.named_parameters()}
-        if self.norms is None:
-            with trainer.precision_plugin.forward_context():
-                self._chosen = frozenset(norms_before_projections(network))
-            if not self._chosen:
-                raise ConfigError(
-                    "AQNNoise perturbs norms that linear layers read, and this model has none: its norms stand behind "
-                    "attention and MLP.",
-                    expected="a model with norms before its projections, such as Qwen's or Llama's",
-                    given=type(network).__name__,
-                    remedy="Set norms of AQNNoise to the patterns of others, or leave AQNNoise out.",
-                )
+        if self.norms is not None:
             return
+        with trainer.precision_plugin.forward_context():
+            self._chosen = frozenset(norms_before_projections(network))
+        if not self._chosen:
+            raise ConfigError(
+                "AQNNoise perturbs norms that linear layers read, and this model has none: its norms stand behind "
+                "attention and MLP.",
+                expected="a model with norms before its projections, such as Qwen's or Llama's",
+                given=type(network).__name__,
+                remedy="Set norms of AQNNoise to the patterns of others, or leave AQNNoise out.",
+            )
+
+    def _check_norms(self, network: Any) -> None:
+        """Check that each pattern matches norms of a model, whose weights need not be there, and nothing else."""
+        shapes = {name: parameter.dim() for name, parameter in network.named_parameters()}
         norms = sorted({name.rsplit(".", 2)[-2] for name in shapes if "norm" in name})
         for pattern in self.norms or ("",):
             matched = [name for name in shapes if fnmatch(name, pattern)]

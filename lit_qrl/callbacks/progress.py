@@ -190,13 +190,11 @@ class RLProgress(Described, ProgressBar):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Move the update's bar."""
+        """Move the update's bar; after the last micro-batch a line is due, of which an iteration cut short has none."""
         total = self.total_train_batches
         self._phase("update", batch_idx + 1, int(total) if math.isfinite(total) else None, "micro-batches")
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember that a line is due; a resumed run's repeated epoch end has done nothing and gets none."""
-        self._pending = trainer.current_epoch if self._ran else None
+        if trainer.is_last_batch:
+            self._pending = trainer.current_epoch
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the last line and take the bars away."""

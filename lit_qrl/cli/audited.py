@@ -232,15 +232,12 @@ def fitting(
         spec: of the sampler, without a format.
     """
     from lit_qrl.formats import Dense
-    from lit_qrl.network.linears import check_quantizable, quantizable_layers
-    from lit_qrl.precision.base import check_shapes
+    from lit_qrl.precision.base import check_layers
 
-    layers = quantizable_layers(network)
     for name, format in chosen.items():
         try:
             if not isinstance(format, Dense):
-                check_quantizable(network, format.name)
-                check_shapes(format, layers)
+                check_layers(network, format, ())
             engine.validate(replace(spec, format=format))
         except ConfigError as error:
             print(f"{name} is left out: {error.what}")

@@ -22,6 +22,7 @@ from lit_qrl.network.experts import expert_stacks
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.routing import route_dtype, routers
 from lit_qrl.policy import DTYPES
+from lit_qrl.precision import QuantizedPrecision
 from lit_qrl.precision.packed_lora import PackedLoRA
 from lit_qrl.rollout import DiffusionEngine, RemoteEngine, RemoteVLLMEngine, TransformersEngine, VLLMEngine
 from lit_qrl.rollout.embedded.replay import SLOTS, WORD_BYTES
@@ -75,8 +76,12 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> No
         ConfigError: for what `fit` would refuse, for a disk without room for two checkpoints, and for a GPU that does
             not hold the learner.
     """
+    found: list[Tensors] = []
 
     def instead_of_weights() -> None:
+        if not trainer.global_rank:  # the first one tells
+            found.append(tensors(module, trainer))
+            without_weights(module, trainer)
         raise _DoneError
 
     folder = Path(trainer.default_root_dir)
@@ -86,9 +91,9 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> No
             trainer.fit(module, datamodule=data)
     finally:
         del module.configure_model
-    if trainer.global_rank:  # the first one tells; its folder may be gone by now
+    if not found:  # another process, whose folder may be gone by now
         return
-    learner = tensors(module, trainer)
+    (learner,) = found
     table = parts(trainer, module, data, learner)
     room = shutil.disk_usage(folder).free
     trained = learner.count(learner.trained)
@@ -101,6 +106,14 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> No
     check_disk(table, room, folder)
     check_memory(table, trainer)
     print("\nNothing was loaded. The configuration can be run.")
+
+
+def without_weights(module: GRPOModule, trainer: Trainer) -> None:
+    """Do what `fit` does next to a policy that was built without weights, for what it refuses then."""
+    plugin = trainer.precision_plugin
+    if isinstance(plugin, QuantizedPrecision) and not plugin.packs_base:
+        plugin.convert_module(module)
+    module.configure_optimizers()
 
 
 def by_tokens(data: RolloutDataModule, device: torch.device) -> str:
@@ -284,8 +297,7 @@ def _format_name(format: NumberFormat | None, plain: torch.dtype) -> str:
 
 def logits(data: RolloutDataModule, config: Any, device: torch.device) -> Part:
     """Return the memory of the logits that exist at a time, in fp32, and of their gradient."""
-    rows = data.prompts_per_rank // data.mini_batches * data.group_size // data.parts
-    positions = rows * data.max_completion_tokens
+    positions = data.rows // data.parts * data.max_completion_tokens
     if data.budget is not None:
         positions = min(positions, max(data.budget.tokens, data.max_completion_tokens))
     chunk = max(1, CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"]) // config.vocab_size)

@@ -26,7 +26,7 @@ class Benchmark:
         size: problems used, the first; 0 uses all.
         samples: sampled answers to each problem (n); 0 decodes greedily alone.
         pass_at: k of each pass@k, estimated without bias from the n samples; by default n itself.
-        temperature: of the samples.
+        temperature: of the samples; 0 decodes greedily alone.
         top_p: nucleus mass of the samples.
         greedy: also decode greedily.
         completion_tokens: longest answer.
@@ -86,17 +86,23 @@ class EvaluationSet:
     problems: list[Problem] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        where = f"data.benchmarks: {self.name}'s " if self.name else "data.evaluation_"
+        where, key = (f"data.benchmarks: {self.name}'s ", "") if self.name else ("data.evaluation_", "evaluation_")
+        if self.temperature == 0:  # of any number of greedy answers each is the same
+            self.samples, self.pass_at, self.greedy = 0, (), True
         ranges = (
-            ("temperature", self.temperature > 0 or not self.samples, "above 0; greedy: true decodes without one"),
+            ("temperature", self.temperature >= 0, "0, which is greedy, or more"),
             ("top_p", 0 < self.top_p <= 1, "a number in (0, 1]"),
             ("completion_tokens", self.completion_tokens >= 1, "at least 1"),
             ("pass_at", all(1 <= k <= max(self.samples, 1) for k in self.pass_at), f"1 to {self.samples} samples"),
-            ("samples", self.samples or self.greedy, "at least 1, or greedy: true"),
+            (
+                "samples",
+                self.samples > 0 or (self.samples == 0 and self.greedy),
+                f"at least 1, or 0 and {key}greedy: true",
+            ),
         )
-        for key, good, expected in ranges:
+        for name, good, expected in ranges:
             if not good:
-                raise ConfigError(f"{where}{key} is out of range.", expected=expected, given=getattr(self, key))
+                raise ConfigError(f"{where}{name} is out of range.", expected=expected, given=getattr(self, name))
 
     @property
     def accuracies(self) -> Mapping[str, tuple[str, int]]:
@@ -150,7 +156,8 @@ def evaluation_sets(
     Raises:
         ConfigError: there is none, or two share a name.
     """
-    found = [] if task is None else [EvaluationSet(name="", task=task, size=size, pass_at=[own["samples"]], **own)]
+    at_all = [k for k in [own["samples"]] if k]
+    found = [] if task is None else [EvaluationSet(name="", task=task, size=size, pass_at=at_all, **own)]
     names: set[str] = set()
     for one in benchmarks:
         name = one.name or one.task.name

@@ -20,8 +20,10 @@ class RolloutDataset(IterableDataset):
         self.learner = learner
 
     def __len__(self) -> int:
-        data = self.learner.data  # before a rollout is cut by its tokens: one micro-batch a step
-        return data.updates * (data.micro_batches if data.budget is None else 1)
+        # Where tokens say how many micro-batches there are, `TokenBudget` tells Lightning once they are drawn: no more
+        # than sequences, each of which is one at the least.
+        data = self.learner.data
+        return data.updates * (data.parts if data.budget is None else data.rows)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         yield from iterate(self.learner)

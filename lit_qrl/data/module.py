@@ -59,8 +59,8 @@ class RolloutDataModule(Described, LightningDataModule):
         max_tokens_per_micro_batch: an upper bound on padded tokens; `setup` says which `micro_batches` meets it. With
             `auto` it is of the tokens that are computed.
         evaluation_size: held-out problems used; 0 uses all.
-        evaluation_samples: samples per problem for avg@k and pass@k.
-        evaluation_temperature: of those samples.
+        evaluation_samples: samples per problem for avg@k and pass@k; 0 decodes greedily alone.
+        evaluation_temperature: of those samples; 0 decodes greedily alone.
         evaluation_top_p: nucleus mass of those samples.
         evaluation_greedy: also decode greedily for pass@1.
         evaluation_completion_tokens: longest completion of an evaluation; by default `max_completion_tokens`.
@@ -181,6 +181,11 @@ class RolloutDataModule(Described, LightningDataModule):
         """Prompts that this rank answers each iteration."""
         return self.prompts_per_iteration // (self.trainer.world_size if self.trainer else 1)
 
+    @property
+    def rows(self) -> int:
+        """Sequences of a mini-batch that this rank learns from."""
+        return self.prompts_per_rank // self.mini_batches * self.group_size
+
     def check_repeatable(self) -> None:
         """Raise `ConfigError` where completions depend on more than seeds and weights; a deterministic Trainer asks."""
         if isinstance(self.task, TakesTurns) and not self.engine.batch_invariant:
@@ -197,8 +202,8 @@ class RolloutDataModule(Described, LightningDataModule):
         """Read the task's rows and check every size; runs before any weight is loaded."""
         check_ranks(self, self.trainer.world_size if self.trainer else 1)
         longest = self.max_prompt_tokens + self.max_completion_tokens
-        rows = self.prompts_per_rank // self.mini_batches * self.group_size
-        limit, sequences = self.max_tokens_per_micro_batch, 1 if self.budget is not None else rows // self.parts
+        rows, limit = self.rows, self.max_tokens_per_micro_batch
+        sequences = 1 if self.budget is not None else rows // self.parts
         if limit is not None and sequences * longest > limit:
             fits = [k for k in range(1, rows + 1) if rows % k == 0 and rows // k * longest <= limit]
             alone = "One sequence alone exceeds the limit: raise it, or lower data.max_completion_tokens."
@@ -346,6 +351,8 @@ class RolloutDataModule(Described, LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         """Return the loader whose every pass is one iteration."""
+        if self.budget is not None and self.trainer is not None:  # as its length says before anything is drawn
+            self.trainer.accumulate_grad_batches = self.rows
         return DataLoader(RolloutDataset(self.module), batch_size=None, num_workers=0)
 
     def val_dataloader(self) -> DataLoader:

@@ -12,15 +12,15 @@ def check_sizes(data: Any) -> None:
         raise ConfigError("data.micro_batches is no number.", expected="one, or auto", given=data.micro_batches)
     positive = ["prompts_per_iteration", "group_size", "passes", "mini_batches"]
     positive += [] if by_tokens else ["micro_batches"]
-    for name in (*positive, "max_prompt_tokens", "max_completion_tokens", "evaluation_samples"):
+    for name in (*positive, "max_prompt_tokens", "max_completion_tokens"):
         if getattr(data, name) < 1:
             raise ConfigError(f"data.{name} is too small.", expected="at least 1", given=getattr(data, name))
     if data.temperature <= 0:
         raise ConfigError(
-            "data.temperature must be positive: greedy rollouts explore nothing.",
+            "data.temperature must be positive: equal completions of a prompt have no signal.",
             expected="a number above 0",
             given=data.temperature,
-            remedy="Set it to 1.0; evaluations decode greedily with data.evaluation_greedy.",
+            remedy="Leave it out, which is 1.0; data.evaluation_temperature: 0 evaluates greedily.",
         )
     if not 0 < data.top_p <= 1:
         raise ConfigError("data.top_p is out of range.", expected="a number in (0, 1]", given=data.top_p)

@@ -70,6 +70,14 @@ class NumberFormat(ABC):
         return f"{self.name} ({shown})" if shown else self.name
 
     @property
+    def typed(self) -> str:
+        """Name and settings as `formats.get` reads them, as in `int4_group:group_size=64`."""
+        options = fields(self) if is_dataclass(self) else ()
+        own = [(one.name, getattr(self, one.name)) for one in options if getattr(self, one.name) != one.default]
+        given = ",".join(name if value is True else f"{name}={value}" for name, value in own)
+        return f"{self.name}:{given}" if given else self.name
+
+    @property
     def quantizes_activations(self) -> bool:
         """True when the GEMM's left operand is quantized too."""
         return False

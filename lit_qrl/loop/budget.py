@@ -68,8 +68,13 @@ class TokenBudget:
         """Return whether memory is to be looked at."""
         return self.chosen is None and device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
 
-    def pass_begins(self, learner: Learner, batch: RolloutBatch) -> None:
-        """Remember what is allocated before a forward and backward pass, which then keeps no more than it needs."""
+    def pass_begins(self, learner: Learner, batch: RolloutBatch, number: int) -> None:
+        """Say which micro-batch is the last, and remember what is allocated before its forward and backward pass.
+
+        The pass then keeps no more than it needs.
+        """
+        trainer = learner.trainer
+        trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = number + 1 == trainer.num_training_batches
         measures = self.measures(learner.device)
         learner.policy.holds_logits = not measures
         if measures:
@@ -174,15 +179,15 @@ def _flat(learner: Learner) -> bool:
 def expect(trainer: Any, batches: int, parts: int) -> None:
     """Tell Lightning's loop, which is in its first batch, how many there are and after how many it steps.
 
-    Its own number was that of a step per mini-batch, as the length of the data set says before anything is drawn.
+    Until then it takes each sequence for a micro-batch of its own, as the length of the data set says before anything
+    is drawn.
 
     Args:
         trainer: Lightning's.
         batches: micro-batches of this epoch.
         parts: of them, for an optimizer step.
     """
-    loop, interval = trainer.fit_loop, trainer.val_check_interval
-    trainer.accumulate_grad_batches = parts
-    loop.max_batches = loop._data_fetcher.length = batches
+    interval = trainer.val_check_interval
+    trainer.accumulate_grad_batches, trainer.fit_loop.max_batches = parts, batches
     if isinstance(interval, float) and math.isfinite(trainer.val_check_batch):
         trainer.val_check_batch = max(int(batches * interval), 1)

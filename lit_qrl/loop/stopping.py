@@ -44,6 +44,13 @@ def check_limits(trainer: Trainer, steps: int) -> None:
     """
     if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]  # one batch of everything, of which nothing stays
         return
+    if trainer.max_epochs == -1 and trainer.max_steps == -1:
+        raise ConfigError(
+            "The run has no number of iterations, which learning-rate schedules and the report follow.",
+            expected="trainer.max_epochs",
+            given=trainer.max_epochs,
+            remedy="Set trainer.max_epochs; trainer.max_time may end the run before.",
+        )
     if trainer.max_steps > 0 and trainer.max_steps % steps:
         raise ConfigError(
             "trainer.max_steps would end the run in the middle of an iteration.",

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -66,6 +67,10 @@ class QuantizedPrecision(PublishingPrecision):
                 remedy="Set it to false.",
             )
 
+    @override
+    def check_model(self, network: nn.Module, device: torch.device) -> None:
+        check_layers(network, self.format, self.exclude)
+
     def _over_adapter(self) -> ConfigError:
         return ConfigError(
             f"{type(self).__name__} trains the weights themselves, but the policy has an adapter: what the sampler "
@@ -92,9 +97,8 @@ class QuantizedPrecision(PublishingPrecision):
         network = network_of(module)
         if any(is_adapted(part) for part in network.modules()):
             raise self._over_adapter()
-        check_quantizable(network, self.format.name, self.exclude, "the plugin's exclude")
+        self.check_model(network, device_of(module))
         chosen = quantizable_linears(network, self.exclude)
-        check_shapes(self.format, quantizable_layers(network, self.exclude))
         clock, format, layer_class = self.clock, self.format, self.layer_class
         report = swap_linears(
             network,
@@ -226,19 +230,69 @@ def device_of(module: nn.Module) -> torch.device:
     return getattr(strategy, "root_device", here)
 
 
-PLUGIN_EXCLUDE = "Exclude them with the plugin's `exclude` globs"
+PLUGIN_EXCLUDE = "the plugin's exclude"
+
+
+def check_layers(
+    network: nn.Module, format: NumberFormat, exclude: Sequence[str], where: str = PLUGIN_EXCLUDE, head: bool = False
+) -> None:
+    """Raise `ConfigError` where a format does not apply to a model, fits not all of its layers, or is left none.
+
+    Args:
+        network: the model; its weights need not be there.
+        format: the number format.
+        exclude: globs over names of layers that it leaves alone.
+        where: the setting that holds them.
+        head: it is applied to the output head too.
+    """
+    check_quantizable(network, format.name, exclude, where)
+    check_shapes(format, quantizable_layers(network, exclude, head), where, exclude)
 
 
 def check_shapes(
-    format: NumberFormat, layers: Mapping[str, nn.Linear | tuple[int, int]], exclude: str = PLUGIN_EXCLUDE
+    format: NumberFormat,
+    layers: Mapping[str, nn.Linear | tuple[int, int]],
+    where: str = PLUGIN_EXCLUDE,
+    exclude: Sequence[str] = (),
 ) -> None:
-    """Raise `ConfigError` naming the layers whose shape does not fit the format.
+    """Raise `ConfigError` where there is no layer for a format, and naming those whose shape does not fit it.
 
     Args:
         format: the number format.
         layers: linear layers, or their (out, in), by name.
-        exclude: how they are left out, as the beginning of a sentence.
+        where: the setting that leaves layers out.
+        exclude: what it holds.
     """
+    if not layers:
+        raise ConfigError(
+            f"No linear layer of the policy would be in {format.name}.",
+            expected="at least one nn.Linear beside the output embedding and the routers",
+            given=f"{where}: {', '.join(exclude)}" if exclude else "a model without nn.Linear",
+            remedy=f"Correct {where}, or take a model made of nn.Linear layers.",
+        )
+    faults, expected = _faults(format, layers)
+    if not faults:
+        return
+    count = "1 layer does" if len(faults) == 1 else f"{len(faults)} layers do"
+    sizes = (size for size in ENGINES_TAKE if size < getattr(format, "group_size", 0))
+    smaller: Any = next(
+        (made for size in sizes if not _faults(made := replace(format, group_size=size), layers)[0]),  # pyright: ignore
+        None,
+    )
+    raise ConfigError(
+        f"{count} not fit {format.name}: {', '.join(faults[:4])}{' …' if len(faults) > 4 else ''}.",
+        expected=expected,
+        remedy=f"{f'Write {smaller.typed}, exclude' if smaller else 'Exclude'} them with globs in {where}, or choose "
+        "another format.",
+    )
+
+
+ENGINES_TAKE = (64, 32)
+"""Sizes of groups below the usual 128, as engines have kernels for them."""
+
+
+def _faults(format: NumberFormat, layers: Mapping[str, nn.Linear | tuple[int, int]]) -> tuple[list[str], object]:
+    """Return the layers whose shape does not fit, and what would."""
     faults, expected = [], None
     for name, layer in layers.items():
         shape = (layer.out_features, layer.in_features) if isinstance(layer, nn.Linear) else layer
@@ -247,12 +301,4 @@ def check_shapes(
         except ConfigError as error:
             faults.append(f"{name} {shape}")
             expected = error.expected
-    if not faults:
-        return
-    count = "1 layer does" if len(faults) == 1 else f"{len(faults)} layers do"
-    smaller = ", choose a smaller group_size" if hasattr(format, "group_size") else ""
-    raise ConfigError(
-        f"{count} not fit {format.name}: {', '.join(faults[:4])}{' …' if len(faults) > 4 else ''}.",
-        expected=expected,
-        remedy=f"{exclude}{smaller}, or choose another format.",
-    )
+    return faults, expected

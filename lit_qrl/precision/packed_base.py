@@ -17,6 +17,7 @@ from lit_qrl.network.experts import ExpertStack, expert_stacks, names_apart
 from lit_qrl.network.folder import FolderReader
 from lit_qrl.network.names import base_of, checkpoint_modules
 from lit_qrl.network.quantized_linear import QuantizedLinear
+from lit_qrl.network.structure import outline_of
 from lit_qrl.precision.deferred import DeferredWeights
 from lit_qrl.precision.source import PublishingPrecision
 
@@ -294,18 +295,21 @@ def check_codes(folder: str | Path, held: NumberFormat, format: NumberFormat, pl
     )
 
 
-def check_plugin(plugin: Any, policy: Any) -> None:
+def check_plugin(plugin: Any, policy: Any, device: torch.device) -> None:
     """Raise `ConfigError` for a policy that a run's precision plugin cannot train, before weights are loaded.
 
     Args:
         plugin: of the Trainer, ours or Lightning's.
         policy: with the format of its folder, if that is quantized.
+        device: of the learner.
     """
     ours = plugin if isinstance(plugin, PublishingPrecision) else None
     if policy.packed_format is not None and not (ours is not None and ours.packs_base):
         raise _adapted_alone(policy.source, policy.packed_format, ours and type(ours).__name__)
     if ours is not None:
         ours.check_policy(policy)
+        if policy.packed_format is None:  # whose layers a folder holds
+            ours.check_model(outline_of(policy), device)
 
 
 def _adapted_alone(folder: str | Path, format: NumberFormat, given: str | None = None) -> ConfigError:

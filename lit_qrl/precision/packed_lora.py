@@ -15,12 +15,12 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.formats.support import lacking
 from lit_qrl.network.experts import ExpertStack, expert_stacks
-from lit_qrl.network.linears import SwapReport, check_quantizable, fused_groups, quantizable_linears
+from lit_qrl.network.linears import SwapReport, fused_groups, quantizable_linears
 from lit_qrl.network.names import base_of, checkpoint_modules, put_layer
 from lit_qrl.network.quantized_linear import leave_to_each_rank
 from lit_qrl.network.stacked import StackQuantizer
 from lit_qrl.network.stream import Finite, quantize_named, shared_amax
-from lit_qrl.precision.base import QuantizedPrecision, check_shapes, device_of, network_of
+from lit_qrl.precision.base import QuantizedPrecision, device_of, network_of
 from lit_qrl.precision.deferred import DeferredWeights, deferred_weights
 from lit_qrl.precision.layers.packed_experts import PackedExperts
 from lit_qrl.precision.layers.packed_linear import PackedLinear, Product
@@ -100,6 +100,21 @@ class PackedLoRA(QuantizedPrecision):
             check_codes(policy.source, policy.packed_format, self.format, type(self).__name__)
 
     @override
+    def check_model(self, network: nn.Module, device: torch.device) -> None:
+        self._check_shared(network)
+        super().check_model(network, device)
+
+    def _check_shared(self, network: nn.Module) -> None:
+        stacks = expert_stacks(network, self.exclude)
+        if stacks and self.share_weights:
+            raise ConfigError(
+                f"{type(self).__name__} cannot share experts with the engine, whose layout of them is not known.",
+                expected="share_weights: false, or a model without experts",
+                given=f"share_weights: true with {next(iter(stacks))}",
+                remedy="Set it to false.",
+            )
+
+    @override
     def configure_policy(self, policy: Any) -> None:
         """Pack the base of a configured policy in place; a second call changes nothing.
 
@@ -112,35 +127,22 @@ class PackedLoRA(QuantizedPrecision):
         network = network_of(policy)
         if self.packed(network):
             return
-        check_quantizable(network, self.format.name, self.exclude, "the plugin's exclude")
+        base: PackedBase | None = getattr(policy, "packed_base", None)
+        if base is None:
+            self.check_model(network, device_of(policy))
         linears = {
             name: layer
             for name, layer in quantizable_linears(network, self.exclude).items()
             if not layer.weight.requires_grad  # a copy that is trained beside the adapter stays as it is
         }
         stacks = expert_stacks(network, self.exclude)
-        if stacks and self.share_weights:
-            raise ConfigError(
-                f"{type(self).__name__} cannot share experts with the engine, whose layout of them is not known.",
-                expected="share_weights: false, or a model without experts",
-                given=f"share_weights: true with {next(iter(stacks))}",
-                remedy="Set it to false.",
-            )
-        if not linears and not stacks:
-            raise ConfigError(
-                "No linear layer of the policy matched, so nothing would be packed.",
-                expected="at least one nn.Linear beside the output embedding and the routers",
-                given=f"exclude: {', '.join(self.exclude)}" if self.exclude else "a model without nn.Linear",
-                remedy="Correct the plugin's `exclude` globs, or use a model made of nn.Linear layers.",
-            )
-        base: PackedBase | None = getattr(policy, "packed_base", None)
+        self._check_shared(network)
         experts = {name: shape for stack in stacks.values() for name, shape in stack.layers().items()}
         if base is not None:
             held = base.select(self.format, self.exclude, {*linears, *experts}, type(self).__name__)
             linears = {name: linears[name] for name in linears if name in held}
             stacks = {name: stack for name, stack in stacks.items() if stack.within(held)}
             experts = {name: shape for name, shape in experts.items() if name in held}
-        check_shapes(self.format, {**linears, **experts})
         deferred: DeferredWeights | None = getattr(policy, "deferred", None)
         for names in fused_groups(linears).values():
             if base is not None:

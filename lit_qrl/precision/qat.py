@@ -231,12 +231,16 @@ class QATAligned(QuantizedPrecision):
             )
 
     @override
+    def check_model(self, network: nn.Module, device: torch.device) -> None:
+        super().check_model(network, device)
+        remedy = "Choose int8_channel or int4_group, or UnifiedFP8 with backend: emulate."
+        require_fp8("QATAligned", self.format, device, remedy)
+
+    @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         super().convert_module(module)
-        layers = self.layers(module)
+        layers, device = self.layers(module), device_of(module)
         self.choice.follow(module)
-        device, remedy = device_of(module), "Choose int8_channel or int4_group, or UnifiedFP8 with backend: emulate."
-        require_fp8("QATAligned", self.format, device, remedy)
         tell_emulated("QATAligned", self.format, device)
         tell_cost(f"QATAligned({self.format.name})", network_of(module), device)
         if layers:

@@ -148,6 +148,14 @@ class PublishingPrecision(Described, Precision, ABC):
     def check_policy(self, policy: Any) -> None:
         """Raise `ConfigError` for a policy that it cannot train, as far as that is known before weights are loaded."""
 
+    def check_model(self, network: Any, device: torch.device) -> None:
+        """Raise `ConfigError` for a model whose layers it cannot hold, or not on the device, before weights are loaded.
+
+        Args:
+            network: the model; its weights need not be there.
+            device: of the learner.
+        """
+
     def configure_policy(self, policy: Any) -> None:
         """Add or rename parameters of a policy that was just configured, before a checkpoint is restored."""
 

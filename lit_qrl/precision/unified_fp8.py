@@ -169,8 +169,7 @@ class UnifiedFP8(QuantizedPrecision):
             )
 
     @override
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        device = device_of(module)
+    def check_model(self, network: nn.Module, device: torch.device) -> None:
         if self._asked == "auto":
             chosen, before = block_fp8.backend("auto", one_pass=bool(self.fuse), device=device), self.backend
             if before is None or before.name != chosen.name:
@@ -180,10 +179,16 @@ class UnifiedFP8(QuantizedPrecision):
             block_fp8.require(self._asked, device)
         assert self.backend is not None
         if self.backend.name != "emulate":
-            self._check_shapes(quantizable_layers(network_of(module), self.exclude))
-        elif self._asked == "auto":
+            self._check_shapes(quantizable_layers(network, self.exclude))
+        super().check_model(network, device)
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        device = device_of(module)
+        super().convert_module(module)  # which checks, and chooses the backend
+        assert self.backend is not None
+        if self._asked == "auto" and self.backend.name == "emulate":
             tell_emulated("UnifiedFP8", self.format, device)
-        super().convert_module(module)
         for layer in self.layers(module).values():
             assert isinstance(layer, UnifiedWeight)
             layer.backend = self.backend

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
 from lit_qrl.network.head import check_head
@@ -53,13 +52,4 @@ def _check(source: WeightSource) -> None:
     if source.head:
         check_head(source.policy.network)
     check_quantizable(source.policy.network, source.format.name, source.exclude)
-    shapes = source.shapes()
-    if not shapes:
-        given = f"publisher.exclude: {', '.join(source.exclude)}" if source.exclude else "a model without nn.Linear"
-        raise ConfigError(
-            f"No linear layer of the policy would be published in {source.format.name}.",
-            expected="at least one nn.Linear beside the output embedding and the routers",
-            given=given,
-            remedy="Correct publisher.exclude, or set publisher.format to bf16.",
-        )
-    check_shapes(source.format, shapes, "Exclude them with globs in publisher.exclude")
+    check_shapes(source.format, source.shapes(), "publisher.exclude", source.exclude)

@@ -17,9 +17,9 @@ from lit_qrl.loop.hooks import Learner
 from lit_qrl.loop.routing import replayed_level
 from lit_qrl.network.adapters import check_fits
 from lit_qrl.network.head import tied_head
-from lit_qrl.network.linears import check_quantizable
 from lit_qrl.network.structure import outline_of
 from lit_qrl.policy import CausalPolicy
+from lit_qrl.precision.base import check_layers
 from lit_qrl.precision.source import PublishingPrecision
 from lit_qrl.publish.adapter import published_apart
 from lit_qrl.rollout.engine import ChecksModel, RolloutEngine, SamplerSpec, Scores
@@ -143,7 +143,7 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
         on_hang=on_hang,
     )
     engine.validate(spec)
-    _check_model(learner.policy, spec, engine)
+    _check_model(learner.policy, spec, engine, same)
     return spec
 
 
@@ -211,11 +211,18 @@ def _check_kind(policy: CausalPolicy, engine: RolloutEngine) -> None:
         )
 
 
-def _check_model(policy: Any, spec: SamplerSpec, engine: RolloutEngine) -> None:
-    """Raise `ConfigError` for a model that format, adapter or engine cannot take, before its weights are loaded."""
+def _check_model(policy: Any, spec: SamplerSpec, engine: RolloutEngine, same: bool) -> None:
+    """Raise `ConfigError` for a model that format, adapter or engine cannot take, before its weights are loaded.
+
+    Args:
+        policy: of the run.
+        spec: of the sampler.
+        engine: that holds it.
+        same: the format is the precision plugin's, which checks its layers itself.
+    """
     network = outline_of(policy)
-    if spec.format is not None and not isinstance(spec.format, Dense):
-        check_quantizable(network, spec.format.name, spec.exclude)
+    if spec.format is not None and not isinstance(spec.format, Dense) and not same:
+        check_layers(network, spec.format, spec.exclude, "publisher.exclude", spec.quantize_head)
     if isinstance(engine, ChecksModel):
         engine.check_model(network)
     if policy.model is None:

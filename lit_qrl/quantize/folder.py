@@ -208,7 +208,7 @@ def _chosen(network: Any, format: NumberFormat, exclude: Sequence[str]) -> dict[
             given=listed(own, 2),
             remedy="Quantize at each publish instead: set publisher.format.",
         )
-    check_shapes(format, layers, exclude="Name them with --exclude")
+    check_shapes(format, layers, "--exclude", exclude)
     fused = {fused_group(name) for name in layers}
     split = [name for name in quantizable_layers(network) if name not in layers and fused_group(name) in fused]
     if split:

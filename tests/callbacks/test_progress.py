@@ -2,7 +2,7 @@ import io
 from types import SimpleNamespace
 
 import pytest
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_qrl.callbacks.progress import COLUMNS, RLProgress, cell, header, line
@@ -76,6 +76,19 @@ def test_the_iteration_that_failed_has_no_line(tmp_path, capsys):
     with pytest.raises(RuntimeError):
         fit(tmp_path, module=Module(fail_at=2, error=RuntimeError("broken")))
     assert [row.split()[0] for row in capsys.readouterr().out.splitlines()[1:]] == ["0/3", "1/3", "2/3"]
+
+
+def test_an_iteration_that_a_limit_of_time_cuts_has_no_line_either(tmp_path, capsys):
+    class Limit(Callback):
+        """What `trainer.max_time` does when it is over."""
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            trainer.should_stop = trainer.current_epoch == 1
+
+    trainer = trainer_of(tmp_path, [RLProgress(), Limit()], 3, limit_val_batches=0)
+    trainer.fit(Module())
+    assert (trainer.current_epoch, trainer.is_last_batch) == (2, False)
+    assert [row.split()[0] for row in capsys.readouterr().out.splitlines()[1:]] == ["1/3"]
 
 
 def test_a_resumed_run_prints_its_own_iterations_only(tmp_path, capsys):

@@ -1,3 +1,4 @@
+import json
 import shutil
 import socket
 from collections import namedtuple
@@ -38,13 +39,14 @@ def run(tmp_path, monkeypatch, capsys):
         raise AssertionError("weights were loaded")
 
     monkeypatch.setattr(dry, "as_table", seen)
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
+    load = AutoModelForCausalLM.from_pretrained
 
-    def run(*args, quickstart="quickstart"):
+    def run(*args, quickstart="quickstart", dry=True):
         status = 0
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded if dry else load)
         config = ["--config", str(ROOT / "configs" / f"{quickstart}.yaml"), "--data.task.train_size", "32"]
         try:
-            main(["fit", *config, "--dry_run", *map(str, args)])
+            main(["fit", *config, *(["--dry_run"] if dry else []), *map(str, args)])
         except SystemExit as stop:
             status = stop.code
         printed = capsys.readouterr()
@@ -146,14 +148,55 @@ def test_a_port_that_is_taken_is_said_before_other_processes_start(run, monkeypa
     assert "their port is in use" in text
 
 
-def test_what_fit_refuses_is_refused(run):
-    status, _, text = run("--data.group_size", 1)
-    assert status == 2
-    assert "A group of one completion has no baseline" in text
-    status, _, text = run("--data.max_prompt_tokens", 2)
-    assert status == 2
-    assert "prompts are too long" in text
-    assert not list(Path().iterdir())
+PRECISION = ROOT / "configs" / "precision"
+
+
+def plugin(name, **options):
+    made = json.dumps([{"class_path": name, "init_args": options}])
+    return ["--trainer.plugins", made, "--publisher.format", "auto"]
+
+
+LORA = ["--model.policy.lora", "peft.LoraConfig"]
+REFUSED = {
+    "a group of one": ["--data.group_size", 1],
+    "prompts that are too long": ["--data.max_prompt_tokens", 2],
+    "a format that no layer fits": ["--publisher.format", "int4_group:group_size=40"],
+    "a format without a layer": ["--publisher.exclude", '["*"]'],
+    "a head that is the embedding": ["--publisher.quantize_head", "true"],
+    "a plugin's format that no layer fits": plugin("QATAligned", weights="int4_group:group_size=40"),
+    "a plugin without a layer": plugin("QATAligned", weights="fp8_row", exclude=["*"]),
+    "a kernel that the host lacks": plugin("QATAligned", weights="int4_group:group_size=32", kernel="marlin"),
+    "a packed base that no layer fits": [*LORA, *plugin("NVFP4LoRA", format="int4_group:group_size=40")],
+    "an adapter of layers that are not there": [*LORA, "--model.policy.lora.target_modules", '["nothing"]'],
+    "an adapter that unties the embeddings": [*LORA, "--model.policy.lora.modules_to_save", '["lm_head"]'],
+    "noise on what is no norm": [
+        "--trainer.callbacks",
+        json.dumps([{"class_path": "AQNNoise", "init_args": {"norms": ["*.nothing"], "num_stages": 2}}]),
+    ],
+    "a schedule that waits on no metric": ["--model.lr_scheduler", "torch.optim.lr_scheduler.ReduceLROnPlateau"],
+    "a schedule that ends before the run": [
+        *("--model.lr_scheduler", "torch.optim.lr_scheduler.OneCycleLR"),
+        *("--model.lr_scheduler.max_lr", 0.1, "--model.lr_scheduler.total_steps", 3),
+    ],
+    "a sharded learner of another precision": [
+        *("--config", ROOT / "configs" / "strategy" / "sharded.yaml", "--trainer.devices", 1),
+        *("--trainer.precision", "bf16-true"),
+    ],
+    "an engine that would not sleep": ["--trainer.strategy", "ColocatedStrategy"],
+    "a run without an end": ["--trainer.max_epochs", -1],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_fit_refuses_is_refused_in_the_same_words(run, name):
+    try:
+        told = [run(*REFUSED[name], dry=dry) for dry in (True, False)]
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert [status for status, _, _ in told] == [2, 2], told
+    dry, fit = (text[text.index("lit-qrl: ") :] for _, _, text in told)
+    assert dry == fit
 
 
 def test_a_policy_that_the_precision_plugin_cannot_train_is_refused(run):

@@ -38,6 +38,10 @@ def test_names_of_the_accuracies():
     (greedy,) = sets(named("a", samples=0))
     assert greedy.accuracies == {"greedy_pass@1": ("greedy", 1)}
     assert list(greedy.decodings((1,))) == ["greedy"]
+    (cold,) = sets(named("a", samples=8, temperature=0.0, greedy=False))
+    assert (cold.accuracies, cold.decodings((1,))) == (greedy.accuracies, greedy.decodings((1,)))
+    for own in ({"samples": 0}, {"samples": 4, "temperature": 0.0}):
+        assert [one.accuracies for one in sets(named("a"), task=DigitTask(), **own)] == [greedy.accuracies] * 2
 
 
 @pytest.mark.parametrize(
@@ -45,9 +49,9 @@ def test_names_of_the_accuracies():
     [
         ({"samples": 4, "pass_at": [8]}, r"a's pass_at is out of range.*1 to 4 samples.*\[8\]"),
         ({"samples": 4, "pass_at": [0]}, "pass_at"),
-        ({"samples": 0, "greedy": False}, r"a's samples is out of range.*or greedy: true"),
+        ({"samples": 0, "greedy": False}, r"a's samples is out of range.*0 and greedy: true"),
         ({"top_p": 1.5}, r"a's top_p is out of range"),
-        ({"temperature": 0.0}, r"a's temperature is out of range.*greedy: true"),
+        ({"temperature": -0.5}, r"a's temperature is out of range.*0, which is greedy"),
         ({"completion_tokens": 0}, r"a's completion_tokens is out of range"),
         ({"samples": -1}, "negative"),
         ({"size": -1}, "negative"),

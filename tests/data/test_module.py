@@ -130,15 +130,16 @@ def test_what_a_rollout_solved_is_known_of_a_reward_that_judges_the_evaluation_t
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        *(
-            ({name: 0}, rf"data\.{name} is too small.*at least 1")
-            for name in ("group_size", "passes", "evaluation_samples")
+        *(({name: 0}, rf"data\.{name} is too small.*at least 1") for name in ("group_size", "passes")),
+        ({"temperature": 0.0}, r"data\.temperature must be positive.*data\.evaluation_temperature: 0"),
+        (
+            {"evaluation_samples": 0, "evaluation_greedy": False},
+            r"data\.evaluation_samples .*0 and evaluation_greedy: true",
         ),
-        ({"temperature": 0.0}, r"data\.temperature must be positive.*evaluation_greedy"),
         ({"top_p": 0.0}, r"data\.top_p is out of range"),
         ({"top_p": 1.1}, r"data\.top_p is out of range"),
         ({"evaluation_top_p": 0.0}, r"data\.evaluation_top_p is out of range.*\(0, 1\]\. Given: 0\.0"),
-        ({"evaluation_temperature": 0.0}, r"data\.evaluation_temperature is out of range.*greedy"),
+        ({"evaluation_temperature": -1.0}, r"data\.evaluation_temperature is out of range.*greedy"),
         ({"evaluation_completion_tokens": -1}, r"data\.evaluation_completion_tokens is out of range"),
         ({"evaluate_task": False}, r"nothing to evaluate on.*evaluate_task"),
         ({"mini_batches": 3}, r"multiple of 3\. Given: 4"),

@@ -96,12 +96,13 @@ class Parts(RLCallback):
         self.evaluations += not trainer.sanity_checking
 
 
-def test_a_run_takes_as_many_micro_batches_as_its_tokens_need(tmp_path):
+def test_a_run_takes_as_many_micro_batches_as_its_tokens_need(tmp_path, recwarn):
     seen, data = Parts(), {"micro_batches": "auto", "max_tokens_per_micro_batch": 40, "mini_batches": 2, "passes": 2}
     limits = {"max_epochs": 3, "limit_val_batches": 1}
     trainer, _, _ = fit(tmp_path, callbacks=[seen], data=data, trainer=limits)
     assert all(tokens <= 40 for parts in seen.parts for tokens in parts)
     assert all(len(parts) % 4 == 0 and len(parts) > 4 for parts in seen.parts)
+    assert not [str(one.message) for one in recwarn if "samples have been fetched" in str(one.message)]
     assert seen.steps == [4, 8, 12]  # optimizer steps: two passes of two mini-batches
     assert seen.evaluations == 3 + 1  # one before the first iteration
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 12
@@ -137,13 +138,19 @@ def learner_on(device, monkeypatch, flat=True):
     """Return a learner of one parameter, and the loop that is told."""
     monkeypatch.setattr(budget, "is_padding_free", lambda network: flat)
     parameter = torch.nn.Parameter(torch.zeros(GIB // 2**20))
-    loop = SimpleNamespace(_data_fetcher=SimpleNamespace())
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace()))
     return SimpleNamespace(
         device=torch.device(device),
         policy=SimpleNamespace(network=None, parameters=lambda: [parameter]),
         reduce=no_all_reduce,
         iteration=SimpleNamespace(metrics=SimpleNamespace(value=lambda name, value: None)),
-        trainer=SimpleNamespace(fit_loop=loop, val_check_interval=1.0, val_check_batch=1, accumulate_grad_batches=1),
+        trainer=SimpleNamespace(
+            fit_loop=loop,
+            val_check_interval=1.0,
+            val_check_batch=1,
+            accumulate_grad_batches=1,
+            num_training_batches=1,
+        ),
     )
 
 
@@ -163,7 +170,7 @@ def test_the_first_iteration_of_a_gpu_chooses_at_its_end_by_what_its_passes_took
     one = TokenBudget(None)
     one.begin(learner, steps)
     assert (one.tokens, one.parts, learner.trainer.accumulate_grad_batches) == (8192, 1, 1)
-    one.pass_begins(learner, batch)
+    one.pass_begins(learner, batch, 0)
     assert not learner.policy.holds_logits  # what could do without is not measured
     allocated["peak"] = 30 * GIB
     one.pass_ends(learner)
@@ -171,7 +178,7 @@ def test_the_first_iteration_of_a_gpu_chooses_at_its_end_by_what_its_passes_took
     one.end(learner)
     assert one.chosen == 16384  # 8000 tokens took 20 GiB, 53 are free: 21,000
     allocated["peak"] = 90 * GIB
-    one.pass_begins(learner, batch)
+    one.pass_begins(learner, batch, 0)
     one.pass_ends(learner)
     one.end(learner)
     assert one.chosen == 16384  # once for the run
@@ -187,9 +194,9 @@ def test_lightnings_loop_is_told_what_an_iteration_holds(monkeypatch):
     one.begin(learner, [(batch, torch.tensor([0, 1, 2])), (batch, torch.tensor([1, 2]))])
     trainer = learner.trainer
     assert one.parts == 2  # 6000, and two rows of 4000 padded tokens
-    assert (trainer.fit_loop.max_batches, trainer.fit_loop._data_fetcher.length, trainer.val_check_batch) == (4, 4, 4)
+    assert (trainer.fit_loop.max_batches, trainer.val_check_batch) == (4, 4)
     assert trainer.accumulate_grad_batches == 2
-    one.pass_begins(learner, batch)  # on a CPU nothing is measured
+    one.pass_begins(learner, batch, 0)  # on a CPU nothing is measured
     one.pass_ends(learner)
     one.end(learner)
     assert one.chosen is None

@@ -1,4 +1,5 @@
 import copy
+import re
 
 import pytest
 import torch
@@ -167,3 +168,20 @@ def test_every_shape_that_does_not_fit_is_counted_and_four_are_named():
     with pytest.raises(ConfigError, match=r"6 layers do not fit int4_group: l0 \(64, 100\), .*l3 \(64, 100\) …\."):
         check_shapes(formats.get("int4_group"), layers)
     check_shapes(formats.get("fp8_row"), {"l": nn.Linear(128, 64)})
+
+
+@pytest.mark.parametrize(
+    ("columns", "given", "remedy"),
+    [
+        (192, "int4_group", "Write int4_group:group_size=64, exclude them"),
+        (96, "int4_group:activations=fp8", "Write int4_group:group_size=32,activations=fp8, exclude them"),
+        (100, "int4_group", "^Exclude them"),
+    ],
+)
+def test_a_smaller_group_that_would_do_is_named_as_it_is_typed(columns, given, remedy):
+    layers = {"l": (64, columns)}
+    with pytest.raises(ConfigError) as error:
+        check_shapes(formats.get(given), layers)
+    assert re.search(remedy, error.value.remedy)
+    for typed in re.findall(r"Write (\S+),", error.value.remedy):
+        check_shapes(formats.get(typed), layers)

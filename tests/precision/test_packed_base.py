@@ -159,10 +159,10 @@ def test_errors_name_the_plugin_that_is_configured(tmp_path):
         configured(folder, format, PackedLoRA("fp8_row", exclude=["*.down_proj"]))
     policy = SimpleNamespace(source="folder", packed_format=formats.get("fp8_row"))
     with pytest.raises(ConfigError, match=r"with PackedLoRA\(format=fp8_row\).*Given: QATAligned\."):
-        check_plugin(QATAligned("fp8_row"), policy)
+        check_plugin(QATAligned("fp8_row"), policy, torch.device("cpu"))
     policy.packed_format = formats.get("nvfp4")
     with pytest.raises(ConfigError, match=r"with NVFP4LoRA\(format=nvfp4\)"):
-        check_plugin(None, policy)
+        check_plugin(None, policy, torch.device("cpu"))
 
 
 def test_how_inputs_are_scaled_is_the_plugin_s_to_say(tmp_path):

@@ -47,7 +47,9 @@ def test_a_format_that_fits_no_layer_is_refused_with_the_remedy(policy):
             for name, module in list(policy.network.named_modules()):
                 if isinstance(module, nn.Linear):
                     policy.network.set_submodule(name, nn.Identity())
-        with pytest.raises(ConfigError, match=rf"No linear layer.*in fp8_row.*Given: {given}"):
+        with pytest.raises(
+            ConfigError, match=rf"No linear layer.*in fp8_row.*Given: {given}.*Correct publisher\.exclude"
+        ):
             source_of(policy, None, formats.get("fp8_row"), excluded)
         assert source_of(policy, None, formats.get("bf16"), excluded).exclude == tuple(excluded)
 
