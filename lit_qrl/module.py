@@ -28,7 +28,7 @@ from lit_qrl.network.modes import evaluating
 from lit_qrl.network.padding_free import laid_out
 from lit_qrl.network.structure import outline_of
 from lit_qrl.objective import GRPO, Objective
-from lit_qrl.optim.build import check_optimizer
+from lit_qrl.optim.build import check_optimizer, described_rate, with_settings
 from lit_qrl.optim.masters import trained_by
 from lit_qrl.optim.schedule import scheduled
 from lit_qrl.policy import CausalPolicy
@@ -36,7 +36,7 @@ from lit_qrl.precision.packed_base import check_plugin
 from lit_qrl.precision.source import PublishingPrecision
 from lit_qrl.run.description import Described
 from lit_qrl.run.determinism import make_deterministic
-from lit_qrl.run.diary import number
+from lit_qrl.run.diary import number, tell
 from lit_qrl.run.identity import check_frozen, check_identity, describe_frozen, identity
 from lit_qrl.run.interrupt import Interrupted, InterruptedTogether
 from lit_qrl.run.parts import put_together
@@ -61,8 +61,11 @@ class GRPOModule(Described, LightningModule):
     Args:
         policy: the model to train and its tokenizer.
         objective: the surrogate; its `old_logprobs`, `reduction` and advantage scale define the variant.
-        optimizer: built from the trainable parameters, with their names, after the model is configured.
-        lr_schedule: `constant`, `linear` or `cosine` decay to zero over the run, per optimizer step.
+        optimizer: built from the trainable parameters, with their names, after the model is configured. Of Adam's kind
+            without `lr` it has 1e-6, an adapter's 1e-5, and without `weight_decay` none; another of torch needs its
+            `lr`.
+        lr_schedule: `constant`, or `linear` or `cosine` decay to zero over the run, per optimizer step. A decay would
+            tie the rate of every step to the run's length, which a run that goes on longer changes.
         warmup: share of the run's optimizer steps with linearly rising learning rate.
         lr_scheduler: any scheduler instead of the two above, stepped per optimizer step; one that waits on a plateau
             of its `monitor` is stepped per iteration.
@@ -95,7 +98,8 @@ class GRPOModule(Described, LightningModule):
                 expected="a class or a function that makes one, such as partial(torch.optim.AdamW, lr=1e-6)",
                 given=f"an object of {type(optimizer).__name__}",
             )
-        self.policy, self.objective, self.optimizer = policy, objective, optimizer
+        self.policy, self.objective = policy, objective
+        self.optimizer = with_settings(optimizer, adapted=policy.lora is not None)
         self.lr_schedule: Literal["constant", "linear", "cosine"] = lr_schedule
         self.warmup, self.lr_scheduler = warmup, lr_scheduler
         self.evaluate_first, self.master_weights = evaluate_first, master_weights
@@ -299,7 +303,8 @@ class GRPOModule(Described, LightningModule):
         return {name: tensor for name, tensor in self.state_dict().items() if name in names}
 
     def on_train_start(self) -> None:
-        """Evaluate the policy as it came, so that every curve has its starting point."""
+        """Say how the run learns; evaluate the policy as it came, so that every curve has its starting point."""
+        tell(self.trainer, "update", self._update_in_words())
         self._cut_short, self.first_step = False, self.trainer.global_step
         validates = self.trainer.limit_val_batches and self.trainer.check_val_every_n_epoch is not None
         if self.evaluate_first and validates and self.trainer.current_epoch == 0 and not self.trainer.fast_dev_run:  # pyright: ignore
@@ -308,6 +313,17 @@ class GRPOModule(Described, LightningModule):
             with phase("First evaluation"):
                 trainer.fit_loop.epoch_loop.val_loop.run()
             trainer.training = True
+
+    def _update_in_words(self) -> str:
+        """Return how the run learns, as a sentence: what decides first whether it does."""
+        trainer, updates = self.trainer, self.data.updates
+        own = None if self.lr_scheduler is None else type(trainer.lr_scheduler_configs[0].scheduler).__name__
+        rising = f" after warming up over {self.warmup:.0%} of the run" if self.warmup and own is None else ""
+        rate = described_rate(trainer.optimizers[0], f"{own or self.lr_schedule}{rising}")
+        clip, by = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        clipped = f"clipped to a {by.value if by else 'norm'} of {clip:g}" if clip else "not clipped"
+        steps = f"{updates} optimizer step{'s' if updates > 1 else ''}"
+        return f"Update: {rate}; gradients {clipped}; {steps} an iteration."
 
     def on_train_epoch_start(self) -> None:
         """Start the clock of the iteration."""

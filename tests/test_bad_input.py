@@ -533,10 +533,6 @@ KNOWN_BEFORE_A_MODEL = {
     "option of a plugin": (plugin("QATAligned", wieghts="nvfp4"), ["no option 'wieghts'", "Did you mean 'weights'?"]),
     "noise that grows": (callback("AQNNoise", start=1e-4, end=1e-2), ["end <= start", "start = 0.0001, end = 0.01"]),
     "noise of no size": (callback("AQNNoise", start=0), ["AQNNoise.start", "positive number", "Given: 0.0"]),
-    "more stages than iterations": (
-        callback("AQNNoise", num_stages=10),
-        ["more stages", "at most trainer.max_epochs = 1", "Given: 10", "Lower num_stages, or raise trainer.max_epochs"],
-    ),
     "format of which no base is held, under an adapter": (
         plugin("NVFP4LoRA", format="bf16"),
         ["weight-only format", "fp8_row", "Given: bf16", "QATAligned"],

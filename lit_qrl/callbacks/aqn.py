@@ -1,5 +1,6 @@
 """Adaptive quantization noise: the sampler explores with noisy norms, the learner stays clean (QeRL §3.3)."""
 
+import logging
 import math
 from collections.abc import Sequence
 from fnmatch import fnmatch
@@ -19,6 +20,8 @@ from lit_qrl.seeding import derive_seed
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
 
+log = logging.getLogger(__name__)
+
 Schedule = Literal["exponential", "linear", "cosine", "logarithmic"]
 
 
@@ -34,7 +37,7 @@ class AQNNoise(RLCallback):
     Args:
         start: σ of the second stage.
         end: σ of the last stage.
-        num_stages: stages of the run, the silent one included.
+        num_stages: stages of the run, the silent one included; a run of fewer iterations has as many as these.
         schedule: form of the decay between them.
         norms: patterns of the perturbed parameters' names; None takes the norms that linear layers read, which are
             found by running the model once, whatever they are called.
@@ -79,7 +82,7 @@ class AQNNoise(RLCallback):
         self._generator = torch.Generator()
 
     def setup(self, trainer: Trainer, pl_module: "GRPOModule", stage: str) -> None:
-        """Check that the run has a length, and every stage an iteration."""
+        """Check that the run has a length, and say where it is shorter than the stages."""
         if stage != "fit":
             return
         epochs = trainer.max_epochs
@@ -89,13 +92,8 @@ class AQNNoise(RLCallback):
                 expected="a positive trainer.max_epochs, the number of iterations",
                 given=epochs,
             )
-        if 0 < epochs < self.num_stages:
-            raise ConfigError(
-                "AQNNoise has more stages than the run has iterations.",
-                expected=f"at most trainer.max_epochs = {epochs}",
-                given=self.num_stages,
-                remedy="Lower num_stages, or raise trainer.max_epochs.",
-            )
+        if self._stages(trainer) < self.num_stages:
+            log.info("AQNNoise has %d stages: one for each iteration of the run.", self._stages(trainer))
         if self.norms is not None:
             self._check_norms(outline_of(pl_module.policy))
 
@@ -134,13 +132,17 @@ class AQNNoise(RLCallback):
 
     def on_rollout_start(self, trainer: Trainer, module: "GRPOModule", version: int) -> None:
         """Choose σ from the iteration and seed this publish's draw."""
-        iterations = max(trainer.max_epochs or 1, 1)
-        length = max(iterations // self.num_stages, 1)
-        self.stage = min(trainer.current_epoch // length, self.num_stages - 1)
-        self.sigma = aqn_sigma(self.stage, self.num_stages, self.start, self.end, self.schedule)
+        iterations, stages = max(trainer.max_epochs or 1, 1), self._stages(trainer)
+        length = max(iterations // stages, 1)
+        self.stage = min(trainer.current_epoch // length, stages - 1)
+        self.sigma = aqn_sigma(self.stage, stages, self.start, self.end, self.schedule)
         seed = module.data.base_seed if self.seed is None else self.seed
         self._generator.manual_seed(derive_seed(seed, "aqn", trainer.current_epoch))
         self.perturbed = 0
+
+    def _stages(self, trainer: Trainer) -> int:
+        """Return how many stages the run has: every one has an iteration at least."""
+        return max(min(self.num_stages, trainer.max_epochs or 1), 2)
 
     def on_publish(self, trainer: Trainer, module: "GRPOModule", name: str, tensor: Tensor) -> Tensor:
         """Return the noisy norm; any other tensor as it is."""

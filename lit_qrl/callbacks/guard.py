@@ -13,7 +13,7 @@ from lit_qrl.functional.loss_odds import EARLY_ITERATIONS
 from lit_qrl.functional.mismatch import mismatch_metrics
 from lit_qrl.loop.hooks import RLCallback, rl_callbacks
 from lit_qrl.network.shards import whole
-from lit_qrl.run.diary import event
+from lit_qrl.run.diary import event, tell
 from lit_qrl.run.stop import stop_run
 from lit_qrl.types import RolloutBatch
 
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
 
 Action = Literal["warn", "skip", "stop"]
+FIRST_KL, FIRST_ESS = 0.05, 0.8
+"""Where the mismatch before any update is far out: above the one, or below the other; see `Guard`."""
+FAR_OUT = (
+    "The sampler is far from the learner before any update: KL(sampler ‖ learner) {kl:.3g} nats per token and an ESS "
+    "ratio of {ess:.2f}, where nvfp4 gives 0.03 and 0.94. Likely the format is too coarse for this model (try "
+    "publisher.format fp8_row; bf16 shows whether it is the format; lit-qrl audit measures all), or texts are unlike "
+    "what it was trained on (a template that is not its own, completions past its end token: see samples.jsonl).{more}"
+)
+UNCORRECTED = " No correction weighs it: add configs/correction/tis.yaml."
 
 
 def _overflowed(trainer: Trainer) -> bool:
@@ -46,11 +55,17 @@ class Guard(RLCallback):
     importance weights above e^20 (no bound)   the tokens leave the loss and its denominator
     ESS ratio under `ess_floor`                `action`: warn, skip the iteration's updates, or stop
     mismatch KL over `kl_ceiling`              the same
+    first iteration: KL over 0.05, or ESS      one warning, with likely causes and what to try, whatever corrects it
+    ratio under 0.8
     first ten iterations that foretell a loss  one event with the odds, and what had better ones in docs/evidence.md
     engine died: crash, out of memory, hang    it is built again, its weights are published and verified, and the same
                                                is drawn once more; after `publisher.max_restarts` in a row the run
                                                stops
     ========================================== =======================================================================
+
+    The first iteration's limits are what formats give before any update on real weights of 0.5B: KL and ESS ratio of
+    0.0003 and 0.999 in bf16, 0.004 and 0.99 in `fp8_row`, 0.03 and 0.94 in `nvfp4`. `int4_group` without calibration,
+    at 0.08 and 0.70, is beyond them, as is a sampler that computes something else than the learner.
 
     Args:
         max_nonfinite_fraction: share of tokens, in [0, 1].
@@ -178,11 +193,16 @@ class Guard(RLCallback):
             )
             event(trainer, "extreme_weights", message, tokens=extreme)
         row = pl_module.iteration.row  # empty at the epoch end that a resumed run repeats
+        kl, ess = row.get("mismatch/kl_k3", 0.0), row.get("mismatch/ess_ratio", 1.0)
+        if trainer.current_epoch == 0 and (kl > FIRST_KL or ess < FIRST_ESS):
+            corrects = pl_module.objective.carries_ratio or any(one.carries_ratio for one in rl_callbacks(trainer))
+            message = FAR_OUT.format(kl=kl, ess=ess, more="" if corrects else UNCORRECTED)
+            tell(trainer, "mismatch_at_start", message, kl=kl, ess_ratio=ess)
         if self.loss_odds is not None and row and len(self._forecast.rows) < EARLY_ITERATIONS:
             self._forecast.add(row)
             odds = self._forecast.probability(rl_callbacks(trainer))
             if odds is not None and odds >= self.loss_odds:
-                event(trainer, "loss_odds", told(odds, self._forecast.start), probability=odds)
+                tell(trainer, "loss_odds", told(odds, self._forecast.start), probability=odds)
 
     @staticmethod
     def _clear(optimizer: Optimizer) -> None:

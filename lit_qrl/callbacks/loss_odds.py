@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from statistics import fmean
 
 from lit_qrl.functional import loss_models
-from lit_qrl.functional.loss_odds import CORRECTIONS, EARLY_ITERATIONS, LOSS, audit_inputs, early_inputs
+from lit_qrl.functional.loss_odds import CORRECTIONS, EARLY_ITERATIONS, FITTED_ON, LOSS, audit_inputs, early_inputs
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.shipped import shipped
 
@@ -91,7 +91,8 @@ def told(probability: float, start: float) -> str:
         remedy = "no correction had better odds at such a mean |log-ratio|: align the learner, or take more bits"
     return (
         f"The first {EARLY_ITERATIONS} iterations are like those of runs that ended {LOSS:g} or more below a bf16 "
-        f"sampler with a probability of {probability:.0%} ({shipped('docs/evidence.md')}); {remedy}."
+        f"sampler with a probability of {probability:.0%}; {remedy}. "
+        f"{FITTED_ON.format(page=shipped('docs/evidence.md'))}"
     )
 
 

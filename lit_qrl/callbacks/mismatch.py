@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from lit_qrl.functional.mismatch import k3_divergence, mismatch_metrics
 from lit_qrl.loop.ahead import tell_ages
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.loop.updates import UpdateCounts
-from lit_qrl.run.diary import event
+from lit_qrl.run.diary import tell
 
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
@@ -86,9 +85,7 @@ class MismatchMonitor(RLCallback):
         """Say how old the weights were that drew the tokens, where rollouts were drawn ahead."""
         told, ahead = tell_ages(pl_module), pl_module.data.ahead
         if told and ahead is not None:
-            event(trainer, "ages", told, tokens={str(age): count for age, count in ahead.tokens_of_age.items()})
-            if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
-                bar.print(told)
+            tell(trainer, "ages", told, tokens={str(age): count for age, count in ahead.tokens_of_age.items()})
 
     def _histograms(
         self, module: "GRPOModule", d: Tensor, sampler: Tensor, mask: Tensor, advantages: Tensor

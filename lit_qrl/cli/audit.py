@@ -71,8 +71,8 @@ def audit(
     d is the log-ratio learner / sampler per token, in nats, on completions that the sampler draws. The first row is the
     learner's own arithmetic in the engine: what no format can fall below. Bits are per weight of the whole
     model. AIS is in full force from a mean |d| of its `saturation`; docs/metrics.md says what the columns mean and when
-    to worry. The odds below the table are how often runs of the study in docs/evidence.md ended 0.05 or more below a
-    bf16 sampler at such a mean |d|, by what corrected them.
+    to worry. The odds below the table are how often runs of one small policy (docs/evidence.md) ended 0.05 or more
+    below a bf16 sampler at such a mean |d|, by what corrected them; they are not known to carry over to other models.
 
     --speed adds tokens/s of the whole rollout and the seconds of a publish, and says which format makes the two
     shortest together, and at what mean |d|. A rollout of the same shape comes before the timed ones.
@@ -205,9 +205,10 @@ def odds_of_loss(results: dict[str, dict[str, float]]) -> list[str]:
         results: metrics by format, the learner's own arithmetic among them.
     """
     from lit_qrl.functional.loss_models import AUDIT
-    from lit_qrl.functional.loss_odds import CORRECTIONS, LOSS, audit_inputs
+    from lit_qrl.functional.loss_odds import CORRECTIONS, FITTED_ON, LOSS, audit_inputs
 
-    lines = [f"Odds of a loss of {LOSS:g} or more, in the study of {shipped('docs/evidence.md')} at such a mean |d|:"]
+    fitted_on = FITTED_ON.format(page=shipped("docs/evidence.md"))
+    lines = [f"Odds of a loss of {LOSS:g} or more at such a mean |d|. {fitted_on}"]
     width = max(14, *(len(title) + 2 for title in results))
     lines += [f"{'format':<{width}}" + "".join(f"{name:>12}" for name in CORRECTIONS)]
     lowest, highest = math.exp(AUDIT.lowest[0]), math.exp(AUDIT.highest[0])

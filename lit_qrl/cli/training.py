@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from inspect import isabstract
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
+from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer, loggers
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -56,6 +58,7 @@ from lit_qrl.loop.combine import check_combination
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.module import GRPOModule
 from lit_qrl.network.adapters import drop_loftq
+from lit_qrl.optim.build import filled_in, leaves_open
 from lit_qrl.precision import QuantizedPrecision
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.run.config import RunConfig
@@ -92,6 +95,7 @@ TRAINER_DEFAULTS = {
     "use_distributed_sampler": False,  # ranks take their share of prompts themselves
     "enable_model_summary": False,
     "log_every_n_steps": 1,
+    "gradient_clip_val": 1.0,  # as TRL's, and as all recipes here but AIS's, which clip more
 }
 
 
@@ -101,6 +105,13 @@ class QRLParser(ReadableParser, LightningArgumentParser):
     def classes(self, key: str) -> list[str]:
         """Return the names that a `class_path` may have at a key."""
         return known_classes(key)
+
+    def add_class_arguments(self, theclass: type, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Add a class's arguments; what an optimizer leaves open has no default here."""
+        added = super().add_class_arguments(theclass, *args, **kwargs)
+        if isinstance(theclass, type) and issubclass(theclass, Optimizer):
+            self.set_defaults(dict.fromkeys(leaves_open(theclass)))
+        return added
 
     def parse_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the parsed arguments of a class; functions among its rewards are taken for such."""
@@ -210,6 +221,7 @@ class QRLCLI(LightningCLI):
         requested, if_possible = config.get("ckpt_path"), bool(config.get("resume_if_possible"))
         last = requested == "last" or (requested is None and if_possible)
         drop_loftq(config.model.get("policy"))
+        fill_in_optimizer(config.model)
         folder, run = place(command, config.trainer.default_root_dir, run_folder_name(self.arguments), last)
         config.trainer.default_root_dir = str(folder)
         give_place(config.trainer.logger, folder)
@@ -311,6 +323,15 @@ class QRLCLI(LightningCLI):
                 raise
             say(standing(error.__context__, self.trainer, again(self.arguments)))
             raise error.__context__ from None
+
+
+def fill_in_optimizer(model: Any) -> None:
+    """Put the settings that an optimizer leaves open where `config.yaml` records them, in place."""
+    chosen = model.optimizer
+    cls = resolve_name(chosen.class_path) if isinstance(chosen, Namespace) else None
+    if isinstance(cls, type) and issubclass(cls, Optimizer):
+        for name, value in filled_in(cls, chosen.init_args, model.get("policy.init_args.lora") is not None).items():
+            chosen.init_args[name] = value
 
 
 def passes_per_step(micro_batches: int | str) -> int:

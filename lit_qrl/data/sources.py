@@ -1,10 +1,11 @@
-"""Rows from files, folders and the hub, with errors that say what is there instead."""
+"""Rows from files, folders, the hub and a program's memory, with errors that say what is there instead."""
 
 import csv
 import difflib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,60 @@ from lit_qrl.errors import ConfigError, nearest
 from lit_qrl.network.hub import ask_hub
 
 _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
+
+
+class MemoryRows:
+    """Rows that a Python program holds: a `datasets.Dataset`, a list of dictionaries, any iterable of them, read once.
+
+    Of several sets by the names of their splits (a `DatasetDict`), the split decides. A configuration holds neither;
+    it has their number and a digest of them, by which a run that goes on sees that they are others.
+
+    Args:
+        given: the rows.
+
+    Raises:
+        ConfigError: for what holds no rows.
+
+    >>> rows = MemoryRows({"question": f"{i}+1=", "answer": str(i + 1)} for i in range(3))
+    >>> str(rows), rows.read("train")[2]
+    ('<3 rows of Python, f4ed88fc65>', {'question': '2+1=', 'answer': '3'})
+    """
+
+    def __init__(self, given: Iterable[Mapping[str, Any]] | Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
+        sets = dict(given) if isinstance(given, Mapping) else {"": given}
+        self.sets = {str(name): _as_rows(rows) for name, rows in sets.items()}
+
+    def read(self, split: str) -> list[dict[str, Any]]:
+        """Return the rows, of several sets those of a split."""
+        if "" in self.sets:
+            return self.sets[""]
+        if split not in self.sets:
+            raise ConfigError(
+                f"The data set has no split {split!r}.",
+                expected=", ".join(self.sets),
+                given=split,
+                remedy=nearest(split, self.sets),
+            )
+        return self.sets[split]
+
+    def __str__(self) -> str:
+        digest = blake2b(digest_size=5)
+        for name, rows in self.sets.items():
+            digest.update(name.encode())
+            for row in rows:
+                digest.update(json.dumps(row, default=str, sort_keys=True).encode())
+        return f"<{sum(map(len, self.sets.values()))} rows of Python, {digest.hexdigest()}>"
+
+
+def _as_rows(given: Any) -> list[dict[str, Any]]:
+    rows = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else None
+    if rows is None or (strange := next((one for one in rows if not isinstance(one, Mapping)), None)) is not None:
+        raise ConfigError(
+            "The data set is no rows.",
+            expected="a path, a datasets.Dataset, or an iterable of dictionaries",
+            given=type(given).__name__ if rows is None else f"{type(given).__name__} of {type(strange).__name__}",
+        )
+    return [dict(row) for row in rows]
 
 
 def read_rows(path: str, split: str = "train", subset: str | None = None) -> list[dict[str, Any]]:
@@ -26,6 +81,12 @@ def read_rows(path: str, split: str = "train", subset: str | None = None) -> lis
     Raises:
         ConfigError: nothing is there (names the nearest that is), it cannot be read, or it has no rows.
     """
+    if path.startswith("<"):
+        raise ConfigError(
+            f"The rows {path} were in a Python program's memory, and a configuration does not hold them.",
+            expected="a file, a folder, or a hub name",
+            remedy="Run that program again; or write the rows to a file (Dataset.to_json) and name it.",
+        )
     place = Path(path).expanduser()
     if place.is_dir():
         rows = _read_library(str(place), split, subset, saved=_is_saved(place))

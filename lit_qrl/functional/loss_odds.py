@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 LOSS = 0.05
 """Accuracy below a bf16 sampler's that counts as a loss."""
+FITTED_ON = "Fitted on one small policy ({page}); not known to carry over to other models."
+"""What odds that are shown are shown with."""
 EARLY_ITERATIONS = 10
 """From whose metrics a running run is judged."""
 CORRECTIONS = {"none": (0.0, 0.0), "token": (1.0, 0.0), "sequence": (0.0, 1.0)}

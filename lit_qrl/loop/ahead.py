@@ -21,7 +21,6 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
 
 from lit_qrl.loop.drafts import Draft, packed, unpacked, versions_of
@@ -31,7 +30,7 @@ from lit_qrl.loop.replay import Replay
 from lit_qrl.loop.schedule import staleness_of
 from lit_qrl.loop.staleness import moved_since, note_staleness
 from lit_qrl.rollout.engine import EngineDiedError, InFlight
-from lit_qrl.run.diary import event
+from lit_qrl.run.diary import tell
 from lit_qrl.run.saving import when_written
 
 log = logging.getLogger(__name__)
@@ -275,7 +274,7 @@ class Ahead:
             return
         if not replay.under_way:
             replay.begin(now, [one["iteration"] for one in self._restored])
-            say(learner, "replay", replay.sentence(learner.trainer.max_epochs))
+            tell(learner.trainer, "replay", replay.sentence(learner.trainer.max_epochs))
         learner.data.engine.follow(replay.courses(now, learner.data.base_seed))
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
@@ -376,11 +375,4 @@ def note(learner: Learner, row: Mapping[str, Any], replay: Replay | None) -> Non
     """Say where a run leaves the record that it follows."""
     words = "" if replay is None else replay.compare(row)
     if words:
-        say(learner, "replay_astray", words)
-
-
-def say(learner: Learner, kind: str, sentence: str) -> None:
-    """Write a sentence into the diary and above the progress bar."""
-    event(learner.trainer, kind, sentence)
-    if isinstance(bar := learner.trainer.progress_bar_callback, ProgressBar):
-        bar.print(sentence)
+        tell(learner.trainer, "replay_astray", words)

@@ -1,7 +1,8 @@
 """An optimizer as configured, over parameters with names; what cannot work is known before a weight is loaded."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,88 @@ from torch.optim import Optimizer
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.run.description import Described, describe
+
+RATE, ADAPTER_RATE = 1e-6, 1e-5
+"""Learning rates of an optimizer of Adam's kind that is given none: of all weights, and of an adapter alone.
+
+A policy from the hub is trained to the end already, and torch's 1e-3 a step and weight undoes that. 1e-6 is TRL's
+default and QaRL's rate; an adapter starts at zero and takes about ten times as much (QeRL: 1e-5).
+"""
+
+
+def leaves_open(cls: type[Optimizer]) -> list[str]:
+    """Return the settings for which a class has defaults that fit no policy: torch's own rates, and Adam's decay.
+
+    >>> leaves_open(torch.optim.AdamW), leaves_open(torch.optim.SGD)
+    (['lr', 'weight_decay'], ['lr'])
+    """
+    names = ["lr", "weight_decay"] if "Adam" in cls.__name__ else ["lr"] if cls.__module__[:11] == "torch.optim" else []
+    return [name for name in names if name in inspect.signature(cls).parameters]
+
+
+def filled_in(cls: type[Optimizer], given: Mapping[str, Any], adapted: bool) -> dict[str, Any]:
+    """Return what an optimizer is to be given beside what it is given: Adam's kind a rate, and no decay.
+
+    Args:
+        cls: of the optimizer.
+        given: its arguments by name; None stands for none.
+        adapted: an adapter alone is trained.
+
+    Raises:
+        ConfigError: for a class of torch that is given no rate and whose rate means something else than Adam's.
+
+    >>> filled_in(torch.optim.AdamW, {}, adapted=False), filled_in(torch.optim.AdamW, {"lr": 1e-4}, adapted=True)
+    ({'lr': 1e-06, 'weight_decay': 0.0}, {'weight_decay': 0.0})
+    """
+    missing = [name for name in leaves_open(cls) if given.get(name) is None]
+    if "lr" in missing and "Adam" not in cls.__name__:
+        raise ConfigError(
+            f"model.optimizer is {cls.__name__} without a learning rate.",
+            expected="lr, which is filled in for optimizers of Adam's kind alone",
+            given="none",
+            remedy="Set model.optimizer.init_args.lr; in Python, give partial(cls, lr=…).",
+        )
+    settings = {"lr": ADAPTER_RATE if adapted else RATE, "weight_decay": 0.0}
+    return {name: settings[name] for name in missing}
+
+
+def with_settings(optimizer: Callable[[Any], Optimizer], adapted: bool) -> Callable[[Any], Optimizer]:
+    """Return an optimizer as it is to be built: `filled_in` where it is a class or a `partial` of one.
+
+    Args:
+        optimizer: as given; what is neither decides for itself.
+        adapted: an adapter alone is trained.
+    """
+    given, parts = {}, (optimizer,)
+    if isinstance(optimizer, partial):
+        given, parts = optimizer.keywords, (optimizer.func, *optimizer.args)
+    cls = next((one for one in parts if isinstance(one, type) and issubclass(one, Optimizer)), None)
+    filled = {} if cls is None else filled_in(cls, given, adapted)
+    return partial(optimizer, **filled) if filled else optimizer
+
+
+def described_rate(optimizer: Optimizer, schedule: str) -> str:
+    """Return what an optimizer does with a gradient, as part of a sentence.
+
+    Args:
+        optimizer: in a run.
+        schedule: in words.
+
+    >>> described_rate(torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=1e-6), "constant")
+    'AdamW, learning rate 1e-06 (constant), weight decay 0.01'
+    """
+    inner = getattr(optimizer, "inner", optimizer)  # of fp32 masters
+    found = []
+    for key, word in (("lr", "learning rate"), ("weight_decay", "weight decay")):
+        values = dict.fromkeys(
+            group.get("initial_lr", group[key]) if key == "lr" else group[key]
+            for group in optimizer.param_groups
+            if key in group
+        )
+        if values:
+            found.append(f"{word} {' and '.join(f'{float(value):g}' for value in values)}")
+    found[:1] = [f"{one} ({schedule})" for one in found[:1]]
+    return ", ".join([type(inner).__name__, *found])
 
 
 def check_optimizer(optimizer: Callable[[Any], Optimizer], device: torch.device, vectors: bool = True) -> None:

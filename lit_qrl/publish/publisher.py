@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
@@ -28,7 +27,7 @@ from lit_qrl.publish.spec import PublishSettings, sampler_spec
 from lit_qrl.receipts.ledger import PublishReport
 from lit_qrl.rollout.engine import EngineDiedError, Sleeps
 from lit_qrl.rollout.pauses import Pauses
-from lit_qrl.run.diary import event
+from lit_qrl.run.diary import tell
 from lit_qrl.run.shortage import stop_where_short
 from lit_qrl.run.stop import stop_run
 from lit_qrl.strategies.colocated import begin_rollout, begin_update
@@ -371,6 +370,4 @@ def tell_shares(trainer: Trainer, format: NumberFormat | None, report: PublishRe
     left = f", not {listed(unread, 2)}" if report.verified_share < 1 and unread else ""
     line = f"Sampler: {share:.1%} of the parameters in {what}; {report.verified_share:.1%} of the bytes verified{left}."
     shares = {"quantized_share": report.quantized_share, "verified_share": report.verified_share}
-    event(trainer, "sampler", line, **shares)
-    if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
-        bar.print(line)
+    tell(trainer, "sampler", line, **shares)

@@ -89,21 +89,30 @@ class FunctionReward(Reward):
                 remedy="Write it as `def score(completions, **kwargs)`.",
             )
         self._named = {one.name for one in named}
-        self._required = {one.name for one in named if one.default is one.empty} - {*self.arguments, *GIVEN}
+        free = [one.name for one in named if one.default is one.empty]
+        self._required = [name for name in free if name not in (*self.arguments, *GIVEN)]
 
     @property
     def described(self) -> str:
         return f"Reward {self.name!r} (function {self.path})"
 
     def unscorable(self, sample: Sample) -> str | None:
-        """Return which parameter of the function a row has no column for, or None."""
-        missing = sorted(self._required - sample.columns.keys())
-        if not missing:
-            return None
-        return (
-            f"the function requires {missing[0]!r}, which is no column; a row has {', '.join(sorted(sample.columns))} "
-            f"beside {', '.join(GIVEN)}"
-        )
+        """Return that it asks for a gold answer where there is none, or None.
+
+        Raises:
+            ConfigError: it requires a parameter that is no column of the row.
+        """
+        missing = [name for name in self._required if name not in sample.columns]
+        if missing:
+            unknown = f"{missing[0]!r} is" if len(missing) == 1 else f"{', '.join(map(repr, missing))} are"
+            raise ConfigError(
+                f"{self.described} cannot be called: {unknown} no column of the rows, nor given to every reward.",
+                expected=f"parameters among {', '.join(GIVEN)} and the columns {', '.join(sorted(sample.columns))}, "
+                "or **kwargs for the rest",
+                given=f"{self.name}{inspect.signature(self.function)}",
+                remedy="Write it as `def score(completions, **kwargs)`, or with those names; `arguments` gives others.",
+            )
+        return "it asks for `references`" if sample.reference is None and "references" in self._named else None
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         self.failures = {}

@@ -4,11 +4,11 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 _MADE_WITH = "_made_with"
 _PLAIN = (bool, int, float, str)
@@ -17,7 +17,8 @@ _PLAIN = (bool, int, float, str)
 class Described:
     """Remembers the arguments of its constructor, so that a run which Python code builds has its configuration too.
 
-    Subclasses do nothing for it: every `__init__` is wrapped once, and the outermost call counts.
+    Subclasses do nothing for it: every `__init__` is wrapped once, and the outermost call counts. What no configuration
+    can hold, such as rows of data, a subclass names in `in_memory`: the attribute of that name stands for it as a text.
 
     >>> class Dial(Described):
     ...     def __init__(self, level: float = 1.0) -> None:
@@ -25,6 +26,8 @@ class Described:
     >>> describe(Dial(2.5))["init_args"]
     {'level': 2.5}
     """
+
+    in_memory: ClassVar[Sequence[str]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -96,7 +99,8 @@ def _arguments(value: Any) -> dict[str, Any]:
                 found.update(bound.arguments[name])
             elif parameter.kind is not parameter.VAR_POSITIONAL:
                 found[name] = bound.arguments[name]
-        return found
+        held = {name: getattr(value, name) for name in getattr(value, "in_memory", ())}
+        return found | {name: None if one is None else str(one) for name, one in held.items()}
     if is_dataclass(value):
         present = {field.name: (getattr(value, field.name), _default(field)) for field in fields(value) if field.init}
     else:

@@ -48,6 +48,13 @@ def event(trainer: "Trainer", kind: str, message: str, **fields: Any) -> None:
         log_event(trainer.default_root_dir, kind, message, iteration=trainer.current_epoch + 1, **fields)
 
 
+def tell(trainer: "Trainer", kind: str, message: str, **fields: Any) -> None:
+    """Append an event to the diary and print its message beside the table, where there is one."""
+    event(trainer, kind, message, **fields)
+    if (bar := trainer.progress_bar_callback) is not None:
+        bar.print(message)
+
+
 def number(value: SupportsFloat) -> float | None:
     """Return a number as JSON has it, None for NaN.
 

@@ -83,17 +83,18 @@ def test_a_schedule_that_cannot_be_is_refused(options, match):
         AQNNoise(**options)
 
 
-@pytest.mark.parametrize(
-    "options, trainer_options, match",
-    [
-        ({"num_stages": 5}, {}, "more stages than .*max_epochs = 2.*Given: 5"),
-        ({"num_stages": 2}, {"max_epochs": -1, "max_steps": 8}, "the run has no length"),
-    ],
-)
-def test_stages_must_fit_the_run(options, trainer_options, match, tmp_path):
-    trainer, module, data = build(tmp_path, callbacks=[AQNNoise(**options)], trainer=trainer_options)
-    with pytest.raises(ConfigError, match=match):
+def test_a_run_without_a_length_has_no_stages(tmp_path):
+    limits = {"max_epochs": -1, "max_steps": 8}
+    trainer, module, data = build(tmp_path, callbacks=[AQNNoise(num_stages=2)], trainer=limits)
+    with pytest.raises(ConfigError, match="the run has no length"):
         trainer.fit(module, datamodule=data)
+
+
+def test_a_run_of_fewer_iterations_than_stages_has_a_stage_for_each(tmp_path):
+    fit(tmp_path, callbacks=[AQNNoise(start=1e-2, end=1e-4)], trainer={"max_epochs": 4})
+    rows = csv.DictReader((tmp_path / "run" / "metrics.csv").open())
+    sigmas = [float(row["noise/sigma"]) for row in rows if row["noise/sigma"]]
+    assert sigmas == pytest.approx([0.0, 1e-2, 1e-3, 1e-4])
 
 
 @pytest.mark.parametrize(

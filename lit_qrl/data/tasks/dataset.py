@@ -3,11 +3,11 @@
 import logging
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lit_qrl.data.conversations import is_conversation, posed, read_turns, split_answer
-from lit_qrl.data.sources import check_columns, read_rows
+from lit_qrl.data.sources import MemoryRows, check_columns, read_rows
 from lit_qrl.data.task import Message, Row, Task, normalized, solved
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards.base import Reward, Sample, check_names, check_row
@@ -18,25 +18,28 @@ from lit_qrl.rewards.math import MathReward
 
 log = logging.getLogger(__name__)
 
+ANSWER = "answer"
 HELD_OUT_SHARE = 0.1
 HELD_OUT_MOST = 500
 """Held out by default: a tenth of the rows, at most 500, with which an accuracy has a standard error of about 2 %."""
 
 
 class DatasetTask(Task):
-    r"""Rows with a question and an answer: JSONL, JSON, CSV, TSV or Parquet files, folders, or hub data sets.
+    r"""Rows with a question: JSONL, JSON, CSV, TSV or Parquet files, folders, hub data sets, or rows held in Python.
 
     No prompt is both trained on and evaluated: training rows whose prompt is also evaluated are removed and counted.
     A question may be a list of chat turns (`role`, `content`); a last assistant turn is then no part of the prompt.
 
     Args:
-        path: a file, a folder, or a name on the hub.
+        path: a file, a folder, or a name on the hub; in Python also a `datasets.Dataset`, a list of dictionaries or
+            another iterable of them, or a `DatasetDict`, of which `config.yaml` has the number and a digest.
         prompt_column: column of the question.
-        answer_column: column of the gold answer; the same as `prompt_column` takes the last assistant turn.
+        answer_column: column of the gold answer; the same as `prompt_column` takes the last assistant turn. Where no
+            reward asks for an answer, the rows need no such column.
         split: of a folder or hub data set, to train on; null for a set that is only evaluated on, whole, as a
             benchmark is.
         subset: configuration of a hub data set; of a list, the rows of all. It is not `evaluation_path`'s.
-        evaluation_path: where the held-out rows are; by default in `path`.
+        evaluation_path: where the held-out rows are, likewise; by default in `path`.
         evaluation_split: split to evaluate on. With neither this nor `evaluation_path`, rows are held out of the
             training data by a seeded draw.
         evaluation_size: rows to evaluate on; by default all of an evaluation source, or a tenth of the training data.
@@ -57,16 +60,18 @@ class DatasetTask(Task):
             one that no completion can meet, or no row is left.
     """
 
+    in_memory = ("path", "evaluation_path")
+
     # Texts are `str` with an empty default: of a `str | None`, the parser reads the value as YAML first, to which
     # "#### (.*)" is a comment.
     def __init__(
         self,
-        path: str,
+        path: str | Iterable[Mapping[str, Any]],
         prompt_column: str = "question",
-        answer_column: str = "answer",
+        answer_column: str = ANSWER,
         split: str | None = "train",
         subset: str | list[str] | None = None,
-        evaluation_path: str | None = None,
+        evaluation_path: str | Iterable[Mapping[str, Any]] | None = None,
         evaluation_split: str | None = None,
         evaluation_size: int | None = None,
         answer_pattern: str = "",
@@ -81,11 +86,14 @@ class DatasetTask(Task):
     ) -> None:
         if evaluation_size is not None and evaluation_size < 1:
             raise ConfigError("evaluation_size is too small.", expected="1 or more, or null", given=evaluation_size)
-        self.path, self.split, self.subset, self.name = path, split, subset, name
+        self.path = path if isinstance(path, str) else MemoryRows(path)
+        self.split, self.subset, self.name = split, subset, name
         if subset == []:
             raise ConfigError("subset is an empty list.", expected="names, one name, or null", given=subset)
         self.prompt_column, self.answer_column = prompt_column, answer_column
-        self.evaluation_path, self.evaluation_split = evaluation_path, evaluation_split
+        named = evaluation_path is None or isinstance(evaluation_path, str)
+        self.evaluation_path = evaluation_path if named else MemoryRows(evaluation_path)
+        self.evaluation_split = evaluation_split
         self.evaluation_size, self.seed = evaluation_size, seed
         self.answer_pattern = _compiled(answer_pattern) if answer_pattern else None
         self.row_filter = dict(row_filter or {})
@@ -93,6 +101,7 @@ class DatasetTask(Task):
         self.rewards = [MathReward()] if rewards is None else as_rewards(rewards)
         check_names(self.rewards)
         judges = [reward for reward in self.rewards if not isinstance(reward, (FormatReward, ConstantReward))]
+        self._judged_by_default = correct is None and not judges
         self.correct: Reward = as_rewards([correct or (judges[0] if judges else MathReward())])[0]
         self.judge = self.correct
         self._train: list[dict[str, Any]] = []
@@ -116,7 +125,7 @@ class DatasetTask(Task):
         removed = len(train) - len(kept)
         if not kept:
             raise ConfigError(
-                f"No training row of {self.path!r} is left.",
+                f"No training row of {_shown(self.path)} is left.",
                 expected="training rows that are not evaluated on",
                 given=f"{len(train)} rows, all of them among the {len(evaluation)} evaluation rows",
                 remedy="Name another evaluation source, or lower evaluation_size.",
@@ -161,27 +170,48 @@ class DatasetTask(Task):
 
     # ----------------------------------------------------------------------------------------------------------- rows
 
-    def _read(self, path: str, split: str) -> list[dict[str, Any]]:
-        given = self.subset if path == self.path else None
-        subsets = given if isinstance(given, list) else [given]
-        rows = [row for subset in subsets for row in read_rows(path, split, subset)]
-        check_columns(rows, [self.prompt_column, self.answer_column, *self.row_filter], path)
+    def _read(self, path: str | MemoryRows, split: str) -> list[dict[str, Any]]:
+        if isinstance(path, str):
+            given = self.subset if path == self.path else None
+            subsets = given if isinstance(given, list) else [given]
+            rows = [row for subset in subsets for row in read_rows(path, split, subset)]
+        elif not (rows := path.read(split)):
+            raise ConfigError("The data set is empty.", expected="at least one row", given="0 rows")
+        columns = [self.prompt_column, *self.row_filter]
+        answered = self._has_answers(rows[0])
+        check_columns(rows, [*columns, self.answer_column] if answered else columns, str(path))
         for column, allowed in self.row_filter.items():
             kept = [row for row in rows if _is_allowed(row.get(column), allowed)]
             if not kept:
                 present = sorted({str(row.get(column)) for row in rows})
                 raise ConfigError(
-                    f"row_filter leaves no row of {path!r}.",
+                    f"row_filter leaves no row of {_shown(path)}.",
                     expected=f"values that column {column!r} has: {', '.join(present[:10])}",
                     given=allowed,
                     remedy="Correct row_filter.",
                 )
             rows = kept
+        where = f"of {_shown(path)}" + (" after row_filter" if self.row_filter else "")
         for number, row in enumerate(rows, start=1):
-            self._check(row, f"Row {number} of {path!r}" + (" after row_filter" if self.row_filter else ""))
+            self._check(row, f"Row {number} {where}", answered)
         return rows
 
-    def _check(self, row: dict[str, Any], where: str) -> None:
+    def _has_answers(self, row: dict[str, Any]) -> bool:
+        """Return whether rows have a column of answers; one that nobody named may be missing if no reward asks."""
+        if self.answer_column in row or self.answer_column != ANSWER or self.answer_pattern is not None:
+            return True
+        if self._judged_by_default:
+            self.correct = self.judge = self.rewards[0]
+        for reward in dict.fromkeys((*self.rewards, self.correct)):
+            if reward.unscorable(Sample("", "", None, row)) is not None:
+                raise ConfigError(
+                    f"The rows have no column {ANSWER!r}, and {reward.described} asks for a gold answer.",
+                    expected=f"the column of the answers among {', '.join(map(str, row))}",
+                    remedy="Set answer_column to it, or take rewards that ask for no answer.",
+                )
+        return False
+
+    def _check(self, row: dict[str, Any], where: str, answered: bool) -> None:
         prompt = row.get(self.prompt_column)
         if is_conversation(prompt):
             self._check_turns(prompt, f"{where}, column {self.prompt_column!r},")
@@ -193,7 +223,7 @@ class DatasetTask(Task):
                 remedy="Correct or remove the row, or name another prompt_column.",
             )
         answer = self._answer(row)
-        if answer is None or (isinstance(answer, str) and not answer.strip()):
+        if answered and (answer is None or (isinstance(answer, str) and not answer.strip())):
             turn = prompt[-1] if is_conversation(prompt) and self.answer_column == self.prompt_column else None
             raise ConfigError(
                 f"{where} has no answer in column {self.answer_column!r}.",
@@ -210,8 +240,7 @@ class DatasetTask(Task):
                 given=f"…{str(answer)[-80:]}",
                 remedy="Correct answer_pattern, or leave it out.",
             )
-        judges = dict.fromkeys((*self.rewards, self.correct))
-        check_row(list(judges), Sample("", "", self.reference(row), row), where)
+        check_row(list(dict.fromkeys((*self.rewards, self.correct))), Sample("", "", self.reference(row), row), where)
 
     def _check_turns(self, turns: Sequence[Any], where: str) -> None:
         posed_turns, _ = split_answer(read_turns(turns, where))
@@ -245,7 +274,7 @@ class DatasetTask(Task):
             wanted = max(1, min(HELD_OUT_MOST, int(len(rows) * HELD_OUT_SHARE)))
         if wanted >= len(rows):
             raise ConfigError(
-                f"Holding out {wanted} rows of {self.path!r} leaves none to train on.",
+                f"Holding out {wanted} rows of {_shown(self.path)} leaves none to train on.",
                 expected=f"an evaluation_size below its {len(rows)} rows",
                 given=wanted,
                 remedy="Lower evaluation_size, or name an evaluation_path.",
@@ -266,6 +295,10 @@ def _compiled(pattern: str) -> re.Pattern[str]:
             given=pattern,
         )
     return compiled
+
+
+def _shown(source: str | MemoryRows) -> str:
+    return repr(source) if isinstance(source, str) else str(source)
 
 
 def _is_allowed(value: Any, allowed: Sequence[Any]) -> bool:
