@@ -225,7 +225,8 @@ class CausalPolicy(Described, nn.Module):
             if getattr(self.lora, "lora_dropout", 0) and not self.dropout:
                 log.warning("lora_dropout is off, as all dropout is; model.policy.dropout: true trains with it.")
         self.model = network
-        if take_one_pass(self.network, self.fuse) and not self.compiles:
+        computes = torch.get_default_device().type != "meta"  # else names and shapes alone are wanted
+        if computes and take_one_pass(self.network, self.fuse) and not self.compiles:
             join_layers(self.network)
         if self.compiles:
             compile_layers(self.network)

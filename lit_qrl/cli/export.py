@@ -85,8 +85,10 @@ def export(
     else:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export-", dir=output.absolute().parent) as place:
-            write_plain(policy, Path(place), plain, shard_bytes)
-            quantize_checkpoint(Path(place), output, chosen, exclude=exclude, dtype=plain, shard_bytes=shard_bytes)
+            whole = Path(place, config_path.absolute().parent.name)  # what quantize.json names as the source
+            whole.mkdir()
+            write_plain(policy, whole, plain, shard_bytes)
+            quantize_checkpoint(whole, output, chosen, exclude=exclude, dtype=plain, shard_bytes=shard_bytes)
     print(output)
     return output
 
@@ -217,7 +219,7 @@ def _policy(config_path: Path, dtype: str | None = None) -> Any:
         entry = yaml.safe_load(config_path.read_text())["model"]["policy"]
         # without a frozen base the weights come from the checkpoint, so that the source need not have any
         changes = {"random_weights": True, "dtype": "auto"} if dtype is None else {"dtype": SHORT[dtype]}
-        entry["init_args"] = {**entry.get("init_args", {}), **changes}
+        entry["init_args"] = {**entry.get("init_args", {}), "fuse": False, **changes}  # nothing is computed
     except (yaml.YAMLError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{config_path} is no configuration of a run.", expected="model.policy with a class_path", given=error

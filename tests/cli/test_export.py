@@ -68,6 +68,15 @@ def test_a_fully_trained_policy_is_written_bit_for_bit(full, tmp_path, capsys):
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("1+2=")["input_ids"]
 
 
+@pytest.mark.parametrize("options", [[], ["--format", "fp8_row"], ["--adapter"]])
+def test_a_host_with_cuda_exports_the_same(options, lora, tmp_path, monkeypatch):
+    called(export, [str(lora), "--output", str(tmp_path / "out"), *options])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    called(export, [str(lora), "--output", str(tmp_path / "again"), *options])
+    for path in (tmp_path / "out").iterdir():
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
 def test_a_checkpoint_in_parts_is_written_as_one_in_a_file(full, tmp_path):
     run, store = tmp_path / "run", torch.distributed.FileStore(str(tmp_path / "store"), 1)
     shutil.copytree(full, run)
