@@ -31,8 +31,8 @@ class DiffusionPolicy(CausalPolicy):
             those whose activations do not fit into the GPU's free memory; none on a CPU.
         attn_implementation: `sdpa`, `eager`, …; None is the library's choice.
         random_weights: build the model from its config alone, for benchmarks.
-        pad_token: padding token for a tokenizer without one.
-        eos_token: end token for a tokenizer without one.
+        pad_token: padding token instead of the tokenizer's, which pads with its end token where it names none.
+        eos_token: end token instead of the tokenizer's, beside the model's own.
         chat_template_args: further arguments of the tokenizer's chat template.
         revision: branch, tag or commit on the hub.
         fuse: norms and gated activations in one kernel each: `auto` where there is CUDA and Triton.

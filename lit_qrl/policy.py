@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, PeftConfig, get_peft_model_state_dict
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
@@ -59,8 +59,9 @@ class CausalPolicy(Described, nn.Module):
         attn_implementation: `sdpa`, `eager`, `flash_attention_2`, …; None is the library's choice.
         trust_remote_code: run model code that comes with a hub repository.
         random_weights: build the model from its config alone, for benchmarks.
-        pad_token: padding token for a tokenizer without one.
-        eos_token: end token for a tokenizer without one.
+        pad_token: padding token instead of the tokenizer's, which pads with its end token where it names none.
+        eos_token: end token instead of the tokenizer's. A completion ends with it, and with the model's own: those of
+            `generation_config.json`, else of `config.json`.
         chat_template_args: further arguments of the tokenizer's chat template, such as `enable_thinking: false`.
         revision: branch, tag or commit on the hub.
         packing: `auto` runs the layers on real tokens only, a group's prompt once, wherever the architecture and the
@@ -72,7 +73,7 @@ class CausalPolicy(Described, nn.Module):
             of the learner's ratios to it then holds one draw of the noise. Scoring and evaluation have none anyway.
 
     Raises:
-        ConfigError: for a folder without config or weights, an unknown name, or a tokenizer without pad or end token.
+        ConfigError: for a folder without config or weights, an unknown name, or a model without any end token.
     """
 
     denoises: bool = False
@@ -81,6 +82,10 @@ class CausalPolicy(Described, nn.Module):
 
     batch_invariant = False
     """As the engine's, which the module passes on."""
+    stop_token_ids: tuple[int, ...]
+    """Each ends a completion."""
+    ending: str
+    """Which tokens those are, and what pads, as a sentence."""
     holds_logits = True
     """Whether logits may stay for the backward pass where memory is free; not while what a pass needs is measured."""
 
@@ -123,7 +128,6 @@ class CausalPolicy(Described, nn.Module):
         self.packed_format = take_packed_format(self.config, self.source, lora, random_weights)
         self.packed_base: PackedBase | None = None
         self.tokenizer = self._load_tokenizer(tokenizer, pad_token, eos_token)
-        self.stop_token_ids = self._stop_tokens()
         self.model: nn.Module | None = None
         self.recomputation: SelectiveRecomputation | None = None
         self.deferred: DeferredWeights | None = None
@@ -134,17 +138,25 @@ class CausalPolicy(Described, nn.Module):
 
     def _load_tokenizer(self, name: str | None, pad_token: str | None, eos_token: str | None) -> Any:
         source = self.source if name is None else resolve_model(name, weights=False, what="tokenizer")
-        return with_special_tokens(self._load(AutoTokenizer, source, "tokenizer"), source, pad_token, eos_token)
+        tokenizer, own = self._load(AutoTokenizer, source, "tokenizer"), self._model_ends()
+        known = [end for end in own if 0 <= end < len(tokenizer)]
+        pads = pad_token is not None or tokenizer.pad_token_id is not None
+        tokenizer = with_special_tokens(tokenizer, source, pad_token, eos_token, known)
+        self.stop_token_ids = tuple(sorted({tokenizer.eos_token_id, *known}))
+        names = " or ".join(map(repr, tokenizer.convert_ids_to_tokens(list(self.stop_token_ids))))
+        padding = "" if pads else f"; {tokenizer.pad_token!r} pads too, as the tokenizer names no padding token"
+        self.ending = f"A completion ends with {names}{padding}."
+        return tokenizer
 
-    def _stop_tokens(self) -> tuple[int, ...]:
-        """A chat model may end with more tokens than its tokenizer's `eos`: its generation config lists them."""
-        stops = [self.tokenizer.eos_token_id]
+    def _model_ends(self) -> list[int]:
+        """Return the ids of the model's own end tokens: a chat model may have others than its tokenizer's `eos`."""
         try:
-            listed = GenerationConfig.from_pretrained(self.source, revision=self._hub["revision"]).eos_token_id
+            ends = GenerationConfig.from_pretrained(self.source, revision=self._hub["revision"]).eos_token_id
         except (OSError, ValueError):
-            listed = None
-        stops += listed if isinstance(listed, list) else [] if listed is None else [listed]
-        return tuple(sorted({stop for stop in stops if 0 <= stop < len(self.tokenizer)}))
+            ends = None
+        if ends is None:  # what the file says, and not what is the default of the config's class
+            ends = PretrainedConfig.get_config_dict(self.source, **self._hub)[0].get("eos_token_id")
+        return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
     @property
     def pad_token_id(self) -> int:
@@ -225,7 +237,8 @@ class CausalPolicy(Described, nn.Module):
             if getattr(self.lora, "lora_dropout", 0) and not self.dropout:
                 log.warning("lora_dropout is off, as all dropout is; model.policy.dropout: true trains with it.")
         self.model = network
-        if take_one_pass(self.network, self.fuse) and not self.compiles:
+        computes = torch.get_default_device().type != "meta"  # else names and shapes alone are wanted
+        if computes and take_one_pass(self.network, self.fuse) and not self.compiles:
             join_layers(self.network)
         if self.compiles:
             compile_layers(self.network)

@@ -310,8 +310,7 @@ KNOWN_BEFORE_A_MODEL = {
         ["--data.max_prompt_tokens", 2],
         ["evaluation prompts are too long", "Raise the limit."],
     ),
-    "no pad token": (["--model.policy.model", "nopad"], ["no padding token", "model.policy.pad_token", "'<eos>'"]),
-    "no end token": (["--model.policy.model", "noend"], ["no end token", "model.policy.eos_token"]),
+    "no end token": (["--model.policy.model", "noend"], ["has an end token", "model.policy.eos_token"]),
     "group of one": (
         ["--data.group_size", 1, "--model.objective", "GRPO", "--model.objective.scale", "group"],
         ["at least 2", "Given: 1", "Raise data.group_size"],
@@ -592,10 +591,8 @@ def files(tmp_path, model):
     model_folder(tmp_path / "denoiser", build_denoiser)
     model_folder(tmp_path / "maskless", build_denoiser, mask_token_id=None)
     model_folder(tmp_path / "causal")
-    for name, special in (("nopad", {"eos_token": "<eos>"}), ("noend", {"pad_token": "<pad>"})):
-        shutil.copytree(model, tmp_path / name)
-        (tmp_path / name / "special_tokens_map.json").unlink(missing_ok=True)
-        build_tokenizer(**special).save_pretrained(tmp_path / name)
+    model_folder(tmp_path / "noend", eos_token_id=None)
+    build_tokenizer(pad_token="<pad>").save_pretrained(tmp_path / "noend")
     shutil.copytree(model, tmp_path / "noweights", ignore=shutil.ignore_patterns("*.safetensors"))
     shutil.copytree(model, tmp_path / "nan")
     weights = load_file(tmp_path / "nan" / "model.safetensors")

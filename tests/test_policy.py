@@ -155,6 +155,22 @@ def test_stop_tokens_include_the_generation_config(folder, tmp_path):
     assert CausalPolicy(str(tmp_path)).stop_token_ids == (1, 7)
 
 
+def test_without_a_generation_config_the_config_says_what_ends(folder, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
+    config = {**json.loads((folder / "config.json").read_text()), "eos_token_id": [9, 7]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    policy = CausalPolicy(str(tmp_path))
+    assert (policy.stop_token_ids, policy.pad_token_id) == ((1, 7, 9), 0)
+    assert policy.ending == f"A completion ends with '<eos>' or {policy.decode([7])!r} or {policy.decode([9])!r}."
+    (tmp_path / "generation_config.json").unlink()
+    assert CausalPolicy(str(tmp_path)).stop_token_ids == (1, 7, 9)
+    del config["eos_token_id"]  # whose default, in the config's class, is another model's
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert CausalPolicy(str(tmp_path)).stop_token_ids == (1,)
+
+
 def test_configure_twice_keeps_the_weights(folder):
     policy = CausalPolicy(str(folder))
     policy.configure()
@@ -300,18 +316,25 @@ def test_any_peft_config_comes_from_yaml(folder):
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize(
-    ("special", "message"),
-    [({"eos_token": "<eos>"}, "no padding token"), ({"pad_token": "<pad>"}, "no end token")],
-)
-def test_a_tokenizer_without_pad_or_end_token(folder, tmp_path, special, message):
-    build_tokenizer(**special).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=message):
-        CausalPolicy(str(folder), tokenizer=str(tmp_path))
-    fixed = CausalPolicy(str(folder), tokenizer=str(tmp_path), pad_token="<pad>", eos_token="<eos>")
-    assert (fixed.pad_token_id, fixed.stop_token_ids) == (0, (1,))
+def test_a_tokenizer_without_a_padding_token_pads_with_its_end_token(folder, tmp_path):
+    build_tokenizer(eos_token="<eos>").save_pretrained(tmp_path)
+    policy = CausalPolicy(str(folder), tokenizer=str(tmp_path))
+    assert (policy.pad_token_id, policy.stop_token_ids) == (1, (1,))
+    assert policy.ending == (
+        "A completion ends with '<eos>'; '<eos>' pads too, as the tokenizer names no padding token."
+    )
+    assert CausalPolicy(str(folder), tokenizer=str(tmp_path), pad_token="<pad>").pad_token_id == 0
     with pytest.raises(ConfigError, match="vocabulary"):
-        CausalPolicy(str(folder), tokenizer=str(tmp_path), pad_token="<nothing>", eos_token="<eos>")
+        CausalPolicy(str(folder), tokenizer=str(tmp_path), pad_token="<nothing>")
+
+
+def test_a_tokenizer_without_an_end_token_takes_the_models(folder, tmp_path):
+    build_tokenizer(pad_token="<pad>").save_pretrained(tmp_path / "tokenizer")
+    policy = CausalPolicy(str(folder), tokenizer=str(tmp_path / "tokenizer"))
+    assert (policy.tokenizer.eos_token, policy.stop_token_ids) == ("<eos>", (1,))
+    build_network(eos_token_id=None).save_pretrained(tmp_path / "endless")
+    with pytest.raises(ConfigError, match=r"Neither the tokenizer .* has an end token.*model\.policy\.eos_token"):
+        CausalPolicy(str(tmp_path / "endless"), tokenizer=str(tmp_path / "tokenizer"))
 
 
 def test_missing_folders_and_files(folder, tmp_path):

@@ -146,7 +146,7 @@ def audit(
     spec = audited.spec()
     audited.load(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     chosen = dict(fitting(chosen, policy.network, audited.engine, spec))
-    print(f"{len(encoded)} prompts x {n} completions of up to {sampling.max_tokens} tokens")
+    print(f"{len(encoded)} prompts x {n} completions of up to {sampling.max_tokens} tokens. {policy.ending}")
     print(f"drawn by {type(audited.engine).__name__}\n" if config else "")
     width = max(14, *(len(title) + 2 for title in chosen)) if chosen else 14
     columns = {**COLUMNS, **(SPEED_COLUMNS if speed else {})}

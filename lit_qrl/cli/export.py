@@ -43,7 +43,7 @@ def export(
             plugin's).
         group_size: inputs per scale of int4_group (default: 128).
         exclude: linear layers that stay as they are: names, in which * stands for any part.
-        dtype: of everything else.
+        dtype: of everything else; fp32 takes the master weights of a run that trained 16 bits, bit for bit.
         shard_gib: largest file written, in GiB.
 
     Returns:
@@ -60,6 +60,8 @@ def export(
         raise ConfigError("--shard_gib is too small.", expected="a positive number", given=shard_gib)
     config_path, checkpoint_path = locate(run, checkpoint)
 
+    import torch
+
     from lit_qrl import formats
     from lit_qrl.network.folder import appearing, refuse_existing
     from lit_qrl.policy import DTYPES
@@ -74,7 +76,7 @@ def export(
         chosen, exclude = trained.format, exclude or trained.exclude
         print(f"In {chosen}, as the learner computed. --format bf16 or fp32 writes its master weights.")
     refuse_existing(output)
-    policy = restore(config_path, checkpoint_path, adapter_only=adapter)
+    policy = restore(config_path, checkpoint_path, adapter_only=adapter, masters=plain == torch.float32)
     shard_bytes = int(shard_gib * 2**30)
     if adapter:
         with appearing(output) as folder:
@@ -85,8 +87,10 @@ def export(
     else:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export-", dir=output.absolute().parent) as place:
-            write_plain(policy, Path(place), plain, shard_bytes)
-            quantize_checkpoint(Path(place), output, chosen, exclude=exclude, dtype=plain, shard_bytes=shard_bytes)
+            whole = Path(place, config_path.absolute().parent.name)  # what quantize.json names as the source
+            whole.mkdir()
+            write_plain(policy, whole, plain, shard_bytes)
+            quantize_checkpoint(whole, output, chosen, exclude=exclude, dtype=plain, shard_bytes=shard_bytes)
     print(output)
     return output
 
@@ -149,13 +153,14 @@ def locate(run: Path, name: str) -> tuple[Path, Path]:
     return config, checkpoint
 
 
-def restore(config_path: Path, checkpoint_path: Path, adapter_only: bool = False) -> Any:
+def restore(config_path: Path, checkpoint_path: Path, adapter_only: bool = False, masters: bool = False) -> Any:
     """Return the policy of a checkpoint on the CPU; its source gives config, tokenizer and a frozen base.
 
     Args:
         config_path: `config.yaml` of the run.
         checkpoint_path: what the run saved.
         adapter_only: the base may be missing.
+        masters: take the fp32 weights that the optimizer keeps the further bits of.
 
     Raises:
         ConfigError: for a file that is not what it should be, or weights that the checkpoint does not hold.
@@ -163,6 +168,7 @@ def restore(config_path: Path, checkpoint_path: Path, adapter_only: bool = False
     import torch
 
     from lit_qrl.network.names import is_saved_with_adapter
+    from lit_qrl.optim.masters import saved_masters
     from lit_qrl.run.identity import check_frozen, check_identity
     from lit_qrl.run.parts import put_together
 
@@ -179,7 +185,8 @@ def restore(config_path: Path, checkpoint_path: Path, adapter_only: bool = False
         raise ConfigError("The run trained all weights: it has no adapter.", remedy="Leave --adapter out.")
     with torch.device("meta"):
         policy.configure()
-    held = {k.removeprefix("policy."): v for k, v in checkpoint["state_dict"].items() if k.startswith("policy.")}
+    tensors = {**checkpoint["state_dict"], **(saved_masters(checkpoint) if masters else {})}
+    held = {k.removeprefix("policy."): v for k, v in tensors.items() if k.startswith("policy.")}
     missing, _ = policy.load_state_dict(held, strict=False, assign=True)
     frozen: dict[str, Any] = checkpoint["policy"].get("frozen") or {"names": []}
     elsewhere = {name.removeprefix("policy.") for name in frozen["names"]}
@@ -200,6 +207,8 @@ def restore(config_path: Path, checkpoint_path: Path, adapter_only: bool = False
         policy = _policy(config_path, dtype=frozen["dtype"])
         policy.configure()
         check_frozen(checkpoint, {f"policy.{name}": tensor for name, tensor in policy.state_dict().items()})
+        if masters:
+            policy.float()
         policy.load_state_dict(held, strict=False, assign=True)
     policy.network.tie_weights()
     return policy
@@ -217,7 +226,7 @@ def _policy(config_path: Path, dtype: str | None = None) -> Any:
         entry = yaml.safe_load(config_path.read_text())["model"]["policy"]
         # without a frozen base the weights come from the checkpoint, so that the source need not have any
         changes = {"random_weights": True, "dtype": "auto"} if dtype is None else {"dtype": SHORT[dtype]}
-        entry["init_args"] = {**entry.get("init_args", {}), **changes}
+        entry["init_args"] = {**entry.get("init_args", {}), "fuse": False, **changes}  # nothing is computed
     except (yaml.YAMLError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{config_path} is no configuration of a run.", expected="model.policy with a class_path", given=error

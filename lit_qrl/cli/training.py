@@ -298,6 +298,7 @@ class QRLCLI(LightningCLI):
         tells = subcommand in ("validate", "test") and bool(given.get("verbose"))
         if tells:
             given["verbose"] = False  # of Lightning, whose table has seventeen digits
+        say(self.model.policy.ending)
         try:
             if self.dry_run:
                 dry_run(self.trainer, self.model, self.datamodule)

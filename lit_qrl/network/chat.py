@@ -12,19 +12,24 @@ from lit_qrl.errors import ConfigError
 OURS = {"conversation", "add_generation_prompt", "tokenize", "return_dict"}
 
 
-def with_special_tokens(tokenizer: Any, source: str, pad_token: str | None, eos_token: str | None) -> Any:
+def with_special_tokens(
+    tokenizer: Any, source: str, pad_token: str | None, eos_token: str | None, ends: Sequence[int] = ()
+) -> Any:
     """Return a tokenizer with the padding and end token that were asked for, or its own.
+
+    One without an end token takes the model's, and one without a padding token pads with its end token.
 
     Args:
         tokenizer: as it was loaded.
         source: from where, for errors.
         pad_token: instead of its own.
         eos_token: instead of its own.
+        ends: ids of the model's end tokens.
 
     Raises:
-        ConfigError: a token is not in its vocabulary, or it has none and none was asked for.
+        ConfigError: a token is not in its vocabulary, or there is no end token.
     """
-    for kind, given in (("pad", pad_token), ("eos", eos_token)):
+    for kind, given in (("eos", eos_token), ("pad", pad_token)):
         if given is not None:
             if given not in tokenizer.get_vocab():
                 raise ConfigError(
@@ -33,13 +38,15 @@ def with_special_tokens(tokenizer: Any, source: str, pad_token: str | None, eos_
                     given=repr(given),
                 )
             setattr(tokenizer, f"{kind}_token", given)
-        if getattr(tokenizer, f"{kind}_token_id") is None:
-            end = tokenizer.eos_token
-            hint = f"such as {end!r}" if kind == "pad" and end else "from its vocabulary"
-            raise ConfigError(
-                f"The tokenizer of {source} has no {'padding' if kind == 'pad' else 'end'} token.",
-                remedy=f"Set model.policy.{kind}_token to one {hint}.",
-            )
+    if tokenizer.eos_token_id is None and ends:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"Neither the tokenizer of {source} nor its model has an end token.",
+            remedy="Set model.policy.eos_token to one from its vocabulary, or name it in tokenizer_config.json.",
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 

@@ -46,6 +46,8 @@ PLAIN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer",
 NORM_READERS = {"input_layernorm": "self_attn.q_proj", "post_attention_layernorm": "mlp.gate_proj"}
 """Norms of a decoder layer, and a linear layer that reads the output."""
 FINAL_NORM = "norm"
+SILU = ("SiLU", "SiLUActivation")
+"""Classes of activations that are x · sigmoid(x)."""
 HEAD_NORMS = ("q_norm", "k_norm")
 """Norms of each head's queries and keys, in an attention."""
 GATED_MLP = frozenset({"gate_proj", "up_proj", "down_proj", "act_fn"})

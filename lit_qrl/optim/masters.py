@@ -1,7 +1,7 @@
 """Weights of 16 bits that are trained as fp32: the bits that the model does not see are kept beside them."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -253,6 +253,21 @@ class MasterWeights(Optimizer):
                 own = self.state[parameter]["low"]
                 _ = own.zero_() if low is None else own.copy_(low)
         _copy_settings(self.inner.param_groups, self.param_groups)
+
+
+def saved_masters(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the fp32 weights that a run trained in 16 bits, by their names in its checkpoint; none of other runs.
+
+    Args:
+        checkpoint: as `torch.load` returns it.
+    """
+    found: dict[str, Tensor] = {}
+    for state in checkpoint.get("optimizer_states", ()):
+        names = [name for group in state["param_groups"] for name in group["param_names"]]
+        for name, low in zip(names, state.get("masters") or [None] * len(names), strict=True):
+            if low is not None:
+                found[name] = join(checkpoint["state_dict"][name], low)
+    return found
 
 
 def _in_one_pass(parameter: Tensor) -> bool:

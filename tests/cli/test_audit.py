@@ -33,7 +33,7 @@ def test_each_format_gets_a_row_and_coarser_ones_differ_more(arguments, tmp_path
     )
     printed = capsys.readouterr().out.splitlines()
     assert printed.pop(0).startswith("int4_group is left out: 14 layers do not fit")  # 64 inputs, groups of 128
-    assert printed[0] == "4 prompts x 4 completions of up to 8 tokens"
+    assert printed[0] == "4 prompts x 4 completions of up to 8 tokens. A completion ends with '<eos>'."
     assert [line.split()[0] for line in printed[3:7]] == ["learner", "bf16", "fp8_row", "nvfp4"]
     assert printed[8].startswith("Odds of a loss of 0.05 or more")
     assert [line.split()[0] for line in printed[9:]] == ["format", "bf16", "fp8_row", "nvfp4"]

@@ -65,7 +65,7 @@ def test_truncated_rollouts_are_compared_over_the_kept_tokens(run_file, capsys):
     results = called(audit, ["--config", path, "--formats", "bf16", "fp8_row", "--device", "cpu"])
     assert results["learner"]["abs_log_ratio"] < 1e-5 < results["fp8_row"]["abs_log_ratio"]
     assert capsys.readouterr().out.splitlines()[:2] == [
-        "4 prompts x 4 completions of up to 4 tokens",
+        "4 prompts x 4 completions of up to 4 tokens. A completion ends with '<eos>'.",
         "drawn by TransformersEngine",
     ]
 

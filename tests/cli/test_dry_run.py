@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 import socket
 from collections import namedtuple
@@ -81,7 +82,7 @@ def test_an_adapter_in_16_bits_and_another_optimizer(run):
     lora = ("--model.policy.lora", "peft.LoraConfig", "--model.policy.lora.r", 4)
     sgd = ("--model.optimizer", "torch.optim.SGD", "--model.optimizer.momentum", 0)
     _, sizes, text = run(*lora, *sgd, "--trainer.precision", "bf16-true", "--publisher.format", "auto")
-    trained = int(text.split(" of ")[0].replace(",", ""))
+    trained = int(re.findall(r"([\d,]+) of [\d,]+ parameters", text)[0].replace(",", ""))
     assert sizes["adapters"] == sizes["gradients"] == 4 * trained  # docs/numerics.md, "Adapters"
     assert sizes["master bits"] == 0
     assert sizes["weights"] == 2 * 987_776

@@ -1,9 +1,11 @@
 import json
 import shutil
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -68,6 +70,15 @@ def test_a_fully_trained_policy_is_written_bit_for_bit(full, tmp_path, capsys):
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("1+2=")["input_ids"]
 
 
+@pytest.mark.parametrize("options", [[], ["--format", "fp8_row"], ["--adapter"]])
+def test_a_host_with_cuda_exports_the_same(options, lora, tmp_path, monkeypatch):
+    called(export, [str(lora), "--output", str(tmp_path / "out"), *options])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    called(export, [str(lora), "--output", str(tmp_path / "again"), *options])
+    for path in (tmp_path / "out").iterdir():
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
 def test_a_checkpoint_in_parts_is_written_as_one_in_a_file(full, tmp_path):
     run, store = tmp_path / "run", torch.distributed.FileStore(str(tmp_path / "store"), 1)
     shutil.copytree(full, run)
@@ -87,6 +98,30 @@ def test_a_checkpoint_in_parts_is_written_as_one_in_a_file(full, tmp_path):
     shutil.rmtree(run / "checkpoints" / "parts-1")
     with pytest.raises(ConfigError, match="they are not beside it"):
         export(run, output=tmp_path / "again")
+
+
+class KeepsMasters(Callback):
+    """Keeps what the optimizer steps on, by name."""
+
+    held: ClassVar[dict] = {}
+
+    def on_train_end(self, trainer, pl_module):
+        named = {name.removeprefix("policy.model."): one for name, one in pl_module.named_parameters()}
+        self.held |= {name: trainer.optimizers[0].master(one).clone() for name, one in named.items()}
+
+
+def test_fp32_of_weights_trained_in_16_bits_are_the_masters_bit_for_bit(tmp_path):
+    options = ["--model.policy.dtype", "bf16", "--trainer.callbacks+", f"{__name__}.KeepsMasters"]
+    run = train(tmp_path, *options, "--model.optimizer.lr", "1e-4")
+    export(run, output=tmp_path / "masters", dtype="fp32")
+    export(run, output=tmp_path / "own")
+    masters, own = (load_file(tmp_path / name / "model.safetensors") for name in ("masters", "own"))
+    assert masters.keys() == own.keys() <= KeepsMasters.held.keys()
+    for name, tensor in masters.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, KeepsMasters.held[name])
+        assert torch.equal(own[name], saved(run)[f"policy.model.{name}"])
+    assert any(not torch.equal(masters[name], own[name].float()) for name in own)
 
 
 def test_dtype_and_shards(full, tmp_path):
