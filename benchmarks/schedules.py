@@ -62,6 +62,7 @@ def run(args: argparse.Namespace, seed: int, schedule: str, correction: str, dea
     args.out.mkdir(parents=True, exist_ok=True)
     options = {
         "seed_everything": seed,
+        "model.policy.model": "models/tiny-countdown",
         "data.engine": "RemoteEngine",
         "data.engine.engine": "TransformersEngine",
         **SCHEDULES[schedule],

@@ -65,6 +65,7 @@ def measured(folder: Path, format: str, backward: str, seed: int, iterations: in
     files = ("configs/quickstart.yaml", f"configs/precision/qat_{format}.yaml")
     common = [word for file in files for word in ("--config", file)]
     common += ["--trainer.plugins.backward", backward, "--seed_everything", str(seed)]
+    common += ["--model.policy.model", "models/tiny-countdown"]
     common += ["--trainer.max_epochs", str(iterations), "--trainer.check_val_every_n_epoch", "20"]
     common += ["--trainer.enable_progress_bar", "false"]
     before = time.process_time()

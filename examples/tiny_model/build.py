@@ -1,7 +1,7 @@
-"""Build the small policies that ship: a Qwen3 of one million parameters that has a rough idea of Countdown, and a
-mixture of experts of two, half of which compute for each token.
+"""Build the small policies that ship: a Qwen3 of one million parameters that has a rough idea of Countdown, the same
+with a habit, and a mixture of experts of two, half of which compute for each token.
 
-It is trained by imitation, in two stages, on problems of the training side of the `Countdown` task:
+The first is trained by imitation, in two stages, on problems of the training side of the `Countdown` task:
 
 1. the solver's answers, one of all solutions at random, which teaches the form and most of the arithmetic;
 2. a short stage in which a share of the answers is well-formed but wrong, drawn at random. It leaves a policy that
@@ -10,6 +10,10 @@ It is trained by imitation, in two stages, on problems of the training side of t
 
 Run `python examples/tiny_model/build.py` to rebuild `models/tiny-countdown`. The result repeats bit for bit on one
 machine with one version of torch and one number of threads.
+
+With `--products` it makes `models/tiny-countdown-products` of that model by a few steps on right answers that multiply
+or divide, and on none that only add and subtract. It leaves a policy with a habit, which shows when it decodes greedily
+too: it multiplies or divides where no product reaches the target. It is the quickstart's.
 
 With `--mixture` it makes `models/tiny-moe-countdown` of that model by sparse upcycling (Komatsuzaki et al.,
 arXiv:2212.05055), and trains it in the same two stages, the first of which is short: everything but the feed-forward
@@ -48,7 +52,9 @@ from lit_qrl.rewards.base import Sample
 from lit_qrl.rewards.countdown import CountdownReward
 
 ROOT = Path(__file__).parents[2]
-DENSE, MOE = (ROOT / "models" / name for name in ("tiny-countdown", "tiny-moe-countdown"))
+DENSE, PRODUCTS, MOE = (
+    ROOT / "models" / name for name in ("tiny-countdown", "tiny-countdown-products", "tiny-moe-countdown")
+)
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 CHARACTERS = "0123456789+-*/()=,: "
 ACCURACY_BAND = (0.30, 0.45)
@@ -71,8 +77,9 @@ class Recipe:
         steps: of the first stage.
         unsure_steps: of the second stage.
         wrong_share: share of wrong answers in the second stage.
+        products_steps: of the stage that gives the dense model the habit, instead of these two; 0 is none.
         lr: of Muon, for matrices, in the first stage.
-        unsure_lr: the same in the second stage.
+        unsure_lr: the same in the later stages.
         weight_decay: of Muon.
         seed: of initialisation and data.
     """
@@ -87,6 +94,7 @@ class Recipe:
     steps: int = 1200
     unsure_steps: int = 120
     wrong_share: float = 0.3
+    products_steps: int = 0
     lr: float = 6e-3
     unsure_lr: float = 1.5e-3
     weight_decay: float = 0.05
@@ -95,6 +103,8 @@ class Recipe:
 
 MIXTURE = {"experts": 8, "intermediate": 128, "batch": 128, "steps": 360, "lr": 3e-3}
 """What differs for the mixture of experts."""
+HABIT = {"products_steps": 40, "batch": 128}
+"""What differs for the policy that multiplies and divides."""
 
 
 def build_tokenizer(characters: str = CHARACTERS, **special: str) -> PreTrainedTokenizerFast:
@@ -192,7 +202,8 @@ class Teacher:
             solutions: dict[int, list[str]] = {}
             for expression in expressions(numbers):
                 value = expression.value
-                if value.denominator == 1 and 1 <= value <= recipe.max_target:
+                fits = value.denominator == 1 and 1 <= value <= recipe.max_target
+                if fits and (not recipe.products_steps or set("*/") & set(expression.text)):
                     solutions.setdefault(int(value), []).append(expression.text)
             for target, texts in solutions.items():
                 key = problem_key(numbers, target)
@@ -328,9 +339,13 @@ def build(output: Path, recipe: Recipe, evaluation_size: int = 500) -> dict[str,
     network = build_network(recipe, tokenizer)
     if recipe.experts:
         upcycle(network, AutoModelForCausalLM.from_pretrained(DENSE, dtype=torch.float32), recipe.seed)
+    elif recipe.products_steps:
+        network = AutoModelForCausalLM.from_pretrained(DENSE, dtype=torch.float32, attn_implementation="eager")
     teacher = Teacher(recipe, tokenizer)
     print(f"{sum(p.numel() for p in network.parameters())} parameters, {len(teacher.problems)} problems", flush=True)
     stages = ((recipe.steps, recipe.lr, 0.0), (recipe.unsure_steps, recipe.unsure_lr, recipe.wrong_share))
+    if recipe.products_steps:
+        stages = ((recipe.products_steps, recipe.unsure_lr, 0.0),)
     for stage, (steps, lr, wrong_share) in enumerate(stages, start=1):
         losses: list[float] = []
         for step, loss in enumerate(train(network, teacher, steps, lr, wrong_share), start=1):
@@ -350,7 +365,9 @@ def build(output: Path, recipe: Recipe, evaluation_size: int = 500) -> dict[str,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mixture", action="store_true", help="make the mixture of experts, from the dense model")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--mixture", action="store_true", help="make the mixture of experts, from the dense model")
+    kinds.add_argument("--products", action="store_true", help="make the one that multiplies, from the dense model")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--evaluation_size", type=int, default=500)
@@ -360,8 +377,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     given = {name: value for name in vars(Recipe()) if (value := getattr(options, name)) is not None}
-    recipe = Recipe(**{**(MIXTURE if options.mixture else {}), **given})
-    output = options.output or (MOE if options.mixture else DENSE)
+    default, output = (MIXTURE, MOE) if options.mixture else (HABIT, PRODUCTS) if options.products else ({}, DENSE)
+    recipe, output = Recipe(**{**default, **given}), options.output or output
     result = build(output, recipe, options.evaluation_size)
     print(json.dumps(result))
     low, high = ACCURACY_BAND

@@ -99,7 +99,7 @@ def _rows(
 
 
 def _row(run: Run, label: str, color: str) -> dict[str, Any]:
-    _, change, tone = accuracy_change(run)
+    _, change, tone = accuracy_change(run.accuracy)
     several = len(run.accuracy.values) > 1
     return {
         "kind": "",

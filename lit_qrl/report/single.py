@@ -10,7 +10,7 @@ from typing import Any
 from lit_qrl.report import page
 from lit_qrl.report.figures import PHASE_COLORS, REST_COLOR, Figure, Source, draw, figures_for
 from lit_qrl.report.histograms import draw_histograms, histograms_of
-from lit_qrl.report.run import BOUNDS, Run
+from lit_qrl.report.run import BOUNDS, Run, Series
 from lit_qrl.report.samples import samples_section, shorten
 from lit_qrl.report.timing import where_time_went
 
@@ -77,9 +77,8 @@ def _picture(
     return page.Section(key, heading, "picture.html", caption=caption, description=description, light=light, dark=dark)
 
 
-def accuracy_change(run: Run) -> tuple[str, str, str]:
-    """Return the held-out accuracy before and after, its change, and the change's tone."""
-    accuracy = run.accuracy
+def accuracy_change(accuracy: Series) -> tuple[str, str, str]:
+    """Return an accuracy before and after, its change, and the change's tone."""
     if accuracy.first is None or accuracy.last is None:
         return "–", "", ""
     if len(accuracy.values) == 1:
@@ -90,14 +89,18 @@ def accuracy_change(run: Run) -> tuple[str, str, str]:
 
 
 def _tiles(run: Run) -> list[page.Tile]:
-    before_after, change, tone = accuracy_change(run)
+    answers = {"sampled": "val/accuracy", "greedy": "val/greedy_pass@1"}
+    accuracies = {f"Held-out accuracy, {how}": run.series(name) for how, name in answers.items() if run.series(name)}
     ess = run.series("mismatch/ess_ratio")
     worst = ess.iterations[ess.values.index(ess.minimum)] if ess.minimum is not None else None
     planned = run.setting("trainer", "max_epochs")
     kl, rewards = run.kl, run.series("reward/mean")
     speed, per_iteration = run.series("rollout/tokens_per_second"), run.series("time/iteration")
     return [
-        page.Tile("Held-out accuracy", before_after, change, tone, wide=True),
+        *(
+            page.Tile(label, *accuracy_change(series), wide=True)
+            for label, series in (accuracies or {"Held-out accuracy": run.accuracy}).items()
+        ),
         page.Tile("Reward", f"{page.number(rewards.first)} → {page.number(rewards.last)}" if rewards else "–"),
         page.Tile("Mean KL(sampler ‖ learner)", page.number(kl.mean, 4), "nats per token" if kl else ""),
         page.Tile("Lowest ESS ratio", page.number(ess.minimum), f"at iteration {worst}" if worst is not None else ""),

@@ -65,9 +65,10 @@ def test_tiles_tell_the_numbers_of_the_run(make_run, without_plots):
     folder = make_run(iterations=12)
     run = Run(folder)
     _, text = read(render(folder))
-    values = run.accuracy.values
-    assert f"{values[0]:.3f} → {values[-1]:.3f}" in text
-    assert f"{values[-1] - values[0]:+.3f}" in text
+    for how, name in (("sampled", "val/accuracy"), ("greedy", "val/greedy_pass@1")):
+        values = run.series(name).values
+        change = f"{values[0]:.3f} → {values[-1]:.3f} {values[-1] - values[0]:+.3f}"
+        assert f"Held-out accuracy, {how} {change}" in " ".join(text.split())
     ess = run.series("mismatch/ess_ratio")
     assert f"{min(ess.values):.3f}" in text
     assert f"at iteration {ess.iterations[ess.values.index(min(ess.values))]}" in text
@@ -149,11 +150,11 @@ def test_long_completions_and_many_events_are_shortened(make_run, without_plots)
 def test_the_change_of_accuracy(tmp_path):
     path = tmp_path / "metrics.csv"
     path.write_text("epoch,step,val/accuracy,reward/mean\n0,0,0.5,\n0,1,,0.1\n1,3,0.25,\n")
-    assert accuracy_change(Run(tmp_path)) == ("0.500 → 0.250", "-0.250", "down")
+    assert accuracy_change(Run(tmp_path).accuracy) == ("0.500 → 0.250", "-0.250", "down")
     path.write_text("epoch,step,val/accuracy\n0,0,0.5\n")
-    assert accuracy_change(Run(tmp_path)) == ("0.500", "at iteration 0", "")
+    assert accuracy_change(Run(tmp_path).accuracy) == ("0.500", "at iteration 0", "")
     path.write_text("epoch,step,reward/mean\n0,0,0.5\n")
-    assert accuracy_change(Run(tmp_path)) == ("–", "", "")
+    assert accuracy_change(Run(tmp_path).accuracy) == ("–", "", "")
 
 
 def test_layers_are_grouped_by_block(make_run, without_plots):
