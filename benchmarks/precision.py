@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
+from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 
 from lit_qrl.formats import FP8Block, Int4Group
 from lit_qrl.formats import get as get_format
@@ -29,6 +29,7 @@ from lit_qrl.formats.kernels import dispatch
 from lit_qrl.functional.logprobs import token_logprobs
 from lit_qrl.network.linears import quantizable_linears, swap_linears
 from lit_qrl.network.quantized_linear import QuantizedLinear
+from lit_qrl.network.structure import cached
 from lit_qrl.precision import NVFP4LoRA, QATAligned, QuantizedPrecision, UnifiedFP8
 from lit_qrl.precision.packed_lora import PackedLinear
 from lit_qrl.precision.source import unchanged
@@ -360,10 +361,9 @@ def scored(network: Any, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def decoded(network: Any, tokens: Tensor) -> Tensor:
-    cache, out = None, []
+    cache, out = DynamicCache(), []
     for t in range(tokens.shape[1] - 1):
-        state = network.model(input_ids=tokens[:, t : t + 1], past_key_values=cache, use_cache=True)
-        cache = state.past_key_values
+        state = network.model(input_ids=tokens[:, t : t + 1], **cached(network, cache))
         out.append(token_logprobs(state.last_hidden_state[:, 0], network.lm_head.weight, tokens[:, t + 1])[0])
     return torch.stack(out, dim=1)
 

@@ -21,10 +21,11 @@ import torch
 from build import build_tokenizer, save
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from lit_qrl.data.tasks.generated import is_held_out
 from lit_qrl.data.tasks.prefix_sum import PrefixSum, running_sums
+from lit_qrl.network.structure import cached
 
 SHIPPED = Path(__file__).parents[2] / "models" / "tiny-prefix-sum"
 CHECK_EVERY = 5
@@ -111,10 +112,9 @@ def evaluate(network: Any, tokenizer: PreTrainedTokenizerFast, task: PrefixSum, 
     wanted = torch.tensor([[*(ids[c] for c in task.reference(row)), ids["<eos>"]] for row in rows])
     generator = torch.Generator().manual_seed(seed)
     network.eval()
-    cache, step, right = None, tokens, torch.ones(len(rows), dtype=torch.bool)
+    cache, step, right = DynamicCache(), tokens, torch.ones(len(rows), dtype=torch.bool)
     for position in range(wanted.shape[1]):
-        output = network(input_ids=step, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = network(input_ids=step, **cached(network, cache))
         step = torch.multinomial(output.logits[:, -1].float().softmax(-1), 1, generator=generator)
         right &= step[:, 0] == wanted[:, position]
     return right.float().mean().item()

@@ -91,7 +91,8 @@ def compute_again(network: Any, layers: bool | Literal["auto"], on_cpu: bool) ->
     """
     if not layers or (layers == "auto" and on_cpu):
         return None
-    network.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recomputation})
+    new = getattr(network, "activation_checkpointing_enable", None)  # from transformers 5.23 on
+    (new or network.gradient_checkpointing_enable)({"use_reentrant": False, "context_fn": recomputation})
     return SelectiveRecomputation(network) if layers == "auto" else None
 
 

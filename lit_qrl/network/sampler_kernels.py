@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.padding_free import padded_attention
-from lit_qrl.network.structure import body
+from lit_qrl.network.structure import CACHE_ARGUMENTS, body
 
 KNOWN = ("llama", "qwen2", "qwen3")
 """Model types whose operations are those of this file, in this order."""
@@ -197,7 +197,6 @@ class ExactAttention(ExactModule):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
@@ -223,8 +222,9 @@ class ExactAttention(ExactModule):
         query, key = exact(rotated, _usual_rotation, query, key, positions, cos, sin)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, sdpa_attention_forward)
         query, key, value = (one.transpose(1, 2) for one in (query, key, value))
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, module.layer_idx)
+        for cache in [kwargs.pop(name, None) for name in CACHE_ARGUMENTS]:
+            if cache is not None:
+                key, value = cache.update(key, value, module.layer_idx)
         out, _ = attend(module, query, key, value, attention_mask, dropout=0.0, scaling=module.scaling, **kwargs)
         return module.o_proj(out.reshape(*shape, -1)), None
 

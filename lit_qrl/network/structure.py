@@ -4,7 +4,9 @@ Another family, or experts, whose layers are named or built otherwise, is a matt
 """
 
 import copy
+import inspect
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from accelerate import init_empty_weights
@@ -58,6 +60,8 @@ PLAIN_ATTENTION = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", 
 """Model types whose attention is softmax(q·kᵀ·scaling)·v over the whole past, by way of the library's registry."""
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 """What transformers calls layers that remember keys and values alone."""
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+"""What a forward pass calls the keys and values that it is given: transformers from 5.24 on, and before."""
 
 
 def text_part(root: nn.Module) -> nn.Module:
@@ -77,6 +81,22 @@ def body(network: Any) -> Any:
         return base
     inside = [part for part in network.children() if isinstance(part, PreTrainedModel)]
     return inside[0] if inside and network.get_output_embeddings() is not None else network
+
+
+def cached(network: Any, cache: Any) -> dict[str, Any]:
+    """Return the arguments with which a model reads and fills a cache, by the name that its forward pass has for it.
+
+    Args:
+        network: a Hugging Face model.
+        cache: of keys and values; None for none.
+    """
+    return {"use_cache": False} if cache is None else {_cache_argument(type(network)): cache, "use_cache": True}
+
+
+@lru_cache
+def _cache_argument(model: type[nn.Module]) -> str:
+    new, old = CACHE_ARGUMENTS
+    return new if new in inspect.signature(model.forward).parameters else old
 
 
 def outline(config: Any, **options: Any) -> Any:

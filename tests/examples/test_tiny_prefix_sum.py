@@ -82,11 +82,13 @@ def test_an_evaluation_counts_answers_that_are_right_to_the_end(script):
         def eval(self):
             return self
 
-        def __call__(self, **inputs):
+        def forward(self, **inputs):
             self.position += 1
             logits = torch.full((len(rows), 1, len(ids)), -1e9)
             for row, answer in enumerate(answers):
                 logits[row, 0, answer[self.position]] = 0.0
-            return type("Output", (), {"logits": logits, "past_key_values": None})
+            return type("Output", (), {"logits": logits})
+
+        __call__ = forward
 
     assert script.evaluate(Fixed(), tokenizer, task) == pytest.approx(38 / 40)

@@ -3,6 +3,7 @@ import torch
 from peft import IA3Config, LoHaConfig, LoraConfig, VeraConfig, get_peft_model
 from safetensors import safe_open
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from lit_qrl.network.names import (
     base_of,
@@ -87,10 +88,13 @@ def test_a_layer_is_put_inside_its_adapter():
     assert torch.isfinite(network(torch.tensor([[3, 4]])).logits).all()
 
 
-def test_a_model_says_what_it_keeps_in_fp32():
-    network = outline(BY_TYPE["deepseek_v3"].config())
-    assert kept_in_fp32(network) == {"model.layers.1.mlp.gate.e_score_correction_bias"}
-    assert kept_in_fp32(build_network()) == frozenset()
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "llama"])
+def test_what_a_model_keeps_in_fp32_is_what_the_library_loads_so(model_type, tmp_path):
+    random_network(BY_TYPE[model_type]).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    wide = {name for name, tensor in loaded.state_dict().items() if tensor.dtype == torch.float32}
+    assert kept_in_fp32(loaded) == wide
+    assert bool(wide) == (model_type == "deepseek_v3")
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "gemma3", "llama"])

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.network.padding_free import ATTENTION, FlatBatch, attend_laid_out
-from lit_qrl.network.structure import HEAD_NORMS, RMS_NORMS, ROTATED_BY_HALVES
+from lit_qrl.network.structure import CACHE_ARGUMENTS, HEAD_NORMS, RMS_NORMS, ROTATED_BY_HALVES
 from lit_qrl.precision.layers.one_pass import OnePassRMSNorm
 
 
@@ -47,7 +47,8 @@ class FlatAttention(nn.Module):
 
 def _known(module: Any, x: Tensor, turns: tuple[Tensor, Tensor], kwargs: dict[str, Any]) -> bool:
     """Return whether queries and keys are turned whole and by halves, and the kernel can run on them."""
-    if module.config._attn_implementation != ATTENTION or kwargs.get("past_key_values") is not None:
+    cached = any(kwargs.get(name) is not None for name in CACHE_ARGUMENTS)
+    if cached or module.config._attn_implementation != ATTENTION:
         return False
     cos, sin = turns
     if torch.compiler.is_compiling() or x.is_inference() or len(x) != 1 or not dispatch.available(x):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lit_qrl.functional.diffusion import blocks_of, most_confident
 from lit_qrl.network.denoising import Layout
+from lit_qrl.network.structure import cached
 from lit_qrl.rollout.diffusion.cache import CanvasCache
 from lit_qrl.rollout.diffusion.drawing import Drawer, fill
 from lit_qrl.rollout.diffusion.stack import Angles, Stack
@@ -288,6 +289,5 @@ class Denoiser:
         if self.stack is not None:
             assert angles is not None
             return self.stack.states(tokens, angles, layout.valid, part, kept)
-        options = {} if kept is None else {"past_key_values": kept, "use_cache": True}
-        states = layout.states(self.network, tokens, None if kept is None else kept.at, **options)
+        states = layout.states(self.network, tokens, None if kept is None else kept.at, **cached(self.network, kept))
         return states if part is None else states.index_select(1, part)

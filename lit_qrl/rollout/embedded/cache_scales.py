@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.numerics import E4M3_MAX, round_e4m3
-from lit_qrl.network.structure import body
+from lit_qrl.network.structure import body, cached
 from lit_qrl.rollout.engine import SamplerSpec
 
 CacheDtype = Literal["auto", "fp8"]
@@ -130,7 +130,7 @@ class CacheScales:
             tokens[row, : len(one)] = torch.tensor(one)
         device = network.get_input_embeddings().weight.device
         cache = ScoringCache(None)
-        body(network)(input_ids=tokens.to(device), past_key_values=cache, use_cache=True)
+        body(network)(input_ids=tokens.to(device), **cached(network, cache))
         # what stands behind a sequence's end is seen by nothing before it, and does not count
         filler = (torch.arange(tokens.shape[1]) >= lengths[:, None])[:, None, :, None].to(device)
         kept: list[tuple[Tensor, Tensor]] = [(layer.keys, layer.values) for layer in cache.layers]  # pyright: ignore

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.routing import Routing, routers, unrouted
-from lit_qrl.network.structure import body
+from lit_qrl.network.structure import body, cached
 from lit_qrl.rollout.embedded.cache import HeldRow, SlotCache
 from lit_qrl.rollout.embedded.cache_scales import Rounding
 from lit_qrl.rollout.embedded.flight import Flight
@@ -236,10 +236,10 @@ class Decoder:
             drawn.cache, drawn.places, drawn.width = cache, places, width
         return drawn
 
-    def _hidden(self, **inputs: Any) -> tuple[Tensor, Tensor | None]:
+    def _hidden(self, cache: SlotCache, **inputs: Any) -> tuple[Tensor, Tensor | None]:
         """Return the last hidden state "rows h" of some columns, and their experts "rows columns layers k"."""
         with Routing(self.network, found=self.routers) if self.routers else nullcontext() as routing:
-            hidden = body(self.network)(**inputs, use_cache=True).last_hidden_state[:, -1]
+            hidden = body(self.network)(**inputs, **cached(self.network, cache)).last_hidden_state[:, -1]
         shape = inputs["input_ids"].shape
         return hidden, None if routing is None else routing.own.unflatten(0, shape)
 
@@ -278,10 +278,10 @@ class Decoder:
                 once.restore(rows, [max(0, len(prompt) - new) for prompt in part], width - new)
                 once.filled = width - new
             hidden, routes = self._hidden(
+                once,
                 input_ids=tokens[:, width - new :],
                 attention_mask=mask if padded else None,
                 position_ids=(mask.cumsum(1) - 1).clamp_(min=0)[:, width - new :],
-                past_key_values=once,
             )
             once.filled = width
             share_counts = counts[start : start + share].to(self.device)
@@ -304,7 +304,7 @@ class Decoder:
             mask = valid[:, : cache.filled + 1]
             mask = mask.long() if self.windowed else mask[:, None, None, :]
         hidden, routes = self._hidden(
-            input_ids=tokens[:, None], attention_mask=mask, position_ids=positions[:, None], past_key_values=cache
+            cache, input_ids=tokens[:, None], attention_mask=mask, position_ids=positions[:, None]
         )
         cache.filled += 1
         return self.head.logits(hidden), routes

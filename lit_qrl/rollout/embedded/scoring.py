@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.invariant import batch_invariant
-from lit_qrl.network.structure import body
+from lit_qrl.network.structure import body, cached
 from lit_qrl.rollout.embedded.cache_scales import Rounding, ScoringCache
 from lit_qrl.rollout.embedded.shortage import freed
 
@@ -45,7 +45,7 @@ def scores_of(
             tokens = tokens.to(device)
             cache = None if rounding is None else ScoringCache(rounding)
             with batch_invariant(invariant):
-                states = body(network)(input_ids=tokens, past_key_values=cache, use_cache=cache is not None)
+                states = body(network)(input_ids=tokens, **cached(network, cache))
                 logprobs = head.logprobs(states.last_hidden_state[:, :-1], tokens[:, 1:])
         except (RuntimeError, MemoryError) as error:
             freed(error, len(share), "scored")

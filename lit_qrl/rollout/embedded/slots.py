@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from lit_qrl.network.structure import body
+from lit_qrl.network.structure import body, cached
 from lit_qrl.rollout.embedded.attention import mask_of
 from lit_qrl.rollout.embedded.cache import SlotCache
 from lit_qrl.rollout.embedded.decode import PREFILL_TOKENS, Decoder, Drawn, Piece, Random
@@ -267,8 +267,7 @@ class SlotDecoder:
             input_ids=self._on(tokens),
             attention_mask=None,  # what stands behind a prompt's end is seen by nothing before it
             position_ids=torch.arange(width, device=self.device).expand(len(prompts), width),
-            past_key_values=cache,
-            use_cache=True,
+            **cached(self.model.network, cache),
         ).last_hidden_state
         cache.filled = width
         ends = self._on([len(prompt) - 1 for prompt in prompts])
@@ -319,8 +318,7 @@ class SlotDecoder:
             input_ids=rows.token[:, None],
             attention_mask=mask_of(rows.column, self.cache.columns),
             position_ids=rows.column[:, None],
-            past_key_values=self.cache,
-            use_cache=True,
+            **cached(self.model.network, self.cache),
         ).last_hidden_state
         rows.column.add_(~rows.ended)
         self._draw(rows, self.model.head.logits(states[:, -1]))

@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 from lit_qrl.formats import kernels
 from lit_qrl.network.hidden import recomputation
 from lit_qrl.network.padding_free import enable_padding_free
+from lit_qrl.network.structure import CACHE_ARGUMENTS
 from lit_qrl.precision.layers import flat_attention, joined_linear
 from lit_qrl.precision.layers.flat_attention import FlatAttention, turn_while_laid_out
 from lit_qrl.precision.layers.one_pass import OnePassRMSNorm, take_one_pass
@@ -49,7 +50,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(kernels, "turned_triton", module, raising=False)
     known = flat_attention._known
     monkeypatch.setattr(flat_attention.dispatch, "available", lambda x: False)
-    monkeypatch.setattr(flat_attention, "_known", lambda *a: not known(*a) and a[-1].get("past_key_values") is None)
+    monkeypatch.setattr(flat_attention, "_known", lambda *a: not known(*a))
     return asked
 
 
@@ -140,7 +141,7 @@ def test_the_kernel_is_asked_for_16_bits_and_whole_heads_alone(monkeypatch):
     module = SimpleNamespace(config=SimpleNamespace(_attn_implementation="lit_qrl_padding_free"), head_dim=8)
     x, turns = torch.zeros(1, 5, 16).bfloat16(), torch.zeros(1, 5, 8).bfloat16()
     assert flat_attention._known(module, x, (turns, turns), {})
-    assert not flat_attention._known(module, x, (turns, turns), {"past_key_values": object()})
+    assert not any(flat_attention._known(module, x, (turns, turns), {name: object()}) for name in CACHE_ARGUMENTS)
     assert not flat_attention._known(module, x.float(), (turns.float(),) * 2, {})
     assert not flat_attention._known(module, x, (turns[..., :4],) * 2, {})
     assert not flat_attention._known(module, torch.cat([x, x]), (turns, turns), {})

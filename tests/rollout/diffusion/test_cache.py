@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from lit_qrl.network.denoising import Layout
+from lit_qrl.network.structure import cached
 from lit_qrl.rollout.diffusion.cache import CanvasCache
 from tests.networks import build_denoiser
 
@@ -13,7 +14,7 @@ def test_columns_that_did_not_change_can_be_left_out(prompts):
     layout = Layout.of(prompts, [6, 6], 4, 6, torch.device("cpu"))
     tokens = torch.randint(2, 20, (2, 10), generator=torch.Generator().manual_seed(0))
     cache = CanvasCache(2, 10)
-    options = {"past_key_values": cache, "use_cache": True}
+    options = cached(network, cache)
     with torch.no_grad():
         whole = layout.states(network, tokens, **options)
         torch.testing.assert_close(whole, layout.states(network, tokens))
@@ -28,7 +29,7 @@ def test_renewed_columns_are_seen_by_later_forwards():
     layout = Layout.of([4], [6], 4, 6, torch.device("cpu"))
     tokens = torch.arange(2, 12)[None]
     cache = CanvasCache(2, 10)
-    options = {"past_key_values": cache, "use_cache": True}
+    options = cached(network, cache)
     with torch.no_grad():
         layout.states(network, tokens, **options)
         memory = cache.layers[0].keys

@@ -3,6 +3,7 @@ import torch
 from transformers import Qwen3Config
 
 from lit_qrl.network.denoising import Layout
+from lit_qrl.network.structure import cached
 from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.rollout.diffusion.cache import CanvasCache
 from lit_qrl.rollout.diffusion.fused_projections import lay_together
@@ -38,12 +39,12 @@ def test_kept_columns_are_those_of_the_librarys_forward(prompts):
     stack, (layout, tokens) = Stack.of(network), canvas(prompts)
     cos, sin = stack.angles(layout.positions)
     ours, theirs = CanvasCache(2, 10), CanvasCache(2, 10)
-    whole = layout.states(network, tokens, past_key_values=theirs, use_cache=True)
+    whole = layout.states(network, tokens, **cached(network, theirs))
     at = torch.arange(4, 10)
     torch.testing.assert_close(stack.states(tokens, (cos, sin), layout.valid, at, ours), whole[:, at])
     ours.at = theirs.at = at
     later = tokens[:, at].flip(0)
-    expected = layout.states(network, later, at, past_key_values=theirs, use_cache=True)
+    expected = layout.states(network, later, at, **cached(network, theirs))
     angles, part = (cos[:, at], sin[:, at]), torch.arange(3)
     torch.testing.assert_close(stack.states(later, angles, layout.valid, part, ours), expected[:, :3])
     assert not torch.allclose(expected, whole[:, at])

@@ -7,6 +7,7 @@ from transformers.cache_utils import DynamicCache
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.adapters import merged_weights
 from lit_qrl.network.stream import weight_stream
+from lit_qrl.network.structure import cached
 from lit_qrl.rollout.embedded.cache_scales import MARGIN, CacheScales, Rounding
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import SamplerSpec
@@ -59,7 +60,7 @@ def largest_of(network, prompts):
     found = torch.zeros(len(network.model.layers), 2)
     for prompt in prompts:
         cache = Cast()
-        network(torch.tensor([prompt]), past_key_values=cache)
+        network(torch.tensor([prompt]), **cached(network, cache))
         now = torch.tensor([[layer.keys.abs().max(), layer.values.abs().max()] for layer in cache.layers])
         found = torch.maximum(found, now)
     return found
@@ -67,7 +68,7 @@ def largest_of(network, prompts):
 
 @torch.no_grad()
 def expected(network, sequence, largest):
-    logits = network(torch.tensor([sequence]), past_key_values=Cast(largest)).logits[0, :-1]
+    logits = network(torch.tensor([sequence]), **cached(network, Cast(largest))).logits[0, :-1]
     return logits.log_softmax(-1).gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
 
 

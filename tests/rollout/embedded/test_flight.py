@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from lit_qrl.network.structure import cached
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.embedded.flight import Flight, flight_of
 from lit_qrl.rollout.engine import SamplerSpec
@@ -53,11 +54,11 @@ def expected(prompt, completion, old, new, in_flight):
     tokens = torch.tensor([[*prompt, *completion.token_ids]], device=old.device)
     seen = len(prompt) + first - 1  # the last token of the old weights is taken in by the new
     cache = DynamicCache()
-    before = old(tokens[:, :seen], past_key_values=cache, use_cache=True).logits
+    before = old(tokens[:, :seen], **cached(old, cache)).logits
     if in_flight == "recompute":
         behind = new(tokens).logits[:, seen:]
     else:
-        behind = new(tokens[:, seen:], past_key_values=cache, use_cache=True).logits
+        behind = new(tokens[:, seen:], **cached(old, cache)).logits
     logits = torch.cat([before, behind], dim=1)[0, len(prompt) - 1 : -1]
     return logits.log_softmax(dim=-1).gather(1, tokens[0, len(prompt) :, None])[:, 0].cpu()
 
