@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lit_qrl.errors import ConfigError, listed
 from lit_qrl.network.hub import ask_hub
-from lit_qrl.shipped import SHIPPED
+from lit_qrl.shipped import SHIPPED, shipped
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -45,16 +45,16 @@ def local_folder(source: str, revision: str | None = None) -> Path:
     """Return the folder of a model: the given one, or a copy of a hub repository.
 
     Args:
-        source: a folder, or a name on the hub.
+        source: a folder, also one that ships, or a name on the hub.
         revision: branch, tag or commit on the hub.
 
     Raises:
         ConfigError: when there is neither.
     """
-    folder = Path(source).expanduser()
+    folder = Path(shipped(source)).expanduser()
     if folder.is_dir():
         return folder
-    _refuse_missing(source, "model", Path())
+    _refuse_missing(source, "model", Path(), SHIPPED)
     from huggingface_hub import snapshot_download
 
     ask_hub(f"the files of the model {source!r}")

@@ -148,7 +148,9 @@ def test_a_name_under_a_folder_that_is_here_is_a_path(tmp_path, monkeypatch):
 
 def test_a_folder_that_ships_is_one_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert {"config.json", "model.safetensors"} <= set(os.listdir(resolve_model("models/tiny-countdown", weights=True)))
+    found = resolve_model("models/tiny-countdown", weights=True)
+    assert {"config.json", "model.safetensors"} <= set(os.listdir(found))
+    assert str(local_folder("models/tiny-countdown")) == found
     with pytest.raises(ConfigError, match="models holds tiny-countdown"):
         resolve_model("models/nothing", weights=True)
 
