@@ -40,7 +40,7 @@ from lit_qrl.callbacks.defaults import FORCED
 from lit_qrl.callbacks.predictions import Predictions
 from lit_qrl.callbacks.run_folder import standing
 from lit_qrl.cli import reward_functions
-from lit_qrl.cli.config_files import expanded, run_folder_name
+from lit_qrl.cli.config_files import expanded, located, run_folder_name
 from lit_qrl.cli.dry_run import dry_run
 from lit_qrl.cli.ending import again, leave_in_place
 from lit_qrl.cli.errors import made_by_training, of_run, paragraph, refused
@@ -154,11 +154,11 @@ class QRLCLI(LightningCLI):
         with collected() as made:
             try:
                 super().parse_arguments(parser, args)
-            except ConfigError:
+            except ConfigError as refused:
                 for error in made:
                     if isinstance(error, reward_functions.FunctionError):
                         raise error from None
-                raise
+                raise located(refused, self.arguments) from refused
 
     def subcommands(self) -> dict[str, set[str]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the command that is run alone; with the parsers of the other three, parsing takes twice as long."""
