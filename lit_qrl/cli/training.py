@@ -373,6 +373,11 @@ def known_classes(key: str = "") -> list[str]:
     >>> known_classes("data.engine")
     ['DiffusionEngine', 'RemoteEngine', 'RemoteVLLMEngine', 'TransformersEngine', 'VLLMEngine']
     """
+    return sorted(classes_at(key))
+
+
+def classes_at(key: str = "") -> dict[str, type]:
+    """Return those classes by name."""
     kinds = tuple(KINDS[part] for part in key.split(".") if part in KINDS) if key else tuple(KINDS.values())
     modules = (
         callbacks,
@@ -389,11 +394,9 @@ def known_classes(key: str = "") -> list[str]:
         tasks,
         torch.optim,
     )
-    return sorted(
-        {
-            f"torch.optim.{name}" if module is torch.optim else name
-            for module in modules
-            for name, value in vars(module).items()
-            if isinstance(value, type) and issubclass(value, kinds) and not isabstract(value) and value not in BASES
-        }
-    )
+    return {
+        f"torch.optim.{name}" if module is torch.optim else name: value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, kinds) and not isabstract(value) and value not in BASES
+    }
