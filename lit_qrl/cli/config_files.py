@@ -142,6 +142,47 @@ def _check_keys(node: Any, path: Path) -> None:
         _check_keys(item, path)
 
 
+_KEY = re.compile(r"(?:([\w.]+): )?(?:there is no option '([\w.]+)')?")
+"""How an error names the key that it is about."""
+
+
+def located(error: ConfigError, args: Sequence[str]) -> ConfigError:
+    """Return an error of the parser with the file and the line that it is about, where the key is from a file.
+
+    Args:
+        error: that begins with its key.
+        args: of the command line.
+    """
+    found = _KEY.match(str(error))
+    key = ".".join(filter(None, found.groups())) if found else ""
+    if not key or any(arg.startswith(f"--{key}") for arg in args):
+        return error
+    for file in reversed([*config_files(expanded(args))]):
+        if not _NO_FILE.search(file) and (line := _line(_node(Path(file).expanduser()), key.split("."))):
+            return ConfigError(f"{file}, line {line}: {error}")
+    return error
+
+
+def _node(path: Path) -> Any:
+    import yaml
+
+    return yaml.SafeLoader(path.read_text(encoding="utf-8")).get_single_node()
+
+
+def _line(node: Any, parts: Sequence[str]) -> int | None:
+    """Return the line of a key; the arguments of a class, and items of a list, stand for what holds them."""
+    pairs = node.value if getattr(node, "id", "") == "mapping" else ()
+    for key, value in pairs:
+        if str(key.value).removesuffix("+") == parts[0]:
+            line = _line(value, parts[1:]) if parts[1:] else key.start_mark.line + 1
+        else:
+            line = _line(value, parts) if key.value in ("init_args", "dict_kwargs") else None
+        if line:
+            return line
+    items = node.value if getattr(node, "id", "") == "sequence" else ()
+    return next(filter(None, (_line(item, parts) for item in items)), None)
+
+
 def _instead(path: Path) -> str:
     """Return the file that was meant: beside it, or one folder further down, or one that ships."""
     present = _near(path)

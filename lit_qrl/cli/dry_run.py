@@ -35,7 +35,7 @@ GIB = 2**30
 TRIAL = 64
 """A matrix of 64 × 64 is the smallest that bitsandbytes keeps in 8 bits."""
 PROMPTS, SHOWN = 3, 400
-"""Prompts that are printed, and characters of each."""
+"""Prompts that are printed, and characters of each: beginning and end of a longer one."""
 TRUE_PRECISIONS = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 
 
@@ -102,7 +102,7 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> No
     tokens = by_tokens(data, trainer.strategy.root_device)
     print(f"\nActivations come on top: they grow with the tokens of a micro-batch{tokens}.\n")
     for ids, text in first_prompts(data):
-        print(f"Prompt of {len(ids)} tokens: {text[:SHOWN]!r}{' …' if len(text) > SHOWN else ''}")
+        print(f"Prompt of {len(ids)} tokens: {ends(text)}")
     check_disk(table, room, folder)
     check_memory(table, trainer)
     print("\nNothing was loaded. The configuration can be run.")
@@ -337,6 +337,16 @@ def first_prompts(data: RolloutDataModule) -> Iterator[tuple[list[int], str]]:
     data.position = before
     for problem in problems:
         yield problem.prompt_ids, data.module.policy.tokenizer.decode(problem.prompt_ids)
+
+
+def ends(text: str, shown: int = SHOWN) -> str:
+    """Return a text as it is written in Python, of a long one beginning and end.
+
+    >>> ends("0123456789", 4)
+    "'01' … '89'"
+    """
+    half = shown // 2
+    return repr(text) if len(text) <= shown else f"{text[:half]!r} … {text[-half:]!r}"
 
 
 def check_disk(table: Sequence[Part], room: int, folder: Path) -> None:

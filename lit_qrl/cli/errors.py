@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lit_qrl.cli.other_names import here
 from lit_qrl.errors import ConfigError, IncompleteError, nearest
 from lit_qrl.run.folder import last_checkpoint
 from lit_qrl.shipped import shipped
@@ -81,18 +82,16 @@ def readable(
         deeper = re.match(r"[\w., ]+: ", inner[1])
         return f"{key[1]}{'.' if deeper else ': '}{inner[1]}"
 
-    if found := re.search(r"(?:Option '([^']+)' is not accepted|Key '([^']+)' is not expected)", message):
-        name = found[1] or found[2]
+    refused = r"Option '([^']+)' is not accepted|Key '([^']+)' is not expected|does not accept option '([^']+)'"
+    if found := re.search(refused, message):
+        name = found[1] or found[2] or found[3]
         missing = re.findall(r"(?:Subclass|class) '([\w.]+)'", message)
-        close = nearest(name, [option.lstrip("-") for option in options])
-        hint = close if close.startswith("Did") else SEE_HELP
+        hint = _instead(name, [option.lstrip("-") for option in options])
         return f"{where}there is no option {name!r}{f' of {missing[0]}' if missing else ''}. {hint}"
     if found := re.search(r"unrecognized arguments?: ([^\s-]\S*\.ya?ml)", message):
         return f"A configuration file comes after --config. Given: {found[1]}. Write --config {found[1]}."
     if found := re.search(r"unrecognized arguments?: (--?[\w.+-]+)", message):
-        close = nearest(found[1], options)
-        few = len(list(options)) <= OPTIONS_SHOWN
-        return f"{found[1]} is not an option of this command. {close if few or close.startswith('Did') else SEE_HELP}"
+        return f"{found[1]} is not an option of this command. {_instead(found[1], options)}"
     # A number that a class of torch may stand for too, as a learning rate: who gives a plain word means neither.
     number = re.search(r"Subtypes: \[.*<class '(?:int|float)'>", message)
     if not number and (found := re.search(r"Expected a dot import path string: (\S.*)", message)):
@@ -140,6 +139,14 @@ def readable(
         kinds = " or ".join(words.get(str(kind), str(kind)) for kind in expected)
         return f"{where}the value has the wrong type. Expected: {kinds}.{value}"
     return f"{where}{_first(message)}{value}"
+
+
+def _instead(name: str, options: Iterable[str]) -> str:
+    """Return what an unknown option is called here, the nearest that there is, or where they are listed."""
+    options = list(options)
+    close = here(name) or nearest(name, options)
+    told = close.startswith(("Did", "Here")) or (name.startswith("-") and len(options) <= OPTIONS_SHOWN)
+    return close if told else SEE_HELP
 
 
 def _first(message: str) -> str:

@@ -28,7 +28,10 @@ class ReadableParser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the paragraph; `main` prints it."""
-        raise ConfigError(readable(message, self.classes, self._option_string_actions)) from ex
+        options = dict(self._option_string_actions)
+        for command in getattr(self._subcommands_action, "_name_parser_map", {}).values():
+            options |= command._option_string_actions
+        raise ConfigError(readable(message, self.classes, options)) from ex
 
 
 class CommandParser(ReadableParser):

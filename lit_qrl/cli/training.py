@@ -43,12 +43,13 @@ from lit_qrl.callbacks.defaults import FORCED
 from lit_qrl.callbacks.predictions import Predictions
 from lit_qrl.callbacks.run_folder import standing
 from lit_qrl.cli import reward_functions
-from lit_qrl.cli.config_files import config_files, expanded, found, run_folder_name
+from lit_qrl.cli.config_files import config_files, expanded, found, located, run_folder_name
 from lit_qrl.cli.dry_run import dry_run
 from lit_qrl.cli.ending import again, leave_in_place
 from lit_qrl.cli.errors import made_by_training, of_run, paragraph, refused
 from lit_qrl.cli.evaluated import told
 from lit_qrl.cli.logging_place import give_place, let_place_be_left_out
+from lit_qrl.cli.main import TRAINING
 from lit_qrl.cli.parser import ReadableParser
 from lit_qrl.data import tasks
 from lit_qrl.data.module import RolloutDataModule
@@ -89,7 +90,25 @@ Examples:
   lit-qrl {0} --config configs/quickstart.yaml
   lit-qrl {0} --config configs/quickstart.yaml --config configs/correction/tis.yaml --data.temperature 0.9
   lit-qrl {0} --data.engine.help VLLMEngine     shows the options of a class
+
+What a first run sets (docs/keys.md has all keys with their defaults):
+{1}
 """
+FIRST_KEYS = {
+    "model.policy.model": "folder or hub name of the model",
+    "data.task": "prompts and rewards: DatasetTask with --data.task.path, …",
+    "data.engine": "what draws: TransformersEngine, VLLMEngine, …",
+    "publisher.format": "number format of the sampler's weights",
+    "trainer.max_epochs": "iterations",
+    "model.optimizer.lr": "learning rate",
+    "data.prompts_per_iteration": "prompts of an iteration",
+    "data.group_size": "completions of each prompt",
+    "data.max_prompt_tokens": "longest prompt",
+    "data.max_completion_tokens": "longest completion",
+}
+"""What the help begins with."""
+GROUPS = ("model", "data", "publisher", *sorted({*FORCED} - {"publisher"}))
+"""Options in the order of the help, Lightning's own behind them."""
 TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,  # the module evaluates once before the first iteration, and logs it
     "use_distributed_sampler": False,  # ranks take their share of prompts themselves
@@ -168,11 +187,11 @@ class QRLCLI(LightningCLI):
         with collected() as made:
             try:
                 super().parse_arguments(parser, args)
-            except ConfigError:
+            except ConfigError as refused:
                 for error in made:
                     if isinstance(error, reward_functions.FunctionError):
                         raise error from None
-                raise
+                raise located(refused, self.arguments) from refused
 
     def subcommands(self) -> dict[str, set[str]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the command that is run alone; with the parsers of the other three, parsing takes twice as long."""
@@ -197,7 +216,21 @@ class QRLCLI(LightningCLI):
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         """Return a command's parser, whose help begins with examples; `last` is what it is here, not Lightning's."""
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        parser.usage = USAGE.format(subcommand)
+        defaults, lines = parser.get_defaults(), []
+        for key, text in FIRST_KEYS.items():
+            default = defaults.get(key)
+            lines.append(f"  --{key:<28} {text}" + ("" if default is None else f" (default: {default})"))
+        parser.usage = USAGE.format(subcommand, "\n".join(lines))
+        parser.description = f"lit-qrl {subcommand}: {TRAINING[subcommand]}."
+        groups: Any = parser.groups
+        for key in GROUPS:
+            groups[key].title = f"{key}: {groups[key].title[:1].lower()}{groups[key].title[1:]}"
+        groups[subcommand].title, groups["trainer"].title = (
+            "options of this command",
+            "trainer: Lightning's own options",
+        )
+        order = [groups[key] for key in (*GROUPS, subcommand, "trainer")]
+        parser._action_groups = [*(one for one in parser._action_groups if one not in order), *order]
         for action in parser._actions:
             if action.dest == "ckpt_path":
                 action.help = CKPT_PATH
@@ -399,6 +432,11 @@ def known_classes(key: str = "") -> list[str]:
     >>> known_classes("data.engine")
     ['DiffusionEngine', 'RemoteEngine', 'RemoteVLLMEngine', 'TransformersEngine', 'VLLMEngine']
     """
+    return sorted(classes_at(key))
+
+
+def classes_at(key: str = "") -> dict[str, type]:
+    """Return those classes by name."""
     kinds = tuple(KINDS[part] for part in key.split(".") if part in KINDS) if key else tuple(KINDS.values())
     modules = (
         callbacks,
@@ -415,11 +453,9 @@ def known_classes(key: str = "") -> list[str]:
         tasks,
         torch.optim,
     )
-    return sorted(
-        {
-            f"torch.optim.{name}" if module is torch.optim else name
-            for module in modules
-            for name, value in vars(module).items()
-            if isinstance(value, type) and issubclass(value, kinds) and not isabstract(value) and value not in BASES
-        }
-    )
+    return {
+        f"torch.optim.{name}" if module is torch.optim else name: value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, kinds) and not isabstract(value) and value not in BASES
+    }

@@ -129,7 +129,7 @@ class PackedLoRA(QuantizedPrecision):
             return
         base: PackedBase | None = getattr(policy, "packed_base", None)
         if base is None:
-            self.check_model(network, device_of(policy))
+            self.check_model(network, device_of(network))
         linears = {
             name: layer
             for name, layer in quantizable_linears(network, self.exclude).items()

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from lit_qrl.cli.config_files import check_config_files, config_files, expanded
+from lit_qrl.cli.config_files import check_config_files, config_files, expanded, located
 from lit_qrl.errors import ConfigError
 
 
@@ -134,3 +134,23 @@ def test_a_list_that_cannot_be_read_is_named(lists, tmp_path, content, words):
     with pytest.raises(ConfigError) as caught:
         expanded(["fit", "--config", "list.yaml"])
     assert re.search(words, str(caught.value)), caught.value
+
+
+def test_an_error_of_a_key_says_file_and_line(tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("data:\n  group_size: 8\n")
+    second.write_text(
+        "# a comment\ntrainer:\n  callbacks+:\n    - class_path: AIS\n      init_args:\n        delta: 3\n"
+        "data:\n  group_size: 2\n"
+    )
+    args = ["fit", "--config", str(first), "-c", str(second)]
+    for text, line in (
+        ("data.group_size: the value has the wrong type.", 8),
+        ("there is no option 'data.group_size'. See --help.", 8),
+        ("trainer.callbacks: there is no option 'delta'. See --help.", 6),
+    ):
+        assert str(located(ConfigError(text), args)) == f"{second}, line {line}: {text}"
+    for text in ("Something odd happened.", "data.passes: the value has the wrong type."):
+        assert str(located(ConfigError(text), args)) == text
+    overridden = [*args, "--data.group_size", "x"]
+    assert str(located(ConfigError("data.group_size: wrong."), overridden)) == "data.group_size: wrong."

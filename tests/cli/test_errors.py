@@ -49,6 +49,14 @@ CASES = {
         "Parser key \"model.objective\":\n  Key 'clip' is not expected. Subclass 'lit_qrl.objective.GRPO'",
         "model.objective: there is no option 'clip' of lit_qrl.objective.GRPO. See --help for the options.",
     ),
+    "name of another trainer": (
+        "unrecognized arguments: --data.num_generations 8",
+        "--data.num_generations is not an option of this command. Here it is data.group_size.",
+    ),
+    "key of a file": (
+        "Subcommand 'fit' does not accept option 'data.group_siz'",
+        "there is no option 'data.group_siz'. Did you mean 'data.group_size'?",
+    ),
     "choice": (
         "Parser key \"data.long_prompt\":\n  Expected a Literal['drop', 'error']. Got value: erorr",
         "data.long_prompt: the value is not one of the choices. Expected: drop, error. Given: erorr. "
