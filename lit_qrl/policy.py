@@ -49,8 +49,8 @@ class CausalPolicy(Described, nn.Module):
     """Holds the learner's model and tokenizer; the tokenizer loads at once, the weights in `configure`.
 
     Args:
-        model: name on the hub, or a folder (relative to the working directory, else one that ships) with
-            `config.json` and weights.
+        model: name on the hub, a folder (relative to the working directory, else one that ships) with `config.json`
+            and weights, or a `.gguf` file.
         tokenizer: name or folder of the tokenizer; None takes the model's.
         dtype: of the weights; `auto` is fp32 on a CPU, else the checkpoint's own.
         lora: a PEFT config (`class_path: peft.LoraConfig`); None trains all weights.

@@ -31,8 +31,9 @@ def export(
       lit-qrl export runs/gsm8k/3 --output exported/gsm8k-fp8 --format fp8_row
       lit-qrl export runs/qerl/1 --output exported/qerl-adapter --adapter
 
-    A LoRA is merged into its base, except with --adapter, which writes a PEFT folder. Over a packed base (PackedLoRA)
-    the adapter alone can be exported: it belongs to that base. vLLM and transformers load every output.
+    A LoRA is merged into its base, except with --adapter, which writes a PEFT folder. A packed base (PackedLoRA) is
+    multiplied out first; --format with its format packs the sum again, which rounds it. vLLM and transformers load
+    every output; PEFT loads an adapter over the plain base, vLLM over that or the quantized folder.
 
     Args:
         run: a run folder, such as runs/quickstart/1, or a .ckpt in it.
@@ -72,11 +73,19 @@ def export(
     plain = DTYPES.get(dtype)
     if isinstance(chosen, formats.Dense):
         chosen, plain = None, chosen.dtype
-    if format is None and not adapter and (trained := trained_in(config_path)) is not None:
-        chosen, exclude = trained.format, exclude or trained.exclude
+    plugin = None if adapter else trained_in(config_path)
+    packed = plugin if plugin is not None and plugin.packs_base else None
+    if format is None and packed is not None:
+        print(f"Merged into the base, multiplied out of {packed.format}. --adapter writes the LoRA alone.")
+    elif format is None and plugin is not None:
+        chosen, exclude = plugin.format, exclude or plugin.exclude
         print(f"In {chosen}, as the learner computed. --format bf16 or fp32 writes its master weights.")
+    elif packed is not None:
+        exclude = exclude or packed.exclude
     refuse_existing(output)
-    policy = restore(config_path, checkpoint_path, adapter_only=adapter, masters=plain == torch.float32)
+    policy = restore(config_path, checkpoint_path, adapter_only=adapter, masters=plain == torch.float32, packed=packed)
+    if packed is not None and chosen is None:  # what is multiplied out is in no dtype yet
+        plain = plain or _own_dtype(policy)
     shard_bytes = int(shard_gib * 2**30)
     if adapter:
         with appearing(output) as folder:
@@ -96,7 +105,7 @@ def export(
 
 
 def trained_in(config_path: Path) -> Any:
-    """Return the precision plugin of a run that trained all weights in a number format, or None.
+    """Return the precision plugin of a run that trained in a number format, or over a base in one; else None.
 
     Args:
         config_path: `config.yaml` of the run.
@@ -116,8 +125,7 @@ def trained_in(config_path: Path) -> Any:
             continue
         parser = ArgumentParser(exit_on_error=False)
         parser.add_argument("--plugin", type=QuantizedPrecision)
-        plugin = parser.instantiate(parser.parse_object({"plugin": entry})).plugin
-        return None if plugin.packs_base else plugin
+        return parser.instantiate(parser.parse_object({"plugin": entry})).plugin
     return None
 
 
@@ -153,7 +161,9 @@ def locate(run: Path, name: str) -> tuple[Path, Path]:
     return config, checkpoint
 
 
-def restore(config_path: Path, checkpoint_path: Path, adapter_only: bool = False, masters: bool = False) -> Any:
+def restore(
+    config_path: Path, checkpoint_path: Path, adapter_only: bool = False, masters: bool = False, packed: Any = None
+) -> Any:
     """Return the policy of a checkpoint on the CPU; its source gives config, tokenizer and a frozen base.
 
     Args:
@@ -161,6 +171,7 @@ def restore(config_path: Path, checkpoint_path: Path, adapter_only: bool = False
         checkpoint_path: what the run saved.
         adapter_only: the base may be missing.
         masters: take the fp32 weights that the optimizer keeps the further bits of.
+        packed: the run's `PackedLoRA`, which packs the base again as it was; None without one.
 
     Raises:
         ConfigError: for a file that is not what it should be, or weights that the checkpoint does not hold.
@@ -192,20 +203,27 @@ def restore(config_path: Path, checkpoint_path: Path, adapter_only: bool = False
     elsewhere = {name.removeprefix("policy.") for name in frozen["names"]}
     based = [name for name in missing if name in elsewhere]
     missing = [name for name in missing if name not in elsewhere]
-    if adapter_only:
+    again = packed is not None and frozen["names"]
+    if adapter_only or again:
         missing = [name for name in missing if is_saved_with_adapter(name)]
     if missing:
         raise ConfigError(
             f"The checkpoint lacks {len(missing)} weights of the policy.",
             expected=missing[0],
             given=checkpoint_path,
-            remedy="Over a base in 4 bits export the adapter alone: add --adapter."
-            if policy.lora is not None
+            remedy="Over a packed base that was drawn at random export the adapter alone: add --adapter."
+            if packed is not None
             else "Take the checkpoint of a finished iteration.",
         )
     if based and not adapter_only:
         policy = _policy(config_path, dtype=frozen["dtype"])
-        policy.configure()
+        if packed is None:
+            policy.configure()
+        else:
+            with packed.module_init_context():
+                policy.configure()
+            packed.configure_policy(policy)
+            packed.check_base(policy, checkpoint)
         check_frozen(checkpoint, {f"policy.{name}": tensor for name, tensor in policy.state_dict().items()})
         if masters:
             policy.float()
@@ -262,11 +280,16 @@ def write_plain(policy: Any, folder: Path, dtype: Any, shard_bytes: int) -> None
                 writer.add(other, part)
     writer.close()
     config = policy.network.config
-    config.dtype = dtype or next(p.dtype for p in policy.network.parameters() if p.is_floating_point())
+    config.dtype = dtype or _own_dtype(policy)
     config.use_cache = True
     config.save_pretrained(folder)
     policy.network.generation_config.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
+
+
+def _own_dtype(policy: Any) -> Any:
+    """Return the dtype of a policy's own weights, the first of which is no adapter's."""
+    return next(one.dtype for one in policy.network.parameters() if one.is_floating_point())
 
 
 def write_adapter(policy: Any, folder: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError, listed
-from lit_qrl.network.hub import ask_hub
+from lit_qrl.network.hub import ask_hub, say
 from lit_qrl.shipped import SHIPPED, shipped
 
 INDEX = "model.safetensors.index.json"
+GGUF = ".gguf"
+SAME_MATRIX = 0.5
+"""Two roundings of one matrix differ by less of its norm; those of two, by more than all of it."""
 _SINGLE = "model.safetensors"
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 # What is beside the weights of a model: config, tokenizer, chat template.
@@ -45,15 +49,17 @@ def local_folder(source: str, revision: str | None = None) -> Path:
     """Return the folder of a model: the given one, or a copy of a hub repository.
 
     Args:
-        source: a folder, also one that ships, or a name on the hub.
+        source: a folder, also one that ships, a GGUF file, or a name on the hub.
         revision: branch, tag or commit on the hub.
 
     Raises:
-        ConfigError: when there is neither.
+        ConfigError: when there is none of them.
     """
     folder = Path(shipped(source)).expanduser()
     if folder.is_dir():
         return folder
+    if folder.suffix == GGUF and folder.is_file():
+        return gguf_folder(folder)
     _refuse_missing(source, "model", Path(), SHIPPED)
     from huggingface_hub import snapshot_download
 
@@ -91,7 +97,7 @@ def resolve_model(name: str, weights: bool, what: str = "model") -> str:
     """Return the folder that `name` means, or `name` itself when it can only be a hub name; check a folder's files.
 
     Args:
-        name: a folder, relative to the working directory or else one that ships, or a name on the hub.
+        name: a folder, relative to the working directory or else one that ships, a GGUF file, or a name on the hub.
         weights: whether the folder must hold weights.
         what: `model` or `tokenizer`.
 
@@ -99,6 +105,8 @@ def resolve_model(name: str, weights: bool, what: str = "model") -> str:
         ConfigError: for a folder that does not exist or lacks what it must hold.
     """
     folder = next((path for path in (Path(name), SHIPPED / name) if path.is_dir()), None)
+    if folder is None and name.endswith(GGUF) and (file := Path(name).expanduser()).is_file():
+        folder = gguf_folder(file)
     if folder is None:
         _refuse_missing(name, what, Path(), SHIPPED)
         ask_hub(f"the {what} {name!r}")
@@ -330,6 +338,92 @@ def appearing(output: Path, needed_bytes: int = 0) -> Iterator[Path]:
         raise _unwritable(output, OSError(str(error))) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def gguf_folder(file: Path) -> Path:
+    """Return the folder of a GGUF file's model, in the cache of the hub's library; it is made once.
+
+    Its weights are multiplied out by transformers' own loader, in fp32, which renders them exactly; a dtype of `auto`
+    takes the nearest bf16 on a GPU. Engines, `export` and whoever loads an adapter take the folder as any other.
+
+    Args:
+        file: with its tokenizer.
+
+    Raises:
+        ConfigError: without the package that reads such files, or for a file that it or transformers cannot read.
+    """
+    from filelock import FileLock
+    from huggingface_hub import constants
+
+    about = file.stat()
+    key = blake2b(f"{file.resolve()} {about.st_size} {about.st_mtime_ns}".encode(), digest_size=6).hexdigest()
+    folder = Path(constants.HF_HOME, "lit_qrl", f"{file.stem}-{key}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):  # of several processes one makes it
+        if not folder.is_dir():
+            with appearing(folder) as partial:
+                _multiply_out(file, partial)
+            say(f"{file} is multiplied out into {folder}.")
+    return folder
+
+
+def _multiply_out(file: Path, folder: Path) -> None:
+    try:
+        from gguf import GGUFReader, dequantize
+    except ImportError as error:
+        raise ConfigError(
+            "GGUF files are read by the package gguf, which is not installed.",
+            given=file,
+            remedy="pip install 'lit-qrl[gguf]'",
+        ) from error
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    try:
+        reader = GGUFReader(file)
+        held = {tensor.name: tensor for tensor in reader.tensors}
+        unknown = []
+        for kind, tensor in {tensor.tensor_type: tensor for tensor in held.values()}.items():
+            try:
+                dequantize(tensor.data[:1], kind)
+            except NotImplementedError:
+                unknown.append(kind.name)
+        if unknown:
+            raise ConfigError(
+                f"The package gguf cannot multiply out {listed(sorted(unknown), 8)}.",
+                expected="a file in types that it knows, such as Q8_0, Q6_K, Q4_K or F16",
+                given=file,
+            )
+        where: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+        tokenizer: Any = AutoTokenizer.from_pretrained(**where)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, output_loading_info=True)
+        network, info = loaded
+    except (OSError, ValueError, KeyError, NotImplementedError) as error:
+        raise ConfigError(f"{file} cannot be read: {str(error).splitlines()[0]}", given=file) from error
+    if absent := sorted(info["missing_keys"]):
+        raise ConfigError(f"{file} lacks weights of its model.", expected=listed(absent, 3))
+    embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
+    if "output.weight" in held and (embedding.weight - head.weight).norm() < SAME_MATRIX * head.weight.norm():
+        # one matrix, tied, that the file holds twice: once in more bits
+        better = max((held["token_embd.weight"], embedding), (held["output.weight"], head), key=lambda x: x[0].n_bytes)
+        embedding.weight = head.weight = better[1].weight
+        network.config.tie_word_embeddings = True
+    names = ("eos", "eot", "bos", "padding")
+    found = {name: reader.fields.get(f"tokenizer.ggml.{name}_token_id") for name in names}
+    ids = {name: None if field is None else int(field.contents()) for name, field in found.items()}
+    special = {"eos": ids["eos"], "bos": ids["bos"], "pad": ids["padding"]}
+    for name, number in special.items():
+        setattr(network.config, f"{name}_token_id", number)
+        setattr(tokenizer, f"{name}_token", None if number is None else tokenizer.convert_ids_to_tokens(number))
+    ends = sorted({ids[name] for name in ("eos", "eot") if ids[name] is not None})
+    network.generation_config = GenerationConfig(
+        **{**{f"{k}_token_id": v for k, v in special.items()}, "eos_token_id": ends or None}
+    )
+    network.hf_quantizer = None  # nothing is quantized any more
+    network.config.__dict__.pop("quantization_config", None)
+    network.save_pretrained(folder)
+    network.config.dtype = torch.bfloat16
+    network.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _unwritable(output: Path, error: OSError) -> ConfigError:

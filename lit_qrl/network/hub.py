@@ -27,9 +27,9 @@ def ask_hub(what: str) -> None:
 
     if constants.HF_HUB_OFFLINE:
         return
-    _say(f"Asking {constants.ENDPOINT} for {what} …")
+    say(f"Asking {constants.ENDPOINT} for {what} …")
     if reason := why_unreachable(constants.ENDPOINT):
-        _say(f"It cannot be reached ({reason}). Only what was fetched before can be taken.")
+        say(f"It cannot be reached ({reason}). Only what was fetched before can be taken.")
         os.environ["HF_HUB_OFFLINE"] = "1"
         constants.HF_HUB_OFFLINE = True
         if "datasets" in sys.modules:  # one that is imported later reads the above
@@ -63,5 +63,6 @@ def why_unreachable(endpoint: str) -> str | None:
 
 
 @rank_zero_only
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Print a line on stderr, on the first rank."""
     print(text, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """QeRL's learner: a frozen base packed in 4 or 8 bits under a LoRA adapter."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -271,6 +271,16 @@ class PackedLoRA(QuantizedPrecision):
                 given=self.fingerprint,
                 remedy="Use the same model and the same format as that run.",
             )
+
+    def check_base(self, policy: Any, checkpoint: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` when a policy's packed base is not the one that a checkpoint's adapter was trained over.
+
+        Args:
+            policy: that was configured.
+            checkpoint: as `torch.load` returns it.
+        """
+        self.fingerprint = fingerprint_of(self.packed(policy))
+        self.load_state_dict(checkpoint[type(self).__qualname__])
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

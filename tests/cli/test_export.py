@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 from lightning.pytorch import Callback
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -18,7 +18,8 @@ from lit_qrl.cli.main import main as lit_qrl
 from lit_qrl.cli.parser import run as called
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.folder import FolderReader
-from lit_qrl.policy import CausalPolicy
+from lit_qrl.policy import DTYPES, CausalPolicy
+from lit_qrl.precision import PackedLoRA
 from lit_qrl.quantize.folder import quantize_checkpoint
 from lit_qrl.run.parts import take_parts, write_parts
 from tests.families.configs import BY_TYPE
@@ -26,6 +27,7 @@ from tests.families.configs import model_folder as family_folder
 from tests.tiny_run import command, model_folder, without_plots
 
 LORA = {"class_path": "peft.LoraConfig", "init_args": {"r": 4, "target_modules": "all-linear"}}
+OPTIONS = {"packed": (), "packed_folder": ("--group_size", "32")}
 PACKED = {"class_path": "NVFP4LoRA", "init_args": {"format": "nvfp4"}}
 
 
@@ -174,9 +176,63 @@ def test_an_adapter_alone_is_a_peft_folder(which, request, tmp_path):
         assert torch.equal(loaded[name.removeprefix("policy.model.")], state[name])
 
 
-def test_a_packed_base_is_not_merged_into_a_plain_one(packed, tmp_path):
-    with pytest.raises(ConfigError, match=r"lacks .* weights .*add --adapter"):
-        called(export, [str(packed), "--output", str(tmp_path / "out")])
+@pytest.fixture(scope="module")
+def packed_folder(tmp_path_factory):
+    """Return a run over a quantized folder, in which the base has no plain weights."""
+    folder = tmp_path_factory.mktemp("packed_folder")
+    base = folder / "base"
+    quantize_checkpoint(Path(model_folder(folder / "plain")), base, formats.get("int4_group", group_size=32))
+    plugin = {"class_path": "PackedLoRA", "init_args": {"format": "int4_group:group_size=32"}}
+    arguments = ["--model.policy.lora", json.dumps(LORA), "--trainer.plugins", json.dumps([plugin])]
+    with without_plots():
+        lit_qrl(command(folder, str(base), *arguments))
+    return folder / "run"
+
+
+def learner_of(run, model, plugin):
+    """Return the network of a run's learner, made without what `export` restores."""
+    policy = CausalPolicy(str(model), lora=LoraConfig(r=4, target_modules="all-linear"))
+    policy.configure()
+    plugin.configure_policy(policy)
+    state = {name.removeprefix("policy."): tensor for name, tensor in saved(run).items()}
+    assert not policy.load_state_dict(state, strict=False).unexpected_keys
+    return policy.network
+
+
+@pytest.mark.parametrize(
+    ("which", "model", "plugin", "dtype"),
+    [
+        ("packed", "model", PackedLoRA("nvfp4"), "bf16"),
+        ("packed_folder", "base", PackedLoRA("int4_group:group_size=32"), "fp16"),
+    ],
+)
+def test_an_adapter_is_merged_into_a_packed_base(which, model, plugin, dtype, request, tmp_path, capsys):
+    run = request.getfixturevalue(which)
+    tokens = torch.tensor([[2, 3, 4, 11, 5]])
+    learner = learner_of(run, run.parent / model, plugin)
+    expected = learner(tokens).logits.log_softmax(-1)
+    export(run, output=tmp_path / "out")
+    assert f"multiplied out of {plugin.format}" in capsys.readouterr().out
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert merged.dtype == torch.float32
+    torch.testing.assert_close(merged(tokens).logits.log_softmax(-1), expected, rtol=0, atol=1e-5)
+    export(run, output=tmp_path / "half", dtype=dtype)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "half" / "model.safetensors").values()} == {DTYPES[dtype]}
+    # and packed again: the format's codes of the sum
+    layer, format = "model.layers.1.mlp.down_proj", plugin.format
+    called(export, [str(run), "--output", str(tmp_path / "again"), "--format", str(format.name), *OPTIONS[which]])
+    tensors = load_file(tmp_path / "again" / "model.safetensors")
+    codes = format.quantize(merged.get_parameter(f"{layer}.weight"))
+    assert torch.equal(tensors[f"{layer}.weight_packed"].view(torch.uint8), codes.codes.view(torch.uint8))
+
+
+def test_another_base_than_the_packed_one_is_refused(packed, tmp_path):
+    shutil.copytree(packed.parent, tmp_path / "moved")
+    model_folder(tmp_path / "other", seed=1)
+    config = tmp_path / "moved" / "run" / "config.yaml"
+    config.write_text(config.read_text().replace(str(packed.parent / "model"), str(tmp_path / "other")))
+    with pytest.raises(ConfigError, match="trained over another base"):
+        export(tmp_path / "moved" / "run", output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -2,10 +2,13 @@
 
 import json
 import os
+import sys
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen2Config
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.network import folder as checkpoint
@@ -22,6 +25,7 @@ from lit_qrl.network.folder import (
 )
 from lit_qrl.policy import CausalPolicy
 from tests.families.configs import BY_TYPE, model_folder
+from tests.networks import SIZES, build_network
 
 TENSORS = {f"layer.{i}": torch.arange(8.0 * (i + 1)).view(-1, 8) for i in range(5)}
 
@@ -192,3 +196,106 @@ def test_a_model_without_experts_and_a_folder_that_is_none_have_nothing_to_compa
     save_file({"a.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     checkpoint.check_expert_count(str(tmp_path), None, BY_TYPE["llama"].config())
     checkpoint.check_expert_count(str(tmp_path / "nowhere"), None, BY_TYPE["qwen3_moe"].config())
+
+
+# ---------------------------------------------------------------------------------------------------------------- GGUF
+
+VOCABULARY = ["<pad>", "<eos>", "<turn>", *"abcdefghijklmnopqrst", "ab", "cd"]
+TEMPLATE = "{% for m in messages %}{{ m.content }}<turn>{% endfor %}"
+GGUF_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+@pytest.fixture
+def write_gguf(tmp_path, monkeypatch):
+    """Write a network with matrices of Q8_0, and return the file and a network of the same numbers."""
+    gguf = pytest.importorskip("gguf", reason="needs the extra `gguf`")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+
+    def write(head=None, kind="Q8_0"):
+        sizes = {"intermediate_size": 64, "vocab_size": len(VOCABULARY), "rope_theta": 10000.0}
+        network = build_network(Qwen2Config, **sizes, bias=0.1)
+        file = tmp_path / "model.gguf"
+        writer = gguf.GGUFWriter(file, "qwen2")
+        writer.add_block_count(SIZES["num_hidden_layers"])
+        writer.add_context_length(64)
+        writer.add_embedding_length(SIZES["hidden_size"])
+        writer.add_feed_forward_length(64)
+        writer.add_head_count(SIZES["num_attention_heads"])
+        writer.add_head_count_kv(SIZES["num_key_value_heads"])
+        writer.add_rope_freq_base(10000.0)
+        writer.add_layer_norm_rms_eps(network.config.rms_norm_eps)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("qwen2")
+        writer.add_token_list(VOCABULARY)
+        writer.add_token_types([3, 3, 3, *[1] * (len(VOCABULARY) - 3)])
+        writer.add_token_merges(["a b", "c d"])
+        writer.add_eos_token_id(2)
+        writer.add_pad_token_id(0)
+        writer.add_chat_template(TEMPLATE)
+        known = gguf.GGMLQuantizationType
+        for name, tensor in network.state_dict().items():
+            if name == "lm_head.weight":
+                continue
+            part, _, suffix = name.rpartition(".")
+            whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}.get(part)
+            block, _, inner = part.removeprefix("model.layers.").partition(".")
+            whole = whole or f"blk.{block}.{GGUF_NAMES[inner]}"
+            held = known.F32
+            numbers = tensor.numpy()
+            if tensor.ndim == 2:
+                held = known.Q4_0 if head and whole == "token_embd" else known.Q8_0
+                numbers = gguf.quantize(numbers, held)
+                exact = gguf.dequantize(gguf.quantize(tensor.numpy(), known.Q8_0), known.Q8_0)
+                tensor.copy_(torch.from_numpy(exact))
+            writer.add_tensor(f"{whole}.{suffix}", numbers, raw_dtype=held)
+            if head and whole == "token_embd":
+                writer.add_tensor("output.weight", gguf.quantize(tensor.numpy(), known.Q8_0), raw_dtype=known.Q8_0)
+        if kind == "Q8_K":
+            writer.add_tensor("blk.0.odd.weight", np.zeros((1, 292), np.uint8), raw_dtype=known.Q8_K)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return file, network
+
+    return write
+
+
+@pytest.mark.parametrize("head", [None, "twice"])
+def test_a_gguf_file_is_the_model_of_its_numbers(head, write_gguf):
+    file, network = write_gguf(head)
+    policy = CausalPolicy(str(file))
+    policy.configure()
+    tokens = torch.tensor([[4, 5, 9, 3]])
+    assert torch.equal(policy.network(tokens).logits, network(tokens).logits)
+    assert policy.network.lm_head.weight is policy.network.model.embed_tokens.weight
+    assert (policy.tokenizer.eos_token, policy.stop_token_ids, policy.pad_token_id) == ("<turn>", (2,), 0)
+    assert policy.encode([{"role": "user", "content": "abc"}]) == [
+        VOCABULARY.index(word) for word in ("ab", "c", "<turn>")
+    ]
+    assert policy.config.dtype == torch.bfloat16  # as it was before it was quantized, for `auto` on a GPU
+    made = local_folder(str(file))
+    before = made.stat().st_mtime_ns
+    assert (CausalPolicy(str(file)).source, made.stat().st_mtime_ns) == (str(made), before)
+
+
+def test_what_is_no_gguf_file_that_can_be_read(write_gguf, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="cannot multiply out Q8_K"):
+        CausalPolicy(str(write_gguf(kind="Q8_K")[0]))
+    (tmp_path / "damaged.gguf").write_bytes(b"GGUFnone")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        CausalPolicy(str(tmp_path / "damaged.gguf"))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ConfigError, match=r"lit-qrl\[gguf\]"):
+        CausalPolicy(str(tmp_path / "damaged.gguf"))
+    assert not list((tmp_path / "cache" / "lit_qrl").glob("*/"))
