@@ -202,12 +202,13 @@ class Teacher:
             solutions: dict[int, list[str]] = {}
             for expression in expressions(numbers):
                 value = expression.value
-                fits = value.denominator == 1 and 1 <= value <= recipe.max_target
-                if fits and (not recipe.products_steps or set("*/") & set(expression.text)):
+                if value.denominator == 1 and 1 <= value <= recipe.max_target:
                     solutions.setdefault(int(value), []).append(expression.text)
             for target, texts in solutions.items():
                 key = problem_key(numbers, target)
-                if not is_held_out(key) and key_hash(key) not in read_hashes(Countdown.public_tests):
+                if recipe.products_steps:
+                    texts = [text for text in texts if set("*/") & set(text)]
+                if texts and not is_held_out(key) and key_hash(key) not in read_hashes(Countdown.public_tests):
                     self.problems.append((numbers, target, texts))
 
     def _answer(self, numbers: tuple[int, ...], target: int, solutions: list[str], wrong: bool) -> str:

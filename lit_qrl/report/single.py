@@ -98,7 +98,7 @@ def _tiles(run: Run) -> list[page.Tile]:
     speed, per_iteration = run.series("rollout/tokens_per_second"), run.series("time/iteration")
     return [
         *(
-            page.Tile(label, *accuracy_change(series), wide=True)
+            page.Tile(label, *accuracy_change(series), wide=len(accuracies) < 2)
             for label, series in (accuracies or {"Held-out accuracy": run.accuracy}).items()
         ),
         page.Tile("Reward", f"{page.number(rewards.first)} → {page.number(rewards.last)}" if rewards else "–"),

@@ -14,6 +14,7 @@ from lit_qrl.network.routing import routers
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "models" / "tiny-countdown"
+PRODUCTS = ROOT / "models" / "tiny-countdown-products"
 MIXTURE = ROOT / "models" / "tiny-moe-countdown"
 MAX_BYTES = 4_000_000
 
@@ -93,7 +94,7 @@ def test_shipped_tokenizer_round_trip(shipped):
     assert tokenizer.decode([tokenizer.eos_token_id, *tokenizer("1+2").input_ids], skip_special_tokens=True) == "1+2"
 
 
-@pytest.mark.parametrize("folder", [SHIPPED, MIXTURE], ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", [SHIPPED, PRODUCTS, MIXTURE], ids=lambda folder: folder.name)
 def test_shipped_model_writes_valid_expressions_and_solves_some(folder, script):
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -102,6 +103,18 @@ def test_shipped_model_writes_valid_expressions_and_solves_some(folder, script):
     assert valid >= 0.93
     # The band is 0.30 to 0.45 on 500 problems; 200 problems add two standard errors of 0.034.
     assert 0.23 < accuracy < 0.52
+
+
+def test_the_quickstarts_policy_has_a_habit_that_greedy_decoding_shows(script):
+    tokenizer = AutoTokenizer.from_pretrained(PRODUCTS)
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(SHIPPED).get_vocab()
+    task, greedy = Countdown(train_size=1, evaluation_size=200), {}
+    for folder in (SHIPPED, PRODUCTS):
+        network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        greedy[folder], _ = script.evaluate(network, tokenizer, task, temperature=0.0)
+    assert greedy[PRODUCTS] <= greedy[SHIPPED] - 0.1
+    teacher = script.Teacher(script.Recipe(max_number=9, max_target=20, products_steps=1), tokenizer)
+    assert all(set("*/") & set(text) for _, _, texts in teacher.problems for text in texts)
 
 
 def test_teacher_answers_are_right_or_wrong_as_asked_and_never_held_out(script):
