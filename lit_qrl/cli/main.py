@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from lit_qrl.cli import TRAINING
 from lit_qrl.cli.stand_ins import HEAVY, stand_ins
 from lit_qrl.errors import EXIT_CONFIG, EXIT_STOPPED, ConfigError, StoppedError
 
@@ -19,12 +20,6 @@ EXIT_INTERRUPTED = 130
 HELP = re.compile(r"-h|--([\w.]+\.)?help(=.*)?|--print_config(=.*)?")
 """Words with which a command prints something and ends."""
 
-TRAINING = {
-    "fit": "train a policy with reinforcement learning",
-    "validate": "evaluate on the held-out problems",
-    "test": "evaluate and log under test/",
-    "predict": "sample completions of the held-out problems",
-}
 PRINTS = ("--version", "--versions", "--print_shtab", "models")
 """Other first words with which nothing is done but printed."""
 COMMANDS = {
