@@ -297,7 +297,8 @@ def _format_name(format: NumberFormat | None, plain: torch.dtype) -> str:
 
 def logits(data: RolloutDataModule, config: Any, device: torch.device) -> Part:
     """Return the memory of the logits that exist at a time, in fp32, and of their gradient."""
-    positions = data.rows // data.parts * data.max_completion_tokens
+    rows = data.prompts_per_rank // data.mini_batches * data.group_size // data.parts
+    positions = rows * data.max_completion_tokens
     if data.budget is not None:
         positions = min(positions, max(data.budget.tokens, data.max_completion_tokens))
     chunk = max(1, CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"]) // config.vocab_size)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from lit_qrl.cli import TRAINING
 from lit_qrl.cli.stand_ins import HEAVY, stand_ins
 from lit_qrl.errors import EXIT_CONFIG, EXIT_STOPPED, ConfigError, StoppedError
 from lit_qrl.run import phases  # noqa: F401  its clock starts with the command
@@ -22,12 +23,6 @@ EXIT_INTERRUPTED = 130
 HELP = re.compile(r"-h|--([\w.]+\.)?help(=.*)?|--print_config(=.*)?")
 """Words with which a command prints something and ends."""
 
-TRAINING = {
-    "fit": "train a policy with reinforcement learning",
-    "validate": "evaluate on the held-out problems",
-    "test": "evaluate and log under test/",
-    "predict": "sample completions of the held-out problems",
-}
 QUICKSTART = ("fit", "--config", "configs/quickstart.yaml")
 """What `lit-qrl quickstart` stands for, before whatever follows it."""
 PRINTS = ("--version", "--versions", "--print_shtab", "models")

@@ -42,14 +42,13 @@ from lit_qrl.callbacks.checkpoint import all_iterations_had, resolve_checkpoint
 from lit_qrl.callbacks.defaults import FORCED
 from lit_qrl.callbacks.predictions import Predictions
 from lit_qrl.callbacks.run_folder import standing
-from lit_qrl.cli import reward_functions
+from lit_qrl.cli import TRAINING, reward_functions
 from lit_qrl.cli.config_files import config_files, expanded, found, located, run_folder_name
 from lit_qrl.cli.dry_run import dry_run
 from lit_qrl.cli.ending import again, leave_in_place
 from lit_qrl.cli.errors import made_by_training, of_run, paragraph, refused
 from lit_qrl.cli.evaluated import told
 from lit_qrl.cli.logging_place import give_place, let_place_be_left_out
-from lit_qrl.cli.main import TRAINING
 from lit_qrl.cli.parser import ReadableParser
 from lit_qrl.data import tasks
 from lit_qrl.data.module import RolloutDataModule
