@@ -61,7 +61,7 @@ def export(
     config_path, checkpoint_path = locate(run, checkpoint)
 
     from lit_qrl import formats
-    from lit_qrl.network.folder import appearing, refuse_existing
+    from lit_qrl.network.folder import appearing, refuse_existing, write_adapter, write_plain
     from lit_qrl.policy import DTYPES
     from lit_qrl.quantize.folder import quantize_checkpoint
 
@@ -227,45 +227,3 @@ def _policy(config_path: Path, dtype: str | None = None) -> Any:
     parsed = parser.parse_object({"policy": entry})
     drop_loftq(parsed.policy)
     return parser.instantiate(parsed).policy
-
-
-def write_plain(policy: Any, folder: Path, dtype: Any, shard_bytes: int) -> None:
-    """Write the policy as a Hugging Face folder, an adapter merged, layer by layer.
-
-    Args:
-        policy: with its weights.
-        folder: an existing folder.
-        dtype: of floating tensors; None keeps the learner's.
-        shard_bytes: largest shard.
-    """
-    import torch
-
-    from lit_qrl.network.folder import FolderWriter
-    from lit_qrl.network.names import stored
-
-    writer = FolderWriter(folder, shard_bytes)
-    with torch.no_grad():
-        for name, tensor in policy.named_weights():
-            if tensor.is_floating_point() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
-                raise ConfigError(f"{name} of the checkpoint holds NaN or inf.", remedy="Take an earlier checkpoint.")
-            tensor = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-            for other, part in stored(policy.network, name, tensor).items():  # experts one by one
-                writer.add(other, part)
-    writer.close()
-    config = policy.network.config
-    config.dtype = dtype or next(p.dtype for p in policy.network.parameters() if p.is_floating_point())
-    config.use_cache = True
-    config.save_pretrained(folder)
-    policy.network.generation_config.save_pretrained(folder)
-    policy.tokenizer.save_pretrained(folder)
-
-
-def write_adapter(policy: Any, folder: Path) -> None:
-    """Write the adapter as a PEFT folder that names the base it was trained over."""
-    from safetensors.torch import save_file
-
-    tensors = {name: tensor.detach().contiguous().clone() for name, tensor in policy.adapter_tensors().items()}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    policy.lora.base_model_name_or_path, policy.lora.inference_mode = policy.source, True
-    policy.lora.save_pretrained(folder)
-    policy.tokenizer.save_pretrained(folder)
