@@ -1,10 +1,13 @@
 """GRPO as a LightningModule: Lightning's hooks around `loop.iteration`, and the gradient of the objective."""
 
 import logging
+import os
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from jsonargparse import lazy_instance
+import yaml
+from jsonargparse import ArgumentParser, lazy_instance
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
@@ -23,6 +26,7 @@ from lit_qrl.loop.metrics import EvaluationMetrics, log_row
 from lit_qrl.loop.routing import balanced, record_difference, shifted
 from lit_qrl.loop.state import IterationState
 from lit_qrl.loop.stopping import check_limits, expect_metrics, follow_iterations
+from lit_qrl.network.adapters import drop_loftq
 from lit_qrl.network.balance import balance_coefficient
 from lit_qrl.network.modes import evaluating
 from lit_qrl.network.padding_free import laid_out
@@ -37,6 +41,7 @@ from lit_qrl.precision.source import PublishingPrecision
 from lit_qrl.run.description import Described
 from lit_qrl.run.determinism import make_deterministic
 from lit_qrl.run.diary import number, tell
+from lit_qrl.run.folder import CONFIG_FILE
 from lit_qrl.run.identity import check_frozen, check_identity, describe_frozen, identity
 from lit_qrl.run.interrupt import Interrupted, InterruptedTogether
 from lit_qrl.run.parts import put_together
@@ -293,9 +298,81 @@ class GRPOModule(Described, LightningModule):
         check_identity(checkpoint, self.policy)
         if not isinstance(self.trainer.strategy, ShardedStrategy):
             put_together(checkpoint, self.trainer.ckpt_path or "")
+        self._put_frozen_back(checkpoint)
+
+    def _put_frozen_back(self, checkpoint: dict[str, Any]) -> None:
         frozen = self._frozen()
         check_frozen(checkpoint, frozen)
         checkpoint["state_dict"] = {**frozen, **checkpoint["state_dict"]}
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | os.PathLike,
+        map_location: Any = "cpu",
+        hparams_file: str | os.PathLike | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> "GRPOModule":
+        """Return the module of a run with the weights of one of its checkpoints, built as its `config.yaml` says.
+
+        Args:
+            checkpoint_path: a `.ckpt` in the run's `checkpoints/`.
+            map_location: where the weights come to lie.
+            hparams_file: the configuration; by default the run's.
+            strict: no effect; what is missing is an error.
+            weights_only: no effect; nothing else is read.
+            **kwargs: arguments of the module instead of those in the configuration, such as `policy`.
+
+        Raises:
+            ConfigError: for a file without a configuration beside it, or of another model, and for a run over a packed
+                base, whose weights a Trainer's precision plugin holds.
+        """
+        path = Path(checkpoint_path)
+        module = cls.configured(Path(hparams_file or path.absolute().parent.parent / CONFIG_FILE), **kwargs)
+        try:
+            checkpoint = torch.load(path, map_location=map_location, weights_only=True, mmap=True)
+        except Exception as error:  # a damaged file raises errors of many kinds
+            raise ConfigError("The file is not a readable checkpoint.", given=f"{path} ({error})") from error
+        check_identity(checkpoint, module.policy)
+        put_together(checkpoint, path, optimizers=False)
+        module.policy.configure()
+        missing = set(module.state_dict()) - set(checkpoint["state_dict"]) - set(module._frozen())
+        if module.policy.packed_base is not None or missing:
+            raise ConfigError(
+                "The checkpoint does not hold the weights of its policy: a precision plugin packed them.",
+                expected="a run of plain weights, or of an adapter over them",
+                given=path,
+                remedy="Run lit-qrl export RUN --output FOLDER --adapter on its run folder.",
+            )
+        module._put_frozen_back(checkpoint)
+        module.load_state_dict(checkpoint["state_dict"], strict=False)  # accuracies of a run are no part of it
+        return module.to(map_location) if map_location is not None else module
+
+    @classmethod
+    def configured(cls, config: Path, **changes: Any) -> "GRPOModule":
+        """Return the module that a run's `config.yaml` describes; what no configuration can hold is left out.
+
+        Args:
+            config: the file.
+            **changes: arguments instead of those in it.
+        """
+        try:
+            described = yaml.safe_load(config.read_text(encoding="utf-8"))["model"]
+        except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{config} is no configuration of a run.",
+                expected="the config.yaml of a run folder, beside its checkpoints",
+                given=f"{type(error).__name__}",
+                remedy="Give a checkpoint in its run folder, or hparams_file.",
+            ) from error
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(cls, "model", fail_untyped=False)
+        known = {name: value for name, value in described.items() if not str(value).startswith("<")}
+        parsed = parser.parse_object({"model": {**known, **changes}})
+        drop_loftq(parsed.model.get("policy"))
+        return parser.instantiate(parsed).model
 
     def _frozen(self) -> dict[str, Tensor]:
         """Return the weights that no run changes and that the policy's source holds, by their names here."""

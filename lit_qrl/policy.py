@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, PeftConfig, get_peft_model_state_dict
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from lit_qrl.errors import ConfigError
@@ -22,7 +23,16 @@ from lit_qrl.network.attention import implementation
 from lit_qrl.network.chat import chat_ids, turn_ids, with_special_tokens
 from lit_qrl.network.compiled import checked, compile_layers
 from lit_qrl.network.denoising import check_causal
-from lit_qrl.network.folder import FOLDER_REMEDY, HUB_REMEDY, check_expert_count, local_folder, resolve_model
+from lit_qrl.network.folder import (
+    FOLDER_REMEDY,
+    HUB_REMEDY,
+    appearing,
+    check_expert_count,
+    local_folder,
+    resolve_model,
+    write_adapter,
+    write_plain,
+)
 from lit_qrl.network.head import check_tied, output_head
 from lit_qrl.network.hidden import scored_hidden
 from lit_qrl.network.invariant import batch_invariant
@@ -34,6 +44,7 @@ from lit_qrl.network.sampler_kernels import kernels_adopted
 from lit_qrl.network.shards import whole
 from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, weights_are_deferred
 from lit_qrl.precision.layers.lora_linear import keep_factors, swap_lora_linears
+from lit_qrl.precision.layers.low_bit import LowBitWeight
 from lit_qrl.precision.layers.one_pass import Fuse, take_one_pass
 from lit_qrl.precision.layers.residual import join_layers
 from lit_qrl.precision.packed_base import PackedBase, multiplied_out, take_packed_format
@@ -327,6 +338,36 @@ class CausalPolicy(Described, nn.Module):
         if self.lora is None or self.random_weights or self.model is None:
             return []
         return [name for name, one in self.named_parameters(remove_duplicate=False) if not one.requires_grad]
+
+    def save_pretrained(self, folder: str | Path, shard_gib: float = 4.0) -> None:
+        """Write weights, or a LoRA alone, with the tokenizer, as transformers, PEFT and vLLM load them.
+
+        Args:
+            folder: to make; new or empty.
+            shard_gib: largest file written, in GiB.
+
+        Raises:
+            ConfigError: before there are weights, and for weights that `lit-qrl export` alone writes.
+        """
+        if self.model is None:
+            raise ConfigError(
+                "The policy has no weights yet.",
+                remedy="Train first, take GRPOModule.load_from_checkpoint, or call policy.configure().",
+            )
+        formats = {str(one.format) for one in self.network.modules() if isinstance(one, LowBitWeight)}
+        parts = any(isinstance(one, DTensor) for one in self.parameters())
+        if formats or parts:
+            held = "is divided over processes" if parts else f"computes in {', '.join(formats)}"
+            raise ConfigError(
+                f"The policy {held}: its weights here are not what is deployed.",
+                expected="weights that are whole and plain, or an adapter",
+                remedy="Run lit-qrl export RUN --output FOLDER on its run folder.",
+            )
+        with appearing(Path(folder)) as made:
+            if self.lora is not None:
+                write_adapter(self, made)
+            else:
+                write_plain(self, made, None, int(shard_gib * 2**30))
 
     # ------------------------------------------------------------------------------------------------------ reference
 

@@ -13,6 +13,7 @@ from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.callbacks.report import Report
 from lit_qrl.callbacks.run_folder import RunFolder
 from lit_qrl.errors import ConfigError, nearest
+from lit_qrl.run.quiet import quiet
 
 FORCED: dict[str, type[Callback]] = {
     "progress": RLProgress,  # first: it prints a line before the next publish
@@ -44,6 +45,7 @@ def default_callbacks(*chosen: Callback, name: str = "run", **settings: Mapping[
     >>> [type(one).__name__ for one in default_callbacks(publisher={"format": "fp8_row"})]
     ['RLProgress', 'WeightPublisher', 'MismatchMonitor', 'Guard', 'Report', 'RunCheckpoint', 'RunFolder']
     """
+    quiet()  # before a Trainer is made, which advertises
     for group, given in settings.items():
         if group not in FORCED:
             raise ConfigError(

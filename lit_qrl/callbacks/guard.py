@@ -194,7 +194,7 @@ class Guard(RLCallback):
             event(trainer, "extreme_weights", message, tokens=extreme)
         row = pl_module.iteration.row  # empty at the epoch end that a resumed run repeats
         kl, ess = row.get("mismatch/kl_k3", 0.0), row.get("mismatch/ess_ratio", 1.0)
-        if trainer.current_epoch == 0 and (kl > FIRST_KL or ess < FIRST_ESS):
+        if (kl > FIRST_KL or ess < FIRST_ESS) and trainer.current_epoch == 0:
             corrects = pl_module.objective.carries_ratio or any(one.carries_ratio for one in rl_callbacks(trainer))
             message = FAR_OUT.format(kl=kl, ess=ess, more="" if corrects else UNCORRECTED)
             tell(trainer, "mismatch_at_start", message, kl=kl, ess_ratio=ess)

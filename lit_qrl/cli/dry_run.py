@@ -337,7 +337,10 @@ def first_prompts(data: RolloutDataModule) -> Iterator[tuple[list[int], str]]:
     problems = data.next_problems(PROMPTS)
     data.position = before
     for problem in problems:
-        yield problem.prompt_ids, data.module.policy.tokenizer.decode(problem.prompt_ids)
+        yield (
+            problem.prompt_ids,
+            data.module.policy.tokenizer.decode(problem.prompt_ids, clean_up_tokenization_spaces=False),
+        )
 
 
 def ends(text: str, shown: int = SHOWN) -> str:

@@ -64,7 +64,7 @@ def export(
     import torch
 
     from lit_qrl import formats
-    from lit_qrl.network.folder import appearing, refuse_existing
+    from lit_qrl.network.folder import appearing, own_dtype, refuse_existing, write_adapter, write_plain
     from lit_qrl.policy import DTYPES
     from lit_qrl.quantize.folder import quantize_checkpoint
 
@@ -85,7 +85,7 @@ def export(
     refuse_existing(output)
     policy = restore(config_path, checkpoint_path, adapter_only=adapter, masters=plain == torch.float32, packed=packed)
     if packed is not None and chosen is None:  # what is multiplied out is in no dtype yet
-        plain = plain or _own_dtype(policy)
+        plain = plain or own_dtype(policy)
     shard_bytes = int(shard_gib * 2**30)
     if adapter:
         with appearing(output) as folder:
@@ -254,50 +254,3 @@ def _policy(config_path: Path, dtype: str | None = None) -> Any:
     parsed = parser.parse_object({"policy": entry})
     drop_loftq(parsed.policy)
     return parser.instantiate(parsed).policy
-
-
-def write_plain(policy: Any, folder: Path, dtype: Any, shard_bytes: int) -> None:
-    """Write the policy as a Hugging Face folder, an adapter merged, layer by layer.
-
-    Args:
-        policy: with its weights.
-        folder: an existing folder.
-        dtype: of floating tensors; None keeps the learner's.
-        shard_bytes: largest shard.
-    """
-    import torch
-
-    from lit_qrl.network.folder import FolderWriter
-    from lit_qrl.network.names import stored
-
-    writer = FolderWriter(folder, shard_bytes)
-    with torch.no_grad():
-        for name, tensor in policy.named_weights():
-            if tensor.is_floating_point() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
-                raise ConfigError(f"{name} of the checkpoint holds NaN or inf.", remedy="Take an earlier checkpoint.")
-            tensor = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-            for other, part in stored(policy.network, name, tensor).items():  # experts one by one
-                writer.add(other, part)
-    writer.close()
-    config = policy.network.config
-    config.dtype = dtype or _own_dtype(policy)
-    config.use_cache = True
-    config.save_pretrained(folder)
-    policy.network.generation_config.save_pretrained(folder)
-    policy.tokenizer.save_pretrained(folder)
-
-
-def _own_dtype(policy: Any) -> Any:
-    """Return the dtype of a policy's own weights, the first of which is no adapter's."""
-    return next(one.dtype for one in policy.network.parameters() if one.is_floating_point())
-
-
-def write_adapter(policy: Any, folder: Path) -> None:
-    """Write the adapter as a PEFT folder that names the base it was trained over."""
-    from safetensors.torch import save_file
-
-    tensors = {name: tensor.detach().contiguous().clone() for name, tensor in policy.adapter_tensors().items()}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    policy.lora.base_model_name_or_path, policy.lora.inference_mode = policy.source, True
-    policy.lora.save_pretrained(folder)
-    policy.tokenizer.save_pretrained(folder)

@@ -14,7 +14,7 @@ from lit_qrl.data.benchmark import Benchmark, Share, evaluation_sets, without_be
 from lit_qrl.data.dataset import RolloutDataset
 from lit_qrl.data.judging import Judging
 from lit_qrl.data.problems import Problem, PromptOrder, admit
-from lit_qrl.data.sizes import check_ranks, check_sizes
+from lit_qrl.data.sizes import check_ranks, check_sizes, warn_of_fewer
 from lit_qrl.data.task import Task
 from lit_qrl.errors import ConfigError, StoppedError, require_object
 from lit_qrl.loop.ahead import ahead_of, resumed_position
@@ -58,7 +58,7 @@ class RolloutDataModule(Described, LightningDataModule):
         top_k: most likely tokens kept in the rollout; 0 keeps all.
         max_tokens_per_micro_batch: an upper bound on padded tokens; `setup` says which `micro_batches` meets it. With
             `auto` it is of the tokens that are computed.
-        evaluation_size: held-out problems used; 0 uses all.
+        evaluation_limit: at most so many of the problems that the task holds out are evaluated on; 0 takes all.
         evaluation_samples: samples per problem for avg@k and pass@k; 0 decodes greedily alone.
         evaluation_temperature: of those samples; 0 decodes greedily alone.
         evaluation_top_p: nucleus mass of those samples.
@@ -75,6 +75,7 @@ class RolloutDataModule(Described, LightningDataModule):
             its group's statistics and of the loss, as a reward that returns None does.
         reward_weights: factors of the task's rewards by name, instead of their own.
         seed: of prompts and sampling; by default the value of `seed_everything`.
+        evaluation_size: the former name of `evaluation_limit`; a task's own is how many problems it holds out.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class RolloutDataModule(Described, LightningDataModule):
         top_p: float = 1.0,
         top_k: int = 0,
         max_tokens_per_micro_batch: int | None = None,
-        evaluation_size: int = 0,
+        evaluation_limit: int = 0,
         evaluation_samples: int = 1,
         evaluation_temperature: float = 1.0,
         evaluation_top_p: float = 1.0,
@@ -108,6 +109,7 @@ class RolloutDataModule(Described, LightningDataModule):
         error_reward: float | None = 0.0,
         reward_weights: dict[str, float] | None = None,
         seed: int | None = None,
+        evaluation_size: int | None = None,
     ) -> None:
         super().__init__()
         require_object("data.task", task, "Countdown()")
@@ -119,7 +121,8 @@ class RolloutDataModule(Described, LightningDataModule):
         self.temperature, self.top_p, self.top_k, self.long_prompt = temperature, top_p, top_k, long_prompt
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.budget = TokenBudget(max_tokens_per_micro_batch) if micro_batches == "auto" else None
-        self.evaluation_size, self.evaluation_samples = evaluation_size, evaluation_samples
+        self.evaluation_limit = evaluation_limit if evaluation_size is None else evaluation_size
+        self.evaluation_samples = evaluation_samples
         self.evaluation_temperature, self.evaluation_top_p = evaluation_temperature, evaluation_top_p
         self.evaluation_greedy, self.evaluation_completion_tokens = evaluation_greedy, evaluation_completion_tokens
         self.evaluate_task, self.benchmarks = evaluate_task, list(benchmarks or [])
@@ -136,7 +139,7 @@ class RolloutDataModule(Described, LightningDataModule):
         check_sizes(self)
         own = {"samples": evaluation_samples, "temperature": evaluation_temperature, "top_p": evaluation_top_p}
         own |= {"greedy": evaluation_greedy, "completion_tokens": evaluation_completion_tokens or max_completion_tokens}
-        self.evaluations = evaluation_sets(task if evaluate_task else None, evaluation_size, own, self.benchmarks)
+        self.evaluations = evaluation_sets(task if evaluate_task else None, self.evaluation_limit, own, self.benchmarks)
 
     # ------------------------------------------------------------------------------------------------ configuration
 
@@ -230,6 +233,7 @@ class RolloutDataModule(Described, LightningDataModule):
             one.task.setup()
             if not one.problems:
                 rows = list(one.task.evaluation_rows())[: one.size or None]
+                warn_of_fewer(f"{one.name}'s size" if one.name else "data.evaluation_limit", one.size, len(rows))
                 what = f"{one.name} evaluation" if one.name else "evaluation"
                 one.problems = admit(rows, one.task, policy, what, *((sys.maxsize, "error") if one.name else limits))
         drawn = [(len(p.prompt_ids), e.completion_tokens, e.name) for e in self.evaluations for p in e.problems]

@@ -1,8 +1,11 @@
 """Sizes of a rollout that must fit each other: prompts, groups, mini-batches, micro-batches, ranks."""
 
+import logging
 from typing import Any
 
 from lit_qrl.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def check_sizes(data: Any) -> None:
@@ -24,7 +27,7 @@ def check_sizes(data: Any) -> None:
         )
     if not 0 < data.top_p <= 1:
         raise ConfigError("data.top_p is out of range.", expected="a number in (0, 1]", given=data.top_p)
-    for name in ("top_k", "evaluation_size"):
+    for name in ("top_k", "evaluation_limit"):
         if getattr(data, name) < 0:
             raise ConfigError(
                 f"data.{name} is too small.", expected="0 (all) or a positive number", given=getattr(data, name)
@@ -44,6 +47,18 @@ def check_sizes(data: Any) -> None:
             given=data.micro_batches,
             remedy="Change data.micro_batches.",
         )
+
+
+def warn_of_fewer(key: str, wanted: int | None, there: int) -> None:
+    """Say that there are fewer problems to evaluate on than a setting asks for.
+
+    Args:
+        key: of the setting.
+        wanted: how many; None and 0 stand for all.
+        there: how many there are.
+    """
+    if wanted and there < wanted:
+        log.warning("%s asks for %d problems, and there are %d: these are evaluated on.", key, wanted, there)
 
 
 def check_ranks(data: Any, ranks: int) -> None:

@@ -1,5 +1,6 @@
 """Safetensors folders, read and written a tensor at a time; a folder appears under its name when it is whole."""
 
+import copy
 import difflib
 import json
 import os
@@ -474,3 +475,46 @@ def check_expert_count(source: str, revision: str | None, config: Any) -> None:
             given=f"{held} in the checkpoint",
             remedy="Take config and weights of one model.",
         )
+
+
+def write_plain(policy: Any, folder: Path, dtype: Any, shard_bytes: int) -> None:
+    """Write the policy as a Hugging Face folder, an adapter merged, layer by layer.
+
+    Args:
+        policy: with its weights.
+        folder: an existing folder.
+        dtype: of floating tensors; None keeps the learner's.
+        shard_bytes: largest shard.
+    """
+    from lit_qrl.network.names import stored
+
+    writer = FolderWriter(folder, shard_bytes)
+    with torch.no_grad():
+        for name, tensor in policy.named_weights():
+            if tensor.is_floating_point() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
+                raise ConfigError(f"{name} of the checkpoint holds NaN or inf.", remedy="Take an earlier checkpoint.")
+            tensor = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+            for other, part in stored(policy.network, name, tensor).items():  # experts one by one
+                writer.add(other, part)
+    writer.close()
+    config = copy.deepcopy(policy.network.config)
+    config.dtype = dtype or own_dtype(policy)
+    config.use_cache = True
+    config.save_pretrained(folder)
+    policy.network.generation_config.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+
+
+def own_dtype(policy: Any) -> Any:
+    """Return the dtype of a policy's own weights, the first of which is no adapter's."""
+    return next(one.dtype for one in policy.network.parameters() if one.is_floating_point())
+
+
+def write_adapter(policy: Any, folder: Path) -> None:
+    """Write the adapter as a PEFT folder that names the base it was trained over."""
+    tensors = {name: tensor.detach().contiguous().clone() for name, tensor in policy.adapter_tensors().items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    lora = copy.copy(policy.lora)
+    lora.base_model_name_or_path, lora.inference_mode = policy.source, True
+    lora.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)

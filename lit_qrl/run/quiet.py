@@ -22,6 +22,7 @@ def quiet() -> None:
         ".*`IterableDataset` has `__len__` defined.*",
         r".*module\(s\) in eval mode.*",  # a policy is trained without dropout
         ".*LeafSpec.*is deprecated.*",  # Lightning's own use of torch
+        "Starting from v1.9.0, `tensorboardX`",  # `metrics.csv` is written whatever other logger there is
     ):
         warnings.filterwarnings("ignore", pattern)
     if "transformers" in sys.modules:  # a command that only prints has not loaded it

@@ -19,7 +19,8 @@ from tests.tiny_run import DigitReward, DigitTask, build, fit, parameters_of
 def events(folder):
     path = folder / "run" / "events.jsonl"
     kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()] if path.exists() else []
-    return [kind for kind in kinds if kind != "sampler"]  # what it holds is told once, whatever happens then
+    told = ("update", "sampler", "mismatch_at_start")  # once, whatever happens then
+    return [kind for kind in kinds if kind not in told]
 
 
 class Poison(RLCallback):
@@ -89,6 +90,23 @@ def test_equal_rewards_skip_the_step_and_move_nothing(tmp_path):
     _, module, _ = fit(tmp_path, task=task, trainer={"max_epochs": 3})
     assert torch.equal(parameters_of(module), start(tmp_path))
     assert events(tmp_path) == ["no_signal"] * 3
+
+
+@pytest.mark.parametrize(
+    ("kl", "ess", "warned"), [(0.004, 0.99, False), (0.03, 0.94, False), (0.5, 0.9, True), (0.02, 0.45, True)]
+)
+def test_a_mismatch_that_is_far_out_before_any_update_is_told_once(tmp_path, kl, ess, warned):
+    trainer, module, _ = build(tmp_path)
+    module.iteration.row = {"mismatch/kl_k3": kl, "mismatch/ess_ratio": ess}
+    for _ in range(2):
+        Guard().on_train_epoch_end(trainer, module)
+        trainer.fit_loop.epoch_progress.current.completed += 1
+    path = tmp_path / "run" / "events.jsonl"
+    told = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    assert [event["kind"] for event in told] == ["mismatch_at_start"] * warned
+    for event in told:
+        assert f"{kl:.3g} nats per token and an ESS ratio of {ess:.2f}" in event["message"]
+        assert "add configs/correction/tis.yaml" in event["message"]
 
 
 class VariedOnce(DigitReward):

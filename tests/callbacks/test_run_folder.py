@@ -7,6 +7,8 @@ import torch
 import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
+from peft import LoraConfig, PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_qrl import CausalPolicy, GRPOModule, RolloutDataModule, default_callbacks, resume_from
 from lit_qrl.callbacks import AIS
@@ -14,6 +16,7 @@ from lit_qrl.callbacks.run_folder import standing
 from lit_qrl.cli.main import main
 from lit_qrl.errors import ConfigError
 from lit_qrl.objective import GRPO
+from lit_qrl.precision import QATAligned
 from lit_qrl.rollout import TransformersEngine
 from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.run.lock import RunLock
@@ -165,3 +168,31 @@ def test_an_interrupted_run_says_where_it_stands(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "last.ckpt").touch()
     assert "last.ckpt is its last checkpoint. Go on with:\n  again" in standing(Interrupted(15), trainer, "again")
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "LoRA"])
+def test_a_trained_policy_is_loaded_again_and_written_for_transformers(adapted):
+    policy = {"lora": LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)} if adapted else None
+    _, module = learn(1, policy=policy)
+    again = GRPOModule.load_from_checkpoint("runs/mine/1/checkpoints/last.ckpt")
+    assert torch.equal(parameters_of(again), parameters_of(module))
+    assert (type(again.objective), again.policy.lora is None) == (GRPO, not adapted)
+    module.policy.save_pretrained("saved")
+    plain = AutoModelForCausalLM.from_pretrained("model" if adapted else "saved", dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(plain, "saved") if adapted else plain
+    ids = torch.arange(3, 9)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, module.policy.model(ids).logits, atol=1e-6, rtol=1e-5)
+    assert AutoTokenizer.from_pretrained("saved").eos_token == module.policy.tokenizer.eos_token
+    assert module.policy.network.config.use_cache is False
+
+
+def test_what_is_no_deployable_policy_is_refused():
+    with pytest.raises(ConfigError, match="no weights yet"):
+        CausalPolicy(model_folder(Path("model"))).save_pretrained("saved")
+    _, module = learn(1, plugins=[QATAligned("fp8_row")])
+    with pytest.raises(ConfigError, match=r"computes in fp8_row.* lit-qrl export"):
+        module.policy.save_pretrained("saved")
+    assert not Path("saved").exists()
+    with pytest.raises(ConfigError, match=r"config\.yaml is no configuration of a run"):
+        GRPOModule.load_from_checkpoint("model/config.json")

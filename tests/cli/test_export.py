@@ -13,11 +13,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_qrl import formats
-from lit_qrl.cli.export import export, write_plain
+from lit_qrl.cli.export import export
 from lit_qrl.cli.main import main as lit_qrl
 from lit_qrl.cli.parser import run as called
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.folder import FolderReader
+from lit_qrl.network.folder import FolderReader, write_plain
 from lit_qrl.policy import DTYPES, CausalPolicy
 from lit_qrl.precision import PackedLoRA
 from lit_qrl.quantize.folder import quantize_checkpoint

@@ -108,7 +108,7 @@ ITERATIONS = 10  # a stage of noise each
 TINY = {
     "model.policy.model": ROOT / "models" / "tiny-countdown",
     "data.micro_batches": 1,
-    "data.evaluation_size": 500,
+    "data.evaluation_limit": 500,
     "data.evaluation_temperature": 1.0,
     "data.evaluation_top_p": 1.0,
     "data.evaluation_greedy": "false",

@@ -237,7 +237,7 @@ def commanded(family: Family, folder: Path) -> Cell:
     from lit_qrl.cli.main import run_training
 
     family = sized(family) if family.kind == "state" else family
-    sizes = {"data.prompts_per_iteration": 2, "data.group_size": 2, "data.evaluation_size": 4, "trainer.max_epochs": 1}
+    sizes = {"data.prompts_per_iteration": 2, "data.group_size": 2, "data.evaluation_limit": 4, "trainer.max_epochs": 1}
     sizes |= {"trainer.default_root_dir": folder / "run", "trainer.check_val_every_n_epoch": 1}
     given = [*settings(family), *(part for key, value in sizes.items() for part in (f"--{key}", str(value)))]
     config = str(ROOT / "configs" / "quickstart.yaml")

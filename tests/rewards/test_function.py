@@ -180,8 +180,12 @@ def test_an_error_in_a_function_is_told_with_its_place():
 
 
 def test_a_parameter_without_a_column_is_known_from_a_row():
-    reward = FunctionReward(lambda completions, solution: [0.0])
-    assert "requires 'solution', which is no column; a row has answer, question" in reward.unscorable(SAMPLES[0])
+    def score(response, label):
+        return [0.0]
+
+    words = r"Reward 'score' .*'response', 'label' are no column.*columns answer, question.*label\)\. Write"
+    with pytest.raises(ConfigError, match=words):
+        FunctionReward(score).unscorable(SAMPLES[0])
     assert FunctionReward(right).unscorable(SAMPLES[0]) is None
 
 

@@ -8,9 +8,9 @@ from lightning.pytorch import Callback
 from peft import LoraConfig
 
 from lit_qrl.callbacks import AIS, MaskedIS, TruncatedIS
-from lit_qrl.cli.export import write_plain
 from lit_qrl.diffusion_policy import DiffusionPolicy
 from lit_qrl.errors import ConfigError
+from lit_qrl.network.folder import write_plain
 from lit_qrl.objective import GRPO, GSPO
 from lit_qrl.precision import QATAligned, UnifiedFP8
 from lit_qrl.rollout import DiffusionEngine, TransformersEngine, VLLMEngine

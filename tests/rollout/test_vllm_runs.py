@@ -256,7 +256,7 @@ def test_the_quickstart_runs_with_vllm(tmp_path, monkeypatch):
     options = {
         "trainer.max_epochs": 3,
         "trainer.check_val_every_n_epoch": 3,
-        "data.evaluation_size": 32,
+        "data.evaluation_limit": 32,
         "trainer.default_root_dir": tmp_path,
         "publisher.probe_every": 1,
         "trainer.enable_progress_bar": "false",

@@ -23,7 +23,7 @@ model:
     init_args: {lr: 0.001, betas: [0.9, 0.999]}
   lr_schedule: constant
   warmup: 0.0
-data: {group_size: 8, evaluation_size: 500}
+data: {group_size: 8, evaluation_limit: 500}
 progress: {header_every: 20}
 ckpt_path: null
 """
@@ -57,7 +57,7 @@ CHANGES = {
             "trainer.max_epochs": 9,
             "trainer.default_root_dir": "b",
             "trainer.check_val_every_n_epoch": 3,
-            "data.evaluation_size": 4,
+            "data.evaluation_limit": 4,
             "progress.header_every": 3,
             "ckpt_path": "last.ckpt",
             "resume_if_possible": True,

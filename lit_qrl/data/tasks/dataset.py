@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lit_qrl.data.conversations import is_conversation, posed, read_turns, split_answer
+from lit_qrl.data.sizes import warn_of_fewer
 from lit_qrl.data.sources import MemoryRows, check_columns, read_rows
 from lit_qrl.data.task import Message, Row, Task, normalized, solved
 from lit_qrl.errors import ConfigError
@@ -42,7 +43,8 @@ class DatasetTask(Task):
         evaluation_path: where the held-out rows are, likewise; by default in `path`.
         evaluation_split: split to evaluate on. With neither this nor `evaluation_path`, rows are held out of the
             training data by a seeded draw.
-        evaluation_size: rows to evaluate on; by default all of an evaluation source, or a tenth of the training data.
+        evaluation_size: rows to hold out, or to take of an evaluation source; by default all of that, or a tenth of the
+            training data.
         answer_pattern: regular expression with one group that finds the answer in its column: `#### (.*)` for GSM8K;
             by default the whole column.
         row_filter: allowed values by column, such as `level: [3, 4, 5]`; other rows are left out.
@@ -111,15 +113,13 @@ class DatasetTask(Task):
         if self._evaluation:
             return
         if self.split is None:
-            source, split = self.evaluation_path or self.path, self.evaluation_split
-            self._evaluation = self._read(source, split or "test")[: self.evaluation_size]
+            self._evaluation = self._evaluated()
             return
         train = self._read(self.path, self.split)
         if self.evaluation_path is None and self.evaluation_split is None:
             evaluation = self._held_out(train)
         else:
-            source, split = self.evaluation_path or self.path, self.evaluation_split
-            evaluation = self._read(source, split or "test")[: self.evaluation_size]
+            evaluation = self._evaluated()
         evaluated = {self.key(row) for row in evaluation}
         kept = [row for row in train if self.key(row) not in evaluated]
         removed = len(train) - len(kept)
@@ -194,6 +194,12 @@ class DatasetTask(Task):
         where = f"of {_shown(path)}" + (" after row_filter" if self.row_filter else "")
         for number, row in enumerate(rows, start=1):
             self._check(row, f"Row {number} {where}", answered)
+        return rows
+
+    def _evaluated(self) -> list[dict[str, Any]]:
+        """Return the rows of the evaluation source."""
+        rows = self._read(self.evaluation_path or self.path, self.evaluation_split or "test")[: self.evaluation_size]
+        warn_of_fewer("data.task.evaluation_size", self.evaluation_size, len(rows))
         return rows
 
     def _has_answers(self, row: dict[str, Any]) -> bool:

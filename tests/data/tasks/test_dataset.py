@@ -3,6 +3,7 @@ import json
 import logging
 from pathlib import Path
 
+import datasets
 import pytest
 import yaml
 from jsonargparse import ArgumentParser
@@ -13,6 +14,7 @@ from lit_qrl.data.task import Task
 from lit_qrl.data.tasks import DatasetTask
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards import ConstantReward, FormatReward, MathReward, Reward, Sample, SudokuReward
+from lit_qrl.run.description import describe
 from tests.rewards.datasets import DATA, rows
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "task"
@@ -232,7 +234,7 @@ def test_the_last_assistant_turn_of_messages_is_the_answer(tmp_path):
     row = task.train_rows()[0]
     assert [turn["role"] for turn in task.prompt(row)] == ["user"]
     assert task.reference(row) == str(int(task.prompt(row)[0]["content"].split()[0]) + 1)
-    with pytest.raises(ConfigError, match=r"no column 'answer'.*its columns: messages"):
+    with pytest.raises(ConfigError, match=r"no column 'answer', and Reward 'math'.*among messages"):
         ready(made, "messages")
 
 
@@ -274,7 +276,6 @@ def test_a_set_that_is_only_evaluated_on_has_no_training_rows(path):
     [
         (r"\\frac{1}{2", None, "cannot be scored by Reward 'math' (MathReward): its brackets do not match"),
         ("We add 3. Then we are done.", None, "it is a text that marks no answer"),
-        ("4", [lambda completions, solution: [0.0]], "requires 'solution', which is no column"),
     ],
 )
 def test_a_row_that_no_completion_can_solve_is_refused_by_its_number(path, answer, rewards, words):
@@ -284,6 +285,58 @@ def test_a_row_that_no_completion_can_solve_is_refused_by_its_number(path, answe
         ready(path, rewards=rewards)
     assert words in str(caught.value)
     assert f"Row {1 if rewards else 21} of" in str(caught.value)
+
+
+def in_memory(kind, held):
+    if kind == "generator":
+        return (row for row in held)
+    made = datasets.Dataset.from_list(held)
+    return {"list": held, "Dataset": made, "DatasetDict": datasets.DatasetDict(train=made)}[kind]
+
+
+@pytest.mark.parametrize("kind", ["list", "Dataset", "DatasetDict", "generator"])
+def test_rows_held_in_python_are_those_of_a_file_and_recorded_by_a_digest(path, kind):
+    held = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    of_file, task = ready(path), ready(in_memory(kind, held))
+    assert (task.train_rows(), task.evaluation_rows()) == (of_file.train_rows(), of_file.evaluation_rows())
+    recorded = describe(task)["init_args"]["path"]
+    assert recorded.startswith("<20 rows of Python, ")
+    assert describe(DatasetTask(held[1:]))["init_args"]["path"] != recorded
+    if kind in ("list", "generator"):
+        assert describe(DatasetTask(in_memory(kind, held)))["init_args"]["path"] == recorded
+    with pytest.raises(ConfigError, match="in a Python program's memory"):
+        ready(recorded)
+
+
+@pytest.mark.parametrize("wrong", [["a", "b"], 3])
+def test_what_holds_no_rows_is_refused(wrong):
+    with pytest.raises(ConfigError, match="iterable of dictionaries"):
+        DatasetTask(wrong)
+
+
+def test_rows_without_answers_are_for_rewards_that_ask_for_none():
+    held = [{"question": f"Write {i}.", "level": i} for i in range(20)]
+
+    def short(completions, level):
+        return [1.0 / (1 + len(text)) for text in completions]
+
+    def agrees(completions, references):
+        return [float(text == gold) for text, gold in zip(completions, references, strict=True)]
+
+    task = ready(held, rewards=[short])
+    assert task.reference(task.train_rows()[0]) is None
+    assert task.is_correct([Sample("", "", columns=held[0]), Sample("", "x", columns=held[0])]) == [True, False]
+    assert ready(held, rewards=[ConstantReward(1.0)]).is_correct([Sample("", "")]) == [True]
+    for rewards in (None, [agrees], [short, MathReward()]):
+        with pytest.raises(ConfigError, match=r"no column 'answer', and Reward .* asks for a gold answer"):
+            ready(held, rewards=rewards)
+
+
+def test_fewer_held_out_rows_than_asked_for_are_told(path, tmp_path, caplog):
+    other = write(tmp_path / "other.jsonl", count=1, start=100)
+    with caplog.at_level(logging.WARNING):
+        assert len(ready(path, evaluation_path=str(other), evaluation_size=6).evaluation_rows()) == 1
+    assert "evaluation_size asks for 6 problems, and there are 1" in caplog.text
 
 
 def test_functions_are_rewards():
