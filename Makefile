@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 .PHONY: help evidence install quickstart test test-environments test-newest test-oldest test-slow test-vllm docs lint format clean
 
 help:  ## show this help
-	@grep -E '^[a-z -]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-24s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-17s %s\n", $$1, $$2}'
 
 $(VENV)/.base: pyproject.toml $(CONSTRAINTS)
 	@echo "Making the environment in $(VENV) (a few minutes, once) …"
@@ -49,8 +49,11 @@ quickstart: $(VENV)/.base  ## train the tiny policy with an FP8 sampler and AIS 
 test: $(VENV)/.test  ## run the CPU tests in two processes (ARGS="-n 0 -k name" for one test by name in one)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 $(ARGS)
 
-test-oldest test-newest: test-%:  ## run them with the oldest or the newest libraries that are taken, each in an environment of its own (6 to 8 GB)
-	@$(MAKE) test VENV=.venv-$* CONSTRAINTS=constraints-$*.txt
+test-oldest:  ## run the CPU tests with the oldest libraries that are taken, in .venv-oldest (8 GB)
+	@$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+
+test-newest:  ## run the CPU tests with the newest libraries, in .venv-newest (6 GB)
+	@$(MAKE) test VENV=.venv-newest CONSTRAINTS=constraints-newest.txt
 
 test-slow: $(VENV)/.vllm $(VENV)/.environments  ## run the tests that take minutes
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m 'slow and not gpu' $(ARGS)

@@ -1,4 +1,4 @@
-"""`lit-qrl --versions`: the libraries here, the versions of them and of vLLM that are taken, and changes to vLLM's code."""
+"""`lit-qrl --versions`: the libraries here, the versions that are taken, of vLLM too, and changes to its code."""
 
 import platform
 import textwrap
