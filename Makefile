@@ -1,15 +1,16 @@
 # Two commands: `make quickstart` trains a policy, `make test` runs the tests. Both make the environment when it is missing.
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
-.PHONY: help evidence install quickstart test test-environments test-slow test-vllm docs lint format clean
+.PHONY: help evidence install quickstart test test-environments test-newest test-oldest test-slow test-vllm docs lint format clean
 
 help:  ## show this help
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-17s %s\n", $$1, $$2}'
 
-$(VENV)/.base: pyproject.toml constraints.txt
+$(VENV)/.base: pyproject.toml $(CONSTRAINTS)
 	@echo "Making the environment in $(VENV) (a few minutes, once) …"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 …")'
 	@$(PYTHON) -m venv $(VENV)
@@ -48,6 +49,12 @@ quickstart: $(VENV)/.base  ## train the tiny policy with an FP8 sampler and AIS 
 test: $(VENV)/.test  ## run the CPU tests in two processes (ARGS="-n 0 -k name" for one test by name in one)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 $(ARGS)
 
+test-oldest:  ## run the CPU tests with the oldest libraries that are taken, in .venv-oldest (8 GB)
+	@$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+
+test-newest:  ## run the CPU tests with the newest libraries, in .venv-newest (6 GB)
+	@$(MAKE) test VENV=.venv-newest CONSTRAINTS=constraints-newest.txt
+
 test-slow: $(VENV)/.vllm $(VENV)/.environments  ## run the tests that take minutes
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m 'slow and not gpu' $(ARGS)
 
@@ -74,4 +81,4 @@ format: $(VENV)/.dev  ## rewrite the code in the house style
 	@$(BIN)/ruff format .
 
 clean:  ## remove the environment and caches (runs/ stays)
-	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .venv-oldest .venv-newest .pytest_cache .ruff_cache .hypothesis

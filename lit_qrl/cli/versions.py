@@ -1,10 +1,11 @@
-"""`lit-qrl --versions`: the libraries here, the accepted versions of vLLM, and what is changed of its code."""
+"""`lit-qrl --versions`: the libraries here, the versions that are taken, of vLLM too, and changes to its code."""
 
 import platform
 import textwrap
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, metadata, version
 
 import torch
+from packaging.requirements import Requirement
 
 from lit_qrl import __version__
 from lit_qrl.rollout.vllm.installation import accepted, installed_version
@@ -16,6 +17,8 @@ LIBRARIES = (
     "lightning",
     "transformers",
     "peft",
+    "accelerate",
+    "datasets",
     "jsonargparse",
     "torchmetrics",
     "compressed-tensors",
@@ -28,7 +31,9 @@ def versions() -> str:
     """Return the text; nothing is imported but torch."""
     found = installed_version()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    taken = _taken()
     rows = [("lit-qrl", __version__), ("python", platform.python_version()), *((n, _version(n)) for n in LIBRARIES)]
+    rows = [(name, f"{here:<18}{taken.get(name, '')}".rstrip()) for name, here in rows]
     if found is None:
         rows.append(("vllm", "not installed"))
     else:
@@ -41,6 +46,16 @@ def versions() -> str:
         obsolete = textwrap.fill(f"until {patch.obsolete}", 110, initial_indent=" " * 4, subsequent_indent=" " * 4)
         lines += [f"{mark} {patch.name:<24}{where}", obsolete]
     return "\n".join(lines)
+
+
+def _taken() -> dict[str, str]:
+    """Return which versions the project's own metadata asks for, by name; nothing where it is not installed."""
+    try:
+        about = metadata("lit-qrl")
+    except PackageNotFoundError:
+        return {}
+    asked = [Requirement(line) for line in about.get_all("Requires-Dist") or ()]
+    return {"python": about["Requires-Python"]} | {one.name: str(one.specifier) for one in asked if one.specifier}
 
 
 def _version(name: str) -> str:

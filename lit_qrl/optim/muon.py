@@ -45,7 +45,7 @@ class MuonAdamW(Optimizer, Described):
         adamw: globs over parameter names; what matches is AdamW's whatever its shape.
 
     Raises:
-        ConfigError: parameters without names, no matrix for Muon, or a torch without Muon.
+        ConfigError: parameters without names, or no matrix for Muon.
 
     >>> model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 2), "up": torch.nn.Linear(2, 3)})
     >>> [(g["algorithm"], g["param_names"]) for g in MuonAdamW(model.named_parameters(), lr=1e-6).param_groups]
@@ -65,8 +65,6 @@ class MuonAdamW(Optimizer, Described):
         eps: float = 1e-8,
         adamw: Sequence[str] = EMBEDDINGS,
     ) -> None:
-        if not hasattr(torch.optim, "Muon"):
-            raise ConfigError("torch has no Muon.", expected="torch 2.9 or newer", given=torch.__version__)
         named: list[Any] = list(params)
         if any(not isinstance(pair, tuple) for pair in named):
             raise ConfigError(
