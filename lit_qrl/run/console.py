@@ -12,8 +12,8 @@ from typing import Any, TextIO
 
 from lit_qrl.run.folder import LOG_FILE
 
-COMPILERS = ("flashinfer", "deep_gemm", "triton", "torch", "torch._inductor", "torch._dynamo", "torchao")
-LIBRARIES = ("vllm", *COMPILERS, "transformers", "py.warnings")
+COMPILERS = ("flashinfer", "deep_gemm", "triton", "torch._inductor", "torch._dynamo")
+LIBRARIES = ("vllm", *COMPILERS, "torchao", "transformers", "py.warnings")
 """Loggers of the engine, of what compiles for it, and of Python's warnings."""
 
 
@@ -73,6 +73,32 @@ def _to_the_file(shows: Callable[..., None]) -> Callable[..., None]:
             logging.getLogger("py.warnings").warning("%s:%d: %s: %s", filename, lineno, category.__name__, message)
 
     return show
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep progress bars of a library that has no option for it from the present stderr."""
+    before = sys.stderr
+    sys.stderr = _WithoutBars(before)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        sys.stderr = before
+
+
+class _WithoutBars:
+    """Passes text on, but for a bar: what begins with a carriage return, and the end of its line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._in_bar = stream, False
+
+    def write(self, text: str) -> int:
+        bar = text.startswith("\r") or (self._in_bar and text == "\n")
+        self._in_bar = bar and text != "\n"
+        return len(text) if bar else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class _Lasting(TextIOWrapper):

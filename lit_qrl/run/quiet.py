@@ -13,7 +13,8 @@ def _tells(record: logging.LogRecord) -> bool:
 def quiet() -> None:
     """Silence that advice, and let what this library says be seen."""
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_tells)
-    logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
+    for name in ("lightning.fabric.utilities.seed", "lightning.pytorch.accelerators.cuda"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     for pattern in (
         "LightningCLI's args parameter.*",
         ".*does not have many workers.*",

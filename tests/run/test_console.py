@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from tqdm import tqdm
 
 from lit_qrl.rollout.vllm.process import prepare_environment
-from lit_qrl.run.console import LOG_FILE, kept_from_the_screen
+from lit_qrl.run.console import LOG_FILE, kept_from_the_screen, without_bars
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +109,16 @@ def test_warnings_of_libraries_go_to_the_file_and_the_user_s_own_stay(tmp_path):
     kept = (tmp_path / "run" / LOG_FILE).read_text()
     assert "c10d_logger.py:83: UserWarning: of a library" in kept
     assert "for maintainers" in kept
+
+
+def test_bars_of_a_library_are_kept_away_and_what_it_says_is_not(capsys):
+    with without_bars():
+        bar = tqdm(range(3), desc="Capturing CUDA graphs", mininterval=0)
+        for _ in bar:
+            pass
+        print("a warning", file=sys.stderr)
+    print("after", file=sys.stderr)
+    assert capsys.readouterr().err == "a warning\nafter\n"
 
 
 SAYS = """

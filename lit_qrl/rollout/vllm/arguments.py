@@ -91,7 +91,6 @@ def llm_arguments(
         "max_model_len": longest,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
-        "use_tqdm_on_load": False,  # bars of its own, between the lines of the run
         **compilation(quick_start, spec.decode_steps),
         **given,
     }

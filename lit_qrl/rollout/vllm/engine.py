@@ -53,6 +53,7 @@ from lit_qrl.rollout.vllm.sleeping import Sleeping
 from lit_qrl.rollout.vllm.start import undone_on_failure
 from lit_qrl.rollout.vllm.warm_up import warm_up
 from lit_qrl.rollout.vllm.watchdog import Watchdog
+from lit_qrl.run.console import without_bars
 from lit_qrl.run.phases import phase
 
 Tensors = Iterator[tuple[str, Tensor]]
@@ -261,7 +262,7 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
             from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
 
             try:
-                with self._watchdog("the start", self.start_timeout), phase("vLLM started"):
+                with self._watchdog("the start", self.start_timeout), phase("vLLM started"), without_bars():
                     self.llm = LLM(**arguments)
             except Exception as error:
                 if not self._started and not isinstance(error, TimeoutError):
