@@ -138,14 +138,15 @@ def packaged() -> str:
 COMMANDS = """
 ## One command per family
 
-Each trains on Countdown with a sampler of the family. Models of the hub could not be fetched where this is developed:
+Each trains on Countdown with a sampler of the family, at a rate for a model of the hub: the quickstart's own, 3e-4, is
+its small policy's. Models of the hub could not be fetched where this is developed:
 what was **tried** is one iteration of each command with a model of the family at the smallest size in place of the
 hub's, which this makes (`lit-qrl models FAMILY` names its type):
 
 ```bash
 python -m tests.families.configs qwen3 out/qwen3
 lit-qrl fit --config configs/quickstart.yaml --model.policy.model out/qwen3 --data.max_prompt_tokens 64 \\
-    --trainer.max_epochs 1
+    --model.optimizer.lr 1e-6 --trainer.max_epochs 1
 ```
 """
 
@@ -158,7 +159,7 @@ def command(family: Family) -> str:
 
 def settings(family: Family) -> list[str]:
     """Return the options beside the model that a first run of a family needs."""
-    options = ["--data.max_prompt_tokens", "64"]
+    options = ["--data.max_prompt_tokens", "64", "--model.optimizer.lr", "1e-6"]
     if family.kind == "state":
         options += ["--data.engine", "VLLMEngine"]
     if family.kind == "state" or family.model_type == "gpt2":
