@@ -10,7 +10,7 @@ from lit_qrl.errors import ConfigError
 from tests.tiny_run import build
 
 
-def setup(limit, device="cuda:0"):
+def set_up(limit, device="cuda:0"):
     limit.setup(SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device))), None, "fit")
 
 
@@ -24,13 +24,13 @@ def shares(monkeypatch):
 
 
 def test_the_allocator_is_told_a_share_of_the_gpu(shares):
-    setup(MemoryLimit(60))
+    set_up(MemoryLimit(60))
     assert shares == [(0.75, torch.device("cuda:0"))]
 
 
 def test_more_than_there_is_and_nothing_are_refused(shares):
     with pytest.raises(ConfigError, match=r"at most 80\.0"):
-        setup(MemoryLimit(90))
+        set_up(MemoryLimit(90))
     with pytest.raises(ConfigError, match="above 0"):
         MemoryLimit(0.0)
     assert not shares
