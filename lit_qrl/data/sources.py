@@ -60,7 +60,8 @@ class MemoryRows:
 
 def _as_rows(given: Any) -> list[dict[str, Any]]:
     rows = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else None
-    if rows is None or (strange := next((one for one in rows if not isinstance(one, Mapping)), None)) is not None:
+    strange = next((one for one in rows or () if not isinstance(one, Mapping)), None)
+    if rows is None or strange is not None:
         raise ConfigError(
             "The data set is no rows.",
             expected="a path, a datasets.Dataset, or an iterable of dictionaries",

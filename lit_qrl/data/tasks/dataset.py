@@ -88,13 +88,16 @@ class DatasetTask(Task):
     ) -> None:
         if evaluation_size is not None and evaluation_size < 1:
             raise ConfigError("evaluation_size is too small.", expected="1 or more, or null", given=evaluation_size)
-        self.path = path if isinstance(path, str) else MemoryRows(path)
+        self.path: str | MemoryRows = path if isinstance(path, str) else MemoryRows(path)
         self.split, self.subset, self.name = split, subset, name
         if subset == []:
             raise ConfigError("subset is an empty list.", expected="names, one name, or null", given=subset)
         self.prompt_column, self.answer_column = prompt_column, answer_column
-        named = evaluation_path is None or isinstance(evaluation_path, str)
-        self.evaluation_path = evaluation_path if named else MemoryRows(evaluation_path)
+        self.evaluation_path: str | MemoryRows | None = (
+            evaluation_path
+            if evaluation_path is None or isinstance(evaluation_path, str)
+            else MemoryRows(evaluation_path)
+        )
         self.evaluation_split = evaluation_split
         self.evaluation_size, self.seed = evaluation_size, seed
         self.answer_pattern = _compiled(answer_pattern) if answer_pattern else None
