@@ -145,7 +145,7 @@ def main() -> None:
             weight_decay=0.0,
             max_grad_norm=trainer_["gradient_clip_val"],
             beta=0.0,
-            loss_type="grpo",
+            loss_type={"token": "dapo", "sequence": "grpo"}[config["model"]["objective"]["init_args"]["reduction"]],
             temperature=1.0,
             use_vllm=True,
             vllm_mode="colocate",
