@@ -410,14 +410,14 @@ def _multiply_out(file: Path, folder: Path) -> None:
         network.config.tie_word_embeddings = True
     names = ("eos", "eot", "bos", "padding")
     found = {name: reader.fields.get(f"tokenizer.ggml.{name}_token_id") for name in names}
-    ids = {name: None if field is None else int(field.contents()) for name, field in found.items()}
-    special = {"eos": ids["eos"], "bos": ids["bos"], "pad": ids["padding"]}
+    ids = {name: int(field.contents()) for name, field in found.items() if field is not None}
+    special = {"eos": ids.get("eos"), "bos": ids.get("bos"), "pad": ids.get("padding")}
     for name, number in special.items():
         setattr(network.config, f"{name}_token_id", number)
         setattr(tokenizer, f"{name}_token", None if number is None else tokenizer.convert_ids_to_tokens(number))
-    ends = sorted({ids[name] for name in ("eos", "eot") if ids[name] is not None})
+    ends = sorted({ids[name] for name in ("eos", "eot") if name in ids})
     network.generation_config = GenerationConfig(
-        **{**{f"{k}_token_id": v for k, v in special.items()}, "eos_token_id": ends or None}
+        eos_token_id=ends or None, bos_token_id=special["bos"], pad_token_id=special["pad"]
     )
     network.hf_quantizer = None  # nothing is quantized any more
     network.config.__dict__.pop("quantization_config", None)
