@@ -207,8 +207,12 @@ KNOWN_BEFORE_A_MODEL = {
     "unknown objective": (["--model.objective", "GRPOO"], ["no class 'GRPOO'", "Did you mean 'GRPO'?"]),
     "unknown optimizer": (["--model.optimizer", "MuonAdam"], ["no class 'MuonAdam'", "Did you mean 'MuonAdamW'?"]),
     "optimizer of a library that is missing": (["--model.optimizer", "nosuch.AdamW"], ["No module named 'nosuch'"]),
+    "optimizer of another kind without its rate": (
+        ["--model.optimizer", "torch.optim.SGD"],
+        ["SGD without a learning rate", "Set model.optimizer.init_args.lr"],
+    ),
     "optimizer that asks for the loss again": (
-        ["--model.optimizer", "torch.optim.LBFGS"],
+        ["--model.optimizer", "torch.optim.LBFGS", "--model.optimizer.lr", 1],
         ["LBFGS evaluates the loss several times", "torch.optim.AdamW"],
     ),
     "scheduler of a name that two classes have": (
@@ -229,7 +233,7 @@ KNOWN_BEFORE_A_MODEL = {
         ["--publisher.format", "x"],
         ["There is no such number format. Given: x. Choose one of bf16, fp16"],
     ),
-    "plain Muon": (["--model.optimizer", "torch.optim.Muon"], ["Use MuonAdamW"]),
+    "plain Muon": (["--model.optimizer", "torch.optim.Muon", "--model.optimizer.lr", 1e-6], ["Use MuonAdamW"]),
     "unknown format": (["--publisher.format", "fp8_rows"], ["fp8_rows", "Did you mean 'fp8_row'?"]),
     "clamp of the KL that is no bound": (
         ["--model.objective", "GRPO", "--model.objective.kl_input_clamp", -1],
@@ -286,7 +290,7 @@ KNOWN_BEFORE_A_MODEL = {
     ),
     "reward function with a column that is not there": (
         ["--data.task.rewards", '[{"class_path": "tests.test_bad_input.needy"}]'],
-        ["Row 1 of 'rows.jsonl'", "function tests.test_bad_input.needy", "'solution', which is no column", "answer"],
+        ["function tests.test_bad_input.needy", "'solution' is no column", "Given: needy(completions, solution)"],
     ),
     "setting of a reward function": (
         ["--data.task.rewards", '[{"class_path": "tests.test_bad_input.few", "init_args": {"wait": 1}}]'],

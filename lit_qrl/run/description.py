@@ -124,4 +124,5 @@ def _path(named: Any) -> str:
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if module == "__main__" and script:
         module = Path(script).stem
+        sys.modules.setdefault(module, sys.modules["__main__"])  # a parser that looks it up must not run it again
     return f"{module}.{name}"

@@ -358,7 +358,7 @@ def test_a_dropped_tensor_is_named_before_anything_is_drawn(tmp_path, monkeypatc
     trainer, module, data = build(tmp_path)
     with pytest.raises(ValueError, match=NORM):
         trainer.fit(module, datamodule=data)
-    assert [event["kind"] for event in read_events(tmp_path / "run")] == ["publish_fault"]
+    assert [event["kind"] for event in read_events(tmp_path / "run")] == ["update", "publish_fault"]
 
 
 def test_one_retry_where_asked_for(tmp_path, monkeypatch):

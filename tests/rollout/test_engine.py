@@ -114,7 +114,7 @@ def test_the_smallest_engine_runs(tmp_path):
     )
     assert len(rows) == 2
     assert all(row["mismatch/abs_log_ratio"] < 1e-5 for row in rows)
-    assert [event["kind"] for event in read_jsonl(tmp_path / "run" / "events.jsonl")] == ["sampler"]
+    assert [event["kind"] for event in read_jsonl(tmp_path / "run" / "events.jsonl")] == ["update", "sampler"]
 
 
 def test_a_death_is_no_mistake_of_the_configuration():

@@ -1,5 +1,8 @@
 import functools
+import os
 import pickle
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from enum import Enum
 from inspect import signature
@@ -10,6 +13,7 @@ import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import LearningRateMonitor
 
+import lit_qrl
 from lit_qrl.callbacks import AIS, MaskedIS
 from lit_qrl.objective import DAPO, GRPO, Objective
 from lit_qrl.optim import MuonAdamW
@@ -90,3 +94,17 @@ def test_an_optimizer_is_saved_without_what_it_was_made_with():
     optimizer = MuonAdamW(named, momentum=0.8)
     assert describe(optimizer)["init_args"]["momentum"] == 0.8
     assert set(optimizer.state_dict()) == {"state", "param_groups"}
+
+
+def test_a_script_whose_functions_are_recorded_is_not_run_again(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "from lit_qrl.run.description import describe\n"
+        "def score(completions): ...\n"
+        "print('ran', describe(score))\n"
+        "import importlib\n"
+        "print(importlib.import_module('mine').score is score)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(lit_qrl.__file__).parents[1])}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split("\n")[:2] == ["ran mine.score", "True"]
