@@ -29,7 +29,7 @@ class MemoryRows:
 
     >>> rows = MemoryRows({"question": f"{i}+1=", "answer": str(i + 1)} for i in range(3))
     >>> str(rows), rows.read("train")[2]
-    ('<3 rows of Python, f4ed88fc65>', {'question': '2+1=', 'answer': '3'})
+    ('<3 rows of Python, ad6f453ff9>', {'question': '2+1=', 'answer': '3'})
     """
 
     def __init__(self, given: Iterable[Mapping[str, Any]] | Mapping[str, Iterable[Mapping[str, Any]]]) -> None:

@@ -75,7 +75,7 @@ def test_truncated_rollouts_are_compared_over_the_kept_tokens(run_file, capsys):
     [
         ({"trainer__plugins": {"class_path": "QATAligned", "init_args": {"weights": "fp8_row"}}}, "QATAligned"),
         ({"data__max_prompt_tokens": 1}, "too long"),
-        ({"data__grup_size": 2}, "does not accept option 'data.grup_size'"),
+        ({"data__grup_size": 2}, "there is no option 'data.grup_size'. Did you mean 'data.group_size'"),
     ],
 )
 def test_a_run_that_cannot_be_audited(changes, message, run_file):

@@ -136,6 +136,14 @@ def packaged() -> str:
 
 
 COMMANDS = """
+## GGUF files
+
+`model.policy.model` and `lit-qrl quantize --model` take a `.gguf` file with its tokenizer (`pip install
+'lit-qrl[gguf]'`). transformers' own loader multiplies it out, once, into a folder of fp32 in the cache of the hub's
+library, which engines, `export` and adapters take as any other; on a GPU `dtype: auto` takes the nearest bf16. A tied
+matrix that the file holds twice is taken in its greater number of bits. End and padding token are those that the file
+names.
+
 ## One command per family
 
 Each trains on Countdown with a sampler of the family, at a rate for a model of the hub: the quickstart's own, 3e-4, is
