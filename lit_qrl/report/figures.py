@@ -377,7 +377,7 @@ def _legend(axes: "Axes", above: bool, ink: dict[str, str]) -> None:
 
 
 def _mark_events(axes: "Axes", run: Source, ink: dict[str, str]) -> None:
-    quiet = ("start", "finish", "resume", "report", "checkpoint", "sampler")
+    quiet = ("start", "finish", "resume", "report", "checkpoint", "sampler", "update")
     marks = {event.get("iteration") for event in run.events if event.get("kind") not in quiet}
     marks = {mark for mark in marks if isinstance(mark, int) and 0 < mark <= max(run.iterations, 1)}
     if len(marks) <= MARKS_UP_TO:

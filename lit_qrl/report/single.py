@@ -195,6 +195,7 @@ def _events(run: Run) -> page.Section | None:
         "start": "",
         "resume": "",
         "sampler": "",
+        "update": "",
     }
     shown = []
     for event in run.events[-EVENTS_SHOWN:]:
