@@ -75,7 +75,7 @@ MOVED = {
     "rollout.vllm_checks": "rollout.vllm.checks",
     "rollout.vllm_compat": "rollout.vllm.process",
     "rollout.vllm_cpu": "rollout.vllm.cpu",
-    "rollout.vllm_direct": "rollout.vllm.fast_load",
+    "rollout.vllm_direct": "rollout.vllm.live_model",
     "rollout.vllm_dummy": "rollout.vllm.patches.dummy_weights",
     "rollout.vllm_folder": "rollout.vllm.folder",
     "rollout.vllm_marlin": "rollout.vllm.patches.nvfp4_repacking",

@@ -121,6 +121,8 @@ def test_the_check_sees_what_is_deferred_and_what_is_for_type_checkers(tmp_path)
 
 def test_optional_libraries_are_imported_inside_functions():
     for path in FILES:
+        if path.parent.name == "vllm" and path.name in ("transfer.py", "worker.py"):  # which vLLM itself loads
+            continue
         assert not {name.split(".")[0] for name in imports(path, top_level_only=True)} & OPTIONAL, path
 
 

@@ -9,7 +9,7 @@ from lit_qrl import formats
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.publish.learner_scores import computing_as
-from lit_qrl.receipts.ledger import SentLedger, choose, compare, compare_columns, compare_read_back
+from lit_qrl.receipts.ledger import SentLedger, choose, compare, compare_columns, compare_read_back, compare_receipts
 from lit_qrl.receipts.rounding import share_of_bound
 from lit_qrl.types import SamplingParams
 from tests.cpu_kernels import skip_without_kernel
@@ -85,7 +85,11 @@ def publish(network, engine, format, version, previous=None, wire=lambda stream:
     report = engine.load_weights(wire(sent.watch(stream)), format, version)
     faults = compare(sent, report.received, previous)
     faults += compare_columns(sent, engine.read_columns, exact=format is None)
-    faults += compare_read_back(sent, engine.read_back, list(sent.receipts()))
+    names = list(sent.receipts())
+    if hasattr(engine, "read_receipts"):
+        faults += compare_receipts(sent, engine.read_receipts(names))
+    else:
+        faults += compare_read_back(sent, engine.read_back, names)
     return faults, sent, report
 
 

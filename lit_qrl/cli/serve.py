@@ -1,55 +1,121 @@
-"""`lit-qrl serve`: the process of an engine, for runs on other hosts."""
+"""`lit-qrl serve`: vLLM's own server, with the flags by which it takes the weights of a run."""
 
-import logging
+import os
+import shlex
+import socket
 from pathlib import Path
+from typing import Any, Literal
 
 from lit_qrl.errors import ConfigError
 
 
 def serve(
+    model: str,
     *,
     token_file: Path,
+    format: str | None = None,
+    exclude: list[str] | None = None,
+    quantize_head: bool = False,
+    max_model_len: int = 4096,
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
+    max_num_seqs: int = 256,
+    gpu_memory_utilization: float = 0.9,
+    engine_args: dict[str, Any] | None = None,
     host: str = "127.0.0.1",
     port: int = 8765,
     device: str = "auto",
-    once: bool = False,
+    certificate: Path | None = None,
+    certificate_key: Path | None = None,
+    show: bool = False,
 ) -> None:
-    """Hold an engine for one run at a time; the run says which engine, and its weights come by publishing.
+    """Start `vllm serve` for runs on other hosts: it begins with random weights, and a run's come by publishing.
 
     Examples:
-      lit-qrl serve --token_file token
-      lit-qrl serve --token_file token --host 0.0.0.0 --port 9000 --device cuda:1
+      lit-qrl serve Qwen/Qwen2.5-1.5B --token_file token --format fp8_row
+      lit-qrl serve models/tiny --token_file token --host 0.0.0.0 --port 9000 --device cuda:1 --show
 
-    A run uses it by data.engine: RemoteEngine with data.engine.hosts and the same token. What travels is not encrypted,
-    and whoever knows the token can run code here: open the port to hosts that you trust alone.
+    A run uses it by data.engine: RemoteVLLMEngine with data.engine.hosts and the same token_file. Every route but
+    /health and /metrics asks for the token; what travels is encrypted with --certificate alone.
 
     Args:
-        token_file: file with one line that run and server share.
+        model: of the run: a folder, or a name on the hub, of which the config is read.
+        token_file: file with one line that run and server share; vLLM's API key.
+        format: publisher.format of the run; none where it publishes plain weights.
+        exclude: publisher.exclude of the run.
+        quantize_head: publisher.quantize_head of the run.
+        max_model_len: longest prompt and completion together, in tokens.
+        dtype: of activations and plain tensors.
+        max_num_seqs: sequences decoded at a time.
+        gpu_memory_utilization: share of the GPU's memory.
+        engine_args: further arguments of vLLM.
         host: address to listen at; the default takes connections of this host alone.
-        port: to listen at; 0 takes any that is free.
-        device: of the engine, such as cuda:1 or cpu; auto is the first GPU, or the CPU.
-        once: end with the first run.
+        port: to listen at.
+        device: such as cuda:1 or cpu; auto is the first GPU, or the CPU.
+        certificate: file of the TLS certificate.
+        certificate_key: file of its key.
+        show: print the command, and do not run it.
 
     Raises:
         ConfigError: for a token that is not there, a port in use, or an unknown device.
     """
-    import os
-
     import torch
+    from transformers import AutoConfig
 
-    from lit_qrl.rollout.remote import server, wire
+    from lit_qrl import formats
+    from lit_qrl.network.structure import outline
+    from lit_qrl.rollout.engine import SamplerSpec
+    from lit_qrl.rollout.vllm.arguments import flags
+    from lit_qrl.rollout.vllm.client import read_key
+    from lit_qrl.rollout.vllm.engine import DTYPES, VLLMEngine
+    from lit_qrl.rollout.vllm.folder import keep, model_folder
+    from lit_qrl.rollout.vllm.guard import KEY
+    from lit_qrl.rollout.vllm.process import environment_of
+    from lit_qrl.rollout.vllm.server import DEVELOPMENT, command
+    from lit_qrl.types import SamplingParams
 
-    token = wire.read_token(token_file)
-    if device == "auto":
-        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    key = read_key(token_file)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     known = ["cpu", *(f"cuda:{number}" for number in range(count))]
+    device = known[min(count, 1)] if device == "auto" else device
     if device not in known:
         raise ConfigError("--device is not there.", expected=", ".join(known), given=device, remedy="Correct it.")
-    if device == "cpu" and not torch.cuda.is_initialized():
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # libraries would take a GPU that they see
-    listener = wire.listen(host, port)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    where, number, *_ = listener.getsockname()
-    print(f"Serving on {device} at {where}:{number}.", flush=True)
-    server.serve(listener, token, server.use(device), once)
+    _check_port(host, port)
+    chosen = None if format is None else formats.get(format)
+    plain, sampling = tuple(exclude or ()), SamplingParams(max_tokens=1)
+    spec = SamplerSpec(sampling=sampling, format=chosen, exclude=plain, quantize_head=quantize_head)
+    options: dict[str, Any] = {"max_num_seqs": max_num_seqs, "gpu_memory_utilization": gpu_memory_utilization}
+    engine = VLLMEngine(dtype=dtype, max_model_len=max_model_len, engine_args=engine_args, **options)
+    engine.validate(spec)
+    network = outline(AutoConfig.from_pretrained(model), dtype=DTYPES[dtype])
+    engine.check_model(network)
+    longest = max_model_len + 1
+    folder = model_folder(network, chosen, spec.exclude, quantize_head, DTYPES[dtype], longest)
+    engine.describe(spec, network)
+    tls = {"--ssl-certfile": certificate, "--ssl-keyfile": certificate_key}
+    environment = environment_of(deep_gemm=False, kv_cache_gib=None) | DEVELOPMENT
+    environment["CUDA_VISIBLE_DEVICES"] = device.partition(":")[2]
+    line = [
+        *command(),
+        str(folder),
+        *flags(engine.arguments(folder, DTYPES[dtype], longest)),
+        *("--host", host, "--port", str(port)),
+        *(part for flag, path in tls.items() if path is not None for part in (flag, str(path))),
+    ]
+    words = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
+    print(f"{KEY}=$(cat {shlex.quote(str(token_file))}) {words} {shlex.join(line)}", flush=True)
+    keep(folder)  # the server reads it, and this process is gone
+    if not show:
+        os.execvpe(line[0], line, {**os.environ, **environment, KEY: key})
+
+
+def _check_port(host: str, port: int) -> None:
+    """Raise `ConfigError` for an address that cannot be had, as when the port is in use."""
+    try:
+        socket.create_server((host, port)).close()
+    except (OSError, OverflowError) as error:  # the latter for a port beyond 65535
+        raise ConfigError(
+            "vLLM's server cannot listen there.",
+            expected="an address of this host and a port that nobody uses",
+            given=f"{host}:{port} ({getattr(error, 'strerror', None) or error})",
+            remedy="Choose another port; end the server that has it.",
+        ) from error

@@ -250,6 +250,16 @@ class ReceivedLedger(Ledger):
     def __post_init__(self) -> None:
         super().__init__(self.version)
 
+    def hold(self, receipts: Mapping[str, TensorReceipt], repeated: Sequence[str], size: int) -> None:
+        """Take what an engine in another process has recorded.
+
+        Args:
+            receipts: by name.
+            repeated: names that were recorded more than once.
+            size: in bytes, of all.
+        """
+        self._receipts, self._again, self.bytes = dict(receipts), dict.fromkeys(repeated), size
+
 
 @dataclass(slots=True, kw_only=True)
 class PublishReport:

@@ -13,8 +13,9 @@ from lit_qrl.publish.learner_scores import learner_scores
 from lit_qrl.publish.probe import Probe
 from lit_qrl.receipts.ledger import PublishError, SentLedger, compare, compare_columns
 from lit_qrl.rollout.engine import EngineDiedError
+from lit_qrl.rollout.vllm import live_model
 from lit_qrl.rollout.vllm.installation import installed_version
-from lit_qrl.rollout.vllm.patches import stale_experts, tied_head
+from lit_qrl.rollout.vllm.patches import stale_experts
 from tests.vllm_engines import (
     VOCABULARY,
     build_engine,
@@ -67,7 +68,7 @@ def test_an_adapter_over_a_tied_head_smaller_than_the_hidden_size():
     engine = build_engine(network, None, lora, max_lora_rank=8)
     try:
         assert publish(network, engine, None, 0)[0] == []
-        adapted = engine.live.runner.lora_manager._adapter_manager.modules
+        adapted = engine.llm.collective_rpc("adapted_layers")[0]
         assert {name.rpartition(".")[2] for name in adapted} == {"qkv_proj", "o_proj", "gate_up_proj"}
         model = get_peft_model(copy.deepcopy(network), lora)
         with torch.no_grad():
@@ -202,7 +203,7 @@ def test_tied_head_is_stale_without_the_workaround_and_noticed(monkeypatch):
     engine = build_engine(network)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(tied_head, "pack_again", lambda llm, module: None)
+            patch.setattr(live_model, "pack_again", lambda module: None)
             stale = installed_version()[0] >= PACKS_ON_CPU
             expected = {("gemm", "lm_head.weight")} if stale else set()
             assert named(publish(network, engine, None, 0)[0]) == expected

@@ -196,15 +196,15 @@ def test_an_engine_that_cannot_load_ends_the_run_with_a_checkpoint(tmp_path, mon
     from lit_qrl.rollout.vllm.live_model import LiveModel
 
     trainer, module, data, _ = build_run(tmp_path, publisher={"max_restarts": 1})
-    load, calls = LiveModel.load, [0]
+    take, calls = LiveModel.take, [0]
 
-    def failing(live, tensors, ledger):
+    def failing(live, tensors):
         calls[0] += 1
         if calls[0] > 1:
             raise RuntimeError("the device is gone")
-        load(live, tensors, ledger)
+        take(live, tensors)
 
-    monkeypatch.setattr(LiveModel, "load", failing)
+    monkeypatch.setattr(LiveModel, "take", failing)
     with pytest.raises(StoppedError, match=r"the device is gone \(1 restarts did not help\).*last\.ckpt"):
         trainer.fit(module, datamodule=data)
     assert calls[0] == 3

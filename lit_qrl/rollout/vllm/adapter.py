@@ -11,7 +11,6 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError
 from lit_qrl.rollout.vllm.checks import LORA_RANKS
 from lit_qrl.rollout.vllm.live_model import LiveModel
-from lit_qrl.rollout.vllm.patches.adapter_in_memory import register_adapter
 
 ADAPTER_ID = 1
 _PREFIX = "base_model.model."
@@ -81,11 +80,12 @@ class LiveAdapter:
 
     Args:
         live: the engine's model.
+        manager: of adapters, which the worker has.
         config: the policy's PEFT config.
     """
 
-    def __init__(self, live: LiveModel, config: Any) -> None:
-        self.live = live
+    def __init__(self, live: LiveModel, manager: Any, config: Any) -> None:
+        self.live, self.manager = live, manager
         self.scaling = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
         self.config = {
             "peft_type": "LORA",
@@ -97,7 +97,6 @@ class LiveAdapter:
             "bias": "none",
             "use_rslora": bool(config.use_rslora),
         }
-        self._registered = False
 
     @torch.no_grad()
     def load(self, tensors: Iterator[tuple[str, Tensor]], ledger: ReceivedLedger) -> None:
@@ -116,20 +115,37 @@ class LiveAdapter:
         lacking = [f"{layer}{end}" for layer in sorted(layers) for end in (_A, _B) if f"{layer}{end}" not in given]
         if lacking:
             raise PublishError([Fault("missing", name) for name in lacking], ledger.version)
-        if not self._registered:
-            register_adapter(self.live.llm, given, self.config, ADAPTER_ID)
-            self._registered = True
+        if ADAPTER_ID not in self.manager._adapter_manager.lora_index_to_id:  # at first, or a reload has dropped it
+            self._make_room(given)
         for name in layers:
             self._replace(name, given[name + _A], given[name + _B], ledger)
 
-    def clear(self) -> None:
-        """Zero the adapter's memory of every layer, also of those that it leaves alone."""
-        for wrapper in self.live.runner.lora_manager._adapter_manager.modules.values():
-            for stacked in (*wrapper.lora_a_stacked, *wrapper.lora_b_stacked):
-                stacked.zero_()
+    def _make_room(self, tensors: dict[str, Tensor]) -> None:
+        """Give vLLM the adapter from memory, as its own manager does from files, so that it has a slot."""
+        from vllm.lora.peft_helper import PEFTHelper
+
+        helper = PEFTHelper.from_dict(self.config)
+        helper.validate_legal(self.manager.lora_config)
+        manager = self.manager._adapter_manager
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        if mapper is not None:  # of 0.32, of 0.26
+            mapper = (getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper)()
+        made = self.manager._lora_model_cls.from_lora_tensors(
+            lora_model_id=ADAPTER_ID,
+            tensors={name: tensor.detach().clone() for name, tensor in tensors.items()},  # it scales them in place
+            peft_helper=helper,
+            device="cpu",
+            dtype=self.manager.lora_config.lora_dtype,
+            model_vocab_size=self.manager.vocab_size,
+            weights_mapper=mapper,
+        )
+        made.is_3d_lora_weight = False
+        manager.remove_adapter(ADAPTER_ID)
+        manager.add_adapter(made)
+        manager.activate_adapter(ADAPTER_ID)
 
     def _replace(self, name: str, a: Tensor, b: Tensor, ledger: ReceivedLedger) -> None:
-        manager = self.live.runner.lora_manager._adapter_manager
+        manager = self.manager._adapter_manager
         slot = list(manager.lora_index_to_id).index(ADAPTER_ID)
         layer = name.removeprefix(_PREFIX)
         place = self.live.locate_layer(layer)

@@ -1,5 +1,6 @@
 """The arguments with which vLLM is started: what the run needs, and over it what the user gave."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,9 @@ from lit_qrl.rollout.vllm.models import latent, recurrent
 from lit_qrl.rollout.vllm.patches import kept_tokens
 from lit_qrl.rollout.vllm.start import compilation
 
+TRANSFER = "lit_qrl"
+"""The name of the weight transfer by which all weights come."""
+EXTENSION = "lit_qrl.rollout.vllm.worker.WorkerExtension"
 LOOKED_UP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """How many of the last tokens must have come before for what followed them to be proposed, and the most looked for."""
 
@@ -40,6 +44,28 @@ def proposals(tokens: int) -> dict[str, Any]:
             "data.engine.speculative is negative.", expected="a number of tokens, or 0 for none", given=tokens
         )
     return {"speculative_config": {"method": "ngram", "num_speculative_tokens": tokens, **LOOKED_UP}} if tokens else {}
+
+
+def flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of `vllm.LLM` as those of `vllm serve`, with what makes its server take a run's weights.
+
+    >>> flags({"model": "folder", "dtype": torch.bfloat16, "seed": 0, "enable_prefix_caching": False})[:4]
+    ['--dtype', 'bfloat16', '--seed', '0']
+    """
+    found: list[str] = []
+    for name, value in arguments.items():
+        flag = f"--{name.replace('_', '-')}"
+        if name in ("model", "disable_log_stats") or value is None:
+            continue  # the first comes without a name; without the second there are no metrics
+        if isinstance(value, bool):
+            found += [flag if value else f"--no-{flag[2:]}"]
+        elif isinstance(value, list):
+            found += [flag, *map(str, value)]
+        else:
+            text = json.dumps(value) if isinstance(value, dict) else str(value).removeprefix("torch.")
+            found += [flag, text]
+    found += ["--tokens-only", "--served-model-name", "policy"]
+    return [*found, "--middleware", "lit_qrl.rollout.vllm.guard.KeyGuard"]
 
 
 def first_runner(given: Mapping[str, Any], spec: SamplerSpec) -> bool:
@@ -91,6 +117,8 @@ def llm_arguments(
         "max_model_len": longest,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
+        "worker_extension_cls": EXTENSION,
+        "weight_transfer_config": {"backend": TRANSFER},
         **compilation(quick_start, spec.decode_steps),
         **given,
     }

@@ -41,7 +41,7 @@ class Drawing:
     def _awake(self, complete: bool = False) -> Any:
         raise NotImplementedError
 
-    def _longest(self) -> int:
+    def longest(self) -> int:
         raise NotImplementedError
 
     def _reset_caches(self) -> bool:
@@ -156,7 +156,7 @@ class Drawing:
         progress: Progress | None,
         taken: Callable[[Mapping[int, Any]], None] | None = None,
     ) -> list[Any]:
-        requests.check_lengths(prompts, params, self._longest())
+        requests.check_lengths(prompts, params, self.longest())
         check_tokens(self.policy.network.config, prompts)
         with self._sampling():
             watch = self._watchdog("one step")

@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,11 +20,12 @@ from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
 from lit_qrl.rollout.engine import (
     EngineDiedError,
     EnginePolicy,
+    OutlinedPolicy,
     RolloutEngine,
     SamplerSpec,
 )
 from lit_qrl.rollout.vllm import cache_scales, flight, folder, invariant, parallel, requests
-from lit_qrl.rollout.vllm.adapter import LiveAdapter, check_adapter
+from lit_qrl.rollout.vllm.adapter import check_adapter
 from lit_qrl.rollout.vllm.arguments import first_runner, llm_arguments, proposals
 from lit_qrl.rollout.vllm.checks import (
     automatic_dtype,
@@ -47,7 +49,6 @@ from lit_qrl.rollout.vllm.locations import undescribed
 from lit_qrl.rollout.vllm.models import check_model, refused_model
 from lit_qrl.rollout.vllm.patches import recorded_routes, table
 from lit_qrl.rollout.vllm.process import kept_process_state, own_world, prepare_environment
-from lit_qrl.rollout.vllm.reload import register_head_bias
 from lit_qrl.rollout.vllm.shutdown import collect_memory, shutdown
 from lit_qrl.rollout.vllm.sleeping import Sleeping
 from lit_qrl.rollout.vllm.start import undone_on_failure
@@ -57,7 +58,7 @@ from lit_qrl.run.console import without_bars
 from lit_qrl.run.phases import phase
 
 Tensors = Iterator[tuple[str, Tensor]]
-Load = Callable[[Tensors, ReceivedLedger], None]
+Load = Callable[[Tensors, int], ReceivedLedger]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -151,7 +152,6 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
         self.llm: Any = None
         self.live: LiveModel | None = None
         self._routes: recorded_routes.RecordedRoutes | None = None
-        self._adapter: LiveAdapter | None = None
         self._adapter_active = self._started = False
         self._folder: Path | None = None
         self._owns_process_group = False
@@ -199,8 +199,7 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
         network = policy.network
         self.routed = requests.routed_layers(network) if spec.routes else None
         self._flight = flight.flight_of(self, spec.in_flight)
-        learner = spec.compute_dtype or next(network.parameters()).dtype
-        self.plain_dtype = dtype = DTYPES.get(self.dtype) or automatic_dtype(spec.format, learner)
+        self.plain_dtype = dtype = self.choose_dtype(spec, network)
         check_model(network, dtype)
         check_experts(network, spec.format, spec.exclude)
         if self.batch_invariant:
@@ -210,6 +209,15 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
             check_device_memory(
                 network, bits / self.tensor_parallel_size, self.gpu_memory_utilization, sleeps=self.sleep_level > 0
             )
+
+    def describe(self, spec: SamplerSpec, network: Any) -> None:
+        """Know spec and model without a learner, as `arguments` asks for them."""
+        self.spec, self.policy = spec, OutlinedPolicy(network, torch.device("cpu"))
+
+    def choose_dtype(self, spec: SamplerSpec, network: Any) -> torch.dtype:
+        """Return the dtype of activations and plain tensors."""
+        learner = spec.compute_dtype or next(network.parameters()).dtype
+        return DTYPES.get(self.dtype) or automatic_dtype(spec.format, learner)
 
     def _start(self, format: NumberFormat | None) -> None:
         if self.policy is None or self.plain_dtype is None:
@@ -222,37 +230,25 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
         if owns_process_group:  # of this one process, at which Lightning advises to reduce every metric over it
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
         self._started = True
-        self.live, self._adapter = LiveModel(self.llm, self.policy.network, self.draws_together), None
+        live: LiveModel = self.llm.collective_rpc("connect", args=(self.policy.network, self.draws_together))[0]
+        self.live = live
         if self.batch_invariant:
-            adopt(self.policy.network, invariant.kernels(self.live.model, self.plain_dtype))
+            adopt(self.policy.network, invariant.kernels(live.model, self.plain_dtype))
         if cache_scales.quantized(self.cache_dtype):
-            cache_scales.check_scales(self.live.model)
-        register_head_bias(self.live.model, self.policy.network)
+            cache_scales.check_scales(live.model)
         if self.routed is not None and not torch.cuda.is_available():
             routed = self.routed
-            args = self.live.model, routed.layers, routed.experts, routed.chosen
+            args = live.model, routed.layers, routed.experts, routed.chosen
             self._routes = recorded_routes.record(self.llm, *args)
-        check_groups(format, self.live.held(quantizable_linears(self.policy.network, self.spec.exclude)))
+        check_groups(format, live.held(quantizable_linears(self.policy.network, self.spec.exclude)))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         warm_up(format, next(self.policy.network.parameters()).dtype, self.plain_dtype, device)
 
     def _build(self, format: NumberFormat | None, policy: EnginePolicy, dtype: torch.dtype) -> None:
         prepare_environment(self.deep_gemm, self.kv_cache_gib, first_runner(self._arguments, self.spec))
-        longest, layers = self._longest(), (self.spec.exclude, self.spec.quantize_head)
+        longest, layers = self.longest(), (self.spec.exclude, self.spec.quantize_head)
         self._folder = folder.model_folder(policy.network, format, *layers, dtype, longest)
-        arguments = llm_arguments(
-            self.spec,
-            policy.network,
-            self._folder,
-            dtype,
-            longest,
-            self._arguments,
-            quick_start=self.quick_start,
-            kv_cache_gib=self.kv_cache_gib,
-            max_lora_rank=self.max_lora_rank,
-            sleep_level=self.sleep_level,
-            parts=self.tensor_parallel_size,
-        )
+        arguments = self.arguments(self._folder, dtype, longest)
         size = self.tensor_parallel_size
         with kept_process_state(), own_world(size) as processes, invariant.learner_left_alone(self.batch_invariant):
             if size > 1:
@@ -270,7 +266,29 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
                 again = " again" if self._started else ""
                 raise EngineDiedError(f"vLLM did not start{again}: {type(error).__name__}: {error}") from error
 
-    def _longest(self) -> int:
+    def arguments(self, place: Path, dtype: torch.dtype, longest: int) -> dict[str, Any]:
+        """Return vLLM's arguments.
+
+        Args:
+            place: of the config that vLLM reads.
+            dtype: of activations and plain tensors.
+            longest: sequence, in tokens.
+        """
+        return llm_arguments(
+            self.spec,
+            self.policy.network,
+            place,
+            dtype,
+            longest,
+            self._arguments,
+            quick_start=self.quick_start,
+            kv_cache_gib=self.kv_cache_gib,
+            max_lora_rank=self.max_lora_rank,
+            sleep_level=self.sleep_level,
+            parts=self.tensor_parallel_size,
+        )
+
+    def longest(self) -> int:
         """The longest sequence, and room for the one token that vLLM draws when it only scores."""
         limit = getattr(self.policy.network.config, "max_position_embeddings", None)
         if self.max_model_len is not None:
@@ -302,7 +320,15 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
         else:
             check_same_format(format, self.format)
         live = self._awake()
-        report = self._publish(tensors, live.load, version, start)
+
+        def load(stream: Tensors, version: int) -> ReceivedLedger:
+            self.llm.start_weight_update()
+            self.llm.update_weights({"update_info": {"version": version, "tensors": stream}})
+            versioned = [str(version)] if hasattr(self.llm, "get_weight_version") else []  # 0.26 keeps none
+            self.llm.finish_weight_update(*versioned)
+            return self.llm.collective_rpc("update_ledger")[0]
+
+        report = self._publish(tensors, load, version, start)
         report.layers = live.formats()
         self._adapter_active = False
         return report
@@ -317,27 +343,38 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
                 given=0,
                 remedy="Set it, or set publisher.lora to merged.",
             )
-        live = self._awake(complete=True)
-        if self._adapter is None:
-            self._adapter = LiveAdapter(live, self.spec.adapter)
-        report = self._publish(tensors, self._adapter.load, version, start)
+        self._awake(complete=True)
+        report = self._publish(tensors, self._in_place("replace_adapter", self.spec.adapter), version, start)
         self._adapter_active = True
         return report
 
     def perturb(self, tensors: Tensors, version: int) -> PublishReport:
         """Replace the given norms in place, nothing else."""
         start = time.perf_counter()
-        return self._publish(tensors, self._awake(complete=True).replace, version, start)
+        self._awake(complete=True)
+        return self._publish(tensors, self._in_place("perturb"), version, start)
+
+    def _in_place(self, what: str, *args: Any) -> Load:
+        """Return what has the worker replace tensors where they are."""
+
+        def load(stream: Tensors, version: int) -> ReceivedLedger:
+            ledger = ReceivedLedger(version)
+            self.llm.collective_rpc(what, args=(stream, ledger, *args))
+            return ledger
+
+        return load
 
     def _publish(self, tensors: Tensors, load: Load, version: int, start: float) -> PublishReport:
-        ledger = ReceivedLedger(version)
         self._usable = False
         try:
             watchdog = self._watchdog("the publish of one tensor")
             with young_garbage_alone(), blamed(Sender(tensors), version, watchdog) as stream:
-                load(stream, ledger)
-        except PublishError:
-            self._reset_caches()
+                ledger = load(stream, version)
+        except BaseException as error:
+            with suppress(Exception):  # of an engine that died
+                self.llm.collective_rpc("abandon_update")
+            if isinstance(error, PublishError):
+                self._reset_caches()
             raise
         came = None if self._flight is None else self._flight.came(self.llm, version)
         ledger.prefix_reset = self._reset_caches() if came is None else came
@@ -355,7 +392,7 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
     def _reset_caches(self) -> bool:
         assert self.live is not None
         if self._poisoned:
-            self.live.clear_kv_cache()
+            self.llm.collective_rpc("clear_kv_cache")
             self._poisoned = False
         if self._routes is not None:
             self._routes.forget()
@@ -387,7 +424,7 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
 
     def close(self) -> None:
         """Free the engine, its process group if it made one, and its folder."""
-        llm, self.llm, self.live, self._adapter, self._routes = self.llm, None, None, None, None
+        llm, self.llm, self.live, self._routes = self.llm, None, None, None
         self._usable = self._asleep = self._adapter_active = False
         if llm is not None:
             shutdown(llm, self._owns_process_group, keep_weights=self.lent)

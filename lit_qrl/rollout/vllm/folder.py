@@ -74,6 +74,11 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def keep(folder: Path) -> None:
+    """Leave a folder to another process, which this one becomes or starts."""
+    _made.pop(folder, None)
+
+
 @atexit.register
 def remove_all() -> None:
     """Remove the folders of engines that nobody closed, at the end of the process."""

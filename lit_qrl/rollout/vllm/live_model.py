@@ -4,56 +4,77 @@ A tensor passes three places: vLLM's loader writes it into a parameter in the ch
 fused one; the layer's method repacks that for its kernel; the result is copied into the memory that the kernels (and
 captured CUDA graphs) read. The ledger's receipts are taken from the first place, the checksums of the second and the
 third must agree, and `read_columns` asks the kernel itself.
+
+Once a first stream went through vLLM's reload, which shows where every tensor ends up, later ones go there directly: a
+tensor that lies in the kernels' memory as it was sent is copied there, which the receipts of the first stream prove bit
+by bit; a layer that its method repacks goes through the same repacking, without the loaders that count what arrived.
+
+Some tensors vLLM makes of weights: latent attention multiplies by pieces of `kv_b_proj` of its own, after every reload;
+they are made again and compared with the layer that they are made of. Of a state's decay the checkpoint has the
+logarithm: a loader computes −exp(A) as it comes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lit_qrl.errors import listed
+from lit_qrl.formats import support
 from lit_qrl.network.linears import transposed_layers
 from lit_qrl.network.names import checkpoint_name, stored
 from lit_qrl.receipts.checksum import Checksums
-from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError
+from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError, TensorReceipt
 from lit_qrl.receipts.rounding import share_of_bound
-from lit_qrl.rollout.vllm import derived
-from lit_qrl.rollout.vllm import fast_load as direct
-from lit_qrl.rollout.vllm.held import Held
+from lit_qrl.receipts.slices import slice_of, slices
 from lit_qrl.rollout.vllm.locations import (
     DESCRIPTIVE,
+    WIDENED,
+    Cutter,
+    ExpertPlace,
+    Naming,
     Place,
+    Sent,
     checkpoint_names,
+    computing_loader,
+    copy_all,
+    copy_into,
     expert_place,
     lacking,
     loaded_format,
-    model_runner,
     narrowed,
     restored_names,
     tensors_of,
     whole_experts,
 )
-from lit_qrl.rollout.vllm.naming import Naming
 from lit_qrl.rollout.vllm.parallel import share, unit_vectors
-from lit_qrl.rollout.vllm.patches import tied_head
-from lit_qrl.rollout.vllm.reload import complete, reloading, same_kernel
+from lit_qrl.rollout.vllm.patches import stale_experts
+from lit_qrl.rollout.vllm.patches.base_without_adapters import without_adapters
+
+
+def pack_again(module: nn.Module) -> None:
+    """Make a module that shares its parameters with a reloaded one pack them again: a CPU multiplies by a copy."""
+    method: Any = getattr(module, "quant_method", None)
+    if not torch.cuda.is_available() and method is not None and hasattr(module, "cpu_linear"):
+        method.process_weights_after_loading(module)
 
 
 class LiveModel:
-    """The model inside a running engine, seen through checkpoint names.
+    """The model inside a worker of vLLM, seen through checkpoint names.
 
     Args:
-        llm: the in-process `vllm.LLM`.
+        model: vLLM's.
+        config: of vLLM.
         network: the learner's Hugging Face model, which knows the names of stacked tensors on the hub.
         divided: this process holds a part of the engine.
     """
 
-    def __init__(self, llm: Any, network: Any = None, divided: bool = False) -> None:
-        self.llm, self.network, self.divided = llm, network, divided
-        self.runner = model_runner(llm)
-        self.model: nn.Module = self.runner.get_model()
+    def __init__(self, model: nn.Module, config: Any, network: Any = None, divided: bool = False) -> None:
+        self.model, self.config, self.network, self.divided = model, config, network, divided
         self._modules = {
             checkpoint_name(name): module
             for name, module in self.model.named_modules()
@@ -61,15 +82,17 @@ class LiveModel:
         }
         self._naming = Naming(self.model)
         self._turned = frozenset(transposed_layers(network) if network is not None else ())
-        self._derived = {name: module for name, module in self._modules.items() if derived.names(module)}
+        self._derived = {name: module for name, module in self._modules.items() if derived_names(module)}
         self.sent: dict[str, tuple[Place, tuple[int, ...], torch.dtype]] = {}
         self.pending: dict[str, list[str]] = {}
         self._layout: dict[tuple[str, str], str] = {}
         self._ledger: ReceivedLedger | None = None
-        self.routes: direct.Routes | None = None
+        self.routes: Routes | None = None
         self.learns_routes = True
         self._repacked = Checksums()
         self._held: Held | None = None
+        self._reload: ExitStack | None = None
+        self._direct: DirectLoad | None = None
         self._opaque: list[str] = []
         self._computed: dict[str, tuple[Place, Tensor]] = {}
         self._untouched: set[str] = set()
@@ -114,38 +137,76 @@ class LiveModel:
         place = self.locate_layer(layer, attribute) if self.divided and attribute not in DESCRIPTIVE else None
         return tensor if place is None else share(replace(place, turned=layer in self._turned), tensor)
 
-    def load(self, tensors: Iterator[tuple[str, Tensor]], ledger: ReceivedLedger) -> None:
-        """Replace every weight by the stream's and write into `ledger` what the modules hold.
+    def begin(self, ledger: ReceivedLedger) -> None:
+        """Begin to replace every weight; `ledger` gets what the modules hold.
 
         The first stream goes through vLLM's own reload, which shows the routes of the later ones.
+        """
+        self.abandon()
+        self._ledger, self.sent, self.pending = ledger, {}, {}
+        self._repacked, self._opaque, self._untouched = Checksums(), [], set()
+        self._held = Held(self.sent, ledger)
+        if self.routes is not None:
+            self._direct = DirectLoad(self, self.routes, ledger)
+            return
+        with self._inside():
+            self._reload = reloading(self.model, self.config)
+
+    def take(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Take a part of the stream: fused groups and experts of a layer may go over into the next."""
+        with self._inside():
+            if self._direct is not None:
+                parts = ((name, self.share(name, tensor)) for name, tensor in tensors)
+                self._direct.take(parts if self.divided else tensors)
+            else:
+                self.model.load_weights(self._gate(tensors))  # pyright: ignore[reportCallIssue]
+
+    def finish(self) -> None:
+        """End the stream.
 
         Raises:
             PublishError: for a fused or quantized layer of which a part is missing; that layer keeps its old weights.
         """
-        self._ledger, self.sent, self.pending, routes = ledger, {}, {}, self.routes
-        self._repacked, self._opaque, self._untouched = Checksums(), [], set()
-        self._held = Held(self.sent, ledger)
+        ledger, routes = self._ledger, self.routes
+        assert ledger is not None
         try:
-            if routes is not None:
-                whole, parts = tensors, ((name, self.share(name, tensor)) for name, tensor in tensors)
-                incomplete = direct.DirectLoad(self, routes, ledger).load(parts if self.divided else whole)
-                derived.make_again(self.llm, self._derived)
-            else:
-                with reloading(self.llm, self.model):
-                    self.model.load_weights(self._gate(tensors))  # pyright: ignore[reportCallIssue]
+            with self._inside():
+                if self._direct is not None:
+                    incomplete = self._direct.finish()
+                    derive_again(self.config, self._derived)
+                else:
                     incomplete = self._revert_incomplete()
-                self._record_unprocessed()
-            self._refresh_tied()
-            ledger.faults += derived.stale(self._derived, self._columns) + derived.other(self._computed)
-            self._check_copies()
+                    self._close_reload()
+                    self._record_unprocessed()
+                self._refresh_tied()
+                ledger.faults += stale_derived(self._derived, self._columns) + wrongly_computed(self._computed)
+                self._check_copies()
         finally:
-            self._ledger = self._held = None
+            self.abandon()
         if incomplete:
             raise PublishError(incomplete, ledger.version)
         if routes is None or len(self.sent) < len(routes.places):
             ledger.faults += self._not_loaded()
         if routes is None and self.learns_routes and not ledger.faults and not self._opaque:
-            self.routes = direct.learn(self.sent, ledger.receipts())
+            self.routes = learn(self.sent, ledger.receipts())
+
+    def abandon(self) -> None:
+        """Give up what was begun and not finished: layers that got nothing have their old weights back."""
+        self._close_reload()
+        self._ledger = self._held = self._direct = None
+
+    def _close_reload(self) -> None:
+        reload, self._reload = self._reload, None
+        if reload is not None:
+            with self._inside():
+                reload.close()
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.config), torch.no_grad():
+            yield
 
     def _gate(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Note what passes to vLLM's loader; what no module is known to keep is recorded here."""
@@ -165,7 +226,7 @@ class LiveModel:
                 # Of "experts.0.up_proj.weight", which the hub has in place of a stack, the module that holds them all.
                 self._opaque += [name, *(f"{key.rsplit('.', 3)[0]}." for key in list(handed)[:1] if len(handed) > 1)]
                 self._ledger.record(name, self.share(name, tensor))
-                if place is None or not derived.note(self._computed, name, place, tensor):
+                if place is None or not note_computed(self._computed, name, place, tensor):
                     self._ledger.unread.append(name)
             elif name in self.sent or place.attribute in DESCRIPTIVE:
                 self._ledger.record(name, self.share(name, tensor))
@@ -289,7 +350,7 @@ class LiveModel:
         """
         assert self._ledger is not None
         for name, module in self._tied():
-            tied_head.pack_again(self.llm, module)
+            pack_again(module)
             weight = getattr(module, "weight", None)
             if weight is None or weight.ndim != 2 or not hasattr(module, "embedding_dim"):
                 continue
@@ -312,7 +373,7 @@ class LiveModel:
             and any(
                 tensor is not None and tensor.numel() != 1
                 for key, tensor in module._parameters.items()
-                if key not in derived.names(module)
+                if key not in derived_names(module)
             )
             and (name in self._untouched or not any(name.startswith(n) or n.startswith(name) for n in unlocated))
         ]
@@ -368,15 +429,12 @@ class LiveModel:
 
     @torch.no_grad()
     def _columns(self, module: nn.Module, columns: Sequence[int]) -> Tensor | None:
-        from vllm.config import set_current_vllm_config
-
         method: Any = getattr(module, "quant_method", None)
-        config = self.llm.llm_engine.vllm_config
         device = next((t.device for t in tensors_of(module).values()), torch.device("cpu"))
-        units = unit_vectors(module, columns, config.model_config.dtype, device)
+        units = unit_vectors(module, columns, self.config.model_config.dtype, device)
         if method is None or units is None:
             return None
-        with set_current_vllm_config(config):
+        with self._inside():
             return method.apply(module, units, None).t()
 
     def formats(self) -> dict[str, str]:
@@ -385,9 +443,525 @@ class LiveModel:
         found = {(name, dtype): loaded_format(module, dtype) for (name, dtype), module in modules.items()}
         return {name: found[place.module_name, dtype] for name, (place, _, dtype) in self.sent.items()}
 
-    @torch.inference_mode()
-    def clear_kv_cache(self) -> None:
-        """Zero every page: after a forward pass with NaN, a page keeps it until it is overwritten."""
-        for cache in self.runner.kv_caches:
-            for part in cache if isinstance(cache, (list, tuple)) else (cache,):
-                part.zero_()
+
+@dataclass(frozen=True)
+class Routes:
+    """What each module takes, and where.
+
+    Args:
+        places: of every checkpoint tensor.
+        members: names of the tensors that a module takes, by module name.
+        views: the kernels' memory of the tensors that lie there as they were sent, in the shape that is sent.
+    """
+
+    places: dict[str, Place]
+    members: dict[str, frozenset[str]]
+    views: dict[str, Tensor]
+
+    def copies(self, module_name: str) -> bool:
+        """Return True when the module's tensors are copied, False when they are repacked."""
+        return self.members[module_name] <= self.views.keys()
+
+
+def learn(sent: Sent, receipts: Mapping[str, TensorReceipt]) -> Routes | None:
+    """Return the routes that a whole reload took, or None where only vLLM's loader knows one.
+
+    Args:
+        sent: place, shape and dtype of every tensor of the reload.
+        receipts: of what the modules held before repacking.
+    """
+    places = {name: place for name, (place, _, _) in sent.items()}
+    members: dict[str, set[str]] = {}
+    for name, place in places.items():
+        members.setdefault(place.module_name, set()).add(name)
+    views: dict[str, Tensor] = {}
+    sums, narrower = Checksums(), Narrower()
+    for names in members.values():
+        module = places[next(iter(names))].module
+        found = _views({name: sent[name] for name in names}, module) if _reads_its_tensors(module) else {}
+        views |= found
+        for name, view in found.items():
+            sums.add(name, narrower.of(name, view, sent[name][2]))
+    same = {name: name in receipts and receipts[name].checksum == value for name, (value, _) in sums.finish().items()}
+    proven = {
+        name for names in members.values() if all(same.get(name) for name in names) for name in names
+    }  # a module is copied as a whole or not at all
+    return Routes(
+        places,
+        {module_name: frozenset(names) for module_name, names in members.items()},
+        {name: view for name, view in views.items() if name in proven},
+    )
+
+
+def _reads_its_tensors(module: nn.Module) -> bool:
+    method: Any = getattr(module, "quant_method", None)
+    if method is None:
+        return True
+    scheme = getattr(module, "scheme", None)
+    kind = type(method if scheme is None else scheme).__name__.removeprefix("CompressedTensors")
+    device = support.device_here()
+    return bool(support.names_where(lambda row: kind in row.vllm_copied and device in row.vllm_copied_on))
+
+
+def _views(sent: Sent, module: nn.Module) -> dict[str, Tensor]:
+    """Return the module's memory of each tensor sent; nothing unless they make up all that it holds."""
+    found: dict[str, Tensor] = {}
+    filled: dict[str, int] = {}
+    cutter = Cutter()
+    for name, (place, shape, _) in sent.items():
+        live = getattr(module, place.attribute, None)
+        if live is None or live.numel() == 0:
+            return {}
+        live = live.data
+        turned = live.t() if live.ndim == 2 and not live.is_contiguous() else live
+        view = cutter.cut(place, turned, shape) if turned.is_contiguous() else None
+        if view is None or view.untyped_storage().data_ptr() != live.untyped_storage().data_ptr():
+            return {}
+        found[name] = view
+        filled[place.attribute] = filled.get(place.attribute, 0) + view.numel()
+    for attribute, tensor in tensors_of(module).items():
+        padded = hasattr(module, "num_embeddings_padded")
+        if tensor.numel() > 1 and not padded and filled.get(attribute, 0) != tensor.numel():
+            return {}
+        if tensor.numel() == 1 and attribute not in filled:
+            return {}
+    return found
+
+
+def repack(module: nn.Module, fill: Callable[[], None]) -> None:
+    """Have vLLM repack one layer: its parameters take the checkpoint's layout, `fill` writes them, and the result is
+    copied into the kernels' memory.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
+
+    info = layerwise.get_layerwise_info(module)
+    parameters: dict[str, Tensor] = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
+    buffers = {name: tensor for name, tensor in module._buffers.items() if tensor is not None}
+    info.kernel_tensors = parameters, buffers
+    info.kernel_non_persistent_buffers = set(module._non_persistent_buffers_set)
+    released = [name for name, tensor in module._parameters.items() if tensor is None]  # by an earlier repacking
+    try:
+        restore_layer_on_meta(module, info)
+        materialize_layer(module, info)
+        if hasattr(module, "_already_called_process_weights_after_loading"):
+            del module._already_called_process_weights_after_loading
+        for name in DESCRIPTIVE & parameters.keys():
+            getattr(module, name).data.copy_(parameters[name].data)  # the stream's lies on the host, which would wait
+        fill()
+        if not torch.cuda.is_available():  # as the reload does
+            stale_experts.forget_kernels(module)
+        module.quant_method.process_weights_after_loading(module)  # pyright: ignore
+        if hasattr(module, "update_param_tp_status"):
+            module.update_param_tp_status()  # pyright: ignore
+        layerwise._copy_and_restore_kernel_tensors(module, info)
+    except BaseException:
+        layerwise._place_kernel_tensors(module, info)
+        raise
+    finally:
+        info.reset()
+        for name in released:
+            if not hasattr(module, name):
+                module.register_parameter(name, None)
+
+
+class DirectLoad:
+    """One stream on its way along known routes.
+
+    Args:
+        live: the engine's model; it takes the receipts.
+        routes: of its tensors.
+        ledger: for the receipts.
+    """
+
+    def __init__(self, live: "LiveModel", routes: Routes, ledger: ReceivedLedger) -> None:
+        self.live, self.routes, self.ledger = live, routes, ledger
+        self._waiting: dict[str, dict[str, Tensor]] = {}
+        self._copied: list[str] = []
+
+    def take(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Load each module when all of its tensors are there."""
+        for name, tensor in tensors:
+            self._take(name, tensor)
+
+    def finish(self) -> list[Fault]:
+        """Return a fault for each module that stayed incomplete."""
+        for name in self._copied:
+            self.live.note(name, self.routes.views[name])
+        return [self._incomplete(module_name, group) for module_name, group in self._waiting.items()]
+
+    def _take(self, name: str, tensor: Tensor) -> None:
+        sent, place = self.live.sent, self.routes.places.get(name)
+        if place is None:
+            self.ledger.record(name, tensor)
+            self.ledger.unread.append(name)
+        elif name in sent or place.attribute in DESCRIPTIVE:
+            self.ledger.record(name, tensor)
+        if place is None:
+            self.ledger.faults.append(Fault("missing", name, "no module takes it"))
+        if place is None or name in sent:
+            return
+        sent[name] = place, tuple(tensor.shape), tensor.dtype
+        module_name = place.module_name
+        group = self._waiting.setdefault(module_name, {})
+        group[name] = tensor
+        if len(group) == len(self.routes.members[module_name]):
+            del self._waiting[module_name]
+            self._land(place.module, module_name, group)
+
+    def _land(self, module: nn.Module, module_name: str, group: dict[str, Tensor]) -> None:
+        if not self.routes.copies(module_name):
+            names = [name for name in group if self.routes.places[name].attribute not in DESCRIPTIVE]
+            self.live.pending[module_name] = names
+            repack(module, lambda: self._fill({name: group[name] for name in names}))
+            return
+        pairs = []
+        for name, tensor in group.items():
+            view = self.routes.views[name]
+            if view.shape == tensor.shape:
+                pairs.append((view, tensor))
+                self._copied.append(name)
+            else:
+                self.ledger.faults.append(Fault("shape", name, f"the engine's has {tuple(view.shape)}"))
+        copy_all(pairs)
+
+    def _fill(self, group: dict[str, Tensor]) -> None:
+        """Write the tensors into the module's parameters; one that does not fit gets no receipt but a fault."""
+        stacks, places = by_stack(group, self.live.sent), self.routes.places
+        held = {place.attribute: place for place in (places[name] for name in group)}
+        parameters = {name: getattr(place.module, name).data for name, place in held.items()}
+        coming: Counter[str] = Counter()
+        for place, experts in stacks:
+            coming[place.attribute] += len(experts) * group[next(iter(experts.values()))].numel()
+        for attribute, numbers in coming.items():
+            if numbers < parameters[attribute].numel():  # of padding, which some kernels multiply, too
+                parameters[attribute].zero_()
+        for place, experts in stacks:
+            every = place.cut_all(parameters[place.attribute], group[next(iter(experts.values()))].shape)
+            if every is not None:
+                copy_into(every, {expert: group[name] for expert, name in experts.items() if expert < len(every)})
+        for name, tensor in group.items():
+            place = places[name]
+            if isinstance(place, ExpertPlace):
+                continue
+            parameter = parameters[place.attribute]
+            if hasattr(place.module, "num_embeddings_padded"):
+                parameter[tensor.shape[0] :].zero_()  # as vLLM's loader does
+            place.write(parameter, tensor)
+
+    def _incomplete(self, module_name: str, group: dict[str, Tensor]) -> Fault:
+        places = [self.routes.places[name] for name in group]
+        left, came = lacking(places), sorted({place.attribute for place in places})
+        detail = f"without {listed(left, 8)}" if left else f"only {', '.join(came)} arrived"
+        return Fault("fused_group", module_name, detail)
+
+
+def reloading(model: nn.Module, config: Any) -> ExitStack:
+    """Begin a reload: modules take checkpoint tensors until it is closed, then hold repacked ones in the old memory.
+
+    Closing it anywhere leaves layers which got nothing with their old weights.
+
+    Args:
+        model: vLLM's.
+        config: of vLLM, which must be the current one here and at the end.
+    """
+    from vllm.model_executor.model_loader import reload
+
+    with ExitStack() as begun:
+        begun.enter_context(without_adapters(model))
+        reload.initialize_layerwise_reload(model)
+        begun.callback(_follow_convolutions, model)
+        begun.callback(reload.finalize_layerwise_reload, model, config.model_config)
+        return begun.pop_all()
+
+
+def complete(module: nn.Module, tensors: int) -> None:
+    """Have vLLM process a module of which all came that will come; nothing where it has, or does not know of all yet.
+
+    It waits until the end of the reload for parameters that no checkpoint of ours fills, such as NVFP4's scales of
+    activations or an order of columns, and holds what came for every such layer until then.
+
+    Args:
+        module: of vLLM's model.
+        tensors: that came for it, but for the `DESCRIPTIVE`.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    info = layerwise.get_layerwise_info(module)
+    if info.can_load() and sum(name not in DESCRIPTIVE for name, _ in info.loaded_weights) >= tensors > 0:
+        layerwise._layerwise_process(module, info)
+        layerwise.LOADING_LAYERS.discard(module)
+
+
+def _follow_convolutions(model: nn.Module) -> None:
+    """Write what each convolution of a state holds into the view of it that the forward pass reads.
+
+    In bf16 a CPU packs the convolution's weight into other memory, so that the view, made before, would keep what the
+    first start had: random numbers.
+    """
+    for module in model.modules():
+        view, held = getattr(module, "conv_weights", None), getattr(module, "conv1d", None)
+        unpacked = getattr(held, "_cpu_unpacked_conv_weight", None)
+        if view is not None and unpacked is not None:
+            view.copy_(unpacked)
+
+
+def register_head_bias(model: nn.Module, network: Any) -> None:
+    """Register the bias of an output head, where vLLM does so when the bias first comes.
+
+    A reload puts back what was there when it began, and would drop the bias.
+
+    Args:
+        model: vLLM's.
+        network: the learner's Hugging Face model.
+    """
+    if getattr(network.get_output_embeddings(), "bias", None) is None:
+        return
+    for module in model.modules():
+        register = getattr(module, "_register_bias", None)
+        if register is not None and getattr(module, "bias", None) is None:
+            with torch.device(module.weight.device):  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+                register()
+
+
+@contextmanager
+def same_kernel(module: nn.Module) -> Iterator[None]:
+    """Keep the kernel of a module of experts while its weights are packed anew, with the scales that it reads.
+
+    vLLM makes another kernel, of the memory that it has just packed into, and then moves what is registered back to
+    where it was. Captured graphs go on reading the former scales; of those that are not registered (NVFP4's global
+    ones) they would never see a new number.
+    """
+    method: Any = getattr(module, "quant_method", None)
+    kernel, config = getattr(method, "moe_kernel", None), getattr(method, "moe_quant_config", None)
+    yield
+    if kernel is None or config is None or method.moe_kernel is kernel:
+        return
+    held, made = _numbers_of(config), _numbers_of(method.moe_quant_config)
+    shapes, wanted = ({name: tuple(tensor.shape) for name, tensor in one.items()} for one in (made, held))
+    if shapes != wanted:
+        raise RuntimeError(f"vLLM packed experts with scales {shapes}, and the kernel that runs reads {wanted}.")
+    with torch.no_grad():
+        for name, tensor in held.items():
+            if tensor is not made[name]:
+                tensor.copy_(made[name])
+    method.moe_kernel, method.moe_quant_config = kernel, config
+
+
+def _numbers_of(config: Any) -> Mapping[str, Tensor]:
+    """Return the tensors that a kernel of experts reads beside the weights, by name."""
+    parts = {name: part for name, part in vars(config).items() if hasattr(part, "__dict__")}
+    found = {f"{name}.{key}": value for name, part in parts.items() for key, value in vars(part).items()}
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+class Held:
+    """Takes the receipts of one publish.
+
+    Args:
+        sent: place, shape and dtype of every tensor that came; it grows with the stream.
+        ledger: for the receipts.
+    """
+
+    def __init__(self, sent: Sent, ledger: ReceivedLedger) -> None:
+        self.sent, self.ledger = sent, ledger
+        self._narrower = Narrower()
+
+    def note(self, name: str, held: Tensor) -> None:
+        """Take the receipt of what a module holds of a tensor."""
+        cut = self._narrower.of(name, held, self.sent[name][2])
+        self._check_dtype([name], cut.dtype)
+        self.ledger.record(name, cut)
+
+    def take(self, names: list[str], tensors: Mapping[str, Tensor]) -> None:
+        """Take the receipts of what one module holds, before it is repacked.
+
+        Args:
+            names: of the checkpoint's tensors.
+            tensors: the module's own, by attribute.
+        """
+        unfit: list[str] = []
+        for place, experts in by_stack(names, self.sent):
+            _, shape, dtype = self.sent[next(iter(experts.values()))]
+            tensor = tensors.get(place.attribute)
+            every = None if tensor is None else place.cut_all(tensor.detach(), shape)
+            if every is None or max(experts) >= len(every):
+                unfit += experts.values()
+                continue
+            numbered = [experts.get(number) for number in range(len(every))]
+            cut = self._narrower.of_stack(numbered, every, dtype)
+            self._check_dtype(list(experts.values()), cut.dtype)
+            self.ledger.record_stack(numbered, cut)
+        for name in names:
+            place, shape, _ = self.sent[name]
+            if isinstance(place, ExpertPlace):
+                continue
+            tensor = tensors.get(place.attribute)
+            if tensor is not None:
+                place.spread(tensor, shape)
+            cut = None if tensor is None else place.cut(tensor, shape)
+            if cut is None:
+                unfit.append(name)
+            else:
+                self.note(name, cut)
+        detail = "its slice of the engine's parameter does not fit"
+        self.ledger.faults += [Fault("shape", name, detail) for name in unfit]
+
+    def _check_dtype(self, names: list[str], held: torch.dtype) -> None:
+        if (dtype := self.sent[names[0]][2]) != held:
+            detail = f"it came as {str(dtype).removeprefix('torch.')} and was cast"
+            self.ledger.faults += [Fault("dtype", name, detail) for name in names]
+
+    def check_digits(self) -> None:
+        """Add a fault for each tensor whose module holds more than the dtype can that was sent."""
+        detail = "it has digits that the sent dtype cannot hold"
+        self.ledger.faults += [Fault("different", name, detail) for name in self._narrower.lost()]
+
+
+def by_stack(names: Iterable[str], sent: Sent) -> list[tuple[ExpertPlace, dict[int, str]]]:
+    """Return the experts' matrices among some names by the stack that they lie in side by side: one place, and by the
+    number of its expert the name of each.
+
+    Args:
+        names: of the checkpoint's tensors.
+        sent: their places, shapes and dtypes.
+    """
+    found: dict[tuple[Any, ...], tuple[ExpertPlace, dict[int, str]]] = {}
+    for name in names:
+        place, shape, dtype = sent[name]
+        if isinstance(place, ExpertPlace):
+            key = place.attribute, place.part % place.beside, shape, dtype
+            if key not in found:
+                found[key] = place, {}
+            found[key][1][place.expert] = name
+    return list(found.values())
+
+
+class Narrower:
+    """Returns what `narrowed` does, of whole stacks at once (`receipts.slices`), and knows what lost digits."""
+
+    def __init__(self) -> None:
+        self._stacks: dict[tuple[int, torch.dtype], tuple[Tensor, tuple[Tensor, ...], list[str | None]]] = {}
+        self._lost: list[tuple[list[str | None], Tensor]] = []
+
+    def of(self, name: str, held: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a tensor that the engine holds in the dtype that was sent.
+
+        Args:
+            name: of the checkpoint.
+            held: by the engine; where it is a slice, the others of its stack are final too.
+            dtype: that was sent.
+        """
+        if (dtype, held.dtype) not in WIDENED:
+            return held
+        found = slice_of(held)
+        if found is None:
+            return self.of_stack([name], held.unsqueeze(0), dtype)[0]
+        key = id(found.stack), dtype
+        if key not in self._stacks:
+            names: list[str | None] = [None] * len(found.stack)
+            self._stacks[key] = found.stack, slices(self.of_stack(names, found.stack, dtype)), names
+        _, parts, names = self._stacks[key]
+        names[found.index] = name
+        return parts[found.index]
+
+    def of_stack(self, names: list[str | None], stack: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a stack in the dtype that its slices were sent in; `names` are theirs, None where nothing came."""
+        cut = narrowed(stack, dtype)
+        if cut is not stack:
+            self._lost.append((names, (cut.to(stack.dtype) != stack).reshape(len(stack), -1).any(1)))
+        return cut
+
+    def lost(self) -> list[str]:
+        """Return the names of tensors with digits that the sent dtype cannot hold; the host waits for the device."""
+        names = [name for names, _ in self._lost for name in names]
+        wrong = torch.cat([one for _, one in self._lost]).tolist() if self._lost else []
+        return [name for name, bad in zip(names, wrong, strict=True) if bad and name is not None]
+
+
+COLUMNS = 8
+"""Columns of the latent space in which a derived tensor is compared with its source, spread over all."""
+
+
+def derived_names(module: nn.Module) -> set[str]:
+    """Return the module's parameters that vLLM's own processing of attention made; no loader ever fills them."""
+    if not callable(getattr(module, "process_weights_after_loading", None)):
+        return set()
+    made = {name for name, tensor in module._parameters.items() if tensor is not None}
+    return made - restored_names(module) if made else set()
+
+
+@torch.no_grad()
+def derive_again(config: Any, modules: Mapping[str, nn.Module]) -> None:
+    """Have vLLM make them of the weights that are there now, in the memory that captured CUDA graphs read."""
+    for module in modules.values():
+        module.process_weights_after_loading(config.model_config.dtype)  # pyright: ignore[reportCallIssue]
+
+
+@torch.no_grad()
+def stale_derived(
+    modules: Mapping[str, nn.Module], columns_of: Callable[[nn.Module, Sequence[int]], Tensor | None]
+) -> list[Fault]:
+    """Return a fault for each piece of a latent attention that differs from the layer that it is made of.
+
+    Args:
+        modules: by name, with tensors that vLLM derived.
+        columns_of: from a linear module and column indices to those columns ("out columns") as its GEMM sees them.
+    """
+    wrong: list[tuple[str, Tensor]] = []
+    for name, module in modules.items():
+        source: Any = getattr(module, "kv_b_proj", None)
+        source = getattr(source, "base_layer", source)  # of an adapter's wrapper
+        keys, values = (getattr(module, piece, None) for piece in ("W_UK_T", "W_UV"))
+        if source is None or keys is None or values is None:
+            continue
+        heads, inner, latent = keys.shape
+        step = max(latent // COLUMNS, 1)
+        chosen = list(range(0, latent, step))[:COLUMNS]
+        columns = columns_of(source, chosen)
+        if columns is None:
+            continue
+        exact = type(getattr(source, "quant_method", None)).__name__.startswith("Unquantized")
+        weight = columns.reshape(heads, -1, len(chosen)).float()
+        for piece, held, expected in (
+            ("W_UK_T", keys[:, :, chosen], weight[:, :inner]),
+            ("W_UV", values[:, chosen].transpose(1, 2), weight[:, inner:]),
+        ):
+            share = share_of_bound(held.reshape(-1, len(chosen)), expected.reshape(-1, len(chosen)), exact)
+            wrong.append((f"{name}.{piece}", (share > 1).any()))
+    found = torch.stack([flag for _, flag in wrong]).tolist() if wrong else []
+    return [Fault("derived", name) for (name, _), flag in zip(wrong, found, strict=True) if flag]
+
+
+def note_computed(sent: dict[str, tuple[Place, Tensor]], name: str, place: Place, tensor: Tensor) -> bool:
+    """Keep what comes for a parameter whose loader computes what it keeps; return False for any other.
+
+    Args:
+        sent: where it is kept, for `other`.
+        name: in the checkpoint.
+        place: of the tensor.
+        tensor: that comes.
+    """
+    if computing_loader(getattr(place.module, place.attribute, None)) is None:
+        return False
+    sent[name] = place, tensor.clone()
+    return True
+
+
+@torch.no_grad()
+def wrongly_computed(sent: dict[str, tuple[Place, Tensor]]) -> list[Fault]:
+    """Return a fault for each parameter that is not what its loader makes of what was sent, and forget that.
+
+    Args:
+        sent: place and tensor by name, as `note` kept them.
+    """
+    wrong: list[tuple[str, Tensor]] = []
+    for name, (place, tensor) in sent.items():
+        held: Any = getattr(place.module, place.attribute)
+        made, load = torch.empty_like(held.data), computing_loader(held)
+        if load is not None:
+            load(made, tensor.to(made.device))
+            wrong.append((name, (made != held).any()))
+    sent.clear()
+    found = torch.stack([flag for _, flag in wrong]).tolist() if wrong else []
+    return [Fault("derived", name) for (name, _), flag in zip(wrong, found, strict=True) if flag]

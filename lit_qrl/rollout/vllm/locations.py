@@ -1,8 +1,12 @@
-"""Where a checkpoint tensor lives among vLLM's modules, and what a live module computes in."""
+"""Where a checkpoint tensor lives among vLLM's modules, by the mappings that the model itself loads with.
 
+And what a live module computes in.
+"""
+
+import inspect
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -11,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.formats import support
+from lit_qrl.network.names import checkpoint_name
 from lit_qrl.receipts.slices import slice_of, slices
 
 # vLLM writes the shape of an INT4 weight once per projection into one parameter that nothing reads.
@@ -315,11 +320,6 @@ def whole_experts(places: Sequence[Place]) -> bool:
     return all_experts and stacks["w13"] == stacks["w2"] and not lacking(places)
 
 
-def model_runner(llm: Any) -> Any:
-    """Return the object that holds model and KV cache of an in-process engine."""
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
-
-
 def restored_names(module: nn.Module) -> set[str]:
     """Return the names of the tensors that vLLM makes anew, in the checkpoint's layout, when it reloads this module."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -372,3 +372,95 @@ def loaded_format(module: nn.Module, dtype: torch.dtype) -> str:
     short = kind.removeprefix("CompressedTensors").removesuffix("MoEMethod")
     spelled = {short, *(f"{short}[{detail}]" for detail in details)}
     return next(iter(support.names_where(lambda row: not spelled.isdisjoint(row.vllm_methods))), kind)
+
+
+_LETTERS = {"q": 0, "k": 1, "v": 2}
+"""vLLM's names of the parts of an attention layer's fused projection."""
+SORTING = frozenset({"FalconModel", "GPTNeoXModel", "BloomModel"})
+"""Models of vLLM whose checkpoints hold queries, key and value of a group of heads together, and whose loaders sort
+them into all queries, all keys and all values. (vLLM 0.32 has the second and the third from transformers, as they are.)
+"""
+
+
+class Naming:
+    """What one model of vLLM calls the tensors of a checkpoint, and which of them it holds as one.
+
+    Args:
+        model: vLLM's; wrappers inside, such as a multimodal model's text part, have mappings of their own.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._renamings: list[tuple[str, Any]] = []
+        self._parts: dict[str, dict[str, tuple[int, ...]]] = {}
+        self._known: dict[str, str] = {}
+        self.learned: dict[str, str] = {}
+        for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
+            if len(parts) > 1:
+                self._parts[fused] = {part: (index,) for index, part in enumerate(parts)}
+        added: list[Any] = []
+        for name, module in model.named_modules():
+            mapper = getattr(module, "hf_to_vllm_mapper", None)
+            if mapper is not None and not any(mapper is one for one in added):  # a wrapper shows its inner model's, too
+                added.append(mapper)
+                self._add(checkpoint_name(name), mapper)
+        sorting = (part for part in model.modules() if type(part).__name__ in SORTING)
+        self._sorted = {module for part in sorting for module in part.modules() if hasattr(module, "output_sizes")}
+        self._rearranges = any(hasattr(module, "permute_qk_weight_for_rotary") for module in model.modules())
+
+    def _add(self, prefix: str, mapper: Any) -> None:
+        # of 0.32, of 0.26
+        rename = getattr(mapper, "get_rename_mapper", None) or getattr(mapper, "get_unstacked_mapper", None)
+        self._renamings.append((f"{prefix}." if prefix else "", rename() if rename is not None else mapper))
+        for old, (new, shard) in getattr(mapper, "orig_to_new_stacked", {}).items():
+            given: list[Any] = list(shard) if isinstance(shard, (list, tuple)) else [shard]
+            shards: tuple[Any, ...] = tuple(_LETTERS.get(one, one) for one in given if one is not None)
+            if shards and all(isinstance(one, int) for one in shards):
+                part, fused = (one.strip(".").rpartition(".")[2] for one in (old, new))
+                self._parts.setdefault(fused, {})[part] = shards
+
+    def renamed(self, name: str) -> str:
+        """Return what vLLM calls a tensor of the checkpoint, its layer not yet fused with others."""
+        if name not in self._known:
+            result = name
+            for prefix, mapper in self._renamings:
+                if result.startswith(prefix):
+                    result = prefix + (mapper._map_name(result[len(prefix) :]) or result[len(prefix) :])
+            self._known[name] = result
+        return self._known[name]
+
+    def learn(self, name: str, other: str) -> None:
+        """Take a tensor for what a checkpoint calls `other`."""
+        self.learned[name], self._known[name] = other, self.renamed(other)
+
+    def fused(self, layer: str) -> Iterator[tuple[str, int, tuple[str, ...], tuple[int, ...]]]:
+        """Yield the layers that `layer` may be a part of: name, which part, the names of all, its logical widths.
+
+        Args:
+            layer: as `renamed` gives it.
+        """
+        parent, _, leaf = layer.rpartition(".")
+        for fused, parts in self._parts.items():
+            if leaf in parts:
+                names = tuple(sorted(parts, key=lambda part: parts[part]))
+                yield f"{parent}.{fused}" if parent else fused, names.index(leaf), names, parts[leaf]
+
+    def groups(self, module: Any) -> int:
+        """Return how many groups of rows vLLM's loader sorts in this module; 0 where it leaves them as they are."""
+        count = getattr(module, "total_num_kv_heads", 0) if module in self._sorted else 0
+        return count if count > 1 else 0
+
+    def rewrites(self, layer: str, parameter: Any) -> bool:
+        """Return True where vLLM's loader writes other numbers than it gets.
+
+        State-space layers keep −exp(A) under a composed loader, and Llama 4's rows of q and k come in another order.
+        """
+        return computing_loader(parameter) is not None or (
+            self._rearranges and layer.rpartition(".")[2] in ("q_proj", "k_proj")
+        )
+
+
+def computing_loader(parameter: Any) -> Callable[[Tensor, Tensor], None] | None:
+    """Return the loader of a parameter that computes what it keeps of what it gets; None where it keeps that itself."""
+    loader = getattr(parameter, "weight_loader", None)
+    inner = None if loader is None else inspect.unwrap(loader)
+    return inner if "composed" in getattr(inner, "__qualname__", "") else None

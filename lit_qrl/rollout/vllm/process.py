@@ -11,8 +11,8 @@ from torch import distributed
 from torch.distributed import distributed_c10d
 
 
-def prepare_environment(deep_gemm: bool, kv_cache_gib: float | None, first_runner: bool = False) -> None:
-    """Set what vLLM reads from the environment; what the user has set himself is kept.
+def environment_of(deep_gemm: bool, kv_cache_gib: float | None, first_runner: bool = False) -> dict[str, str]:
+    """Return what vLLM reads from the environment; what the user has set himself is kept.
 
     Args:
         deep_gemm: allow DeepGEMM for fp8_block. It rounds scales to powers of two unless told otherwise, so that is
@@ -32,12 +32,15 @@ def prepare_environment(deep_gemm: bool, kv_cache_gib: float | None, first_runne
         defaults["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_gib or 1)))
         # With AMX it would round activations to INT8 beside 4-bit weights, which is another format.
         defaults["VLLM_CPU_INT4_W4A8"] = "0"
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
+    found = {name: os.environ.get(name, value) for name, value in defaults.items()}
+    return found | ({"VLLM_USE_V2_MODEL_RUNNER": "0"} if first_runner and torch.cuda.is_available() else {})
+
+
+def prepare_environment(deep_gemm: bool, kv_cache_gib: float | None, first_runner: bool = False) -> None:
+    """Set the environment for an engine in this process; the arguments are those of `environment_of`."""
+    os.environ.update(environment_of(deep_gemm, kv_cache_gib, first_runner))
     # In process, or tensors could not be handed over without a copy through the host.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if first_runner and torch.cuda.is_available():
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if torch.cuda.is_available():
         # The learner's device, which it takes for that of the first of several; it would take GPU 0.
         os.environ["VLLM_DP_RANK_LOCAL"] = str(torch.cuda.current_device())

@@ -5,9 +5,8 @@ import logging
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lit_qrl.rollout.vllm.locations import model_runner
 from lit_qrl.rollout.vllm.patches import marlin_workspaces
 from lit_qrl.rollout.vllm.patches.graph_pool import forget_graph_pool
 from lit_qrl.rollout.vllm.patches.sleeping_pools import hold_pools, release_pools
@@ -26,8 +25,7 @@ def shutdown(llm: Any, owns_process_group: bool, keep_weights: bool = False) -> 
     """
     from vllm.distributed import parallel_state
 
-    model = model_runner(llm).get_model()
-    storages = _storages(llm, model, keep_weights)
+    ((model, storages),) = llm.collective_rpc("held_at_the_end", args=(keep_weights,))
     if hold_pools():
         marlin_workspaces.forget()  # they lie in its pools; no other engine can use them
     with others_group_kept(owns_process_group):
@@ -48,20 +46,6 @@ def shutdown(llm: Any, owns_process_group: bool, keep_weights: bool = False) -> 
     else:
         parallel_state.destroy_model_parallel()
         end_world()
-
-
-def _storages(llm: Any, model: nn.Module, keep_weights: bool) -> list[torch.UntypedStorage]:
-    """Return where weights and KV cache lie on a GPU, which frames of a failed step or captured graphs keep alive."""
-    caches = [getattr(model_runner(llm), "kv_caches", []), *(getattr(m, "kv_cache", []) for m in model.modules())]
-    tensors = [] if keep_weights else [*model.parameters(), *model.buffers()]
-    while caches:
-        one = caches.pop()
-        if isinstance(one, Tensor):
-            tensors.append(one)
-        elif isinstance(one, list | tuple):
-            caches.extend(one)
-    found = (tensor.untyped_storage() for tensor in tensors if tensor.is_cuda)
-    return list({storage.data_ptr(): storage for storage in found}.values())
 
 
 def _forget_reloads(model: nn.Module) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from lit_qrl.errors import within_memory
-from lit_qrl.rollout.vllm.adapter import LiveAdapter
 from lit_qrl.rollout.vllm.errors import deadly
 from lit_qrl.rollout.vllm.live_model import LiveModel
 from lit_qrl.rollout.vllm.locations import weight_bytes
@@ -22,7 +21,7 @@ class Sleeping:
     llm: Any
     live: LiveModel | None
     sleep_level: int
-    _adapter: LiveAdapter | None
+    max_lora_rank: int
     _usable: bool
     _poisoned: bool
     _asleep: bool
@@ -57,6 +56,6 @@ class Sleeping:
         # Memory comes back with arbitrary contents, at the addresses that it had.
         marlin_workspaces.unlock()
         self._poisoned = True
-        if not self._usable and self._adapter is not None:
-            self._adapter.clear()
+        if not self._usable and self.max_lora_rank:
+            self.llm.collective_rpc("clear_adapter")
         self._asleep = False

@@ -8,7 +8,6 @@ from peft import LoraConfig
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.receipts.ledger import PublishError, ReceivedLedger, SentLedger, compare
-from lit_qrl.rollout.vllm import adapter as module
 from lit_qrl.rollout.vllm.adapter import ADAPTER_ID, LiveAdapter, check_adapter
 from lit_qrl.rollout.vllm.locations import Place
 
@@ -35,12 +34,17 @@ def live(monkeypatch):
     wrapper = SimpleNamespace(
         lora_a_stacked=[stacked(ROOM, WIDTH) for _ in NAMES], lora_b_stacked=[stacked(size, ROOM) for size in (4, 2)]
     )
-    manager = SimpleNamespace(modules={"fused": wrapper}, lora_index_to_id=[None, ADAPTER_ID, None])
-    runner = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
-    registered = []
-    monkeypatch.setattr(module, "register_adapter", lambda *args: registered.append(args))
+    manager = SimpleNamespace(modules={"fused": wrapper}, lora_index_to_id=[None, None, None])
+    made = []
+
+    def make_room(adapter, tensors):
+        made.append(tensors)
+        manager.lora_index_to_id[1] = ADAPTER_ID
+
+    monkeypatch.setattr(LiveAdapter, "_make_room", make_room)
+    holder = SimpleNamespace(_adapter_manager=manager)
     places = {name: Place("fused", None, "weight", part) for part, name in enumerate(NAMES)}
-    return SimpleNamespace(llm=None, runner=runner, locate_layer=places.get, wrapper=wrapper, registered=registered)
+    return SimpleNamespace(manager=holder, locate_layer=places.get, wrapper=wrapper, made=made)
 
 
 def factors(seed=0):
@@ -62,12 +66,12 @@ def sent(tensors, version=1):
 @pytest.mark.parametrize(("rslora", "scaling"), [(False, 3.0), (True, 6 / 2**0.5)])
 def test_each_part_lies_in_its_slot_scaled_and_the_rest_is_zero(live, rslora, scaling):
     config = LoraConfig(r=RANK, lora_alpha=6, target_modules=["q_proj", "k_proj"], use_rslora=rslora)
-    adapter, tensors = LiveAdapter(live, config), factors()
+    adapter, tensors = LiveAdapter(live, live.manager, config), factors()
     for version in (1, 2):
         tensors, ledger = factors(version), ReceivedLedger(version)
         adapter.load(iter(tensors.items()), ledger)
         assert compare(sent(tensors, version), ledger) == []
-    assert len(live.registered) == 1  # later publishes write into the same memory
+    assert len(live.made) == 1  # later publishes write into the same memory
     for part, (a, b) in enumerate(zip(live.wrapper.lora_a_stacked, live.wrapper.lora_b_stacked, strict=True)):
         name = f"base_model.model.{NAMES[part]}"
         assert torch.equal(a[1, 0, :RANK], tensors[f"{name}.lora_A.weight"])
@@ -75,12 +79,10 @@ def test_each_part_lies_in_its_slot_scaled_and_the_rest_is_zero(live, rslora, sc
         assert not a[1, 0, RANK:].any()
         assert not b[1, 0, :, RANK:].any()
         assert a[[0, 2]].eq(7).all()
-    adapter.clear()
-    assert not any(tensor.any() for tensor in (*live.wrapper.lora_a_stacked, *live.wrapper.lora_b_stacked))
 
 
 def test_half_a_layer_leaves_the_old_adapter(live):
-    adapter = LiveAdapter(live, LoraConfig(r=RANK, target_modules=["q_proj"]))
+    adapter = LiveAdapter(live, live.manager, LoraConfig(r=RANK, target_modules=["q_proj"]))
     half = {name: tensor for name, tensor in factors().items() if not name.endswith("k_proj.lora_B.weight")}
     with pytest.raises(PublishError, match=r"k_proj\.lora_B\.weight"):
         adapter.load(iter(half.items()), ReceivedLedger(1))
@@ -88,7 +90,7 @@ def test_half_a_layer_leaves_the_old_adapter(live):
 
 
 def test_a_layer_that_the_engine_does_not_adapt_is_named(live):
-    adapter = LiveAdapter(live, LoraConfig(r=RANK, target_modules=["q_proj"]))
+    adapter = LiveAdapter(live, live.manager, LoraConfig(r=RANK, target_modules=["q_proj"]))
     tensors = {name.replace("q_proj", "o_proj"): tensor for name, tensor in factors().items() if "q_proj" in name}
     with pytest.raises(ValueError, match=r"adapts no layer model\.layers\.0\.self_attn\.o_proj"):
         adapter.load(iter(tensors.items()), ReceivedLedger(1))

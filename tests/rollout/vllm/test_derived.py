@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lit_qrl.rollout.vllm import derived
+from lit_qrl.rollout.vllm import live_model
 from lit_qrl.rollout.vllm.locations import Place
 
 HEADS, INNER, VALUES, LATENT = 3, 4, 2, 16
@@ -31,20 +31,22 @@ def columns_of(module, columns):
 
 
 def test_a_piece_that_was_not_made_again_is_named(monkeypatch):
-    monkeypatch.setattr(derived, "restored_names", lambda module: set())
+    monkeypatch.setattr(live_model, "restored_names", lambda module: set())
     attention = Attention(torch.randn(HEADS * (INNER + VALUES), LATENT))
-    assert derived.names(attention) == set()
+    assert live_model.derived_names(attention) == set()
     attention.process_weights_after_loading(torch.float32)
-    assert derived.names(attention) == {"W_UK_T", "W_UV"}
-    assert derived.names(attention.kv_b_proj) == set()
+    assert live_model.derived_names(attention) == {"W_UK_T", "W_UV"}
+    assert live_model.derived_names(attention.kv_b_proj) == set()
     modules = {"attn": attention}
-    assert derived.stale(modules, columns_of) == []
+    assert live_model.stale_derived(modules, columns_of) == []
     attention.kv_b_proj.weight.data[INNER:] += 4e-5  # all but the first head's keys
-    assert {fault.name for fault in derived.stale(modules, columns_of)} == {"attn.W_UK_T", "attn.W_UV"}
+    assert {fault.name for fault in live_model.stale_derived(modules, columns_of)} == {"attn.W_UK_T", "attn.W_UV"}
     attention.process_weights_after_loading(torch.float32)
     attention.W_UV.data[0, 0, 0] += 1
-    assert [str(fault.kind) + fault.name for fault in derived.stale(modules, columns_of)] == ["derivedattn.W_UV"]
-    assert derived.stale({"other": nn.Linear(2, 2)}, columns_of) == []
+    assert [str(fault.kind) + fault.name for fault in live_model.stale_derived(modules, columns_of)] == [
+        "derivedattn.W_UV"
+    ]
+    assert live_model.stale_derived({"other": nn.Linear(2, 2)}, columns_of) == []
 
 
 def test_what_a_loader_computed_is_held_to_what_was_sent():
@@ -59,9 +61,9 @@ def test_what_a_loader_computed_is_held_to_what_was_sent():
     mixer.A.weight_loader = composed_weight_loader()
     logarithm = torch.tensor([0.0, 1.0, 2.0])
     sent = {}
-    assert not derived.note(sent, "D", Place("mixer", mixer, "D"), logarithm)
+    assert not live_model.note_computed(sent, "D", Place("mixer", mixer, "D"), logarithm)
     for held, named in ((-logarithm.exp(), []), (-(logarithm + 4e-5).exp(), ["mixer.A_log"])):
-        assert derived.note(sent, "mixer.A_log", Place("mixer", mixer, "A", rewritten=True), logarithm)
+        assert live_model.note_computed(sent, "mixer.A_log", Place("mixer", mixer, "A", rewritten=True), logarithm)
         mixer.A.data.copy_(held)
-        assert [fault.name for fault in derived.other(sent)] == named
+        assert [fault.name for fault in live_model.wrongly_computed(sent)] == named
         assert sent == {}

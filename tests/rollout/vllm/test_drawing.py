@@ -24,7 +24,7 @@ class Engine(Drawing):
     def _awake(self, complete=False):
         return None
 
-    def _longest(self):
+    def longest(self):
         return 99
 
     def _reset_caches(self):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
-from lit_qrl.rollout.vllm import fast_load as vllm_direct
+from lit_qrl.rollout.vllm import live_model as vllm_direct
 from lit_qrl.rollout.vllm.locations import tensors_of
 from tests.vllm_engines import (
     build_engine,

@@ -1,7 +1,5 @@
 """A live model seen through checkpoint names, with plain modules in place of vLLM's; whole publishes: test_vllm*.py."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -33,9 +31,8 @@ class Model(nn.Module):
 @pytest.fixture
 def live(monkeypatch):
     model = Model()
-    monkeypatch.setattr(module, "model_runner", lambda llm: SimpleNamespace(get_model=lambda: model, kv_caches=[]))
     monkeypatch.setattr(module, "checkpoint_names", lambda module: {*module._parameters, *module._buffers})
-    return LiveModel(SimpleNamespace())
+    return LiveModel(model, None)
 
 
 def test_parts_of_a_fused_layer_are_located(live):
@@ -57,13 +54,12 @@ def test_what_no_module_holds_is_not_located(live):
     assert live.locate_layer("experts.0.up_proj") is None
 
 
-def test_adapters_wrap_layers_without_changing_their_names(monkeypatch):
+def test_adapters_wrap_layers_without_changing_their_names():
     model = Model()
     wrapper = nn.Module()
     wrapper.base_layer = model.attn["o_proj"]
     model.attn["o_proj"] = wrapper
-    monkeypatch.setattr(module, "model_runner", lambda llm: SimpleNamespace(get_model=lambda: model))
-    assert LiveModel(SimpleNamespace()).locate_layer("attn.o_proj").module is wrapper.base_layer
+    assert LiveModel(model, None).locate_layer("attn.o_proj").module is wrapper.base_layer
 
 
 def test_tied_weights_are_counted_once(live):
@@ -87,10 +83,3 @@ def test_norms_are_replaced_in_the_memory_that_is_there(live):
 def test_nothing_is_read_back_before_it_was_sent(live):
     assert live.read_back("norm.weight") is None
     assert live.formats() == {}
-
-
-def test_kv_pages_are_zeroed(live):
-    pages = [torch.full((2, 3), float("nan")), [torch.ones(2), torch.ones(1)]]
-    live.runner.kv_caches = pages
-    live.clear_kv_cache()
-    assert not any(tensor.any() for tensor in (pages[0], *pages[1]))

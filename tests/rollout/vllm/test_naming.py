@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lit_qrl.network.names import stored
-from lit_qrl.rollout.vllm.naming import Naming
+from lit_qrl.rollout.vllm.locations import Naming
 from tests.families.configs import BY_TYPE, random_network
 
 

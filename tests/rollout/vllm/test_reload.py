@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_qrl.rollout.vllm.reload import complete, register_head_bias, reloading, same_kernel
+from lit_qrl.rollout.vllm.live_model import complete, register_head_bias, reloading, same_kernel
 
 
 @pytest.fixture
@@ -27,16 +27,15 @@ def opened(monkeypatch):
     }.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader", loader)
-    return SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(model_config="closed"))), story
+    return SimpleNamespace(model_config="closed"), story
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_reload_is_closed_whatever_happens_inside(fails, opened):
-    llm, story = opened
+    config, story = opened
     model = torch.nn.Linear(2, 2)
     with pytest.raises(RuntimeError) if fails else nullcontext():
-        with reloading(llm, model):
-            assert not torch.is_grad_enabled()
+        with reloading(model, config):
             story.append("inside")
             if fails:
                 raise RuntimeError
@@ -49,7 +48,7 @@ def test_the_view_of_a_convolution_that_was_packed_elsewhere_follows(opened):
     for mixer in (model.mixer, model.other):
         mixer.conv1d = torch.nn.Conv1d(3, 3, 4, groups=3)
         mixer.register_buffer("conv_weights", torch.zeros(3, 4))
-    with reloading(opened[0], model):
+    with torch.no_grad(), reloading(model, opened[0]):
         model.mixer.conv1d._cpu_unpacked_conv_weight = sent = torch.randn(3, 4)
     assert torch.equal(model.mixer.conv_weights, sent)
     assert not model.other.conv_weights.any()

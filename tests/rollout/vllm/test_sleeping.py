@@ -18,9 +18,8 @@ def test_pages_that_woke_with_arbitrary_contents_are_cleared_before_anything_is_
         engine.sleep()
         assert not engine._asleep  # there is no memory to give back
         engine.wake()
-        for cache in engine.live.runner.kv_caches:
-            for part in cache if isinstance(cache, (list, tuple)) else (cache,):
-                part.fill_(float("nan"))
+        for page in engine.llm.collective_rpc("pages")[0]:
+            page.fill_(float("nan"))
         engine._asleep = True
         monkeypatch.setattr(engine.llm, "wake_up", lambda: None)
         engine.wake()

@@ -5,6 +5,7 @@ four. Where nothing but the drawn token's log-prob is asked for, a step's arrays
 appends one number of each.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,8 @@ def _lists(original: Callable[..., Any]) -> Callable[..., Any]:
     def tolists(self: Any, *args: Any, **named: Any) -> Any:
         arrays = original(self, *args, **named)
         words, logprobs, ranks, starts = arrays
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":  # another process knows nothing of `One`
+            return arrays
         if starts is not None or logprobs.ndim != 2 or logprobs.shape[1] != 1:
             return arrays
         if type(arrays) not in kinds:

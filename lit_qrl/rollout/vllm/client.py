@@ -1,0 +1,889 @@
+"""vLLM in processes of its own: a client of `vllm serve`, of as many as there are, behind the contract of an engine."""
+
+import base64
+import hashlib
+import io
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lit_qrl.errors import ConfigError, listed, require_object
+from lit_qrl.formats.base import NumberFormat
+from lit_qrl.network.structure import check_tokens
+from lit_qrl.receipts.clock import Clock
+from lit_qrl.receipts.ledger import Fault, PublishError, PublishReport, ReceivedLedger, RefusedError, TensorReceipt
+from lit_qrl.rollout.engine import (
+    Dialogue,
+    EngineDiedError,
+    EnginePolicy,
+    Finished,
+    Learners,
+    Progress,
+    RolloutEngine,
+    SamplerSpec,
+    Turn,
+)
+from lit_qrl.rollout.pauses import Stand
+from lit_qrl.rollout.vllm import folder, requests
+from lit_qrl.rollout.vllm.arguments import flags
+from lit_qrl.rollout.vllm.engine import VLLMEngine
+from lit_qrl.rollout.vllm.errors import SHAPES
+from lit_qrl.rollout.vllm.installation import installed_version
+from lit_qrl.rollout.vllm.process import environment_of
+from lit_qrl.rollout.vllm.server import Place, Server, Start
+from lit_qrl.rollout.vllm.ways import Broadcast, DeviceMemory, Files, Packed, Sender, chunks
+from lit_qrl.types import Completion, SamplingParams
+
+T = TypeVar("T")
+Transfer = Literal["auto", "files", "ipc", "nccl", "memory", "socket", "collective"]
+OLD_TRANSFERS = {"memory": "files", "socket": "files", "collective": "files"}
+TICK = 0.5
+"""Seconds between two looks at how far the servers are."""
+AT_ONCE = 512
+"""Requests that one server has under way, those that wait for a place in its batch among them."""
+SAYS_VERSIONS = (0, 32)
+"""The version of vLLM from which a server says which weights drew which token."""
+
+
+class RemoteEngine(RolloutEngine):
+    """Holds vLLM in servers of its own (`vllm serve`), which a run starts or finds: on other devices, or other hosts.
+
+    Completions are dealt to the servers by outstanding tokens, and a completion's randomness comes from its prompt's
+    position, so neither their number nor their speed changes what is drawn. A publish goes to all of them; each
+    computes the receipts of what it holds. A server that dies, or is silent, is started again while the others go on;
+    what they have drawn is kept, and its prompts are drawn again with the same seeds after the publish to the new one.
+
+    Args:
+        engine: how vLLM is started in each.
+        devices: of this host, a server for each: numbers of GPUs, or `cpu`; `auto` is the GPUs that the learner
+            leaves, and one server on the CPU where it has none itself.
+        hosts: addresses of servers that run already (`lit-qrl serve`), `host:port` or `https://host:port`, instead of
+            devices.
+        token_file: with the key of those servers.
+        ca_file: certificates by which theirs are trusted; None are the system's.
+        transfer: how weights travel: `files` in a folder that both see, `ipc` memory of the learner's GPU on one host,
+            `nccl` one broadcast to the GPUs of all; `auto` is `ipc` to servers on GPUs that the run has started, else
+            files.
+        folder: of those files; None is the memory of this host.
+        silence: seconds without a word between two steps, or of a publish, after which a server counts as dead.
+    """
+
+    single_format = True
+    kernels = "vllm"
+    overlaps = hands_out = True
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        devices: Literal["auto"] | list[int | str] = "auto",
+        hosts: list[str] | None = None,
+        token_file: str | None = None,
+        transfer: Transfer = "auto",
+        ca_file: str | None = None,
+        folder: str | None = None,
+        silence: float = 20.0,
+    ) -> None:
+        require_object("data.engine.engine", engine, "VLLMEngine()")
+        if not isinstance(engine, VLLMEngine):
+            raise ConfigError(
+                "RemoteEngine holds vLLM's own server.",
+                expected="VLLMEngine in data.engine.engine",
+                given=type(engine).__name__,
+                remedy=f"Set data.engine to {type(engine).__name__}, in the learner's process.",
+            )
+        self.engine, self.devices, self.hosts, self.token_file = engine, devices, hosts, token_file
+        self.ca_file, self.folder, self.silence = ca_file, folder, silence
+        self.transfer: Transfer = transfer
+        self._check_settings()
+        self.takes_in_flight = self._says_versions()
+        self.plain_dtype = engine.plain_dtype
+        self.spec = SamplerSpec()
+        self.policy: Any = None
+        self.servers: list[Server] = []
+        self._folder: Path | None = None
+        self._sender: Sender | None = None
+        self._usable = self._paused = False
+        self._until: Callable[[], None] | None = None
+        self._kept: tuple[str, dict[int, Completion]] = ("", {})
+
+    # ------------------------------------------------------------------------------------------------- start and end
+
+    def _check_settings(self) -> None:
+        """Raise `ConfigError` for what vLLM's server cannot say or hold."""
+        engine = self.engine
+        for used, what, remedy in (
+            (engine.draws_together, "tensor_parallel_size", "Leave it at 1, or set data.engine to VLLMEngine"),
+            (engine.batch_invariant, "batch_invariant", "Leave it out, or set data.engine to VLLMEngine"),
+            (engine.sleep_level > 0, "sleep_level", "Leave it at 0: the GPU is the server's alone"),
+            (engine.cache_dtype != "auto", "kv_cache_dtype", "Leave it at auto, or set data.engine to VLLMEngine"),
+        ):
+            if used:
+                raise ConfigError(
+                    f"What {what} needs of an engine, vLLM's server does not do.",
+                    expected=f"data.engine without {what}",
+                    remedy=f"{remedy}.",
+                )
+        if self.transfer == "ipc" and self.hosts:
+            raise ConfigError(
+                "CUDA handles are of one host.",
+                expected="data.engine.transfer: files or nccl with data.engine.hosts",
+                given="ipc",
+                remedy="Leave transfer out.",
+            )
+
+    def _says_versions(self) -> bool:
+        found = installed_version()
+        return found is None or found[0][:2] >= SAYS_VERSIONS
+
+    def validate(self, spec: SamplerSpec) -> None:
+        """Check what can be known before weights are loaded, and find the servers that run already.
+
+        Raises:
+            ConfigError: also for a server that cannot be reached, knows another key, or is of another version.
+        """
+        self.spec = replace(spec, on_hang=None)
+        for used, what, remedy in (
+            (spec.kept, "the tokens among which one was drawn (top_p or top_k with a learner that masks)", ""),
+            (spec.adapter is not None, "an adapter apart from its base", "Set publisher.lora to merged. "),
+            (spec.format is not None and spec.format.name == "nf4", "publisher.format nf4", "Choose another. "),
+            (spec.routes, "the experts that its tokens took", "Leave out RouterReplay. "),
+            (spec.in_flight != "none" and not self.takes_in_flight, "which weights drew which token", ""),
+        ):
+            if used:
+                raise ConfigError(
+                    f"The server of this vLLM does not know or say {what}.",
+                    expected="a run without, or VLLMEngine in the learner's process",
+                    remedy=f"{remedy}Set data.engine to VLLMEngine.",
+                )
+        found = places(self.devices, self.hosts, self.token_file, spec.learners, self.ca_file)
+        if not self.hosts:
+            self.engine.validate(replace(self.spec, in_flight="none"))
+        if not self.servers:
+            self.servers = [Server(place, self.silence) for place in found]
+        if self.hosts:
+            for server in self.servers:
+                server.open()
+
+    def check_model(self, network: nn.Module) -> None:
+        """Raise `ConfigError` for a model that the installed vLLM lacks or this host cannot run."""
+        if not self.hosts:
+            self.engine.check_model(network)
+
+    def setup(self, spec: SamplerSpec, policy: EnginePolicy) -> None:
+        """Start the servers that are not there, and connect them; the others keep what they hold."""
+        self.spec, self.policy = replace(spec, on_hang=None), policy
+        if not self.servers:
+            self.validate(spec)
+        self.engine.spec, self.engine.policy = self.spec, policy
+        self.plain_dtype = dtype = self.engine.choose_dtype(spec, policy.network)
+        longest = self.engine.longest()
+        if self._folder is None:
+            layers = spec.exclude, spec.quantize_head
+            self._folder = folder.model_folder(policy.network, spec.format, *layers, dtype, longest)
+        arguments = self.engine.arguments(self._folder, dtype, longest)
+        for server in self.servers:
+            environment = environment_of(self.engine.deep_gemm, self.engine.kv_cache_gib) | self._seen(server.place)
+            server.how = Start([str(self._folder), *flags(arguments)], environment, self.engine.start_timeout)
+            server.start()
+        for server in self.servers:
+            if not server.ready:
+                self._check_model_of(server, server.open(), longest)
+                server.version = -1
+                self._leave()  # who was in a group with it is alone now
+        if self._sender is None:
+            self._join()
+
+    def _seen(self, place: Place) -> dict[str, str]:
+        """Return which GPUs a server that the run starts sees: its own, then the learner's, whose memory it opens."""
+        if not place.started:
+            return {}
+        if place.name == "cpu":
+            return {"CUDA_VISIBLE_DEVICES": ""}
+        seen = [place.name.removeprefix("cuda:"), *map(str, self.spec.learners.devices)]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(seen)}
+
+    def _check_model_of(self, server: Server, found: Mapping[str, Any], longest: int) -> None:
+        assert self._folder is not None
+        own = json.loads((self._folder / "config.json").read_text())
+        ignored = {"transformers_version", "_name_or_path", "max_position_embeddings"}
+        other = [key for key in own.keys() | found["config"].keys() if own.get(key) != found["config"].get(key)]
+        differing = sorted(set(other) - ignored)
+        if differing or found["longest"] < longest or found["workers"] > 1:
+            given = f"another {listed(differing, 4)}" if differing else f"{found['longest']} tokens"
+            raise ConfigError(
+                f"The vLLM server at {server.place.name} was started for another model, format or length.",
+                expected=f"the run's model and publisher.format, sequences of {longest} tokens, and one GPU",
+                given=given if found["workers"] == 1 else f"{found['workers']} GPUs",
+                remedy="Start it by `lit-qrl serve` with the model, --format and --max_model_len of the run.",
+            )
+
+    def _join(self) -> None:
+        """Get ready to send."""
+        way = OLD_TRANSFERS.get(self.transfer, self.transfer)
+        on_gpus = all(server.place.name.startswith("cuda") for server in self.servers)
+        if way == "auto":
+            way = "ipc" if on_gpus else "files"
+        opening: list[Any] = [None] * len(self.servers)
+        if way == "nccl":
+            opening, self._sender = self._meet()
+            return
+        self._sender = DeviceMemory(seen_as=1) if way == "ipc" else Files(self.folder)
+        for server, one in zip(self.servers, opening, strict=True):
+            server.post("/init_weight_transfer_engine", {"init_info": {"group": one}}, self.silence)
+
+    def _meet(self) -> tuple[list[Any], Sender]:
+        import socket
+
+        with socket.create_server(("", 0)) as free:
+            port = free.getsockname()[1]
+        address, size = socket.gethostbyname(socket.gethostname()), 1 + len(self.servers)
+        groups = [[address, port, 1 + number, size] for number in range(len(self.servers))]
+        device = torch.device("cuda", torch.cuda.current_device())
+        with self._all("/init_weight_transfer_engine", [{"init_info": {"group": one}} for one in groups]):
+            return groups, Broadcast(address, port, size, device)
+
+    def _leave(self) -> None:
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()
+
+    def discard(self) -> None:
+        """Give up the servers that died, of which the rest hears nothing; they were started again already."""
+        if all(server.ready for server in self.servers):
+            for server in self.servers:
+                server.restart()
+
+    def close(self) -> None:
+        """End the servers that the run started, and give back what it made."""
+        servers, self.servers = self.servers, []
+        for server in servers:
+            server.close()
+        self._leave()
+        self._kept, self._usable = ("", {}), False
+        if self._folder is not None:
+            folder.remove(self._folder)
+            self._folder = None
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        """Start a server again at once that dies of what is asked inside."""
+        try:
+            yield
+        except EngineDiedError:
+            self._usable = False
+            for server in self.servers:
+                if not server.ready:
+                    server.restart()
+            raise
+
+    @contextmanager
+    def _all(self, path: str, bodies: Sequence[Any], timeout: float | None = None) -> Iterator[list[Future[Any]]]:
+        """Ask all servers at the same time inside, and wait for their answers at its end."""
+        with ThreadPoolExecutor(len(self.servers)) as pool:
+            limit = timeout or self.silence
+            asked = [
+                pool.submit(server.post, path, body, limit) for server, body in zip(self.servers, bodies, strict=True)
+            ]
+            yield asked
+            wait(asked)
+        for future in asked:
+            future.result()
+
+    # ----------------------------------------------------------------------------------------------------- publishing
+
+    def arranged(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Return a stream as vLLM takes it."""
+        self.engine.policy = self.policy
+        return self.engine.arranged(tensors)
+
+    def load_weights(
+        self, tensors: Iterator[tuple[str, Tensor]], format: NumberFormat | None, version: int
+    ) -> PublishReport:
+        """Replace the weights of all servers; each answers with its receipts, and a difference between them is a fault.
+
+        Raises:
+            PublishError: where a layer came only in part, or vLLM's loader refuses a tensor.
+        """
+        start, clock, until = time.perf_counter(), Clock(), self._until
+        self._until = None
+        assert self._sender is not None
+        if until is not None and not isinstance(self._sender, Files):
+            until()
+            until = None
+        done = False
+        with self._asked():
+            try:
+                if until is None:
+                    self._start_update()
+                    self._send(chunks(tensors), version, clock)
+                else:  # all of them lie beside the engines before those stand still
+                    packed = [self._sender.pack(part) for part in chunks(tensors)]
+                    until()
+                    self._start_update()
+                    for one in packed:
+                        self._post_part(one, version, clock)
+                with clock.part("await"):
+                    outcomes = self._finish_update(version)
+                done = True
+            finally:
+                if not done:
+                    self._abandon()
+        ledgers = [self._ledger(outcome, version) for outcome in outcomes]
+        received = ledgers[0]
+        received.prefix_reset = all(list(map(self._forget_prefixes, self.servers)))
+        received.faults += between(ledgers, [server.place.name for server in self.servers])
+        self._usable, self.version = True, version
+        for server in self.servers:
+            server.version = version
+        return PublishReport(
+            version=version,
+            seconds=time.perf_counter() - start,
+            bytes=received.bytes,
+            layers=outcomes[0]["layers"],
+            received=received,
+            parts=dict(clock.seconds),
+        )
+
+    def _start_update(self) -> None:
+        self._usable = False
+        with self._all("/start_weight_update", [None] * len(self.servers)):
+            pass
+
+    def _send(self, parts: Iterator[Any], version: int, clock: Clock) -> None:
+        assert self._sender is not None
+        for part in parts:
+            with clock.part("send"):
+                packed = self._sender.pack(part)
+            self._post_part(packed, version, clock)
+
+    def _post_part(self, packed: Packed, version: int, clock: Clock) -> None:
+        assert self._sender is not None
+        body = {"update_info": {"version": version, "packed": packed}}
+        with clock.part("await"), self._all("/update_weights", [body] * len(self.servers), self._patience()):
+            self._sender.send(packed)
+        self._sender.taken(packed)
+
+    def _patience(self) -> float:
+        """Seconds for a part of a publish: the first compiles kernels."""
+        return self.silence if all(server.version >= 0 for server in self.servers) else self.engine.start_timeout
+
+    def _finish_update(self, version: int) -> list[dict[str, Any]]:
+        body = {"weight_version": str(version)} if self.takes_in_flight else None
+        with self._all("/finish_weight_update", [body] * len(self.servers), self._patience()):
+            pass
+        return [server.call("outcome_json", timeout=self._patience()) for server in self.servers]
+
+    def _abandon(self) -> None:
+        for server in self.servers:
+            with suppress(Exception):  # whoever asks it next hears of a death
+                server.call("abandon_json")
+
+    def _ledger(self, outcome: Mapping[str, Any], version: int) -> ReceivedLedger:
+        """Return the ledger of a server's answer.
+
+        Raises:
+            PublishError: where a layer came only in part.
+            RefusedError: where vLLM's loader refused a tensor.
+            EngineDiedError: where vLLM failed otherwise.
+        """
+        if "error" not in outcome:
+            return ledger_of(outcome)
+        self._abandon()
+        for server in self.servers:
+            self._forget_prefixes(server)
+        kind, said = outcome["error"], outcome["said"]
+        if kind == "PublishError":
+            raise PublishError([Fault(*one) for one in outcome["faults"]], version)
+        if kind in ("RuntimeError", "MemoryError", "OutOfMemoryError") and not SHAPES.search(said):
+            for server in self.servers:
+                server.restart()
+            raise EngineDiedError(f"vLLM failed while loading: {kind}: {said}")
+        raise RefusedError(said if kind == "RefusedError" else f"vLLM's own loader raised {kind}: {said}", version)
+
+    def _forget_prefixes(self, server: Server) -> bool:
+        """Return whether no key or value of older weights is found any more; running requests keep theirs."""
+        if self._paused and self.spec.in_flight == "keep":
+            return True
+        running = {"reset_running_requests": "true"} if self._paused else {}
+        answer = server.post("/reset_prefix_cache", None, self.silence, **running)
+        # 0.26 does not say it, but prefixes are apart by version all the same: requests are salted by it.
+        return bool(answer.get("success", True))
+
+    def perturb(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> PublishReport:
+        """Replace the given norms in place, nothing else."""
+        start, ledgers = time.perf_counter(), []
+        if not self._usable:
+            raise RuntimeError("The engine has no complete weights yet: publish all of them with load_weights() first.")
+        norms = Files(self.folder)
+        with self._asked():
+            try:
+                self._usable = False
+                packed = norms.pack(list(tensors))
+                found = [server.call("perturb_json", str(version), json.dumps(packed)) for server in self.servers]
+                ledgers = [self._ledger(one, version) for one in found]
+            finally:
+                norms.close()
+        received = ledgers[0]
+        received.prefix_reset = all(list(map(self._forget_prefixes, self.servers)))
+        received.faults += between(ledgers, [server.place.name for server in self.servers])
+        self._usable, self.version = True, version
+        layers = dict.fromkeys(received.receipts(), str(self.plain_dtype).removeprefix("torch."))
+        seconds = time.perf_counter() - start
+        return PublishReport(version=version, seconds=seconds, bytes=received.bytes, layers=layers, received=received)
+
+    @contextmanager
+    def staged(self, until: Callable[[], None]) -> Iterator[None]:
+        """Let the first stream within be sent while the servers draw; see `Stages` of `publish/delivery.py`."""
+        self._until = until
+        try:
+            yield
+        finally:
+            self._until = None
+
+    def read_receipts(self, names: Sequence[str]) -> dict[str, TensorReceipt]:
+        """Return the receipts of what reads back from the first server under the names."""
+        return receipts_of(self._first().call("receipts_json", json.dumps(list(names))))
+
+    def read_columns(self, layer: str, columns: Sequence[int]) -> Tensor | None:
+        """Return columns ("out columns") of a layer's weight as the first server's GEMM multiplies with them."""
+        found = self._first().call("columns_json", layer, json.dumps(list(columns)))
+        if not found:
+            return None
+        flat = torch.frombuffer(bytearray(base64.b64decode(found["bytes"])), dtype=getattr(torch, found["dtype"]))
+        return flat.reshape(found["shape"])
+
+    def _first(self) -> Server:
+        return self.servers[0]
+
+    # ----------------------------------------------------------------------------------------------- weights in flight
+
+    @property
+    def engines(self) -> int:
+        """How many draw."""
+        return len(self.servers)
+
+    def pause(self) -> list[Stand]:
+        """Let all servers stand still between two steps, so that they take weights with completions under way."""
+        self._paused = True
+        for server in self.servers:
+            with suppress(EngineDiedError):  # whoever draws hears of it
+                server.post("/pause", None, self.silence, mode="keep", clear_cache="false")
+        return [Stand() for _ in self.servers]
+
+    def resume(self, whole: bool = True) -> None:
+        """Let all go on; what was under way is given up where nobody knows what the servers hold."""
+        self._paused = False
+        for server in self.servers:
+            with suppress(EngineDiedError):
+                if whole:
+                    server.post("/resume", None, self.silence)
+                else:
+                    server.died("a publish to it failed while it drew")
+
+    def follow(self, courses: Sequence[Sequence[Stand]]) -> None:
+        """Refuse: vLLM's server stands still when it is asked to, and not at a step that is named before.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "data.replay needs an engine that stands still at a step of its own, which vLLM's server does not.",
+            expected="no data.replay with RemoteVLLMEngine",
+            remedy="Leave it out.",
+        )
+
+    # ----------------------------------------------------------------------------------------------------- generation
+
+    def check_repeatable(self) -> None:
+        """Raise `ConfigError` where a request draws from the engine's own generator."""
+        self.engine.check_repeatable()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        seed: int,
+        progress: Progress | None = None,
+        sampling: SamplingParams | None = None,
+        positions: Sequence[int] | None = None,
+        finished: Finished | None = None,
+    ) -> list[Completion]:
+        """Return `n` completions of each prompt, prompt-major; each is handed out as soon as it is there."""
+        self._check(prompts, sampling)
+        numbers = list(range(len(prompts)) if positions is None else positions)
+        drawn_with = sampling or self.spec.sampling
+        key = hashlib.sha256(repr((self.version, prompts, n, seed, drawn_with, numbers)).encode()).hexdigest()
+        kept = self._kept[1] if self._kept[0] == key else {}
+        self._kept = (key, kept)
+        missing = [i for i in range(len(prompts)) if not all(i * n + k in kept for k in range(n))]
+        shares = spread([len(prompts[i]) + n * drawn_with.max_tokens for i in missing], len(self.servers))
+
+        def draw(server: Server, row: int) -> tuple[int, Completion]:
+            place = numbers[row // n], row % n
+            seeded = requests.request_seed(seed, *place) if self.engine.request_seeds else None
+            return row, self._draw(server, prompts[row // n], drawn_with, seeded)
+
+        jobs = [
+            (server, partial(draw, server, missing[i] * n + k))
+            for server, share in zip(self.servers, shares, strict=True)
+            for i in sorted(share, key=lambda i: (-len(prompts[missing[i]]), i))
+            for k in range(n)
+            if missing[i] * n + k not in kept
+        ]
+        for row, completion in self._together(jobs, lambda: progress and progress(len(kept), tokens_of(kept))):
+            kept[row] = completion
+            if finished is not None:
+                finished({row: completion})
+        self._kept = ("", {})
+        return [kept[row] for row in range(len(prompts) * n)]
+
+    def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None) -> None:
+        if not self._usable:
+            raise RuntimeError("The engine has no complete weights yet: publish all of them with load_weights() first.")
+        limit = SimpleNamespace(max_tokens=(sampling or self.spec.sampling).max_tokens)
+        requests.check_lengths(prompts, [limit] * len(prompts), self.engine.longest())
+        check_tokens(self.policy.network.config, prompts)
+
+    def _together(self, jobs: Sequence[tuple[Server, Callable[[], T]]], tell: Callable[[], Any]) -> Iterator[T]:
+        """Do jobs of several servers at the same time, and yield what comes of them as it comes.
+
+        A server that dies ends its own jobs; those of the others are done before its death is raised.
+        """
+        deaths: list[EngineDiedError] = []
+        with ExitStack() as stack:
+            pools = {}
+            for server in dict.fromkeys(server for server, _ in jobs):
+                stack.enter_context(server.watched())
+                pools[server] = ThreadPoolExecutor(AT_ONCE, thread_name_prefix=f"draw {server.place.name}")
+                stack.callback(pools[server].shutdown, wait=False, cancel_futures=True)
+            under_way = {pools[server].submit(job) for server, job in jobs}
+            while under_way:
+                done, under_way = wait(under_way, TICK, FIRST_COMPLETED)
+                for future in done:
+                    try:
+                        yield future.result()
+                    except EngineDiedError as error:
+                        deaths.append(error)
+                tell()
+        if deaths:
+            with self._asked():
+                raise deaths[0]
+
+    def _draw(self, server: Server, prompt: Sequence[int], sampling: SamplingParams, seed: int | None) -> Completion:
+        asked = {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop_token_ids": [] if sampling.ignore_stop else list(sampling.stop_token_ids),
+            "ignore_eos": True,  # what ends a completion is in stop_token_ids alone
+            "logprobs": 0,
+            "detokenize": False,
+            "seed": seed,
+        }
+        version = self.version
+        answer = server.post("/inference/v1/generate", self._request(prompt, asked))
+        return completion_of(answer["choices"][0], version)
+
+    def _request(self, tokens: Sequence[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
+        salt = f"version {self.version}"  # by which no prefix of other weights is found
+        return {"token_ids": list(tokens), "sampling_params": dict(sampling), "cache_salt": salt}
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
+        self._check(sequences, replace(self.spec.sampling, max_tokens=1))
+        asked = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+
+        def ask(server: Server, row: int) -> tuple[int, Tensor]:
+            answer = server.post("/inference/v1/generate", self._request(sequences[row], asked))
+            found = zip(answer["prompt_logprobs"], sequences[row], strict=True)
+            values = [tokens[str(token)]["logprob"] for tokens, token in found if tokens is not None]
+            return row, torch.tensor([math.nan if one is None else one for one in values], dtype=torch.float32)
+
+        standing = self._paused
+        if standing:  # vLLM scores in steps like any others: what is under way goes on meanwhile
+            self.resume()
+        try:
+            jobs = [
+                (server, partial(ask, server, row))
+                for row, server in enumerate(self.servers[i % len(self.servers)] for i in range(len(sequences)))
+            ]
+            found = dict(self._together(jobs, lambda: None))
+        finally:
+            if standing:
+                self.pause()
+        return [found[row] for row in range(len(sequences))]
+
+    def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
+        """Draw every turn of a dialogue as soon as it is there, a sequence's by the same server every time."""
+        drawn_with = sampling or self.spec.sampling
+
+        def draw(turn: Turn) -> Completion:
+            server = self.servers[turn.index % len(self.servers)]
+            seed = requests.request_seed(turn.seed, 0, 0) if self.engine.request_seeds else None
+            return self._draw(server, turn.tokens, replace(drawn_with, max_tokens=turn.max_tokens), seed)
+
+        with self._asked(), ExitStack() as stack:
+            for server in self.servers:
+                stack.enter_context(server.watched())
+            pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="turns")
+            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+            asked: dict[Future[Completion], Turn] = {}
+            while dialogue.open or asked:
+                for turn in dialogue.waiting("no" if asked else "any"):
+                    self._check([turn.tokens], replace(drawn_with, max_tokens=turn.max_tokens))
+                    asked[pool.submit(draw, turn)] = turn
+                for future in wait(asked, TICK / 10, FIRST_COMPLETED).done if asked else ():
+                    dialogue.answered(asked.pop(future), future.result())
+
+
+class RemoteVLLMEngine(RemoteEngine):
+    """`RemoteEngine` over `VLLMEngine`, with its defaults.
+
+    Args:
+        devices: as in `RemoteEngine`.
+        hosts: as in `RemoteEngine`.
+        token_file: as in `RemoteEngine`.
+        transfer: as in `RemoteEngine`.
+        ca_file: as in `RemoteEngine`.
+        folder: as in `RemoteEngine`.
+        silence: as in `RemoteEngine`.
+        **options: of `VLLMEngine`.
+    """
+
+    def __init__(
+        self,
+        devices: Literal["auto"] | list[int | str] = "auto",
+        hosts: list[str] | None = None,
+        token_file: str | None = None,
+        transfer: Transfer = "auto",
+        ca_file: str | None = None,
+        folder: str | None = None,
+        silence: float = 20.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(VLLMEngine(**options), devices, hosts, token_file, transfer, ca_file, folder, silence)
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+def completion_of(choice: Mapping[str, Any], version: int) -> Completion:
+    """Return the completion of a server's answer.
+
+    Args:
+        choice: of the answer.
+        version: of the weights, where the answer does not say it.
+
+    >>> spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
+    >>> content = [{"logprob": -0.5}, {"logprob": -0.25}]
+    >>> made = completion_of({"token_ids": [7, 8], "logprobs": {"content": content}, "weight_versions": spans}, 3)
+    >>> made.token_ids, made.logprobs, made.versions
+    ([7, 8], [-0.5, -0.25], [3, 4])
+    """
+    tokens = list(choice["token_ids"])
+    spans = choice.get("weight_versions") or []
+    known = [one for one in spans if one["version"].isdecimal()]
+    versions = [int(one["version"]) for one in known for _ in range(one["start"], one["end"])]
+    experts = choice.get("routed_experts")
+    logprobs = (choice.get("logprobs") or {}).get("content") or []
+    return Completion(
+        token_ids=tokens,
+        logprobs=[math.nan if one["logprob"] is None else one["logprob"] for one in logprobs],
+        finish_reason="stop" if choice.get("finish_reason") == "stop" else "length",
+        version=versions[0] if len(versions) == len(tokens) > 0 else version,
+        versions=versions if len(versions) == len(tokens) > 0 else None,
+        routed_experts=None if experts is None else torch.from_numpy(_array(experts)),
+    )
+
+
+def _array(text: str) -> np.ndarray:
+    return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+
+
+def tokens_of(kept: Mapping[int, Completion]) -> int:
+    """Return how many tokens completions have."""
+    return sum(len(one.token_ids) for one in kept.values())
+
+
+def receipts_of(told: Mapping[str, Any]) -> dict[str, TensorReceipt]:
+    """Return receipts by name as a server tells them.
+
+    >>> receipts_of({"norm.weight": [[4], "float32", 12, True]})["norm.weight"].shape
+    (4,)
+    """
+    return {name: TensorReceipt(tuple(shape), *rest) for name, (shape, *rest) in told.items()}
+
+
+def ledger_of(told: Mapping[str, Any]) -> ReceivedLedger:
+    """Return the ledger that a server tells of."""
+    ledger = ReceivedLedger(told["version"])
+    ledger.hold(receipts_of(told["receipts"]), told["twice"], told["bytes"])
+    ledger.faults, ledger.unread = [Fault(*one) for one in told["faults"]], list(told["unread"])
+    return ledger
+
+
+def between(ledgers: Sequence[ReceivedLedger], names: Sequence[str]) -> list[Fault]:
+    """Return a fault for whatever another server holds otherwise than the first.
+
+    Args:
+        ledgers: of the same stream, one of each server.
+        names: of the servers.
+    """
+    held, faults = ledgers[0].receipts(), []
+    for other, name in zip(ledgers[1:], names[1:], strict=True):
+        receipts, place = other.receipts(), f"the server at {name}, beside that at {names[0]}"
+        faults += [Fault(one.kind, one.name, one.detail or place) for one in other.faults]
+        for key in dict.fromkeys([*held, *receipts]):
+            if held.get(key) != receipts.get(key):
+                kind = "missing" if key not in receipts else "extra" if key not in held else "different"
+                faults.append(Fault(kind, key, place))
+        if other.version != ledgers[0].version:
+            faults.append(Fault("version", "the engine", place))
+    return faults
+
+
+# -------------------------------------------------------------------------------------------------------------- places
+
+
+def spread(tokens: Sequence[int], servers: int) -> list[list[int]]:
+    """Return which prompts each server draws: the largest first, each to the server with the fewest tokens to come.
+
+    Args:
+        tokens: that each prompt and its completions may have.
+        servers: how many.
+
+    >>> spread([10, 40, 10, 20], 2)
+    [[1], [0, 2, 3]]
+    """
+    shares: list[list[int]] = [[] for _ in range(servers)]
+    outstanding = [0] * servers
+    for i in sorted(range(len(tokens)), key=lambda i: -tokens[i]):
+        least = outstanding.index(min(outstanding))
+        shares[least].append(i)
+        outstanding[least] += tokens[i]
+    return [sorted(share) for share in shares]
+
+
+def places(
+    devices: str | Sequence[int | str],
+    hosts: Sequence[str] | None,
+    token_file: str | None,
+    learners: Learners,
+    certificates: str | None = None,
+) -> list[Place]:
+    """Return where this process of the learner has its servers.
+
+    Args:
+        devices: `auto`, or numbers of GPUs and `cpu`.
+        hosts: addresses of servers, instead of devices.
+        token_file: with their key.
+        learners: the processes that share them.
+        certificates: by which theirs are trusted.
+
+    Raises:
+        ConfigError: for a device that is not there or is the learner's, a server without a key, or too few of them.
+    """
+    if hosts:
+        return share(_servers(hosts, token_file, certificates), learners.whole, "data.engine.hosts")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if devices == "auto":
+        devices = [number for number in range(count) if number not in learners.devices] if learners.devices else ["cpu"]
+        if not devices:
+            raise ConfigError(
+                "No GPU is left for the engines.",
+                expected="fewer trainer.devices than the host has GPUs, or data.engine.devices or hosts",
+                given=f"{count} GPUs, all of them the learner's",
+                remedy="Lower trainer.devices, or take VLLMEngine, which shares the learner's GPU.",
+            )
+    names = [str(device).removeprefix("cuda:") for device in devices]
+    unknown = [name for name in names if name != "cpu" and not (name.isdecimal() and int(name) < count)]
+    if unknown or not names:
+        raise ConfigError(
+            "data.engine.devices names what is not there.",
+            expected=f"`auto`, `cpu`, or numbers of this host's {count} GPUs",
+            given=listed(unknown) or "an empty list",
+            remedy="Correct it.",
+        )
+    both = [name for name in names if name != "cpu" and int(name) in learners.devices]
+    if both:
+        raise ConfigError(
+            "A server would share a GPU with the learner.",
+            expected="GPUs that the learner does not use",
+            given=f"data.engine.devices with {listed(both)}, which trainer.devices has too",
+            remedy="Leave data.engine.devices at auto, or take VLLMEngine, which lives in the learner's process.",
+        )
+    found = [Place(name if name == "cpu" else f"cuda:{name}") for name in names]
+    return share(found, learners.local, "data.engine.devices")
+
+
+def share(found: Sequence[Place], process: tuple[int, int], key: str) -> list[Place]:
+    """Return those of a list that are one process's.
+
+    Args:
+        found: of all processes.
+        process: its number, and how many there are.
+        key: of the list.
+
+    >>> [one.name for one in share([Place("cpu"), Place("cuda:1"), Place("cuda:2")], (1, 2), "data.engine.devices")]
+    ['cuda:1']
+    """
+    number, size = process
+    if len(found) < size and [one.name for one in found] != ["cpu"]:
+        raise ConfigError(
+            f"{key} has fewer engines than the learner has processes.",
+            expected=f"at least {size}, one for each",
+            given=len(found),
+            remedy="Give more, or lower trainer.devices.",
+        )
+    return list(found[number::size]) or list(found)
+
+
+def _servers(hosts: Sequence[str], token_file: str | None, certificates: str | None) -> list[Place]:
+    addresses = [host if "://" in host else f"http://{host}" for host in hosts]
+    wrong = [one for one in addresses if not re.fullmatch(r"https?://.+:\d+", one)]
+    if wrong:
+        expected = "host:port or https://host:port"
+        raise ConfigError("data.engine.hosts is malformed.", expected=expected, given=listed(wrong))
+    if token_file is None:
+        raise ConfigError(
+            "data.engine.hosts needs the servers' token.",
+            expected="data.engine.token_file, the file that `lit-qrl serve` was given",
+            remedy="Set it.",
+        )
+    key = read_key(token_file)
+    return [Place(address, key, certificates) for address in addresses]
+
+
+def read_key(path: str | Path) -> str:
+    """Return the key in a file.
+
+    Raises:
+        ConfigError: where there is none.
+    """
+    try:
+        key = Path(path).read_text().strip()
+        why = f"{path}, which is empty"
+    except OSError as error:
+        key, why = "", f"{path}: {error.strerror or error}"
+    if not key:
+        raise ConfigError(
+            "The key of vLLM's server cannot be read.",
+            expected="a file with one line that run and server share, readable by its owner alone",
+            given=why,
+            remedy="Write one by `openssl rand -hex 32 > token`, and give both its path.",
+        )
+    return key

@@ -1,0 +1,331 @@
+"""One `vllm serve`, as a run sees it: started or found, asked over HTTP, watched, and started again.
+
+Every word is JSON. A server that ends, refuses a connection, or says nothing for a while counts as dead.
+"""
+
+import http.client
+import json
+import os
+import secrets
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.rollout.engine import EngineDiedError
+from lit_qrl.rollout.vllm.guard import KEY
+from lit_qrl.rollout.vllm.installation import installed_version, skew, versions
+
+LAUNCH = """
+import os, signal, subprocess, sys, threading
+child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+def end():
+    sys.stdin.buffer.read()
+    os.killpg(0, signal.SIGKILL)
+threading.Thread(target=end, daemon=True).start()
+code = child.wait()
+os._exit(code if code >= 0 else 128 - code)
+"""
+"""A program that starts another, and ends it with whoever started this one, however that ends."""
+DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+"""Without it vLLM's server has no routes for weights; `guard.KeyGuard` asks for the key there."""
+CONNECT = 20.0
+"""Seconds in which a server must accept a connection."""
+AGAIN = 60.0
+"""Seconds that a run waits for a server which it has not started and which was there: something may start it again."""
+BEAT = 2.0
+"""Seconds between two questions whether a server that draws is alive."""
+PAUSE = 0.5
+LAST_LINES = 12
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a server runs.
+
+    Args:
+        name: `cpu` or `cuda:1` for one that the run starts, else its address, `http://host:port` or `https://…`.
+        key: that it asks for; the run makes one for those that it starts.
+        certificates: file of those that its TLS is trusted by; None are the system's.
+    """
+
+    name: str
+    key: str = ""
+    certificates: str | None = None
+
+    @property
+    def started(self) -> bool:
+        """True where the run starts the server."""
+        return "://" not in self.name
+
+
+@dataclass
+class Start:
+    """How a run starts a server.
+
+    Args:
+        arguments: of `vllm serve`, but for address and port.
+        environment: beside the run's own.
+        timeout: seconds that it may take.
+    """
+
+    arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    timeout: float = 1800.0
+
+
+class Server:
+    """Every question may raise `EngineDiedError`, after which `restart` and `open` begin anew.
+
+    Args:
+        place: of the server.
+        silence: seconds without an answer after which it counts as dead.
+    """
+
+    def __init__(self, place: Place, silence: float) -> None:
+        self.place, self.silence = place, silence
+        self.how = Start()
+        self.ready = False
+        """True between `open` and a death."""
+        self.version = -1
+        """Of its weights."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._url, self._key = urlsplit(place.name if "://" in place.name else ""), place.key
+        self._tls = ssl.create_default_context(cafile=place.certificates) if self._url.scheme == "https" else None
+        self._connections: set[http.client.HTTPConnection] = set()
+        self._lock = threading.RLock()
+        self._cause, self._seen = "", False
+        self._log: Path | None = None
+
+    # ------------------------------------------------------------------------------------------------- start and end
+
+    def start(self) -> None:
+        """Start the process, where it is the run's; it gets ready while the caller goes on."""
+        if not self.place.started or self._process is not None:
+            return
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self._key, self._url = secrets.token_hex(32), urlsplit(f"http://127.0.0.1:{port}")
+        descriptor, name = tempfile.mkstemp(prefix="lit-qrl-serve-", suffix=".log")
+        self._log = Path(name)
+        with os.fdopen(descriptor, "wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", LAUNCH, *command(), *self.how.arguments, "--host=127.0.0.1", f"--port={port}"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.how.environment, **DEVELOPMENT, KEY: self._key},
+                start_new_session=True,
+            )
+
+    def open(self) -> dict[str, Any]:
+        """Wait until the server is there, and return what its worker says of itself.
+
+        Raises:
+            ConfigError: where there is none that takes this run.
+            EngineDiedError: where the process that was started does not come up, or one that was there is gone.
+        """
+        self.start()
+        self._cause = ""
+        patience = self.how.timeout if self.place.started else AGAIN if self._seen else 0.0
+        self._await(time.monotonic() + patience)
+        try:
+            body = {"method": "connect_json"}
+            found = self._ask("POST", "/collective_rpc", body, max(self.silence, 60.0))["results"][0]
+        except StatusError as error:
+            raise self._not_ours(error) from error
+        except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
+            raise self.died(_words(error)) from error
+        differing = skew(versions(), found["versions"])
+        if differing:
+            raise ConfigError(
+                f"The vLLM server at {self.place.name} was started from other versions than the run.",
+                expected="the same on both sides",
+                given=differing,
+                remedy="Install the same packages, and start the server again.",
+            )
+        self._seen = self.ready = True
+        return found
+
+    def _await(self, until: float) -> None:
+        while True:
+            try:
+                self._ask("GET", "/health", None, CONNECT)
+                return
+            except (OSError, http.client.HTTPException, StatusError) as error:
+                ended = self._process is not None and self._process.poll() is not None
+                if time.monotonic() < until and not ended:
+                    time.sleep(PAUSE)
+                    continue
+                if self.place.started or self._seen:
+                    raise self.died(f"it did not come up: {_words(error)}") from error
+                raise ConfigError(
+                    f"The vLLM server at {self.place.name} cannot be reached.",
+                    expected=f"`lit-qrl serve` there, which answers within {CONNECT:g} s",
+                    given=_words(error),
+                    remedy="Start it, and see that no firewall stands between.",
+                ) from error
+
+    def _not_ours(self, error: "StatusError") -> ConfigError:
+        if error.status == 401:
+            return ConfigError(
+                f"The vLLM server at {self.place.name} does not take this run's key.",
+                expected="the key that the server was started with",
+                given="another",
+                remedy="Give both the same file: data.engine.token_file, and `lit-qrl serve --token_file`.",
+            )
+        return ConfigError(
+            f"The server at {self.place.name} takes no weights of a run.",
+            expected="`vllm serve` with the flags that `lit-qrl serve --show` prints",
+            given=f"status {error.status} where its worker is asked: {error.said[:200]}",
+            remedy="Start it by `lit-qrl serve`.",
+        )
+
+    def restart(self) -> None:
+        """End what is left, and start a new process at once where it is the run's."""
+        with self._lock:
+            self.close()
+            self.start()
+
+    def close(self) -> None:
+        """End the connections and, where it is the run's, the process and all that it started."""
+        self.ready = False
+        self.hang_up()
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+        log, self._log = self._log, None
+        if log is not None:
+            log.unlink(missing_ok=True)
+
+    def hang_up(self) -> None:
+        """End every connection, also under threads that wait for an answer."""
+        with self._lock:
+            for connection in self._connections:
+                if connection.sock is not None:
+                    with suppress(OSError):
+                        connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def died(self, why: str) -> EngineDiedError:
+        """Note a death, of which whoever hears first finds out why; return it."""
+        with self._lock:
+            self.ready = False
+            if not self._cause:
+                self._cause = self._ended(why)
+                self.hang_up()
+            return EngineDiedError(self._cause)
+
+    def _ended(self, why: str) -> str:
+        if self._process is None:
+            return f"The vLLM server at {self.place.name} is gone: {why}"
+        status: Any = None
+        with suppress(subprocess.TimeoutExpired):
+            status = self._process.wait(2.0)
+        status = 128 - status if status is not None and status > 128 else status  # as a shell tells of a signal
+        lines = self._log.read_text(errors="replace").splitlines() if self._log is not None else []
+        said = " | ".join(line.strip() for line in lines[-LAST_LINES:] if "Error" in line)[-400:]
+        how = "does not answer" if status is None else f"ended with status {status}"
+        return f"The vLLM server on {self.place.name} {how}: {why}{f' ({said})' if said else ''}"
+
+    # --------------------------------------------------------------------------------------------------------- asking
+
+    def call(self, method: str, *args: str, timeout: float | None = None) -> dict[str, Any]:
+        """Return what a method of the worker returns (`collective_rpc`)."""
+        body = {"method": method, "args": list(args)}
+        return self.post("/collective_rpc", body, timeout or self.silence)["results"][0]
+
+    def post(self, path: str, body: Any = None, timeout: float | None = None, **query: Any) -> dict[str, Any]:
+        """Return the answer of a route of vLLM's.
+
+        Args:
+            path: of the route.
+            body: as JSON has it.
+            timeout: seconds; None waits as long as it takes, while `watched` looks after the server.
+            **query: what follows the path.
+        """
+        if self._cause:
+            raise EngineDiedError(self._cause)
+        asked = f"{quote(path)}?{urlencode(query)}" if query else quote(path)
+        try:
+            return self._ask("POST", asked, body, timeout)
+        except TimeoutError as error:
+            raise self.died(f"no answer to {path} for {timeout:g} s") from error
+        except (OSError, http.client.HTTPException, ValueError, StatusError) as error:
+            if isinstance(error, StatusError) and error.status < 500:  # it refuses what was asked, and lives
+                raise
+            raise self.died(_words(error)) from error
+
+    def _ask(self, method: str, path: str, body: Any, timeout: float | None) -> dict[str, Any]:
+        host, port = self._url.hostname or "", self._url.port
+        if self._tls is None:
+            connection = http.client.HTTPConnection(host, port, timeout=CONNECT)
+        else:
+            connection = http.client.HTTPSConnection(host, port, timeout=CONNECT, context=self._tls)
+        with self._lock:
+            self._connections.add(connection)
+        try:
+            connection.connect()
+            connection.sock.settimeout(timeout)
+            headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            answer = connection.getresponse()
+            said = answer.read()
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
+        if answer.status != 200:
+            raise StatusError(path, answer.status, said.decode(errors="replace"))
+        return json.loads(said) if said.strip() else {}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look after the server inside: where its loop says nothing for `silence`, whoever waits hears of its death."""
+        over = threading.Event()
+
+        def watch() -> None:
+            with suppress(EngineDiedError, StatusError):
+                while not over.wait(BEAT):
+                    self.call("beat_json")
+
+        thread = threading.Thread(target=watch, name=f"watch {self.place.name}", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+
+
+def command() -> list[str]:
+    """Return `vllm serve` as a command, which the model's folder follows; the CPU build lacks that of this name."""
+    found = installed_version()
+    if found is not None and found[1]:
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+
+
+class StatusError(RuntimeError):
+    """An answer other than 200."""
+
+    def __init__(self, path: str, status: int, said: str) -> None:
+        super().__init__(f"{path} answered {status}: {said[:500]}")
+        self.status, self.said = status, said
+
+
+def _words(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
