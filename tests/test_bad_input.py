@@ -415,7 +415,7 @@ KNOWN_BEFORE_A_MODEL = {
             *("--data.engine", "RemoteVLLMEngine", "--data.engine.hosts", '["127.0.0.1:9"]'),
             *("--data.engine.token_file", ROOT / "README.md"),
         ],
-        ["The engine's server at 127.0.0.1:9 cannot be reached", "lit-qrl serve"],
+        ["The vLLM server at http://127.0.0.1:9 cannot be reached", "lit-qrl serve"],
     ),
     "engines on devices that are not there": (
         ["--data.engine", "RemoteVLLMEngine", "--data.engine.devices", "[77]"],

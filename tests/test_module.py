@@ -21,7 +21,7 @@ from lit_qrl.objective import DAPO, GRPO, GSPO, TBPO, DrGRPO
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision import QATAligned
 from lit_qrl.rollout.embedded.engine import TransformersEngine
-from lit_qrl.rollout.remote.engine import RemoteEngine
+from lit_qrl.rollout.vllm.client import RemoteEngine
 from lit_qrl.types import Correction, no_all_reduce
 from tests.tiny_run import DigitTask, build, fit, parameters_of
 

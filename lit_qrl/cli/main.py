@@ -32,7 +32,7 @@ COMMANDS = {
     "export": "write a run's policy as a Hugging Face folder: plain, quantized, or its adapter",
     "quantize": "write a model in a number format of 4 or 8 bits, for vLLM, transformers and fit",
     "models": "show which number formats and methods work for each family of models",
-    "serve": "hold an engine for runs on other hosts",
+    "serve": "start vLLM's server with the flags by which it takes a run's weights, for runs on other hosts",
     "report": "make the HTML report of one run folder, or compare several",
 }
 

@@ -18,7 +18,7 @@ from lit_qrl.loop.drafts import Draft, versions_of
 from lit_qrl.loop.hooks import Learner, rl_callbacks
 from lit_qrl.optim.build import described_optimizer
 from lit_qrl.rollout.pauses import Stand
-from lit_qrl.rollout.remote.wire import versions
+from lit_qrl.rollout.vllm.installation import versions
 from lit_qrl.run.config import flat
 from lit_qrl.run.description import Described, describe
 from lit_qrl.run.diary import FLIGHT_FILE, append_jsonl, plain

@@ -8,8 +8,7 @@ from typing import Any
 from lit_qrl.errors import ConfigError, listed
 from lit_qrl.loop.record import rollout_seed
 from lit_qrl.rollout.pauses import Stand
-from lit_qrl.rollout.remote.pausing import DIFFERS
-from lit_qrl.rollout.remote.wire import versions
+from lit_qrl.rollout.vllm.installation import versions
 from lit_qrl.run.diary import FLIGHT_FILE, read_jsonl
 from lit_qrl.run.folder import is_run, meant
 
@@ -178,7 +177,7 @@ class Replay:
         self._told = True
         return (
             f"The replay left the run that it follows: the tokens of iteration {iteration} are others, or other "
-            f"weights drew them. {DIFFERS}"
+            f"weights drew them. What computes differs."
         )
 
     def sentence(self, iterations: int | None) -> str:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from lit_qrl.rollout.diffusion.engine import DiffusionEngine
     from lit_qrl.rollout.embedded.engine import TransformersEngine
     from lit_qrl.rollout.engine import RolloutEngine
-    from lit_qrl.rollout.remote.engine import RemoteEngine, RemoteVLLMEngine
+    from lit_qrl.rollout.vllm.client import RemoteEngine, RemoteVLLMEngine
     from lit_qrl.rollout.vllm.engine import VLLMEngine
 
 __all__ = [
@@ -24,8 +24,8 @@ __getattr__ = offering(
     __name__,
     {
         "DiffusionEngine": "diffusion.engine",
-        "RemoteEngine": "remote.engine",
-        "RemoteVLLMEngine": "remote.engine",
+        "RemoteEngine": "vllm.client",
+        "RemoteVLLMEngine": "vllm.client",
         "RolloutEngine": "engine",
         "TransformersEngine": "embedded.engine",
         "VLLMEngine": "vllm.engine",

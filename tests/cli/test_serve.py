@@ -1,48 +1,35 @@
-"""The server that a person starts."""
+"""The server that a person starts; that one takes weights and draws: tests/rollout/test_vllm_remote.py."""
 
-import io
+import shlex
 import socket
-import threading
-from contextlib import redirect_stdout
-from types import SimpleNamespace
+from itertools import pairwise
 
 import pytest
 
 from lit_qrl.cli.main import main
-from lit_qrl.cli.serve import serve
-from lit_qrl.rollout.embedded.engine import TransformersEngine
-from lit_qrl.rollout.engine import SamplerSpec
-from lit_qrl.rollout.remote.engine import RemoteEngine
-from tests.networks import build_network
-from tests.rollout.remote.served import publish
+from tests.tiny_run import model_folder
 
 
-class Lines(io.StringIO):
-    def __init__(self):
-        super().__init__()
-        self.there = threading.Event()
-
-    def flush(self):
-        self.there.set()
-
-
-def test_it_serves_a_run_where_it_says(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as it sets itself
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "token").write_text("ours\n")
-    said = Lines()
-    with redirect_stdout(said):
-        options = {"token_file": tmp_path / "token", "port": 0, "device": "cpu", "once": True}
-        thread = threading.Thread(target=serve, kwargs=options)
-        thread.start()
-        assert said.there.wait(30)
-    place = said.getvalue().split(" at ")[1].strip().rstrip(".")
-    engine = RemoteEngine(TransformersEngine(), hosts=[place], token_file=str(tmp_path / "token"))
-    network = build_network()
-    engine.setup(SamplerSpec(), SimpleNamespace(network=network))
-    assert publish(engine, network, "fp8_row")[0] == []
-    engine.close()
-    thread.join(30)
-    assert not thread.is_alive()
+    model_folder(tmp_path / "model")
+    return tmp_path
+
+
+@pytest.mark.vllm
+def test_it_shows_the_line_that_starts_vllms_own_server(here, capsys):
+    main(["serve", "model", "--token_file", "token", "--format", "fp8_row", "--max_model_len", "64", "--show", "true"])
+    words = shlex.split(capsys.readouterr().out)
+    assert "ours" not in " ".join(words)  # the key stays in its file
+    assert {"VLLM_API_KEY", "VLLM_SERVER_DEV_MODE"} <= {one.split("=")[0] for one in words}
+    given = dict(pairwise(words))
+    assert given["--worker-extension-cls"] == "lit_qrl.rollout.vllm.worker.WorkerExtension"
+    assert given["--weight-transfer-config"] == '{"backend": "lit_qrl"}'
+    assert given["--middleware"] == "lit_qrl.rollout.vllm.guard.KeyGuard"
+    assert (given["--max-model-len"], given["--logprobs-mode"]) == ("65", "processed_logprobs")
+    assert {"--tokens-only", "--skip-tokenizer-init"} <= set(words)
 
 
 @pytest.mark.parametrize(
@@ -53,13 +40,11 @@ def test_it_serves_a_run_where_it_says(tmp_path, monkeypatch):
         (["--port", "USED"], "a port that nobody uses"),
     ],
 )
-def test_what_cannot_be_served_is_one_paragraph(tmp_path, monkeypatch, capsys, options, named):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "token").write_text("ours\n")
+def test_what_cannot_be_served_is_one_paragraph(here, capsys, options, named):
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = str(held.getsockname()[1])
         options = [port if option == "USED" else option for option in options]
         with pytest.raises(SystemExit) as ended:
-            main(["serve", *([] if "--token_file" in options else ["--token_file", "token"]), *options])
+            main(["serve", "model", *([] if "--token_file" in options else ["--token_file", "token"]), *options])
     assert ended.value.code == 2
     assert named in " ".join(capsys.readouterr().err.split())

@@ -12,7 +12,7 @@ from lit_qrl.publish.adapter import AdapterBeside, published_apart
 from lit_qrl.receipts.ledger import PublishReport
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import RolloutEngine
-from lit_qrl.rollout.remote.engine import RemoteEngine
+from lit_qrl.rollout.vllm.client import RemoteEngine
 from lit_qrl.rollout.vllm.engine import VLLMEngine
 from tests.tiny_run import model_folder
 

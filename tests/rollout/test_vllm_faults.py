@@ -145,14 +145,9 @@ def test_wrong_scale(published):
 def test_wrong_version(published):
     state = published()
     load = state.engine.load_weights
-    engine = SimpleNamespace(
-        plain_dtype=state.engine.plain_dtype,
-        spec=state.engine.spec,
-        load_weights=lambda stream, format, version: load(stream, format, version - 1),
-        read_back=state.engine.read_back,
-        read_columns=state.engine.read_columns,
-        arranged=state.engine.arranged,
-    )
+    names = ("plain_dtype", "spec", "arranged", "read_columns", "read_back", "read_receipts")
+    engine = SimpleNamespace(**{name: getattr(state.engine, name) for name in names if hasattr(state.engine, name)})
+    engine.load_weights = lambda stream, format, version: load(stream, format, version - 1)
     faults, _, _ = publish(state.network, engine, state.format, state.version, state.previous)
     assert [fault.kind for fault in faults] == ["version"]
     assert f"sent {state.version}, stamped {state.version - 1}" in str(faults[0])

@@ -1,17 +1,18 @@
-"""vLLM in a process of its own: every format verified there, every corruption named, every death outlived."""
+"""Real `vllm serve` processes: every format verified there, every corruption named, every death outlived."""
 
 import csv
-import sys
+import os
+import signal
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lit_qrl.loop.ahead import Ahead
-from lit_qrl.rollout.engine import SamplerSpec
-from lit_qrl.rollout.remote import replica
-from lit_qrl.rollout.remote.engine import RemoteVLLMEngine
-from lit_qrl.rollout.remote.replica import Replica
+from lit_qrl.rollout.engine import EngineDiedError, SamplerSpec
+from lit_qrl.rollout.vllm import arguments
+from lit_qrl.rollout.vllm.client import RemoteVLLMEngine
+from lit_qrl.rollout.vllm.server import Server
 from lit_qrl.run.diary import read_jsonl
 from lit_qrl.types import SamplingParams
 from tests.cpu_kernels import skip_without_kernel
@@ -20,22 +21,15 @@ from tests.tiny_run import build, model_folder, parameters_of
 from tests.vllm_engines import (
     COMPLETION_LIMIT,
     PROMPT_LIMIT,
+    build_engine,
     one_step_behind,
+    prompts,
     publish,
     sampler_format,
     tiny_network,
 )
 
-pytestmark = pytest.mark.vllm
-
-# CPU kernels that vLLM lacks are emulated, in that process too.
-SERVER = (
-    "from tests import vllm_cpu_shim; vllm_cpu_shim.install(); from lit_qrl.rollout.remote import server; server.main()"
-)
-# Steps that take longer than an update, so that weights come in the middle of a draw on any host.
-SLOW = "import time; from vllm.v1.engine.llm_engine import LLMEngine as E; s = E.step; " + (
-    f"E.step = lambda self: (time.sleep(0.05), s(self))[1]; {SERVER}"
-)
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 CORRUPTIONS = [
     faults.test_skipped_layer,
     faults.test_dropped_k_proj_is_refused_and_the_old_weights_stay,
@@ -53,23 +47,32 @@ CORRUPTIONS = [
 
 
 @pytest.fixture(scope="module")
-def served():
+def emulated():
+    """CPU kernels that vLLM lacks are emulated, in the servers too."""
+    from tests import vllm_cpu_shim
+
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
-            patch.setattr(replica, "COMMAND", (sys.executable, "-c", SERVER))
+            vllm_cpu_shim.install()
+            patch.setattr(arguments, "EXTENSION", "tests.served_worker.WorkerExtension")
         yield
 
 
-@pytest.fixture(scope="module", params=["plain", "fp8_row", "fp8_row, staged", "int4_group", "nvfp4"])
-def held(request, served):
-    """An engine that holds the weights of before one optimizer step, as in the tests of the one in this process."""
-    format, network = sampler_format(request.param.partition(",")[0]), tiny_network()
-    skip_without_kernel(format)
-    engine = RemoteVLLMEngine(max_num_seqs=32)
+def served(network, format, **options):
+    engine = RemoteVLLMEngine(max_num_seqs=32, **options)
     sampling = SamplingParams(max_tokens=COMPLETION_LIMIT, ignore_stop=True)
     spec = SamplerSpec(sampling=sampling, format=format, prompt_limit=PROMPT_LIMIT)
     engine.validate(spec)
     engine.setup(spec, SimpleNamespace(network=network))
+    return engine
+
+
+@pytest.fixture(scope="module", params=["plain", "fp8_row", "fp8_row, staged", "int4_group", "nvfp4"])
+def held(request, emulated):
+    """An engine that holds the weights of before one optimizer step, as in the tests of the one in this process."""
+    format, network = sampler_format(request.param.partition(",")[0]), tiny_network()
+    skip_without_kernel(format)
+    engine = served(network, format)
     assert publish(network, engine, format, 0)[0] == []
     if "staged" in request.param:
         load = engine.load_weights
@@ -101,66 +104,71 @@ def refused_before_anything_was_taken(published):
     assert all(torch.isfinite(torch.as_tensor(one)).all() for one in state.engine.score(faults.prompts(1)))
 
 
-class Killing:
-    """Kills the process of a replica once, as soon as it was asked for `what` with the weights of a version."""
-
-    def __init__(self, what, version):
-        self.what, self.version, self.killed = what, version, []
-
-    def install(self, monkeypatch, engine):
-        begin, stage = Replica.begin, Replica.stage_chunk
-
-        def killed(one, what, *args):
-            begin(one, what, *args)
-            at = args[-1] if what in ("load_weights", "take") else engine.version
-            kill(one, what, at)
-
-        def killed_meanwhile(one, *args):
-            stage(one, *args)
-            kill(one, "stage", one._staging)
-
-        def kill(one, what, at):
-            if (what, at) == (self.what, self.version) and not self.killed:
-                self.killed.append(one._process.pid)
-                one._process.kill()
-
-        monkeypatch.setattr(Replica, "begin", killed)
-        monkeypatch.setattr(Replica, "stage_chunk", killed_meanwhile)
+def test_a_server_draws_and_scores_as_the_engine_in_this_process_does(emulated):
+    network = tiny_network()
+    here, there = build_engine(network), served(network, None)
+    try:
+        for engine in (here, there):
+            assert publish(network, engine, None, 0)[0] == []
+        drawn = [engine.generate(prompts(3), 2, seed=5) for engine in (here, there)]
+        assert [one.token_ids for one in drawn[0]] == [one.token_ids for one in drawn[1]]
+        assert {one.version for one in drawn[1]} == {0}
+        assert torch.allclose(here.score(prompts(1))[0], there.score(prompts(1))[0], atol=1e-5)
+    finally:
+        here.close()
+        there.close()
 
 
-@pytest.fixture(scope="module")
-def run(served, tmp_path_factory):
-    """Make a run, and return its weights, its versions and its deaths."""
+@pytest.mark.parametrize("what", ["/inference/v1/generate", "/update_weights"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_death_is_named_in_time_and_the_next_server_draws_the_same(emulated, monkeypatch, what, how):
+    network = tiny_network()
+    engine, post, struck = served(network, None, silence=8.0), Server.post, []
+    try:
+        publish(network, engine, None, 0)
+        expected = engine.generate(prompts(3), 2, seed=5)
 
-    def make(monkeypatch=None, killing=None, data=None):
-        folder = tmp_path_factory.mktemp("run")
-        model_folder(folder / "model", hidden_size=128, intermediate_size=256, head_dim=32)
-        engine = RemoteVLLMEngine(max_num_seqs=16)
-        if killing is not None:
-            killing.install(monkeypatch, engine)
-        options = {"trainer": {"max_epochs": 3}, "publisher": {"probe_every": 0}, "data": data}
-        trainer, module, data = build(folder, engine=engine, **options)
-        trainer.fit(module, datamodule=data)
-        deaths = [one for one in read_jsonl(folder / "run" / "events.jsonl") if one["kind"] == "engine_died"]
-        return parameters_of(module), deaths
+        def striking(one, path, *args, **query):
+            if path == what and not struck:
+                struck.append(time.monotonic())
+                os.killpg(one._process.pid, how)
+            return post(one, path, *args, **query)
 
-    return make
+        monkeypatch.setattr(Server, "post", striking)
+        asked = [lambda: publish(network, engine, None, 1)] if what == "/update_weights" else []
+        asked.append(lambda: engine.generate(prompts(3), 2, seed=5))
+        with pytest.raises(EngineDiedError, match="status -9" if how == signal.SIGKILL else "does not answer"):
+            asked[0]()
+        assert time.monotonic() - struck[0] < 30
+        engine.discard()
+        engine.setup(engine.spec, engine.policy)
+        assert publish(network, engine, None, 1)[0] == []
+        assert [one.token_ids for one in engine.generate(prompts(3), 2, seed=5)] == [one.token_ids for one in expected]
+    finally:
+        engine.close()
 
 
-@pytest.fixture(scope="module")
-def undisturbed(run):
-    return run()[0]
+IN_FLIGHT = {"schedule": "async", "max_staleness": 2, "in_flight_updates": "keep"}
 
 
-def test_a_run_whose_weights_come_in_flight_learns_from_the_log_probs_of_those_that_drew(served, tmp_path):
+@pytest.mark.parametrize("flight", [{"schedule": "one_step_off"}, IN_FLIGHT], ids=["one_step_off", "in_flight"])
+def test_a_run_draws_ahead_and_learns_from_the_log_probs_of_those_that_drew(emulated, tmp_path, flight, monkeypatch):
     model_folder(tmp_path / "model", hidden_size=128, intermediate_size=256, head_dim=32, max_position_embeddings=128)
-    flight = {"schedule": "async", "max_staleness": 2, "in_flight_updates": "keep", "max_completion_tokens": 56}
+    post, struck = Server.post, []
+
+    def striking(one, path, *args, **query):  # in the third rollout, or about there
+        if path == "/inference/v1/generate" and one.version == 2 and not struck and "in_flight_updates" not in flight:
+            struck.append(one)
+            os.killpg(one._process.pid, signal.SIGKILL)
+        return post(one, path, *args, **query)
+
+    monkeypatch.setattr(Server, "post", striking)
     trainer, module, data = build(
         tmp_path,
         engine=RemoteVLLMEngine(max_num_seqs=8, dtype="fp32"),
-        data=flight,
+        data={**flight, "max_completion_tokens": 56},
         trainer={"max_epochs": 5},
-        publisher={"probe_every": 1},  # which asks an engine that stands still
+        publisher={"probe_every": 1},
         format="fp32",
         lr=0.0,
     )
@@ -169,73 +177,6 @@ def test_a_run_whose_weights_come_in_flight_learns_from_the_log_probs_of_those_t
         apart = [float(row["mismatch/kl_k3"]) for row in csv.DictReader(file) if row.get("mismatch/kl_k3")]
     assert len(apart) == 5
     assert max(apart) < 1e-7
-    ages = data.ahead.tokens_of_age
-    assert set(ages) <= {0, 1, 2}
-    assert ages.keys() - {0}
-
-
-@pytest.mark.parametrize("mode", ["keep", "recompute"])
-def test_a_replay_is_the_run_that_it_follows(served, tmp_path, mode, monkeypatch):
-    """As far as vLLM's kernels repeat: on a CPU to the last bit."""
-    monkeypatch.setattr(replica, "COMMAND", (sys.executable, "-c", SLOW))
-    model_folder(tmp_path / "model", hidden_size=128, intermediate_size=256, head_dim=32, max_position_embeddings=128)
-    weights, rows, came = [], [], []
-    for name, followed in (("first", None), ("again", str(tmp_path / "first"))):
-        flight = {"schedule": "async", "max_staleness": 2, "in_flight_updates": mode, "max_completion_tokens": 56}
-        trainer, module, data = build(
-            tmp_path,
-            engine=RemoteVLLMEngine(max_num_seqs=8, dtype="fp32"),
-            data={**flight, "replay": followed},
-            trainer={"max_epochs": 4, "default_root_dir": str(tmp_path / name), "logger": False},
-            format="fp32",
-            lr=3e-2,
-        )
-        trainer.fit(module, datamodule=data)
-        weights.append(parameters_of(module))
-        rows.append([{**one, "settings": None} for one in read_jsonl(tmp_path / name / "flight.jsonl")])
-        came.append([steps for row in rows[-1] for _, steps in row.get("publish", [])])
-    assert any(steps is not None and steps > 0 for steps in came[0])  # in the middle of a draw
-    assert rows[0] == rows[1]  # steps, and sums over tokens and versions
-    assert torch.equal(*weights)
-
-
-@pytest.mark.parametrize("what", ["generate", "load_weights"])
-def test_a_server_that_is_killed_is_replaced_and_the_run_is_the_same(run, undisturbed, monkeypatch, what):
-    killing = Killing(what, version=1)
-    weights, deaths = run(monkeypatch, killing)
-    assert len(killing.killed) == 1
-    assert len(deaths) == 1
-    assert "ended with status -9" in deaths[0]["message"]
-    assert torch.equal(weights, undisturbed)
-
-
-ONE_OFF = {"schedule": "one_step_off"}
-
-
-@pytest.fixture(scope="module")
-def one_off(run):
-    """The weights of a run that never sends any while its engine draws."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ahead, "drawing", False)
-        return run(data=ONE_OFF)[0]
-
-
-def test_a_run_whose_weights_come_while_vllm_draws_is_the_same_run(run, one_off, monkeypatch):
-    staged = []
-    take = Replica.begin_taking
-    monkeypatch.setattr(Replica, "begin_taking", lambda one, *args: (staged.append(args[0]), take(one, *args)))
-    monkeypatch.setattr(Ahead, "drawing", True)
-    assert torch.equal(run(data=ONE_OFF)[0], one_off)
-    assert len(staged) == 2
-    assert min(staged) > 0
-
-
-@pytest.mark.parametrize("what", ["stage", "take"])
-def test_a_server_that_is_killed_with_weights_on_their_way_is_replaced(run, one_off, monkeypatch, what):
-    monkeypatch.setattr(Ahead, "drawing", property(lambda ahead: bool(ahead._futures)))
-    killing = Killing(what, version=1)
-    weights, deaths = run(monkeypatch, killing, data=ONE_OFF)
-    assert len(killing.killed) == len(deaths) == 1
-    assert "ended with status -9" in deaths[0]["message"]
-    assert weights.shape == one_off.shape
-    assert weights.isfinite().all()
+    deaths = [one for one in read_jsonl(tmp_path / "run" / "events.jsonl") if one["kind"] == "engine_died"]
+    assert len(deaths) == len(struck)
+    assert parameters_of(module).isfinite().all()

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import pickle
 import subprocess
 import sys
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from lit_qrl.rollout import VLLMEngine
-from lit_qrl.rollout.remote import transfer
+from lit_qrl.rollout.vllm.ways import DeviceMemory
 from lit_qrl.run import allocator
 from lit_qrl.run.allocator import NAMES, fixed_segments, let_segments_grow
 
@@ -75,12 +74,12 @@ def test_memory_for_other_processes_does_not_grow_and_the_rest_does(environment)
 
 def _grows():
     """Return of three tensors, the first and last made by turns, whether each lies in a segment that grows."""
-    memory = transfer.DeviceMemory(torch.device("cuda"))
     before = torch.empty(1 << 20, device="cuda")
-    memory.reserve(1 << 20)
+    memory = DeviceMemory(0)
+    memory.pack([("weight", before)])
     after = torch.empty(1 << 24, device="cuda")
-    pickle.loads(pickle.dumps(memory.name))
-    return [_in_growing(one) for one in (memory.bytes, before, after)]
+    held = next(one[0] for one in memory._held if one is not None)
+    return [_in_growing(one) for one in (held, before, after)]
 
 
 def _in_growing(tensor):

@@ -136,8 +136,6 @@ def llm_arguments(
         arguments.setdefault("lora_target_modules", adapted_layers(network, spec.adapter))
     if spec.kept:
         arguments["max_logprobs"] = kept_tokens.ALL
-    if spec.in_flight != "none":  # between two steps nothing may be under way
-        arguments["async_scheduling"] = False
     if sleep_level and on_gpu:
         arguments["enable_sleep_mode"] = True
     if spec.routes and on_gpu:

@@ -173,9 +173,9 @@ class RemoteEngine(RolloutEngine):
             self.engine.validate(replace(self.spec, in_flight="none"))
         if not self.servers:
             self.servers = [Server(place, self.silence) for place in found]
-        if self.hosts:
-            for server in self.servers:
-                server.open()
+        for server in self.servers if self.hosts else ():
+            server.open()
+            server.ready = False  # `setup` sees whether it has the run's model
 
     def check_model(self, network: nn.Module) -> None:
         """Raise `ConfigError` for a model that the installed vLLM lacks or this host cannot run."""
@@ -405,6 +405,13 @@ class RemoteEngine(RolloutEngine):
         for server in self.servers:
             self._forget_prefixes(server)
         kind, said = outcome["error"], outcome["said"]
+        if kind == "FileNotFoundError":
+            raise ConfigError(
+                "A server does not see the files through which its weights come.",
+                expected="data.engine.folder: a folder that run and servers see under the same name",
+                given=said,
+                remedy="Set it, or transfer: nccl.",
+            )
         if kind == "PublishError":
             raise PublishError([Fault(*one) for one in outcome["faults"]], version)
         if kind in ("RuntimeError", "MemoryError", "OutOfMemoryError") and not SHAPES.search(said):
@@ -421,28 +428,6 @@ class RemoteEngine(RolloutEngine):
         answer = server.post("/reset_prefix_cache", None, self.silence, **running)
         # 0.26 does not say it, but prefixes are apart by version all the same: requests are salted by it.
         return bool(answer.get("success", True))
-
-    def perturb(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> PublishReport:
-        """Replace the given norms in place, nothing else."""
-        start, ledgers = time.perf_counter(), []
-        if not self._usable:
-            raise RuntimeError("The engine has no complete weights yet: publish all of them with load_weights() first.")
-        norms = Files(self.folder)
-        with self._asked():
-            try:
-                self._usable = False
-                packed = norms.pack(list(tensors))
-                found = [server.call("perturb_json", str(version), json.dumps(packed)) for server in self.servers]
-                ledgers = [self._ledger(one, version) for one in found]
-            finally:
-                norms.close()
-        received = ledgers[0]
-        received.prefix_reset = all(list(map(self._forget_prefixes, self.servers)))
-        received.faults += between(ledgers, [server.place.name for server in self.servers])
-        self._usable, self.version = True, version
-        layers = dict.fromkeys(received.receipts(), str(self.plain_dtype).removeprefix("torch."))
-        seconds = time.perf_counter() - start
-        return PublishReport(version=version, seconds=seconds, bytes=received.bytes, layers=layers, received=received)
 
     @contextmanager
     def staged(self, until: Callable[[], None]) -> Iterator[None]:
@@ -570,14 +555,19 @@ class RemoteEngine(RolloutEngine):
                 pools[server] = ThreadPoolExecutor(AT_ONCE, thread_name_prefix=f"draw {server.place.name}")
                 stack.callback(pools[server].shutdown, wait=False, cancel_futures=True)
             under_way = {pools[server].submit(job) for server, job in jobs}
-            while under_way:
-                done, under_way = wait(under_way, TICK, FIRST_COMPLETED)
-                for future in done:
-                    try:
-                        yield future.result()
-                    except EngineDiedError as error:
-                        deaths.append(error)
-                tell()
+            try:
+                while under_way:
+                    done, under_way = wait(under_way, TICK, FIRST_COMPLETED)
+                    for future in done:
+                        try:
+                            yield future.result()
+                        except EngineDiedError as error:
+                            deaths.append(error)
+                    tell()
+            except BaseException:  # the run is interrupted, and nobody waits for what is drawn
+                for server in pools:
+                    server.hang_up()
+                raise
         if deaths:
             with self._asked():
                 raise deaths[0]

@@ -1,30 +1,40 @@
 """A vLLM engine inside the trainer's process that receives low-bit weights in memory and proves that they arrived."""
 
+import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, within_memory
+from lit_qrl.formats import support
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.network.experts import expert_stacks, unstacked
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.sampler_kernels import adopt
+from lit_qrl.network.structure import check_tokens
+from lit_qrl.precision.vllm_kernels.borrowed import TILE_IN, TILE_OUT, MarlinNVFP4
 from lit_qrl.receipts.garbage import young_garbage_alone
 from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
 from lit_qrl.rollout.engine import (
+    Dialogue,
     EngineDiedError,
     EnginePolicy,
+    Finished,
     OutlinedPolicy,
+    Progress,
     RolloutEngine,
     SamplerSpec,
+    Turn,
 )
-from lit_qrl.rollout.vllm import cache_scales, flight, folder, invariant, parallel, requests
+from lit_qrl.rollout.vllm import cache_scales, folder, invariant, parallel, requests
 from lit_qrl.rollout.vllm.adapter import check_adapter
 from lit_qrl.rollout.vllm.arguments import first_runner, llm_arguments, proposals
 from lit_qrl.rollout.vllm.checks import (
@@ -40,29 +50,30 @@ from lit_qrl.rollout.vllm.checks import (
     check_same_format,
     check_speculative,
 )
-from lit_qrl.rollout.vllm.drawing import Drawing
-from lit_qrl.rollout.vllm.errors import Sender, blamed
+from lit_qrl.rollout.vllm.errors import Sender, blamed, deadly
 from lit_qrl.rollout.vllm.installation import check_installation, check_routes
-from lit_qrl.rollout.vllm.lending import MarlinLender
 from lit_qrl.rollout.vllm.live_model import LiveModel
-from lit_qrl.rollout.vllm.locations import undescribed
+from lit_qrl.rollout.vllm.locations import undescribed, weight_bytes
 from lit_qrl.rollout.vllm.models import check_model, refused_model
-from lit_qrl.rollout.vllm.patches import recorded_routes, table
+from lit_qrl.rollout.vllm.parallel import joined, shown
+from lit_qrl.rollout.vllm.patches import marlin_workspaces, recorded_routes, table
 from lit_qrl.rollout.vllm.process import kept_process_state, own_world, prepare_environment
 from lit_qrl.rollout.vllm.shutdown import collect_memory, shutdown
-from lit_qrl.rollout.vllm.sleeping import Sleeping
 from lit_qrl.rollout.vllm.start import undone_on_failure
-from lit_qrl.rollout.vllm.warm_up import warm_up
 from lit_qrl.rollout.vllm.watchdog import Watchdog
 from lit_qrl.run.console import without_bars
 from lit_qrl.run.phases import phase
+from lit_qrl.types import Completion, SamplingParams
+
+SLEEP_REMEDY = "A sleep of level 1 keeps the weights in memory of the host: set data.engine.sleep_level to 2."
+WAKE_REMEDY = "Lower data.engine.gpu_memory_utilization, or set trainer.strategy.offload_optimizer to true"
 
 Tensors = Iterator[tuple[str, Tensor]]
 Load = Callable[[Tensors, int], ReceivedLedger]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
+class VLLMEngine(RolloutEngine):
     """Draws completions with vLLM, in process, on CPU or GPU; in a run of several processes each has one, or a part.
 
     The engine starts with random weights in a folder of its own that holds a config alone; the first publish fills it.
@@ -100,7 +111,7 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
 
     single_format = True
     kernels = "vllm"
-    records_kept = hands_out = takes_in_flight = True
+    records_kept = hands_out = True
 
     def __init__(
         self,
@@ -177,7 +188,6 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
         check_operators(spec.format)
         cache_scales.check_host(self.cache_dtype)
         check_speculative(self._arguments, spec)
-        flight.check(spec, self.cache_dtype, bool(whole["speculative"]))
         if self.batch_invariant:
             invariant.check(spec.format, self._arguments, self.max_lora_rank)
 
@@ -198,7 +208,6 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
         self.spec, self.policy, self.format = spec, policy, spec.format
         network = policy.network
         self.routed = requests.routed_layers(network) if spec.routes else None
-        self._flight = flight.flight_of(self, spec.in_flight)
         self.plain_dtype = dtype = self.choose_dtype(spec, network)
         check_model(network, dtype)
         check_experts(network, spec.format, spec.exclude)
@@ -241,8 +250,6 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
             args = live.model, routed.layers, routed.experts, routed.chosen
             self._routes = recorded_routes.record(self.llm, *args)
         check_groups(format, live.held(quantizable_linears(self.policy.network, self.spec.exclude)))
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        warm_up(format, next(self.policy.network.parameters()).dtype, self.plain_dtype, device)
 
     def _build(self, format: NumberFormat | None, policy: EnginePolicy, dtype: torch.dtype) -> None:
         prepare_environment(self.deep_gemm, self.kv_cache_gib, first_runner(self._arguments, self.spec))
@@ -376,8 +383,7 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
             if isinstance(error, PublishError):
                 self._reset_caches()
             raise
-        came = None if self._flight is None else self._flight.came(self.llm, version)
-        ledger.prefix_reset = self._reset_caches() if came is None else came
+        ledger.prefix_reset = self._reset_caches()
         receipts = ledger.receipts()
         self._usable, self._scales_due = True, cache_scales.quantized(self.cache_dtype)
         self.version = version
@@ -419,6 +425,211 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
 
     def _watchdog(self, what: str, timeout: float | None = None) -> Watchdog:
         return Watchdog(timeout or self.step_timeout, self.spec.on_hang, what=what)
+
+    # ---------------------------------------------------------------------------------------------------------- drawing
+
+    def check_repeatable(self) -> None:
+        """Raise `ConfigError` where a request draws from the engine's own generator, as far as others left it."""
+        if not self.request_seeds:
+            raise ConfigError(
+                "trainer.deterministic asks for the same bits in every run, and requests without seeds of their own "
+                "draw from the engine's generator, in the order in which vLLM comes to them.",
+                expected="data.engine.request_seeds: true",
+                given="false",
+            )
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        seed: int,
+        progress: Progress | None = None,
+        sampling: SamplingParams | None = None,
+        positions: Sequence[int] | None = None,
+        finished: Finished | None = None,
+    ) -> list[Completion]:
+        """Return `n` completions of each prompt, prompt-major; `finished` is called after steps in which some ended.
+
+        Raises:
+            EngineDiedError: when vLLM fails or a step takes longer than `step_timeout`.
+        """
+        self._awake(complete=True)
+        self._calibrate(prompts)
+        kept, drawn_with = self.spec.kept and sampling is None, sampling or self.spec.sampling
+        number = range(len(prompts)) if positions is None else positions
+        prompts, number, own = joined(prompts, number, (n, seed, drawn_with), self.processes)
+        order = requests.by_length(prompts, n)
+        rows = [(number[i // n], i % n) for i in order]
+        params = requests.drawings(drawn_with, rows, seed if self.request_seeds else None, kept)
+        with kept_process_state(None if self.request_seeds else seed):
+            handed = None if finished is None else partial(self._hand, finished, order, kept, own, n)
+            told = shown(progress, own, len(prompts))
+            outputs = self._run([prompts[i // n] for i in order], params, told, handed)
+        drawn = {i: self._read(output, kept) for i, output in zip(order, outputs, strict=True)}
+        self._poisoned |= not all(math.isfinite(value) for one in drawn.values() for value in one.logprobs)
+        return [drawn[i] for i in range(own.start * n, own.stop * n)]
+
+    def _hand(
+        self, finished: Finished, order: Sequence[int], kept: bool, own: slice, n: int, outputs: Mapping[int, Any]
+    ) -> None:
+        first, last = own.start * n, own.stop * n  # of other processes of this engine are the rest
+        read = {order[position]: output for position, output in outputs.items()}
+        finished({i - first: self._read(output, kept) for i, output in read.items() if first <= i < last})
+
+    def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
+        """Draw every turn of a dialogue as soon as it is there, beside those that are being drawn.
+
+        Raises:
+            EngineDiedError: as `generate` does.
+        """
+        self._awake(complete=True)
+        kept, drawn_with = self.spec.kept and sampling is None, sampling or self.spec.sampling
+
+        def draw(turn: Turn) -> Any:
+            seed = requests.request_seed(turn.seed, 0, 0) if self.request_seeds else None
+            return requests.drawing(replace(drawn_with, max_tokens=turn.max_tokens), seed, kept)
+
+        begun: list[Turn] = []
+        while self._scales_due and dialogue.open and not begun:
+            begun = dialogue.waiting("all")  # so that the scales hang on no thread's luck
+        self._calibrate([turn.tokens for turn in begun])
+        with kept_process_state(), self._sampling():
+            watch = self._watchdog("one step")
+            read = partial(self._read, kept=kept)
+            finite = requests.converse(self.llm, dialogue, draw, read, self._adapter_active, watch, begun)
+        self._poisoned |= not finite
+
+    def _read(self, output: Any, kept: bool) -> Completion:
+        return requests.completion(output, self.version, self.routed, kept)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
+        self._awake(complete=True)
+        due = self._scales_due
+        self._calibrate(sequences)
+        self._scales_due = due  # what is drawn takes scales of its own prompts, whether a probe came before or not
+        with kept_process_state():
+            outputs = self._run(sequences, [requests.scoring() for _ in sequences], None)
+        scores = [requests.scores(output, tokens) for output, tokens in zip(outputs, sequences, strict=True)]
+        self._poisoned |= not all(bool(values.isfinite().all()) for values in scores)
+        return scores
+
+    def _calibrate(self, sequences: Sequence[Sequence[int]]) -> None:
+        """Give an FP8 KV cache scales for new weights, of what they make of the sequences that are asked for first."""
+        if self.live is None or not self._scales_due or not sequences:
+            return
+        shown = sequences[: cache_scales.SEQUENCES]
+        with kept_process_state(), cache_scales.observed(self.live.model) as largest:
+            self._run(shown, [requests.scoring() for _ in shown], None)
+        cache_scales.set_scales(self.live.model, largest, self.cache_dtype)
+        self._scales_due = False
+        self._reset_caches()
+
+    def _run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: list[Any],
+        progress: Progress | None,
+        taken: Callable[[Mapping[int, Any]], None] | None = None,
+    ) -> list[Any]:
+        requests.check_lengths(prompts, params, self.longest())
+        check_tokens(self.policy.network.config, prompts)
+        with self._sampling():
+            watch = self._watchdog("one step")
+            return requests.run(self.llm, prompts, params, self._adapter_active, progress, watch, taken)
+
+    @contextmanager
+    def _sampling(self) -> Iterator[None]:
+        """Draw from a cache that is sound; an engine that dies of it cannot be used."""
+        if self._poisoned:  # it woke, or drew NaN, and no publish came since
+            self._reset_caches()
+        try:
+            yield
+        except EngineDiedError:
+            self._usable = False
+            raise
+
+    # ------------------------------------------------------------------------------------------------------------ sleep
+
+    def weight_bytes(self) -> int:
+        """Return the memory that the sampler's weights take."""
+        return 0 if self.live is None else weight_bytes(self.live.model)
+
+    @property
+    def holds_weights(self) -> bool:
+        """False before the first publish, after a death, and after a sleep of level 2."""
+        return self._usable
+
+    def sleep(self) -> None:
+        """Free the KV cache, and the weights as `sleep_level` says, or die of it; does nothing on CPU."""
+        if self.llm is not None and self.sleep_level and torch.cuda.is_available() and not self._asleep:
+            watchdog = self._watchdog("the sleep")
+            with deadly("did not sleep", watchdog), within_memory("the engine fell asleep", SLEEP_REMEDY):
+                self.llm.sleep(level=self.sleep_level)
+            self._asleep = True
+            self._usable = self._usable and self.sleep_level < 2
+
+    def wake(self) -> None:
+        """Take the memory back, or die of it; after level 2 all weights must be published before anything is drawn."""
+        if not self._asleep:
+            return
+        with deadly("did not wake", self._watchdog("waking"), WAKE_REMEDY):
+            self.llm.wake_up()
+        # Memory comes back with arbitrary contents, at the addresses that it had.
+        marlin_workspaces.unlock()
+        self._poisoned = True
+        if not self._usable and self.max_lora_rank:
+            self.llm.collective_rpc("clear_adapter")
+        self._asleep = False
+
+    # ---------------------------------------------------------------------------------------------------------- lending
+
+    def check_sharing(self, format: NumberFormat | None) -> None:
+        """Raise `ConfigError` where a learner could not read the engine's weights in place of its own."""
+        device = support.device_here()
+        if format is None or device not in support.row_of(format).vllm_lends:
+            name, device = "none" if format is None else format.name, device.upper()
+            known = ", ".join(support.names_where(lambda row: "cuda" in row.vllm_lends))
+            raise ConfigError(
+                f"share_weights does not work with {name} on {device}: vLLM's layout of it is not known here.",
+                expected=f"{known} on CUDA, which vLLM holds in Marlin's layout",
+                given=f"{name} on {device}",
+                remedy="Set share_weights to false.",
+            )
+        if self.sleep_level:
+            raise ConfigError(
+                "An engine that sleeps would take the base away from the learner that shares it.",
+                expected="data.engine.sleep_level: 0 with share_weights",
+                given=self.sleep_level,
+                remedy="Set one of them to its default.",
+            )
+
+    def stored_weight(self, layer: str) -> MarlinNVFP4 | None:
+        """Return a layer's NVFP4 weight as it lies in the memory of Marlin's kernel, or None where it lies otherwise.
+
+        Args:
+            layer: name in the checkpoint, such as `model.layers.0.self_attn.k_proj`.
+        """
+        place = None if self.live is None else self.live.locate_layer(layer)
+        module: Any = None if place is None else place.module
+        words, scales = getattr(module, "weight", None), getattr(module, "weight_scale", None)
+        if place is None or words is None or scales is None or words.ndim != 2 or scales.dtype != torch.float8_e4m3fn:
+            return None
+        inputs, outputs = int(module.input_size_per_partition), int(module.output_size_per_partition)
+        whole = (inputs // TILE_IN, outputs * TILE_IN // 8)  # what Marlin padded has other sides
+        if words.dtype != torch.int32 or tuple(words.shape) != whole or tuple(scales.shape) != (whole[0], outputs):
+            return None
+        if inputs % TILE_IN or outputs % TILE_OUT:
+            return None
+        sizes = [int(size) for size in module.output_sizes] if place.parts else [outputs]
+        self.lent = True
+        return MarlinNVFP4(
+            words.detach(),
+            scales.detach().view(torch.uint8),
+            sum(sizes[: place.part]),
+            sizes[place.part],
+            kernel_scale=module.weight_global_scale.detach(),
+        )
 
     # ------------------------------------------------------------------------------------------------------------ end
 

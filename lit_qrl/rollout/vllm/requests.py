@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,6 @@ from lit_qrl.errors import StoppedError
 from lit_qrl.network.routing import route_dtype, routers, unrouted
 from lit_qrl.rollout.engine import Dialogue, EngineDiedError, Progress, Turn
 from lit_qrl.rollout.vllm.adapter import ADAPTER_ID
-from lit_qrl.rollout.vllm.flight import Flight
 from lit_qrl.rollout.vllm.patches.kept_tokens import ALL
 from lit_qrl.rollout.vllm.watchdog import Watchdog
 from lit_qrl.seeding import derive_seed
@@ -115,7 +114,6 @@ def run(
     progress: Progress | None,
     watchdog: Watchdog,
     taken: Callable[[Mapping[int, Any]], None] | None = None,
-    flight: Flight | None = None,
 ) -> list[Any]:
     """Return vLLM's outputs in the order of the prompts, with a look at the clock and the progress after each step.
 
@@ -127,7 +125,6 @@ def run(
         progress: called after a step in which some ended.
         watchdog: of the steps.
         taken: called after such a step with their outputs, by the position of the prompt.
-        flight: lets weights in between two steps.
 
     Raises:
         EngineDiedError: when vLLM fails, or a step takes longer than the watchdog allows.
@@ -137,8 +134,8 @@ def run(
     with _stepping(llm, adapter, watchdog) as requests:
         ids = requests.add(prompts, params)
         positions = {name: position for position, name in enumerate(ids)}
-        while len(outputs) < len(ids) and (requests.unfinished or (flight is not None and flight.strays)):
-            finished = requests.step() if flight is None else own_of(requests.step(), positions, flight)
+        while len(outputs) < len(ids) and requests.unfinished:
+            finished = requests.step()
             for name, output in finished:
                 outputs[name] = output
                 tokens += sum(len(drawn.token_ids) for drawn in output.outputs)
@@ -146,23 +143,7 @@ def run(
                 progress(len(outputs), tokens)
             if finished and taken is not None:
                 taken({positions[name]: output for name, output in finished})
-            if flight is not None:
-                with watchdog.resting():  # a pause takes as long as the learner's publish
-                    flight.between()
     return [outputs[name] for name in ids]
-
-
-def own_of(finished: Sequence[tuple[int, Any]], own: Collection[int], flight: Flight) -> list[tuple[int, Any]]:
-    """Return the outputs of a call's own requests: a call may step those of another, which it interrupts.
-
-    Args:
-        finished: numbers and outputs of a step.
-        own: numbers of the call's requests.
-        flight: keeps the outputs of other calls for them.
-    """
-    flight.strays |= {name: output for name, output in finished if name not in own}
-    kept = [(name, flight.strays.pop(name)) for name in own if name in flight.strays]
-    return [*kept, *((name, output) for name, output in finished if name in own)]
 
 
 def converse(
@@ -320,9 +301,7 @@ def kept_ids(logprobs: Any) -> tuple[list[float], list[Tensor]]:
     return [logprobs.logprobs[first] for first, _ in rows], kept
 
 
-def completion(
-    output: Any, version: int, routed: Routed | None = None, kept: bool = False, flight: Flight | None = None
-) -> Completion:
+def completion(output: Any, version: int, routed: Routed | None = None, kept: bool = False) -> Completion:
     """Return the one completion of a request.
 
     Args:
@@ -330,18 +309,14 @@ def completion(
         version: of the weights.
         routed: where the experts of its tokens were asked for.
         kept: the ids that could have been drawn were asked for.
-        flight: knows which weights drew which token.
     """
     drawn = output.outputs[0]
-    number = len(drawn.token_ids)
-    versions = None if flight is None or not number else flight.versions(_number(output.request_id), number)
     logprobs, ids = kept_ids(drawn.logprobs) if kept else (list(drawn.logprobs.logprobs), None)
     return Completion(
         token_ids=list(drawn.token_ids),
         logprobs=logprobs,
         finish_reason="stop" if drawn.finish_reason == "stop" else "length",
-        version=version if versions is None else versions[0],
-        versions=versions,
+        version=version,
         routed_experts=None if routed is None else routed.of(output),
         kept=ids,
     )

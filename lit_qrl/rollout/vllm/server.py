@@ -105,7 +105,7 @@ class Server:
         self._tls = ssl.create_default_context(cafile=place.certificates) if self._url.scheme == "https" else None
         self._connections: set[http.client.HTTPConnection] = set()
         self._lock = threading.RLock()
-        self._cause, self._seen = "", False
+        self._cause, self._seen, self._starting = "", False, False
         self._log: Path | None = None
 
     # ------------------------------------------------------------------------------------------------- start and end
@@ -137,7 +137,7 @@ class Server:
             EngineDiedError: where the process that was started does not come up, or one that was there is gone.
         """
         self.start()
-        self._cause = ""
+        self._cause, self._starting = "", False
         patience = self.how.timeout if self.place.started else AGAIN if self._seen else 0.0
         self._await(time.monotonic() + patience)
         try:
@@ -193,14 +193,16 @@ class Server:
         )
 
     def restart(self) -> None:
-        """End what is left, and start a new process at once where it is the run's."""
+        """End what is left, and start a new process at once where it is the run's; again it changes nothing."""
         with self._lock:
-            self.close()
-            self.start()
+            if not self._starting:
+                self.close()
+                self.start()
+                self._starting = self._process is not None
 
     def close(self) -> None:
         """End the connections and, where it is the run's, the process and all that it started."""
-        self.ready = False
+        self.ready = self._starting = False
         self.hang_up()
         process, self._process = self._process, None
         if process is not None:

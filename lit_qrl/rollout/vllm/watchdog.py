@@ -1,14 +1,12 @@
 """Notices work of an in-process engine that never returns, and ends it: a step, its start, a publish, sleep, wake."""
 
 import faulthandler
-import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -68,15 +66,6 @@ class Watchdog:
     def beat(self) -> None:
         """Start the clock of the next step."""
         self._begun = time.monotonic()
-
-    @contextmanager
-    def resting(self) -> Iterator[None]:
-        """Let something that is no step take as long as it takes; then the clock of the next step starts."""
-        self._begun = math.inf
-        try:
-            yield
-        finally:
-            self.beat()
 
     def check(self) -> None:
         """Raise `TimeoutError` for a step that did return, but too late."""

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory  # noqa: TID253  only vLLM loads this module
 
 from lit_qrl.network.structure import outline
-from lit_qrl.receipts.ledger import PublishError, ReceivedLedger, read_receipts
+from lit_qrl.receipts.ledger import ReceivedLedger, read_receipts
 from lit_qrl.rollout.vllm.adapter import LiveAdapter
 from lit_qrl.rollout.vllm.arguments import TRANSFER
 from lit_qrl.rollout.vllm.installation import versions
@@ -148,16 +148,16 @@ class WorkerExtension:
         if error is not None:
             faults = [[one.kind, one.name, one.detail] for one in getattr(error, "faults", ())]
             return {"error": type(error).__name__, "said": str(error), "faults": faults}
-        return described(self.weight_transfer_engine.ledger) | {"layers": self.weight_transfer_engine.live.formats()}
-
-    def perturb_json(self, version: str, packed: str) -> dict[str, Any]:
-        """Overwrite norms in place by what came, and return what `outcome_json` does of them."""
-        ledger = ReceivedLedger(int(version))
-        try:
-            self.perturb(self.weight_transfer_engine.unpacked(json.loads(packed)), ledger)
-        except PublishError as error:
-            return {"error": type(error).__name__, "said": str(error), "faults": []}
-        return described(ledger) | {"layers": {}}
+        ledger: ReceivedLedger = self.weight_transfer_engine.ledger
+        return {
+            "version": ledger.version,
+            "bytes": ledger.bytes,
+            "faults": [[one.kind, one.name, one.detail] for one in ledger.faults],
+            "unread": ledger.unread,
+            "twice": ledger.repeated,
+            "receipts": {name: list(one) for name, one in ledger.receipts().items()},
+            "layers": self.weight_transfer_engine.live.formats(),
+        }
 
     def columns_json(self, layer: str, columns: str) -> dict[str, Any]:
         """Return columns "out columns" of a layer's weight as its GEMM multiplies with them, if they are known."""
@@ -172,18 +172,6 @@ class WorkerExtension:
         """Return the receipts of what reads back under some names."""
         live: LiveModel = self.weight_transfer_engine.live
         return {name: list(one) for name, one in read_receipts(live.read_back, json.loads(names)).items()}
-
-
-def described(ledger: ReceivedLedger) -> dict[str, Any]:
-    """Return a ledger as JSON has it; `client.ledger_of` makes one of that."""
-    return {
-        "version": ledger.version,
-        "bytes": ledger.bytes,
-        "faults": [[one.kind, one.name, one.detail] for one in ledger.faults],
-        "unread": ledger.unread,
-        "twice": ledger.repeated,
-        "receipts": {name: list(one) for name, one in ledger.receipts().items()},
-    }
 
 
 def tensors_in(nested: Any) -> Iterator[Tensor]:

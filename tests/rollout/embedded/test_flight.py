@@ -12,10 +12,15 @@ from lit_qrl.rollout.embedded.flight import Flight, flight_of
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
-from tests.rollout.remote.served import PROMPTS, publish
 from tests.routes import build_mixture
 
 SAMPLING = SamplingParams(max_tokens=14, ignore_stop=True)
+PROMPTS = [[3, 4, 5], [6, 7], [8], [9, 10, 11, 12], [13, 14]]
+
+
+def publish(engine, network, version=0):
+    tensors = ((name, parameter.detach()) for name, parameter in network.named_parameters())
+    engine.load_weights(engine.arranged(tensors), None, version)
 
 
 def two_networks():

@@ -6,15 +6,17 @@ import pytest
 import torch
 
 from lit_qrl.rollout.engine import EngineDiedError, SamplerSpec, Turn
-from lit_qrl.rollout.vllm import drawing, requests
-from lit_qrl.rollout.vllm.drawing import Drawing
+from lit_qrl.rollout.vllm import engine as module
+from lit_qrl.rollout.vllm import requests
+from lit_qrl.rollout.vllm.engine import VLLMEngine
 from lit_qrl.types import Completion, SamplingParams
 
 
-class Engine(Drawing):
+class Engine(VLLMEngine):
     """Draws without vLLM: every request is answered with its own parameters."""
 
     def __init__(self):
+        super().__init__()
         self.spec, self.version, self.llm, self.request_seeds = SamplerSpec(), 4, None, True
         self.policy = SimpleNamespace(network=SimpleNamespace(config=SimpleNamespace()))
         self._adapter_active = self._poisoned = self._scales_due = False
@@ -43,17 +45,17 @@ def drawing_of(sampling, seed, kept=False):
 @pytest.fixture
 def engine(monkeypatch):
     monkeypatch.setattr(requests, "drawing", drawing_of)
-    monkeypatch.setattr(drawing, "check_tokens", lambda config, prompts: None)
+    monkeypatch.setattr(module, "check_tokens", lambda config, prompts: None)
     made = Engine()
     made.logprob = -0.5
 
-    def run(llm, prompts, params, adapter, progress, watchdog, taken=None, flight=None):
+    def run(llm, prompts, params, adapter, progress, watchdog, taken=None):
         outputs = [(prompt, param.seed) for prompt, param in zip(prompts, params, strict=True)]
         for position in reversed(range(len(outputs))) if taken is not None else ():
             taken({position: outputs[position]})
         return outputs
 
-    def completion(output, version, routed, kept, flight):
+    def completion(output, version, routed, kept):
         assert routed is made.routed
         made.kept.append(kept)
         prompt, seed = output
@@ -119,7 +121,7 @@ def test_a_part_of_an_engine_draws_what_all_ask_for_and_hands_out_its_own(engine
         asked.append((list(numbers), call[:2], group))
         return [[9, 9, 9], *prompts, [8]], [0, *numbers, 7], slice(1, 1 + len(prompts))
 
-    monkeypatch.setattr(drawing, "joined", joined)
+    monkeypatch.setattr(module, "joined", joined)
     engine.processes = "both"
     handed = []
     drawn = engine.generate([[1], [2, 3]], 2, seed=5, positions=[4, 6], finished=handed.append)
@@ -160,8 +162,8 @@ def calibrated(engine, monkeypatch):
     monkeypatch.setattr(requests, "run", noted)
     monkeypatch.setattr(requests, "scoring", lambda: SimpleNamespace(max_tokens=1, seed=0))
     monkeypatch.setattr(requests, "scores", lambda output, tokens: torch.zeros(len(tokens) - 1))
-    monkeypatch.setattr(drawing.cache_scales, "observed", lambda model: nullcontext({}))
-    monkeypatch.setattr(drawing.cache_scales, "set_scales", lambda *_: found.append("set"))
+    monkeypatch.setattr(module.cache_scales, "observed", lambda model: nullcontext({}))
+    monkeypatch.setattr(module.cache_scales, "set_scales", lambda *_: found.append("set"))
     return found
 
 

@@ -9,7 +9,7 @@ from torch import distributed
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.engine import Learners, SamplerSpec
-from lit_qrl.rollout.remote.engine import RemoteEngine
+from lit_qrl.rollout.vllm.client import RemoteEngine
 from lit_qrl.rollout.vllm.engine import VLLMEngine
 from lit_qrl.rollout.vllm.locations import Place
 from lit_qrl.rollout.vllm.parallel import check, check_model, joined, share, unit_vectors
@@ -58,7 +58,7 @@ def test_what_needs_an_engine_whole_is_refused_beside_several_processes(option, 
 
 
 def test_an_engine_of_several_processes_is_none_of_another_process():
-    with pytest.raises(ConfigError, match=r"this one would be several processes.*tensor_parallel_size: 1"):
+    with pytest.raises(ConfigError, match=r"What tensor_parallel_size needs of an engine, vLLM's server does not do"):
         RemoteEngine(VLLMEngine(tensor_parallel_size=2))
 
 

@@ -1,7 +1,5 @@
 """Requests as they are ordered and read; nothing here imports vLLM."""
 
-import time
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +19,6 @@ from lit_qrl.rollout.vllm.requests import (
     request_seed,
     scores,
 )
-from lit_qrl.rollout.vllm.watchdog import Watchdog
 from lit_qrl.types import SamplingParams
 from tests.vllm_engines import (
     COMPLETION_LIMIT,
@@ -148,34 +145,6 @@ def test_a_connector_is_reset_where_there_is_one_and_vllm_can(connector):
     assert forget_prefixes(SimpleNamespace(reset_prefix_cache=new), connector)
     assert not forget_prefixes(SimpleNamespace(reset_prefix_cache=old), connector)
     assert asked == [connector, False]
-
-
-def test_a_pause_in_flight_may_take_longer_than_a_step(monkeypatch):
-    class Stepping:
-        """A request that takes two steps."""
-
-        unfinished, steps = True, 0
-
-        def __init__(self, watchdog):
-            self.watchdog = watchdog
-
-        def add(self, prompts, params):
-            return [7]
-
-        def step(self):
-            self.watchdog.beat()
-            self.steps += 1
-            self.watchdog.check()
-            return [(7, SimpleNamespace(outputs=[]))] if self.steps == 2 else []
-
-    @contextmanager
-    def stepping(llm, adapter, watchdog):
-        with watchdog:
-            yield Stepping(watchdog)
-
-    monkeypatch.setattr(requests, "_stepping", stepping)
-    flight = SimpleNamespace(between=lambda: time.sleep(1.6), strays={})
-    assert len(requests.run(None, [[1]], [None], False, None, Watchdog(1.0, grace=0.1), flight=flight)) == 1
 
 
 class Counting(MultiTurnTask):

@@ -1,0 +1,230 @@
+"""What a run says of servers that are not there, not its own, silent, or gone; a stand-in speaks HTTP."""
+
+import ast
+import json
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.rollout.engine import EngineDiedError, Learners
+from lit_qrl.rollout.vllm import client, guard, server, ways
+from lit_qrl.rollout.vllm.client import RemoteEngine, RemoteVLLMEngine, between, completion_of, ledger_of, places
+from lit_qrl.rollout.vllm.engine import VLLMEngine
+from lit_qrl.rollout.vllm.installation import versions
+from lit_qrl.rollout.vllm.server import Place, Server
+
+KEY = "between these two"
+
+
+@contextmanager
+def standing_in(answer):
+    """Give the address of a server; `answer` gets a path and a body, and returns a status and what JSON says."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.reply(200, {})
+
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            known = self.headers.get("Authorization") == f"Bearer {KEY}"
+            self.reply(*(answer(self.path, json.loads(body or "null")) if known else (401, {})))
+
+        def reply(self, status, said):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(said).encode())
+
+        def log_message(self, *args):
+            pass
+
+    held = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    held.daemon_threads = True
+    threading.Thread(target=held.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{held.server_port}"
+    finally:
+        held.shutdown()
+        held.server_close()
+
+
+def connected(**changes):
+    return {"results": [{"versions": versions() | changes, "config": {}, "longest": 9, "workers": 1}]}
+
+
+def test_a_server_that_knows_the_run_is_opened():
+    with standing_in(lambda path, body: (200, connected())) as address:
+        one = Server(Place(address, KEY), silence=5)
+        assert one.open()["longest"] == 9
+        assert one.ready
+
+
+@pytest.mark.parametrize(
+    ("key", "answer", "named"),
+    [
+        ("another", lambda path, body: (200, connected()), "does not take this run's key"),
+        (KEY, lambda path, body: (404, {}), "takes no weights of a run.*lit-qrl serve"),
+        (KEY, lambda path, body: (500, {}), "takes no weights of a run"),
+        (KEY, lambda path, body: (200, connected(torch="1.0")), "other versions than the run.*torch"),
+    ],
+)
+def test_what_is_no_server_of_the_run_is_one_paragraph(key, answer, named):
+    with standing_in(answer) as address, pytest.raises(ConfigError, match=named):
+        Server(Place(address, key), silence=5).open()
+
+
+def test_a_server_that_nobody_started_is_named_and_one_that_was_there_is_dead(monkeypatch):
+    monkeypatch.setattr(server, "AGAIN", 0.0)
+    one = Server(Place("http://127.0.0.1:9", KEY), silence=5)
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9 cannot be reached.*Connection refused"):
+        one.open()
+    one._seen = True
+    with pytest.raises(EngineDiedError, match="did not come up: Connection refused"):
+        one.open()
+
+
+def test_silence_in_the_middle_of_a_draw_is_a_death_of_all_that_wait(monkeypatch):
+    monkeypatch.setattr(server, "BEAT", 0.05)
+    over = threading.Event()
+
+    def answer(path, body):
+        over.wait(20)
+        return 200, {}
+
+    with standing_in(answer) as address:
+        one, start = Server(Place(address, KEY), silence=0.5), time.monotonic()
+        with pytest.raises(EngineDiedError, match=r"is gone: no answer to /collective_rpc for 0\.5 s"), one.watched():
+            one.post("/inference/v1/generate", {})
+        assert time.monotonic() - start < 5
+        over.set()
+    with pytest.raises(EngineDiedError, match="no answer"):  # until it is opened again
+        one.post("/resume")
+
+
+def test_a_server_that_fails_is_dead_and_one_that_refuses_is_not():
+    with standing_in(lambda path, body: (int(path[1:]), {})) as address:
+        one = Server(Place(address, KEY), silence=5)
+        with pytest.raises(server.StatusError, match="answered 400"):
+            one.post("/400")
+        with pytest.raises(EngineDiedError, match="answered 500"):
+            one.post("/500")
+
+
+def test_nothing_that_comes_over_the_network_is_unpickled():
+    """Read of the code: no module on either side of the connection names what unpickles, or allows vLLM to."""
+    folder = Path(client.__file__).parent
+    for name in ("client", "server", "ways", "guard", "transfer", "worker"):
+        text = (folder / f"{name}.py").read_text()
+        tree = ast.parse(text)
+        imported = {one.name for node in ast.walk(tree) if isinstance(node, ast.Import) for one in node.names}
+        imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert not imported & {"pickle", "cloudpickle", "multiprocessing", "marshal", "shelve", "dill"}, name
+        called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        assert not called & {"torch.load", "eval", "exec", "pickle.loads"}, name
+        assert "INSECURE" not in text, name
+        assert text.count("np.load(") == text.count("allow_pickle=False"), name
+
+
+@pytest.mark.parametrize("given", [b"Bearer between these two", b"", b"Bearer another"])
+def test_every_route_asks_for_the_key(given, monkeypatch):
+    monkeypatch.setenv(guard.KEY, KEY)
+    passed, sent = [], []
+
+    async def app(scope, receive, send):
+        passed.append(scope["path"])
+
+    async def send(message):
+        sent.append(message)
+
+    for path in ("/update_weights", "/collective_rpc", "/health"):
+        scope = {"type": "http", "path": path, "headers": [(b"authorization", given)]}
+        with pytest.raises(StopIteration):
+            guard.KeyGuard(app)(scope, None, send).__await__().send(None)
+    known = given == b"Bearer between these two"
+    assert passed == (["/update_weights", "/collective_rpc", "/health"] if known else ["/health"])
+    assert [one["status"] for one in sent if "status" in one] == ([] if known else [401, 401])
+
+
+def test_files_carry_every_dtype_and_are_gone_when_they_were_taken(tmp_path):
+    sender = ways.Files(str(tmp_path))
+    stack = torch.arange(12.0).reshape(3, 4)
+    sent = [
+        ("b", stack[1]),
+        ("a", torch.ones(2, 3).to(torch.float8_e4m3fn)),
+        ("c", torch.tensor([3], dtype=torch.int64)),
+        ("d", torch.ones(4, dtype=torch.bfloat16).view(2, 2).T),
+    ]
+    packed = json.loads(json.dumps(sender.pack(sent)))
+    found = list(ways.receiver(None, torch.device("cpu"), 0)(packed))
+    assert [name for name, _ in found] == ["b", "a", "c", "d"]
+    for (_, one), (_, other) in zip(sent, found, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one.float(), other.float())
+    sender.taken(packed)
+    assert not list(sender.folder.iterdir())
+    sender.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_that_comes_twice_begins_another_part():
+    parts = list(ways.chunks(iter([("a", torch.zeros(2)), ("b", torch.zeros(2)), ("a", torch.ones(2))])))
+    assert [[name for name, _ in part] for part in parts] == [["a", "b"], ["a"]]
+
+
+def told(value=1, **changes):
+    receipts = {"a": [[2], "float32", value, True]}
+    return {"version": 3, "bytes": 8, "faults": [], "unread": [], "twice": [], "receipts": receipts} | changes
+
+
+def test_a_difference_between_servers_is_a_fault():
+    ledgers = [ledger_of(one) for one in (told(), told(2), told(twice=["a"], faults=[["gemm", "b", ""]], receipts={}))]
+    found = {(one.kind, one.name) for one in between(ledgers, ["one", "two", "three"])}
+    assert found == {("different", "a"), ("missing", "a"), ("gemm", "b")}
+    assert ledgers[2].repeated == ["a"]
+    assert between([ledger_of(told()), ledger_of(told())], ["one", "two"]) == []
+
+
+def test_a_completion_says_which_weights_drew_it_where_the_server_does():
+    choice = {"token_ids": [4, 5], "finish_reason": "stop", "logprobs": {"content": [{"logprob": -1.0}] * 2}}
+    one = completion_of(choice, 7)
+    assert (one.version, one.versions, one.finish_reason) == (7, None, "stop")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"sleep_level": 1}, "sleep_level"),
+        ({"batch_invariant": True}, "batch_invariant"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+    ],
+)
+def test_what_the_server_does_not_do_is_refused_by_name(options, named):
+    with pytest.raises(ConfigError, match=named):
+        RemoteEngine(VLLMEngine(**options))
+
+
+def test_handles_of_a_gpu_are_of_one_host():
+    with pytest.raises(ConfigError, match="CUDA handles are of one host"):
+        RemoteVLLMEngine(hosts=["node:1"], transfer="ipc")
+
+
+def test_a_replay_needs_an_engine_that_stops_by_itself():
+    with pytest.raises(ConfigError, match=r"data\.replay"):
+        RemoteVLLMEngine().follow([])
+
+
+def test_addresses_and_their_key(tmp_path):
+    (tmp_path / "token").write_text(f"{KEY}\n")
+    found = places("auto", ["node:80", "https://other:443"], str(tmp_path / "token"), Learners())
+    assert [(one.name, one.key) for one in found] == [("http://node:80", KEY), ("https://other:443", KEY)]
+    assert not any(one.started for one in found)
+    with pytest.raises(ConfigError, match="malformed"):
+        places("auto", ["node"], str(tmp_path / "token"), Learners())
+    with pytest.raises(ConfigError, match="fewer engines than the learner has processes"):
+        places("auto", ["node:80"], str(tmp_path / "token"), Learners(whole=(0, 2)))
+    assert [one.name for one in places("auto", None, None, Learners())] == ["cpu"]
