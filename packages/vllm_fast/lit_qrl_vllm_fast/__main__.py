@@ -14,4 +14,4 @@ for change in CHANGES:
     elif change.concerns(found[0], device):
         why = misfit(change)
         state = "fits" if why is None else f"left out: {why}"
-    print(f"{change.name:<20}{change.device or 'any':<6}{change.versions}: {state}\n    {change.wrong}; {change.seen}")
+    print(f"{change.name:<24}{change.device or 'any':<6}{change.versions}: {state}\n    {change.wrong}; {change.seen}")
