@@ -1,4 +1,4 @@
-"""Prints the default constraints, given on standard input, as the installed vLLM for CPUs needs them: with its own torch.
+"""Prints the default constraints, given on standard input, with the torch that the installed vLLM for CPUs asks for.
 
 A build of torch that is not the default one brings the triton that belongs to it, so that the default's is left out.
 """

@@ -361,7 +361,7 @@ PATCHES = (
         "kept_tokens",
         Versions("0.26"),
         "the first model runner gives log-probs of all 150,000 words, or of the k likeliest, not of those that "
-        "top_p and top_k left; vLLM's own mask of those is its second runner's, which neither draws greedily nor scores with it",
+        "top_p and top_k left; its own mask of those is the second runner's, which cannot draw greedily or score then",
         "corrections under top_p or top_k have no kept set",
         {"vllm.v1.sample.sampler:Sampler.gather_logprobs": of_those_left},
         ["vllm.logprobs:FlatLogprobs.start_indices"],
