@@ -189,7 +189,7 @@ CHANGES = (
     ),
     Patch(
         "rotary_heads",
-        Versions("0.27"),
+        Versions("0.26"),
         "the operator takes the heads of queries “tokens heads dim” for tokens from the second one on",
         "log-probs of latent attention are off by 0.25 nats",
         {f"{_ROTARY}.forward_cpu": by_head},
@@ -209,7 +209,7 @@ CHANGES = (
     ),
     Patch(
         "proposed_tokens",
-        Versions("0.27"),
+        Versions("0.26"),
         "logits of proposed tokens are divided by temperatures that were never written, and under top_k a step without "
         "any fails",
         "log-probs under data.engine.speculative are off by nats",
