@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from lit_qrl_vllm_fast import cpu
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import Qwen3MoeConfig
 
@@ -15,7 +16,6 @@ from lit_qrl.receipts.ledger import PublishError, SentLedger, compare, compare_c
 from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.rollout.vllm import live_model
 from lit_qrl.rollout.vllm.installation import installed_version
-from lit_qrl.rollout.vllm.patches import stale_experts
 from tests.vllm_engines import (
     VOCABULARY,
     build_engine,
@@ -188,7 +188,8 @@ def test_experts_are_stale_without_the_workaround(monkeypatch):
         publish(network, engine, None, 0)
         optimizer_step(network, learning_rate=0.03)
         with monkeypatch.context() as patch:
-            patch.setattr(stale_experts, "forget_kernels", lambda model: None)
+            for one in (cpu, live_model):
+                patch.setattr(one, "forget_kernels", lambda model: None)
             publish(network, engine, None, 1)
         stale = installed_version()[0] >= PACKS_ON_CPU
         assert (disagreement(network, engine) > 0.05) == stale

@@ -11,6 +11,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError
 from lit_qrl.rollout.vllm.checks import LORA_RANKS
 from lit_qrl.rollout.vllm.live_model import LiveModel
+from lit_qrl.rollout.vllm.upkeep import register_adapter
 
 ADAPTER_ID = 1
 _PREFIX = "base_model.model."
@@ -116,33 +117,9 @@ class LiveAdapter:
         if lacking:
             raise PublishError([Fault("missing", name) for name in lacking], ledger.version)
         if ADAPTER_ID not in self.manager._adapter_manager.lora_index_to_id:  # at first, or a reload has dropped it
-            self._make_room(given)
+            register_adapter(self.manager, self.config["r"], ADAPTER_ID)
         for name in layers:
             self._replace(name, given[name + _A], given[name + _B], ledger)
-
-    def _make_room(self, tensors: dict[str, Tensor]) -> None:
-        """Give vLLM the adapter from memory, as its own manager does from files, so that it has a slot."""
-        from vllm.lora.peft_helper import PEFTHelper
-
-        helper = PEFTHelper.from_dict(self.config)
-        helper.validate_legal(self.manager.lora_config)
-        manager = self.manager._adapter_manager
-        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-        if mapper is not None:  # of 0.32, of 0.26
-            mapper = (getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper)()
-        made = self.manager._lora_model_cls.from_lora_tensors(
-            lora_model_id=ADAPTER_ID,
-            tensors={name: tensor.detach().clone() for name, tensor in tensors.items()},  # it scales them in place
-            peft_helper=helper,
-            device="cpu",
-            dtype=self.manager.lora_config.lora_dtype,
-            model_vocab_size=self.manager.vocab_size,
-            weights_mapper=mapper,
-        )
-        made.is_3d_lora_weight = False
-        manager.remove_adapter(ADAPTER_ID)
-        manager.add_adapter(made)
-        manager.activate_adapter(ADAPTER_ID)
 
     def _replace(self, name: str, a: Tensor, b: Tensor, ledger: ReceivedLedger) -> None:
         manager = self.manager._adapter_manager

@@ -14,7 +14,7 @@ from lit_qrl.rollout.vllm import cpu
 from lit_qrl.rollout.vllm.adapter import adapted_layers
 from lit_qrl.rollout.vllm.cache_size import sufficient_cache
 from lit_qrl.rollout.vllm.models import latent, recurrent
-from lit_qrl.rollout.vllm.patches import kept_tokens
+from lit_qrl.rollout.vllm.patches import ALL
 from lit_qrl.rollout.vllm.start import compilation
 
 TRANSFER = "lit_qrl"
@@ -135,7 +135,7 @@ def llm_arguments(
         arguments.update(enable_lora=True, max_loras=1, max_lora_rank=max_lora_rank)
         arguments.setdefault("lora_target_modules", adapted_layers(network, spec.adapter))
     if spec.kept:
-        arguments["max_logprobs"] = kept_tokens.ALL
+        arguments["max_logprobs"] = ALL
     if sleep_level and on_gpu:
         arguments["enable_sleep_mode"] = True
     if spec.routes and on_gpu:

@@ -56,10 +56,11 @@ from lit_qrl.rollout.vllm.live_model import LiveModel
 from lit_qrl.rollout.vllm.locations import undescribed, weight_bytes
 from lit_qrl.rollout.vllm.models import check_model, refused_model
 from lit_qrl.rollout.vllm.parallel import joined, shown
-from lit_qrl.rollout.vllm.patches import marlin_workspaces, recorded_routes, table
+from lit_qrl.rollout.vllm.patches import apply_all
 from lit_qrl.rollout.vllm.process import kept_process_state, own_world, prepare_environment
 from lit_qrl.rollout.vllm.shutdown import collect_memory, shutdown
 from lit_qrl.rollout.vllm.start import undone_on_failure
+from lit_qrl.rollout.vllm.upkeep import unlock_workspaces
 from lit_qrl.rollout.vllm.watchdog import Watchdog
 from lit_qrl.run.console import without_bars
 from lit_qrl.run.phases import phase
@@ -162,7 +163,7 @@ class VLLMEngine(RolloutEngine):
         self.format: NumberFormat | None = None
         self.llm: Any = None
         self.live: LiveModel | None = None
-        self._routes: recorded_routes.RecordedRoutes | None = None
+        self._routes: Any = None  # `RecordedRoutes` of the plug-in
         self._adapter_active = self._started = False
         self._folder: Path | None = None
         self._owns_process_group = False
@@ -246,9 +247,11 @@ class VLLMEngine(RolloutEngine):
         if cache_scales.quantized(self.cache_dtype):
             cache_scales.check_scales(live.model)
         if self.routed is not None and not torch.cuda.is_available():
+            from lit_qrl_vllm_fast.routes import record
+
             routed = self.routed
             args = live.model, routed.layers, routed.experts, routed.chosen
-            self._routes = recorded_routes.record(self.llm, *args)
+            self._routes = record(self.llm, *args)
         check_groups(format, live.held(quantizable_linears(self.policy.network, self.spec.exclude)))
 
     def _build(self, format: NumberFormat | None, policy: EnginePolicy, dtype: torch.dtype) -> None:
@@ -261,7 +264,7 @@ class VLLMEngine(RolloutEngine):
             if size > 1:
                 self.processes = processes
                 arguments |= {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
-            table.apply_all()
+            apply_all()
             from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
 
             try:
@@ -576,7 +579,7 @@ class VLLMEngine(RolloutEngine):
         with deadly("did not wake", self._watchdog("waking"), WAKE_REMEDY):
             self.llm.wake_up()
         # Memory comes back with arbitrary contents, at the addresses that it had.
-        marlin_workspaces.unlock()
+        unlock_workspaces()
         self._poisoned = True
         if not self._usable and self.max_lora_rank:
             self.llm.collective_rpc("clear_adapter")

@@ -52,15 +52,7 @@ from lit_qrl.rollout.vllm.locations import (
     whole_experts,
 )
 from lit_qrl.rollout.vllm.parallel import share, unit_vectors
-from lit_qrl.rollout.vllm.patches import stale_experts
-from lit_qrl.rollout.vllm.patches.base_without_adapters import without_adapters
-
-
-def pack_again(module: nn.Module) -> None:
-    """Make a module that shares its parameters with a reloaded one pack them again: a CPU multiplies by a copy."""
-    method: Any = getattr(module, "quant_method", None)
-    if not torch.cuda.is_available() and method is not None and hasattr(module, "cpu_linear"):
-        method.process_weights_after_loading(module)
+from lit_qrl.rollout.vllm.upkeep import forget_kernels, pack_again, without_adapters
 
 
 class LiveModel:
@@ -550,7 +542,7 @@ def repack(module: nn.Module, fill: Callable[[], None]) -> None:
             getattr(module, name).data.copy_(parameters[name].data)  # the stream's lies on the host, which would wait
         fill()
         if not torch.cuda.is_available():  # as the reload does
-            stale_experts.forget_kernels(module)
+            forget_kernels(module)
         module.quant_method.process_weights_after_loading(module)  # pyright: ignore
         if hasattr(module, "update_param_tp_status"):
             module.update_param_tp_status()  # pyright: ignore

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_qrl.rollout.vllm.patches import marlin_workspaces
-from lit_qrl.rollout.vllm.patches.graph_pool import forget_graph_pool
-from lit_qrl.rollout.vllm.patches.sleeping_pools import hold_pools, release_pools
 from lit_qrl.rollout.vllm.process import end_world, others_group_kept
+from lit_qrl.rollout.vllm.upkeep import forget_graph_pool, hold_pools, release_pools
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +24,7 @@ def shutdown(llm: Any, owns_process_group: bool, keep_weights: bool = False) -> 
     from vllm.distributed import parallel_state
 
     ((model, storages),) = llm.collective_rpc("held_at_the_end", args=(keep_weights,))
-    if hold_pools():
-        marlin_workspaces.forget()  # they lie in its pools; no other engine can use them
+    hold_pools()
     with others_group_kept(owns_process_group):
         try:
             llm.llm_engine.engine_core.shutdown()

@@ -22,7 +22,7 @@ from lit_qrl.rollout.vllm.adapter import LiveAdapter
 from lit_qrl.rollout.vllm.arguments import TRANSFER
 from lit_qrl.rollout.vllm.installation import versions
 from lit_qrl.rollout.vllm.live_model import LiveModel, register_head_bias
-from lit_qrl.rollout.vllm.patches.table import apply_all
+from lit_qrl.rollout.vllm.patches import apply_all
 
 apply_all()
 WeightTransferEngineFactory.register_engine(TRANSFER, "lit_qrl.rollout.vllm.transfer", "LedgerTransfer")

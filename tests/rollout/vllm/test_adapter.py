@@ -8,6 +8,7 @@ from peft import LoraConfig
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.receipts.ledger import PublishError, ReceivedLedger, SentLedger, compare
+from lit_qrl.rollout.vllm import adapter as module
 from lit_qrl.rollout.vllm.adapter import ADAPTER_ID, LiveAdapter, check_adapter
 from lit_qrl.rollout.vllm.locations import Place
 
@@ -37,11 +38,11 @@ def live(monkeypatch):
     manager = SimpleNamespace(modules={"fused": wrapper}, lora_index_to_id=[None, None, None])
     made = []
 
-    def make_room(adapter, tensors):
-        made.append(tensors)
+    def make_room(*args):
+        made.append(args)
         manager.lora_index_to_id[1] = ADAPTER_ID
 
-    monkeypatch.setattr(LiveAdapter, "_make_room", make_room)
+    monkeypatch.setattr(module, "register_adapter", make_room)
     holder = SimpleNamespace(_adapter_manager=manager)
     places = {name: Place("fused", None, "weight", part) for part, name in enumerate(NAMES)}
     return SimpleNamespace(manager=holder, locate_layer=places.get, wrapper=wrapper, made=made)
