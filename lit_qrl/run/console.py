@@ -36,11 +36,12 @@ def kept_from_the_screen(folder: Path | None) -> Iterator[None]:
     file = logging.NullHandler() if folder is None else _File(folder / LOG_FILE, encoding="utf-8", delay=True)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     screen = _Screen()
-    loggers = [logging.getLogger(name) for name in LIBRARIES]
+    loggers = _loggers()
     kept = [(one, one.level, one.propagate, one.handlers[:]) for one in loggers]
     for one in loggers:
         one.handlers[:], one.propagate = [file, screen], False
-        one.setLevel(level)
+        if not one.name.startswith("torch."):  # torch's have levels, and handlers, of their own
+            one.setLevel(level)
     ours, shows = logging.getLogger("lit_qrl"), warnings.showwarning
     ours.addHandler(file)
     warnings.showwarning = _to_the_file(shows)
@@ -58,6 +59,12 @@ def kept_from_the_screen(folder: Path | None) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _loggers() -> list[logging.Logger]:
+    """Return the libraries' loggers, and those below torch's that torch has given a handler."""
+    made = [name for name in logging.root.manager.loggerDict if name.startswith(COMPILERS) and name not in LIBRARIES]
+    return [logging.getLogger(name) for name in LIBRARIES] + [one for one in map(logging.getLogger, made) if one.handlers]
 
 
 def _to_the_file(shows: Callable[..., None]) -> Callable[..., None]:
