@@ -64,7 +64,8 @@ def kept_from_the_screen(folder: Path | None) -> Iterator[None]:
 def _loggers() -> list[logging.Logger]:
     """Return the libraries' loggers, and those below torch's that torch has given a handler."""
     made = [name for name in logging.root.manager.loggerDict if name.startswith(COMPILERS) and name not in LIBRARIES]
-    return [logging.getLogger(name) for name in LIBRARIES] + [one for one in map(logging.getLogger, made) if one.handlers]
+    below = [one for one in map(logging.getLogger, made) if one.handlers]
+    return [*map(logging.getLogger, LIBRARIES), *below]
 
 
 def _to_the_file(shows: Callable[..., None]) -> Callable[..., None]:
