@@ -43,7 +43,7 @@ MOVED = {
     "precision.formats.values_triton": "formats.kernels.values_triton",
     "precision.fp8_support": "formats.support",
     "precision.fused_blocks": "precision.layers.one_pass",
-    "precision.kernel_choice": "precision.vllm_kernels.choice",
+    "precision.kernel_choice": "precision.vllm_kernels.kernels",
     "precision.lora4bit": "precision.packed_lora",
     "precision.lora_linear": "precision.layers.lora_linear",
     "precision.packed": "precision.packed_base",

@@ -166,7 +166,7 @@ REFUSED = {
     "a head that is the embedding": ["--publisher.quantize_head", "true"],
     "a plugin's format that no layer fits": plugin("QATAligned", weights="int4_group:group_size=40"),
     "a plugin without a layer": plugin("QATAligned", weights="fp8_row", exclude=["*"]),
-    "a kernel that the host lacks": plugin("QATAligned", weights="int4_group:group_size=32", kernel="marlin"),
+    "a kernel that there is not": plugin("QATAligned", weights="int4_group:group_size=32", kernel="marlin"),
     "a packed base that no layer fits": [*LORA, *plugin("NVFP4LoRA", format="int4_group:group_size=40")],
     "an adapter of layers that are not there": [*LORA, "--model.policy.lora.target_modules", '["nothing"]'],
     "an adapter that unties the embeddings": [*LORA, "--model.policy.lora.modules_to_save", '["lm_head"]'],

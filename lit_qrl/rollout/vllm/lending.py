@@ -63,5 +63,4 @@ class MarlinLender:
             scales.detach().view(torch.uint8),
             sum(sizes[: place.part]),
             sizes[place.part],
-            kernel_scale=module.weight_global_scale.detach(),
         )
