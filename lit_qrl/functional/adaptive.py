@@ -7,7 +7,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_qrl.functional._checks import check_ais, check_band
-from lit_qrl.functional._compile import compiled
 from lit_qrl.functional._statistics import as_float, masked, precise, require_tokens
 from lit_qrl.types import AllReduce, no_all_reduce
 
@@ -116,7 +115,6 @@ def ais_weights(
     return masked(mask, 1 + alpha * (d.sum(dim=1, keepdim=True).exp().clamp(max=clip) - 1), 1.0)
 
 
-@compiled
 def ais_correction(
     d: Float[Tensor, "b t"],
     mask: Bool[Tensor, "b t"],
@@ -143,7 +141,6 @@ def ais_correction(
     return vector, ais_weights(d, mask, vector[0], clip, level=level)
 
 
-@compiled
 def _gate(
     d: Tensor,
     mask: Tensor,

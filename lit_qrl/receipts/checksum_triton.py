@@ -67,7 +67,7 @@ def _sums_kernel(
         tl.atomic_add(sums + start + rows + columns, found.to(tl.int64), mask=found > 0, sem="relaxed")
 
 
-_sums = Launch(_sums_kernel, specialized=False)
+_sums = Launch(_sums_kernel)
 
 
 class Sums:

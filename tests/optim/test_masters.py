@@ -17,8 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lit_qrl.cli.config_files import config_files, expanded
 from lit_qrl.errors import ConfigError
 from lit_qrl.optim import MuonAdamW
-from lit_qrl.optim.masters import MasterWeights, join, split, trained_by
-from lit_qrl.optim.realized import realized_update
+from lit_qrl.optim.masters import MasterWeights, join, realized_update, split, trained_by
 from tests.tiny_run import Twin, build, fit, parameters_of
 
 ROOT = Path(__file__).parent.parent.parent
@@ -386,3 +385,27 @@ def test_adam_over_16_bits_on_a_gpu_takes_torch_s_kernel_unless_told():
     assert ours is True
     assert not asked
     assert (made - plain).norm() <= 0.01 * plain.norm()
+
+
+def plain(named, build):
+    return build(named)
+
+
+def test_bf16_weights_lose_what_is_smaller_than_half_their_spacing():
+    def adamw(named):
+        return torch.optim.AdamW(named, lr=1e-6, weight_decay=0.0)
+
+    lost = realized_update(adamw, plain, torch.bfloat16)
+    # Of normal weights of size 0.02 those below 2⁻¹² move, where half a step of bf16 is 10⁻⁶: one in a hundred.
+    assert 0.005 < lost.projected < 0.03
+    assert 0.005 < lost.moved < 0.03
+
+
+def test_fp32_weights_lose_nothing():
+    whole = realized_update(lambda named: torch.optim.AdamW(named, lr=1e-6), plain, torch.float32)
+    assert whole == (1.0, 1.0)
+
+
+def test_a_large_step_survives():
+    found = realized_update(lambda named: torch.optim.SGD(named, lr=1e-2), plain, torch.bfloat16)
+    assert found.projected > 0.95
