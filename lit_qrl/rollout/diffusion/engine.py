@@ -14,8 +14,7 @@ from lit_qrl.network.memory import free_memory
 from lit_qrl.network.structure import body, cached_numbers
 from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.rollout.diffusion.decode import Denoised, Denoiser, Reuse
-from lit_qrl.rollout.diffusion.fused_projections import lay_together
-from lit_qrl.rollout.diffusion.stack import Stack
+from lit_qrl.rollout.diffusion.stack import Stack, lay_together
 from lit_qrl.rollout.embedded.decode import Piece, plan
 from lit_qrl.rollout.embedded.loading import Modules
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler, computed
@@ -161,7 +160,7 @@ class DiffusionEngine(EmbeddedSampler):
             if progress is not None:
                 progress(finished + ended, tokens + drawn)
 
-        def draw(pieces: list[Piece]) -> tuple[Denoised, list[int]]:
+        def draw(pieces: list[Piece], _: int) -> tuple[Denoised, list[int]]:
             drawn = denoiser.run(prompts, pieces, lambda prompt, index: seed_of("noise", prompt, index), report)
             seeds = [seed_of("mask", p.prompt, p.first + i) for p in pieces for i in range(p.count)]
             batch = _batch_of(prompts, pieces, drawn, seeds)

@@ -1,18 +1,192 @@
-"""The decoder layers of a Llama one after the other, for denoising: few kernels, and no work that nobody reads."""
+"""The decoder layers of a Llama one after the other, for denoising: few kernels, and no work that nobody reads.
 
+Linear layers that read the same input are multiplied as one, since one product fills a GPU better than several small
+ones: their weights are laid behind one another when they are published, each still the tensor of its own layer. A cache
+keeps keys and values of a whole canvas, of which a forward renews the columns that it is given.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel, apply_rotary_pos_emb
 
 from lit_qrl.formats.kernels import dispatch
+from lit_qrl.formats.scaled import ScaledE4M3
+from lit_qrl.network.autocast import autocast_input
+from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.network.structure import body
 from lit_qrl.precision.layers.one_pass import OnePassGatedMLP
-from lit_qrl.rollout.diffusion.cache import CanvasCache
-from lit_qrl.rollout.diffusion.fused_projections import PARTS, Group, members
 from lit_qrl.rollout.embedded.attention import FOLDED
+
+
+class CanvasLayer(CacheLayerMixin):
+    """Keys and values of one layer: "rows heads columns dim"; the cache holds the columns of the next forward.
+
+    All columns are allocated once and seen by every forward.
+    """
+
+    is_sliding = False
+    keys: Any
+    values: Any
+
+    def __init__(self, cache: "CanvasCache") -> None:
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is allocated: the first forward brings all columns."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Renew the columns `cache.at` and return those of the whole canvas, always in the same memory."""
+        key_states, value_states = autocast_input(key_states), autocast_input(value_states)
+        if not self.is_initialized:
+            # of their own, since they may be parts of one product together with the queries
+            self.keys, self.values, self.is_initialized = key_states.contiguous(), value_states.contiguous(), True
+        elif self.cache.at is None:
+            self.keys.copy_(key_states)
+            self.values.copy_(value_states)
+        else:
+            self.keys.index_copy_(2, self.cache.at, key_states)
+            self.values.index_copy_(2, self.cache.at, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return length and offset of the keys that a forward sees: all columns."""
+        return self.cache.columns, 0
+
+    def get_seq_length(self) -> int:
+        """Return 0: positions are given, and no column lies before those that are seen."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Return the number of columns."""
+        return self.cache.columns
+
+
+class CanvasCache(Cache):
+    """Keys and values of all layers, in the form that Hugging Face models take.
+
+    The first forward must be of the whole canvas; before a later one the caller sets `at`, the columns " n" that it
+    is given, or None for all of them.
+
+    Args:
+        layers: number of layers.
+        columns: of the canvas.
+    """
+
+    def __init__(self, layers: int, columns: int) -> None:
+        self.columns = columns
+        self.at: Tensor | None = None
+        super().__init__(layers=[CanvasLayer(self) for _ in range(layers)])
+
+
+PARTS = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
+"""Layers of a Llama's block that read the same input."""
+
+
+def members(block: nn.Module, part: str) -> list[Any]:
+    """Return the layers of a part of a block that read the same input."""
+    return [getattr(getattr(block, part), name) for name in PARTS[part]]
+
+
+class Group:
+    """Layers as one.
+
+    Args:
+        sizes: of each one's outputs.
+        whole: their weights, or codes, "out in".
+        scale: of the codes, one for all or "out 1".
+        format: of the codes; None for plain weights.
+    """
+
+    def __init__(self, sizes: list[int], whole: Tensor, scale: Tensor | None, format: ScaledE4M3 | None) -> None:
+        self.sizes, self.whole, self.scale, self.format = sizes, whole, scale, format
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Module]) -> "Group | None":
+        """Return layers as one where their weights lie one behind the other and nothing is added to their outputs."""
+        tensors = _weights(layers)
+        if tensors is None or any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
+            return None
+        at = tensors[0].data_ptr()
+        for tensor in tensors:
+            if tensor.data_ptr() != at or not tensor.is_contiguous():
+                return None
+            at += tensor.numel() * tensor.element_size()
+        if len({tensor.untyped_storage().data_ptr() for tensor in tensors}) > 1:
+            return None
+        sizes, columns = [len(tensor) for tensor in tensors], tensors[0].shape[1]
+        whole = tensors[0].as_strided((sum(sizes), columns), (columns, 1))
+        if not isinstance(layers[0], QuantizedLinear):
+            return cls(sizes, whole, None, None)
+        format, prepared = layers[0].format, [layer.prepared(torch.bfloat16) for layer in layers]  # pyright: ignore
+        scales = [one.scale for one in prepared if one.native and one.scale is not None]
+        if not isinstance(format, ScaledE4M3) or len(scales) < len(layers):
+            return None
+        if all(scale.numel() == 1 for scale in scales):
+            same = bool((torch.stack([scale.reshape(()) for scale in scales]) == scales[0].reshape(())).all())
+            return cls(sizes, whole, scales[0], format) if same else None
+        return cls(sizes, whole, torch.cat([scale.reshape(-1, 1) for scale in scales]), format)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return each one's output "... out", as parts of one tensor."""
+        if self.format is None:
+            found = F.linear(x, self.whole)
+        else:
+            assert self.scale is not None
+            found = self.format.multiply(x, self.whole, self.scale, None).view(*x.shape[:-1], -1)
+        return found.split(self.sizes, dim=-1)
+
+
+def _weights(layers: Sequence[nn.Module]) -> list[Tensor] | None:
+    """Return weights, or codes, of layers of one kind without a bias, or None."""
+    if any(getattr(layer, "bias", None) is not None for layer in layers):
+        return None
+    if all(type(layer) is nn.Linear for layer in layers):
+        tensors: list[Any] = [layer.weight.detach() for layer in layers]  # pyright: ignore
+    elif all(isinstance(layer, QuantizedLinear) and layer.format == layers[0].format for layer in layers):
+        tensors = [layer.codes for layer in layers]
+        if not all(isinstance(layer.format, ScaledE4M3) for layer in layers):
+            return None
+    else:
+        return None
+    alike = {(tensor.dtype, tensor.device, tensor.shape[1]) for tensor in tensors}
+    return tensors if len(alike) == 1 else None
+
+
+def lay_together(blocks: Sequence[nn.Module], owned: Collection[int]) -> int:
+    """Lay the weights of layers that read the same input behind one another, and return in how many groups.
+
+    Args:
+        blocks: a Llama's.
+        owned: storages of the learner's own weights, by address, which stay where they are.
+    """
+    count = 0
+    for block in blocks:
+        for part in PARTS:
+            layers = members(block, part)
+            tensors = _weights(layers)
+            if tensors is None or any(tensor.untyped_storage().data_ptr() in owned for tensor in tensors):
+                continue
+            pieces = torch.cat([tensor.contiguous().view(torch.uint8) for tensor in tensors]).split(
+                [len(one) for one in tensors]
+            )
+            for layer, tensor, piece in zip(layers, tensors, pieces, strict=True):
+                laid = piece.view(tensor.dtype)
+                if isinstance(layer, QuantizedLinear):
+                    layer.set_weight(replace(layer.weight, codes=laid))
+                else:
+                    layer.weight = nn.Parameter(laid, requires_grad=False)
+            count += 1
+    return count
+
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines "b n d" of rotary embeddings."""

@@ -1,7 +1,7 @@
 import torch
 
 from lit_qrl.functional.diffusion import confidence, gumbel_argmax
-from lit_qrl.rollout.diffusion.drawing import Drawer
+from lit_qrl.rollout.diffusion.decode import Drawer
 from lit_qrl.types import SamplingParams
 from tests.networks import MASK, build_denoiser
 

@@ -6,8 +6,7 @@ from lit_qrl import formats
 from lit_qrl.formats.kernels import gemm
 from lit_qrl.network.denoising import Layout
 from lit_qrl.network.quantized_linear import QuantizedLinear
-from lit_qrl.rollout.diffusion.fused_projections import Group, lay_together, members
-from lit_qrl.rollout.diffusion.stack import Stack
+from lit_qrl.rollout.diffusion.stack import Group, Stack, lay_together, members
 from tests.networks import build_denoiser
 
 

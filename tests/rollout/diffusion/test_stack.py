@@ -5,9 +5,7 @@ from transformers import Qwen3Config
 from lit_qrl.network.denoising import Layout
 from lit_qrl.network.structure import cached
 from lit_qrl.precision.layers.one_pass import take_one_pass
-from lit_qrl.rollout.diffusion.cache import CanvasCache
-from lit_qrl.rollout.diffusion.fused_projections import lay_together
-from lit_qrl.rollout.diffusion.stack import Stack
+from lit_qrl.rollout.diffusion.stack import CanvasCache, Stack, lay_together
 from tests.networks import build_denoiser, build_network
 
 
