@@ -5,7 +5,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.functional.diagnostics import check_floor
+from lit_qrl.functional._checks import check_floor
 from lit_qrl.loop.hooks import RLCallback, rl_callbacks
 
 

@@ -4,7 +4,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lit_qrl.errors import ConfigError
 from lit_qrl.functional._statistics import as_float, masked_sums
 from lit_qrl.types import AllReduce, no_all_reduce
 
@@ -210,12 +209,6 @@ def low_probability_share(
     low = (as_float(logprobs).exp() < threshold).float()
     count, total = masked_sums(mask & (advantages < 0)[:, None], low, all_reduce=all_reduce)
     return total / count.clamp(min=1)
-
-
-def check_floor(floor: float) -> None:
-    """Raise `ConfigError` for a floor that is no ratio."""
-    if not 0 < floor <= 1:
-        raise ConfigError("floor of RouterShift is the smallest ratio.", expected="a number in (0, 1]", given=floor)
 
 
 def router_shift(

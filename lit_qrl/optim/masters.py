@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 BUCKET_ELEMENTS = 2**26
 """Weights whose fp32 form exists at a time: 256 MiB, and as much for their gradients; a larger matrix is alone."""
 HALF_A_STEP, NAN_BITS = 2**15, 0x7FC00000
-LOSS_THAT_IS_TOLD = 0.2
 ADAMS_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -140,10 +139,6 @@ class MasterWeights(Optimizer):
         held = parameter.detach()
         if not is_rounded(parameter):
             return held
-        if _in_one_pass(parameter):
-            from lit_qrl.optim import masters_triton
-
-            return masters_triton.join(held, self.state[parameter]["low"])
         return join(held, self.state[parameter]["low"])
 
     @torch.no_grad()
@@ -220,12 +215,7 @@ class MasterWeights(Optimizer):
                 inner.grad = parameter.grad.to(inner.dtype)
             yield
             for parameter, inner in bucket:
-                if is_rounded(parameter) and _in_one_pass(parameter):
-                    from lit_qrl.optim import masters_triton
-
-                    masters_triton.split(inner.data, parameter.detach(), self.state[parameter]["low"])
-                    torch.autograd.graph.increment_version(parameter)
-                elif is_rounded(parameter):
+                if is_rounded(parameter):
                     weight, low = split(inner.data, parameter.dtype)
                     parameter.copy_(weight)
                     self.state[parameter]["low"].copy_(low)
@@ -270,7 +260,7 @@ def saved_masters(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _in_one_pass(parameter: Tensor) -> bool:
-    """Return whether kernels of ours take the masters of a parameter apart; a part of a sharded one is none."""
+    """Return whether the kernel takes a parameter; a part of a sharded one is none."""
     plain = parameter.device.type == "cuda" and parameter.dtype == torch.bfloat16 and parameter.is_contiguous()
     return plain and type(parameter.data) is Tensor and triton_installed()
 
@@ -290,76 +280,6 @@ def _copy_settings(source: Sequence[dict[str, Any]], target: Sequence[dict[str, 
         group.update(given, params=kept)
 
 
-Build = Callable[[Any], Optimizer]
-STEPS, SIZE = 100, 64
-SIGMA = 0.02
-"""Standard deviation of the weights of a language model's matrices: the usual `initializer_range`."""
-CONSTANT_SHARE = 0.3
-"""Of the gradient's size, what is the same in every step; the rest is noise, as of a batch."""
-
-
-class Realized(NamedTuple):
-    """What became of an update.
-
-    Args:
-        projected: (W₁₀₀ − W₀) · U / U · U, where U is the update in fp32.
-        moved: of the weights that U moves, the share that moved.
-    """
-
-    projected: float
-    moved: float
-
-
-def realized_update(
-    optimizer: Build,
-    wrap: Callable[[Sequence[tuple[str, nn.Parameter]], Build], Optimizer],
-    dtype: torch.dtype,
-    read: Callable[[Optimizer, nn.Parameter], Tensor] = lambda _, parameter: parameter.detach().float(),
-    steps: int = STEPS,
-    shapes: Sequence[tuple[int, ...]] = ((SIZE, SIZE),),
-) -> Realized:
-    """Return the share of an optimizer's update that weights of a dtype realize, against fp32 on the same gradients.
-
-    On a matrix of 64 × 64 weights of size 0.02, with gradients of a constant part and noise, drawn once.
-
-    Args:
-        optimizer: makes one from pairs of name and parameter, with its own rate.
-        wrap: makes the optimizer that is looked at, from such pairs and `optimizer`.
-        dtype: of the weights and their gradients.
-        read: from that optimizer and a parameter to the weights as fp32.
-        steps: of the optimizer.
-        shapes: of the weights.
-
-    >>> def sgd(named):
-    ...     return torch.optim.SGD(named, lr=1e-9)
-    >>> realized_update(sgd, lambda named, build: build(named), torch.bfloat16).projected
-    0.0
-    """
-    generator = torch.Generator().manual_seed(0)
-    # On the grid of the dtype, as a checkpoint of that dtype is.
-    start = [(SIGMA * torch.randn(shape, generator=generator)).to(dtype).float() for shape in shapes]
-    constant = [CONSTANT_SHARE * torch.randn(shape, generator=generator) for shape in shapes]
-    names = [f"layers.{i}.up_proj.weight" for i in range(len(shapes))]
-    exact = [nn.Parameter(weight.clone()) for weight in start]
-    rounded = [nn.Parameter(weight.to(dtype, copy=True)) for weight in start]
-    runs = [
-        (exact, optimizer(list(zip(names, exact, strict=True)))),
-        (rounded, wrap(list(zip(names, rounded, strict=True)), optimizer)),
-    ]
-    for _ in range(steps):
-        gradients = [part + torch.randn(part.shape, generator=generator) for part in constant]
-        for parameters, one in runs:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient.to(parameter.dtype)
-            one.step()
-    wanted = torch.cat([(new.detach() - old).flatten() for new, old in zip(exact, start, strict=True)]).double()
-    found = torch.cat(
-        [(read(runs[1][1], new) - old).flatten() for new, old in zip(rounded, start, strict=True)]
-    ).double()
-    moves = wanted != 0
-    return Realized(float(found @ wanted / (wanted @ wanted)), float((found[moves] != 0).double().mean()))
-
-
 def trained_by(
     optimizer: Callable[[Any], Optimizer], named: Sequence[tuple[str, nn.Parameter]], masters: bool, scaler: Any = None
 ) -> Optimizer:
@@ -368,7 +288,7 @@ def trained_by(
     Args:
         optimizer: as configured.
         named: pairs of name and trained parameter.
-        masters: False trains 16-bit weights as they are, with a warning that says how much of the update is lost.
+        masters: False trains 16-bit weights as they are, with a warning.
         scaler: the loss scaler of the precision plugin, or None.
 
     Raises:
@@ -387,7 +307,11 @@ def trained_by(
         return build(named)
     if masters:
         return MasterWeights(named, build)
-    _warn(optimizer, dtypes)
+    log.warning(
+        "model.master_weights is false: weights in %s round each update, and lose what is below half a step of theirs, "
+        "which of a usual rate is most of it. Leave model.master_weights true, or set model.policy.dtype to fp32.",
+        " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
+    )
     return _in_one_kernel(build(named))
 
 
@@ -401,20 +325,3 @@ def _in_one_kernel(optimizer: Optimizer) -> Optimizer:
         if free and all(parameter.device.type == "cuda" for parameter in group["params"]):
             group["fused"] = True
     return optimizer
-
-
-def _warn(optimizer: Callable[[Any], Optimizer], dtypes: set[torch.dtype]) -> None:
-    for dtype in sorted(dtypes, key=str):
-        try:
-            found = realized_update(optimizer, lambda named, build: build(named), dtype).projected
-        except Exception as error:  # whatever keeps a strange optimizer from a step on a CPU
-            log.debug("The realized share could not be measured: %s", error)
-            found = 0.0
-        if not found >= 1 - LOSS_THAT_IS_TOLD:  # or not a number
-            log.warning(
-                "model.master_weights is false: of the update that this optimizer makes in fp32, weights in %s realize "
-                "about %.1f %% (100 steps on weights of size 0.02); the rest is lost in rounding. Leave "
-                "model.master_weights true, or set model.policy.dtype to fp32.",
-                str(dtype).removeprefix("torch."),
-                100 * found if found == found else 0.0,
-            )

@@ -6,7 +6,8 @@ import torch
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional import diagnostics as F
-from lit_qrl.functional.diagnostics import check_floor, router_shift
+from lit_qrl.functional._checks import check_floor
+from lit_qrl.functional.diagnostics import router_shift
 from lit_qrl.functional.importance import log_ratio
 from tests.default_dtype import bf16_default
 from tests.functional.helpers import LENGTHS, Ranks, listed, no_host_sync, rows

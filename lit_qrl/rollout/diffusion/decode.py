@@ -8,7 +8,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_qrl.formats.kernels import dispatch
 from lit_qrl.functional.diffusion import blocks_of, confidence, gumbel_argmax, most_confident
 from lit_qrl.functional.logprobs import CHUNK_ELEMENTS
 from lit_qrl.network.denoising import Layout
@@ -43,7 +42,6 @@ class Drawer:
         self.words, self.block = embedding.weight.shape[0], block
         limit = CHUNK_ELEMENTS.get(self.device.type, CHUNK_ELEMENTS["cpu"])
         self.share = max(1, limit // (block * self.words))
-        self.temperature = torch.tensor(sampling.temperature, dtype=torch.float64, device=self.device)
 
     @property
     def greedy(self) -> bool:
@@ -56,14 +54,11 @@ class Drawer:
             return None
         return torch.empty(rows, self.block, self.words, dtype=torch.float64, device=self.device)
 
-    def draw(
-        self, states: Tensor, masked: Tensor, uniform: Tensor | None, noise: list[torch.Generator]
-    ) -> tuple[Tensor, Tensor]:
+    def draw(self, states: Tensor, uniform: Tensor | None, noise: list[torch.Generator]) -> tuple[Tensor, Tensor]:
         """Return tokens and confidences "b block"; those of positions that are not masked mean nothing.
 
         Args:
             states: hidden states "b block h".
-            masked: "b block".
             uniform: noise of the step in `memory`, already drawn; None draws what is needed.
             noise: generator of each row.
         """
@@ -74,17 +69,13 @@ class Drawer:
             if given is None and not self.greedy:
                 given = torch.empty(logits.shape, dtype=torch.float64, device=self.device)
                 fill(given, noise[rows])
-            drawn, certainty = self._of(logits, given, masked[rows])
+            drawn, certainty = self._of(logits, given)
             tokens.append(drawn)
             sure.append(certainty)
         return torch.cat(tokens), torch.cat(sure)
 
-    def _of(self, logits: Tensor, uniform: Tensor | None, masked: Tensor) -> tuple[Tensor, Tensor]:
+    def _of(self, logits: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
         truncated = self.sampling.truncated and not self.greedy
-        if dispatch.available(logits) and logits.is_contiguous() and not truncated:
-            from lit_qrl.rollout.diffusion import fused_triton
-
-            return fused_triton.draw(logits, uniform, masked.contiguous(), self.temperature, self.mask_token)
         logits = logits.float()
         logits.select(-1, self.mask_token).fill_(float("-inf"))
         allowed = logits
@@ -323,7 +314,7 @@ class Denoiser:
             canvas: whose noise of this step is drawn.
             states: hidden states "b block h".
         """
-        tokens, sure = self.drawer.draw(states, canvas.masked, canvas.uniform, canvas.noise)
+        tokens, sure = self.drawer.draw(states, canvas.uniform, canvas.noise)
         chosen = most_confident(sure, canvas.masked, self.block // self.steps)
         block = torch.where(chosen, tokens, canvas.tokens.index_select(1, canvas.columns))
         canvas.tokens.index_copy_(1, canvas.columns, block)

@@ -14,9 +14,7 @@ from lit_qrl.network.memory import free_memory
 from lit_qrl.network.structure import body, cached_numbers
 from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.rollout.diffusion.decode import Denoised, Denoiser, Reuse
-from lit_qrl.rollout.diffusion.stack import Stack, lay_together
 from lit_qrl.rollout.embedded.decode import Piece, plan
-from lit_qrl.rollout.embedded.loading import Modules
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler, computed
 from lit_qrl.rollout.embedded.sampling import check_sampling
 from lit_qrl.rollout.engine import EnginePolicy, Progress, SamplerSpec
@@ -123,11 +121,6 @@ class DiffusionEngine(EmbeddedSampler):
         assert self._modules is not None
         if self._modules.device.type == "cuda":
             take_one_pass(self._modules.network)
-
-    def loaded(self, modules: Modules) -> None:
-        stack = Stack.of(modules.network) if modules.device.type == "cuda" else None
-        if stack is not None:
-            lay_together(stack.layers, {p.untyped_storage().data_ptr() for p in self.policy.network.parameters()})
 
     # ----------------------------------------------------------------------------------------------------- generation
 

@@ -445,7 +445,8 @@ class Decoder:
     def _allocate(self, rows: int, slots: int) -> Drawn:
         """Make the slots, and the results, with one row more for what is drawn after a row's end."""
         self.slots = self.size = slots
-        self.now, self._held = 0, None
+        self.now = 0
+        self._held: Prefilled | None = None
         self.state = Rows.empty(slots, self.device)
         self.seats: list[Seat | None] = [None] * slots
         self.occupants = list(range(slots))
@@ -495,21 +496,20 @@ class Decoder:
             slots: which.
             first: of the rows.
         """
-        owners = self.owner[first : first + len(slots)]
+        owners, done = self.owner[first : first + len(slots)], 0
         wanted = list(dict.fromkeys(owners))
-        shares: list[Prefilled] = [] if self._held is None or self._held.numbers[-1] != wanted[0] else [self._held]
-        wanted = wanted[len(shares) :]
-        while wanted:
-            widest = self.width if self.static else max(len(self.prompts[prompt]) for prompt in wanted)
-            share = max(1, PREFILL_TOKENS // widest)
-            part, wanted = wanted[:share], wanted[share:]
-            shares.append(self._prefilled(part, [self.prompts[prompt] for prompt in part], self.held))
-        done = 0
-        for share in shares:
-            of = [owner for owner in owners[done:] if owner in share.numbers]
+        share = self._held if self._held is not None and self._held.numbers[-1] == wanted[0] else None
+        while done < len(owners):
+            if share is None:
+                widest = self.width if self.static else max(len(self.prompts[prompt]) for prompt in wanted)
+                part = wanted[: max(1, PREFILL_TOKENS // widest)]
+                share = self._prefilled(part, [self.prompts[prompt] for prompt in part], self.held)
+            there = set(share.numbers)
+            wanted = [prompt for prompt in wanted if prompt not in there]
+            of = [owner for owner in owners[done:] if owner in there]
             self._begin(share, of, slots[done : done + len(of)], first + done)
             done += len(of)
-        self._held = shares[-1]
+            self._held, share = None if self.static else share, None
 
     def _prefilled(
         self, numbers: list[int], sequences: Sequence[Sequence[int]], held: Mapping[int, HeldRow]
