@@ -57,7 +57,7 @@ MOVED = {
     "rewards.equivalence": "rewards.math.equivalence",
     "rewards.normalize": "rewards.math.normalize",
     "rewards.units": "rewards.math.units",
-    "rollout.adapter": "rollout.embedded.adapter",
+    "rollout.adapter": "rollout.embedded.loading",
     "rollout.attention": "rollout.embedded.attention",
     "rollout.cache": "rollout.embedded.cache",
     "rollout.checksum": "receipts.checksum",

@@ -22,7 +22,7 @@ OLD = {
     "commands": "audit export parser quantize report runs",
     "data": "dataset dealing module sources task tasks",
     "data.tasks": "countdown countdown_solver dataset sudoku",
-    "functional": "_checks _compile _statistics adaptive advantage diagnostics importance logprobs mismatch noise "
+    "functional": "_checks _statistics adaptive advantage diagnostics importance logprobs mismatch noise "
     "objective penalty reduction",
     "precision": "awq base block_fp8 calibration checkpoint deferred export formats fp8_support fused_blocks "
     "kernel_choice lora4bit lora_linear packed packed_linear qat quantize sampler_kernels shared surgery "

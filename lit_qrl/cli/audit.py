@@ -1,7 +1,6 @@
 """`lit-qrl audit`: how far a model's sampler would be from its learner in each number format, without any training."""
 
 import json
-import math
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.shipped import shipped
 
 if TYPE_CHECKING:
     from lit_qrl.cli.audited import Audited
@@ -71,8 +69,7 @@ def audit(
     d is the log-ratio learner / sampler per token, in nats, on completions that the sampler draws. The first row is the
     learner's own arithmetic in the engine: what no format can fall below. Bits are per weight of the whole
     model. AIS is in full force from a mean |d| of its `saturation`; docs/metrics.md says what the columns mean and when
-    to worry. The odds below the table are how often runs of one small policy (docs/evidence.md) ended 0.05 or more
-    below a bf16 sampler at such a mean |d|, by what corrected them; they are not known to carry over to other models.
+    to worry.
 
     --speed adds tokens/s of the whole rollout and the seconds of a publish, and says which format makes the two
     shortest together, and at what mean |d|. A rollout of the same shape comes before the timed ones.
@@ -160,7 +157,6 @@ def audit(
     if speed:
         dense = {"learner", *(name for name, format in chosen.items() if isinstance(format, known.Dense))}
         print(f"\n{verdict(results, dense, f'{len(encoded)} x {n} completions')}")
-    print("\n" + "\n".join(odds_of_loss(results)))
     if out is not None:
         said = {"config": list(config)} if config else {"model": model}
         out.write_text(json.dumps({**said, "formats": results}, indent=2) + "\n")
@@ -196,45 +192,6 @@ def verdict(results: dict[str, dict[str, float]], dense: Collection[str], batch:
     if gain < 1 + NOISE:
         return f"At {batch} no format is faster than {plain}. The nearest is {best}: {cost}"
     return f"At {batch} {best} is the fastest, {gain:.2f} times {plain}: {cost}"
-
-
-def odds_of_loss(results: dict[str, dict[str, float]]) -> list[str]:
-    """Return lines that say of each format how likely a run is to lose by it, and with which correction least.
-
-    Args:
-        results: metrics by format, the learner's own arithmetic among them.
-    """
-    from lit_qrl.functional.loss_models import AUDIT
-    from lit_qrl.functional.loss_odds import CORRECTIONS, FITTED_ON, LOSS, audit_inputs
-
-    fitted_on = FITTED_ON.format(page=shipped("docs/evidence.md"))
-    lines = [f"Odds of a loss of {LOSS:g} or more at such a mean |d|. {fitted_on}"]
-    width = max(14, *(len(title) + 2 for title in results))
-    lines += [f"{'format':<{width}}" + "".join(f"{name:>12}" for name in CORRECTIONS)]
-    lowest, highest = math.exp(AUDIT.lowest[0]), math.exp(AUDIT.highest[0])
-    for title, metrics in results.items():
-        if title == "learner":
-            continue
-        distance = metrics["abs_log_ratio"]
-        # the odds rise with the distance, so those of the nearest that was run are a bound
-        sign = "<" if distance < lowest else ">" if distance > highest else ""
-        near = min(max(distance, lowest), highest)
-        odds = {name: AUDIT.probability(audit_inputs(near, *given)) for name, given in CORRECTIONS.items()}
-        best = min(odds, key=odds.__getitem__)
-        advice = "" if odds["none"] < 0.5 else f"  {best}-level weights" if odds[best] < 0.5 else "  align the learner"
-        lines.append(f"{title:<{width}}" + "".join(f"{_percent(one, sign):>12}" for one in odds.values()) + advice)
-    return lines
-
-
-def _percent(odds: float, sign: str) -> str:
-    """Return odds in whole percent, of which none is 0 or 100.
-
-    >>> [_percent(0.002, ""), _percent(0.004, "<"), _percent(0.42, ">"), _percent(0.999, "")]
-    ['<1%', '<1%', '>42%', '>99%']
-    """
-    if odds < 0.005:
-        return "<1%"
-    return ">99%" if odds > 0.995 else f"{sign}{odds:.0%}"
 
 
 def _rows(prompts: str, split: str, subset: str | None, column: str) -> list[str]:

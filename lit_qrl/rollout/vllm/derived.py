@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_qrl.receipts.ledger import Fault
-from lit_qrl.receipts.rounding import share_of_bound
+from lit_qrl.receipts.ledger import Fault, share_of_bound
 from lit_qrl.rollout.vllm.locations import Place, restored_names
 
 COLUMNS = 8

@@ -14,7 +14,7 @@ from lit_qrl.formats.base import NumberFormat
 from lit_qrl.network.experts import expert_stacks, unstacked
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.sampler_kernels import adopt
-from lit_qrl.receipts.garbage import young_garbage_alone
+from lit_qrl.receipts.clock import gc_pause
 from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
 from lit_qrl.rollout.engine import (
     EngineDiedError,
@@ -334,7 +334,7 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
         self._usable = False
         try:
             watchdog = self._watchdog("the publish of one tensor")
-            with young_garbage_alone(), blamed(Sender(tensors), version, watchdog) as stream:
+            with gc_pause(), blamed(Sender(tensors), version, watchdog) as stream:
                 load(stream, ledger)
         except PublishError:
             self._reset_caches()

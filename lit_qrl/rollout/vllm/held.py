@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_qrl.receipts.checksum import slice_of, slices
 from lit_qrl.receipts.ledger import Fault, ReceivedLedger
-from lit_qrl.receipts.slices import slice_of, slices
 from lit_qrl.rollout.vllm.locations import WIDENED, ExpertPlace, Sent, narrowed
 
 
@@ -94,7 +94,7 @@ def by_stack(names: Iterable[str], sent: Sent) -> list[tuple[ExpertPlace, dict[i
 
 
 class Narrower:
-    """Returns what `narrowed` does, of whole stacks at once (`receipts.slices`), and knows what lost digits."""
+    """Returns what `narrowed` does, of whole stacks at once (`checksum.slices`), and knows what lost digits."""
 
     def __init__(self) -> None:
         self._stacks: dict[tuple[int, torch.dtype], tuple[Tensor, tuple[Tensor, ...], list[str | None]]] = {}

@@ -17,8 +17,7 @@ from lit_qrl.errors import listed
 from lit_qrl.network.linears import transposed_layers
 from lit_qrl.network.names import checkpoint_name, stored
 from lit_qrl.receipts.checksum import Checksums
-from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError
-from lit_qrl.receipts.rounding import share_of_bound
+from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError, share_of_bound
 from lit_qrl.rollout.vllm import derived
 from lit_qrl.rollout.vllm import fast_load as direct
 from lit_qrl.rollout.vllm.held import Held

@@ -46,11 +46,6 @@ def realized_update(
         read: from that optimizer and a parameter to the weights as fp32.
         steps: of the optimizer.
         shapes: of the weights.
-
-    >>> def sgd(named):
-    ...     return torch.optim.SGD(named, lr=1e-9)
-    >>> realized_update(sgd, lambda named, build: build(named), torch.bfloat16).projected
-    0.0
     """
     generator = torch.Generator().manual_seed(0)
     # On the grid of the dtype, as a checkpoint of that dtype is.

@@ -3,7 +3,7 @@
 Fitted on 134 runs and written by `python examples/evidence_grid/odds.py --write`.
 """
 
-from lit_qrl.functional.loss_odds import LossModel
+from loss_odds import LossModel
 
 AUDIT = LossModel(
     inputs=(
