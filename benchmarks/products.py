@@ -1,4 +1,4 @@
-"""Microseconds of the products and quantizers of a decode step, by kernel, at the shapes of a decoder layer.
+"""Microseconds of the products of a decode step, by kernel, at the shapes of a decoder layer.
 
     python benchmarks/products.py                    # every product that is there, ours as `plan` cuts it
     python benchmarks/products.py --search 90        # the best cuts of ours first, for 90 seconds at most
@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "packages" / "vllm_fast")]
 
 SHAPES = {
     "7b": {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)},
@@ -27,7 +28,7 @@ SHAPES = {
 COLD = 320 * 2**20
 """Bytes of weights that a graph goes through, more than the cache holds."""
 REPLAYS = 6
-BLOCK, WORDS = 128, 152_064
+BLOCK = 128
 Call = Callable[[int], Any]
 
 
@@ -58,14 +59,6 @@ def main() -> None:
             for name, call in bench.products(layer, rows):
                 if time.perf_counter() < end:
                     found[f"{rows} {layer} {name}"] = bench.told(rows, layer, name, call)
-        kept()
-    for rows in args.rows:
-        for width in sorted({shape[1] for shape in bench.shapes.values()}):
-            for name, call in quantizers(rows, width):
-                if time.perf_counter() < end:
-                    found[f"{rows} {width} {name}"] = bench.told(rows, str(width), name, call, quantizer=True)
-        for name, call in scorers(rows):
-            found[f"{rows} {WORDS} {name}"] = bench.told(rows, str(WORDS), name, call, quantizer=True)
         kept()
     summary(found, args.rows, list(bench.shapes))
 
@@ -104,9 +97,9 @@ class Products:
             self.codes[layer] = [one.to(torch.float8_e4m3fn) for one in self.plain[layer]]
             self.scales[layer] = [torch.rand(n // BLOCK, k // BLOCK, device="cuda") + 0.5 for _ in range(copies)]
 
-    def told(self, rows: int, layer: str, name: str, call: Call, quantizer: bool = False) -> float | str:
+    def told(self, rows: int, layer: str, name: str, call: Call) -> float | str:
         """Return the microseconds of a call, or what it failed with, and print it."""
-        copies = 8 if quantizer else len(self.codes[layer])
+        copies = len(self.codes[layer])
         try:
             found: float | str = round(timed(call, copies), 2)
         except Exception as error:
@@ -115,7 +108,7 @@ class Products:
 
             torch.cuda.synchronize()
         rate = ""
-        if isinstance(found, float) and not quantizer:
+        if isinstance(found, float):
             n, k = self.shapes[layer]
             rate = f"{(2 if name == 'bf16' else 1) * n * k / found * 1e-6:5.2f} TB/s"
         print(f"{rows:4d} {layer:>8} {name:<28} {found!s:>8} {rate}", flush=True)
@@ -123,10 +116,10 @@ class Products:
 
     def products(self, layer: str, rows: int) -> Iterator[tuple[str, Call]]:
         import torch
+        from lit_qrl_vllm_fast import decoding, products_triton
         from torch.nn import functional as F
 
-        from lit_qrl.formats.kernels import gemm, products_triton
-        from lit_qrl.rollout.vllm.patches import block_products
+        from lit_qrl.formats.kernels import gemm
 
         (n, k), e4m3 = self.shapes[layer], torch.float8_e4m3fn
         plain, codes, scales = self.plain[layer], self.codes[layer], self.scales[layer]
@@ -169,59 +162,9 @@ class Products:
         )
         yield (
             "fp8_block, as patched",
-            lambda i: block_products.by_blocks(a, across, codes[i], scales[i], None, torch.bfloat16),
+            lambda i: decoding.by_blocks(a, across, codes[i], scales[i], None, torch.bfloat16),
         )
         yield "fp8_block, ours", lambda i: products_triton.product(a, across, codes[i], scales[i], None, torch.bfloat16)
-
-
-def quantizers(rows: int, width: int) -> Iterator[tuple[str, Call]]:
-    """Yield what turns "rows width" into codes, alone and in one kernel with the operator before it."""
-    import torch
-
-    from lit_qrl.formats.kernels import dispatch
-    from lit_qrl.rollout import codes_triton
-
-    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
-    pair = torch.randn(rows, 2 * width, device="cuda", dtype=torch.bfloat16)
-    weight, rest = torch.ones(width, device="cuda", dtype=torch.bfloat16), torch.randn_like(x)
-    yield "tokens, ours", lambda i: dispatch.e4m3_tokens(x)
-    yield "tiles, ours", lambda i: dispatch.e4m3_tiles(x, True, False)
-    yield "add, norm, tokens, ours", lambda i: codes_triton.norm(x, rest, weight, 1e-6, True)
-    yield "add, norm, groups, ours", lambda i: codes_triton.norm(x, rest, weight, 1e-6, False)
-    yield "silu, mul, tokens, ours", lambda i: codes_triton.gated(pair, True)
-    yield "silu, mul, groups, ours", lambda i: codes_triton.gated(pair, False)
-    ops = vllm_ops()
-    if ops is None:
-        return
-    from vllm.model_executor.layers.quantization.utils import fp8_utils
-
-    e4m3, half, out = torch.float8_e4m3fn, torch.empty_like(x), torch.empty_like(x)
-    yield "tokens, vLLM", lambda i: ops.scaled_fp8_quant(x, None, use_per_token_if_dynamic=True)
-    yield "groups, vLLM", lambda i: fp8_utils.per_token_group_quant_fp8(x, BLOCK, column_major_scales=True)
-    yield "add and norm", lambda i: ops.fused_add_rms_norm(x, rest, weight, 1e-6)
-    yield "add, norm, tokens", lambda i: ops.rms_norm_dynamic_per_token_quant(x, weight, 1e-6, e4m3, None, rest)
-    yield (
-        "add, norm, groups",
-        lambda i: ops.rms_norm_per_block_quant(x, weight, 1e-6, e4m3, [1, BLOCK], None, rest, True),
-    )
-    yield "silu and mul", lambda i: torch.ops._C.silu_and_mul(half, pair)
-    yield "silu, mul, groups", lambda i: ops.silu_and_mul_per_block_quant(pair, BLOCK, e4m3, None, True)
-    yield "copy", lambda i: out.copy_(x)
-
-
-def scorers(rows: int) -> Iterator[tuple[str, Call]]:
-    """Yield what gives the log-probs and ranks of drawn tokens."""
-    import torch
-
-    from lit_qrl.rollout import drawn_triton
-
-    scores = torch.randn(rows, WORDS, device="cuda", dtype=torch.bfloat16)
-    tokens = torch.randint(WORDS, (rows,), device="cuda")
-    yield "drawn tokens, ours", lambda i: drawn_triton.scored(scores, tokens)
-    if vllm_ops() is not None:
-        from vllm.v1.worker.gpu.sample import logprob
-
-        yield "drawn tokens, vLLM", lambda i: logprob.compute_topk_scores(scores, 0, tokens)
 
 
 def vllm_ops() -> Any:
@@ -237,7 +180,7 @@ def vllm_ops() -> Any:
 
 def cuts(rows: int, n: int, k: int) -> Iterator[Any]:
     """Yield the ways to cut a product that are worth a try."""
-    from lit_qrl.formats.kernels.products_triton import Plan
+    from lit_qrl_vllm_fast.products_triton import Plan
 
     whole = min(max(1 << (rows - 1).bit_length(), 16), 128)
     for height in sorted({whole, max(whole // 2, 16)}, reverse=True):
@@ -255,8 +198,7 @@ def cuts(rows: int, n: int, k: int) -> Iterator[Any]:
 def search(bench: Products, rows: list[int], budget: float, kept: Callable[[], None]) -> dict[str, Any]:
     """Return the fastest cuts of our product by rows and layer."""
     import torch
-
-    from lit_qrl.formats.kernels import products_triton
+    from lit_qrl_vllm_fast import products_triton
 
     end = time.perf_counter() + budget
     layer = next(iter(bench.shapes))

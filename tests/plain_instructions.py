@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from lit_qrl.formats.kernels import tiles_triton
-from lit_qrl.rollout import codes_triton
 
 
 @triton.jit
@@ -32,5 +31,4 @@ def use(patch, inverse=reciprocal):
         inverse: the reciprocal that the device approximates.
     """
     patch.setattr(tiles_triton, "_reciprocal", inverse)
-    for module in (tiles_triton, codes_triton):
-        patch.setattr(module, "libdevice", SimpleNamespace(exp=exp))
+    patch.setattr(tiles_triton, "libdevice", SimpleNamespace(exp=exp))

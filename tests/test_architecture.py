@@ -35,7 +35,7 @@ def test_files_that_are_named_exist():
         ROOT,
         ROOT / "lit_qrl",
         ROOT / "lit_qrl" / "rollout" / "vllm",
-        ROOT / "lit_qrl" / "rollout" / "vllm" / "patches",
+        ROOT / "packages" / "vllm_fast" / "lit_qrl_vllm_fast",
     ]
     assert {name for name in named if not any((root / name).is_file() for root in roots)} == set()
 

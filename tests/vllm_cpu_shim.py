@@ -23,9 +23,11 @@ def install() -> None:
     import vllm.model_executor.kernels.linear as kernels
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
     from vllm.platforms import PlatformEnum
+    from vllm.plugins import load_general_plugins
 
-    from lit_qrl.rollout.vllm.patches.table import apply_all
+    from lit_qrl.rollout.vllm.patches import apply_all
 
+    load_general_plugins()
     apply_all()
 
     class TorchBlockFP8(Fp8BlockScaledMMLinearKernel):

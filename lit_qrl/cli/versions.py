@@ -8,8 +8,8 @@ import torch
 from packaging.requirements import Requirement
 
 from lit_qrl import __version__
-from lit_qrl.rollout.vllm.installation import accepted, installed_version
-from lit_qrl.rollout.vllm.patches.table import PATCHES
+from lit_qrl.rollout.vllm.installation import PACKAGE, accepted, installed_version
+from lit_qrl.rollout.vllm.patches import PATCHES
 
 LIBRARIES = (
     "torch",
@@ -42,9 +42,10 @@ def versions() -> str:
     lines += ["", f"Changes to vLLM's code{'' if found is None else f', * in this one on {device}'}:"]
     for patch in PATCHES:
         mark = "*" if found is not None and patch.concerns(found[0], device) else " "
-        where = f"{patch.versions}, {patch.device or 'any device'}"
-        obsolete = textwrap.fill(f"until {patch.obsolete}", 110, initial_indent=" " * 4, subsequent_indent=" " * 4)
-        lines += [f"{mark} {patch.name:<24}{where}", obsolete]
+        lines.append(f"{mark} {patch.name:<24}{patch.versions}, {patch.device or 'any device'}")
+        wrong = f"without it {patch.wrong}; {patch.seen}"
+        lines.append(textwrap.fill(wrong, 110, initial_indent=" " * 4, subsequent_indent=" " * 4))
+    lines += ["", f"Plug-in {PACKAGE}: {_version(PACKAGE)} (python -m lit_qrl_vllm_fast lists its changes)"]
     return "\n".join(lines)
 
 

@@ -7,7 +7,8 @@ from packaging.specifiers import SpecifierSet
 
 from lit_qrl.cli import versions as module
 from lit_qrl.cli.main import main
-from lit_qrl.rollout.vllm.patches.table import PATCHES
+from lit_qrl.rollout.vllm.installation import accepted
+from lit_qrl.rollout.vllm.patches import PATCHES
 
 
 def lines(capsys):
@@ -23,14 +24,15 @@ def test_libraries_accepted_versions_and_every_patch_are_listed(monkeypatch, cap
     assert transformers[1] == version("transformers")
     assert version("transformers") in SpecifierSet(transformers[2])
     assert "vllm                0.32.0 (CPU build)" in printed
-    assert "accepted            vLLM 0.26 (run on CPU and CUDA) or 0.32 (run on CPU)" in printed
+    assert f"accepted            {accepted()}" in printed
+    assert any(line.startswith("Plug-in lit-qrl-vllm-fast: ") for line in printed)
     for patch in PATCHES:
         (row,) = (i for i, line in enumerate(printed) if line[2:].startswith(f"{patch.name} "))
         assert str(patch.versions) in printed[row]
-        cuda = ("batch_invariance", "block_products", "codes_in_passing", "drawn_logprobs", "expert_repacking")
-        cuda += ("request_noise", "sleeping_memory", "sleeping_pools")
-        assert printed[row].startswith("* ") == (patch.name not in (*cuda, "marlin_workspaces", "reload_sizes"))
-        assert patch.obsolete in printed[row + 1]
+        assert printed[row].startswith("* ") == (
+            patch.name not in ("batch_invariance", "sleeping_memory", "marlin_workspaces")
+        )
+        assert printed[row + 1].startswith(f"    without it {patch.wrong[:60]}")
 
 
 def test_without_vllm_the_patches_are_still_listed(monkeypatch, capsys):
@@ -38,7 +40,7 @@ def test_without_vllm_the_patches_are_still_listed(monkeypatch, capsys):
     printed = lines(capsys)
     assert "vllm                not installed" in printed
     assert not any(line.startswith("*") for line in printed)
-    assert sum("    until " in line for line in printed) == len(PATCHES)
+    assert sum("    without it " in line for line in printed) == len(PATCHES)
 
 
 def test_neither_vllm_nor_an_engine_is_imported_for_it():

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from lit_qrl_vllm_fast import cpu
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import Qwen3MoeConfig
 
@@ -13,8 +14,8 @@ from lit_qrl.publish.learner_scores import learner_scores
 from lit_qrl.publish.probe import Probe
 from lit_qrl.receipts.ledger import PublishError, SentLedger, compare, compare_columns
 from lit_qrl.rollout.engine import EngineDiedError
+from lit_qrl.rollout.vllm import fast_load, live_model
 from lit_qrl.rollout.vllm.installation import installed_version
-from lit_qrl.rollout.vllm.patches import stale_experts, tied_head
 from tests.vllm_engines import (
     VOCABULARY,
     build_engine,
@@ -187,7 +188,8 @@ def test_experts_are_stale_without_the_workaround(monkeypatch):
         publish(network, engine, None, 0)
         optimizer_step(network, learning_rate=0.03)
         with monkeypatch.context() as patch:
-            patch.setattr(stale_experts, "forget_kernels", lambda model: None)
+            for one in (cpu, fast_load):
+                patch.setattr(one, "forget_kernels", lambda model: None)
             publish(network, engine, None, 1)
         stale = installed_version()[0] >= PACKS_ON_CPU
         assert (disagreement(network, engine) > 0.05) == stale
@@ -202,7 +204,7 @@ def test_tied_head_is_stale_without_the_workaround_and_noticed(monkeypatch):
     engine = build_engine(network)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(tied_head, "pack_again", lambda llm, module: None)
+            patch.setattr(live_model, "pack_again", lambda llm, module: None)
             stale = installed_version()[0] >= PACKS_ON_CPU
             expected = {("gemm", "lm_head.weight")} if stale else set()
             assert named(publish(network, engine, None, 0)[0]) == expected

@@ -11,7 +11,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError
 from lit_qrl.rollout.vllm.checks import LORA_RANKS
 from lit_qrl.rollout.vllm.live_model import LiveModel
-from lit_qrl.rollout.vllm.patches.adapter_in_memory import register_adapter
+from lit_qrl.rollout.vllm.upkeep import register_adapter
 
 ADAPTER_ID = 1
 _PREFIX = "base_model.model."
@@ -117,7 +117,7 @@ class LiveAdapter:
         if lacking:
             raise PublishError([Fault("missing", name) for name in lacking], ledger.version)
         if not self._registered:
-            register_adapter(self.live.llm, given, self.config, ADAPTER_ID)
+            register_adapter(self.live.runner, self.config["r"], ADAPTER_ID)
             self._registered = True
         for name in layers:
             self._replace(name, given[name + _A], given[name + _B], ledger)

@@ -13,7 +13,7 @@ from lit_qrl.rollout.vllm import cpu
 from lit_qrl.rollout.vllm.adapter import adapted_layers
 from lit_qrl.rollout.vllm.cache_size import sufficient_cache
 from lit_qrl.rollout.vllm.models import latent, recurrent
-from lit_qrl.rollout.vllm.patches import kept_tokens
+from lit_qrl.rollout.vllm.patches import ALL
 from lit_qrl.rollout.vllm.start import compilation
 
 LOOKED_UP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -107,7 +107,7 @@ def llm_arguments(
         arguments.update(enable_lora=True, max_loras=1, max_lora_rank=max_lora_rank)
         arguments.setdefault("lora_target_modules", adapted_layers(network, spec.adapter))
     if spec.kept:
-        arguments["max_logprobs"] = kept_tokens.ALL
+        arguments["max_logprobs"] = ALL
     if spec.in_flight != "none":  # between two steps nothing may be under way
         arguments["async_scheduling"] = False
     if sleep_level and on_gpu:

@@ -45,7 +45,7 @@ from lit_qrl.rollout.vllm.lending import MarlinLender
 from lit_qrl.rollout.vllm.live_model import LiveModel
 from lit_qrl.rollout.vllm.locations import undescribed
 from lit_qrl.rollout.vllm.models import check_model, refused_model
-from lit_qrl.rollout.vllm.patches import recorded_routes, table
+from lit_qrl.rollout.vllm.patches import apply_all
 from lit_qrl.rollout.vllm.process import kept_process_state, own_world, prepare_environment
 from lit_qrl.rollout.vllm.reload import register_head_bias
 from lit_qrl.rollout.vllm.shutdown import collect_memory, shutdown
@@ -150,7 +150,7 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
         self.format: NumberFormat | None = None
         self.llm: Any = None
         self.live: LiveModel | None = None
-        self._routes: recorded_routes.RecordedRoutes | None = None
+        self._routes: Any = None  # `RecordedRoutes` of the plug-in
         self._adapter: LiveAdapter | None = None
         self._adapter_active = self._started = False
         self._folder: Path | None = None
@@ -229,9 +229,11 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
             cache_scales.check_scales(self.live.model)
         register_head_bias(self.live.model, self.policy.network)
         if self.routed is not None and not torch.cuda.is_available():
+            from lit_qrl_vllm_fast.routes import record
+
             routed = self.routed
             args = self.live.model, routed.layers, routed.experts, routed.chosen
-            self._routes = recorded_routes.record(self.llm, *args)
+            self._routes = record(self.llm, *args)
         check_groups(format, self.live.held(quantizable_linears(self.policy.network, self.spec.exclude)))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         warm_up(format, next(self.policy.network.parameters()).dtype, self.plain_dtype, device)
@@ -258,7 +260,7 @@ class VLLMEngine(Drawing, Sleeping, MarlinLender, RolloutEngine):
             if size > 1:
                 self.processes = processes
                 arguments |= {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
-            table.apply_all()
+            apply_all()
             from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
 
             try:

@@ -29,7 +29,7 @@ from lit_qrl.rollout.vllm.locations import (
     lacking,
     tensors_of,
 )
-from lit_qrl.rollout.vllm.patches import stale_experts
+from lit_qrl.rollout.vllm.upkeep import forget_kernels
 
 
 class Receiver(Protocol):
@@ -148,7 +148,7 @@ def repack(module: nn.Module, fill: Callable[[], None]) -> None:
             getattr(module, name).data.copy_(parameters[name].data)  # the stream's lies on the host, which would wait
         fill()
         if not torch.cuda.is_available():  # as the reload does
-            stale_experts.forget_kernels(module)
+            forget_kernels(module)
         module.quant_method.process_weights_after_loading(module)  # pyright: ignore
         if hasattr(module, "update_param_tp_status"):
             module.update_param_tp_status()  # pyright: ignore

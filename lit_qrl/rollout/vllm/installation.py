@@ -4,18 +4,21 @@ import importlib.util
 import logging
 import os
 import re
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import torch
 
 from lit_qrl.errors import ConfigError
 
-RUN_WITH = {(0, 26): "CPU and CUDA", (0, 32): "CPU"}
-"""The versions that this project was run with, and where; their other patch releases are accepted, too."""
+OLDEST = (0, 26)
+"""The first version that is taken."""
+RUN_WITH = {(0, 26): "CPU and CUDA", (0, 29): "CPU", (0, 32): "CPU"}
+"""The versions that this project was run with, and where; another one says so when it is taken."""
 RECORDS_ON_CPU = (0, 27)
 """From this version on the CPU build chooses experts outside of its kernels."""
-ANY = "LIT_QRL_ANY_VLLM"
-"""Environment variable: 1 accepts any version that is newer than the oldest of them."""
+PLUGIN, PACKAGE = "lit_qrl_fast", "lit-qrl-vllm-fast"
+"""Name of the plug-in among vLLM's (the environment variable VLLM_PLUGINS), and of what one installs."""
 
 log = logging.getLogger(__name__)
 
@@ -34,16 +37,17 @@ def installed_version() -> tuple[tuple[int, ...], bool] | None:
 
 
 def accepted() -> str:
-    """Return the accepted versions and where they were run.
+    """Return the versions that are taken, and which of them were run where.
 
     >>> accepted()
-    'vLLM 0.26 (run on CPU and CUDA) or 0.32 (run on CPU)'
+    'vLLM 0.26 or newer (run: 0.26 on CPU and CUDA, 0.29 on CPU, 0.32 on CPU)'
     """
-    return "vLLM " + " or ".join(f"{a}.{b} (run on {where})" for (a, b), where in RUN_WITH.items())
+    run = ", ".join(f"{a}.{b} on {where}" for (a, b), where in RUN_WITH.items())
+    return f"vLLM {OLDEST[0]}.{OLDEST[1]} or newer (run: {run})"
 
 
 def check_installation() -> None:
-    """Raise `ConfigError` when vLLM is missing, of a version that was not run, or built for another device."""
+    """Raise `ConfigError` where vLLM is missing, too old, or built for another device; name one that was not run."""
     found = installed_version()
     if found is None:
         raise ConfigError(
@@ -52,18 +56,18 @@ def check_installation() -> None:
             remedy="Install it with `pip install 'lit-qrl[vllm]'`, or use TransformersEngine.",
         )
     version, cpu_build = found
+    given = ".".join(map(str, version))
+    if version < OLDEST:
+        raise ConfigError(
+            "The installed vLLM is too old.",
+            expected=accepted(),
+            given=given,
+            remedy="Install a newer one with `pip install 'lit-qrl[vllm]'`, or use TransformersEngine.",
+        )
     if version[:2] not in RUN_WITH:
-        given, newer = ".".join(map(str, version)), version[:2] > min(RUN_WITH)
-        if not newer or os.environ.get(ANY) != "1":
-            another = f", or try this one with the environment variable {ANY}=1" if newer else ""
-            raise ConfigError(
-                "The installed vLLM is not supported.",
-                expected=accepted(),
-                given=given,
-                remedy="Install a supported version with `pip install 'lit-qrl[vllm]'`, use TransformersEngine"
-                + another,
-            )
-        log.warning("vLLM %s was never run with lit-qrl; %s=1 accepts it. Known: %s.", given, ANY, accepted())
+        log.warning(
+            "vLLM %s was never run with lit-qrl: its first verified publish decides. Known: %s.", given, accepted()
+        )
     if cpu_build and torch.cuda.is_available():
         raise ConfigError(
             "The installed vLLM is the CPU build, but this host has a GPU.",
@@ -80,11 +84,32 @@ def check_installation() -> None:
         )
 
 
+def check_plugin(device: str) -> None:
+    """Say that vLLM will not load the plug-in of this project, and raise `ConfigError` for it on a CPU.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
+    asked = os.environ.get("VLLM_PLUGINS")
+    installed = any(one.name == PLUGIN for one in entry_points(group="vllm.general_plugins"))
+    if installed and (asked is None or PLUGIN in asked.split(",")):
+        return
+    why = "VLLM_PLUGINS leaves it out" if installed else "not installed"
+    if device == "cpu":
+        raise ConfigError(
+            "vLLM's CPU build needs the plug-in that mends it: experts, INT8 and adapters would be wrong silently.",
+            expected=f"{PACKAGE}, which vLLM loads as {PLUGIN}",
+            given=why,
+            remedy=f"Install {PACKAGE} (`pip install packages/vllm_fast` in a checkout), or use TransformersEngine.",
+        )
+    log.info("%s (%s) would make vLLM decode and publish faster.", PACKAGE, why)
+
+
 def check_routes(user: str) -> None:
     """Raise `ConfigError` where the installed vLLM does not say which experts its tokens took.
 
-    On a GPU 0.26 records them. The CPU build of 0.32 is made to (`patches/recorded_routes.py`); that of 0.26 chooses
-    inside of its kernels and returns zeros, and 0.32 on a GPU records with its second model runner, which was not run.
+    On a GPU 0.26 records them; later ones do so with their second model runner, which was not run. The CPU build is
+    made to by the plug-in (`packages/vllm_fast`) from 0.27 on; that of 0.26 chooses inside of its kernels.
 
     Args:
         user: what needs them, for the error.
@@ -96,7 +121,7 @@ def check_routes(user: str) -> None:
     if not records:
         raise ConfigError(
             f"{user} needs the experts that each token took in the sampler, which this vLLM does not tell.",
-            expected="vLLM 0.32 on a CPU or 0.26 on a GPU, data.engine: TransformersEngine, or level: old",
+            expected="vLLM 0.27 or newer on a CPU or 0.26 on a GPU, data.engine: TransformersEngine, or level: old",
             given=f"vLLM {'.'.join(map(str, found[0]))} on a {'GPU' if torch.cuda.is_available() else 'CPU'}",
             remedy="Change the engine, or set the level to old with several updates for a rollout.",
         )

@@ -36,8 +36,8 @@ from lit_qrl.rollout.vllm.locations import (
 )
 from lit_qrl.rollout.vllm.naming import Naming
 from lit_qrl.rollout.vllm.parallel import share, unit_vectors
-from lit_qrl.rollout.vllm.patches import tied_head
 from lit_qrl.rollout.vllm.reload import complete, reloading, same_kernel
+from lit_qrl.rollout.vllm.upkeep import pack_again
 
 
 class LiveModel:
@@ -288,7 +288,7 @@ class LiveModel:
         """
         assert self._ledger is not None
         for name, module in self._tied():
-            tied_head.pack_again(self.llm, module)
+            pack_again(self.llm, module)
             weight = getattr(module, "weight", None)
             if weight is None or weight.ndim != 2 or not hasattr(module, "embedding_dim"):
                 continue

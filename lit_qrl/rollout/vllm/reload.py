@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.rollout.vllm.locations import DESCRIPTIVE
-from lit_qrl.rollout.vllm.patches.base_without_adapters import without_adapters
+from lit_qrl.rollout.vllm.upkeep import without_adapters
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from lit_qrl.network.routing import route_dtype, routers, unrouted
 from lit_qrl.rollout.engine import Dialogue, EngineDiedError, Progress, Turn
 from lit_qrl.rollout.vllm.adapter import ADAPTER_ID
 from lit_qrl.rollout.vllm.flight import Flight
-from lit_qrl.rollout.vllm.patches.kept_tokens import ALL
+from lit_qrl.rollout.vllm.patches import ALL
 from lit_qrl.rollout.vllm.watchdog import Watchdog
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import Completion, SamplingParams

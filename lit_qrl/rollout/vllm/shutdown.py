@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.rollout.vllm.locations import model_runner
-from lit_qrl.rollout.vllm.patches import marlin_workspaces
-from lit_qrl.rollout.vllm.patches.graph_pool import forget_graph_pool
-from lit_qrl.rollout.vllm.patches.sleeping_pools import hold_pools, release_pools
 from lit_qrl.rollout.vllm.process import end_world, others_group_kept
+from lit_qrl.rollout.vllm.upkeep import forget_graph_pool, hold_pools, release_pools
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +26,7 @@ def shutdown(llm: Any, owns_process_group: bool, keep_weights: bool = False) -> 
 
     model = model_runner(llm).get_model()
     storages = _storages(llm, model, keep_weights)
-    if hold_pools():
-        marlin_workspaces.forget()  # they lie in its pools; no other engine can use them
+    hold_pools()
     with others_group_kept(owns_process_group):
         try:
             llm.llm_engine.engine_core.shutdown()

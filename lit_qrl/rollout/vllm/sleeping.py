@@ -9,7 +9,7 @@ from lit_qrl.rollout.vllm.adapter import LiveAdapter
 from lit_qrl.rollout.vllm.errors import deadly
 from lit_qrl.rollout.vllm.live_model import LiveModel
 from lit_qrl.rollout.vllm.locations import weight_bytes
-from lit_qrl.rollout.vllm.patches import marlin_workspaces
+from lit_qrl.rollout.vllm.upkeep import unlock_workspaces
 from lit_qrl.rollout.vllm.watchdog import Watchdog
 
 SLEEP_REMEDY = "A sleep of level 1 keeps the weights in memory of the host: set data.engine.sleep_level to 2."
@@ -55,7 +55,7 @@ class Sleeping:
         with deadly("did not wake", self._watchdog("waking"), WAKE_REMEDY):
             self.llm.wake_up()
         # Memory comes back with arbitrary contents, at the addresses that it had.
-        marlin_workspaces.unlock()
+        unlock_workspaces()
         self._poisoned = True
         if not self._usable and self._adapter is not None:
             self._adapter.clear()

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from lit_qrl.rollout.vllm.patches.graph_pool import forget_graph_pool
 from lit_qrl.rollout.vllm.shutdown import collect_memory
+from lit_qrl.rollout.vllm.upkeep import forget_graph_pool
 
 PAYS_FROM = 50_000
 """Decode steps from which a compiled start is over sooner: it takes about a minute more, and a step 1 to 2 ms less."""

@@ -1,37 +1,61 @@
 """Which vLLM is accepted, seen from outside; nothing here imports vLLM."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.rollout.vllm.installation import ANY, check_installation, check_routes, installed_version
+from lit_qrl.rollout.vllm import installation
+from lit_qrl.rollout.vllm.installation import check_installation, check_routes, installed_version
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.26.2+cpu", "0.32.0"])
-def test_versions_that_were_run_pass(install, version):
+@pytest.mark.parametrize("version", ["0.26.0", "0.26.2+cpu", "0.29.0", "0.32.0"])
+def test_versions_that_were_run_pass(install, version, caplog):
     install(version, cpu=True)
     assert installed_version() == (tuple(int(part) for part in version[:6].split(".")), True)
     check_installation()
+    assert not caplog.messages
 
 
-@pytest.mark.parametrize("version", ["0.27.0", "0.29.1", "0.33.0", "1.0.0"])
-def test_another_version_is_named_with_the_way_to_try_it(install, version, monkeypatch, caplog):
-    monkeypatch.delenv(ANY, raising=False)
+@pytest.mark.parametrize("version", ["0.27.0", "0.30.1", "0.33.0", "1.0.0"])
+def test_another_version_is_taken_with_one_line(install, version, caplog):
     install(version, cpu=True)
-    with pytest.raises(ConfigError, match=rf"not supported.*0\.26 .* or 0\.32 .*Given: {version}.*{ANY}=1"):
-        check_installation()
-    monkeypatch.setenv(ANY, "1")
     check_installation()
-    assert f"vLLM {version} was never run" in caplog.text
+    (line,) = caplog.messages
+    assert f"vLLM {version} was never run with lit-qrl: its first verified publish decides" in line
+    assert "0.32 on CPU" in line
 
 
 @pytest.mark.parametrize("version", ["0.25.3", "unknown"])
-def test_an_older_version_cannot_be_tried(install, version, monkeypatch):
-    monkeypatch.setenv(ANY, "1")
+def test_an_older_version_is_refused(install, version):
     install(version, cpu=True)
-    with pytest.raises(ConfigError, match="not supported") as caught:
+    with pytest.raises(ConfigError, match=r"too old.*vLLM 0\.26 or newer.*Given: "):
         check_installation()
-    assert ANY not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "asked", "missing"),
+    [
+        (["lit_qrl_fast"], None, None),
+        (["other", "lit_qrl_fast"], "x,lit_qrl_fast", None),
+        (["other"], None, "not installed"),
+        (["lit_qrl_fast"], "", "VLLM_PLUGINS leaves it out"),
+    ],
+)
+def test_on_a_cpu_the_plug_in_is_asked_for_and_on_a_gpu_it_is_not(names, asked, missing, monkeypatch, caplog):
+    monkeypatch.setattr(installation, "entry_points", lambda group: [SimpleNamespace(name=name) for name in names])
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", asked)
+    with caplog.at_level("INFO", "lit_qrl"):
+        installation.check_plugin("cuda")
+    assert [missing in line for line in caplog.messages] == ([] if missing is None else [True])
+    if missing is None:
+        installation.check_plugin("cpu")
+    else:
+        with pytest.raises(ConfigError, match=f"CPU build needs the plug-in.*{missing}.*packages/vllm_fast"):
+            installation.check_plugin("cpu")
 
 
 def test_build_for_the_other_device_is_refused(install, monkeypatch):

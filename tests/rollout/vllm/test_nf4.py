@@ -1,5 +1,8 @@
 """The operator against NF4's own dequantization; the engine itself runs in test_vllm.py."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -82,3 +85,14 @@ def test_few_rows_and_many_agree_on_a_gpu_and_in_a_graph(rows):
         graph.replay()
     assert (got.double() - expected).abs().max() < 2**-7 * expected.abs().max()
     assert torch.equal(captured, got)
+
+
+@pytest.mark.vllm
+def test_registering_twice_is_registering_once():
+    program = (
+        "from lit_qrl.rollout.vllm.nf4 import NAME, register; register()\n"
+        "from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS as q, get_quantization_config as g\n"
+        "before = g(NAME); register(); print(q.count(NAME), g(NAME) is before)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.split()[-2:] == ["1", "True"]

@@ -1,0 +1,427 @@
+"""Changes to vLLM's own code without which its numbers are wrong, or no engine starts; and how a change is made.
+
+A change of speed alone, or for the CPU build alone, is one of the plug-in in `packages/vllm_fast`, which vLLM loads by
+itself; what is mended by a call in the right moment, and no change, is in `upkeep.py`.
+"""
+
+import hashlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.rollout.vllm import installation
+
+ALL = -1
+"""What a request gives as its number of log-probs to get those of the words that it could draw."""
+DUMMY = 2.0**-6
+"""Every weight and scale before the first publish, exact in all dtypes; a scale's inverse is 64."""
+CUMEM = "vllm.device_allocator.cumem"
+_MARK = "lit_qrl_original"
+_LOADER = "vllm.model_executor.model_loader"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Versions:
+    """The versions of vLLM from `first` on, and before `fixed` where one is known that needs the change no more.
+
+    >>> (0, 32, 0) in Versions("0.26"), (0, 32, 0) in Versions("0.26", "0.32")
+    (True, False)
+    """
+
+    first: str
+    fixed: str | None = None
+
+    def __contains__(self, version: Sequence[int]) -> bool:
+        found = tuple(version)
+        return _numbers(self.first) <= found and (self.fixed is None or found < _numbers(self.fixed))
+
+    def __str__(self) -> str:
+        return f"from {self.first}" if self.fixed is None else f"{self.first} to below {self.fixed}"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A change to vLLM's code, made once per process.
+
+    A symbol is "module:name" or "module:Class.name", where what an `__init__` or a function sets is a name in it, too,
+    and "one|other" is either.
+
+    Args:
+        name: of the change.
+        versions: that need it.
+        wrong: without it.
+        seen: how one sees that.
+        changes: from a function of vLLM's to what makes another of it.
+        needs: symbols beside those that the change relies on.
+        device: that needs it; None for both.
+        sources: symbols whose source must be known, with its `digest` in each version that was looked at.
+    """
+
+    name: str
+    versions: Versions
+    wrong: str
+    seen: str
+    changes: Mapping[str, Callable[[Any], Any]]
+    needs: Sequence[str] = ()
+    device: Literal["cpu", "cuda"] | None = None
+    sources: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def concerns(self, version: Sequence[int], device: str) -> bool:
+        """Return True where this vLLM needs the change."""
+        return version in self.versions and self.device in (None, device)
+
+    def misfits(self) -> Iterator[str]:
+        """Yield what of the installed vLLM is not there, or not as it was looked at."""
+        for symbol in (*self.changes, *self.needs):
+            try:
+                find(symbol)
+            except (ImportError, AttributeError) as error:
+                yield f"{symbol.replace(':', '.')} is not there ({error})"
+        for symbol, known in self.sources.items():
+            try:
+                found = digest(symbol)
+            except (ImportError, AttributeError, TypeError, OSError) as error:
+                yield f"{symbol.replace(':', '.')} has no source ({error})"
+            else:
+                if found not in known:
+                    yield f"{symbol.replace(':', '.')} is of another source ({found})"
+
+    def make(self) -> None:
+        """Make the change, once."""
+        for symbol, changed in self.changes.items():
+            replace(symbol, changed)
+
+
+def find(symbol: str) -> tuple[Any, str]:
+    """Return where the last name of a symbol is, and that name.
+
+    Raises:
+        ImportError, AttributeError: when it is not there.
+
+    >>> owner, name = find("collections:OrderedDict.never|pop")
+    >>> owner.__name__, name
+    ('OrderedDict', 'pop')
+    """
+    module, _, path = symbol.partition(":")
+    owner: Any = None
+    found: Any = import_module(module)
+    name = ""
+    for part in path.split("."):
+        owner, names = getattr(found, _MARK, found), part.split("|")
+        code = getattr(owner.__init__ if isinstance(owner, type) else owner, "__code__", None)
+        name = next((one for one in names if hasattr(owner, one) or one in getattr(code, "co_names", ())), None)
+        if name is None:
+            raise AttributeError(f"{getattr(owner, '__name__', owner)} has no {' or '.join(names)}")
+        found = getattr(owner, name, None)
+    return owner, name
+
+
+def digest(symbol: str) -> str:
+    """Return a short hash of a function's source, in which spaces and its docstring do not count.
+
+    >>> digest("lit_qrl.rollout.vllm.patches:find") == digest("lit_qrl.rollout.vllm.patches:digest")
+    False
+    """
+    owner, name = find(symbol)
+    function = getattr(owner, name)
+    function = getattr(function, _MARK, function)
+    source = "".join(inspect.getsource(function).split())
+    return hashlib.sha256(source.replace("".join((function.__doc__ or "").split()), "").encode()).hexdigest()[:8]
+
+
+def replace(symbol: str, changed: Callable[[Any], Any]) -> None:
+    """Put `changed(original)` in the place of a function of a module or class, once."""
+    owner, name = find(symbol)
+    original = getattr(owner, name)
+    if not hasattr(original, _MARK):
+        made = changed(original)
+        setattr(made, _MARK, original)
+        static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        setattr(owner, name, staticmethod(made) if static else made)
+
+
+def apply_all() -> None:
+    """Make every change that the installed vLLM needs here, and register NF4; call before an engine is built.
+
+    Raises:
+        ConfigError: for a change that does not fit a version that is not known to do without it, and on a CPU where
+            vLLM would not load the plug-in that mends its CPU build.
+    """
+    found = installation.installed_version()
+    if found is None:
+        return
+    version, device = found[0], "cuda" if torch.cuda.is_available() else "cpu"
+    for patch in PATCHES:
+        if patch.concerns(version, device):
+            apply(patch, version)
+        elif version >= _numbers(patch.versions.first) and version[:2] not in installation.RUN_WITH:
+            for misfit in patch.misfits() if patch.device in (None, device) else ():
+                log.warning(
+                    "%s, which the patch %s changed; vLLM needs it no more from %s on.",
+                    misfit, patch.name, patch.versions.fixed,
+                )  # fmt: skip
+    from lit_qrl.rollout.vllm import nf4
+
+    nf4.register()
+    installation.check_plugin(device)
+
+
+def apply(patch: Patch, version: Sequence[int]) -> None:
+    """Make one change.
+
+    Raises:
+        ConfigError: where something that it changes or relies on is not there; nothing is changed then.
+    """
+    misfit = next(patch.misfits(), None)
+    if misfit is not None:
+        raise ConfigError(
+            f"The patch {patch.name} does not fit the installed vLLM: {misfit}. Without it {patch.wrong}.",
+            expected=installation.accepted(),
+            given=f"vLLM {'.'.join(map(str, version))}",
+            remedy="Install one of those versions, or use TransformersEngine.",
+        )
+    patch.make()
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
+
+
+# ---------------------------------------------------------------------------------------------------- the changes
+
+
+def norm_of_the_sum(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return vLLM's `rms_norm_batch_invariant`, which norms the sum with a residual as it norms everything else."""
+
+    def norm(input: Tensor, weight: Tensor | None, eps: float = 1e-6, residual: Tensor | None = None) -> Any:
+        if residual is None:
+            return original(input, weight, eps)
+        total = input + residual
+        return original(total, weight, eps), total
+
+    return norm
+
+
+@torch.no_grad()
+def fill(param: Tensor, *args: Any, **named: Any) -> None:
+    """Fill a parameter before the first publish, integers with zeros.
+
+    >>> fill(codes := torch.ones(2, dtype=torch.uint8)); fill(scale := torch.zeros(2, dtype=torch.float8_e4m3fn))
+    >>> codes.tolist(), scale.tolist()
+    ([0, 0], [0.015625, 0.015625])
+    """
+    if param.device.type != "meta":  # those are filled when they get memory
+        param.data.fill_(DUMMY if param.is_floating_point() else 0)
+
+
+def of_those_left(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `gather_logprobs`, which takes a request for `ALL` as one for the most words that a row has left."""
+
+    def gather(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
+        if num_logprobs >= logprobs.shape[-1]:
+            left = (logprobs > float("-inf")).sum(dim=-1)
+            num_logprobs = max(int(left.max()), 1) if len(left) else 1
+        return original(logprobs, num_logprobs, token_ids)
+
+    return gather
+
+
+def for_engines_alone(original: Any) -> Any:
+    """Return vLLM's decorator of classes, whose methods act on models alone that vLLM builds."""
+
+    def support(cls: type, *args: Any, **named: Any) -> type:
+        from transformers import PreTrainedModel
+        from vllm.config import get_current_vllm_config_or_none
+
+        init, call = cls.__init__, cls.__call__
+        made = original(cls, *args, **named)
+        theirs_init, theirs_call = cls.__init__, cls.__call__
+        if not issubclass(cls, PreTrainedModel) or theirs_call is call:  # or changed before
+            return made
+
+        @wraps(init)
+        def construct(self: Any, *args: Any, **named: Any) -> None:
+            building = get_current_vllm_config_or_none() is not None
+            (theirs_init if building else init)(self, *args, **named)
+
+        @wraps(call)
+        def run(self: Any, *args: Any, **named: Any) -> Any:
+            return (theirs_call if "do_not_compile" in vars(self) else call)(self, *args, **named)
+
+        cls.__init__, cls.__call__ = construct, run
+        return made
+
+    return support
+
+
+workspaces: dict[tuple[Any, ...], Tensor] = {}
+"""Marlin's lock memory by device and size: every layer has the same, before and after a reload."""
+
+
+def shared_workspace(original: Any) -> Any:
+    """Return the function that makes lock memory, once per device and size."""
+
+    def make(device: torch.device, max_blocks_per_sm: int = 1) -> Tensor:
+        key = str(device), max_blocks_per_sm
+        if key not in workspaces:
+            workspaces[key] = original(device, max_blocks_per_sm)
+        return workspaces[key]
+
+    return make
+
+
+def nothing_ended(original: Any) -> Any:
+    """Return what ends no process group; `shutdown` ends what the engine has made."""
+    del original
+
+    def cleanup_dist_env_and_memory(*args: Any, **options: Any) -> None:
+        del args, options
+
+    return cleanup_dist_env_and_memory
+
+
+def declare(model: nn.Module) -> None:
+    """Declare as None what the loader of a layer fills and the layer does not have."""
+    from lit_qrl.rollout.vllm.locations import checkpoint_names
+
+    for module in model.modules():
+        if hasattr(module, "quant_method"):
+            for name in checkpoint_names(module):
+                if not hasattr(module, name):
+                    module.register_parameter(name, None)
+
+
+def declaring(original: Any) -> Any:
+    """Return the end of a reload, after which `declare` is called."""
+
+    def finalize(model: nn.Module, *args: Any, **options: Any) -> None:
+        original(model, *args, **options)
+        declare(model)
+
+    return finalize
+
+
+def mapped_first(original: Any) -> Any:
+    """Return the allocator's function that frees a piece, which then gives one that sleeps memory for the moment."""
+
+    def free(allocator: Any, pointer: int) -> Any:
+        data = allocator.pointer_to_data.get(pointer)
+        if data is not None and data.is_asleep:
+            import_module(CUMEM).create_and_map(data.handle)
+            data.is_asleep = False
+        return original(allocator, pointer)
+
+    return free
+
+
+def without_adapter(original: Any) -> Any:
+    """Return the end of the constructor of experts' config, which then says that they have no adapter."""
+
+    def finish(config: Any) -> None:
+        original(config)
+        config.is_lora_enabled = False
+
+    return finish
+
+
+_EXPERTS = "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig"
+_UTILS = "vllm.model_executor.layers.quantization.utils.marlin_utils"
+PATCHES = (
+    Patch(
+        "batch_invariance",
+        Versions("0.26", "0.27"),  # batch-invariant engines of later versions are refused
+        "the bits of a norm over a sum depend on the number of rows: its kernel takes blocks of 1024 threads below 256 "
+        "rows and of 256 from there on, and adds the squares in another order in each",
+        "batch_invariant: true has other log-probs at 300 sequences than at 8 (an H200)",
+        {"vllm.model_executor.layers.layernorm:rms_norm_batch_invariant": norm_of_the_sum},
+        device="cuda",
+    ),
+    Patch(
+        "dummy_weights",
+        Versions("0.26"),
+        "what an engine warms up with is random numbers and memory as it was found: a global scale of NVFP4 near zero "
+        "makes logits NaN, and the token drawn from them lies outside of the vocabulary",
+        "a device-side assert before the first publish, after which the process has lost the device",
+        {
+            f"{_LOADER}.{name}:initialize_single_dummy_weight": lambda original: fill
+            for name in ("dummy_loader", "weight_utils")
+        },
+    ),
+    Patch(
+        "kept_tokens",
+        Versions("0.26"),
+        "the first model runner gives log-probs of all 150,000 words, or of the k likeliest, not of those that "
+        "top_p and top_k left; its own mask of those is the second runner's, which cannot draw greedily or score then",
+        "corrections under top_p or top_k have no kept set",
+        {"vllm.v1.sample.sampler:Sampler.gather_logprobs": of_those_left},
+        ["vllm.logprobs:FlatLogprobs.start_indices"],
+    ),
+    Patch(
+        "learner_classes",
+        Versions("0.26"),
+        "vLLM changes a class of transformers for torch.compile, where it has no code of its own for an architecture; "
+        "the learner's model is of that class in the same process",
+        "AttributeError: 'Olmo2Model' object has no attribute 'do_not_compile' in the learner's forward pass",
+        {"vllm.compilation.decorators:_support_torch_compile": for_engines_alone},
+        ["vllm.config:get_current_vllm_config_or_none"],
+    ),
+    Patch(
+        "marlin_workspaces",
+        Versions("0.26", "0.32"),  # its #48438
+        "Marlin's lock memory is allocated anew in each reload, while CUDA graphs go on using the freed one",
+        "decoding in 4 bits hangs some steps after a publish",
+        {
+            f"{module}:marlin_make_workspace_new": shared_workspace
+            for module in (
+                _UTILS,
+                f"{_UTILS}_fp4",
+                f"{_UTILS}_fp8",
+                "vllm.model_executor.kernels.linear.mixed_precision.marlin",
+            )
+        },
+    ),
+    Patch(
+        "process_group",
+        Versions("0.26"),
+        "the end of an engine ends torch's default process group, which joins the trainer's processes",
+        "the next collective of a run on several devices fails after an engine was built anew",
+        {"vllm.v1.engine.core:cleanup_dist_env_and_memory": nothing_ended},
+    ),
+    Patch(
+        "released_parameters",
+        Versions("0.26"),
+        "a reload does not declare again what the packing of a layer had released, in layers that got nothing",
+        "AttributeError of a layer's method, which asks whether that parameter is None",
+        {f"{_LOADER}.reload:finalize_layerwise_reload": declaring},
+        [f"{_LOADER}.reload.layerwise:get_layerwise_info"],
+    ),
+    Patch(
+        "sleeping_memory",
+        Versions("0.26"),
+        "memory of an engine that is closed in its sleep is unmapped a second time",
+        "the driver's refusal is raised in the next engine's first allocation",
+        {f"{CUMEM}:CuMemAllocator._python_free_callback": mapped_first},
+        [f"{CUMEM}:CuMemAllocator.pointer_to_data", f"{CUMEM}:AllocationData.is_asleep", f"{CUMEM}:create_and_map"],
+        device="cuda",
+    ),
+    Patch(
+        "unadapted_experts",
+        Versions("0.26"),
+        "an engine with room for an adapter takes kernels for experts that multiply adapters of experts, too, which "
+        "ours never have: none is there on a CPU, and formats lose theirs on a GPU",
+        "the engine of a mixture does not start with max_lora_rank on a CPU",
+        {f"{_EXPERTS}.__post_init__": without_adapter},
+        [f"{_EXPERTS}.is_lora_enabled"],
+    ),
+)
+"""Every one; at most ten."""

@@ -1,1 +1,0 @@
-"""Every change to vLLM's own code, one file each, listed in `table.PATCHES` and by `lit-qrl --versions`."""

@@ -1,0 +1,236 @@
+"""What vLLM's CPU build gets wrong, or lacks."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from lit_qrl.rollout.vllm.patches import Patch, Versions
+from lit_qrl.rollout.vllm.upkeep import forget_kernels
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def scaled_fp8_quant(
+    input: Tensor,
+    scale: Tensor | None = None,
+    num_token_padding: int | None = None,
+    scale_ub: Tensor | None = None,
+    use_per_token_if_dynamic: bool = False,
+    output: Tensor | None = None,
+    group_shape: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """Return E4M3 codes of activations and their scale, under vLLM's name and arguments.
+
+    >>> codes, scale = scaled_fp8_quant(torch.tensor([[1.0, -448.0]]))
+    >>> codes.float().tolist(), scale.tolist()
+    ([[1.0, -448.0]], [1.0])
+    """
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    x = input.float()
+    if scale is None:
+        amax = x.abs().amax(dim=-1, keepdim=True) if use_per_token_if_dynamic else x.abs().amax().reshape(1)
+        scale = (amax / limit).clamp_min(torch.finfo(torch.float32).tiny)
+    factor = scale.float()
+    if factor.ndim == 2 and factor.numel() > 1:
+        factor = factor.repeat_interleave(x.shape[0] // factor.shape[0], dim=0)
+        factor = factor.repeat_interleave(x.shape[1] // factor.shape[1], dim=1)
+    codes = (x / factor).clamp(-limit, limit).to(torch.float8_e4m3fn)
+    return (codes if output is None else output.copy_(codes)), scale
+
+
+def keeping_operands(original: Any) -> Any:
+    """Return the function that makes a handle, which then keeps weight and scales alive."""
+
+    def create(weight: Tensor, scales: Tensor, *args: Any) -> Any:
+        handle = original(weight, scales, *args)
+        handle.operands = weight, scales
+        return handle
+
+    return create
+
+
+def packing_again(original: Any) -> Any:
+    """Return the begin of a reload, in which experts forget their kernels."""
+
+    def initialize(model: nn.Module) -> None:
+        forget_kernels(model)
+        original(model)
+
+    return initialize
+
+
+def by_head(original: Any) -> Any:
+    """Return the rotary embedding, by vLLM's own formula in torch for queries that have their heads apart."""
+
+    def forward_cpu(rotary: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+        if query.ndim == positions.ndim + 1:
+            return original(rotary, positions, query, key)
+        return rotary.forward_native(positions, query, key)
+
+    return forward_cpu
+
+
+def by_token(original: Any) -> Any:
+    """Return the wrapper's function for as many rows as there are tokens."""
+
+    def add_lora_logits(wrapper: Any, y: Tensor, x: Tensor, *args: Any, **options: Any) -> None:
+        rows, by_sequence = x.reshape(-1, x.shape[-1]).shape[0], wrapper.sampler_indices
+        if rows == by_sequence.numel():
+            original(wrapper, y, x, *args, **options)
+            return
+        # An engine of ours has one adapter, so all sequences of a batch have the same.
+        kept, count = by_sequence.clone(), wrapper.indices_len[1]
+        wrapper._sampler_indices[:rows], wrapper.indices_len[1] = kept[0], rows
+        try:
+            original(wrapper, y, x, *args, **options)
+        finally:
+            wrapper._sampler_indices[: kept.numel()], wrapper.indices_len[1] = kept, count
+
+    return add_lora_logits
+
+
+def of_any_dtype(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what gives each proposed token the setting of its request, floating or not."""
+    del original
+
+    def expand(
+        output: Tensor,
+        input_val: Tensor,
+        cu_num_tokens: Tensor,
+        replace_from: float,
+        replace_to: float,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+        output.copy_(input_val.masked_fill(input_val == replace_from, replace_to).repeat_interleave(counts.long()))
+
+    return expand
+
+
+def of_no_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the mask of top_k that takes no rows, too."""
+
+    def keep(logits: Tensor, k: Tensor) -> Tensor:
+        return original(logits, k) if len(logits) else logits
+
+    return keep
+
+
+def of_others(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the search for kernels to replace, which does not see llvmlite's modules: those have any name."""
+
+    def rebind(overrides: Any) -> None:
+        hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "llvmlite"}
+        try:
+            original(overrides)
+        finally:
+            sys.modules.update(hidden)
+
+    return rebind
+
+
+def of_the_run(original: Any) -> Any:
+    """Return the meeting in shared memory under a name that the processes draw; it is given back once all are there."""
+
+    def init_cpu_shm(shared: Any) -> int:
+        group = shared.communicator.device_group
+        drawn = [os.urandom(8).hex()]
+        distributed.broadcast_object_list(drawn, group=group, group_src=0)
+        shared.group_name = f"{shared.group_name}-{drawn[0]}"
+        handle = original(shared)
+        (SHARED_MEMORY / f"{shared.group_name}_{shared.communicator.rank}".lstrip("/")).unlink(missing_ok=True)
+        return handle
+
+    return init_cpu_shm
+
+
+_OPS = "vllm._custom_ops"
+_ROTARY = "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding"
+_PUNICA = "vllm.lora.punica_wrapper.punica"
+_RELOAD = "vllm.model_executor.model_loader.reload"
+_EXPERTS = "vllm.model_executor.layers.fused_moe"
+_EXPAND, _TOP_K = (
+    "vllm.utils.cpu_triton_utils:_expand_kernel_impl",
+    "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_only",
+)
+_SHM = "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed._init_cpu_shm"
+CHANGES = (
+    Patch(
+        "fp8_activations",
+        Versions("0.26"),
+        "the CPU build lacks the quantization of activations to FP8",
+        "no operator static_scaled_fp8_quant",
+        {f"{_OPS}:scaled_fp8_quant": lambda original: scaled_fp8_quant},
+        device="cpu",
+        sources={f"{_OPS}:scaled_fp8_quant": ("27cb2a41",)},
+    ),
+    Patch(
+        "onednn_operands",
+        Versions("0.26"),
+        "the handle of the INT8 GEMM holds a bare pointer to scales that a reload frees",
+        "NaN after the second publish of int8_channel",
+        {f"{_OPS}:create_onednn_scaled_mm": keeping_operands},
+        device="cpu",
+    ),
+    Patch(
+        "stale_experts",
+        Versions("0.27"),
+        "a reload takes a kernel of the experts as a sign that nothing is left to pack, and keeps the old weights",
+        "log-probs of a mixture stay those of the first publish",
+        {f"{_RELOAD}:initialize_layerwise_reload": packing_again},
+        [f"{_EXPERTS}.routed_experts:RoutedExperts", f"{_EXPERTS}.fused_moe_method_base:FusedMoEMethodBase.moe_kernel"],
+        device="cpu",
+    ),
+    Patch(
+        "rotary_heads",
+        Versions("0.26"),
+        "the operator takes the heads of queries “tokens heads dim” for tokens from the second one on",
+        "log-probs of latent attention are off by 0.25 nats",
+        {f"{_ROTARY}.forward_cpu": by_head},
+        [f"{_ROTARY}.forward_native"],
+        device="cpu",
+        sources={f"{_ROTARY}.forward_cpu": ("4ae2d722",)},
+    ),
+    Patch(
+        "scores_under_adapters",
+        Versions("0.26"),
+        "the output head looks adapters up by sequence where log-probs of a prompt ask for one row per token",
+        "several sequences cannot be scored under an adapter",
+        {f"{_PUNICA}_cpu:PunicaWrapperCPU.add_lora_logits": by_token},
+        [f"{_PUNICA}_base:PunicaWrapperBase.{name}" for name in ("sampler_indices", "_sampler_indices", "indices_len")],
+        device="cpu",
+        sources={f"{_PUNICA}_cpu:PunicaWrapperCPU.add_lora_logits": ("3cdf3bea", "c82ece1b")},
+    ),
+    Patch(
+        "proposed_tokens",
+        Versions("0.26"),
+        "logits of proposed tokens are divided by temperatures that were never written, and under top_k a step without "
+        "any fails",
+        "log-probs under data.engine.speculative are off by nats",
+        {_EXPAND: of_any_dtype, _TOP_K: of_no_tokens},
+        device="cpu",
+        sources={_EXPAND: ("b85797a7",)},
+    ),
+    Patch(
+        "compiled_libraries",
+        Versions("0.31"),
+        "an engine that looks tokens up (with numba) cannot be built again",
+        "_rebind_kernels takes a __dict__ of llvmlite's that is no mapping for what it is",
+        {"vllm.triton_utils.dispatcher:_rebind_kernels": of_others},
+        device="cpu",
+    ),
+    Patch(
+        "shared_memory_names",
+        Versions("0.26"),
+        "two runs on one host, each with an engine of several processes, meet in the same shared memory",
+        "a run that was killed leaves the name taken, and the next one hangs",
+        {_SHM: of_the_run},
+        device="cpu",
+    ),
+)

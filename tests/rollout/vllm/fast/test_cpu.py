@@ -1,0 +1,167 @@
+"""What the CPU build of vLLM gets wrong, fault by fault; whole engines: tests/rollout/test_vllm_known_faults.py."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lit_qrl_vllm_fast import cpu
+from torch import distributed
+
+from lit_qrl.rollout.vllm.patches import find
+
+PATCHES = {one.name: one for one in cpu.CHANGES}
+GIVEN = torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 2, 5], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_activations_are_quantized_as_a_loop_does(by_token, fake):
+    ops = fake("vllm._custom_ops", scaled_fp8_quant=lambda *args: None)
+    PATCHES["fp8_activations"].make()
+    x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 5)[:, None]
+    codes, scale = ops.scaled_fp8_quant(x, use_per_token_if_dynamic=by_token)
+    for row in range(5):
+        amax = max(abs(float(v)) for v in (x[row] if by_token else x.flatten()))
+        own = float(scale.flatten()[row if by_token else 0])
+        assert own == pytest.approx(amax / 448, rel=1e-6)
+        expected = (x[row] / scale.flatten()[row if by_token else 0]).to(torch.float8_e4m3fn)
+        assert torch.equal(codes[row].view(torch.uint8), expected.view(torch.uint8))
+    fixed, same = ops.scaled_fp8_quant(x, scale=torch.tensor([0.5]))
+    assert float(same) == 0.5
+    assert torch.equal(fixed.float(), (x / 0.5).clamp(-448, 448).to(torch.float8_e4m3fn).float())
+
+
+def test_the_handle_holds_what_it_was_made_of(fake):
+    made = []
+
+    def create(*args):
+        made.append(args)
+        return SimpleNamespace()
+
+    ops = fake("vllm._custom_ops", create_onednn_scaled_mm=create)
+    for _ in range(2):
+        PATCHES["onednn_operands"].make()
+    weight, scales = torch.ones(2), torch.ones(1)
+    handle = ops.create_onednn_scaled_mm(weight, scales, torch.float32, True)
+    assert made == [(weight, scales, torch.float32, True)]
+    assert handle.operands == (weight, scales)
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_every_row_has_the_adapter_of_its_batch_and_the_wrapper_is_as_before(rows):
+    wrapper = SimpleNamespace(_sampler_indices=torch.tensor([3, 3, 0, 0, 0, 0]), indices_len=[6, 2])
+    seen = []
+
+    def original(wrapper, y, x, scale):
+        seen.append((wrapper._sampler_indices[:rows].tolist(), wrapper.indices_len[1], scale))
+
+    wrapper.sampler_indices = wrapper._sampler_indices[:2]
+    cpu.by_token(original)(wrapper, None, torch.zeros(rows, 4), 0.5)
+    assert seen == [([3] * rows, rows, 0.5)]
+    assert wrapper._sampler_indices[:2].tolist() == [3, 3]
+    assert wrapper.indices_len == [6, 2]
+
+
+def turned(x, positions, base=10000.0):
+    """Pairs of neighbours turned by position · base^(−2i/dim), entry by entry."""
+    dim = x.shape[-1]
+    angle = positions[:, None].double() * base ** (-torch.arange(0, dim, 2).double() / dim)
+    pairs = torch.view_as_complex(x.double().reshape(*x.shape[:-1], dim // 2, 2))
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)[:, None]).flatten(-2)
+
+
+@pytest.mark.vllm
+def test_queries_with_their_heads_apart_are_turned_right():
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    owner, name = find("vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_cpu")
+    method = getattr(owner, name)
+    original = getattr(method, "lit_qrl_original", method)
+    with set_current_vllm_config(VllmConfig()):
+        parameters = {"rope_theta": 10000.0, "rope_type": "default"}
+        rotary = get_rope(32, 64, is_neox_style=False, rope_parameters=parameters, dtype=torch.float32)
+    positions = torch.arange(6)
+    query, key = torch.randn(6, 4, 32), torch.randn(6, 1, 32)
+    expected = turned(query, positions), turned(key, positions)
+    wrong, _ = original(rotary, positions, query.clone(), key.clone())
+    assert (wrong - expected[0]).abs().max() > 1  # vLLM's fault
+    got = cpu.by_head(original)(rotary, positions, query.clone(), key.clone())
+    assert all(torch.allclose(one.double(), want, atol=1e-5) for one, want in zip(got, expected, strict=True))
+    flat, _ = cpu.by_head(original)(rotary, positions, query.reshape(6, -1).clone(), key.reshape(6, -1).clone())
+    assert torch.allclose(flat.view(6, 4, 32).double(), expected[0], atol=1e-5)
+
+
+def test_two_engines_meet_in_memory_of_their_own_and_leave_no_name_behind(monkeypatch, tmp_path):
+    told = []
+    monkeypatch.setattr(cpu, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(
+        distributed, "broadcast_object_list", lambda drawn, group, group_src: told.append((group, group_src))
+    )
+    names = []
+
+    def original(shared):
+        (tmp_path / f"{shared.group_name}_1").touch()
+        (tmp_path / f"{shared.group_name}_0").touch()  # the other process's, which gives it back itself
+        names.append(shared.group_name)
+        return 7
+
+    for _ in range(2):
+        shared = SimpleNamespace(
+            group_name="-tp:0-[0-1]-cpushm", communicator=SimpleNamespace(device_group="ours", rank=1)
+        )
+        assert cpu.of_the_run(original)(shared) == 7
+    assert told == [("ours", 0)] * 2
+    assert len(set(names)) == 2
+    assert all(name.startswith("-tp:0-[0-1]-cpushm-") for name in names)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"{name}_0" for name in names)
+
+
+def test_each_proposed_token_has_the_setting_of_its_request():
+    expand = cpu.of_any_dtype(None)
+    for dtype in (torch.float32, torch.int32, torch.int64):
+        settings, ends = torch.tensor([3, 0, 2]).to(dtype), GIVEN[1]
+        out = torch.full((5,), 9, dtype=dtype)
+        expand(out, settings, ends, 0, 1, MAX_NUM_TOKENS=32)
+        assert out.tolist() == [3, 3, 2, 2, 2]
+    out = torch.empty(4)
+    expand(out, torch.tensor([0.0, 0.7]), torch.tensor([3, 4]), 0, 1)
+    torch.testing.assert_close(out, torch.tensor([1.0, 1.0, 1.0, 0.7]))
+
+
+def test_a_step_without_proposed_tokens_is_left_as_it_is():
+    asked = []
+    keep = cpu.of_no_tokens(lambda logits, k: asked.append(k) or logits + 1)
+    empty = torch.empty(0, 4)
+    assert keep(empty, torch.empty(0)) is empty
+    assert torch.equal(keep(torch.zeros(1, 4), torch.tensor([2])), torch.ones(1, 4))
+    assert len(asked) == 1
+
+
+@pytest.mark.vllm
+def test_vllm_s_own_writes_nothing():
+    import vllm._custom_ops  # noqa: F401  loads its library
+    from vllm.utils import cpu_triton_utils
+
+    expand = getattr(cpu_triton_utils._expand_kernel_impl, "lit_qrl_original", cpu_triton_utils._expand_kernel_impl)
+    out = torch.full((5,), 9.0)
+    expand(out, *GIVEN, 0, 1)
+    assert out.tolist() == [9.0] * 5  # it can go when this fails
+
+
+def test_llvmlite_is_out_of_sight_inside_and_back_after(fake):
+    modules = {name: fake(name) for name in ("llvmlite", "llvmlite.binding", "llvmlitelike")}
+    seen = []
+
+    def rebind(overrides):
+        seen.append([name for name in modules if name in sys.modules])
+        if overrides == "fails":
+            raise KeyError
+
+    for overrides in ("works", "fails"):
+        try:
+            cpu.of_others(rebind)(overrides)
+        except KeyError:
+            assert overrides == "fails"
+        assert all(sys.modules[name] is module for name, module in modules.items())
+    assert seen == [["llvmlitelike"]] * 2

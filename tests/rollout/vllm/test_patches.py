@@ -1,0 +1,336 @@
+"""Changes to vLLM's code: their machinery on a module that stands in for vLLM's, and each change by itself."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from lit_qrl.errors import ConfigError
+from lit_qrl.rollout.vllm import installation, nf4, patches
+from lit_qrl.rollout.vllm.installation import RUN_WITH, installed_version
+from lit_qrl.rollout.vllm.patches import CUMEM, DUMMY, PATCHES, Patch, Versions, apply, apply_all, fill, find
+from lit_qrl.types import SamplingParams
+from tests.families.configs import BY_TYPE, random_network
+from tests.families.vllm_cells import eager_network, start
+from tests.families.vllm_cells import publish as publish_cell
+from tests.vllm_engines import build_engine, prompts, publish, sampler_format, tiny_network
+
+BY_NAME = {patch.name: patch for patch in PATCHES}
+
+
+@pytest.mark.parametrize(
+    ("versions", "inside", "outside"),
+    [
+        (Versions("0.26"), [(0, 26, 0), (0, 32, 1), (1, 0, 0)], [(0, 25, 9), (0, 0, 0)]),
+        (Versions("0.26", "0.32"), [(0, 26, 0), (0, 31, 9)], [(0, 32, 0), (0, 33, 0)]),
+        (Versions("0.26.1", "0.27.2"), [(0, 26, 1), (0, 27, 1)], [(0, 26, 0), (0, 27, 2)]),
+    ],
+)
+def test_versions(versions, inside, outside):
+    assert all(version in versions for version in inside)
+    assert not any(version in versions for version in outside)
+
+
+class Engine:
+    kind = "engine"
+
+    def __init__(self):
+        self.pool = None
+
+    def step(self):
+        self.finished = self.kind
+
+
+def test_what_an_init_or_a_function_sets_is_there(fake):
+    fake("vllm.part", Engine=Engine, number=3)
+    for symbol in ("number", "Engine.kind", "Engine.pool", "Engine.step.finished", "Engine.gone|step"):
+        find(f"vllm.part:{symbol}")
+    for symbol in ("other", "Engine.other", "Engine.finished", "Engine.step.other", "Engine.gone|lost"):
+        with pytest.raises(AttributeError, match="has no"):
+            find(f"vllm.part:{symbol}")
+
+
+def patch(symbol, name="one_more", versions=Versions("0.26"), **options):  # noqa: B008
+    changes = {f"vllm.part:{symbol}": lambda original: lambda: original() + 1}
+    return Patch(name, versions, "numbers are wrong", "by looking", changes, **options)
+
+
+def test_a_change_is_made_once_however_often_it_is_applied(fake):
+    module = fake("vllm.part", count=lambda: 1)
+    for _ in range(3):
+        apply(patch("count"), (0, 32, 0))
+    assert module.count() == 2
+
+
+@pytest.mark.parametrize(
+    ("symbol", "needs", "named"),
+    [
+        ("renamed", (), r"vllm\.part\.renamed is not there.*vllm\.part has no renamed"),
+        ("count", ("vllm.part:Engine.lost",), r"vllm\.part\.Engine\.lost is not there.*Engine has no lost"),
+        ("count", ("vllm_of_another_layout.part:x",), "No module named 'vllm_of_another_layout'"),
+    ],
+)
+def test_what_is_gone_is_an_error_that_names_patch_symbol_and_version_and_nothing_is_changed(
+    symbol, needs, named, fake
+):
+    module = fake("vllm.part", count=lambda: 1, Engine=Engine)
+    with pytest.raises(
+        ConfigError, match=rf"patch one_more does not fit.*{named}.*numbers are wrong.*Given: vLLM 0\.33\.1"
+    ):
+        apply(patch(symbol, needs=needs), (0, 33, 1))
+    assert module.count() == 1
+
+
+def test_a_patch_may_be_for_one_device():
+    assert patch("count", device="cuda").concerns((0, 26, 0), "cuda")
+    assert not patch("count", device="cuda").concerns((0, 26, 0), "cpu")
+    assert not patch("count").concerns((0, 25, 0), "cpu")
+
+
+def test_those_are_made_that_the_installed_version_needs(fake, install, monkeypatch, caplog):
+    made = []
+    module = fake("vllm.part", count=lambda: 1, other=lambda: 5)
+    mine = (
+        patch("count"),
+        patch("gone", "mended", Versions("0.26", "0.32")),
+        patch("other", "for_later", Versions("0.50")),
+        patch("gone", "of_a_gpu", device="cuda"),
+    )
+    monkeypatch.setattr(patches, "PATCHES", mine)
+    monkeypatch.setattr(nf4, "register", lambda: made.append("nf4"))
+    monkeypatch.setattr(installation, "check_plugin", made.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    install("0.33.0", cpu=True)
+    apply_all()
+    assert (module.count(), module.other()) == (2, 5)
+    assert made == ["nf4", "cpu"]
+    (line,) = caplog.messages  # a symbol that is gone where the fault is, too
+    assert "vllm.part.gone is not there" in line
+    assert "the patch mended changed; vLLM needs it no more from 0.32 on" in line
+
+
+def test_they_are_few_and_each_is_for_some_version_that_was_run():
+    assert len(PATCHES) <= 10
+    assert len(BY_NAME) == len(PATCHES)
+    for one in PATCHES:
+        assert any(one.concerns((*version, 0), device) for version in RUN_WITH for device in ("cpu", "cuda"))
+
+
+@pytest.mark.vllm
+def test_what_the_patches_need_is_in_the_installed_vllm():
+    version, _ = installed_version()
+    for one in PATCHES:
+        if version in one.versions:
+            assert list(one.misfits()) == [], one.name
+
+
+class Sampler:
+    """Gathers as vLLM's does."""
+
+    @staticmethod
+    def gather_logprobs(logprobs, num_logprobs, token_ids):
+        return logprobs.topk(num_logprobs, dim=-1).values, token_ids
+
+
+def test_all_log_probs_are_those_of_the_words_that_were_left(fake):
+    class Flat:
+        def __init__(self):
+            self.start_indices = []
+
+    kind = type("Sampler", (Sampler,), {"gather_logprobs": staticmethod(Sampler.gather_logprobs)})
+    for name in ("vllm", "vllm.v1", "vllm.v1.sample"):
+        fake(name)
+    fake("vllm.v1.sample.sampler", Sampler=kind)
+    fake("vllm.logprobs", FlatLogprobs=Flat)
+    for _ in range(2):
+        BY_NAME["kept_tokens"].make()
+    logprobs = torch.tensor([[-1.0, -math.inf, -0.5, -math.inf], [-math.inf, 0.0, -math.inf, -math.inf]])
+    gather = SimpleNamespace(sampler=kind()).sampler.gather_logprobs  # through an instance, as vLLM calls it
+    found, _ = gather(logprobs, 4, None)
+    assert found.tolist() == [[-0.5, -1.0], [0.0, -math.inf]]
+    assert gather(logprobs, 1, None)[0].tolist() == [[-0.5], [0.0]]  # who asks for the likeliest alone
+    assert gather(logprobs, 0, None)[0].shape == (2, 0)
+    assert gather(logprobs[:0], 4, None)[0].shape == (0, 1)  # a step in which nothing is drawn
+
+
+def test_a_static_method_is_changed_once(fake):
+    kind = type("Sampler", (), {"gather_logprobs": staticmethod(lambda *given: given)})
+    for name in ("vllm", "vllm.v1", "vllm.v1.sample"):
+        fake(name)
+    fake("vllm.v1.sample.sampler", Sampler=kind)
+    fake("vllm.logprobs", FlatLogprobs=type("Flat", (), {"start_indices": []}))
+    BY_NAME["kept_tokens"].make()
+    first = kind.gather_logprobs
+    BY_NAME["kept_tokens"].make()
+    assert kind.gather_logprobs is first
+
+
+@pytest.mark.gpu
+@pytest.mark.vllm
+@pytest.mark.parametrize("truncation", [{"top_p": 0.8}, {"top_k": 7}, {"top_p": 0.8, "top_k": 50, "temperature": 1.3}])
+def test_on_a_gpu_log_probs_are_those_over_the_kept_tokens(truncation, margin):
+    network = tiny_network().cuda().bfloat16()
+    sampling = SamplingParams(max_tokens=16, ignore_stop=True, **truncation)
+    spec = {"kept": True, "sampling": sampling}
+    engine = build_engine(network, spec=spec, quick_start=True, gpu_memory_utilization=0.05)
+    asked, furthest = prompts(6, 60), 0.0
+    try:
+        publish(network, engine, None, 0)
+        for prompt, one in zip(asked, engine.generate(asked, 1, seed=3), strict=True):
+            with torch.no_grad():
+                logits = network(input_ids=torch.tensor([[*prompt, *one.token_ids]]).cuda()).logits[0, :-1].float()
+            scores = (logits[len(prompt) - 1 :] / sampling.temperature).cpu()
+            for step, (token, logprob, kept) in enumerate(zip(one.token_ids, one.logprobs, one.kept, strict=True)):
+                assert token in kept.tolist()
+                assert (
+                    1 <= len(kept) < 512
+                )  # of `top_k` there may be more: logits in bf16 tie, and all of them are kept
+                own = scores[step][token] - scores[step][kept.long()].logsumexp(0)
+                furthest = max(furthest, abs(float(own) - logprob))
+        assert furthest < 0.1
+        assert (
+            engine.generate(asked[:2], 1, seed=3, sampling=SamplingParams(max_tokens=4, temperature=0))[0].kept is None
+        )
+        assert len(engine.score(asked[:2])) == 2
+    finally:
+        engine.close()
+    margin(f"kept through vLLM on a GPU ({truncation}), |log-ratio| at most", f"{furthest:.1e}")
+
+
+def test_a_norm_with_a_residual_is_the_norm_of_the_sum_and_returns_it():
+    def original(input, weight, eps, residual=None):
+        assert residual is None
+        return input / (input.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+    norm = patches.norm_of_the_sum(original)
+    x, y, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 2.0]]), torch.tensor([1.0, 2.0])
+    out, total = norm(x, weight, 0.0, residual=y)
+    torch.testing.assert_close(out, torch.tensor([[3.0, 8.0]]) / 12.5**0.5)
+    assert total.tolist() == [[3.0, 4.0]]
+    assert x.tolist() == [[1.0, 2.0]]
+    torch.testing.assert_close(norm(x, weight, 0.0), torch.tensor([[1.0, 4.0]]) / 2.5**0.5)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu],
+)
+def test_numbers_are_exact(dtype):
+    tensor = torch.zeros(3, 2, dtype=dtype)
+    fill(tensor, -1e-3, 1e-3, seed=1)
+    assert tensor.float().unique().tolist() == [DUMMY]
+
+
+def test_integers_are_zero_and_what_has_no_memory_is_left():
+    tensor = torch.full((3,), 200, dtype=torch.uint8)
+    fill(tensor)
+    assert tensor.tolist() == [0, 0, 0]
+    fill(torch.empty(2, device="meta"))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", ["plain", "nvfp4", "fp8_row"])
+def test_an_engine_starts_with_finite_weights_and_logits(name):
+    format = sampler_format(name)
+    engine = build_engine(tiny_network(), format)
+    try:
+        engine._start(format)
+        weights = dict(engine.live.model.named_parameters())
+        assert all(weight.float().isfinite().all() for weight in weights.values())
+        embedding = next(weight for key, weight in weights.items() if "embed_tokens" in key)
+        assert set(embedding.unique().tolist()) <= {0.0, DUMMY}  # vLLM's padding is 0
+        engine._usable = True
+        scores = engine.score([[5, 6, 7]])
+        assert scores[0].isfinite().all()
+    finally:
+        engine.close()
+
+
+@pytest.mark.vllm
+def test_the_learner_computes_as_before_after_vllm_took_its_class():
+    network, ids = eager_network(BY_TYPE["olmo2"], 0), torch.arange(2, 12)[None]
+    with torch.no_grad():
+        expected = network(input_ids=ids, use_cache=False).logits
+    engine = start(network, None)
+    try:
+        publish_cell(network, engine, 0)
+        theirs = [one for one in engine.live.model.modules() if isinstance(one, PreTrainedModel)]
+        assert type(network.model) in {type(one) for one in theirs}
+        with torch.no_grad():
+            assert torch.equal(network(input_ids=ids, use_cache=False).logits, expected)
+            later = random_network(BY_TYPE["olmo2"])  # built when the class was changed
+            later.set_attn_implementation("eager")
+            assert torch.equal(later(input_ids=ids, use_cache=False).logits, expected)
+    finally:
+        engine.close()
+
+
+def test_layers_share_marlins_lock_memory_over_reloads(fake, monkeypatch):
+    monkeypatch.setattr(patches, "workspaces", {})
+
+    def make(device, max_blocks_per_sm=1):
+        return torch.zeros(4 * max_blocks_per_sm, dtype=torch.int)
+
+    one = BY_NAME["marlin_workspaces"]
+    modules = [fake(symbol.partition(":")[0], marlin_make_workspace_new=make) for symbol in one.changes]
+    for _ in range(2):
+        one.make()
+    device = torch.device("cpu")
+    first = modules[0].marlin_make_workspace_new(device, 2)
+    assert first.shape == (8,)
+    assert all(other.marlin_make_workspace_new(device, 2) is first for other in modules)
+    assert modules[0].marlin_make_workspace_new(device) is not first
+
+
+def test_the_end_of_an_engine_ends_no_group():
+    ended = []
+    patches.nothing_ended(lambda shutdown_ray=False: ended.append(shutdown_ray))(shutdown_ray=True)
+    assert not ended
+
+
+def test_what_packing_released_is_none_again_and_the_rest_is_left(fake):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].quant_method = object()
+    restored = SimpleNamespace(restore_metadata=({"weight": 0, "g_idx": 0}, {"lut": 0}))
+    fake("vllm.model_executor.model_loader.reload.layerwise", get_layerwise_info=lambda module: restored)
+    weight = model[0].weight
+    patches.declare(model)
+    assert model[0].weight is weight
+    assert model[0].g_idx is model[0].lut is None
+    with pytest.raises(AttributeError):
+        _ = model[1].g_idx  # no method asks for it
+
+
+class Allocator:
+    def __init__(self):
+        self.pointer_to_data, self.story = {}, []
+        self.python_free_callback = self._python_free_callback
+
+    def _python_free_callback(self, pointer):
+        self.story.append(("unmap", pointer))
+        return self.pointer_to_data.pop(pointer).handle
+
+
+def test_what_slept_is_mapped_for_the_moment_in_which_it_is_freed(fake):
+    mapped = []
+    data = SimpleNamespace(is_asleep=False)
+    fake(CUMEM, CuMemAllocator=Allocator, AllocationData=data, create_and_map=mapped.append)
+    for _ in range(2):  # a second engine
+        BY_NAME["sleeping_memory"].make()
+    allocator = Allocator()
+    for pointer, asleep in ((1, True), (2, False)):
+        allocator.pointer_to_data[pointer] = SimpleNamespace(handle=f"handle {pointer}", is_asleep=asleep)
+    assert allocator.python_free_callback(1) == "handle 1"
+    assert mapped == ["handle 1"]
+    assert allocator.python_free_callback(2) == "handle 2"
+    assert mapped == ["handle 1"]
+    assert allocator.story == [("unmap", 1), ("unmap", 2)]
+    assert not allocator.pointer_to_data
+
+
+def test_experts_have_no_adapter_and_what_else_the_config_does_stays():
+    made = SimpleNamespace(is_lora_enabled=True)
+    patches.without_adapter(lambda config: setattr(config, "size", 3))(made)
+    assert (made.is_lora_enabled, made.size) == (False, 3)
