@@ -66,7 +66,7 @@ def export(
     from lit_qrl import formats
     from lit_qrl.network.folder import appearing, own_dtype, refuse_existing, write_adapter, write_plain
     from lit_qrl.policy import DTYPES
-    from lit_qrl.quantize.folder import quantize_checkpoint
+    from lit_qrl.quantize import quantize_checkpoint
 
     options = {} if group_size is None else {"group_size": group_size}
     chosen = formats.get(format, **options) if format else None

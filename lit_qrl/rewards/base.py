@@ -275,7 +275,7 @@ def _scored(
         work: the reward, or what of it has begun.
     """
     try:
-        returned = call(work, samples, seconds=reward.time_limit, what=reward.described)
+        returned = call(work, samples, seconds=reward.time_limit)
     except (ConfigError, StoppedError):
         raise
     except Exception as error:
@@ -307,7 +307,7 @@ def _scored_singly(reward: Reward, samples: Sequence[Sample]) -> tuple[list[Scor
     failures: dict[int, str] = {}
     for i, sample in enumerate(samples):
         try:
-            returned = call(reward, [sample], seconds=reward.time_limit, what=reward.described)
+            returned = call(reward, [sample], seconds=reward.time_limit)
         except (ConfigError, StoppedError):
             raise
         except Exception as error:
