@@ -16,6 +16,13 @@ MOVED = {
     "precision.formats": "formats",
     "precision.formats.configs": "formats.base",
     "precision.lora4bit": "precision.packed_lora",
+    "rewards.boxed": "rewards.simple",
+    "rewards.constant": "rewards.simple",
+    "rewards.countdown": "rewards.puzzles",
+    "rewards.episode": "rewards.simple",
+    "rewards.exact_match": "rewards.simple",
+    "rewards.format": "rewards.simple",
+    "rewards.sudoku": "rewards.puzzles",
     "rollout.transformers": "rollout.embedded.engine",
 }
 """From what a module or package was called to what it is called, both within `lit_qrl`; what lay in it is in there."""

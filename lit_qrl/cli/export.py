@@ -180,8 +180,7 @@ def restore(
 
     from lit_qrl.network.names import is_saved_with_adapter
     from lit_qrl.optim.masters import saved_masters
-    from lit_qrl.run.identity import check_frozen, check_identity
-    from lit_qrl.run.parts import put_together
+    from lit_qrl.run.checkpoint_files import check_frozen, check_identity, put_together
 
     try:
         checkpoint = torch.load(checkpoint_path, map_location="cpu", weights_only=True, mmap=True)

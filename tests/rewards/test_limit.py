@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from lit_qrl.rewards import limit
-from lit_qrl.rewards.limit import call
+from lit_qrl.rewards import base as limit
+from lit_qrl.rewards.base import call
 
 
 def spin():
@@ -77,7 +77,7 @@ def test_in_another_thread_a_late_call_is_abandoned():
 
 def test_native_code_that_cannot_be_interrupted_ends_the_process_with_its_line():
     code = (
-        "import ctypes, lit_qrl.rewards.limit as limit; limit.GRACE = 0.2;"
+        "import ctypes, lit_qrl.rewards.base as limit; limit.GRACE = 0.2;"
         "lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64);"  # keeps the interpreter
         "print('before', flush=True); limit.call(lambda: [lock(mutex), lock(mutex)], seconds=0.1)"
     )
