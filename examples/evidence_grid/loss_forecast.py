@@ -18,7 +18,7 @@ from loss_odds import CORRECTIONS, EARLY_ITERATIONS, FITTED_ON, LOSS, audit_inpu
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.hooks import RLCallback, rl_callbacks
-from lit_qrl.run.diary import tell
+from lit_qrl.run.event_log import tell
 from lit_qrl.shipped import shipped
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from lit_qrl.functional.importance import log_ratio
 from lit_qrl.functional.mismatch import mismatch_metrics
 from lit_qrl.loop.hooks import RLCallback, rl_callbacks
 from lit_qrl.network.shards import whole
-from lit_qrl.run.diary import event, tell
+from lit_qrl.run.event_log import event, tell
 from lit_qrl.run.stop import stop_run
 from lit_qrl.types import RolloutBatch
 

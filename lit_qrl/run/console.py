@@ -1,8 +1,9 @@
-"""What libraries say during a run: into a file of the run folder; their errors on the screen too, once."""
+"""What is said on the screen during a run, and what goes into a file of its folder: libraries, phases, advice."""
 
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -175,3 +176,65 @@ class _Screen(logging.StreamHandler):
         new = said not in self._seen
         self._seen.add(said)
         return new
+
+
+log = logging.getLogger(__name__)
+
+BEGAN = time.monotonic()
+"""When this was first imported, which a command does before it imports anything large."""
+SHOWN_FROM = 1.0
+"""Seconds from which a phase has a line."""
+_within: list[float] = []
+"""Seconds of the phases inside each phase that is under way."""
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Say how long what stands within took, without the phases inside it, where that is a second or more.
+
+    Args:
+        name: of the phase, as its line begins.
+    """
+    began = time.monotonic()
+    _within.append(0.0)
+    try:
+        yield
+    finally:
+        seconds, inside = time.monotonic() - began, _within.pop()
+        if _within:
+            _within[-1] += seconds
+    if seconds - inside >= SHOWN_FROM:
+        log.info("%s: %.1f s", name, seconds - inside)
+
+
+def _tells(record: logging.LogRecord) -> bool:
+    """Return whether a message says more than advice: a fault, or that a limit of time ends the run."""
+    return record.levelno >= logging.WARNING or "Signaling Trainer to stop" in record.getMessage()
+
+
+def quiet() -> None:
+    """Silence that advice, and let what this library says be seen."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_tells)
+    for name in ("lightning.fabric.utilities.seed", "lightning.pytorch.accelerators.cuda"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for pattern in (
+        "LightningCLI's args parameter.*",
+        ".*does not have many workers.*",
+        ".*smaller than the logging interval.*",
+        ".*`training_step` returned",
+        ".*`IterableDataset` has `__len__` defined.*",
+        r".*module\(s\) in eval mode.*",  # a policy is trained without dropout
+        ".*LeafSpec.*is deprecated.*",  # Lightning's own use of torch
+        "Starting from v1.9.0, `tensorboardX`",  # `metrics.csv` is written whatever other logger there is
+    ):
+        warnings.filterwarnings("ignore", pattern)
+    if "transformers" in sys.modules:  # a command that only prints has not loaded it
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+    ours = logging.getLogger("lit_qrl")
+    if not ours.handlers:
+        screen = logging.StreamHandler()
+        screen.setLevel(logging.INFO)
+        ours.addHandler(screen)
+    ours.setLevel(logging.DEBUG)  # what is for nobody but a maintainer goes to the run's file

@@ -11,7 +11,7 @@ from lit_qrl.callbacks import Guard, RLCallback, TruncatedIS
 from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.loop.state import IterationState
 from lit_qrl.objective import GRPO
-from lit_qrl.rewards.constant import ConstantReward
+from lit_qrl.rewards.simple import ConstantReward
 from lit_qrl.types import Correction
 from tests.tiny_run import DigitReward, DigitTask, build, fit, parameters_of
 

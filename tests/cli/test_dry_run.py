@@ -15,7 +15,7 @@ from lit_qrl.cli import dry_run as dry
 from lit_qrl.cli.main import main
 from lit_qrl.errors import ConfigError
 from lit_qrl.policy import CausalPolicy
-from lit_qrl.quantize.folder import quantize_checkpoint
+from lit_qrl.quantize import quantize_checkpoint
 from lit_qrl.rollout import TransformersEngine, VLLMEngine
 from lit_qrl.rollout.engine import SamplerSpec
 from tests.command_line import build_once

@@ -5,7 +5,7 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import Int3Channel
 from lit_qrl.formats.support import row_of
-from lit_qrl.quantize.folder import quantize_checkpoint, writable
+from lit_qrl.quantize import quantize_checkpoint, writable
 from lit_qrl.rollout.vllm.checks import check_format
 from tests.formats.oracle import args, compressed, same_bits, weights
 

@@ -10,7 +10,7 @@ from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.pauses import Stand
 from lit_qrl.rollout.remote.engine import RemoteEngine
 from lit_qrl.rollout.remote.wire import versions
-from lit_qrl.run.diary import read_jsonl
+from lit_qrl.run.event_log import read_jsonl
 from lit_qrl.types import Completion
 from tests.tiny_run import build
 

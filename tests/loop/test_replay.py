@@ -22,7 +22,7 @@ from lit_qrl.rollout.pauses import Stand
 from lit_qrl.rollout.remote.engine import RemoteEngine
 from lit_qrl.rollout.remote.server import Session
 from lit_qrl.rollout.remote.wire import versions
-from lit_qrl.run.diary import append_jsonl, read_jsonl
+from lit_qrl.run.event_log import append_jsonl, read_jsonl
 from lit_qrl.run.loggers import RunCSVLogger
 from tests.loop.test_ahead import StopAfter, Tokens, Watch
 from tests.rollout.remote.served import TOKEN, Mortal, server

@@ -12,7 +12,7 @@ from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.remote import replica
 from lit_qrl.rollout.remote.engine import RemoteVLLMEngine
 from lit_qrl.rollout.remote.replica import Replica
-from lit_qrl.run.diary import read_jsonl
+from lit_qrl.run.event_log import read_jsonl
 from lit_qrl.types import SamplingParams
 from tests.cpu_kernels import skip_without_kernel
 from tests.rollout import test_vllm_faults as faults

@@ -90,7 +90,7 @@ WARNS = """
 import sys, warnings
 from pathlib import Path
 from lit_qrl.run.console import kept_from_the_screen
-from lit_qrl.run.quiet import quiet
+from lit_qrl.run.console import quiet
 import logging
 quiet()
 with kept_from_the_screen(Path("run")):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lit_qrl.rollout.remote.group import Group
-from lit_qrl.run.allocator import fixed_segments
+from lit_qrl.run.torch_settings import fixed_segments
 
 Way = Literal["memory", "ipc", "socket", "collective", "nccl"]
 CHUNK = 64 * 2**20

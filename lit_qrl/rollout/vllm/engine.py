@@ -53,8 +53,7 @@ from lit_qrl.rollout.vllm.sleeping import Sleeping
 from lit_qrl.rollout.vllm.start import undone_on_failure
 from lit_qrl.rollout.vllm.warm_up import warm_up
 from lit_qrl.rollout.vllm.watchdog import Watchdog
-from lit_qrl.run.console import without_bars
-from lit_qrl.run.phases import phase
+from lit_qrl.run.console import phase, without_bars
 
 Tensors = Iterator[tuple[str, Tensor]]
 Load = Callable[[Tensors, ReceivedLedger], None]

@@ -13,7 +13,7 @@ from lit_qrl.rollout.remote.engine import RemoteEngine
 from lit_qrl.rollout.remote.pausing import AstrayError, Pausing
 from lit_qrl.rollout.remote.replica import Replica
 from lit_qrl.rollout.remote.server import Session
-from lit_qrl.run.diary import read_jsonl
+from lit_qrl.run.event_log import read_jsonl
 from tests.rollout.embedded.test_flight import SAMPLING, after, set_up, two_networks
 from tests.rollout.remote.served import PROMPTS, TOKEN, publish, remote, server
 from tests.tiny_run import build, without_plots

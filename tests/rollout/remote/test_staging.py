@@ -16,7 +16,7 @@ from lit_qrl.rollout.remote import publishing
 from lit_qrl.rollout.remote.engine import RemoteEngine
 from lit_qrl.rollout.remote.server import Session
 from lit_qrl.rollout.remote.staging import HalfSentError, Staging
-from lit_qrl.run.diary import read_jsonl
+from lit_qrl.run.event_log import read_jsonl
 from tests.loop.test_ahead import ONE_OFF, rows
 from tests.loop.test_ahead import fit as fit_ahead
 from tests.networks import build_network

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from lit_qrl.run.diary import append_jsonl, ends_within_a_line, log_event, plain, read_jsonl
+from lit_qrl.run.event_log import append_jsonl, ends_within_a_line, log_event, plain, read_jsonl
 
 
 def test_events_are_appended_in_order(tmp_path):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, nn
 from transformers import AutoConfig
 
@@ -31,8 +30,6 @@ from lit_qrl.network.names import kept_in_fp32
 from lit_qrl.network.stream import quantize_named, shared_amax
 from lit_qrl.network.structure import decoder_layers, outline
 from lit_qrl.precision.base import check_shapes
-from lit_qrl.quantize.awq import Found
-from lit_qrl.quantize.calibration import LayerRunner
 from lit_qrl.rollout.vllm.checks import plain_mixtures
 
 log = logging.getLogger(__name__)
@@ -51,19 +48,11 @@ class QuantizeReport:
         layers: names of the quantized layers.
         bytes_before: of the checkpoint.
         bytes_after: of what was written.
-        found: the AWQ search's results, empty without AWQ.
     """
 
     layers: tuple[str, ...]
     bytes_before: int
     bytes_after: int
-    found: tuple[Found, ...] = ()
-
-    @property
-    def loss_ratio(self) -> float:
-        """Mean over groups of L(α) / L(0), 1 without AWQ; a group that plain rounding renders exactly counts 1."""
-        ratios = [one.loss / one.plain_loss if one.plain_loss else 1.0 for one in self.found]
-        return sum(ratios) / len(ratios) if ratios else 1.0
 
 
 def writable(format: NumberFormat | str, **options: Any) -> NumberFormat:
@@ -93,15 +82,13 @@ def quantize_checkpoint(
     format: NumberFormat,
     exclude: Sequence[str] = (),
     dtype: torch.dtype | None = None,
-    sequences: Tensor | None = None,
     device: str | torch.device = "cpu",
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> QuantizeReport:
     """Write the checkpoint of `source` in `format` to `output`, and return what was done.
 
-    One decoder layer and the shard being written are in memory; with `sequences` also their hidden states and, for
-    each layer, a Gram matrix "in in" per distinct input.
+    One decoder layer and the shard being written are in memory.
 
     Args:
         source: a Hugging Face folder with safetensors.
@@ -110,7 +97,6 @@ def quantize_checkpoint(
         exclude: globs over names of linear layers that stay as they are, beside output head and routers.
         dtype: what weights are cast to first; None leaves them as they are stored, but for what stays plain beside a
             format whose row has a `folder_dtype`.
-        sequences: token ids "count length" for AWQ scaling; None rounds plainly.
         device: where layers are quantized.
         shard_bytes: largest shard.
         progress: told after each decoder layer (done, total).
@@ -155,7 +141,7 @@ def quantize_checkpoint(
     # transformers asks for a layer by its name in the model, vLLM by that in the checkpoint
     plain = list(dict.fromkeys(other for name in plain for other in (name, _stored_layer(checkpoint, name))))
     plain += [name for name in mixture if name not in plain]
-    worker = _Worker(network, checkpoint, format, layers, dtype, torch.device(device), sequences)
+    worker = _Worker(network, checkpoint, format, layers, dtype, torch.device(device))
     with appearing(output, expected_bytes) as folder:
         writer = FolderWriter(folder, shard_bytes)
         try:
@@ -168,8 +154,8 @@ def quantize_checkpoint(
             raise ConfigError(what, expected="finite values", remedy="Take another copy of it.") from error
         writer.close()
         copy_side_files(source, folder)
-        report = QuantizeReport(tuple(layers), checkpoint.bytes, writer.bytes, tuple(worker.found))
-        (folder / RECORD).write_text(json.dumps(_record(source, format, exclude, sequences, report), indent=2) + "\n")
+        report = QuantizeReport(tuple(layers), checkpoint.bytes, writer.bytes)
+        (folder / RECORD).write_text(json.dumps(_record(source, format, exclude, report), indent=2) + "\n")
         config["quantization_config"] = format.quantization_config(plain)
         if (written := dtype or only) is not None:
             config.pop("torch_dtype", None)
@@ -302,12 +288,10 @@ class _Worker:
         layers: Collection[str],
         dtype: torch.dtype | None,
         device: torch.device,
-        sequences: Tensor | None,
     ) -> None:
         self.network, self.checkpoint, self.format = network, checkpoint, format
-        self.layers, self.dtype, self.device, self.sequences = layers, dtype, device, sequences
+        self.layers, self.dtype, self.device = layers, dtype, device
         self.plain, self.kept = row_of(format).folder_dtype, kept_in_fp32(network)
-        self.found: list[Found] = []
 
     def tensors(self, progress: Callable[[int, int], None]) -> Iterator[tuple[str, Tensor]]:
         prefix, decoder = decoder_layers(self.network)
@@ -315,27 +299,9 @@ class _Worker:
         known = [name for name in self.network.state_dict() if name in self.checkpoint.shapes]
         inner = [[name for name in known if name.startswith(f"{prefix}.{i}.")] for i in range(total)]
         outer = [name for name in known if not name.startswith(f"{prefix}.")]
-        runner = None
-        if self.sequences is not None:
-            self._fill(self._read(outer))
-            self.network.tie_weights()
-            for module in self.network.modules():  # rotary frequencies, which are computed
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        module._buffers[name] = buffer.to(self.device)
-            with torch.no_grad():
-                runner = LayerRunner(self.network, self.sequences, self.device)
         progress(0, total)
         for index, names in enumerate(inner):
-            weights = self._read(names)
-            if runner is not None:
-                self._fill(weights)
-                name = f"{prefix}.{index}"
-                self.found += runner.scale(decoder[index], index, name, self.format, self.layers)
-                weights = {key: self.network.get_parameter(key).detach() for key in names}
-                for key in names:
-                    set_module_tensor_to_device(self.network, key, "meta")
-            yield from self._quantized(weights)
+            yield from self._quantized(self._read(names))
             progress(index + 1, total)
         for name in outer:  # embedding and head are the largest tensors of all
             yield from self._quantized(self._read([name]))
@@ -345,10 +311,6 @@ class _Worker:
             name: tensor.to(device=self.device, dtype=self.dtype if tensor.is_floating_point() else None)
             for name, tensor in self.checkpoint.read(names).items()
         }
-
-    def _fill(self, tensors: dict[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            set_module_tensor_to_device(self.network, name, self.device, value=tensor.clone(), dtype=tensor.dtype)
 
     @torch.no_grad()
     def _quantized(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -371,24 +333,13 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _record(
-    source: Path, format: NumberFormat, exclude: Sequence[str], sequences: Tensor | None, report: QuantizeReport
-) -> dict[str, Any]:
+def _record(source: Path, format: NumberFormat, exclude: Sequence[str], report: QuantizeReport) -> dict[str, Any]:
     from lit_qrl import __version__
 
-    record: dict[str, Any] = {
+    return {
         "made_by": f"lit_qrl {__version__}",
         "source": source.name,
         "format": str(format),
         "exclude": list(exclude),
         "layers": len(report.layers),
-        "awq": None,
     }
-    if sequences is not None:
-        record["awq"] = {
-            "samples": len(sequences),
-            "tokens": sequences.shape[1],
-            "loss_over_plain": report.loss_ratio,
-            "groups": [vars(one) for one in report.found],
-        }
-    return record

@@ -1,12 +1,52 @@
-"""A page that is written again while its run goes on."""
+"""A page of a run that goes on: made by a process of its own, and written again when files change."""
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lit_qrl.report.run import ENDINGS
-from lit_qrl.run.diary import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, read_jsonl
-from lit_qrl.run.lock import holder_lives
+from lit_qrl.run.event_log import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, read_jsonl
+from lit_qrl.run.folder import holder_lives
+
+CODE = "import sys; from lit_qrl.report import render; render(sys.argv[1])"
+
+
+class PageApart:
+    """Makes the report of a run folder beside the run, one at a time; it holds no GPU, and one thread of the host."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def begin(self, folder: str | os.PathLike) -> bool:
+        """Start to make the page, and return whether the one before it was made; while that goes on, nothing starts.
+
+        Args:
+            folder: of the run.
+        """
+        if self._process is not None and self._process.poll() is None:
+            return True
+        made = self._process is None or self._process.returncode == 0
+        paths = os.pathsep.join(str(Path(path).absolute()) for path in sys.path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", CODE, str(folder)],
+            env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the run
+        )
+        return made
+
+    def end(self) -> None:
+        """Stop a page that is being made: the one of the run's end comes instead."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
 
 WATCHED = (METRICS_FILE, EVENTS_FILE, SAMPLES_FILE, "publish.json", "histograms.json", "config.yaml")
 """Files whose change is a reason to write the page again."""
@@ -42,7 +82,7 @@ def watch(
 
 
 def goes_on(folder: Path, now: Callable[[], float] = time.time) -> bool:
-    """Return whether a run is under way: its process holds its folder, or else its diary says so and files change."""
+    """Return whether a run is under way: its process holds its folder, or its event log says so and files change."""
     lives = holder_lives(folder)
     if lives is not None:
         return lives

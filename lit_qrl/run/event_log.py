@@ -1,4 +1,4 @@
-"""The run's diary: one JSON object per line in `events.jsonl`, appended and never rewritten."""
+"""The run's event log: one JSON object per line in `events.jsonl`, appended and never rewritten."""
 
 import json
 import math
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
 
 EVENTS_FILE, SAMPLES_FILE, METRICS_FILE = "events.jsonl", "samples.jsonl", "metrics.csv"
 FLIGHT_FILE = "flight.jsonl"
@@ -43,13 +44,13 @@ def log_event(
 
 
 def event(trainer: "Trainer", kind: str, message: str, **fields: Any) -> None:
-    """Append one event of a Trainer's run to its diary, on the first rank; see `log_event`."""
+    """Append one event of a Trainer's run to its event log, on the first rank; see `log_event`."""
     if trainer.is_global_zero:
         log_event(trainer.default_root_dir, kind, message, iteration=trainer.current_epoch + 1, **fields)
 
 
 def tell(trainer: "Trainer", kind: str, message: str, **fields: Any) -> None:
-    """Append an event to the diary and print its message beside the table, where there is one."""
+    """Append an event to the event log and print its message beside the table, where there is one."""
     event(trainer, kind, message, **fields)
     if (bar := trainer.progress_bar_callback) is not None:
         bar.print(message)

@@ -9,16 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.expert_list import hold_apart
-from lit_qrl.network.experts import expert_stacks
 from lit_qrl.network.folder import INDEX, FolderReader, appearing
 from lit_qrl.network.linears import quantizable_linears
-from lit_qrl.quantize.calibration import LayerRunner
-from lit_qrl.quantize.folder import RECORD, quantize_checkpoint, writable
+from lit_qrl.quantize import RECORD, quantize_checkpoint, writable
 from tests.families.configs import BY_TYPE, model_folder
 from tests.networks import build_network, build_tokenizer
 
@@ -194,124 +191,6 @@ def test_the_output_is_a_whole_folder(source, tmp_path):
     assert loaded(tmp_path / "out", torch.bfloat16).get_input_embeddings().weight.dtype == torch.bfloat16
 
 
-# ----------------------------------------------------------------------------------------------------------------- AWQ
-
-
-def outlier_network(folder, config_class=Qwen2Config, **changes):
-    """Norms that make a few channels of what the projections read fifty times larger."""
-    network = build_network(config_class, **{**SHAPE, **changes})
-    with torch.no_grad():
-        for name, parameter in network.named_parameters():
-            if "layernorm" in name:
-                parameter[[3, 20, 41]] *= 50
-            elif "proj" in name and parameter.dim() == 2:
-                parameter[:, [3, 20, 41]] /= 10
-    network.save_pretrained(folder)
-    build_tokenizer(pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
-    return folder
-
-
-def sequences(count=4, length=24):
-    return torch.randint(3, 20, (count, length), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize("config_class", [Qwen2Config, LlamaConfig])
-@pytest.mark.parametrize("heads", [2, 4])
-def test_scaling_alone_leaves_the_function_unchanged(config_class, heads, tmp_path):
-    folder = outlier_network(tmp_path / "source", config_class, num_key_value_heads=heads)
-    network = loaded(folder, torch.float64)
-    before = network(PROMPTS).logits
-    chosen = quantizable_linears(network)
-    plain = {name: linear.weight.detach().clone() for name, linear in chosen.items()}
-    with torch.no_grad():
-        runner = LayerRunner(network, sequences(), torch.device("cpu"))
-    found = []
-    for index, layer in enumerate(network.model.layers):
-        found += runner.scale(layer, index, f"model.layers.{index}", formats.get("nvfp4"), chosen)
-    assert all(one.alpha > 0 for one in found if one.producer.endswith("layernorm"))
-    changed = [name for name, linear in chosen.items() if not torch.equal(linear.weight, plain[name])]
-    assert len(changed) >= 10
-    torch.testing.assert_close(network(PROMPTS).logits, before, rtol=1e-9, atol=1e-9)
-    # v → o only where each value head serves one query head
-    assert any(one.producer.endswith("v_proj") for one in found) == (heads == 4)
-    assert {one.producer.rsplit(".", 1)[1] for one in found} >= {
-        "input_layernorm",
-        "post_attention_layernorm",
-        "up_proj",
-    }
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_awq_comes_closer_to_the_plain_model_than_rounding(name, tmp_path):
-    format = formats.get(name, **FORMATS[name])
-    folder = outlier_network(tmp_path / "source")
-    plain = quantize_checkpoint(folder, tmp_path / "plain", format, dtype=torch.bfloat16)
-    scaled = quantize_checkpoint(folder, tmp_path / "awq", format, dtype=torch.bfloat16, sequences=sequences())
-    assert plain.found == ()
-    assert scaled.loss_ratio < 0.8
-    assert all(one.loss <= one.plain_loss for one in scaled.found)
-    assert scaled.bytes_after == plain.bytes_after
-    record = json.loads((tmp_path / "awq" / RECORD).read_text())["awq"]
-    assert record["samples"] == 4
-    assert record["loss_over_plain"] == pytest.approx(scaled.loss_ratio)
-    reference = logprobs(loaded(folder, torch.float32))
-    errors = [(logprobs(loaded(tmp_path / kind)) - reference).abs().mean() for kind in ("plain", "awq")]
-    assert errors[1] < errors[0]
-
-
-def outlier_mixture(folder, kind):
-    network = AutoModelForCausalLM.from_pretrained(model_folder(BY_TYPE[kind], folder), dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in network.named_parameters():
-            if "layernorm" in name and parameter.ndim == 1:
-                parameter[[3, 20, 41]] *= 20
-            elif "o_proj" not in name and "down_proj" not in name and parameter.shape[-1] == network.config.hidden_size:
-                parameter[..., [3, 20, 41]] /= 10
-    network.save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3"])
-def test_scaling_of_a_mixture_leaves_routes_and_function_unchanged(kind, tmp_path):
-    network = loaded(outlier_mixture(tmp_path / "source", kind), torch.float64)
-    stacks = expert_stacks(network)
-    weights = {
-        layer: part.detach().clone()
-        for name, stack in stacks.items()
-        for matrix in stack.parts
-        for layer, part in stack.named(matrix, network.get_parameter(f"{name}.{matrix}"))
-    }
-    hold_apart(network, stacks)
-    for layer, weight in weights.items():
-        network.get_submodule(layer).weight = torch.nn.Parameter(weight)
-    before = network(PROMPTS).logits
-    chosen = {*quantizable_linears(network)}
-    with torch.no_grad():
-        runner = LayerRunner(network, sequences(), torch.device("cpu"))
-    found = []
-    for index, layer in enumerate(network.model.layers):
-        found += runner.scale(layer, index, f"model.layers.{index}", formats.get("int4_group"), chosen)
-    # DeepSeek's router computes in fp32
-    torch.testing.assert_close(network(PROMPTS).logits, before, rtol=1e-5, atol=1e-6)
-    name, stack = next(iter(stacks.items()))
-    gate, up, down = (leaf for leaves in stack.parts.values() for leaf in leaves)
-    (norm,) = [one for one in found if f"{name}.0.{gate}" in one.layers]
-    assert norm.producer == f"{name.rsplit('.', 2)[0]}.post_attention_layernorm"
-    assert norm.alpha > 0
-    assert {f"{name}.{expert}.{leaf}" for expert in range(stack.count) for leaf in (gate, up)} <= {*norm.layers}
-    assert any(one.producer == f"{name}.0.{up}" and one.layers == (f"{name}.0.{down}",) for one in found)
-
-
-def test_awq_of_experts_comes_closer_to_the_plain_model_than_rounding(tmp_path):
-    folder, format = outlier_mixture(tmp_path / "source", "qwen3_moe"), formats.get("int4_group")
-    quantize_checkpoint(folder, tmp_path / "plain", format)
-    scaled = quantize_checkpoint(folder, tmp_path / "awq", format, sequences=sequences())
-    assert scaled.loss_ratio < 0.9
-    reference = logprobs(loaded(folder, torch.float32))
-    errors = [(logprobs(loaded(tmp_path / kind, torch.float32)) - reference).abs().mean() for kind in ("plain", "awq")]
-    assert errors[1] < errors[0]
-
-
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 
@@ -436,7 +315,7 @@ def test_a_killed_process_leaves_nothing_that_loads(source, tmp_path):
 import sys, time
 from pathlib import Path
 from lit_qrl import formats
-from lit_qrl.quantize.folder import quantize_checkpoint
+from lit_qrl.quantize import quantize_checkpoint
 def progress(done, total):
     if done == 2:
         print("now", flush=True)
