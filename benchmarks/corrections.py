@@ -2,20 +2,17 @@
 
     python benchmarks/corrections.py --out corrections.json
 
-Every line is measured as written and compiled (`lit_qrl.functional._compile`; on a CPU with `--compile` only): wall
-time from the first launch to the end of the last kernel, and on a CUDA device the number of kernels and the time that
-they themselves take. The rest is Python and launches, which a busy device hides. There everything runs under
-`torch.cuda.set_sync_debug_mode("error")`, so that a hidden wait for the device is seen.
+Every line is the wall time from the first launch to the end of the last kernel, and on a CUDA device the number of
+kernels and the time that they themselves take. The rest is Python and launches, which a busy device hides. There
+everything runs under `torch.cuda.set_sync_debug_mode("error")`, so that a hidden wait for the device is seen.
 
-A second table holds what a mini-batch costs against the bound of 2 ms: each correction with all mismatch metrics, the
-longest composition that a run may have (a weight, every rejection, their product, normalisation), and, though no run
-has it, all corrections with the metrics, one after the other and in one compiled graph that shares exponentials and
-sums. Losses, histogram and n-grams are not compiled.
+A second table holds what a mini-batch costs: each correction with all mismatch metrics, the longest composition that a
+run may have (a weight, every rejection, their product, normalisation), and, though no run has it, all corrections with
+the metrics.
 """
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import time
@@ -31,15 +28,12 @@ from lit_qrl.callbacks.rejection import GeometricRejection
 from lit_qrl.callbacks.truncated import TruncatedIS
 from lit_qrl.callbacks.veto import TokenVeto
 from lit_qrl.functional import diagnostics, objective
-from lit_qrl.functional._compile import SWITCH, compiled
-from lit_qrl.functional.importance import ais_correction, batch_normalized, log_ratio
+from lit_qrl.functional.importance import batch_normalized, log_ratio
 from lit_qrl.functional.mismatch import mismatch_metrics
 from lit_qrl.loop.combine import combine
-from lit_qrl.loop.weighting import _keeps, _weights
-from lit_qrl.types import LossContext, no_all_reduce
+from lit_qrl.types import LossContext
 
 WARM_UP = 3
-BOUND_MS = 2.0
 CORRECTIONS = {
     "ais token": AIS(),
     "ais sequence": AIS(level="sequence"),
@@ -114,35 +108,8 @@ def mini_batch_jobs(context: LossContext) -> dict:
 
     timed = {f"{name} + metrics": lambda name=name: measured(name) for name in CORRECTIONS}
     timed["ais, all rejections, product, normalised + metrics"] = composed
-    timed["all corrections + metrics, one by one"] = lambda: measured(*CORRECTIONS)
-    timed["all corrections + metrics, one graph"] = lambda: in_one_graph(
-        context.log_ratio, learner, sampler, mask, context.advantages
-    )
+    timed["all corrections + metrics"] = lambda: measured(*CORRECTIONS)
     return timed
-
-
-@compiled
-def in_one_graph(
-    d: torch.Tensor, learner: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor, advantages: torch.Tensor
-) -> list:
-    """Return the results of every correction and of the metrics; compiled, they share exponentials and sums."""
-    results: list = []
-    for correction in CORRECTIONS.values():
-        if isinstance(correction, AIS):
-            results.append(ais_correction(d, mask, advantages, all_reduce=no_all_reduce, **correction._settings))
-        elif isinstance(correction, (TruncatedIS, MaskedIS)):
-            kind = "masked" if isinstance(correction, MaskedIS) else "truncated"
-            band = {"lower": correction.lower, "upper": correction.upper}
-            results.append(_weights(d, mask, kind=kind, level=correction.level, all_reduce=no_all_reduce, **band))
-    geometric, veto, drift = (CORRECTIONS[name] for name in REJECTIONS)
-    for rule, bounds in (
-        ("ratio", {"lower": geometric.lower, "upper": geometric.upper}),  # pyright: ignore
-        ("veto", {"threshold": veto.threshold}),  # pyright: ignore
-        ("off_policy", {"delta": drift.delta}),  # pyright: ignore
-    ):
-        keep = _keeps(d, mask, advantages, rule=rule, count_rejected=False, all_reduce=no_all_reduce, **bounds)
-        results.append(keep)
-    return [*results, mismatch_metrics(learner, sampler, mask)]
 
 
 def median_ms(job, device: torch.device, repeats: int) -> float:
@@ -174,26 +141,21 @@ def kernels(job, device: torch.device) -> tuple[int | None, float | None]:
     return len(events), sum(event.time_range.elapsed_us() for event in events) / 1e3
 
 
-def measure(timed: dict, modes: dict[str, str], device: torch.device, repeats: int) -> dict:
-    """Return ms, kernels and the kernels' own ms of each job in each mode, and print them."""
-    print(f"{'':<52}" + "".join(f"{mode + ' ms':>13}{'kernels':>9}{'of ms':>8}" for mode in modes))
+def measure(timed: dict, device: torch.device, repeats: int) -> dict:
+    """Return ms, kernels and the kernels' own ms of each job, and print them."""
+    print(f"{'':<52}{'ms':>9}{'kernels':>9}{'of ms':>8}")
     results: dict = {}
     for name, job in timed.items():
-        results[name] = {}
-        line = f"{name:<52}"
-        for mode, switch in modes.items():
-            os.environ[SWITCH] = switch
-            try:
-                ms = median_ms(job, device, repeats)
-                count, own = kernels(job, device)
-            except RuntimeError as error:  # a hidden synchronisation: say where, and go on with the others
-                results[name][mode] = {"error": str(error)}
-                line += f"{'failed':>13}{'':>17}"
-                print(f"{name}, {mode}: {str(error).partition(chr(10))[0]}", flush=True)
-                continue
-            results[name][mode] = {"ms": ms, "kernels": count, "kernel_ms": own}
-            line += f"{ms:>13.3f}{'-' if count is None else count:>9}{'-' if own is None else format(own, '.3f'):>8}"
-        print(line, flush=True)
+        try:
+            ms = median_ms(job, device, repeats)
+            count, own = kernels(job, device)
+        except RuntimeError as error:  # a hidden synchronisation: say where, and go on with the others
+            results[name] = {"error": str(error)}
+            print(f"{name}: {str(error).partition(chr(10))[0]}", flush=True)
+            continue
+        results[name] = {"ms": ms, "kernels": count, "kernel_ms": own}
+        shown = f"{'-' if count is None else count:>9}{'-' if own is None else format(own, '.3f'):>8}"
+        print(f"{name:<52}{ms:>9.3f}{shown}", flush=True)
     return results
 
 
@@ -203,23 +165,18 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048, help="completion tokens of each")
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--compile", action="store_true", help="measure compiled statistics on a CPU too")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     args = parser.parse_args()
     device = torch.device(args.device)
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
-    modes = {"eager": "0"} if device.type == "cpu" and not args.compile else {"eager": "0", "compiled": "1"}
     print(f"b = {args.batch}, t = {args.length}, fp32, {machine}, torch {torch.__version__}")
     print(f"median of {args.repeats} runs\n")
     record: dict = {"batch": args.batch, "length": args.length, "machine": machine, "torch": torch.__version__}
     context = mini_batch(args.batch, args.length, device)
     with torch.no_grad():
-        record["results"] = measure(jobs(context), modes, device, args.repeats)
+        record["results"] = measure(jobs(context), device, args.repeats)
         print("\nA mini-batch")
-        record["mini_batch"] = measure(mini_batch_jobs(context), modes, device, args.repeats)
-    last = list(modes)[-1]
-    over = [name for name, row in record["mini_batch"].items() if row[last].get("ms", BOUND_MS + 1) > BOUND_MS]
-    print(f"\nOver {BOUND_MS:g} ms {last}: {', '.join(over) or 'none'}")
+        record["mini_batch"] = measure(mini_batch_jobs(context), device, args.repeats)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(record, indent=2) + "\n")

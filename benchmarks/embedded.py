@@ -189,7 +189,7 @@ class Bench:
             count = sum(len(completion.token_ids) for completion in drawn)
         found = {"tokens_per_second": round(count / seconds[-1], 1), "tokens": count, "seconds": round(seconds[-1], 3)}
         found |= {"first": round(seconds[0], 3), "peak": self.peak()}
-        trust = getattr(getattr(engine, "_replay", None), "trust", None)
+        trust = getattr(engine, "trust", None)
         if trust is not None and line != "launched":
             found |= {"recorded": trust.former is not None, "broken": trust.broken}
         if line not in VLLM:

@@ -20,7 +20,7 @@ def wait() -> None:
 
 if __name__ == "__main__":
     from lit_qrl.cli.main import main, uncollected
-    from lit_qrl.run.allocator import let_segments_grow
+    from lit_qrl.run.torch_settings import let_segments_grow
 
     let_segments_grow()
     with uncollected():

@@ -30,10 +30,15 @@ moe-30b    Qwen3-30B-A3B's shape, drawn at random and packed layer by layer: att
     python benchmarks/iteration.py --cases full-1.5b --peers here trl trl here --checkpoints none
     python benchmarks/iteration.py --cases full-1.5b --recompute auto all --checkpoints none
     python benchmarks/iteration.py --cases moe-30b --arms nvfp4 --replay on off --checkpoints none
+    python benchmarks/iteration.py --cases full-1.5b --learner ours liger compiled plain --checkpoints none
+    python benchmarks/iteration.py --cases full-1.5b --without none norm gated turned none --checkpoints none
 
-`--arms`: what the sampler is published in, or a precision plugin. `--peers trl` runs `trl_iteration.py`, the
-same iteration with TRL's trainer and its vLLM in the same process; under `--masters fp32` its weights are fp32 and its
-products bf16, as by default, under `bf16` both are bf16. `--tiny` tries every line on a CPU. Both orders at
+`--without` says what a kernel of ours is worth: the run does without it (the environment variable LIT_QRL_WITHOUT),
+and the last table has the share of an iteration that it saves. `--learner` is what fuses the bf16 learner: our layers,
+Liger's, torch's compiler, or nothing. `--arms`: what the sampler is published in, or a precision plugin. `--peers trl`
+runs `trl_iteration.py`, the same iteration with TRL's trainer and its vLLM in the same process; under `--masters fp32`
+its weights are fp32 and its products bf16, as by default, under `bf16` both are bf16. `--tiny` tries every line on a
+CPU. Both orders at
 once on two equal GPUs, the folder of the model written before:
 
     both="python benchmarks/iteration.py --cases full-1.5b --checkpoints none --models models"
@@ -151,6 +156,12 @@ PLUGINS: dict[str, dict[str, Any]] = {
 ARMS = ("bf16", "fp8_row", *PLUGINS, "nvfp4", "int4_group")
 PACKED = ("nvfp4", "int4_group")
 """What a base that is drawn at random is packed in."""
+LEARNERS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "liger": {"class_path": "liger_policy.LigerPolicy"},
+    "compiled": {"init_args": {"compile": True}},
+    "plain": {"init_args": {"fuse": False}},
+}
 RECOMPUTED = {"auto": "auto", "all": True, "none": False}
 WARM_UP = 2
 PHASES = ("publish", "rollout", "wait", "score", "update", "evaluate", "checkpoint", "other")
@@ -169,6 +180,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoints", nargs="+", choices=("none", "auto", "every"), default=["none", "auto"])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["bf16"], help="of cases without a quantized base")
     parser.add_argument("--replay", nargs="+", choices=("on", "off"), default=["on"], help="of routes, in mixtures")
+    parser.add_argument("--learner", nargs="+", choices=LEARNERS, default=["ours"], help="what fuses its operations")
+    parser.add_argument("--without", nargs="+", default=["none"], metavar="KERNEL", help="names joined by commas")
     parser.add_argument(
         "--recompute", nargs="+", choices=RECOMPUTED, default=["auto"], help="layers, in backward passes"
     )
@@ -252,6 +265,7 @@ def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None
                     "masters": args.masters[0],
                     "recompute": args.recompute[0],
                     "replay": "on",
+                    "learner": args.learner[0],
                 }
                 made = configuration(args, case | begins, folder, models / name, args.checkpoints[0])
                 (models / f"{name}.yaml").write_text(yaml.safe_dump(made))
@@ -259,8 +273,8 @@ def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None
             schedules = args.schedules if case.get("apart") else ["on_policy"]
             replay = args.replay if mixes(case) else ["off"]
             ways = args.checkpoints, args.arms, args.masters, args.recompute, args.peers, schedules, replay
-            for number, (checkpoints, arm, masters, recompute, peer, schedule, routes) in enumerate(
-                itertools.product(*ways)
+            for number, (checkpoints, arm, masters, recompute, peer, schedule, routes, learner, without) in enumerate(
+                itertools.product(*ways, args.learner, args.without)
             ):
                 peer, _, other = peer.partition("/")
                 masters = other or masters
@@ -268,9 +282,11 @@ def measure_all(args: argparse.Namespace, results: list[dict[str, Any]]) -> None
                     continue  # which are the same there
                 run = Path(temporary) / f"{name}-{number}"
                 case |= {"arm": arm, "peer": peer, "schedule": schedule, "replay": routes, "recompute": recompute}
-                case |= {"masters": masters}
+                case |= {"masters": masters, "learner": learner, "without": without}
                 what = {"case": name, "arm": arm, "peer": peer, "checkpoints": checkpoints, "masters": masters}
                 what |= {"recompute": recompute} if recompute != "auto" else {}
+                what |= {"learner": learner} if learner != "ours" else {}
+                what |= {"without": without} if len(args.without) > 1 else {}
                 what |= {"schedule": schedule} if case.get("apart") else {}
                 what |= {"replay": routes} if mixes(case) else {}
                 planned.append(Planned(what, dict(case), folder, run, checkpoints))
@@ -456,6 +472,7 @@ def begin(args: argparse.Namespace, plan: Planned) -> Started:
     paths = os.pathsep.join([str(Path(__file__).parent), str(ROOT), *sys.path[1:]])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"}
     environment |= {"RUN_GATE": str(gate)} if args.ahead else {}
+    environment |= {"LIT_QRL_WITHOUT": case["without"]} if case["without"] != "none" else {}
     read, write = os.pipe()
     writer = threading.Thread(target=stamped, args=(os.fdopen(read, errors="replace"), log), daemon=True)
     writer.start()
@@ -660,6 +677,7 @@ def configuration(
         plugins = [{"class_path": "NVFP4LoRA", "init_args": {"format": packed, "autocast": "bf16"}}]
     if case["arm"] in PLUGINS:
         plugins = [PLUGINS[case["arm"]]]
+    learner = LEARNERS[case["learner"]]
     policy = {
         "model": str(model),
         "tokenizer": str(model / "tokenizer"),
@@ -703,7 +721,10 @@ def configuration(
     return {
         "seed_everything": 0,
         "model": {
-            "policy": {"class_path": "DiffusionPolicy" if denoises(case) else "CausalPolicy", "init_args": policy},
+            "policy": {
+                "class_path": "DiffusionPolicy" if denoises(case) else learner.get("class_path", "CausalPolicy"),
+                "init_args": policy | learner.get("init_args", {}),
+            },
             "master_weights": case["masters"] == "fp32",
             "optimizer": {"class_path": case.get("optimizer", "torch.optim.AdamW"), "init_args": {"lr": 1e-6}},
         },
@@ -798,7 +819,7 @@ def device_memory() -> float:
 def table(results: list[dict[str, Any]]) -> None:
     """Print one line a run, and how many times as fast ours is as TRL's, of all runs of a case."""
     columns = ("wall", "mean_wall", "counted", *PHASES, "update_rate", "score_rate", "checkpoint_gib", "peak_gib")
-    what = ("case", "arm", "masters", "peer", "checkpoints", "recompute", "schedule", "replay")
+    what = ("case", "arm", "masters", "peer", "checkpoints", "recompute", "learner", "without", "schedule", "replay")
     shown = [name for name in (*what, *columns) if any(result.get(name) for result in results)]
     print(" | ".join([*shown, "walls"]))
     for result in results:
@@ -812,6 +833,20 @@ def table(results: list[dict[str, Any]]) -> None:
             print(f"{case}: {line}")
 
 
+USUAL = {"recompute": "auto", "learner": "ours", "without": "none"}
+"""The ways of a run that its name does not say."""
+
+
+def named(way: Sequence[str]) -> str:
+    """Return a run's arm and what of its ways is not usual.
+
+    >>> named(["bf16", "auto", "liger", "none"])
+    'bf16, learner liger'
+    """
+    told = (f"{name} {one}" for (name, usual), one in zip(USUAL.items(), way[1:], strict=True) if one != usual)
+    return ", ".join((way[0], *told))
+
+
 def compared(results: list[dict[str, Any]]) -> Iterator[str]:
     """Yield what the iterations of one case say of TRL, or else of bf16, against each of our ways, over all their runs.
 
@@ -820,11 +855,12 @@ def compared(results: list[dict[str, Any]]) -> Iterator[str]:
     ways: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for result in results:
         here = result["peer"] == "here"
-        way = (result["arm"] if here else "trl", result.get("recompute", "auto"))
+        way = [result["arm"] if here else "trl", *(result.get(name, usual) for name, usual in USUAL.items())]
         ways.setdefault((result.get("masters", ""), *way), []).append(result)
+    usual = tuple(USUAL.values())
     for (masters, *way), ours in ways.items():
-        theirs = ways.get((masters, "trl", "auto")) or ways.get((masters, "trl", way[1]))
-        base = theirs or ways.get((masters, "bf16", "auto"))
+        theirs = ways.get((masters, "trl", *usual)) or ways.get((masters, "trl", way[1], *usual[1:]))
+        base = theirs or ways.get((masters, "bf16", *usual)) or ways.get((masters, way[0], *usual))
         if base is None or ours is base or way[0] == "trl":
             continue
         first, second = (
@@ -833,8 +869,8 @@ def compared(results: list[dict[str, Any]]) -> Iterator[str]:
         )
         memory = [max(run["peak_gib"] or 0.0 for run in runs) for runs in (base, ours)]
         yield (
-            f"{masters} masters: {'TRL' if theirs else 'bf16'} {first:.2f} s, here {' recompute '.join(way)} "
-            f"{second:.2f} s: {first / second:.2f} times as fast; peaks {memory[0]:.1f} and {memory[1]:.1f} GiB"
+            f"{masters} masters: {'TRL' if theirs else 'first'} {first:.2f} s, here {named(way)} {second:.2f} s: "
+            f"{first / second:.3f} times as fast; peaks {memory[0]:.1f} and {memory[1]:.1f} GiB"
         )
 
 

@@ -257,8 +257,7 @@ def sampler(args: argparse.Namespace) -> Rows:
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(3, sizes["vocab_size"], (count, length), generator=generator).tolist()
     chosen = args.formats or ["bf16", "int4_group", "nvfp4"]
-    kernels = {"bf16": [None], "int4_group": ["dequantize", "machete", "marlin"], "nvfp4": ["dequantize", "marlin"]}
-    kernels["w4a8"] = ["dequantize", "auto"]
+    kernels = {"bf16": [None], "int4_group": ["dequantize"], "nvfp4": ["dequantize"], "w4a8": ["dequantize", "auto"]}
     for name in chosen:
         engine: Any = None
         try:
@@ -334,10 +333,7 @@ def step_times(args: argparse.Namespace) -> Rows:
     for name, format, kernel in (
         ("bf16", None, None),
         ("int4_group", "int4_group", "dequantize"),
-        ("int4_group", "int4_group", "machete"),
-        ("int4_group", "int4_group", "marlin"),
         ("nvfp4", "nvfp4", "dequantize"),
-        ("nvfp4", "nvfp4", "marlin"),
     ):
         free()
         with recorded(rows, {"format": f"{name}, 7B layers", "kernel": kernel}) as row:

@@ -79,7 +79,6 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--share", action="store_true", help="the learner reads the engine's own base (share_weights)")
     parser.add_argument("--fuse", choices=("auto", "off"), default="auto", help="norms and activations in one kernel")
-    parser.add_argument("--kernel", choices=("dequantize", "marlin"), default="dequantize", help="over a shared base")
     parser.add_argument("--start", choices=("quick", "compile", "eager"), default="quick", help="how decoding is run")
     parser.add_argument("--utilization", type=float, default=0.6, help="share of the GPU that the engine asks for")
     parser.add_argument("--prefill-tokens", type=int, default=4096, help="tokens of a prefill batch of the engine")
@@ -433,7 +432,7 @@ class Steps:
 
         if self.method == "bf16":
             return {"precision": "bf16-mixed" if self.args.autocast == "bf16" else "32-true"}
-        options = {"share_weights": True, "kernel": self.args.kernel} if self.args.share else {}
+        options = {"share_weights": True} if self.args.share else {}
         return {"plugins": [NVFP4LoRA(self.method, autocast=self.args.autocast, **options)]}
 
 

@@ -1,7 +1,7 @@
 """Seconds and peak memory of `lit-qrl quantize` on a checkpoint of random weights, made shard by shard.
 
     python benchmarks/quantize.py --shape 1.5b --format nvfp4
-    python benchmarks/quantize.py --shape 7b --format nvfp4 --device cuda --awq 32
+    python benchmarks/quantize.py --shape 7b --format nvfp4 --device cuda
 
 Memory is the process's largest resident set, in which mapped pages of the shard being read count, and on CUDA the
 largest allocation.
@@ -70,19 +70,16 @@ def measure(arguments: argparse.Namespace, source: Path, output: Path, results: 
     """Quantize in this process, and put down what it took."""
     import torch
 
-    from lit_qrl.quantize.folder import quantize_checkpoint, weight_only
+    from lit_qrl.quantize import quantize_checkpoint, writable
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     before = peak_gib()
-    vocabulary = SHAPES[arguments.shape][-1]
-    sequences = torch.randint(0, vocabulary, (arguments.awq, arguments.tokens)) if arguments.awq else None
     started = time.perf_counter()
     report = quantize_checkpoint(
         source,
         output,
-        weight_only(arguments.format),
-        sequences=sequences,
+        writable(arguments.format),
         device=arguments.device,
         shard_bytes=int(arguments.shard_gib * 2**30),
         progress=lambda done, total: print(f"layer {done}/{total}", end="\r", flush=True),
@@ -93,7 +90,6 @@ def measure(arguments: argparse.Namespace, source: Path, output: Path, results: 
         peak_gib=peak_gib(),
         source_gib=report.bytes_before / 2**30,
         output_gib=report.bytes_after / 2**30,
-        loss_over_plain=report.loss_ratio,
     )
     if arguments.device != "cpu":
         results["gpu_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -105,8 +101,6 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="tiny", help="whose shape (default: tiny)")
     parser.add_argument("--format", default="nvfp4", help="default: nvfp4")
     parser.add_argument("--device", default="cpu", help="default: cpu")
-    parser.add_argument("--awq", type=int, default=0, metavar="N", help="calibration sequences; 0 rounds plainly")
-    parser.add_argument("--tokens", type=int, default=512, help="of each (default: 512)")
     parser.add_argument("--shard_gib", type=float, default=1.0, help="of source and output (default: 1)")
     parser.add_argument("--threads", type=int, default=0, help="of torch; 0 leaves its default")
     parser.add_argument("--folder", type=Path, help="for both checkpoints (default: a temporary one)")
@@ -126,7 +120,7 @@ def main() -> None:
     if process.exitcode:
         raise SystemExit(process.exitcode)
     print()
-    for name in ("seconds", "before_gib", "peak_gib", "gpu_peak_gib", "source_gib", "output_gib", "loss_over_plain"):
+    for name in ("seconds", "before_gib", "peak_gib", "gpu_peak_gib", "source_gib", "output_gib"):
         if name in found:
             print(f"{name:<16} {found[name]:.3f}")
     if arguments.json:

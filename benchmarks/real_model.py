@@ -32,6 +32,8 @@ ARMS: dict[str, list[str]] = {
     "trl": [],
     "trl+lora": ["configs/real/lora.yaml"],
 }
+NAMES = {"bf16": "lit_qrl, bf16 sampler", "fp8_row+ais": "lit_qrl, FP8 sampler and AIS", "trl": "TRL, bf16 sampler"}
+"""What the figure calls an arm."""
 REACHED = 0.40
 """The accuracy whose time is told."""
 COLUMNS = {"greedy": "val/greedy_pass@1", "greedy_stopped": "val/greedy_stopped", "sampled": "val/accuracy"}
@@ -179,24 +181,22 @@ def draw(out: Path, target: Path) -> None:
 
     results = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
     names = list(dict.fromkeys(one["arm"] for one in results))
-    figure, axes = plt.subplots(1, 2, figsize=(9.6, 3.6), sharey=True, layout="constrained")
-    for axis, key, label in zip(
-        axes, ("iteration", "seconds"), ("iteration", "seconds since the command"), strict=True
-    ):
-        for result in results:
+    figure, axes = plt.subplots(1, 2, figsize=(9.6, 3.4), sharey=True, layout="constrained")
+    labels = {"iteration": "iteration", "seconds": "seconds since the command was typed"}
+    for axis, (key, label) in zip(axes, labels.items(), strict=True):
+        for number, result in enumerate(results):
             if key == "seconds" and not result["alone"]:
                 continue
-            colour, points = f"C{names.index(result['arm'])}", result["points"]
-            x = [one[key] for one in points]
-            first = next(one for one in results if one["arm"] == result["arm"]) is result
-            shown = {"label": result["arm"] if first else None, "color": colour}
-            axis.plot(x, [one["greedy"] for one in points], marker="o", markersize=3.5, **shown)
-            axis.plot(x, [one.get("greedy_stopped") for one in points], ":", color=colour, linewidth=1)
+            first = next(other for other, one in enumerate(results) if one["arm"] == result["arm"]) == number
+            x, y = ([one[what] for one in result["points"]] for what in (key, "greedy"))
+            shown = NAMES.get(result["arm"], result["arm"]) if first else None
+            style = {"linestyle": "-" if first else "--", "color": f"C{names.index(result['arm'])}"}
+            axis.plot(x, y, marker="o", markersize=3.5, label=shown, **style)
         axis.set_xlabel(label)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", alpha=0.3)
-    axes[0].set_ylabel("greedy accuracy (dotted: share that stopped)")
-    axes[0].legend(frameon=False)
+    axes[0].set_ylabel("greedy accuracy on GSM8K")
+    axes[0].legend(frameon=False, loc="lower right")
     figure.savefig(target, dpi=150)
 
 

@@ -59,7 +59,7 @@ def main() -> None:
     from trl_iteration import inspect_here  # beside this script
     from vllm import SamplingParams
 
-    from lit_qrl.rewards.boxed import boxed_number
+    from lit_qrl.rewards.simple import boxed_number
 
     config = settings(sys.argv[1:])
     policy, data, trainer_ = config["model"]["policy"]["init_args"], config["data"], config["trainer"]

@@ -38,15 +38,14 @@ from lit_qrl.optim.schedule import scheduled
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision.packed_base import check_plugin
 from lit_qrl.precision.source import PublishingPrecision
+from lit_qrl.run.checkpoint_files import check_frozen, check_identity, describe_frozen, identity, put_together
+from lit_qrl.run.console import phase
 from lit_qrl.run.description import Described
-from lit_qrl.run.determinism import make_deterministic
-from lit_qrl.run.diary import number, tell
+from lit_qrl.run.event_log import number, tell
 from lit_qrl.run.folder import CONFIG_FILE
-from lit_qrl.run.identity import check_frozen, check_identity, describe_frozen, identity
 from lit_qrl.run.interrupt import Interrupted, InterruptedTogether
-from lit_qrl.run.parts import put_together
-from lit_qrl.run.phases import phase
-from lit_qrl.run.shortage import fits
+from lit_qrl.run.stop import fits
+from lit_qrl.run.torch_settings import make_deterministic
 from lit_qrl.strategies.peers import Peers
 from lit_qrl.strategies.sharded import ShardedStrategy
 from lit_qrl.types import AllReduce, MicroBatch, RolloutBatch

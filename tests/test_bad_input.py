@@ -19,7 +19,7 @@ from lit_qrl.policy import CausalPolicy
 from lit_qrl.rewards import Reward
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.embedded.loading import Modules
-from lit_qrl.run.diary import EVENTS_FILE, read_jsonl
+from lit_qrl.run.event_log import EVENTS_FILE, read_jsonl
 from tests.command_line import build_once
 from tests.networks import build_denoiser, build_tokenizer
 from tests.tiny_run import model_folder

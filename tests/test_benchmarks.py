@@ -39,7 +39,7 @@ def test_endurance_reads_the_phase_from_the_stacks_of_all_threads(endurance):
     frame = '  File "/x/lit_qrl/{}", line 7 in {}\n'
     main = frame.format("rollout/embedded/decode.py", "run") + frame.format("loop/generation.py", "draw")
     assert endurance.phase_of(main) == "generation"
-    writes = frame.format("run/saving.py", "_write")
+    writes = frame.format("run/checkpoint_files.py", "_write")
     assert endurance.phase_of("Thread 0x1:\n" + writes + "Current thread 0x2:\n" + main) == "checkpoint writing"
     assert endurance.phase_of('  File "/usr/lib/python3.11/importlib/_bootstrap.py", line 1 in x\n') == "other"
 

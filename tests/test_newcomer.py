@@ -10,7 +10,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from transformers import AutoTokenizer
 
 from lit_qrl.cli.main import main
-from lit_qrl.run.diary import read_jsonl
+from lit_qrl.run.event_log import read_jsonl
 from tests.test_snippets import ROOT, here, snippets, words, write_modules
 
 __all__ = ["here"]

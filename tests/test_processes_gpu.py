@@ -4,7 +4,6 @@ Three processes at a time do a check: two, and the one alone. Where one fails or
 `pytest -m gpu -v tests/test_processes_gpu.py` prints a line for each as it ends, and the figures at the end.
 """
 
-import os
 import time
 import traceback
 from functools import partial
@@ -178,7 +177,6 @@ class Checks:
     """Does all checks, some at once."""
 
     def __init__(self, folder):
-        os.environ["LIT_QRL_COMPILE"] = "0"  # which takes longer than all else here
         self.folder, self.waiting, self.ended = folder, list(steps()), set()
         self.lanes = [Lane(folder) for _ in range(AT_ONCE)]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lit_qrl.cli.errors import OTHER_NAMES
 from lit_qrl.cli.main import COMMANDS, TRAINING
-from lit_qrl.cli.other_names import OTHER_NAMES
 from lit_qrl.cli.training import classes_at
 from tests.command_line import exists, options, parameters
 

@@ -1,7 +1,7 @@
 """Fits what foretells a loss, by the rules of docs/evidence.md, and judges it on runs that it has not seen.
 
     python examples/evidence_grid/odds.py                # odds.csv, odds.md and odds.png beside the grid's runs
-    python examples/evidence_grid/odds.py --write        # and the models that `lit-qrl audit` and the guard use
+    python examples/evidence_grid/odds.py --write        # and the models of `loss_models.py`
 
 Reads `runs.csv` of the grid, and the ends of the earlier runs beside it.
 """
@@ -22,12 +22,12 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "evidence_study"), str(HERE.parent)]
 
 import grid_table  # noqa: E402
+import loss_odds  # noqa: E402
 
-from lit_qrl.functional import loss_odds  # noqa: E402
 from lit_qrl.report.figures import COLORS, INK, prepare  # noqa: E402
 
 SHIPPED = HERE.parents[1] / "docs" / "figures" / "evidence"
-MODULE = HERE.parents[1] / "lit_qrl" / "functional" / "loss_models.py"
+MODULE = HERE / "loss_models.py"
 LATER_SEED, LATER = 12, {"w4a4", "mis", "sequence_mis", "fp8_cache", "fp8_block_cache", "cache14", "cache15"}
 """Of the grid: the first seed, and parts of arms, of the runs that came after the first fit."""
 UNTOLD = {"tbpo", "aqn"}
@@ -241,7 +241,7 @@ def source_of(models: dict[str, loss_odds.LossModel], fitted: int) -> str:
         f"Fitted on {fitted} runs and written by `python examples/evidence_grid/odds.py --write`.",
         '"""',
         "",
-        "from lit_qrl.functional.loss_odds import LossModel",
+        "from loss_odds import LossModel",
     ]
     for name, model in models.items():
         lines += ["", f"{name.upper()} = LossModel("]

@@ -1,7 +1,7 @@
 """An FP8 KV cache whose scales are too wide: a dial for its mismatch that leaves the policy as it is."""
 
 from lit_qrl.rollout.embedded import TransformersEngine
-from lit_qrl.rollout.embedded.cache_scales import MARGIN
+from lit_qrl.rollout.embedded.cache import MARGIN
 
 
 class WideCacheEngine(TransformersEngine):

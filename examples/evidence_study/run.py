@@ -191,8 +191,7 @@ def start(job: studies.Job, gpu: str = "") -> subprocess.Popen[bytes]:
     """Start a run with one thread, on a GPU or none, its output in `log.txt`."""
     job.folder.mkdir(parents=True, exist_ok=True)
     studies.record(job)
-    # On a GPU the statistics would be compiled, which takes longer than they take in a run that is as short.
-    one_core = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "LIT_QRL_COMPILE": "0", "CUDA_VISIBLE_DEVICES": gpu}
+    one_core = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": gpu}
     with (job.folder / studies.LOG_FILE).open("a") as log:
         command = [sys.executable, "-m", "lit_qrl.cli.main", *job.arguments]
         return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **one_core}, stdout=log, stderr=log)

@@ -7,7 +7,7 @@ from lit_qrl.data.sources import check_columns, read_rows
 from lit_qrl.data.task import Row
 from lit_qrl.data.tasks.generated import GeneratedTask
 from lit_qrl.errors import ConfigError
-from lit_qrl.rewards.exact_match import ExactMatchReward
+from lit_qrl.rewards.simple import ExactMatchReward
 
 CHARACTERS = "0123456789,:"
 INSTRUCTION = (

@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.wiring import norms_before_projections
-from lit_qrl.quantize.awq import fold
 
 TOLERANCE = 1e-4
 """Largest change of a log-prob that rounding can explain, in fp32."""
@@ -68,6 +67,16 @@ def dial(network: Any, scale: float, channels: int = 2, seed: int = 0) -> int:
             given=f"{changed} norms, and log-probs that change by {difference:.2g}",
         )
     return changed
+
+
+@torch.no_grad()
+def fold(norm: Any, layers: Sequence[Any], factors: torch.Tensor) -> None:
+    """Divide a norm by factors " in" and multiply the columns of the layers that read it by them, in place."""
+    norm.weight /= factors
+    if getattr(norm, "bias", None) is not None:
+        norm.bias /= factors
+    for layer in layers:
+        layer.weight *= factors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

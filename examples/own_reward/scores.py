@@ -3,7 +3,7 @@
 import asyncio
 from fractions import Fraction
 
-from lit_qrl.rewards.countdown import CountdownReward
+from lit_qrl.rewards.puzzles import CountdownReward
 
 
 def closeness(completions, target, **columns) -> list[float | None]:

@@ -49,7 +49,7 @@ from lit_qrl.data.tasks.countdown import Countdown, problem_key
 from lit_qrl.data.tasks.countdown_solver import expressions
 from lit_qrl.data.tasks.generated import is_held_out, key_hash, read_hashes
 from lit_qrl.rewards.base import Sample
-from lit_qrl.rewards.countdown import CountdownReward
+from lit_qrl.rewards.puzzles import CountdownReward
 
 ROOT = Path(__file__).parents[2]
 DENSE, PRODUCTS, MOE = (

@@ -2,7 +2,7 @@
 
 from lit_qrl.data.environment import MultiTurnTask
 from lit_qrl.data.tasks import Countdown
-from lit_qrl.rewards.countdown import evaluate
+from lit_qrl.rewards.puzzles import evaluate
 
 
 class CheckedCountdown(MultiTurnTask):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional._checks import check_ais, check_choice
-from lit_qrl.functional.importance import AISGate, ais_correction, ais_gate, ais_weights, log_ratio
+from lit_qrl.functional.importance import AISGate, ais_gate, ais_weights, log_ratio
 from lit_qrl.loop.hooks import RLCallback, trainer_all_reduce
 from lit_qrl.types import Correction, LossContext, RolloutBatch
 
@@ -78,14 +78,12 @@ class AIS(RLCallback):
 
     def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
         if self.scope == "minibatch":
-            vector, weights = ais_correction(
+            gate = ais_gate(
                 context.log_ratio, context.mask, context.advantages, all_reduce=context.all_reduce, **self._settings
             )
-            self._keep(vector)
-            gate = AISGate(*vector.unbind())
+            self._keep(torch.stack(list(gate)))
         elif self.gates:
             gate = AISGate(*self.gates[-1].unbind())
-            weights = ais_weights(context.log_ratio, context.mask, gate.alpha, self.clip, level=self.level)
         else:
             raise ConfigError(
                 "AIS with scope: rollout has seen no rollout.",
@@ -93,6 +91,7 @@ class AIS(RLCallback):
                 given="no gate",
                 remedy="Set scope to minibatch.",
             )
+        weights = ais_weights(context.log_ratio, context.mask, gate.alpha, self.clip, level=self.level)
         metrics = {f"correction/{name}": value for name, value in gate._asdict().items() if name != "truncated"}
         metrics[f"correction/truncated_{self.level}s"] = gate.truncated
         return Correction(weights=weights, metrics=metrics)

@@ -17,10 +17,10 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.optim.schedule import plateaus_seen
+from lit_qrl.run.checkpoint_files import Cadence, CheckpointFiles, staging
 from lit_qrl.run.description import Described
 from lit_qrl.run.folder import last_checkpoint
 from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, Interruption
-from lit_qrl.run.saving import Cadence, CheckpointFiles, staging
 from lit_qrl.strategies.peers import Peers
 
 if TYPE_CHECKING:

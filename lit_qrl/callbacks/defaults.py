@@ -13,7 +13,7 @@ from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.callbacks.report import Report
 from lit_qrl.callbacks.run_folder import RunFolder
 from lit_qrl.errors import ConfigError, nearest
-from lit_qrl.run.quiet import quiet
+from lit_qrl.run.console import quiet
 
 FORCED: dict[str, type[Callback]] = {
     "progress": RLProgress,  # first: it prints a line before the next publish
@@ -30,7 +30,7 @@ def default_callbacks(*chosen: Callback, name: str = "run", **settings: Mapping[
     """Return what `Trainer(callbacks=…)` takes for a run as the command line makes it.
 
     The run gets a folder `runs/<name>/<n>`, or `Trainer(default_root_dir=…)`, with a lock while it trains,
-    `config.yaml` written from the objects, `metrics.csv`, diary, samples, checkpoints and report. The Trainer's
+    `config.yaml` written from the objects, `metrics.csv`, event log, samples, checkpoints and report. The Trainer's
     settings that a run needs are made: no sanity check, gradients accumulated over `data.micro_batches`.
 
     Args:

@@ -6,14 +6,12 @@ import torch
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
-from lit_qrl.callbacks.loss_odds import LossForecast, told
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional.importance import log_ratio
-from lit_qrl.functional.loss_odds import EARLY_ITERATIONS
 from lit_qrl.functional.mismatch import mismatch_metrics
 from lit_qrl.loop.hooks import RLCallback, rl_callbacks
 from lit_qrl.network.shards import whole
-from lit_qrl.run.diary import event, tell
+from lit_qrl.run.event_log import event, tell
 from lit_qrl.run.stop import stop_run
 from lit_qrl.types import RolloutBatch
 
@@ -57,7 +55,6 @@ class Guard(RLCallback):
     mismatch KL over `kl_ceiling`              the same
     first iteration: KL over 0.05, or ESS      one warning, with likely causes and what to try, whatever corrects it
     ratio under 0.8
-    first ten iterations that foretell a loss  one event with the odds, and what had better ones in docs/evidence.md
     engine died: crash, out of memory, hang    it is built again, its weights are published and verified, and the same
                                                is drawn once more; after `publisher.max_restarts` in a row the run
                                                stops
@@ -74,8 +71,7 @@ class Guard(RLCallback):
             set is measured before the update, which takes one more forward pass where nothing else needs it.
         kl_ceiling: highest KL(sampler ‖ learner_old), in nats per token; None does not look.
         action: what follows when `ess_floor` or `kl_ceiling` trips.
-        loss_odds: probability of a loss by low precision from which the first ten iterations are warned of; null does
-            not look. Nothing is said of a run that is unlike all that it was fitted on.
+        loss_odds: read in configurations of before and not looked at; `examples/evidence_grid` has the odds of a loss.
     """
 
     def __init__(
@@ -85,7 +81,7 @@ class Guard(RLCallback):
         ess_floor: float | None = None,
         kl_ceiling: float | None = None,
         action: Action = "warn",
-        loss_odds: float | None = 0.5,
+        loss_odds: float | None = None,
     ) -> None:
         if not 0 <= max_nonfinite_fraction <= 1:
             raise ConfigError(
@@ -97,12 +93,9 @@ class Guard(RLCallback):
             raise ConfigError("guard.ess_floor is a ratio.", expected="(0, 1]", given=ess_floor)
         if kl_ceiling is not None and kl_ceiling <= 0:
             raise ConfigError("guard.kl_ceiling must be positive.", given=kl_ceiling)
-        if loss_odds is not None and not 0 <= loss_odds <= 1:
-            raise ConfigError("guard.loss_odds is a probability.", expected="[0, 1]", given=loss_odds)
         self.max_nonfinite_fraction, self.patience = max_nonfinite_fraction, patience
         self.ess_floor, self.kl_ceiling, self.action = ess_floor, kl_ceiling, action
         self.needs_learner_old = ess_floor is not None or kl_ceiling is not None
-        self.loss_odds, self._forecast = loss_odds, LossForecast()
         self.vetoed_in_a_row = 0
         self.vetoed = 0
         self.skipped = 0
@@ -185,7 +178,7 @@ class Guard(RLCallback):
         pl_module.iteration.metrics.value("update/grad_norm", norm)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
-        """Say when an untruncated correction met weights that no batch can carry, and what the beginning foretells."""
+        """Say when an untruncated correction met weights that no batch can carry, and when the beginning is far out."""
         extreme = pl_module.iteration.row.get("correction/extreme_tokens", 0.0)
         if extreme:
             message = (
@@ -198,11 +191,6 @@ class Guard(RLCallback):
             corrects = pl_module.objective.carries_ratio or any(one.carries_ratio for one in rl_callbacks(trainer))
             message = FAR_OUT.format(kl=kl, ess=ess, more="" if corrects else UNCORRECTED)
             tell(trainer, "mismatch_at_start", message, kl=kl, ess_ratio=ess)
-        if self.loss_odds is not None and row and len(self._forecast.rows) < EARLY_ITERATIONS:
-            self._forecast.add(row)
-            odds = self._forecast.probability(rl_callbacks(trainer))
-            if odds is not None and odds >= self.loss_odds:
-                tell(trainer, "loss_odds", told(odds, self._forecast.start), probability=odds)
 
     @staticmethod
     def _clear(optimizer: Optimizer) -> None:
@@ -210,15 +198,10 @@ class Guard(RLCallback):
         optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts, and what is kept of the first iterations."""
-        counts = {"vetoed": self.vetoed, "skipped": self.skipped, "vetoed_in_a_row": self.vetoed_in_a_row}
-        return {**counts, "first_rows": self._forecast.rows}
+        """Return the counts."""
+        return {"vetoed": self.vetoed, "skipped": self.skipped, "vetoed_in_a_row": self.vetoed_in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the counts."""
         self.vetoed, self.skipped = state_dict["vetoed"], state_dict["skipped"]
         self.vetoed_in_a_row = state_dict["vetoed_in_a_row"]
-        if "first_rows" in state_dict:
-            self._forecast = LossForecast(state_dict["first_rows"])
-        else:  # a checkpoint of before, whose beginning is not known
-            self.loss_odds = None

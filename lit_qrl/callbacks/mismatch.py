@@ -16,7 +16,7 @@ from lit_qrl.functional.mismatch import k3_divergence, mismatch_metrics
 from lit_qrl.loop.ahead import tell_ages
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.loop.updates import UpdateCounts
-from lit_qrl.run.diary import tell
+from lit_qrl.run.event_log import tell
 
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_qrl.loop.hooks import trainer_all_reduce
-from lit_qrl.run.diary import append_jsonl
+from lit_qrl.run.event_log import append_jsonl
 from lit_qrl.run.folder import set_aside
 
 PREDICTIONS_FILE = "predictions.jsonl"

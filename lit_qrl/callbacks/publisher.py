@@ -12,7 +12,7 @@ from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.publish.publisher import Publisher
 from lit_qrl.publish.spec import PublishSettings
 from lit_qrl.rollout.engine import EngineDiedError
-from lit_qrl.run.diary import event
+from lit_qrl.run.event_log import event
 
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule

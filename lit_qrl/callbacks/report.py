@@ -16,8 +16,8 @@ from torch import Tensor
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.hooks import RLCallback, overrides, rl_callbacks
 from lit_qrl.report import render
-from lit_qrl.report.apart import PageApart
-from lit_qrl.run.diary import SAMPLES_FILE, append_jsonl, log_event, number, read_jsonl
+from lit_qrl.report.live import PageApart
+from lit_qrl.run.event_log import SAMPLES_FILE, append_jsonl, log_event, number, read_jsonl
 from lit_qrl.run.folder import set_aside
 from lit_qrl.run.interrupt import Interrupted, InterruptedTogether
 from lit_qrl.run.loggers import RunCSVLogger
@@ -33,7 +33,7 @@ TOKENS_TOLD = 2048
 
 
 class Report(RLCallback):
-    """Writes `samples.jsonl`, the diary's beginning and end, and `report/index.html` in the run folder.
+    """Writes `samples.jsonl`, the event log's beginning and end, and `report/index.html` in the run folder.
 
     A sample has its texts, its reward, the gold answer, the log-ratio of each of its tokens, which of them an
     environment said, and of masked diffusion the step at which each was unmasked; it is written when its iteration has
@@ -75,7 +75,7 @@ class Report(RLCallback):
             trainer.loggers = [*trainer.loggers, RunCSVLogger(trainer.default_root_dir)]
 
     def on_train_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
-        """Open the diary; put the files of an earlier run aside, or go on with those of the resumed one."""
+        """Open the event log; put the files of an earlier run aside, or go on with those of the resumed one."""
         if not trainer.is_global_zero or trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             return
         self._active, self._texts = True, {}
@@ -132,14 +132,14 @@ class Report(RLCallback):
                 log.warning("A report could not be made; see why with: lit-qrl report %s", trainer.default_root_dir)
 
     def on_train_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
-        """Close the diary."""
+        """Close the event log."""
         if self._active:
             self._write(trainer)
             self._log(trainer, "finish", "Training ended.", iteration=trainer.current_epoch)
             self._ended = True
 
     def on_exception(self, trainer: Trainer, pl_module: "GRPOModule", exception: BaseException) -> None:
-        """Say in the diary what happened, and make the report of what there is."""
+        """Say in the event log what happened, and make the report of what there is."""
         if not self._active:
             return
         self._write(trainer)
@@ -191,7 +191,7 @@ class Report(RLCallback):
         try:
             log_event(trainer.default_root_dir, kind, message, **fields)
         except OSError as error:
-            log.warning("The diary could not be written: %s", error)
+            log.warning("The event log could not be written: %s", error)
 
 
 def _samples(

@@ -5,14 +5,14 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.functional.router_shift import check_floor
+from lit_qrl.functional._checks import check_floor
 from lit_qrl.loop.hooks import RLCallback, rl_callbacks
 
 
 class RouterShift(RLCallback):
     """Rescales the ratio learner / learner_old of each token by how far the routers have moved from its experts (RSPO).
 
-    The ratio of `functional.router_shift` is 1 in the first update after a rollout and falls in later ones; it
+    The ratio of `diagnostics.router_shift` is 1 in the first update after a rollout and falls in later ones; it
     multiplies the ratio that an objective clips, and has no gradient. It looks at the experts that the tokens took,
     which `RouterReplay` holds for all updates: it stands beside one.
 

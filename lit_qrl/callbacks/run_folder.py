@@ -19,11 +19,11 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.optim.build import described_optimizer
 from lit_qrl.run import folder as folders
 from lit_qrl.run.config import RunConfig
+from lit_qrl.run.console import quiet
 from lit_qrl.run.description import describe
+from lit_qrl.run.folder import RunLock
 from lit_qrl.run.interrupt import Interrupted, InterruptedTogether
-from lit_qrl.run.lock import RunLock
 from lit_qrl.run.loggers import RunCSVLogger
-from lit_qrl.run.quiet import quiet
 from lit_qrl.strategies.peers import Peers
 from lit_qrl.strategies.settings import trainer_settings
 

@@ -25,7 +25,7 @@ from lit_qrl.policy import DTYPES
 from lit_qrl.precision import QuantizedPrecision
 from lit_qrl.precision.packed_lora import PackedLoRA
 from lit_qrl.rollout import DiffusionEngine, RemoteEngine, RemoteVLLMEngine, TransformersEngine, VLLMEngine
-from lit_qrl.rollout.embedded.replay import SLOTS, WORD_BYTES
+from lit_qrl.rollout.embedded.engine import SLOTS, WORD_BYTES
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.shipped import shipped

@@ -66,7 +66,7 @@ def export(
     from lit_qrl import formats
     from lit_qrl.network.folder import appearing, own_dtype, refuse_existing, write_adapter, write_plain
     from lit_qrl.policy import DTYPES
-    from lit_qrl.quantize.folder import quantize_checkpoint
+    from lit_qrl.quantize import quantize_checkpoint
 
     options = {} if group_size is None else {"group_size": group_size}
     chosen = formats.get(format, **options) if format else None
@@ -180,8 +180,7 @@ def restore(
 
     from lit_qrl.network.names import is_saved_with_adapter
     from lit_qrl.optim.masters import saved_masters
-    from lit_qrl.run.identity import check_frozen, check_identity
-    from lit_qrl.run.parts import put_together
+    from lit_qrl.run.checkpoint_files import check_frozen, check_identity, put_together
 
     try:
         checkpoint = torch.load(checkpoint_path, map_location="cpu", weights_only=True, mmap=True)

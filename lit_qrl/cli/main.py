@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from lit_qrl.cli import TRAINING
-from lit_qrl.cli.stand_ins import HEAVY, stand_ins
 from lit_qrl.errors import EXIT_CONFIG, EXIT_STOPPED, ConfigError, StoppedError
-from lit_qrl.run import phases  # noqa: F401  its clock starts with the command
+from lit_qrl.run import console  # noqa: F401  its clock starts with the command
 from lit_qrl.shipped import SHIPPED
 
 EXIT_INTERRUPTED = 130
@@ -39,9 +38,7 @@ COMMANDS = {
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run `lit-qrl`; one paragraph and status 2 for what cannot work as given, 70 for a run that could not go on."""
-    # A process of its own that only prints needs the names of libraries, not the libraries.
-    names_alone = HEAVY if args is None and prints_only(sys.argv[1:]) else ()
-    if names_alone or (args is None and sys.argv[1:2] and sys.argv[1] in PRINTS):
+    if args is None and (prints_only(sys.argv[1:]) or (sys.argv[1:2] and sys.argv[1] in PRINTS)):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # behind a pipe, `head` may have enough before all is printed
     args = list(sys.argv[1:] if args is None else args)
     if args[:1] == ["quickstart"]:
@@ -62,8 +59,8 @@ def main(args: Sequence[str] | None = None) -> None:
         return None
     if word == "--print_shtab":
         return print_completion(args[1:])
-    from lit_qrl.run.allocator import let_segments_grow
     from lit_qrl.run.console import outlast_readers
+    from lit_qrl.run.torch_settings import let_segments_grow
 
     outlast_readers()
     let_segments_grow()
@@ -74,15 +71,12 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.path.append(os.getcwd())
     try:
         if word in COMMANDS:
-            with uncollected(), stand_ins(names_alone):
+            with uncollected():
                 from lit_qrl.cli.parser import run
 
                 command = getattr(importlib.import_module(f"lit_qrl.cli.{word}"), word)
             run(command, args[1:])
         elif word in TRAINING:
-            with uncollected(), stand_ins(names_alone):
-                if names_alone:
-                    importlib.import_module("lit_qrl.cli.training")
             run_training(args)
         else:
             from lit_qrl.errors import nearest
@@ -100,7 +94,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def print_completion(words: Sequence[str]) -> None:
     """Print the script that completes commands and options in a shell."""
-    from lit_qrl.cli.completion import completion
+    from lit_qrl.cli.training import completion
 
     try:
         print(completion(" ".join(words), COMMANDS))

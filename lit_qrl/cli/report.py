@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.run.diary import METRICS_FILE
+from lit_qrl.run.event_log import METRICS_FILE
 from lit_qrl.run.folder import is_run, meant
 
 
@@ -33,7 +33,7 @@ def report(runs: Sequence[Path], out: Path | None = None, watch: bool = False, e
         ConfigError: for a folder that is no run folder, a place that cannot be written, or no time between two looks.
     """
     from lit_qrl.report import render, render_comparison
-    from lit_qrl.report.watch import watch as watching
+    from lit_qrl.report.live import watch as watching
 
     for run in runs:
         _check(run)

@@ -1,19 +1,24 @@
 """LightningCLI with the parts that every run has: publisher, monitor, guard, report, checkpoint, progress."""
 
+import importlib
+import inspect
 import os
 import re
+import shlex
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib.util import find_spec
 from inspect import isabstract
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from jsonargparse import Namespace
+from jsonargparse import Namespace, _completions
 from lightning.pytorch import Callback, Trainer, loggers
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -37,41 +42,36 @@ from lit_qrl import (
     rollout,
     strategies,
 )
-from lit_qrl.aliases import current
+from lit_qrl.aliases import METRICS, current
 from lit_qrl.callbacks.checkpoint import all_iterations_had, resolve_checkpoint
 from lit_qrl.callbacks.defaults import FORCED
 from lit_qrl.callbacks.predictions import Predictions
 from lit_qrl.callbacks.run_folder import standing
-from lit_qrl.cli import TRAINING, reward_functions
+from lit_qrl.cli import TRAINING
 from lit_qrl.cli.config_files import config_files, expanded, found, located, run_folder_name
 from lit_qrl.cli.dry_run import dry_run
-from lit_qrl.cli.ending import again, leave_in_place
 from lit_qrl.cli.errors import made_by_training, of_run, paragraph, refused
-from lit_qrl.cli.evaluated import told
-from lit_qrl.cli.logging_place import give_place, let_place_be_left_out
-from lit_qrl.cli.parser import ReadableParser
+from lit_qrl.cli.parser import CommandParser, FunctionError, ReadableParser, in_object, in_words
 from lit_qrl.data import tasks
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.data.task import Task
-from lit_qrl.errors import ConfigError, IncompleteError, StoppedError, collected
+from lit_qrl.errors import ConfigError, IncompleteError, StoppedError, collected, nearest
 from lit_qrl.loop.combine import check_combination
 from lit_qrl.loop.hooks import RLCallback
+from lit_qrl.loop.metrics import BOUNDS, is_bound
 from lit_qrl.module import GRPOModule
 from lit_qrl.network.adapters import drop_loftq
 from lit_qrl.optim.build import filled_in, leaves_open
 from lit_qrl.precision import QuantizedPrecision
 from lit_qrl.receipts.ledger import PublishError
+from lit_qrl.run.checkpoint_files import check_identity
 from lit_qrl.run.config import RunConfig
-from lit_qrl.run.console import LOG_FILE, kept_from_the_screen
-from lit_qrl.run.folder import absent, keep_last, let_go, place, remove_empty
-from lit_qrl.run.identity import check_identity
+from lit_qrl.run.console import BEGAN, LOG_FILE, kept_from_the_screen, quiet
+from lit_qrl.run.folder import RunLock, absent, keep_last, let_go, place, remove_empty
 from lit_qrl.run.interrupt import Interrupted
-from lit_qrl.run.lock import RunLock
 from lit_qrl.run.loggers import RunCSVLogger
 from lit_qrl.run.peers import require_free_port
-from lit_qrl.run.phases import BEGAN
-from lit_qrl.run.quiet import quiet
-from lit_qrl.run.shortage import stop_where_short
+from lit_qrl.run.stop import stop_where_short
 from lit_qrl.shipped import SHIPPED
 from lit_qrl.strategies.sharded import check_strategy
 
@@ -133,12 +133,12 @@ class QRLParser(ReadableParser, LightningArgumentParser):
 
     def parse_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the parsed arguments of a class; functions among its rewards are taken for such."""
-        reward_functions.in_object(obj)
+        in_object(obj)
         return super().parse_object(obj, *args, **kwargs)
 
     def parse_args(self, args: Any = None, *more: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the parsed command line, with the same done to it."""
-        return super().parse_args(None if args is None else reward_functions.in_words(args), *more, **kwargs)
+        return super().parse_args(None if args is None else in_words(args), *more, **kwargs)
 
     def dump(self, *args: Any, **kwargs: Any) -> str:
         """Return a configuration as YAML, in which what has moved stands under its path of today."""
@@ -188,7 +188,7 @@ class QRLCLI(LightningCLI):
                 super().parse_arguments(parser, args)
             except ConfigError as refused:
                 for error in made:
-                    if isinstance(error, reward_functions.FunctionError):
+                    if isinstance(error, FunctionError):
                         raise error from None
                 raise located(refused, self.arguments) from refused
 
@@ -324,7 +324,7 @@ class QRLCLI(LightningCLI):
         return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run the Trainer; a publish that failed ends it with one paragraph, after diary and report."""
+        """Run the Trainer; a publish that failed ends it with one paragraph, after event log and report."""
         leave_in_place(self.trainer.strategy)
         given = self.config_init[subcommand]
         tells = subcommand in ("validate", "test") and bool(given.get("verbose"))
@@ -458,3 +458,158 @@ def classes_at(key: str = "") -> dict[str, type]:
         for name, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, kinds) and not isabstract(value) and value not in BASES
     }
+
+
+def leave_in_place(strategy: Strategy) -> None:
+    """Let the strategy's teardown take neither weights nor optimizer states to the host.
+
+    Lightning does so for what a program does next with its module. A command does nothing, and a user would wait for
+    57 GiB at 7B with all weights trained.
+
+    Args:
+        strategy: of a Trainer that ends with its process.
+    """
+    strategy.teardown = partial(_teardown, strategy, strategy.teardown)
+
+
+def _teardown(strategy: Strategy, teardown: Callable[[], None]) -> None:
+    module, optimizers = strategy.lightning_module, strategy.optimizers
+    strategy.optimizers = []
+    if module is not None:
+        module.cpu = lambda: module  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        teardown()
+    finally:  # what a run stopped for is told after this, with what its learner held
+        strategy.optimizers = optimizers
+        if module is not None:
+            del module.cpu
+
+
+def again(arguments: Sequence[str]) -> str:
+    """Return the command line with which an interrupted run goes on."""
+    words = [word for word in arguments if not word.startswith("--ckpt_path=")]
+    if "--ckpt_path" in words:
+        at = words.index("--ckpt_path")
+        del words[at : at + 2]
+    return shlex.join(["lit-qrl", *words, "--ckpt_path", "last"])
+
+
+def told(metrics: Mapping[str, Any]) -> list[str]:
+    """Return a line for each metric of an evaluation, an accuracy with its 95 % interval.
+
+    Args:
+        metrics: by name, as the Trainer has them; what carries a former name too is told once.
+
+    >>> told({"val/accuracy": 0.3359375, "val/accuracy_ci_low": 0.27, "val/accuracy_ci_high": 0.4})
+    ['val/accuracy  0.336  [0.270, 0.400]']
+    """
+    values = {name: float(value) for name, value in metrics.items() if name not in METRICS}
+    shown = [name for name in values if not is_bound(name)]
+    width = max(map(len, shown), default=0)
+    return [f"{name:{width}}  {values[name]:.3f}{_interval(values, name)}" for name in shown]
+
+
+def _interval(values: Mapping[str, float], name: str) -> str:
+    low, high = (values.get(f"{name}{suffix}") for suffix in BOUNDS if suffix)
+    return "" if low is None or high is None else f"  [{low:.3f}, {high:.3f}]"
+
+
+def let_place_be_left_out() -> None:
+    """Make `save_dir` of every logger optional for the parser, which reads signatures; the constructors stay."""
+    for logger in vars(loggers).values():
+        if isinstance(logger, type) and issubclass(logger, Logger):
+            signature = inspect.signature(logger.__init__)
+            place = signature.parameters.get("save_dir")
+            if place is not None:
+                kind = Any if place.annotation is inspect.Parameter.empty else place.annotation
+                without = place.replace(default=None, annotation=kind | None)
+                parts = {**signature.parameters, "save_dir": without}.values()
+                logger.__init__.__signature__ = signature.replace(parameters=list(parts))  # pyright: ignore
+
+
+def give_place(chosen: Any, run_folder: Path) -> None:
+    """Set the `save_dir` that was left out to the run folder.
+
+    Args:
+        chosen: `trainer.logger` as it was parsed: one logger, several, or none.
+        run_folder: of the run.
+    """
+    for logger in chosen if isinstance(chosen, list) else [chosen]:
+        arguments = getattr(logger, "init_args", None)
+        if arguments is not None and "save_dir" in arguments and arguments.save_dir is None:
+            arguments.save_dir = str(run_folder)
+
+
+SHELLS = ("bash", "zsh")
+"""Those for which shtab completes the options of subcommands."""
+
+
+class _AllParsers(QRLCLI):
+    """Builds the parsers of all commands, and parses nothing."""
+
+    others: Mapping[str, str] = {}
+
+    def subcommands(self) -> dict[str, set[str]]:
+        return LightningCLI.subcommands()
+
+    def _add_subcommands(self, parser: Any, **kwargs: Any) -> None:
+        super()._add_subcommands(parser, **kwargs)
+        for name, what in self.others.items():
+            function = getattr(importlib.import_module(f"lit_qrl.cli.{name}"), name)
+            parser._subcommands_action.add_subcommand(name, CommandParser(function), help=what)
+
+    def parse_arguments(self, parser: Any, args: Any) -> None:
+        raise _BuiltError(parser)
+
+
+class _BuiltError(Exception):
+    """Carries the parser out of the constructor."""
+
+
+@contextmanager
+def _no_class_within_itself() -> Iterator[None]:
+    """Complete the options of a class once: a task may be a mixture of tasks, without end."""
+    original, above = _completions.add_subactions_and_get_subclass_choices, []
+
+    def once(typehint: Any, prefix: str | None, *args: Any, **kwargs: Any) -> list[str]:
+        above.append(typehint)
+        try:
+            return original(typehint, None if typehint in above[:-1] else prefix, *args, **kwargs)
+        finally:
+            above.pop()
+
+    _completions.add_subactions_and_get_subclass_choices = once
+    try:
+        yield
+    finally:
+        _completions.add_subactions_and_get_subclass_choices = original
+
+
+def completion(shell: str, commands: Mapping[str, str]) -> str:
+    """Return the script that completes `lit-qrl` in a shell.
+
+    Args:
+        shell: `bash` or `zsh`.
+        commands: those that are functions, and what each does.
+
+    Raises:
+        ConfigError: for another shell, or without shtab.
+    """
+    if shell not in SHELLS:
+        raise ConfigError(
+            "--print_shtab writes for a shell.",
+            expected=", ".join(SHELLS),
+            given=shell or None,
+            remedy=nearest(shell, SHELLS) if shell else "Name one.",
+        )
+    if find_spec("shtab") is None:
+        raise ConfigError("Tab completion needs shtab.", remedy="pip install shtab")
+    _AllParsers.others = commands
+    try:
+        _AllParsers.run(["fit"])
+    except _BuiltError as built:
+        parser: Any = built.args[0]
+        parser.prog = "lit-qrl"
+        with _no_class_within_itself():
+            return parser.get_completion_script(f"shtab-{shell}")
+    raise AssertionError("no parser was built")

@@ -13,7 +13,7 @@ from lit_qrl.data.task import Message, Row, Task
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.turns import Say, TurnsOver
 from lit_qrl.rewards.base import Reward, Sample, check_names
-from lit_qrl.rewards.episode import EpisodeReward
+from lit_qrl.rewards.simple import EpisodeReward
 
 
 class MultiTurnTask(Task):

@@ -99,7 +99,7 @@ def normalized(prompt: str | Sequence[Message]) -> str:
 def solved(judge: Reward, samples: Sequence[Sample]) -> list[bool]:
     """Return for each sample whether a reward scores it 1; one that cannot be scored fails alone.
 
-    >>> from lit_qrl.rewards.countdown import CountdownReward
+    >>> from lit_qrl.rewards.puzzles import CountdownReward
     >>> row = {"numbers": [3, 5, 7], "target": 22}
     >>> solved(CountdownReward(), [Sample("", "3*5+7", columns=row), Sample("", "3*5+7")])
     [True, False]

@@ -29,7 +29,6 @@ class FormatSupport:
         fp8: what a GPU needs to multiply in it where that is FP8; a learner and vLLM are refused on others.
         own_gemm: what our own GEMM needs where that is more; it emulates the format on others.
         dequantizes_at_once: whether one kernel of ours multiplies its weights out on CUDA.
-        learner_kernels: kernels of the sampler that a learner can multiply with, by the names of its option `kernel`.
         vllm: devices on which vLLM has a kernel for it.
         vllm_cpu_operators: operators of vLLM's CPU build (`torch.ops._C`) that its GEMM calls; it may need none.
         vllm_gpu: what a GPU needs for vLLM's kernel, beside `fp8`.
@@ -56,7 +55,6 @@ class FormatSupport:
     fp8: gemm.Requirement | None = None
     own_gemm: gemm.Requirement | None = None
     dequantizes_at_once: bool = False
-    learner_kernels: tuple[str, ...] = ()
     vllm: tuple[str, ...] = ()
     vllm_cpu_operators: tuple[str, ...] = ()
     vllm_gpu: gemm.Requirement | None = None
@@ -84,7 +82,6 @@ _4_BITS = FormatSupport(
     dequantizes_at_once=True,
     vllm=("cuda",),
     vllm_varies="Marlin",
-    learner_kernels=("marlin",),
     folder_dtype=torch.bfloat16,
 )
 _INT4 = FormatSupport(
@@ -125,7 +122,6 @@ TABLE: dict[str, FormatSupport] = {
     ),
     "int4_group": replace(
         _INT4,
-        learner_kernels=("machete", "marlin"),
         vllm=_BOTH,
         vllm_cpu_operators=("cpu_gemm_wna16",),
         vllm_experts=("cuda",),

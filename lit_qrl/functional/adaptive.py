@@ -7,7 +7,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_qrl.functional._checks import check_ais, check_band
-from lit_qrl.functional._compile import compiled
 from lit_qrl.functional._statistics import as_float, masked, precise, require_tokens
 from lit_qrl.types import AllReduce, no_all_reduce
 
@@ -79,8 +78,33 @@ def ais_gate(
     """
     check_ais(clip, saturation, tolerance, sensitivity, eps, level)
     require_tokens(mask)
-    vector = _gate(d, mask, advantages, clip, saturation, tolerance, sensitivity, eps, level, all_reduce)
-    return AISGate(*vector.unbind())
+    d = precise(d.detach())
+    units, unit_d = (mask, d) if level == "token" else (mask.any(dim=1, keepdim=True), d.sum(dim=1, keepdim=True))
+    ratio = unit_d.exp()
+    w = ratio.clamp(max=clip)
+    sums = masked(units, torch.stack([w, w.square(), (ratio > clip).to(w.dtype)])).sum(dim=2)
+    counts = torch.stack([units.sum(dim=1), mask.sum(dim=1)]).to(w.dtype)
+    # An advantage is the same for a whole row, so every moment with it comes from the row's sums.
+    rows = torch.cat([counts, sums, d.abs().sum(dim=1)[None]])
+    a = precise(advantages.detach())
+    powers = torch.stack([torch.ones_like(a), a, a.square()])
+    count, tokens, first, second, cut, abs_d = all_reduce((rows[:, None] * powers).sum(dim=2)).unbind()
+    n, tokens = count[0].clamp(min=1), tokens[0].clamp(min=1)
+    mean_w, mean_w2, mean_abs = first[0] / n, second[0] / n, abs_d[0] / tokens
+    # Means and squares of w, A and A·w.
+    means = torch.stack([first[0], count[1], first[1]]) / n
+    variances = torch.stack([second[0], count[2], second[2]]) / n - means.square()
+    var_w, var_a, var_aw = (variances.clamp(min=0) * (n / (n - 1).clamp(min=1))).unbind()
+    # 1 / (1 + CV²) with both sides multiplied by mean², which may underflow: then all weights are 0, hence equal.
+    ess_ratio = torch.where(mean_w2 > 0, mean_w.square() / (mean_w.square() + var_w), 1.0)
+    amplification = var_aw.sqrt() / (var_a.sqrt() + eps)
+    variance_penalty = ((amplification - tolerance) / tolerance).clamp(min=0)
+    necessity = (mean_abs / saturation).clamp(max=1)
+    reliability = ess_ratio.sqrt()
+    alpha = (reliability - sensitivity * variance_penalty).clamp(0, 1) * necessity
+    dtype = torch.float64 if advantages.dtype == torch.float64 else torch.float32
+    fields = (alpha, reliability, necessity, variance_penalty, amplification, mean_abs, ess_ratio, cut[0] / n)
+    return AISGate(*torch.stack(fields).to(dtype).unbind())
 
 
 def ais_weights(
@@ -114,72 +138,3 @@ def ais_weights(
     if level == "token":
         return 1 + alpha * (d.exp().clamp(max=clip) - 1)
     return masked(mask, 1 + alpha * (d.sum(dim=1, keepdim=True).exp().clamp(max=clip) - 1), 1.0)
-
-
-@compiled
-def ais_correction(
-    d: Float[Tensor, "b t"],
-    mask: Bool[Tensor, "b t"],
-    advantages: Float[Tensor, " b"],
-    *,
-    clip: float = 5.0,
-    saturation: float = 0.02,
-    tolerance: float = 1.2,
-    sensitivity: float = 1.0,
-    eps: float = 1e-6,
-    level: Level = "token",
-    all_reduce: AllReduce = no_all_reduce,
-) -> tuple[Float[Tensor, " fields"], Float[Tensor, "b t"]]:
-    """Return the fields of `ais_gate` as one vector, and the weights that its α gives: both at once.
-
-    Args: those of `ais_gate`, which checks them.
-
-    >>> d, mask = torch.tensor([[3.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool)
-    >>> gate, weights = ais_correction(d, mask, torch.tensor([1.0]), tolerance=10.0)
-    >>> bool(gate[0] == AISGate(*gate).alpha), round(float(weights[0, 1]), 4)
-    (True, 1.0)
-    """
-    vector = _gate(d, mask, advantages, clip, saturation, tolerance, sensitivity, eps, level, all_reduce)
-    return vector, ais_weights(d, mask, vector[0], clip, level=level)
-
-
-@compiled
-def _gate(
-    d: Tensor,
-    mask: Tensor,
-    advantages: Tensor,
-    clip: float,
-    saturation: float,
-    tolerance: float,
-    sensitivity: float,
-    eps: float,
-    level: Level,
-    all_reduce: AllReduce,
-) -> Tensor:
-    d = precise(d.detach())
-    units, unit_d = (mask, d) if level == "token" else (mask.any(dim=1, keepdim=True), d.sum(dim=1, keepdim=True))
-    ratio = unit_d.exp()
-    w = ratio.clamp(max=clip)
-    sums = masked(units, torch.stack([w, w.square(), (ratio > clip).to(w.dtype)])).sum(dim=2)
-    counts = torch.stack([units.sum(dim=1), mask.sum(dim=1)]).to(w.dtype)
-    # An advantage is the same for a whole row, so every moment with it comes from the row's sums.
-    rows = torch.cat([counts, sums, d.abs().sum(dim=1)[None]])
-    a = precise(advantages.detach())
-    powers = torch.stack([torch.ones_like(a), a, a.square()])
-    count, tokens, first, second, cut, abs_d = all_reduce((rows[:, None] * powers).sum(dim=2)).unbind()
-    n, tokens = count[0].clamp(min=1), tokens[0].clamp(min=1)
-    mean_w, mean_w2, mean_abs = first[0] / n, second[0] / n, abs_d[0] / tokens
-    # Means and squares of w, A and A·w.
-    means = torch.stack([first[0], count[1], first[1]]) / n
-    variances = torch.stack([second[0], count[2], second[2]]) / n - means.square()
-    var_w, var_a, var_aw = (variances.clamp(min=0) * (n / (n - 1).clamp(min=1))).unbind()
-    # 1 / (1 + CV²) with both sides multiplied by mean², which may underflow: then all weights are 0, hence equal.
-    ess_ratio = torch.where(mean_w2 > 0, mean_w.square() / (mean_w.square() + var_w), 1.0)
-    amplification = var_aw.sqrt() / (var_a.sqrt() + eps)
-    variance_penalty = ((amplification - tolerance) / tolerance).clamp(min=0)
-    necessity = (mean_abs / saturation).clamp(max=1)
-    reliability = ess_ratio.sqrt()
-    alpha = (reliability - sensitivity * variance_penalty).clamp(0, 1) * necessity
-    dtype = torch.float64 if advantages.dtype == torch.float64 else torch.float32
-    fields = (alpha, reliability, necessity, variance_penalty, amplification, mean_abs, ess_ratio, cut[0] / n)
-    return torch.stack(fields).to(dtype)

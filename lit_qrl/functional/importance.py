@@ -12,9 +12,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_qrl.functional._checks import Bound, check_band
-from lit_qrl.functional._compile import compiled
 from lit_qrl.functional._statistics import as_float, largest, masked, masked_sums, require_tokens, row_means
-from lit_qrl.functional.adaptive import AISGate, ais_correction, ais_gate, ais_weights
+from lit_qrl.functional.adaptive import AISGate, ais_gate, ais_weights
 from lit_qrl.functional.rejection import geometric_keep, opsm_keep, ratio_keep, token_veto
 from lit_qrl.types import AllReduce, no_all_reduce
 
@@ -23,7 +22,6 @@ Weights = Float[Tensor, "b t"]
 __all__ = [
     "AISGate",
     "adaptive_upper",
-    "ais_correction",
     "ais_gate",
     "ais_weights",
     "batch_normalized",
@@ -210,7 +208,6 @@ def adaptive_upper(d: Weights, mask: Bool[Tensor, "b t"], all_reduce: AllReduce 
     return torch.where(count > 0, (0.5 * (math.log(2.0) + log_second_moment)).exp(), math.sqrt(2.0))
 
 
-@compiled
 def batch_normalized(
     weights: Weights,
     mask: Bool[Tensor, "b t"],

@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_qrl.functional._compile import compiled
 from lit_qrl.functional._statistics import as_float, masked, precise, require_tokens
 from lit_qrl.types import AllReduce, no_all_reduce
 
@@ -130,7 +129,6 @@ def mismatch_metrics(
     return dict(zip(NAMES, _figures(learner, sampler, mask, all_reduce=all_reduce).unbind(), strict=True))
 
 
-@compiled
 def _figures(learner: Tensor, sampler: Tensor, mask: Tensor, *, all_reduce: AllReduce) -> Tensor:
     """Return the metrics in the order of `NAMES`."""
     dtype = torch.promote_types(as_float(learner).dtype, as_float(sampler).dtype)

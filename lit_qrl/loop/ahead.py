@@ -30,8 +30,8 @@ from lit_qrl.loop.replay import Replay
 from lit_qrl.loop.schedule import staleness_of
 from lit_qrl.loop.staleness import moved_since, note_staleness
 from lit_qrl.rollout.engine import EngineDiedError, InFlight
-from lit_qrl.run.diary import tell
-from lit_qrl.run.saving import when_written
+from lit_qrl.run.checkpoint_files import when_written
+from lit_qrl.run.event_log import tell
 
 log = logging.getLogger(__name__)
 

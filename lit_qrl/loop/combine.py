@@ -9,7 +9,6 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.functional._compile import compiled
 from lit_qrl.functional._statistics import masked, share
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.objective import Objective
@@ -55,7 +54,6 @@ def combine(
     return weights, keep, metrics
 
 
-@compiled
 def _combined(
     mask: Tensor, factors: list[Tensor], keeps: list[Tensor], *, all_reduce: AllReduce
 ) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:

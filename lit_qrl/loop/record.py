@@ -21,7 +21,7 @@ from lit_qrl.rollout.pauses import Stand
 from lit_qrl.rollout.vllm.installation import versions
 from lit_qrl.run.config import flat
 from lit_qrl.run.description import Described, describe
-from lit_qrl.run.diary import FLIGHT_FILE, append_jsonl, plain
+from lit_qrl.run.event_log import FLIGHT_FILE, append_jsonl, plain
 from lit_qrl.seeding import derive_seed
 
 ELSEWHERE = (

@@ -9,7 +9,7 @@ from lit_qrl.errors import ConfigError, listed
 from lit_qrl.loop.record import rollout_seed
 from lit_qrl.rollout.pauses import Stand
 from lit_qrl.rollout.vllm.installation import versions
-from lit_qrl.run.diary import FLIGHT_FILE, read_jsonl
+from lit_qrl.run.event_log import FLIGHT_FILE, read_jsonl
 from lit_qrl.run.folder import is_run, meant
 
 

@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lit_qrl.functional.router_shift import router_shift
+from lit_qrl.functional.diagnostics import router_shift
 from lit_qrl.loop.hooks import Learner, rl_callbacks
 from lit_qrl.loop.metrics import IterationMetrics
 from lit_qrl.network.balance import balance_coefficient, balance_loss, real_tokens, router_logits
@@ -61,7 +61,7 @@ def scored_gates(learner: Learner, rollout: RolloutBatch) -> Tensor | None:
 def shifted(learner: Learner, batch: RolloutBatch, gates: Tensor | None) -> RolloutBatch:
     """Return the batch with learner_old's log-probs less log γ, so that an objective's ratio is rescaled by γ.
 
-    γ is that of the position from which a token is predicted (`functional.router_shift`).
+    γ is that of the position from which a token is predicted (`functional.diagnostics.router_shift`).
 
     Args:
         learner: whose callbacks say the floor.

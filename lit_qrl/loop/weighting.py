@@ -6,7 +6,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_qrl.functional._compile import compiled
 from lit_qrl.functional._statistics import share
 from lit_qrl.functional.importance import (
     adaptive_upper,
@@ -67,7 +66,6 @@ def weighted(
     return Correction(weights=weights, keep=keep, metrics=metrics)
 
 
-@compiled
 def _weights(
     d: Tensor,
     mask: Tensor,
@@ -123,7 +121,6 @@ def rejected(
     return Correction(weights=weights, keep=keep, metrics={f"correction/{metric}": rejected_share})
 
 
-@compiled
 def _keeps(
     d: Tensor,
     mask: Tensor,

@@ -29,7 +29,7 @@ from lit_qrl.errors import ConfigError, listed
 from lit_qrl.network.names import base_of, checkpoint_modules, stored_names
 from lit_qrl.network.names import stored as stored_as
 from lit_qrl.network.structure import EXPERT_LAYOUTS, text_part
-from lit_qrl.receipts.slices import slices
+from lit_qrl.receipts.checksum import slices
 
 _GATED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _UNGATED = {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}

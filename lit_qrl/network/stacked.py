@@ -9,7 +9,7 @@ from torch import Tensor
 from lit_qrl.errors import within_memory
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.formats.numerics import magnitudes, postponed_checks
-from lit_qrl.receipts.slices import slice_of, slices
+from lit_qrl.receipts.checksum import slice_of, slices
 
 AT_ONCE = 1 << 27
 """Numbers of one operand that a launch takes: enough to be as fast as memory, and half a gigabyte of fp32 at most."""
@@ -27,7 +27,7 @@ class Made(NamedTuple):
 
 
 class StackQuantizer:
-    """Quantizes matrices that are slices of stacks (`receipts.slices`); what one launch made is kept until it is taken.
+    """Quantizes matrices that are slices of stacks (`checksum.slices`); what one launch made is kept until it is taken.
 
     Args:
         format: of the codes.

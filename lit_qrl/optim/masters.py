@@ -11,16 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.functional._compile import triton_installed
+from lit_qrl.functional._launch import triton_installed
 from lit_qrl.optim.build import build_optimizer
-from lit_qrl.optim.realized import realized_update
 
 log = logging.getLogger(__name__)
 
 BUCKET_ELEMENTS = 2**26
 """Weights whose fp32 form exists at a time: 256 MiB, and as much for their gradients; a larger matrix is alone."""
 HALF_A_STEP, NAN_BITS = 2**15, 0x7FC00000
-LOSS_THAT_IS_TOLD = 0.2
 ADAMS_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -141,10 +139,6 @@ class MasterWeights(Optimizer):
         held = parameter.detach()
         if not is_rounded(parameter):
             return held
-        if _in_one_pass(parameter):
-            from lit_qrl.optim import masters_triton
-
-            return masters_triton.join(held, self.state[parameter]["low"])
         return join(held, self.state[parameter]["low"])
 
     @torch.no_grad()
@@ -221,12 +215,7 @@ class MasterWeights(Optimizer):
                 inner.grad = parameter.grad.to(inner.dtype)
             yield
             for parameter, inner in bucket:
-                if is_rounded(parameter) and _in_one_pass(parameter):
-                    from lit_qrl.optim import masters_triton
-
-                    masters_triton.split(inner.data, parameter.detach(), self.state[parameter]["low"])
-                    torch.autograd.graph.increment_version(parameter)
-                elif is_rounded(parameter):
+                if is_rounded(parameter):
                     weight, low = split(inner.data, parameter.dtype)
                     parameter.copy_(weight)
                     self.state[parameter]["low"].copy_(low)
@@ -271,7 +260,7 @@ def saved_masters(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _in_one_pass(parameter: Tensor) -> bool:
-    """Return whether kernels of ours take the masters of a parameter apart; a part of a sharded one is none."""
+    """Return whether the kernel takes a parameter; a part of a sharded one is none."""
     plain = parameter.device.type == "cuda" and parameter.dtype == torch.bfloat16 and parameter.is_contiguous()
     return plain and type(parameter.data) is Tensor and triton_installed()
 
@@ -299,7 +288,7 @@ def trained_by(
     Args:
         optimizer: as configured.
         named: pairs of name and trained parameter.
-        masters: False trains 16-bit weights as they are, with a warning that says how much of the update is lost.
+        masters: False trains 16-bit weights as they are, with a warning.
         scaler: the loss scaler of the precision plugin, or None.
 
     Raises:
@@ -318,7 +307,11 @@ def trained_by(
         return build(named)
     if masters:
         return MasterWeights(named, build)
-    _warn(optimizer, dtypes)
+    log.warning(
+        "model.master_weights is false: weights in %s round each update, and lose what is below half a step of theirs, "
+        "which of a usual rate is most of it. Leave model.master_weights true, or set model.policy.dtype to fp32.",
+        " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
+    )
     return _in_one_kernel(build(named))
 
 
@@ -332,20 +325,3 @@ def _in_one_kernel(optimizer: Optimizer) -> Optimizer:
         if free and all(parameter.device.type == "cuda" for parameter in group["params"]):
             group["fused"] = True
     return optimizer
-
-
-def _warn(optimizer: Callable[[Any], Optimizer], dtypes: set[torch.dtype]) -> None:
-    for dtype in sorted(dtypes, key=str):
-        try:
-            found = realized_update(optimizer, lambda named, build: build(named), dtype).projected
-        except Exception as error:  # whatever keeps a strange optimizer from a step on a CPU
-            log.debug("The realized share could not be measured: %s", error)
-            found = 0.0
-        if not found >= 1 - LOSS_THAT_IS_TOLD:  # or not a number
-            log.warning(
-                "model.master_weights is false: of the update that this optimizer makes in fp32, weights in %s realize "
-                "about %.1f %% (100 steps on weights of size 0.02); the rest is lost in rounding. Leave "
-                "model.master_weights true, or set model.policy.dtype to fp32.",
-                str(dtype).removeprefix("torch."),
-                100 * found if found == found else 0.0,
-            )

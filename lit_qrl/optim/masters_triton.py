@@ -1,7 +1,6 @@
-"""Triton kernels that take fp32 weights apart into bf16 and the rest, and join them; import only where Triton is.
+"""A Triton kernel of Adam on fp32 weights in two parts: bf16 numbers, and the bits beyond them; import where Triton is.
 
-Each reads and writes every number once, where plain operations make a dozen passes over memory. They are of integers,
-so that both give the same bits.
+It reads and writes every number once, where plain operations make some three dozen passes over memory.
 """
 
 # Kernels are compiled from their source and launched with arguments that their Python signature does not have.
@@ -12,62 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.functional._launch import Launch, pieces
+from lit_qrl.functional._launch import pieces
 
 SIZE = 4096
 """Numbers that a program takes."""
 WARPS = 8
-
-
-@triton.jit
-def _join_kernel(weight, low, master, count, SIZE: tl.constexpr):
-    """bits(master) = bits(weight) · 2¹⁶ + low."""
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    inside = at < count
-    upper = tl.load(weight + at, mask=inside, other=0).to(tl.int32) << 16
-    tl.store(master + at, upper + tl.load(low + at, mask=inside, other=0).to(tl.int32), mask=inside)
-
-
-@triton.jit
-def _split_kernel(master, weight, low, count, SIZE: tl.constexpr):
-    """The nearest bf16 number, away from zero halfway between two, and what the master has beyond it."""
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    inside = at < count
-    bits = tl.load(master + at, mask=inside, other=0)
-    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # one NaN for all
-    upper = (bits + 0x8000) >> 16
-    tl.store(weight + at, upper.to(tl.int16), mask=inside)
-    tl.store(low + at, (bits - (upper << 16)).to(tl.int16), mask=inside)
-
-
-_join, _split = Launch(_join_kernel), Launch(_split_kernel)
-
-
-def join(weight: Tensor, low: Tensor) -> Tensor:
-    """Return the fp32 weights of which `weight` has the nearest bf16 numbers.
-
-    Args:
-        weight: bf16, contiguous.
-        low: int16, of its shape, contiguous.
-    """
-    master = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-    count = weight.numel()
-    tensors = weight.view(torch.int16), low, master.view(torch.int32)
-    _join((pieces(count, SIZE),), tensors, (count,), (SIZE,), num_warps=WARPS)
-    return master
-
-
-def split(master: Tensor, weight: Tensor, low: Tensor) -> None:
-    """Write the nearest bf16 numbers of fp32 weights over `weight`, and the rest over `low`.
-
-    Args:
-        master: fp32.
-        weight: bf16, of its shape, contiguous; autograd does not see the write.
-        low: int16, of its shape, contiguous.
-    """
-    count = master.numel()
-    tensors = master.contiguous().view(torch.int32), weight.view(torch.int16), low
-    _split((pieces(count, SIZE),), tensors, (count,), (SIZE,), num_warps=WARPS)
 
 
 @triton.jit
@@ -96,9 +44,6 @@ def _adam_kernel(weight, low, grad, average, square, settings, count, SIZE: tl.c
     upper = (bits + 0x8000) >> 16
     tl.store(weight + at, upper.to(tl.int16), mask=inside)
     tl.store(low + at, (bits - (upper << 16)).to(tl.int16), mask=inside)
-
-
-_adam = Launch(_adam_kernel)
 
 
 def adam_settings(
@@ -140,4 +85,4 @@ def adam(weight: Tensor, low: Tensor, grad: Tensor, average: Tensor, square: Ten
     """
     count = weight.numel()
     tensors = weight.view(torch.int16), low, grad, average, square, settings
-    _adam((pieces(count, SIZE),), tensors, (count,), (SIZE,), num_warps=WARPS)
+    _adam_kernel[(pieces(count, SIZE),)](*tensors, count, SIZE, num_warps=WARPS)

@@ -27,7 +27,7 @@ from lit_qrl.precision.layers.packed_linear import PackedLinear, Product
 from lit_qrl.precision.packed_base import PackedBase, check_codes
 from lit_qrl.precision.packed_source import PackedSource, fingerprint_of
 from lit_qrl.precision.source import WeightSource
-from lit_qrl.precision.vllm_kernels.choice import KernelChoice
+from lit_qrl.precision.vllm_kernels.kernels import Kernel, KernelChoice
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class PackedLoRA(QuantizedPrecision):
             VLLMEngine on CUDA with `sleep_level: 0` and nvfp4; until then the codes wait in the host's memory.
         kernel: of the forward pass. `auto` takes the format's own arithmetic, that of the sampler's kernel where vLLM
             samples and has one; a weight-only format, and FP8 on a GPU without it, which is said, takes `dequantize`:
-            each weight multiplied out, and inputs left alone. `marlin` is the sampler's kernel of a shared base.
+            each weight multiplied out, and inputs left alone.
 
     Raises:
         ConfigError: for a format that packs nothing, or of which no frozen base is held.
@@ -65,27 +65,18 @@ class PackedLoRA(QuantizedPrecision):
         exclude: Sequence[str] = (),
         autocast: Literal["none", "bf16"] = "none",
         share_weights: bool = False,
-        kernel: Literal["auto", "dequantize", "marlin"] = "auto",
+        kernel: Kernel = "auto",
     ) -> None:
         found = _that_packs(type(self).__name__, format)
         super().__init__(found, exclude, autocast)
-        if kernel not in ("auto", "dequantize", "marlin") or (kernel == "marlin" and not share_weights):
-            raise ConfigError(
-                f"{type(self).__name__}'s kernel cannot be had.",
-                expected="auto or dequantize, or marlin with share_weights: true, whose tensors it reads",
-                given=f"{kernel} with share_weights: {str(share_weights).lower()}",
-            )
         self.share_weights = share_weights
-        self.kernel: Literal["auto", "dequantize", "marlin"] = kernel
-        self.choice = KernelChoice("auto", found)
+        self.choice = KernelChoice(kernel, found)
         self.fingerprint: str | None = None
 
     @property
     def product(self) -> Product:
         """How the layers multiply in the forward pass, on a device that knows the format."""
-        if self.kernel == "auto":
-            return "format" if self.format.quantizes_activations else "dequantize"
-        return self.kernel
+        return "format" if self.format.quantizes_activations and self.choice.kernel == "auto" else "dequantize"
 
     @override
     def check_policy(self, policy: Any) -> None:
@@ -230,8 +221,8 @@ class PackedLoRA(QuantizedPrecision):
         put_layer(network, name, packed)
 
     def _empty(self, layer: Any) -> PackedLinear:
-        """Return a layer that waits for its weight, told how to multiply; over a shared base the engine is awaited."""
-        layer.kernel = "dequantize" if self.product == "marlin" else self.product
+        """Return a layer that waits for its weight, told how to multiply."""
+        layer.kernel = self.product
         return layer
 
     def packed(self, policy: Any) -> dict[str, PackedLinear]:

@@ -100,9 +100,6 @@ class PackedSource(WeightSource):
         }
         layers = self.plugin.packed(self.policy)
         taken = borrow(layers, plain, engine)
-        for layer in layers.values():
-            if layer.stored is not None and layer.stored.aligned:
-                layer.kernel = self.plugin.product
         log.info("%s: %d weights are the engine's own", type(self.plugin).__name__, len(taken))
 
 

@@ -19,8 +19,7 @@ from lit_qrl.precision.cost import tell_cost
 from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitLinear, LowBitWeight
 from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
 from lit_qrl.precision.layers.together import LowBitTogether, end_to_end, side_by_side
-from lit_qrl.precision.vllm_kernels.choice import Kernel, KernelChoice
-from lit_qrl.precision.vllm_kernels.kernels import SamplerKernel
+from lit_qrl.precision.vllm_kernels.kernels import Kernel, KernelChoice, SamplerKernel
 
 Backward = Literal["dequantized", "high_precision"]
 """Which operands the backward pass multiplies the output's gradient by; the words are Transformer Engine's."""
@@ -175,8 +174,8 @@ class QATAligned(QuantizedPrecision):
         activations: for a format that leaves the choice: how inputs are quantized (`fp8`, `int8`, `token`, …).
         exclude: globs over names of linear layers that stay as they are, beside embeddings, output and routers.
         autocast: run the other operations in bf16 over fp32 master weights; `none` leaves each in its own dtype.
-        kernel: how packed 4-bit weights are multiplied: `auto` by vLLM's own kernel when vLLM is the sampler and has
-            one for the layer, else `dequantize`, multiplied out and by the bf16 GEMM; `machete` or `marlin` insist.
+        kernel: how `fp8_row`, and `int4_group` under FP8 activations, are multiplied: `auto` by vLLM's own kernel when
+            vLLM is the sampler and has one for the layer, else `dequantize`, as the format says.
         backward: the operands of the backward pass, as above. `high_precision` keeps the layer's input in its own dtype
             for it. `dequantized` keeps the input's FP8 codes where the device multiplies those, else the input, which
             it rounds anew; it multiplies out one weight at a time, unless the forward pass keeps it so.
@@ -184,8 +183,7 @@ class QATAligned(QuantizedPrecision):
             kernels run and the decoder's blocks are known.
 
     Raises:
-        ConfigError: for an unknown format, activations that the format does not know, or a kernel that does not
-            multiply the format or cannot run on this host.
+        ConfigError: for an unknown format, activations that the format does not know, or an unknown kernel.
     """
 
     layer_class = AlignedLinear
@@ -243,10 +241,6 @@ class QATAligned(QuantizedPrecision):
         self.choice.follow(module)
         tell_emulated("QATAligned", self.format, device)
         tell_cost(f"QATAligned({self.format.name})", network_of(module), device)
-        if layers:
-            dtype = self.gathered_in or next(iter(layers.values())).weight.dtype
-            dtype = torch.bfloat16 if self.autocast == "bf16" else dtype
-            self.choice.require({name: layer.shape for name, layer in layers.items()}, dtype)
         for layer in layers.values():
             assert isinstance(layer, AlignedWeight)
             layer.choice, layer.backward_operands = self.choice, self.backward_operands

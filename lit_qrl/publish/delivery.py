@@ -10,8 +10,7 @@ from lit_qrl.errors import within_memory
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
 from lit_qrl.publish.shares import weigh
-from lit_qrl.receipts.clock import Clock
-from lit_qrl.receipts.garbage import young_garbage_alone
+from lit_qrl.receipts.clock import Clock, gc_pause
 from lit_qrl.receipts.ledger import (
     PublishError,
     PublishReport,
@@ -64,7 +63,7 @@ class Delivery:
         self.engine, self._timed = engine, timed
         self._receipts: dict[Any, dict[str, TensorReceipt]] = {}
 
-    @young_garbage_alone()  # the sender's receipts and the comparison make as many objects as the engine
+    @gc_pause()  # the sender's receipts and the comparison make as many objects as the engine
     def weights(
         self, stream: Stream, format: NumberFormat | None, shapes: Mapping[str, tuple[int, int]], version: int
     ) -> PublishReport:

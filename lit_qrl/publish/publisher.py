@@ -27,9 +27,8 @@ from lit_qrl.publish.spec import PublishSettings, sampler_spec
 from lit_qrl.receipts.ledger import PublishReport
 from lit_qrl.rollout.engine import EngineDiedError, Sleeps
 from lit_qrl.rollout.pauses import Pauses
-from lit_qrl.run.diary import tell
-from lit_qrl.run.shortage import stop_where_short
-from lit_qrl.run.stop import stop_run
+from lit_qrl.run.event_log import tell
+from lit_qrl.run.stop import stop_run, stop_where_short
 from lit_qrl.strategies.colocated import begin_rollout, begin_update
 
 PUBLISH_REMEDY = (

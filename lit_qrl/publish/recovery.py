@@ -10,9 +10,8 @@ from lit_qrl.errors import ConfigError, MemoryShortageError
 from lit_qrl.precision.source import PublishingPrecision
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.engine import EngineDiedError
-from lit_qrl.run.diary import event
-from lit_qrl.run.shortage import stop_where_short
-from lit_qrl.run.stop import stop_run
+from lit_qrl.run.event_log import event
+from lit_qrl.run.stop import stop_run, stop_where_short
 
 T = TypeVar("T")
 

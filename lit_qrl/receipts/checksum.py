@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lit_qrl.formats.kernels import dispatch
-from lit_qrl.receipts.slices import slice_of
 
 if TYPE_CHECKING:
     from lit_qrl.receipts.checksum_triton import Sums
+from typing import NamedTuple
 
 # Odd constants of a 64-bit integer mix (the golden ratio, and the two of the splitmix64 generator), as signed integers.
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -85,6 +86,48 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
+# Where a tensor lies, of those that `slices` cut.
+_CUT = WeakTensorKeyDictionary()
+
+
+class Slice(NamedTuple):
+    """Where a tensor lies: in which stack, at which index of its first dimension, so many bytes from its start."""
+
+    stack: Tensor
+    index: int
+    offset: int
+    shape: torch.Size
+
+
+def slices(stack: Tensor) -> tuple[Tensor, ...]:
+    """Return the views of a stack along its first dimension, each with its `Slice`.
+
+    >>> import torch
+    >>> [one.tolist() for one in slices(torch.eye(2))]
+    [[1.0, 0.0], [0.0, 1.0]]
+    """
+    cut = stack.unbind(0)
+    step, shape = stack.stride(0) * stack.element_size(), stack.shape[1:]
+    for index, one in enumerate(cut):
+        _CUT[one] = Slice(stack, index, index * step, shape)
+    return cut
+
+
+def slice_of(tensor: Tensor) -> Slice | None:
+    """Return where a tensor lies, or None for one that `slices` did not cut or that was moved since.
+
+    >>> import torch
+    >>> stack = torch.zeros(2, 3)
+    >>> slice_of(slices(stack)[1]).index, slice_of(stack[1])
+    (1, None)
+    """
+    found: Slice | None = _CUT.get(tensor)
+    if found is None:
+        return None
+    here = tensor.data_ptr() == found[0].data_ptr() + found[2] and tensor.shape == found[3]
+    return found if here else None
+
+
 @dataclass(slots=True)
 class _Entry:
     """Sums of the slices of one stack, or of one tensor.
@@ -112,7 +155,7 @@ class Checksums:
     kernel reads it once. A changed value, exchanged elements, rows or columns, a transposed block and a change of sign
     all move the result; what stays unseen leaves the sums of every row and of every column as they were.
 
-    The sums of a whole stack are taken when the first of its slices comes (`slices.slices`), in as many launches as
+    The sums of a whole stack are taken when the first of its slices comes (`slices`), in as many launches as
     those of one tensor; each slice has the checksum that it has alone.
     """
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.functional._launch import Launch, pieces
+from lit_qrl.functional._launch import pieces
 
 # Words of 8 bytes that one program sums.
 TILE = 8192
@@ -67,9 +67,6 @@ def _sums_kernel(
         tl.atomic_add(sums + start + rows + columns, found.to(tl.int64), mask=found > 0, sem="relaxed")
 
 
-_sums = Launch(_sums_kernel, specialized=False)
-
-
 class Sums:
     """Memory for the sums of many tensors."""
 
@@ -100,9 +97,9 @@ class Sums:
         ones, lowest, signs = pattern or (0, 0, 0)
         grid = (pieces(rows, high), pieces(columns, wide), count)
         unsigned = dtype == torch.float8_e8m0fnu
-        _sums(
-            grid, (bits, self._pool), (start, bits.stride(0), rows, columns, ones, lowest, signs),
-            (pattern is not None, unsigned, high, wide), num_warps=8,
+        _sums_kernel[grid](
+            bits, self._pool, start, bits.stride(0), rows, columns, ones, lowest, signs, pattern is not None, unsigned,
+            high, wide, num_warps=8,
         )  # fmt: skip
         sums = self._pool[start : start + size].view(count, each)
         return sums[:, :rows], sums[:, rows : rows + columns], None if pattern is None else sums[:, -1]

@@ -8,8 +8,7 @@ from typing import Any
 
 from lit_qrl.report import page
 from lit_qrl.report.figures import COLORS, Source, figures_for
-from lit_qrl.report.run import Run
-from lit_qrl.report.seeds import BAND, Seeds, by_configuration
+from lit_qrl.report.run import BAND, Run, Seeds, by_configuration
 from lit_qrl.report.single import accuracy_change, figure_section
 
 
@@ -99,7 +98,6 @@ def _rows(
 
 
 def _row(run: Run, label: str, color: str) -> dict[str, Any]:
-    _, change, tone = accuracy_change(run.accuracy)
     several = len(run.accuracy.values) > 1
     return {
         "kind": "",
@@ -108,41 +106,27 @@ def _row(run: Run, label: str, color: str) -> dict[str, Any]:
         "format": run.format or "–",
         "correction": run.correction or "–",
         "iterations": run.iterations,
-        "numbers": [
-            page.number(run.accuracy.first),
-            page.number(run.accuracy.last if several else None),
-            change if several else "–",
-            page.number(run.series("reward/mean").last),
-            page.number(run.kl.mean, 4),
-            page.number(run.series("mismatch/ess_ratio").minimum),
-            page.number(run.series("rollout/tokens_per_second").mean),
-            page.number(run.series("time/iteration").mean, 2),
-        ],
-        "tone": tone if several else "",
+        "numbers": _numbers([run]),
+        "tone": accuracy_change(run.accuracy)[2] if several else "",
         "status": run.status,
     }
 
 
 def _mean_row(runs: Sequence[Run], own: Sequence[dict[str, Any]], name: str, color: str) -> dict[str, Any]:
-    several = [run for run in runs if len(run.accuracy.values) > 1]
-    changes = [(run.accuracy.last or 0.0) - (run.accuracy.first or 0.0) for run in several]
-    mean = page.mean_and_error
-    return {
-        **own[0],
-        "kind": "mean",
-        "label": name,
-        "color": color,
-        "iterations": "",
-        "numbers": [
-            mean([run.accuracy.first for run in runs]),
-            mean([run.accuracy.last for run in several]),
-            mean(changes, signed=True),
-            mean([run.series("reward/mean").last for run in runs]),
-            mean([run.kl.mean for run in runs], 4),
-            mean([run.series("mismatch/ess_ratio").minimum for run in runs]),
-            mean([run.series("rollout/tokens_per_second").mean for run in runs]),
-            mean([run.series("time/iteration").mean for run in runs], 2),
-        ],
-        "tone": "",
-        "status": "",
-    }
+    changed = {"kind": "mean", "label": name, "color": color, "iterations": "", "tone": "", "status": ""}
+    return {**own[0], **changed, "numbers": _numbers(runs)}
+
+
+def _numbers(runs: Sequence[Run]) -> list[str]:
+    """Return the means over runs of what a row shows, with their standard errors where the runs are several."""
+    several, mean = [run for run in runs if len(run.accuracy.values) > 1], page.mean_and_error
+    return [
+        mean([run.accuracy.first for run in runs]),
+        mean([run.accuracy.last for run in several]),
+        mean([(run.accuracy.last or 0.0) - (run.accuracy.first or 0.0) for run in several], signed=True),
+        mean([run.series("reward/mean").last for run in runs]),
+        mean([run.kl.mean for run in runs], 4),
+        mean([run.series("mismatch/ess_ratio").minimum for run in runs]),
+        mean([run.series("rollout/tokens_per_second").mean for run in runs]),
+        mean([run.series("time/iteration").mean for run in runs], 2),
+    ]

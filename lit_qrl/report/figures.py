@@ -4,16 +4,16 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_qrl.report.page import fewer_colors
-from lit_qrl.report.run import Run, Series
-from lit_qrl.report.seeds import Seeds
-from lit_qrl.report.timing import PHASES, phase_series, takes_time
+from lit_qrl.report.run import PHASES, Run, Seeds, Series, phase_series, takes_time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Sheet
+
 
 Theme = Literal["light", "dark"]
 Source = Run | Seeds
@@ -397,3 +397,61 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
         window = values[max(0, i - half) : i + half + 1]
         means.append(math.fsum(window) / len(window))
     return means
+
+
+def histograms_of(run: Run) -> list[dict[str, Any]]:
+    """Return the run's histograms that are whole."""
+    listed = run.histograms.get("histograms")
+    return [one for one in listed if _is_whole(one)] if isinstance(listed, list) else []
+
+
+def draw_histograms(histograms: list[dict[str, Any]], theme: Theme) -> bytes:
+    """Return the PNG of all histograms, side by side."""
+    from matplotlib import rc_context
+    from matplotlib.colors import LogNorm
+
+    ink = INK[theme]
+    with rc_context({"font.size": 9.0, "font.family": "sans-serif"}):
+        sheet, all_axes = grid(len(histograms), ink)
+        for axes, one in zip(all_axes, histograms, strict=True):
+            prepare(axes, str(one.get("title", "")), ink)
+            x, counts = one["x"]["edges"], one["counts"]
+            if isinstance(counts, dict):
+                for color, (name, heights) in zip(COLORS, counts.items(), strict=False):
+                    axes.stairs(heights, x, color=color, fill=True, alpha=0.35)
+                    axes.stairs(heights, x, color=color, linewidth=1.4, label=str(name))
+                if one.get("scale") != "linear":
+                    axes.set_yscale("symlog", linthresh=1)
+                if len(counts) > 1:
+                    axes.legend(fontsize=7.5, labelcolor=ink["text"], frameon=False)
+            else:
+                mesh = [[value or math.nan for value in column] for column in zip(*counts, strict=True)]
+                most = max((v for column in mesh for v in column if v == v), default=1.0)
+                axes.pcolormesh(x, one["y"]["edges"], mesh, norm=LogNorm(1, max(most, 2)), cmap="viridis")
+                axes.set_ylabel(str(one["y"].get("label", "")), fontsize=8, color=ink["faint"])
+            for position in one.get("lines") or ():
+                axes.axvline(position, color=ink["faint"], linewidth=1.0, linestyle="--")
+            axes.set_xlabel(str(one["x"].get("label", "")), fontsize=8, color=ink["faint"])
+        image = io.BytesIO()
+        sheet.savefig(image, format="png", facecolor=ink["paper"])
+    return fewer_colors(image.getvalue())
+
+
+def _is_whole(one: Any) -> bool:
+    try:
+        edges = [_checked(one[axis]["edges"]) for axis in ("x", "y") if axis in one]
+        counts, width = one["counts"], len(edges[0]) - 1
+        rows = list(counts.values()) if isinstance(counts, dict) else counts
+        lengths = {len(_checked(row, rising=False)) for row in rows}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return False
+    if isinstance(counts, dict):
+        return lengths == {width}
+    return len(edges) == 2 and len(counts) == width and lengths == {len(edges[1]) - 1}
+
+
+def _checked(values: list[float], rising: bool = True) -> list[float]:
+    """Return finite numbers, which rise where they are edges; raise for any others."""
+    if not all(map(math.isfinite, values)) or (rising and not all(a < b for a, b in pairwise(values))):
+        raise ValueError(values)
+    return values

@@ -1,17 +1,18 @@
-"""A run folder, read as it is: cut short, half written, or without one of its files."""
+"""A run folder, read as it is, cut short or half written: metrics, where the time went, and several seeds as one."""
 
 import csv
 import io
 import json
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lit_qrl.aliases import METRICS
-from lit_qrl.run.diary import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, read_jsonl
+from lit_qrl.run.event_log import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, read_jsonl
 
 ENDINGS = {"finish": "finished", "interrupt": "interrupted", "exception": "failed"}
 """Kinds of events that end a session, and what the run is called after them."""
@@ -165,7 +166,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """`finished`, `interrupted`, `failed`, `running`, or `unknown` without a diary."""
+        """`finished`, `interrupted`, `failed`, `running`, or `unknown` without an event log."""
         for event in reversed(self.events):
             kind = event.get("kind")
             if kind in ENDINGS:
@@ -345,3 +346,181 @@ def _modified(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
+
+
+NOT_SETTINGS = ("seed_everything", "ckpt_path", "resume_if_possible", "trainer.default_root_dir", "data.seed")
+"""Settings in which two runs of one configuration may differ; a task's seed makes other problems, so it counts."""
+BAND = "± one standard error of the mean over seeds"
+"""What the band is, in words."""
+
+
+class Seeds:
+    """Several runs of one configuration, with what figures and tables ask of a `Run`.
+
+    Args:
+        runs: at least one.
+    """
+
+    events: tuple[dict[str, Any], ...] = ()
+    """Those of single runs are not marked in the figures of several."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = list(runs)
+
+    def series(self, name: str) -> Series:
+        """Return the mean of a metric over the runs that have it, at the iterations that all of those have."""
+        return self._columns(name)[0]
+
+    def interval(self, name: str) -> tuple[Series, Series]:
+        """Return the ends of the band around the mean, empty where a single run has the metric."""
+        mean, spread = self._columns(name)
+        if not spread:
+            return Series(), Series()
+        low = [m - e for m, e in zip(mean.values, spread.values, strict=True)]
+        high = [m + e for m, e in zip(mean.values, spread.values, strict=True)]
+        return Series(mean.iterations, low), Series(mean.iterations, high)
+
+    def _columns(self, name: str) -> tuple[Series, Series]:
+        every = [series for run in self.runs if (series := run.series(name))]
+        if not every:
+            return Series(), Series()
+        values = [dict(zip(one.iterations, one.values, strict=True)) for one in every]
+        shared = sorted(set.intersection(*(set(one) for one in values)))
+        columns = [[one[i] for one in values] for i in shared]
+        mean = Series(shared, [math.fsum(column) / len(column) for column in columns])
+        if len(every) < 2:
+            return mean, Series()
+        return mean, Series(shared, [standard_error(column) for column in columns])
+
+    def prefixed(self, prefix: str) -> list[str]:
+        """Return the metrics whose name starts so, of any of the runs."""
+        return sorted({name for run in self.runs for name in run.prefixed(prefix)})
+
+    @property
+    def benchmarks(self) -> dict[str, list[str]]:
+        """By the name of each benchmark the metrics of its accuracies, of any of the runs."""
+        return {name: metrics for run in self.runs for name, metrics in run.benchmarks.items()}
+
+    @property
+    def iterations(self) -> int:
+        """Iterations of the longest run."""
+        return max(run.iterations for run in self.runs)
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean, √(Σ (x − mean)² / (n − 1) / n).
+
+    >>> round(standard_error([1.0, 2.0, 3.0]), 4)
+    0.5774
+    """
+    n = len(values)
+    mean = math.fsum(values) / n
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+
+
+def by_configuration(runs: Sequence[Run]) -> list[list[int]]:
+    """Return the positions of the runs, those of one configuration together, in the order of their first.
+
+    Two runs are of one configuration when their `config.yaml` differ in seeds and places only. A run without a
+    configuration stands alone.
+    """
+    groups: dict[str, list[int]] = {}
+    for index, run in enumerate(runs):
+        groups.setdefault(_identity(run) or f"alone {index}", []).append(index)
+    return list(groups.values())
+
+
+def _identity(run: Run) -> str:
+    return json.dumps(_without(run.config, ""), sort_keys=True, default=str) if run.config else ""
+
+
+def _without(value: Any, path: str) -> Any:
+    if not isinstance(value, dict):
+        return value
+    inner = {str(key): (f"{path}.{key}".lstrip("."), item) for key, item in value.items()}
+    return {key: _without(item, where) for key, (where, item) in inner.items() if where not in NOT_SETTINGS}
+
+
+PHASES = {
+    "publish": "publish",
+    "generate": "generate",
+    "reward": "reward",
+    "rollout": "rollout, the rest",
+    "sleep": "wait for the engine's sleep",
+    "score": "score",
+    "update": "update",
+    "evaluate": "evaluate",
+    "checkpoint": "checkpoint",
+    "report": "report",
+    "other": "other",
+}
+"""By their names under `time/`, in the order of an iteration, and what the page calls them; they add up to it."""
+PUBLISHING = ("make", "load", "compare", "send", "await", "engine_wait", "engine_take", "engine_load")
+"""Parts of a publish, the last three in the process of an engine apart."""
+WITHIN = {
+    "verify": "publish",
+    **{f"publish_{part}": "publish" for part in PUBLISHING},
+    "generate": "rollout",
+    "reward": "rollout",
+}
+"""Phases that are a part of another."""
+SMALLEST = 0.0005
+"""Of a phase, the share of the whole under which it is not listed."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Seconds of one phase: in all, as a share of the whole, per iteration, and in the slowest one."""
+
+    name: str
+    seconds: float
+    share: float
+    mean: float | None = None
+    most: float | None = None
+    iteration: int | None = None
+
+
+def phase_series(run: Run | Seeds, phase: str) -> Series:
+    """Return a phase's own seconds over iterations: without those of the phases within it, never negative."""
+    series = run.series(f"time/{phase}")
+    values = dict(zip(series.iterations, series.values, strict=True))
+    for inner, outer in WITHIN.items():
+        if outer == phase and inner in PHASES:
+            part = run.series(f"time/{inner}")
+            for iteration, seconds in zip(part.iterations, part.values, strict=True):
+                if iteration in values:
+                    values[iteration] -= seconds
+    return Series(list(values), [max(value, 0.0) for value in values.values()])
+
+
+def takes_time(run: Run | Seeds, phase: str) -> bool:
+    """Return whether a phase has a share of the iterations that can be seen."""
+    whole = math.fsum(run.series("time/iteration").values)
+    return math.fsum(phase_series(run, phase).values) > SMALLEST * whole
+
+
+def where_time_went(run: Run) -> list[Phase]:
+    """Return the phases of a run, the known ones in their order, then others, then what no iteration has.
+
+    The last is the run's wall time less its iterations': start, engine, the evaluation before the first iteration, and
+    iterations that an interrupt cut.
+    """
+    unknown = sorted({name.removeprefix("time/") for name in run.prefixed("time/")} - {*PHASES, *WITHIN, "iteration"})
+    names = {**PHASES, **{name: name.replace("_", " ") for name in unknown}}
+    found = [(shown, phase_series(run, phase)) for phase, shown in names.items()]
+    found = [(shown, series) for shown, series in found if math.fsum(series.values) > 0]
+    if not found:
+        return []
+    inside = math.fsum(value for _, series in found for value in series.values)
+    whole = max(run.seconds or 0.0, inside)
+    count = max(run.iterations, 1)
+    phases = []
+    for shown, series in found:
+        total, most = math.fsum(series.values), max(series.values)
+        if total / whole >= SMALLEST:
+            slowest = series.iterations[series.values.index(most)]
+            phases.append(Phase(shown, total, total / whole, total / count, most, slowest))
+    outside = whole - inside
+    if outside / whole >= SMALLEST:
+        phases.append(Phase("outside of iterations", outside, outside / whole))
+    return phases

@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from lit_qrl.report import page
-from lit_qrl.report.figures import PHASE_COLORS, REST_COLOR, Figure, Source, draw, figures_for
-from lit_qrl.report.histograms import draw_histograms, histograms_of
-from lit_qrl.report.run import BOUNDS, Run, Series
-from lit_qrl.report.samples import samples_section, shorten
-from lit_qrl.report.timing import where_time_went
+from lit_qrl.report.figures import (
+    PHASE_COLORS,
+    REST_COLOR,
+    Figure,
+    Source,
+    draw,
+    draw_histograms,
+    figures_for,
+    histograms_of,
+)
+from lit_qrl.report.page import samples_section, shorten
+from lit_qrl.report.run import BOUNDS, Run, Series, where_time_went
 
 EVENTS_SHOWN = 200
 """A run with a broken reward can log an event for every sample; the file has them all."""

@@ -15,7 +15,7 @@ class Early:
     Args:
         rewards: of the task; those that want all samples at once are left out.
 
-    >>> from lit_qrl.rewards.constant import ConstantReward
+    >>> from lit_qrl.rewards.simple import ConstantReward
     >>> Early([ConstantReward(1.0)]).begun
     {}
     """

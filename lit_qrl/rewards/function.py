@@ -182,7 +182,6 @@ class Singly:
     def __init__(self, reward: FunctionReward) -> None:
         self.reward = reward
         self._calls = Gathering(reward.concurrency, reward.timeout, reward.retries)
-        self._calls.start()
         self._added: set[int] = set()
 
     def add(self, samples: Mapping[int, Sample]) -> None:

@@ -2,12 +2,12 @@
 
 import asyncio
 import inspect
-import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from lit_qrl.rewards.workers import Failure
 
@@ -15,146 +15,6 @@ FIRST_PAUSE = 0.5
 """Seconds before a failed call is repeated; twice as many each time after."""
 LOOK = 0.1
 """Seconds between two looks at how many calls are done."""
-
-
-class _Call(NamedTuple):
-    """A call that waits for its turn: from when it may begin, its position, and how often it was tried before."""
-
-    begin: float
-    position: int
-    attempt: int
-
-
-class Gathering:
-    """Calls that may come one after another, and what they return in the end.
-
-    Functions run in threads, what they return to be awaited in one event loop that stays open. A thread that is late
-    cannot be ended, and is left alone.
-
-    Args:
-        concurrency: calls at the same time.
-        timeout: seconds for one.
-        retries: how often a failed one is repeated.
-
-    >>> calls = Gathering(concurrency=2, timeout=60)
-    >>> calls.start()
-    >>> calls.add({1: lambda: "second"})
-    >>> calls.add({0: lambda: "first"})
-    >>> calls.end()
-    ['first', 'second']
-    """
-
-    def __init__(self, concurrency: int, timeout: float, retries: int = 0) -> None:
-        self.concurrency, self.timeout, self.retries = concurrency, timeout, retries
-        self.clock = Clock()
-        self._events: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()
-        self._results: dict[int, Any] = {}
-        self._count = 0
-        self._calls: dict[int, Callable[[], Any]] = {}
-        self._waiting: list[_Call] = []
-        self._running: dict[_Call, tuple[float, Callable[[], None]]] = {}
-        self._last, self._limit = float("inf"), float("inf")
-        self._over = False
-        self._done = threading.Event()
-
-    def add(self, calls: Mapping[int, Callable[[], Any]]) -> None:
-        """Take calls by their positions; of any thread."""
-        self._count += len(calls)
-        self._events.put(("add", calls, None))
-
-    def start(self) -> None:
-        """Work in a thread of its own from now on."""
-        threading.Thread(target=self.work, name="rewards", daemon=True).start()
-
-    def finish(self, limit: float = float("inf")) -> None:
-        """Take nothing more, and fail what is not done within so many seconds from now."""
-        self._events.put(("finish", time.monotonic() + limit, limit))
-
-    def drop(self) -> None:
-        """Give up what is not done."""
-        self._events.put(("finish", float("-inf"), 0.0))
-
-    def end(self, limit: float = float("inf"), progress: Callable[[int, int], None] | None = None) -> list[Any]:
-        """Return what the calls have returned, in the order of their positions; a `Failure` where there is none.
-
-        Args:
-            limit: seconds from now.
-            progress: called with (calls done, calls).
-        """
-        self.finish(limit)
-        told = -1
-        while not self._done.wait(LOOK if progress is not None else None):
-            if progress is not None and len(self._results) != told:
-                told = len(self._results)
-                progress(told, self._count)
-        return self.results()
-
-    def results(self) -> list[Any]:
-        """Return what the calls have returned, in the order of their positions."""
-        return [self._results[position] for position in sorted(self._results)]
-
-    def work(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Make the calls until `finish` and the last of them."""
-        while self._waiting or self._running or not self._over:
-            now = time.monotonic()
-            for one in self._ready(now):
-                self._waiting.remove(one)
-                cancel = _start(self._calls[one.position], one, self._events)
-                self._running[one] = (min(now + self.timeout, self._last), cancel)
-            self.clock.run(bool(self._waiting or self._running))
-            for one, result in self._outcomes():
-                self._take(one, result, progress)
-            if time.monotonic() >= self._last:
-                for one in self._waiting:
-                    self._results[one.position] = Failure(f"its turn did not come within {self._limit:g} s")
-                self._waiting.clear()
-        self.clock.run(False)
-        self._done.set()
-
-    def _ready(self, now: float) -> list[_Call]:
-        return [one for one in self._waiting if one.begin <= now][: max(self.concurrency - len(self._running), 0)]
-
-    def _outcomes(self) -> list[tuple[_Call, Any]]:
-        """Wait for the next event, and return which calls have come to an end by it."""
-        now = time.monotonic()
-        moments = [deadline for deadline, _ in self._running.values()]
-        if len(self._running) < self.concurrency:
-            moments += [one.begin for one in self._waiting if one.begin > now]
-        soonest = min(moments, default=None)
-        try:
-            event = self._events.get(timeout=None if soonest is None else max(soonest - now, 0.0))
-        except queue.Empty:
-            return self._late()
-        return self._taken(*event)
-
-    def _taken(self, kind: str, one: Any, value: Any) -> list[tuple[_Call, Any]]:
-        if kind == "done":
-            return [(one, value)]
-        if kind == "add":
-            self._calls.update(one)
-            self._waiting += [_Call(0.0, position, 0) for position in one]
-        else:
-            self._over, self._last, self._limit = True, one, value
-            self._running = {call: (min(end, one), cancel) for call, (end, cancel) in self._running.items()}
-        return []
-
-    def _late(self) -> list[tuple[_Call, Any]]:
-        now = time.monotonic()
-        late = [(one, cancel) for one, (deadline, cancel) in self._running.items() if deadline <= now]
-        for _, cancel in late:
-            cancel()
-        return [(one, Failure(f"not done within {min(self.timeout, self._limit):g} s")) for one, _ in late]
-
-    def _take(self, one: _Call, result: Any, progress: Callable[[int, int], None] | None) -> None:
-        if self._running.pop(one, None) is None:  # it was late, and has come after all
-            return
-        now = time.monotonic()
-        if isinstance(result, Failure) and one.attempt < self.retries and now < self._last:
-            self._waiting.append(_Call(now + FIRST_PAUSE * 2**one.attempt, one.position, one.attempt + 1))
-            return
-        self._results[one.position] = result
-        if progress is not None:
-            progress(len(self._results), self._count)
 
 
 class Clock:
@@ -184,6 +44,86 @@ class Clock:
         return self._whole + (0.0 if since is None else time.monotonic() - since)
 
 
+class Gathering:
+    """Calls that may come one after another, and what they return in the end.
+
+    Functions run in threads, what they return to be awaited in one event loop that stays open. A thread that is late
+    cannot be ended, and is left alone.
+
+    Args:
+        concurrency: calls at the same time.
+        timeout: seconds for one.
+        retries: how often a failed one is repeated.
+
+    >>> calls = Gathering(concurrency=2, timeout=60)
+    >>> calls.add({1: lambda: "second"})
+    >>> calls.add({0: lambda: "first"})
+    >>> calls.end()
+    ['first', 'second']
+    """
+
+    def __init__(self, concurrency: int, timeout: float, retries: int = 0) -> None:
+        self.timeout, self.retries, self.clock = timeout, retries, Clock()
+        self._places = asyncio.Semaphore(concurrency)
+        self._begun: set[int] = set()
+        self._open = 0
+        self._results: dict[int, Future[Any]] = {}
+
+    def add(self, calls: Mapping[int, Callable[[], Any]]) -> None:
+        """Take calls by their positions."""
+        for position, call in calls.items():
+            self._results[position] = asyncio.run_coroutine_threadsafe(self._made(position, call), _loop("calls"))
+
+    def end(self, limit: float = float("inf"), progress: Callable[[int, int], None] | None = None) -> list[Any]:
+        """Return what the calls have returned, in the order of their positions; a `Failure` where there is none.
+
+        Args:
+            limit: seconds from now, after which what is not done has failed.
+            progress: called with (calls done, calls).
+        """
+        last, told, left = time.monotonic() + limit, -1, set(self._results.values())
+        while left:
+            seconds = min(last - time.monotonic(), threading.TIMEOUT_MAX if progress is None else LOOK)
+            left = wait(left, max(seconds, 0.0)).not_done
+            if progress is not None and len(self._results) - len(left) != told:
+                told = len(self._results) - len(left)
+                progress(told, len(self._results))
+            if time.monotonic() >= last:
+                break
+        self.drop()
+        late, unbegun = Failure(f"not done within {limit:g} s"), Failure(f"its turn did not come within {limit:g} s")
+        return [
+            (late if position in self._begun else unbegun) if one.cancelled() else one.result()
+            for position, one in sorted(self._results.items())
+        ]
+
+    def drop(self) -> None:
+        """Give up what is not done."""
+        for one in self._results.values():
+            one.cancel()
+
+    async def _made(self, position: int, call: Callable[[], Any]) -> Any:
+        self._open += 1
+        self.clock.run(True)
+        result: Any = None
+        try:
+            for attempt in range(self.retries + 1):
+                if attempt:
+                    await asyncio.sleep(FIRST_PAUSE * 2 ** (attempt - 1))
+                async with self._places:
+                    self._begun.add(position)
+                    try:
+                        result = await asyncio.wait_for(_caught(call), self.timeout)
+                    except TimeoutError:
+                        result = Failure(f"not done within {self.timeout:g} s")
+                if not isinstance(result, Failure):
+                    break
+            return result
+        finally:
+            self._open -= 1
+            self.clock.run(self._open > 0)
+
+
 def gather(
     calls: Sequence[Callable[[], Any]],
     concurrency: int,
@@ -206,41 +146,33 @@ def gather(
     [1, Failure(reason='ZeroDivisionError: division by zero')]
     """
     one = Gathering(concurrency, timeout, retries)
-    one.add(dict(enumerate(calls)))
-    one.finish(limit)
-    one.work(progress)
-    return one.results()
+    try:
+        one.add(dict(enumerate(calls)))
+        return one.end(limit, progress)
+    finally:
+        one.drop()
 
 
-def _start(
-    call: Callable[[], Any], one: _Call, events: "queue.SimpleQueue[tuple[str, Any, Any]]"
-) -> Callable[[], None]:
-    """Begin a call, and return what gives it up."""
-    pending: list[Any] = []
-    given_up = threading.Event()
+async def _caught(call: Callable[[], Any]) -> Any:
+    """Return what a call returns, a `Failure` of what it raises."""
+    called: Future[Any] = Future()
 
     def run() -> None:
         try:
-            result = call()
-            if inspect.isawaitable(result):
-                future = asyncio.run_coroutine_threadsafe(_awaited(result), _loop())
-                pending.append(future)
-                if given_up.is_set():
-                    future.cancel()
-                future.add_done_callback(lambda future: events.put(("done", one, _outcome(future))))
-                return
-            result = _whole(result)
+            called.set_result(_whole(call()))
         except BaseException as error:
-            result = failure(error)
-        events.put(("done", one, result))
+            called.set_exception(error)
 
-    def give_up() -> None:
-        given_up.set()
-        for future in pending:
-            future.cancel()
-
+    called.set_running_or_notify_cancel()
     threading.Thread(target=run, name="reward call", daemon=True).start()
-    return give_up
+    try:
+        result = await asyncio.wrap_future(called)
+        # in a loop of its own: what blocks there keeps no clock here from running
+        return await asyncio.wrap_future(_begun(result)) if inspect.isawaitable(result) else result
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        return Failure(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
 
 def _whole(result: Any) -> Any:
@@ -248,35 +180,26 @@ def _whole(result: Any) -> Any:
     return list(result) if inspect.isgenerator(result) else result
 
 
-def _outcome(future: Any) -> Any:
-    try:
-        return future.result()
-    except BaseException as error:  # a cancelled one's, too
-        return failure(error)
+def _begun(awaitable: Any) -> "Future[Any]":
+    async def awaited() -> Any:
+        return await awaitable
 
-
-def failure(error: BaseException) -> Failure:
-    """Return what is remembered of an error."""
-    return Failure(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
-
-
-async def _awaited(result: Awaitable[Any]) -> Any:
-    return await result
+    return asyncio.run_coroutine_threadsafe(awaited(), _loop("functions"))
 
 
 _one_at_a_time = threading.Lock()
 
 
-def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of this process's rewards; it stays open, so that a client may live longer than a call."""
+def _loop(name: str) -> asyncio.AbstractEventLoop:
+    """Return an event loop of this process's rewards; it stays open, so that a client may live longer than a call."""
     with _one_at_a_time:  # the first calls come from several threads, which would make a loop each
-        return _made_loop()
+        return _made_loop(name)
 
 
 @cache
-def _made_loop() -> asyncio.AbstractEventLoop:
+def _made_loop(name: str) -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="reward loop", daemon=True).start()
+    threading.Thread(target=loop.run_forever, name=f"reward {name}", daemon=True).start()
     return loop
 
 
@@ -288,7 +211,7 @@ def awaited(result: Any, timeout: float) -> Any:
     """
     if not inspect.isawaitable(result):
         return _whole(result)
-    future = asyncio.run_coroutine_threadsafe(_awaited(result), _loop())
+    future = _begun(result)
     try:
         return future.result(timeout)
     except TimeoutError:

@@ -7,23 +7,23 @@ Calls and results are lines of JSON over its pipes; a worker that is late is kil
 
 import json
 import os
-import selectors
+import select
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 START_SECONDS = 60.0
 """Limit for a worker's start, which imports a computer algebra system from a possibly cold disk."""
 MEMORY_BYTES = 2 << 30
 """Address space of a worker: a comparison needs some 100 MB; what asks for more is an attack."""
 MAX_STILLBORN = 3
-"""Workers of one batch that may die before they are ready, until it is taken for more than bad luck."""
+"""Workers that may die one after another before they are ready, until it is taken for more than bad luck."""
 _CODE = "import sys, json; sys.path[:0] = json.loads(sys.argv[1]); from lit_qrl.rewards.workers import serve; serve()"
 
 
@@ -39,54 +39,69 @@ class WorkerStartError(RuntimeError):
 
 
 class _Worker:
-    def __init__(self, function: str, limit: float) -> None:
+    """One process, which a thread calls and waits for.
+
+    Args:
+        function: that it calls.
+        timeout: seconds for a call.
+    """
+
+    def __init__(self, function: str, timeout: float) -> None:
         path = json.dumps([entry or os.getcwd() for entry in sys.path])
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _CODE, path, function, str(limit), str(MEMORY_BYTES)],
+            [sys.executable, "-P", "-c", _CODE, path, function, str(timeout), str(MEMORY_BYTES)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
         )
-        self.buffer = b""
-        self.job: int | None = None
-        self.deadline = time.monotonic() + START_SECONDS
-        self.ready = False
+        self.function, self.timeout, self._rest = function, timeout, b""
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether an answer, or the sign that it has started, is awaited."""
-        return self.job is not None or not self.ready
+    def start(self) -> Failure | None:
+        """Wait until it is ready; return why it died before.
 
-    @property
-    def output(self) -> IO[bytes]:
-        assert self.process.stdout is not None
-        return self.process.stdout
+        Raises:
+            WorkerStartError: for a function that no worker can call.
+        """
+        answer = self._answer(START_SECONDS)
+        if isinstance(answer, dict):
+            raise WorkerStartError(f"A worker for {self.function} cannot start: {answer['error']}")
+        return answer if isinstance(answer, Failure) else None
 
-    def send(self, position: int, arguments: Sequence[Any], timeout: float) -> bool:
-        """Give the worker a call; False when it is gone."""
+    def call(self, arguments: Sequence[Any]) -> Any:
+        """Return the result of a call, or a `Failure`; of one that is late or dies the process is gone."""
         assert self.process.stdin is not None
-        self.job, self.deadline = position, time.monotonic() + timeout
         try:
             self.process.stdin.write(json.dumps(list(arguments)).encode() + b"\n")
         except OSError:
-            return False
-        return True
+            self.kill()
+            return Failure("the worker died")
+        answer = self._answer(self.timeout)
+        return answer if isinstance(answer, Failure) else answer["ok"] if "ok" in answer else Failure(answer["error"])
 
-    def receive(self) -> list[Any]:
-        """Return the answers that have arrived; None among them when the worker is gone."""
-        chunk = os.read(self.output.fileno(), 1 << 16)
-        if not chunk:
-            return [None]
-        *lines, self.buffer = (self.buffer + chunk).split(b"\n")
-        return [json.loads(line) for line in lines]
+    def _answer(self, seconds: float) -> Any:
+        """Return the next line of the worker, or why there is none."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._rest:
+            ready, _, _ = select.select([self.process.stdout], [], [], max(deadline - time.monotonic(), 0.0))
+            chunk = os.read(self.process.stdout.fileno(), 1 << 16) if ready else b""
+            if not chunk:
+                self.kill()
+                return Failure(
+                    "the worker died, perhaps for want of memory" if ready else f"not done within {seconds:g} s"
+                )
+            self._rest += chunk
+        line, _, self._rest = self._rest.partition(b"\n")
+        return json.loads(line)
+
+    @property
+    def lives(self) -> bool:
+        return self.process.poll() is None
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
 
 
 class WorkerPool:
@@ -113,77 +128,59 @@ class WorkerPool:
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers that are alive."""
-        return [worker.process.pid for worker in self._workers if worker.process.poll() is None]
+        return [worker.process.pid for worker in self._workers if worker.lives]
 
     def map(self, calls: Sequence[Sequence[Any]]) -> list[Any]:
-        """Return each call's result, or a `Failure`, in order."""
+        """Return each call's result, or a `Failure`, in order.
+
+        Raises:
+            WorkerStartError: no worker starts.
+        """
         with self._lock:
             if os.getpid() != self._owner:  # the pipes belong to the process that this one was forked from
-                self._workers.clear()
-                self._owner = os.getpid()
                 self._finalizer.detach()
-                self._finalizer = weakref.finalize(self, _kill_all, self._workers, self._owner)
-            try:
-                return self._map(calls)
-            except BaseException:  # an interrupt: answers still to come would be taken for those of later calls
-                _kill_all(self._workers, self._owner)
-                raise
-
-    def _map(self, calls: Sequence[Sequence[Any]]) -> list[Any]:
-        results: list[Any] = [None] * len(calls)
-        waiting = deque(range(len(calls)))
-        stillborn = killed = 0
-        for worker in [worker for worker in self._workers if worker.process.poll() is not None]:
-            worker.kill()
-            self._workers.remove(worker)
-        with selectors.DefaultSelector() as selector:
-            for worker in self._workers:
-                selector.register(worker.output, selectors.EVENT_READ, worker)
-
-            def drop(worker: _Worker, reason: str) -> None:
-                nonlocal stillborn, killed
-                if worker.job is not None:
-                    results[worker.job] = Failure(reason)
-                stillborn, killed = stillborn + (not worker.ready), killed + 1
-                selector.unregister(worker.output)
+                WorkerPool.__init__(self, self.function, self.size, self.timeout)
+                return self.map(calls)
+            for worker in [worker for worker in self._workers if not worker.lives]:  # killed since
                 worker.kill()
                 self._workers.remove(worker)
-                if stillborn == MAX_STILLBORN:
-                    raise WorkerStartError(f"A worker for {self.function} does not start: {reason}")
+            if not calls:
+                return []
+            stopped, free = threading.Event(), self._workers[:]
+            executor = ThreadPoolExecutor(min(self.size, len(calls)), "reward worker")
+            try:
+                return list(executor.map(lambda arguments: self._call(arguments, free, stopped), calls))
+            except BaseException:  # an interrupt: answers still to come would be taken for those of later calls
+                stopped.set()
+                _kill_all(self._workers, self._owner)
+                raise
+            finally:
+                executor.shutdown(cancel_futures=True)
+                if stopped.is_set():  # what a thread had begun to start
+                    _kill_all(self._workers, self._owner)
 
-            def take(worker: _Worker, answer: Any) -> None:
-                if answer is None:
-                    drop(worker, "the worker died, perhaps for want of memory")
-                elif not worker.ready:
-                    if answer != "ready":
-                        raise WorkerStartError(f"A worker for {self.function} cannot start: {answer['error']}")
-                    worker.ready = True
-                elif worker.job is not None:
-                    results[worker.job] = answer["ok"] if "ok" in answer else Failure(answer["error"])
-                    worker.job = None
-
-            while waiting or any(worker.job is not None for worker in self._workers):
-                free = [worker for worker in self._workers if worker.job is None]
-                for _ in range(min(self.size - len(self._workers), len(waiting) - len(free))):
-                    self._workers.append(_Worker(self.function, self.timeout))
-                    selector.register(self._workers[-1].output, selectors.EVENT_READ, self._workers[-1])
-                for worker in free:
-                    if waiting and worker.ready:
-                        position = waiting.popleft()
-                        if not worker.send(position, calls[position], self.timeout):
-                            drop(worker, "the worker died")
-                soonest = min((worker.deadline for worker in self._workers if worker.is_busy), default=0.0)
-                for key, _ in selector.select(max(0.0, soonest - time.monotonic())):
-                    for answer in key.data.receive():
-                        take(key.data, answer)
-                now = time.monotonic()
-                for worker in [worker for worker in self._workers if worker.is_busy and worker.deadline <= now]:
-                    limit = self.timeout if worker.ready else START_SECONDS
-                    drop(worker, f"not done within {limit:g} s")
-        if killed:  # their successors warm up until the next call
-            while len(self._workers) < min(self.size, killed):
-                self._workers.append(_Worker(self.function, self.timeout))
-        return results
+    def _call(self, arguments: Sequence[Any], free: list[_Worker], stopped: threading.Event) -> Any:
+        """Return a call's result, by a worker that is free or a new one."""
+        died = Failure("")
+        for _ in range(MAX_STILLBORN):
+            if stopped.is_set():
+                return died
+            try:
+                worker = free.pop()
+            except IndexError:
+                worker = _Worker(self.function, self.timeout)
+                self._workers.append(worker)
+                if (failed := worker.start()) is not None:
+                    self._workers.remove(worker)
+                    died = failed
+                    continue
+            result = worker.call(arguments)
+            if worker.lives:
+                free.append(worker)
+            else:
+                self._workers.remove(worker)
+            return result
+        raise WorkerStartError(f"A worker for {self.function} does not start: {died.reason}")
 
     def close(self) -> None:
         """Kill all workers; a later call starts new ones."""

@@ -1,8 +1,9 @@
-"""What libraries say during a run: into a file of the run folder; their errors on the screen too, once."""
+"""What is said on the screen during a run, and what goes into a file of its folder: libraries, phases, advice."""
 
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,11 +37,12 @@ def kept_from_the_screen(folder: Path | None) -> Iterator[None]:
     file = logging.NullHandler() if folder is None else _File(folder / LOG_FILE, encoding="utf-8", delay=True)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     screen = _Screen()
-    loggers = [logging.getLogger(name) for name in LIBRARIES]
+    loggers = _loggers()
     kept = [(one, one.level, one.propagate, one.handlers[:]) for one in loggers]
     for one in loggers:
         one.handlers[:], one.propagate = [file, screen], False
-        one.setLevel(level)
+        if not one.name.startswith("torch."):  # torch's have levels, and handlers, of their own
+            one.setLevel(level)
     ours, shows = logging.getLogger("lit_qrl"), warnings.showwarning
     ours.addHandler(file)
     warnings.showwarning = _to_the_file(shows)
@@ -58,6 +60,13 @@ def kept_from_the_screen(folder: Path | None) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _loggers() -> list[logging.Logger]:
+    """Return the libraries' loggers, and those below torch's that torch has given a handler."""
+    made = [name for name in logging.root.manager.loggerDict if name.startswith(COMPILERS) and name not in LIBRARIES]
+    below = [one for one in map(logging.getLogger, made) if one.handlers]
+    return [*map(logging.getLogger, LIBRARIES), *below]
 
 
 def _to_the_file(shows: Callable[..., None]) -> Callable[..., None]:
@@ -167,3 +176,65 @@ class _Screen(logging.StreamHandler):
         new = said not in self._seen
         self._seen.add(said)
         return new
+
+
+log = logging.getLogger(__name__)
+
+BEGAN = time.monotonic()
+"""When this was first imported, which a command does before it imports anything large."""
+SHOWN_FROM = 1.0
+"""Seconds from which a phase has a line."""
+_within: list[float] = []
+"""Seconds of the phases inside each phase that is under way."""
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Say how long what stands within took, without the phases inside it, where that is a second or more.
+
+    Args:
+        name: of the phase, as its line begins.
+    """
+    began = time.monotonic()
+    _within.append(0.0)
+    try:
+        yield
+    finally:
+        seconds, inside = time.monotonic() - began, _within.pop()
+        if _within:
+            _within[-1] += seconds
+    if seconds - inside >= SHOWN_FROM:
+        log.info("%s: %.1f s", name, seconds - inside)
+
+
+def _tells(record: logging.LogRecord) -> bool:
+    """Return whether a message says more than advice: a fault, or that a limit of time ends the run."""
+    return record.levelno >= logging.WARNING or "Signaling Trainer to stop" in record.getMessage()
+
+
+def quiet() -> None:
+    """Silence that advice, and let what this library says be seen."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_tells)
+    for name in ("lightning.fabric.utilities.seed", "lightning.pytorch.accelerators.cuda"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for pattern in (
+        "LightningCLI's args parameter.*",
+        ".*does not have many workers.*",
+        ".*smaller than the logging interval.*",
+        ".*`training_step` returned",
+        ".*`IterableDataset` has `__len__` defined.*",
+        r".*module\(s\) in eval mode.*",  # a policy is trained without dropout
+        ".*LeafSpec.*is deprecated.*",  # Lightning's own use of torch
+        "Starting from v1.9.0, `tensorboardX`",  # `metrics.csv` is written whatever other logger there is
+    ):
+        warnings.filterwarnings("ignore", pattern)
+    if "transformers" in sys.modules:  # a command that only prints has not loaded it
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+    ours = logging.getLogger("lit_qrl")
+    if not ours.handlers:
+        screen = logging.StreamHandler()
+        screen.setLevel(logging.INFO)
+        ours.addHandler(screen)
+    ours.setLevel(logging.DEBUG)  # what is for nobody but a maintainer goes to the run's file

@@ -1,15 +1,20 @@
-"""Where a run writes: `runs/<name>/<n>` for a training, and a folder of its command for what does not train."""
+"""Where one run writes: `runs/<name>/<n>` for a training, and a folder of its command for what does not train."""
 
 import difflib
+import json
 import os
 import shutil
+import socket
 import tempfile
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from lit_qrl.errors import ConfigError, listed
-from lit_qrl.run.diary import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE
+from lit_qrl.run.event_log import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE
 
 CONFIG_FILE = "config.yaml"
 """The record of what a run was started with."""
@@ -240,16 +245,13 @@ def meant(given: Path, runs: Path = Path("runs")) -> str:
         given: a folder that is no run: one that holds runs, a misspelt one, or any other.
         runs: where runs are when none is near `given`.
     """
-    inside = _newest(given)
-    if inside:
-        return _choose(inside)
-    beside = {path.name: path for path in _folders(given.parent)}
-    others = [name for name in beside if name != given.name and not number(given)]
-    for name in difflib.get_close_matches(given.name, others):
-        found = [beside[name]] if is_run(beside[name]) else _newest(beside[name])
-        if found:
-            return _choose(found[-1:])
-    return _choose(_newest(given.parent) or _newest(runs)) or "lit-qrl fit makes one, under runs/."
+    beside = {path.name: path for path in _folders(given.parent) if path.name != given.name}
+    close = [] if number(given) else [beside[name] for name in difflib.get_close_matches(given.name, beside)]
+    misspelt = ([one] if is_run(one) else _newest(one)[-1:] for one in close)
+    found = _newest(given) or next(filter(None, misspelt), []) or _newest(given.parent) or _newest(runs)
+    if len(found) > 1:
+        return f"Choose one of {listed(map(str, found))}."
+    return f"Did you mean {found[0]}?" if found else "lit-qrl fit makes one, under runs/."
 
 
 def _newest(folder: Path) -> list[Path]:
@@ -266,8 +268,79 @@ def _folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("[!.]*") if path.is_dir())
 
 
-def _choose(runs: Iterable[Path]) -> str:
-    names = [str(run) for run in runs]
-    if len(names) == 1:
-        return f"Did you mean {names[0]}?"
-    return f"Choose one of {listed(names)}." if names else ""
+LOCK_FILE, HOLDER_FILE = ".lock", ".lock.json"
+"""The lock, which the system frees with the process that holds it, and who that is."""
+
+
+class RunLock:
+    """Holds a run folder for this process.
+
+    The lock is the operating system's, so one left by a process that died is free; the file that names the holder is
+    read only while the lock is held.
+    """
+
+    def __init__(self) -> None:
+        self._lock: FileLock | None = None
+
+    def take(self, folder: Path) -> None:
+        """Take the folder, or say who has it.
+
+        Raises:
+            ConfigError: while another training runs there.
+        """
+        self.release()
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / LOCK_FILE, timeout=0)
+        try:
+            lock.acquire()
+        except Timeout as error:
+            raise ConfigError(
+                f"Another training runs in {folder}.",
+                expected="a folder of its own for each run",
+                given=_holder(folder),
+                remedy="Wait for it, stop it, or set trainer.default_root_dir to another folder.",
+            ) from error
+        except NotImplementedError:  # a file system without locks
+            return
+        me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        (folder / HOLDER_FILE).write_text(json.dumps(me))
+        self._lock = lock
+
+    def release(self) -> None:
+        """Let go of the folder."""
+        if self._lock is not None:
+            folder = Path(self._lock.lock_file).parent
+            for name in (HOLDER_FILE, LOCK_FILE):  # before it is free, so that no other's is removed
+                with suppress(OSError):
+                    (folder / name).unlink()
+            self._lock.release()
+            self._lock = None
+
+
+def holder_lives(folder: Path) -> bool | None:
+    """Return whether the process that took a run folder is alive; None where nobody says who that is.
+
+    A folder that was let go names nobody, and a process of another host cannot be asked.
+    """
+    try:
+        holder = json.loads((folder / HOLDER_FILE).read_text())
+        pid, host = int(holder["pid"]), holder["host"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if host != socket.gethostname() or pid < 1:
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # of another user
+    return True
+
+
+def _holder(folder: Path) -> str:
+    try:
+        holder = json.loads((folder / HOLDER_FILE).read_text())
+        return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+    except (OSError, ValueError, KeyError):
+        return "a process that has just begun"

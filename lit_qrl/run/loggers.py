@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lit_qrl.run.diary import METRICS_FILE
+from lit_qrl.run.event_log import METRICS_FILE
 from lit_qrl.run.folder import set_aside
 
 

@@ -1,11 +1,18 @@
-"""The end of a run that cannot go on: a checkpoint where that is safe, one event, and an error that names it."""
+"""The end of a run that cannot go on: a checkpoint where that is safe, one event, and an error that names it.
 
-from typing import Any, NoReturn, Protocol, runtime_checkable
+Of memory that does not suffice it says what was asked for, who has the rest, and what to change.
+"""
 
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
+
+import torch
 from lightning.pytorch import Trainer
+from torch import Tensor
 
-from lit_qrl.errors import ConfigError, StoppedError
-from lit_qrl.run.diary import event
+from lit_qrl.errors import ConfigError, MemoryShortageError, StoppedError, asked, out_of_memory
+from lit_qrl.run.event_log import event
 from lit_qrl.run.folder import last_checkpoint
 
 
@@ -26,7 +33,7 @@ def stop_run(
 
     Args:
         trainer: the run's.
-        kind: of the condition, for the diary.
+        kind: of the condition, for the event log.
         message: one sentence for a person.
         save: write a checkpoint first, of before this iteration, where the learner's state is good; one process does.
         error: the cause.
@@ -53,3 +60,140 @@ def has_learned(trainer: Any) -> bool:
     """Return whether this start of a run has taken an optimizer step."""
     first = getattr(getattr(trainer, "lightning_module", None), "first_step", None)
     return first is not None and trainer.global_step > first
+
+
+GIB = 2**30
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def fits(doing: str) -> Callable[[Method], Method]:
+    """Return a decorator of a LightningModule's methods: where memory runs out in one, the run ends by a paragraph.
+
+    Args:
+        doing: the work, after "while"; the innermost such method names it.
+    """
+
+    def around(method: Method) -> Method:
+        @wraps(method)
+        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except (RuntimeError, MemoryError) as error:
+                stop_where_short(self.trainer, error, f" while {doing}")
+                raise
+
+        return guarded  # pyright: ignore[reportReturnType]
+
+    return around
+
+
+def stop_where_short(trainer: Trainer, error: BaseException, doing: str = "", save: bool = False) -> None:
+    """End the run where an error says that memory ran out; return where it says anything else.
+
+    Args:
+        trainer: of the run.
+        error: the cause.
+        doing: the work, as part of a sentence.
+        save: as in `stop_run`.
+
+    Raises:
+        ConfigError: where the run has not learned anything yet.
+        StoppedError: where it has.
+    """
+    if isinstance(error, MemoryShortageError):
+        what, remedy = str(error), ""
+    elif out_of_memory(error) and not isinstance(error, StoppedError):
+        what, remedy = f"Memory ran out{doing}: {asked(error)}.", remedies(trainer)
+    else:
+        return
+    message = " ".join(filter(None, (what, in_use(trainer), remedy)))
+    stop_run(trainer, "out_of_memory", message, save=save, error=error)
+
+
+def in_use(trainer: Any) -> str:
+    """Return what the learner holds, what its engine may, and how much of a GPU is left to the rest, as a sentence.
+
+    Args:
+        trainer: of the run.
+    """
+    module, device = getattr(trainer, "lightning_module", None), getattr(trainer.strategy, "root_device", None)
+    if module is None or device is None:
+        return ""
+    parameters = list(module.parameters())
+    optimizers = [one.state_dict() for one in trainer.optimizers]
+    held = {
+        "weights": _bytes([*parameters, *module.buffers()], device),
+        "gradients": _bytes([one.grad for one in parameters if one.grad is not None], device),
+        "optimizer states": _bytes(_tensors(optimizers), device),
+    }
+    told = ", ".join(f"{_size(size)} of {name}" for name, size in held.items())
+    sentence = f"The learner holds {told} on {device}"
+    engine = getattr(getattr(trainer, "datamodule", None), "engine", None)
+    share = None if engine is None or engine.overlaps else getattr(engine, "gpu_memory_utilization", None)
+    if device.type != "cuda":
+        return f"{sentence}."
+    free, total = torch.cuda.mem_get_info(device)
+    rest = total - free - sum(held.values())
+    if share is not None:
+        sentence += f"; its engine may take {share:g} of the GPU's memory, {_size(share * total)}"
+    others = "activations, engine and libraries" if engine is not None and not engine.overlaps else "activations"
+    return f"{sentence}; {others} have the rest of what is in use, {_size(max(rest, 0))} of {_size(total)}."
+
+
+def remedies(trainer: Any) -> str:
+    """Return what would take less memory and is not set yet, the cheapest first, as a sentence.
+
+    Args:
+        trainer: of the run.
+    """
+    found = list(_remedies(trainer, trainer.lightning_module, getattr(trainer, "datamodule", None)))
+    return f"What helps, what costs least first: {'; '.join(found)}."
+
+
+def _remedies(trainer: Any, module: Any, data: Any) -> Iterator[str]:
+    policy, engine = getattr(module, "policy", None), getattr(data, "engine", None)
+    sharded = hasattr(trainer.strategy, "packed_base")
+    if getattr(data, "budget", None) is not None:
+        yield "a lower data.max_tokens_per_micro_batch"
+    elif data is not None and data.parts < data.prompts_per_rank // data.mini_batches * data.group_size:
+        yield f"data.micro_batches above {data.micro_batches}"
+    if getattr(policy, "gradient_checkpointing", True) is not True:
+        yield "model.policy.gradient_checkpointing: true"
+    if engine is not None and not engine.overlaps:
+        known = ("gpu_memory_utilization", "cache_gigabytes")
+        yield from (f"a lower data.engine.{name}" for name in known if hasattr(engine, name))
+    names = {type(getattr(one, "optimizer", one)).__name__ for one in getattr(trainer, "optimizers", ())}
+    if names & {"Adam", "AdamW"} and not sharded:
+        yield "model.optimizer: bitsandbytes.optim.AdamW8bit"
+    if not sharded:
+        yield "trainer.strategy: ShardedStrategy over more GPUs, or with offload: true"
+    elif not trainer.strategy.offload:
+        yield "more GPUs, or offload: true of ShardedStrategy"
+    if getattr(policy, "lora", None) is None:
+        yield "an adapter instead of all weights (model.policy.lora)"
+
+
+def _tensors(held: Any) -> Iterator[Tensor]:
+    if isinstance(held, Tensor):
+        yield held
+    elif isinstance(held, dict):
+        for one in held.values():
+            yield from _tensors(one)
+    elif isinstance(held, (list, tuple)):
+        for one in held:
+            yield from _tensors(one)
+
+
+def _bytes(tensors: Iterable[Any], device: torch.device) -> int:
+    """Return the bytes of this process's parts of tensors on a device; memory that two share counts once."""
+    own = (getattr(one, "_local_tensor", one) for one in tensors)
+    return sum({one.data_ptr(): one.numel() * one.element_size() for one in own if one.device == device}.values())
+
+
+def _size(size: float) -> str:
+    """Return a number of bytes in words.
+
+    >>> _size(3 * 2**30), _size(2**19)
+    ('3.0 GiB', '0.5 MiB')
+    """
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"

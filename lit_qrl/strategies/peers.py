@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from lit_qrl.errors import EXIT_CONFIG, EXIT_STOPPED, ConfigError, StoppedError, out_of_memory
 from lit_qrl.run.config import flat
 from lit_qrl.run.description import Described, describe
-from lit_qrl.run.diary import event
+from lit_qrl.run.event_log import event
 from lit_qrl.run.folder import last_checkpoint
 from lit_qrl.run.interrupt import InterruptedTogether, Interruption
 from lit_qrl.run.meeting import Meeting, gather_objects, several_processes

@@ -23,8 +23,7 @@ from lit_qrl.precision.base import QuantizedPrecision
 from lit_qrl.precision.deferred import deferred_weights
 from lit_qrl.precision.layers.packed_linear import PackedLinear
 from lit_qrl.precision.source import PublishingPrecision
-from lit_qrl.run.description import Described
-from lit_qrl.run.parts import (
+from lit_qrl.run.checkpoint_files import (
     FOLDER,
     new_folder,
     parts_of,
@@ -37,6 +36,7 @@ from lit_qrl.run.parts import (
     write_parts,
     written_states,
 )
+from lit_qrl.run.description import Described
 
 SHARDED = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 WHOLE_MATRICES = ("Muon", "LBFGS", "SparseAdam", "Adafactor")

@@ -13,10 +13,10 @@ from lit_qrl.callbacks import AIS, AQNNoise, RLCallback
 from lit_qrl.callbacks import checkpoint as checkpoint_module
 from lit_qrl.callbacks.checkpoint import resolve_checkpoint
 from lit_qrl.errors import ConfigError
-from lit_qrl.run import saving
+from lit_qrl.run import checkpoint_files as saving
+from lit_qrl.run.checkpoint_files import CheckpointFiles
 from lit_qrl.run.folder import last_checkpoint
 from lit_qrl.run.interrupt import Interrupted
-from lit_qrl.run.saving import CheckpointFiles
 from tests.tiny_run import build, fit, model_folder, parameters_of
 
 

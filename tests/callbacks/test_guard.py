@@ -11,7 +11,7 @@ from lit_qrl.callbacks import Guard, RLCallback, TruncatedIS
 from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.loop.state import IterationState
 from lit_qrl.objective import GRPO
-from lit_qrl.rewards.constant import ConstantReward
+from lit_qrl.rewards.simple import ConstantReward
 from lit_qrl.types import Correction
 from tests.tiny_run import DigitReward, DigitTask, build, fit, parameters_of
 
@@ -224,35 +224,12 @@ def test_untruncated_weights_beyond_all_measure_are_rejected_and_logged(tmp_path
     assert events(tmp_path).count("extreme_weights") == (upper == float("inf"))
 
 
-@pytest.mark.parametrize(("threshold", "warned"), [(0.5, 1), (0.95, 0), (None, 0)])
-def test_a_beginning_that_foretells_a_loss_is_told_once(tmp_path, monkeypatch, threshold, warned):
-    first = 2
-    monkeypatch.setattr("lit_qrl.callbacks.guard.EARLY_ITERATIONS", first)
-    monkeypatch.setattr(
-        "lit_qrl.callbacks.loss_odds.LossForecast.probability", lambda self, _: 0.9 if len(self.rows) == first else None
-    )
-    trainer, _, _ = fit(tmp_path, guard={"loss_odds": threshold}, trainer={"max_epochs": 4})
-    assert events(tmp_path).count("loss_odds") == warned
-    (guard,) = (one for one in trainer.callbacks if isinstance(one, Guard))
-    rows = guard.state_dict()["first_rows"]
-    assert len(rows) == (0 if threshold is None else first)
-    assert all({"mismatch/abs_log_ratio", "update/grad_norm", "reward/mean"} <= set(row) for row in rows)
-
-
 def test_an_epoch_end_without_an_iteration_counts_as_none():
     guard, module = Guard(), SimpleNamespace(iteration=IterationState())  # a resumed run may repeat one
     guard.on_train_epoch_end(None, module)
-    module.iteration.row = {"reward/mean": 0.5}
-    guard.on_train_epoch_end(None, module)
-    assert guard.state_dict()["first_rows"] == [{"reward/mean": 0.5}]
 
 
-def test_the_odds_of_a_run_from_an_older_checkpoint_are_not_told():
-    guard = Guard()
-    guard.load_state_dict({"vetoed": 1, "skipped": 2, "vetoed_in_a_row": 0})
-    assert guard.loss_odds is None
-
-
-def test_odds_are_a_probability():
-    with pytest.raises(ConfigError, match=r"guard.loss_odds is a probability"):
-        Guard(loss_odds=1.5)
+def test_a_configuration_and_a_checkpoint_of_before_are_read():
+    guard = Guard(loss_odds=0.5)
+    guard.load_state_dict({"vetoed": 1, "skipped": 2, "vetoed_in_a_row": 0, "first_rows": [{"reward/mean": 0.5}]})
+    assert guard.skipped == 2

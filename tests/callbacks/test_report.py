@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lit_qrl.callbacks.report import Report, _log_ratios, _samples, token_lengths
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.hooks import RLCallback
-from lit_qrl.report.apart import PageApart
+from lit_qrl.report.live import PageApart
 from lit_qrl.report.run import Run
 from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.run.loggers import RunCSVLogger

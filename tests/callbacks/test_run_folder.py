@@ -18,8 +18,8 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.objective import GRPO
 from lit_qrl.precision import QATAligned
 from lit_qrl.rollout import TransformersEngine
+from lit_qrl.run.folder import RunLock
 from lit_qrl.run.interrupt import Interrupted
-from lit_qrl.run.lock import RunLock
 from tests.tiny_run import DigitTask, model_folder, parameters_of
 
 SIZES = {"prompts_per_iteration": 4, "group_size": 4, "max_prompt_tokens": 16, "max_completion_tokens": 8}

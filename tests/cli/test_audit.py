@@ -1,17 +1,14 @@
 import json
-import math
 
 import pytest
 from transformers.utils.logging import enable_progress_bar
 
 from lit_qrl import formats
-from lit_qrl.cli.audit import audit, odds_of_loss, verdict
+from lit_qrl.cli.audit import audit, verdict
 from lit_qrl.cli.parser import CommandParser
 from lit_qrl.cli.parser import run as called
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.support import names_where
-from lit_qrl.functional.loss_models import AUDIT
-from lit_qrl.functional.loss_odds import CORRECTIONS, audit_inputs
 from lit_qrl.policy import CausalPolicy
 from tests.families import configs as families
 from tests.networks import build_denoiser
@@ -35,8 +32,7 @@ def test_each_format_gets_a_row_and_coarser_ones_differ_more(arguments, tmp_path
     assert printed.pop(0).startswith("int4_group is left out: 14 layers do not fit")  # 64 inputs, groups of 128
     assert printed[0] == "4 prompts x 4 completions of up to 8 tokens. A completion ends with '<eos>'."
     assert [line.split()[0] for line in printed[3:7]] == ["learner", "bf16", "fp8_row", "nvfp4"]
-    assert printed[8].startswith("Odds of a loss of 0.05 or more")
-    assert [line.split()[0] for line in printed[9:]] == ["format", "bf16", "fp8_row", "nvfp4"]
+    assert not printed[7:]
     figures = json.loads(out.read_text())["formats"]
     distances = [row["abs_log_ratio"] for row in figures.values()]
     assert distances[0] < 1e-5  # the learner's own arithmetic in the engine
@@ -47,28 +43,6 @@ def test_each_format_gets_a_row_and_coarser_ones_differ_more(arguments, tmp_path
     assert 8 < bits[2] < 16  # embeddings, norms and scales count too
     assert bits[3] < bits[2]
     assert all(0 < row["tokens"] <= 4 * 4 * 8 for row in figures.values())
-
-
-def test_odds_are_those_of_the_fitted_model_where_it_was_fitted():
-    assert AUDIT.inputs[0] == "start"
-    assert AUDIT.weight[0] > 0  # so that odds at the ends of what was run are bounds
-    distances = {"learner": 1e-6, "coarse": 0.2, "close": 1e-6, "far": 9.0}
-    lines = odds_of_loss({name: {"abs_log_ratio": distance} for name, distance in distances.items()})
-    assert [line.split()[0] for line in lines[2:]] == ["coarse", "close", "far"]
-    expected = [AUDIT.probability(audit_inputs(0.2, *given)) for given in CORRECTIONS.values()]
-    assert lines[2].split()[1:4] == [f"{one:.0%}" for one in expected]
-    assert lines[2].endswith("sequence-level weights")
-    ends = (math.exp(AUDIT.lowest[0]), math.exp(AUDIT.highest[0]))
-    for line, sign, end in zip(lines[3:], "<>", ends, strict=True):
-        bounds = [AUDIT.probability(audit_inputs(end, *given)) for given in CORRECTIONS.values()]
-        percent = [f"{sign}{one:.0%}" for one in bounds]
-        assert line.split()[1:4] == [{"<0%": "<1%", ">100%": ">99%"}.get(one, one) for one in percent]
-
-
-def test_odds_stand_below_their_heading_whatever_the_formats_are_called():
-    distances = dict.fromkeys(("learner", "nvfp4:four_over_six=true"), 0.02)
-    lines = odds_of_loss({name: {"abs_log_ratio": distance} for name, distance in distances.items()})[1:]
-    assert len({len(line.split("  align")[0].split("  sequence-level")[0]) for line in lines}) == 1
 
 
 def test_the_same_seed_measures_the_same(arguments, tmp_path):
@@ -126,9 +100,8 @@ def test_a_model_without_linear_layers_is_measured_in_its_own_dtype(arguments, t
     assert (
         "fp8_row is left out: fp8_row applies to nn.Linear, and this model's layers are transformers' Conv1D" in printed
     )
-    table, odds = printed.strip().split("\n\n")[-2:]
+    table = printed.strip().split("\n\n")[-1]
     assert [line.split()[0] for line in table.splitlines()] == ["format", "learner", "bf16"]
-    assert odds.splitlines()[-1].split()[0] == "bf16"
 
 
 def test_a_model_that_the_engine_cannot_run_is_refused_before_its_weights_are_loaded(arguments, tmp_path, monkeypatch):
@@ -161,7 +134,7 @@ def test_options_of_a_format_make_a_row_of_their_own(arguments):
 
 def test_speed_is_tokens_by_seconds_of_the_whole_rollout(arguments, capsys):
     called(audit, [*arguments, "--samples", "2", "--formats", "bf16", "fp8_row", "--speed"])
-    table, said, odds = capsys.readouterr().out.split("\n\n")[1:]
+    table, said = capsys.readouterr().out.split("\n\n")[1:]
     heads, *rows = (line.split() for line in table.splitlines())
     assert heads[-3:] == ["tokens/s", "publish", "s"]
     for row in rows:
@@ -170,7 +143,6 @@ def test_speed_is_tokens_by_seconds_of_the_whole_rollout(arguments, capsys):
         assert 0 < float(row[-1]) < 60
     assert said.startswith("At 2 x 4 completions ")
     assert "fp8_row" in said
-    assert odds.startswith("Odds")
 
 
 def figures(rate, publish, distance, tokens=1000.0):

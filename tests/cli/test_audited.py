@@ -2,8 +2,7 @@ import pytest
 import torch
 import yaml
 
-from lit_qrl.cli.audit import audit
-from lit_qrl.cli.audited import Sizes, of_run
+from lit_qrl.cli.audit import Sizes, audit, of_run
 from lit_qrl.cli.parser import run as called
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout import TransformersEngine

@@ -2,8 +2,8 @@ import subprocess
 
 import pytest
 
-from lit_qrl.cli.completion import completion
 from lit_qrl.cli.main import COMMANDS, TRAINING, main
+from lit_qrl.cli.training import completion
 from lit_qrl.errors import ConfigError
 
 
@@ -40,6 +40,6 @@ def test_another_shell_is_refused(monkeypatch, capsys):
         main(["--print_shtab"])
     assert stop.value.code == 2
     assert "Name one" in capsys.readouterr().err
-    monkeypatch.setattr("lit_qrl.cli.completion.find_spec", lambda name: None)
+    monkeypatch.setattr("lit_qrl.cli.training.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install shtab"):
         completion("zsh", {})

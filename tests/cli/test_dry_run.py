@@ -15,7 +15,7 @@ from lit_qrl.cli import dry_run as dry
 from lit_qrl.cli.main import main
 from lit_qrl.errors import ConfigError
 from lit_qrl.policy import CausalPolicy
-from lit_qrl.quantize.folder import quantize_checkpoint
+from lit_qrl.quantize import quantize_checkpoint
 from lit_qrl.rollout import TransformersEngine, VLLMEngine
 from lit_qrl.rollout.engine import SamplerSpec
 from tests.command_line import build_once
@@ -166,7 +166,7 @@ REFUSED = {
     "a head that is the embedding": ["--publisher.quantize_head", "true"],
     "a plugin's format that no layer fits": plugin("QATAligned", weights="int4_group:group_size=40"),
     "a plugin without a layer": plugin("QATAligned", weights="fp8_row", exclude=["*"]),
-    "a kernel that the host lacks": plugin("QATAligned", weights="int4_group:group_size=32", kernel="marlin"),
+    "a kernel that there is not": plugin("QATAligned", weights="int4_group:group_size=32", kernel="marlin"),
     "a packed base that no layer fits": [*LORA, *plugin("NVFP4LoRA", format="int4_group:group_size=40")],
     "an adapter of layers that are not there": [*LORA, "--model.policy.lora.target_modules", '["nothing"]'],
     "an adapter that unties the embeddings": [*LORA, "--model.policy.lora.modules_to_save", '["lm_head"]'],

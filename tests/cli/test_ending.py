@@ -6,7 +6,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import strategy as strategies
 
-from lit_qrl.cli.ending import leave_in_place
+from lit_qrl.cli.training import leave_in_place
 
 
 class Module(LightningModule):

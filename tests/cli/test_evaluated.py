@@ -1,6 +1,6 @@
 import torch
 
-from lit_qrl.cli.evaluated import told
+from lit_qrl.cli.training import told
 
 
 def test_an_accuracy_is_told_once_with_its_interval():

@@ -20,8 +20,8 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.network.folder import FolderReader, write_plain
 from lit_qrl.policy import DTYPES, CausalPolicy
 from lit_qrl.precision import PackedLoRA
-from lit_qrl.quantize.folder import quantize_checkpoint
-from lit_qrl.run.parts import take_parts, write_parts
+from lit_qrl.quantize import quantize_checkpoint
+from lit_qrl.run.checkpoint_files import take_parts, write_parts
 from tests.families.configs import BY_TYPE
 from tests.families.configs import model_folder as family_folder
 from tests.tiny_run import command, model_folder, without_plots

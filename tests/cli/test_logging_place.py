@@ -6,8 +6,8 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
-from lit_qrl.cli.logging_place import give_place
 from lit_qrl.cli.main import main
+from lit_qrl.cli.training import give_place
 from tests.tiny_run import model_folder
 
 

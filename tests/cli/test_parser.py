@@ -55,7 +55,7 @@ GIVEN = {"folders": [Path("f")], "model": "m"}
         ("--samples -3 --rate=1e-5 --group_size 4", {"samples": -3, "rate": 1e-5, "group_size": 4}),
         ("--kinds x y --names *.up [a]*.down", {"kinds": ["x", "y"], "names": ["*.up", "[a]*.down"]}),
         ("--names --subset 1.50", {"subset": "1.50"}),
-        ("--kinds x --samples 3 --kinds y z --kinds=w", {"kinds": ["x", "y", "z", "w"], "samples": 3}),
+        ("--names x --samples 3 --names y z --names=w", {"names": ["x", "y", "z", "w"], "samples": 3}),
         ("--dtype fp16 --chat false", {"dtype": "fp16", "chat": False}),
         ("--chat=0", {"chat": False}),
         ("--chat NO", {"chat": False}),

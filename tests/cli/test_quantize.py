@@ -18,14 +18,6 @@ def model(tmp_path):
     return model_folder(tmp_path / "model")
 
 
-@pytest.fixture
-def texts(tmp_path):
-    path = tmp_path / "texts.jsonl"
-    rows = [{"text": f"{i}+{i * 7 % 90}=", "talk": [{"from": "human", "value": f"{i}"}]} for i in range(60)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def options(model, output, **changed):
     given = {"model": model, "format": "nvfp4", "output": str(output), "device": "cpu", **changed}
     return [part for name, value in given.items() for part in (f"--{name}", str(value))]
@@ -42,17 +34,6 @@ def test_a_folder_is_made_and_named(model, tmp_path, capsys):
     assert config["quantization_config"]["format"] == "nvfp4-pack-quantized"
 
 
-@pytest.mark.parametrize("column", ["text", "talk"])
-def test_awq_takes_text_or_conversations(column, model, texts, tmp_path, capsys):
-    asked = {"awq": "true", "calibration": texts, "calibration_column": column}
-    sizes = {"calibration_samples": 3, "calibration_tokens": 20}
-    called(quantize, options(model, tmp_path / "out", **asked, **sizes))
-    assert "AWQ: the layers' output error is" in capsys.readouterr().out
-    awq = json.loads((tmp_path / "out" / "quantize.json").read_text())["awq"]
-    assert (awq["samples"], awq["tokens"]) == (3, 20)
-    assert awq["loss_over_plain"] <= 1
-
-
 def test_group_size_and_exclude_reach_the_format(model, tmp_path):
     given = options(model, tmp_path / "out", format="int4_group", group_size=32)
     called(quantize, [*given, "--exclude", "*.o_proj", "*.down_proj"])
@@ -66,11 +47,8 @@ def test_group_size_and_exclude_reach_the_format(model, tmp_path):
     [
         ({"format": "nvfp5"}, "no such number format.*nvfp4"),
         ({"format": "bf16"}, "no weight-only format"),
-        ({"format": "fp8_row", "awq": "true", "calibration": "texts.jsonl"}, "weights alone.*--format fp8_row --awq"),
         ({"group_size": 32}, "no option 'group_size'"),
         ({"model_folder": "./nowhere"}, "model folder does not exist"),
-        ({"awq": "true"}, "needs calibration text"),
-        ({"calibration": "texts.jsonl"}, "AWQ scaling, which is off"),
         ({"shard_gib": 0}, "--shard_gib is too small"),
         ({"device": "cuda:99"}, "--device cuda:99 cannot be used"),
     ],
@@ -79,21 +57,6 @@ def test_options_that_cannot_work(changed, match, model, tmp_path):
     with pytest.raises(ConfigError, match=match):
         called(quantize, options(changed.pop("model_folder", model), tmp_path / "out", **changed))
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "changed, match",
-    [
-        ({"calibration_samples": 1000}, "too short.*enough for"),
-        ({"calibration_tokens": 4096}, "more than the model has positions"),
-        ({"calibration_column": "txt"}, "no column 'txt'.*text"),
-        ({"calibration": "nowhere.jsonl"}, "does not exist"),
-    ],
-)
-def test_calibration_that_cannot_work(changed, match, model, texts, tmp_path):
-    asked = {"awq": "true", "calibration": texts, "calibration_tokens": 20}
-    with pytest.raises(ConfigError, match=match):
-        called(quantize, options(model, tmp_path / "out", **{**asked, **changed}))
 
 
 def test_an_error_is_one_paragraph_and_status_2(model, tmp_path, capsys):
@@ -113,7 +76,7 @@ def test_the_help_says_what_it_does(capsys):
         command_line(["quantize", "--help"])
     assert exit.value.code == 0
     text = capsys.readouterr().out
-    for word in ("--awq [{true,false}]", "--calibration_samples", "Examples:", "vLLM and transformers load it"):
+    for word in ("--shard_gib", "Examples:", "vLLM and transformers load it"):
         assert word in text
     assert all(action.help for action in CommandParser(quantize)._actions if action.dest != "print_shtab")
 

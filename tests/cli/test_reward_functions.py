@@ -3,8 +3,8 @@ import json
 import pytest
 from jsonargparse import Namespace
 
-from lit_qrl.cli import reward_functions
-from lit_qrl.cli.reward_functions import CLASS_PATH, FunctionError, in_object, in_words
+from lit_qrl.cli import parser as reward_functions
+from lit_qrl.cli.parser import CLASS_PATH, FunctionError, in_object, in_words
 
 HERE = "tests.cli.test_reward_functions"
 

@@ -10,8 +10,8 @@ import yaml
 from lit_qrl.cli.config_files import config_files, expanded
 from lit_qrl.cli.main import main
 from lit_qrl.rewards.base import Sample, score_all
-from lit_qrl.rewards.format import FormatReward
 from lit_qrl.rewards.math import MathReward
+from lit_qrl.rewards.simple import FormatReward
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

@@ -8,7 +8,7 @@ import pytest
 from lit_qrl.data.environment import Threads, called
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards.base import Sample
-from lit_qrl.rewards.constant import ConstantReward
+from lit_qrl.rewards.simple import ConstantReward
 from lit_qrl.types import Episode
 from tests.loop.test_turns import Echo
 

@@ -12,7 +12,7 @@ from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.rollout.diffusion.engine import DiffusionEngine
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.vllm.engine import VLLMEngine
-from lit_qrl.run.diary import EVENTS_FILE, read_jsonl
+from lit_qrl.run.event_log import EVENTS_FILE, read_jsonl
 from lit_qrl.types import Completion
 from tests.loop.test_turns import Echo
 from tests.tiny_run import DigitReward, DigitTask, build, fit

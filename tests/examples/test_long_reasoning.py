@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from lit_qrl.data.tasks.generated import is_held_out
-from lit_qrl.run.diary import log_event
+from lit_qrl.run.event_log import log_event
 from lit_qrl.run.loggers import RunCSVLogger
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from jsonargparse import Namespace
 
-from lit_qrl.cli.reward_functions import in_object
+from lit_qrl.cli.parser import in_object
 from lit_qrl.data.tasks import Countdown
 from lit_qrl.rewards import FunctionReward, Sample, score_all
 

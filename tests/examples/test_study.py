@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lit_qrl.run.diary import log_event
+from lit_qrl.run.event_log import log_event
 from lit_qrl.run.loggers import RunCSVLogger
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

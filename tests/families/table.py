@@ -38,7 +38,7 @@ from lit_qrl.network.stream import shared_amax
 from lit_qrl.network.structure import outline
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision import NVFP4LoRA, QATAligned
-from lit_qrl.quantize.folder import quantize_checkpoint
+from lit_qrl.quantize import quantize_checkpoint
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from tests import tiny_run
 from tests.families.configs import FAMILIES, Family, model_folder, sized

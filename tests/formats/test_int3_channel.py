@@ -5,8 +5,7 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import Int3Channel
 from lit_qrl.formats.support import row_of
-from lit_qrl.precision import QATAligned
-from lit_qrl.quantize.folder import quantize_checkpoint, writable
+from lit_qrl.quantize import quantize_checkpoint, writable
 from lit_qrl.rollout.vllm.checks import check_format
 from tests.formats.oracle import args, compressed, same_bits, weights
 
@@ -38,8 +37,6 @@ def test_a_width_that_does_not_fit_is_named():
 def test_what_nobody_computes_or_reads_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no kernel for publisher\.format int3_channel.*TransformersEngine"):
         check_format(Int3Channel())
-    with pytest.raises(ConfigError, match="marlin does not multiply int3_channel"):
-        QATAligned("int3_channel", kernel="marlin")
     with pytest.raises(ConfigError, match=r"No library reads a folder in int3_channel.*nvfp4.*--format bf16"):
         quantize_checkpoint(tmp_path, tmp_path / "out", formats.get("int3_channel"))
     assert list(tmp_path.iterdir()) == []

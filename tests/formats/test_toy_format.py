@@ -138,8 +138,6 @@ def check_folder(folder, network):
 def test_what_its_row_does_not_promise_is_refused():
     with pytest.raises(ConfigError, match=r"no kernel for publisher\.format int6_channel.*TransformersEngine"):
         check_format(Int6Channel())
-    with pytest.raises(ConfigError, match="marlin does not multiply int6_channel"):
-        QATAligned("int6_channel", kernel="marlin")
 
 
 def test_its_name_is_its_own():

@@ -4,7 +4,10 @@ import random
 import pytest
 import torch
 
+from lit_qrl.errors import ConfigError
 from lit_qrl.functional import diagnostics as F
+from lit_qrl.functional._checks import check_floor
+from lit_qrl.functional.diagnostics import router_shift
 from lit_qrl.functional.importance import log_ratio
 from tests.default_dtype import bf16_default
 from tests.functional.helpers import LENGTHS, Ranks, listed, no_host_sync, rows
@@ -126,3 +129,29 @@ def test_ratio_quantiles_do_not_depend_on_the_default_dtype():
     counts = F.ratio_counts(torch.tensor([[0.0, 0.1]]), torch.ones(1, 2, dtype=torch.bool))
     with bf16_default():
         assert F.ratio_quantiles(counts, [0.99]).tolist() == pytest.approx([math.exp(0.1)], rel=1e-6)
+
+
+def test_the_ratio_is_that_of_the_mean_move_over_layers_and_experts():
+    generator = torch.Generator().manual_seed(0)
+    now, before = (0.8 * torch.randn(2, 3, 4, 2, generator=generator) for _ in range(2))
+    now.requires_grad_()
+    got = router_shift(now, before, 0.4)
+    assert not got.requires_grad
+    floored = 0
+    for b in range(2):
+        for t in range(3):
+            moved = [
+                abs(float(now[b, t, layer, k].detach() - before[b, t, layer, k]))
+                for layer in range(4)
+                for k in range(2)
+            ]
+            expected = max(0.4, math.exp(-sum(moved) / 8))
+            floored += expected == 0.4
+            assert float(got[b, t]) == pytest.approx(expected, rel=1e-6)
+    assert 0 < floored < 6
+
+
+@pytest.mark.parametrize("floor", [0.0, 1.5])
+def test_a_floor_that_is_no_ratio_is_refused(floor):
+    with pytest.raises(ConfigError, match=r"number in \(0, 1\]"):
+        check_floor(floor)

@@ -5,8 +5,8 @@ from lit_qrl import formats
 from lit_qrl.network import stacked
 from lit_qrl.network.stacked import StackQuantizer
 from lit_qrl.network.stream import weight_stream
+from lit_qrl.receipts.checksum import slice_of, slices
 from lit_qrl.receipts.ledger import SentLedger
-from lit_qrl.receipts.slices import slice_of, slices
 from tests.operations import counted
 
 FORMATS = ["fp8_row", "fp8_tensor", "fp8_block", "int8_channel", "int4_group", "nvfp4", "mxfp4", "nf4"]

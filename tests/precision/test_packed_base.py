@@ -15,7 +15,7 @@ from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision import QATAligned
 from lit_qrl.precision.packed_base import check_plugin, multiplied_out, packed_format
 from lit_qrl.precision.packed_lora import NVFP4LoRA, PackedLoRA
-from lit_qrl.quantize.folder import quantize_checkpoint
+from lit_qrl.quantize import quantize_checkpoint
 from tests.families.configs import BY_TYPE
 from tests.families.configs import model_folder as family_folder
 from tests.networks import batch_of

@@ -196,8 +196,6 @@ def test_formats_of_which_no_base_is_held_are_refused():
         NVFP4LoRA("bf16")
     with pytest.raises(ConfigError, match=r"weight-only.*activations fp8.*QATAligned"):
         NVFP4LoRA(formats.Int4Group(activations="fp8"))
-    with pytest.raises(ConfigError, match="kernel cannot be had"):
-        PackedLoRA("fp8_row", kernel="machete")
 
 
 def fake_quantized(plain, format):

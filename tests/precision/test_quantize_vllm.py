@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lit_qrl import formats
-from lit_qrl.quantize.folder import quantize_checkpoint
+from lit_qrl.quantize import quantize_checkpoint
 from tests.cpu_kernels import skip_without_kernel
 from tests.networks import build_tokenizer
 from tests.vllm_engines import VOCABULARY, reference_logprobs, tiny_network
@@ -20,8 +20,8 @@ def source(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name, awq", [("nvfp4", False), ("int4_group", False), ("int4_group", True)])
-def test_vllm_reads_the_folder(name, awq, source, tmp_path):
+@pytest.mark.parametrize("name", ["nvfp4", "int4_group"])
+def test_vllm_reads_the_folder(name, source, tmp_path):
     from transformers import AutoModelForCausalLM
     from vllm import LLM, SamplingParams
 
@@ -35,8 +35,7 @@ def test_vllm_reads_the_folder(name, awq, source, tmp_path):
     format = formats.get(name, **({"group_size": 32} if name == "int4_group" else {}))
     skip_without_kernel(format)
     generator = torch.Generator().manual_seed(0)
-    sequences = torch.randint(3, VOCABULARY, (4, 32), generator=generator) if awq else None
-    quantize_checkpoint(source, tmp_path / "out", format, sequences=sequences, shard_bytes=300_000)
+    quantize_checkpoint(source, tmp_path / "out", format, shard_bytes=300_000)
     with undone_on_failure(lambda: None), kept_process_state():  # vLLM takes `torch.set_num_threads` away
         llm = LLM(
             str(tmp_path / "out"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lit_qrl.publish.delivery import Delivery
-from lit_qrl.receipts.garbage import NEVER
+from lit_qrl.receipts.clock import NEVER
 from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
 
 NAMES = [f"layers.{i}.up_proj.weight" for i in range(8)]

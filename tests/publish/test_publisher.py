@@ -13,7 +13,7 @@ from lit_qrl.precision import NVFP4LoRA, QATAligned, UnifiedFP8
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.embedded.loading import Modules
-from lit_qrl.run.diary import read_jsonl
+from lit_qrl.run.event_log import read_jsonl
 from tests.evaluations import Distance
 from tests.tiny_run import build, fit, model_folder
 

@@ -12,7 +12,7 @@ from lit_qrl.publish.recovery import repeated
 from lit_qrl.receipts.ledger import Fault, PublishError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError, Sleeps
-from lit_qrl.run.diary import read_jsonl
+from lit_qrl.run.event_log import read_jsonl
 from lit_qrl.strategies import ColocatedStrategy
 from tests.tiny_run import build, fit, parameters_of
 

@@ -1,7 +1,7 @@
 import pytest
 
-from lit_qrl.report import apart
-from lit_qrl.report.apart import PageApart
+from lit_qrl.report import live as apart
+from lit_qrl.report.live import PageApart
 from tests.callbacks.tiny_loop import Module, trainer_of
 
 

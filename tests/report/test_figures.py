@@ -5,8 +5,7 @@ import pytest
 
 from lit_qrl.report.figures import INK, Panel, _finish, draw, figures_for, grid, running_mean
 from lit_qrl.report.page import fewer_colors
-from lit_qrl.report.run import Run, Series
-from lit_qrl.report.seeds import Seeds
+from lit_qrl.report.run import Run, Seeds, Series
 
 
 def keys(runs):

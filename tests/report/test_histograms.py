@@ -3,7 +3,7 @@ import json
 import pytest
 
 from lit_qrl.report import render
-from lit_qrl.report.histograms import draw_histograms, histograms_of
+from lit_qrl.report.figures import draw_histograms, histograms_of
 from lit_qrl.report.run import Run
 
 FLAT = {

@@ -3,17 +3,18 @@ from html.parser import HTMLParser
 
 import pytest
 
-from lit_qrl.report.page import Section, write
-from lit_qrl.report.run import Run
-from lit_qrl.report.samples import (
+from lit_qrl.report.page import (
     CHARACTERS_SHOWN,
     PAGE_CHARACTERS,
     STAGES,
+    Section,
     fitting,
     pieces_of,
     samples_section,
     stages_of,
+    write,
 )
+from lit_qrl.report.run import Run
 
 HOSTILE = "</pre><script>alert(1)</script>\"'&amp;<img src=x onerror=alert(2)>"
 

@@ -3,8 +3,7 @@ import statistics
 
 import pytest
 
-from lit_qrl.report.run import Run, Series
-from lit_qrl.report.seeds import Seeds, by_configuration, standard_error
+from lit_qrl.report.run import Run, Seeds, Series, by_configuration, standard_error
 
 VALUES = [[0.5, 1.0, 2.0], [1.5, 4.0, 9.0], [1.0, 2.5]]
 

@@ -5,8 +5,8 @@ from html.parser import HTMLParser
 import pytest
 
 from lit_qrl.report import render
+from lit_qrl.report.page import CHARACTERS_SHOWN
 from lit_qrl.report.run import Run
-from lit_qrl.report.samples import CHARACTERS_SHOWN
 from lit_qrl.report.single import accuracy_change
 
 VOID = {"meta", "img", "source", "col", "br", "input"}

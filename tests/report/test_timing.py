@@ -1,7 +1,6 @@
 import pytest
 
-from lit_qrl.report.run import Run
-from lit_qrl.report.timing import phase_series, where_time_went
+from lit_qrl.report.run import Run, phase_series, where_time_went
 
 
 def write(folder, rows, events=""):

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from lit_qrl.report.watch import QUIET_SECONDS, goes_on, watch
+from lit_qrl.report.live import QUIET_SECONDS, goes_on, watch
 
 GONE = 2**22 + 1
 """A process number above the system's largest."""

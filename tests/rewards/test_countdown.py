@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_qrl.rewards import CountdownReward, Sample
-from lit_qrl.rewards.countdown import evaluate
+from lit_qrl.rewards.puzzles import evaluate
 from tests.rewards.datasets import rows
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards.base import Sample
-from lit_qrl.rewards.episode import EpisodeReward
+from lit_qrl.rewards.simple import EpisodeReward
 from lit_qrl.types import Episode
 
 

@@ -118,7 +118,8 @@ def test_a_service_that_fails_on_a_sample_costs_that_one_after_retries(monkeypat
     assert scores.errors == 1
     assert reward.failures == {1: "ConnectionError: busy"}
     assert (tries.count("2"), tries.count("3")) == (3, 3)
-    assert shown == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert shown[-1] == (4, 4)
+    assert shown == sorted(set(shown))
 
 
 def test_a_service_that_hangs_costs_its_sample():

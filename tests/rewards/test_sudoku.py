@@ -1,7 +1,7 @@
 import pytest
 
 from lit_qrl.rewards import Sample, SudokuReward
-from lit_qrl.rewards.sudoku import is_solved, read_grid
+from lit_qrl.rewards.puzzles import is_solved, read_grid
 
 PUZZLE, SOLUTION = "3102200002100320", "3142243142131324"
 NINE = "534678912672195348198342567859761423426853791713924856961537284287419635345286179"

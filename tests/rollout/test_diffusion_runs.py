@@ -14,7 +14,7 @@ from lit_qrl.network.folder import write_plain
 from lit_qrl.objective import GRPO, GSPO
 from lit_qrl.precision import QATAligned, UnifiedFP8
 from lit_qrl.rollout import DiffusionEngine, TransformersEngine, VLLMEngine
-from lit_qrl.run.diary import SAMPLES_FILE, read_jsonl
+from lit_qrl.run.event_log import SAMPLES_FILE, read_jsonl
 from tests import tiny_run
 from tests.networks import build_denoiser
 

@@ -11,7 +11,7 @@ from lit_qrl.rollout import engine as contract
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError, RolloutEngine, SamplerSpec
 from lit_qrl.rollout.vllm.engine import VLLMEngine
-from lit_qrl.run.diary import read_jsonl
+from lit_qrl.run.event_log import read_jsonl
 from lit_qrl.types import Completion
 from tests.tiny_run import build
 

@@ -13,7 +13,7 @@ from lit_qrl.rollout.engine import EngineDiedError, SamplerSpec
 from lit_qrl.rollout.vllm import arguments
 from lit_qrl.rollout.vllm.client import RemoteVLLMEngine
 from lit_qrl.rollout.vllm.server import Server
-from lit_qrl.run.diary import read_jsonl
+from lit_qrl.run.event_log import read_jsonl
 from lit_qrl.types import SamplingParams
 from tests.cpu_kernels import skip_without_kernel
 from tests.rollout import test_vllm_faults as faults

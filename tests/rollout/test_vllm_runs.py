@@ -14,7 +14,7 @@ from lit_qrl.cli.main import main
 from lit_qrl.errors import StoppedError
 from lit_qrl.precision import NVFP4LoRA, QATAligned
 from lit_qrl.receipts.ledger import PublishError
-from lit_qrl.run.diary import read_jsonl
+from lit_qrl.run.event_log import read_jsonl
 from tests import vllm_cpu_shim
 from tests.evaluations import Distance
 from tests.tiny_run import build, model_folder, parameters_of

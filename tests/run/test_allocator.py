@@ -10,8 +10,8 @@ import torch
 
 from lit_qrl.rollout import VLLMEngine
 from lit_qrl.rollout.vllm.ways import DeviceMemory
-from lit_qrl.run import allocator
-from lit_qrl.run.allocator import NAMES, fixed_segments, let_segments_grow
+from lit_qrl.run import torch_settings as allocator
+from lit_qrl.run.torch_settings import NAMES, fixed_segments, let_segments_grow
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_what_the_user_has_set_up_stays(environment, name):
 
 def test_commands_say_so_before_torch_is_imported(environment):
     said = (
-        "import sys, lit_qrl.run.allocator as allocator\n"
+        "import sys, lit_qrl.run.torch_settings as allocator\n"
         "allocator.let_segments_grow = lambda: (print('torch' in sys.modules), sys.exit(3))\n"
         "from lit_qrl.cli.main import main\n"
         "main(['fit', '--config', 'none.yaml'])"

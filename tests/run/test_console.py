@@ -36,7 +36,8 @@ def test_messages_go_to_the_file_and_errors_to_the_screen_once(tmp_path, capsys,
                     raise ValueError("not there")
                 except ValueError:
                     pool.exception("It broke.")
-            logging.getLogger("torch._inductor.utils").info("compiled")
+            logging.getLogger("torch._inductor.async_compile").info("Creating a pool")  # has a handler of its own
+            logging.getLogger("torch._inductor.async_compile").warning("slow")
         assert vllm.handlers == [own]
     finally:
         vllm.removeHandler(own)
@@ -45,7 +46,8 @@ def test_messages_go_to_the_file_and_errors_to_the_screen_once(tmp_path, capsys,
     assert shown.err == "vllm: It broke.\n"
     lines = (tmp_path / LOG_FILE).read_text().splitlines()
     assert sum("Successfully reset prefix cache" in line for line in lines) == 3
-    assert lines[-1].endswith(" INFO torch._inductor.utils: compiled")
+    assert lines[-1].endswith(" WARNING torch._inductor.async_compile: slow")
+    assert not any("Creating a pool" in line for line in lines)
     assert lines[-2] == "ValueError: not there"
     told = [line.split(" ", 2)[2] for line in lines if "vllm." in line]
     assert told[-3:] == [
@@ -88,7 +90,7 @@ WARNS = """
 import sys, warnings
 from pathlib import Path
 from lit_qrl.run.console import kept_from_the_screen
-from lit_qrl.run.quiet import quiet
+from lit_qrl.run.console import quiet
 import logging
 quiet()
 with kept_from_the_screen(Path("run")):

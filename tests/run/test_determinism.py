@@ -11,7 +11,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.functional.diagnostics import ratio_quantiles
 from lit_qrl.rollout.embedded.sampling import TokenSampler, running_sums
 from lit_qrl.rollout.vllm.engine import VLLMEngine
-from lit_qrl.run.determinism import VARIABLES, make_deterministic
+from lit_qrl.run.torch_settings import VARIABLES, make_deterministic
 from lit_qrl.types import SamplingParams
 from tests.tiny_run import build, fit, model_folder, parameters_of
 

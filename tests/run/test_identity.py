@@ -6,7 +6,7 @@ from peft import LoraConfig
 from transformers import Qwen3Config
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.run.identity import check_frozen, check_identity, describe_frozen, identity
+from lit_qrl.run.checkpoint_files import check_frozen, check_identity, describe_frozen, identity
 
 
 def policy(lora=None, **changes):

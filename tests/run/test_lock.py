@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.run.lock import RunLock, holder_lives
+from lit_qrl.run.folder import RunLock, holder_lives
 
-HOLD = "import sys, time; from pathlib import Path; from lit_qrl.run.lock import RunLock; lock = RunLock(); \
+HOLD = "import sys, time; from pathlib import Path; from lit_qrl.run.folder import RunLock; lock = RunLock(); \
 lock.take(Path(sys.argv[1])); print('held', flush=True); time.sleep(120)"
 
 

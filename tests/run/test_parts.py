@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.run.parts import (
+from lit_qrl.run.checkpoint_files import (
     new_folder,
     parts_of,
     put_together,

@@ -1,7 +1,7 @@
 import logging
 
-from lit_qrl.run import phases
-from lit_qrl.run.phases import phase
+from lit_qrl.run import console as phases
+from lit_qrl.run.console import phase
 
 
 def test_a_phase_has_a_line_without_the_seconds_of_the_phases_inside_it(monkeypatch, caplog):

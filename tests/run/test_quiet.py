@@ -1,7 +1,7 @@
 import logging
 import warnings
 
-from lit_qrl.run.quiet import quiet
+from lit_qrl.run.console import quiet
 
 
 def test_advice_is_silenced_and_other_warnings_are_not():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lit_qrl.errors import StoppedError
-from lit_qrl.run import saving
-from lit_qrl.run.saving import Cadence, CheckpointFiles, staging, when_written
+from lit_qrl.run import checkpoint_files as saving
+from lit_qrl.run.checkpoint_files import Cadence, CheckpointFiles, staging, when_written
 
 
 def checkpoint(value=1.0):

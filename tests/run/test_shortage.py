@@ -14,8 +14,8 @@ from lit_qrl.module import GRPOModule
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError
-from lit_qrl.run.diary import read_jsonl
-from lit_qrl.run.shortage import in_use, remedies, stop_where_short
+from lit_qrl.run.event_log import read_jsonl
+from lit_qrl.run.stop import in_use, remedies, stop_where_short
 from tests.tiny_run import build, command, model_folder
 from tests.two_processes import RANKS, free_ports, join, started
 

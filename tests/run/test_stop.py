@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from lit_qrl.errors import StoppedError
-from lit_qrl.run.diary import read_jsonl
+from lit_qrl.run.event_log import read_jsonl
 from lit_qrl.run.stop import stop_run
 
 

@@ -10,7 +10,7 @@ from lit_qrl.data.task import Row
 from lit_qrl.data.tasks.countdown_solver import MAX_NUMBERS, reachable
 from lit_qrl.data.tasks.generated import GeneratedTask
 from lit_qrl.errors import ConfigError
-from lit_qrl.rewards.countdown import CountdownReward
+from lit_qrl.rewards.puzzles import CountdownReward
 
 INSTRUCTION = (
     "Using each of the numbers {numbers} exactly once, and only the operations + - * / and parentheses, write an "

@@ -12,10 +12,9 @@ from lit_qrl.data.sources import MemoryRows, check_columns, read_rows
 from lit_qrl.data.task import Message, Row, Task, normalized, solved
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards.base import Reward, Sample, check_names, check_row
-from lit_qrl.rewards.constant import ConstantReward
-from lit_qrl.rewards.format import FormatReward
 from lit_qrl.rewards.function import as_rewards
 from lit_qrl.rewards.math import MathReward
+from lit_qrl.rewards.simple import ConstantReward, FormatReward
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from lit_qrl.data.sources import check_columns, read_rows
 from lit_qrl.data.task import Row
 from lit_qrl.data.tasks.generated import GeneratedTask
 from lit_qrl.errors import ConfigError
-from lit_qrl.rewards.exact_match import ExactMatchReward
+from lit_qrl.rewards.simple import ExactMatchReward
 
 INSTRUCTION = (
     "Write the running sums of these digits, each modulo 10: the n-th digit of the answer is the last digit of the sum "

@@ -11,7 +11,7 @@ from lit_qrl.data.sources import check_columns, read_rows
 from lit_qrl.data.task import Row
 from lit_qrl.data.tasks.generated import GeneratedTask
 from lit_qrl.errors import ConfigError
-from lit_qrl.rewards.sudoku import SudokuReward
+from lit_qrl.rewards.puzzles import SudokuReward
 
 CELLS = 16
 

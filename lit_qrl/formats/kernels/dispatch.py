@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from lit_qrl.formats.kernels import activations, gemm
 from lit_qrl.formats.numerics import E4M3, E4M3_MAX
-from lit_qrl.functional._compile import triton_installed
+from lit_qrl.functional._launch import triton_installed
 
 BLOCK = 128
 TILES = "tiles"

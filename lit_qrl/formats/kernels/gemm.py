@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_qrl.functional._compile import triton_installed
+from lit_qrl.functional._launch import triton_installed
 
 BLOCK = 128
 # cuBLASLt wants leading dimensions of 8-bit operands in units of 16 bytes, and block scales padded to four columns.

@@ -13,7 +13,7 @@ from lit_qrl.network.autocast import autocast_input
 from lit_qrl.network.expert_list import ExpertList
 from lit_qrl.network.grouped import can_group, grouped_output, grouped_product
 from lit_qrl.precision.layers.packed_linear import PackedLinear
-from lit_qrl.receipts.slices import slice_of
+from lit_qrl.receipts.checksum import slice_of
 
 
 class PackedExperts(ExpertList):

@@ -15,10 +15,10 @@ from lit_qrl.network.autocast import autocast_input
 from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.network.shards import Divided, divided
 from lit_qrl.precision.vllm_kernels.borrowed import MarlinNVFP4
-from lit_qrl.precision.vllm_kernels.choice import KernelChoice
+from lit_qrl.precision.vllm_kernels.kernels import KernelChoice
 
-Product = Literal["format", "dequantize", "marlin"]
-"""How the forward pass multiplies: as the format does, inputs quantized; by the weight multiplied out; as vLLM does."""
+Product = Literal["format", "dequantize"]
+"""How the forward pass multiplies: as the format does, inputs quantized; by the weight multiplied out."""
 
 
 class _Packed(torch.autograd.Function):
@@ -62,8 +62,6 @@ class PackedLinear(QuantizedLinear):
     def product(self, x: Tensor) -> Tensor:
         """Return `x @ W.T + b` as a new tensor: "... in" -> "... out", in the dtype of `x`; no gradient is recorded."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        if self.kernel == "marlin" and self.stored is not None:
-            return self.stored.multiply(x, bias)
         if self.kernel != "format":
             return F.linear(x, self.dequantized(x.dtype, x.device), bias)
         # made of the codes for this one product: nothing that the format's GEMM takes is kept beside them

@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
-from lit_qrl.precision.vllm_kernels.kernels import MarlinFP4
 
 TILE_IN, TILE_OUT = 16, 64
 WORDS = TILE_IN * TILE_OUT // 8
@@ -74,7 +72,6 @@ class MarlinNVFP4:
         start: first output of the layer in the fused one.
         outputs: how many.
         factor: power of two by which the engine multiplied the block scales.
-        kernel_scale: what the kernel multiplies everything with, " 1", fp32.
     """
 
     words: Tensor
@@ -82,26 +79,6 @@ class MarlinNVFP4:
     start: int
     outputs: int
     factor: float = 1.0
-    kernel_scale: Tensor | None = None
-
-    @property
-    def aligned(self) -> bool:
-        """Whether the layer is whole tiles of the fused one, as the kernel needs."""
-        return self.start % TILE_OUT == 0 and self.outputs % TILE_OUT == 0
-
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `x @ W.T + bias`: "... in" -> "... out", by the engine's own kernel on a copy of the codes.
-
-        The kernel takes no slices; copying one reads and writes half a byte a weight, which the product hides.
-        """
-        words, stored, _ = self._cut()
-        weight = SimpleNamespace(
-            weight=words.contiguous(),
-            weight_scale=stored.contiguous().view(torch.float8_e4m3fn),
-            weight_global_scale=self.kernel_scale,
-            shape=(self.outputs, words.shape[0] * TILE_IN),
-        )
-        return MarlinFP4().apply(x, weight, bias)
 
     def _cut(self) -> tuple[Tensor, Tensor, int]:
         """Return words and scales of the tiles that hold the layer, and the row where it begins in them."""

@@ -1,36 +1,39 @@
-"""vLLM's own kernels for packed weights, so that the learner's forward pass rounds where the sampler does.
+"""vLLM's own kernels for low-bit layers whose inputs are quantized, so that the learner rounds where the sampler does.
 
-Weight-only formats are multiplied on the GPU by kernels that unpack codes on the way to the tensor cores. Multiplying
-the weight out first and calling the bf16 GEMM gives the same products in another order, and for W4A8 other products:
-vLLM rounds the group scales to FP8 there. Here the very ops are called, of vLLM 0.26 and later; vLLM is imported in
-functions only.
+A product of quantized inputs has the sampler's bits only where its own operator makes it: CUTLASS' FP8 adds in another
+order than torch's GEMM, and CUTLASS' W4A8 rounds the group scales to FP8. Formats of weights alone are multiplied out
+in the learner: Machete and Marlin give the same log-ratios to the sampler (docs/precision.md). Operators are those of
+vLLM 0.26 and later; vLLM is imported in functions only.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from functools import lru_cache
-from inspect import signature
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from importlib.util import find_spec
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from lit_qrl.formats import MXFP4, NVFP4, FP8Row, Int4Group, NumberFormat
+from lit_qrl.errors import ConfigError
+from lit_qrl.formats import FP8Row, Int4Group, NumberFormat
 from lit_qrl.formats.base import QuantizedWeight
 from lit_qrl.formats.kernels import dispatch
 
+log = logging.getLogger(__name__)
+
+Kernel = Literal["auto", "dequantize"]
+
 _HALF = (torch.bfloat16, torch.float16)
-# Machete's prepacked blocks, and the sides that CUTLASS' W4A8 and FP8 take: (in, out).
-_MACHETE_BLOCK, _W4A8_BLOCK, _FP8_BLOCK = (64, 128), (128, 128), (16, 16)
-_MARLIN_GROUPS, _MACHETE_GROUPS, _W4A8_GROUP = (32, 64, 128), (64, 128), 128
+# The sides that CUTLASS' W4A8 and FP8 take: (in, out).
+_W4A8_BLOCK, _FP8_BLOCK = (128, 128), (16, 16)
+_W4A8_GROUP = 128
 _HOPPER = (9, 0)
 
 
 class SamplerKernel(ABC):
     """One of vLLM's kernels: repacks a weight once per version of it, then multiplies."""
 
-    name: ClassVar[str]
     vllm_name: ClassVar[str]
     """Its class in vLLM, as `VLLM_DISABLED_KERNELS` names it."""
 
@@ -57,145 +60,9 @@ class SamplerKernel(ABC):
         return None
 
 
-class Machete(SamplerKernel):
-    """INT4 weights on compute capability 9.0."""
-
-    name = "machete"
-    vllm_name = "MacheteLinearKernel"
-
-    def missing(self, format: NumberFormat, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
-        if not isinstance(format, Int4Group) or format.activations is not None:
-            return "Machete multiplies int4_group weights with activations left alone"
-        if _capability() != _HOPPER:
-            return f"Machete needs compute capability 9.0, this device has {_capability()}"
-        if format.group_size not in _MACHETE_GROUPS:
-            return f"Machete takes groups of {_MACHETE_GROUPS}, not {format.group_size}"
-        if dtype not in _HALF:
-            return f"Machete takes bf16 and fp16, not {dtype}"
-        return _unaligned(shape, _MACHETE_BLOCK, "Machete")
-
-    def prepare(self, q: QuantizedWeight, dtype: torch.dtype) -> Any:
-        from vllm import _custom_ops as ops
-        from vllm.scalar_type import scalar_types
-
-        assert q.scales is not None
-        assert isinstance(q.format, Int4Group)
-        codes = ops.machete_prepack_B(
-            q.codes.contiguous().t(), a_type=dtype, b_type=scalar_types.uint4b8, group_scales_type=dtype
-        )
-        return codes, q.scales.to(dtype).t().contiguous(), q.format.group_size, scalar_types.uint4b8
-
-    def multiply(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-        from vllm import _custom_ops as ops
-
-        codes, scales, group_size, kind = weight
-        out = ops.machete_mm(
-            a=x, b_q=codes, b_type=kind, b_group_scales=scales, b_group_zeros=None, b_group_size=group_size
-        )
-        return out if bias is None else out.add_(bias)
-
-
-class MarlinInt4(SamplerKernel):
-    """INT4 weights on compute capability 7.5 and later."""
-
-    name = "marlin"
-    vllm_name = "MarlinLinearKernel"
-
-    def missing(self, format: NumberFormat, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
-        if not isinstance(format, Int4Group) or format.activations is not None:
-            return "this Marlin multiplies int4_group weights with activations left alone"
-        if format.group_size not in _MARLIN_GROUPS:
-            return f"Marlin takes groups of {_MARLIN_GROUPS}, not {format.group_size}"
-        return _no_marlin(dtype)
-
-    def prepare(self, q: QuantizedWeight, dtype: torch.dtype) -> Any:
-        from vllm import _custom_ops as ops
-        from vllm.model_executor.layers.quantization.utils import marlin_utils as utils
-
-        assert q.scales is not None
-        assert isinstance(q.format, Int4Group)
-        (n, k), group = q.shape, q.format.group_size
-        padded_n, padded_k = utils.marlin_padded_nk(n, k, group)
-        packed = utils.marlin_pad_qweight(q.codes.t().contiguous(), n, k, padded_n, padded_k)
-        repack: Any = ops.gptq_marlin_repack
-        codes = repack(
-            packed,
-            size_k=padded_k,
-            size_n=padded_n,
-            num_bits=4,
-            **_known(repack, perm=_empty(q.codes.device), is_a_8bit=False),
-        )
-        scales = utils.marlin_pad_scales(q.scales.to(dtype).t().contiguous(), n, k, padded_n, padded_k, group)
-        return codes, utils.marlin_permute_scales(scales, size_k=padded_k, size_n=padded_n, group_size=group), (n, k)
-
-    def multiply(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-        from vllm.model_executor.layers.quantization.utils import marlin_utils as utils
-        from vllm.scalar_type import scalar_types
-
-        codes, scales, (n, k) = weight
-        apply: Any = utils.apply_gptq_marlin_linear
-        nothing = _empty(x.device)
-        old = _known(apply, g_idx=nothing, g_idx_sort_indices=nothing, workspace=_workspace(x.device), is_k_full=True)
-        return apply(
-            input=x,
-            weight=codes,
-            weight_scale=scales,
-            weight_zp=nothing,
-            wtype=scalar_types.uint4b8,
-            input_size_per_partition=k,
-            output_size_per_partition=n,
-            bias=_marlin_bias(bias, n, k, codes),
-            **old,
-        )
-
-
-class MarlinFP4(SamplerKernel):
-    """NVFP4 and MXFP4 weights on compute capability 7.5 and later."""
-
-    name = "marlin"
-    vllm_name = "MarlinNvFp4LinearKernel"
-
-    def missing(self, format: NumberFormat, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
-        if not isinstance(format, NVFP4 | MXFP4):
-            return "this Marlin multiplies nvfp4 and mxfp4 weights"
-        return _no_marlin(dtype)
-
-    def prepare(self, q: QuantizedWeight, dtype: torch.dtype) -> Any:
-        from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4 as utils
-
-        assert q.scales is not None
-        layer: Any = nn.Module()
-        layer.output_size_per_partition, layer.input_size_per_partition = q.shape
-        layer.params_dtype = dtype
-        layer.weight = nn.Parameter(q.codes, requires_grad=False)
-        layer.weight_scale = nn.Parameter(q.scales, requires_grad=False)
-        if q.global_scale is not None:  # stored as a divisor
-            layer.weight_global_scale = nn.Parameter(1.0 / q.global_scale.max().float(), requires_grad=False)
-        utils.prepare_fp4_layer_for_marlin(layer)
-        held = {name: getattr(layer, name).data for name in ("weight", "weight_scale")}
-        scale = getattr(layer, "weight_global_scale", None)
-        return SimpleNamespace(**held, weight_global_scale=None if scale is None else scale.data, shape=q.shape)
-
-    def multiply(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-        from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4 as utils
-
-        n, k = weight.shape
-        return utils.apply_fp4_marlin_linear(
-            input=x,
-            weight=weight.weight,
-            weight_scale=weight.weight_scale,
-            weight_global_scale=weight.weight_global_scale,
-            workspace=_workspace(x.device),
-            size_n=n,
-            size_k=k,
-            bias=_marlin_bias(bias, n, k, weight.weight),
-        )
-
-
 class CutlassW4A8(SamplerKernel):
     """INT4 weights under FP8 activations on compute capability 9.0; the group scales are rounded to FP8."""
 
-    name = "cutlass"
     vllm_name = "CutlassW4A8LinearKernel"
 
     def missing(self, format: NumberFormat, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
@@ -239,7 +106,6 @@ class CutlassW4A8(SamplerKernel):
 class CutlassFP8Row(SamplerKernel):
     """FP8 weights with a scale per row under FP8 activations with a scale per token, on compute capability 9.0."""
 
-    name = "cutlass"
     vllm_name = "CutlassFP8ScaledMMLinearKernel"
 
     def missing(self, format: NumberFormat, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
@@ -289,11 +155,6 @@ def _unaligned(shape: tuple[int, int], block: tuple[int, int], name: str) -> str
     return None
 
 
-def _no_marlin(dtype: torch.dtype) -> str | None:
-    # any shape will do: it is padded to the kernel's tiles
-    return None if dtype in _HALF else f"Marlin takes bf16 and fp16, not {dtype}"
-
-
 def _fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return E4M3 codes and a scale per row, as vLLM's op rounds them."""
     from vllm import _custom_ops as ops
@@ -301,32 +162,98 @@ def _fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return ops.scaled_fp8_quant(x, None, use_per_token_if_dynamic=True)
 
 
-def _marlin_bias(bias: Tensor | None, n: int, k: int, codes: Tensor) -> Tensor | None:
-    """Return the bias in the order in which Marlin writes its columns."""
-    if bias is None:
-        return None
-    from vllm.model_executor.layers.quantization.utils import marlin_utils as utils
+_ALL: tuple[SamplerKernel, ...] = (CutlassFP8Row(), CutlassW4A8())
 
-    padded_n, _ = utils.marlin_repacked_nk(codes, 4)
-    return utils.marlin_permute_bias(F.pad(bias, (0, padded_n - n)))
+
+def choose(
+    format: NumberFormat, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> SamplerKernel | str:
+    """Return the kernel that vLLM multiplies such a layer with, or why there is none.
+
+    Args:
+        format: of the weight.
+        shape: (out, in) of the weight.
+        dtype: of the inputs.
+        device: of the inputs.
+
+    >>> choose(FP8Row(), (128, 128), torch.bfloat16, torch.device("cpu"))
+    'the learner is on cpu, and the kernels are CUDA ones'
+    """
+    if device.type != "cuda":
+        return f"the learner is on {device.type}, and the kernels are CUDA ones"
+    if not installed():
+        return "vLLM with its CUDA kernels is not installed"
+    from vllm import envs
+
+    reasons: list[str] = []
+    for candidate in _ALL:
+        reason = candidate.missing(format, shape, dtype)
+        if reason is None and candidate.vllm_name in envs.VLLM_DISABLED_KERNELS:
+            reason = f"{candidate.vllm_name} is in VLLM_DISABLED_KERNELS"
+        if reason is None:
+            return candidate
+        reasons.append(reason)
+    return "; ".join(reasons)
+
+
+class KernelChoice:
+    """Which kernel the layers of one plugin take, and what was said about it in the log.
+
+    Args:
+        kernel: the plugin's option.
+        format: of the weights.
+
+    Raises:
+        ConfigError: for a kernel that there is not.
+    """
+
+    def __init__(self, kernel: str, format: NumberFormat) -> None:
+        if kernel not in get_args(Kernel):
+            raise ConfigError(
+                "There is no such kernel in the learner.",
+                expected=" or ".join(get_args(Kernel)),
+                given=kernel,
+                remedy="Set kernel to auto.",
+            )
+        self.kernel, self.format = kernel, format
+        self.sampler = "torch"
+        self.exact = False  # learner and sampler agree to the last bit, so that nothing may be multiplied otherwise
+        self._told: set[str] = set()
+
+    def follow(self, module: Any) -> None:
+        """Take the kernels of the engine that samples for a Lightning module, where it has one."""
+        engine = getattr(getattr(getattr(module, "_trainer", None), "datamodule", None), "engine", None)
+        self.sampler = getattr(engine, "kernels", self.sampler)
+        self.exact = self.sampler == "vllm" and getattr(engine, "batch_invariant", False)
+
+    def pick(self, name: str, shape: tuple[int, int], x: Tensor) -> SamplerKernel | None:
+        """Return the kernel for a layer and its input, or None where the weight is multiplied out."""
+        if self.kernel == "dequantize" or self.sampler != "vllm" or not self.format.quantizes_activations:
+            return None
+        found = choose(self.format, shape, x.dtype, x.device)
+        told = found if isinstance(found, str) else found.vllm_name
+        if isinstance(found, str) and self.exact:
+            raise ConfigError(
+                f"The learner cannot multiply {name} {shape} by the sampler's kernel: {found}.",
+                expected="the same kernel on both sides, as data.engine.batch_invariant asks for",
+                given=f"{self.format.name}, multiplied out",
+                remedy="Exclude the layer in the plugin, or set data.engine.batch_invariant to false.",
+            )
+        if told not in self._told:
+            self._told.add(told)
+            if isinstance(found, str):
+                log.warning("%s is multiplied out in the learner, unlike in the sampler: %s.", name, found)
+            else:
+                log.info("%s takes the sampler's kernel %s.", name, told)
+        return None if isinstance(found, str) else found
 
 
 @lru_cache
-@torch.inference_mode(False)
-def _workspace(device: torch.device) -> Tensor:
-    # zeroed locks that Marlin gives back as it found them: one per device serves calls in the order of a stream
-    from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_make_workspace_new
+def installed() -> bool:
+    """Return True when vLLM with its CUDA kernels can be imported."""
+    if find_spec("vllm") is None:
+        return False
+    from vllm import _custom_ops  # noqa: F401  registers the kernels
+    from vllm.platforms import current_platform
 
-    return marlin_make_workspace_new(device)
-
-
-@lru_cache
-@torch.inference_mode(False)
-def _empty(device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.int, device=device)
-
-
-def _known(function: Any, **options: Any) -> dict[str, Any]:
-    """Return those of `options` that this version's function takes."""
-    taken = signature(function).parameters
-    return {name: value for name, value in options.items() if name in taken}
+    return bool(current_platform.is_cuda())

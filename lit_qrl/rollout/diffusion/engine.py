@@ -14,10 +14,7 @@ from lit_qrl.network.memory import free_memory
 from lit_qrl.network.structure import body, cached_numbers
 from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.rollout.diffusion.decode import Denoised, Denoiser, Reuse
-from lit_qrl.rollout.diffusion.fused_projections import lay_together
-from lit_qrl.rollout.diffusion.stack import Stack
 from lit_qrl.rollout.embedded.decode import Piece, plan
-from lit_qrl.rollout.embedded.loading import Modules
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler, computed
 from lit_qrl.rollout.embedded.sampling import check_sampling
 from lit_qrl.rollout.engine import EnginePolicy, Progress, SamplerSpec
@@ -125,11 +122,6 @@ class DiffusionEngine(EmbeddedSampler):
         if self._modules.device.type == "cuda":
             take_one_pass(self._modules.network)
 
-    def loaded(self, modules: Modules) -> None:
-        stack = Stack.of(modules.network) if modules.device.type == "cuda" else None
-        if stack is not None:
-            lay_together(stack.layers, {p.untyped_storage().data_ptr() for p in self.policy.network.parameters()})
-
     # ----------------------------------------------------------------------------------------------------- generation
 
     @computed
@@ -161,7 +153,7 @@ class DiffusionEngine(EmbeddedSampler):
             if progress is not None:
                 progress(finished + ended, tokens + drawn)
 
-        def draw(pieces: list[Piece]) -> tuple[Denoised, list[int]]:
+        def draw(pieces: list[Piece], _: int) -> tuple[Denoised, list[int]]:
             drawn = denoiser.run(prompts, pieces, lambda prompt, index: seed_of("noise", prompt, index), report)
             seeds = [seed_of("mask", p.prompt, p.first + i) for p in pieces for i in range(p.count)]
             batch = _batch_of(prompts, pieces, drawn, seeds)

@@ -1,18 +1,84 @@
-"""The decoder layers of a Llama one after the other, for denoising: few kernels, and no work that nobody reads."""
+"""The decoder layers of a Llama one after the other, for denoising: few kernels, and no work that nobody reads.
+
+A cache keeps keys and values of a whole canvas, of which a forward renews the columns that it is given.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel, apply_rotary_pos_emb
 
 from lit_qrl.formats.kernels import dispatch
+from lit_qrl.network.autocast import autocast_input
 from lit_qrl.network.structure import body
-from lit_qrl.precision.layers.one_pass import OnePassGatedMLP
-from lit_qrl.rollout.diffusion.cache import CanvasCache
-from lit_qrl.rollout.diffusion.fused_projections import PARTS, Group, members
 from lit_qrl.rollout.embedded.attention import FOLDED
+
+
+class CanvasLayer(CacheLayerMixin):
+    """Keys and values of one layer: "rows heads columns dim"; the cache holds the columns of the next forward.
+
+    All columns are allocated once and seen by every forward.
+    """
+
+    is_sliding = False
+    keys: Any
+    values: Any
+
+    def __init__(self, cache: "CanvasCache") -> None:
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is allocated: the first forward brings all columns."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Renew the columns `cache.at` and return those of the whole canvas, always in the same memory."""
+        key_states, value_states = autocast_input(key_states), autocast_input(value_states)
+        if not self.is_initialized:
+            # of their own, since they may be parts of one product together with the queries
+            self.keys, self.values, self.is_initialized = key_states.contiguous(), value_states.contiguous(), True
+        elif self.cache.at is None:
+            self.keys.copy_(key_states)
+            self.values.copy_(value_states)
+        else:
+            self.keys.index_copy_(2, self.cache.at, key_states)
+            self.values.index_copy_(2, self.cache.at, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return length and offset of the keys that a forward sees: all columns."""
+        return self.cache.columns, 0
+
+    def get_seq_length(self) -> int:
+        """Return 0: positions are given, and no column lies before those that are seen."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Return the number of columns."""
+        return self.cache.columns
+
+
+class CanvasCache(Cache):
+    """Keys and values of all layers, in the form that Hugging Face models take.
+
+    The first forward must be of the whole canvas; before a later one the caller sets `at`, the columns " n" that it
+    is given, or None for all of them.
+
+    Args:
+        layers: number of layers.
+        columns: of the canvas.
+    """
+
+    def __init__(self, layers: int, columns: int) -> None:
+        self.columns = columns
+        self.at: Tensor | None = None
+        super().__init__(layers=[CanvasLayer(self) for _ in range(layers)])
+
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines "b n d" of rotary embeddings."""
@@ -32,7 +98,6 @@ class Stack:
     def __init__(self, network: Any) -> None:
         self.inner: Any = body(network)
         self.layers = list(self.inner.layers)
-        self.groups = [{part: Group.of(members(layer, part)) for part in PARTS} for layer in self.layers]
 
     @classmethod
     def of(cls, network: Any) -> "Stack | None":
@@ -70,14 +135,13 @@ class Stack:
             attention = layer.self_attn
             size = (*tokens.shape, -1, attention.head_dim)
             x, residual = _normed(layer.input_layernorm, delta, residual)
-            group = self.groups[index]["self_attn"]
             if part is not None and index == len(self.layers) - 1:
                 key, value = attention.k_proj(x), attention.v_proj(x)
                 x, residual = x.index_select(1, part), residual.index_select(1, part)
                 query = attention.q_proj(x)
                 turned = angles[0].index_select(1, part), angles[1].index_select(1, part)
             else:
-                query, key, value = _each(group, x, attention.q_proj, attention.k_proj, attention.v_proj)
+                query, key, value = attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)
                 turned = angles
             query = _turned(query.view(*x.shape[:2], *size[2:]), turned)
             key, value = _turned(key.view(size), angles), value.view(size).transpose(1, 2)
@@ -89,20 +153,8 @@ class Stack:
             seen = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=attention.scaling)
             delta = attention.o_proj(seen.transpose(1, 2).reshape(*x.shape[:2], -1))
             x, residual = _normed(layer.post_attention_layernorm, delta, residual)
-            delta = _mlp(layer.mlp, self.groups[index]["mlp"], x)
+            delta = layer.mlp(x)
         return _normed(self.inner.norm, delta, residual)[0]
-
-
-def _each(group: Group | None, x: Tensor, *layers: Any) -> tuple[Tensor, ...]:
-    return tuple(layer(x) for layer in layers) if group is None else group(x)
-
-
-def _mlp(mlp: Any, group: Group | None, x: Tensor) -> Tensor:
-    if group is None:
-        return mlp(x)
-    gate, up = group(x)
-    hidden = mlp.hidden(gate, up) if isinstance(mlp, OnePassGatedMLP) else mlp.act_fn(gate) * up
-    return mlp.down_proj(hidden)
 
 
 def _fused(x: Tensor) -> bool:

@@ -1,29 +1,21 @@
-"""Attention of one new token over a cache in which several query heads share each key head."""
+"""What a decoding step computes otherwise: attention of one new token over a cache in which several query heads share
+each key head, and RMS norms that take one kernel.
+"""
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lit_qrl.formats.kernels import dispatch
+from lit_qrl.network.structure import RMS_NORMS
+from lit_qrl.precision.layers.one_pass import OnePassRMSNorm
 
 FOLDED = "lit_qrl_folded"
-_LAST = "_lit_qrl_last"
-
-
-def mask_of(last: Tensor, columns: int) -> Tensor:
-    """Return the mask "b 1 1 n" of rows that see their columns up to the one given for each, which it remembers.
-
-    >>> mask_of(torch.tensor([1]), 3)[0, 0, 0].tolist()
-    [True, True, False]
-    """
-    mask = (torch.arange(columns, device=last.device) <= last[:, None])[:, None, None, :]
-    setattr(mask, _LAST, last)
-    return mask
 
 
 def attend_folded(
@@ -34,13 +26,14 @@ def attend_folded(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    last_columns: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention output "b 1 heads dim"; for more than one new token, the library's own attention.
 
     The query heads of a key head become rows of one query, so that the cache is read as it lies. The library repeats
-    it for every query head instead, which copies all of it in each step. Where the mask is of `mask_of`, a GPU reads
-    those columns alone.
+    it for every query head instead, which copies all of it in each step. Where the last column of each row is given, a
+    GPU reads the columns up to it alone.
 
     Args:
         module: the attention layer.
@@ -50,6 +43,7 @@ def attend_folded(
         attention_mask: "b 1 1 n", or None.
         dropout: for the library's attention.
         scaling: factor of the scores.
+        last_columns: " b", of those that the mask shows, which begin with the first; None where it shows others.
         **kwargs: what else the library hands to an attention.
     """
     heads, new = query.shape[1:3]
@@ -58,11 +52,10 @@ def attend_folded(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     query = query.to(key.dtype)  # under autocast turned queries are wider than what is cached
-    last = getattr(attention_mask, _LAST, None)
-    if last is not None and dispatch.available(query):
+    if last_columns is not None and dispatch.available(query):
         from lit_qrl.rollout.embedded import attention_triton
 
-        return attention_triton.attend(query[:, :, 0], key, value, last, scaling)[:, None], None
+        return attention_triton.attend(query[:, :, 0], key, value, last_columns, scaling)[:, None], None
     folded = query.view(len(query), key.shape[1], heads // key.shape[1], query.shape[3])
     out = F.scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
     return out.reshape(len(query), 1, heads, value.shape[3]), None
@@ -70,3 +63,39 @@ def attend_folded(
 
 AttentionInterface.register(FOLDED, attend_folded)
 AttentionMaskInterface.register(FOLDED, sdpa_mask)
+
+
+class StepNorm(OnePassRMSNorm):
+    """An RMS norm whose mean a decoding step sums in the kernel, in another order; other passes take the plain order.
+
+    Args:
+        norm: the module whose place it takes and whose weight it owns.
+    """
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__(norm, columns=False, codes=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `weight · x / sqrt(mean x² + ε)`: "b 1 … k" -> "b 1 … k" in a step."""
+        half = x.dtype in (torch.bfloat16, torch.float16) and self.weight.dtype == x.dtype
+        if x.shape[1] == 1 and half and dispatch.available(x) and not torch.is_grad_enabled():
+            from lit_qrl.rollout import norm_triton
+
+            if x.shape[-1] <= norm_triton.WIDEST:
+                return norm_triton.norm(x.contiguous(), None, self.weight, self.variance_epsilon)
+        return super().forward(x)
+
+
+def take_step_norms(network: nn.Module) -> int:
+    """Replace the norms of a sampler in place, those of queries and keys too, and return how many; names stay.
+
+    Args:
+        network: of decoder layers as in Llama, Mistral, Qwen2 and Qwen3; other norms stay as they are.
+    """
+    count = 0
+    for part in list(network.modules()):
+        for child, inner in list(part.named_children()):
+            if type(inner) is OnePassRMSNorm or type(inner).__name__ in RMS_NORMS:
+                setattr(part, child, StepNorm(inner))
+                count += 1
+    return count

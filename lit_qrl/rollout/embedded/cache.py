@@ -1,25 +1,83 @@
-"""A static key-value cache whose rows can be shared out, dropped, kept and reused."""
+"""A static key-value cache whose rows can be shared out, dropped, kept and reused; and one in the numbers of FP8.
+
+The scales of an FP8 cache are taken anew of what new weights make of the next prompts.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from lit_qrl.errors import ConfigError
+from lit_qrl.formats.kernels import dispatch
+from lit_qrl.formats.numerics import E4M3_MAX, round_e4m3
 from lit_qrl.network.autocast import autocast_input
-from lit_qrl.network.structure import cached_numbers
-from lit_qrl.rollout.embedded.cache_scales import RoundedCache, Rounding
+from lit_qrl.network.structure import body, cached, cached_numbers
+from lit_qrl.rollout.engine import SamplerSpec
+
+CacheDtype = Literal["auto", "fp8"]
+MARGIN = 2.0
+"""How much larger than those that were seen a key or value may be, as in vLLM; FP8 is as exact at half its range."""
+SEQUENCES = 8
+"""Prompts that are looked at."""
+
+
+class Rounding:
+    """Rounds keys and values to E4M3, with one scale for the keys and one for the values of a layer.
+
+    Args:
+        scales: "layers 2", fp32, on the device of keys and values.
+
+    >>> keys, values = Rounding(torch.tensor([[1.0, 0.5]]))(torch.tensor([17.0]), torch.tensor([0.3]), 0)
+    >>> keys.tolist(), values.tolist()
+    ([16.0], [0.3125])
+    """
+
+    def __init__(self, scales: Tensor) -> None:
+        self.scales = scales
+
+    def __call__(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Return what a cache of E4M3 numbers gives back of a layer's keys and values, in their dtype."""
+        return _rounded(keys, self.scales[layer, 0]), _rounded(values, self.scales[layer, 1])
+
+
+def _rounded(numbers: Tensor, scale: Tensor) -> Tensor:
+    codes = round_e4m3((numbers.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX))
+    return (codes * scale).to(numbers.dtype)
+
+
+class RoundedCache(Cache):
+    """A cache that keeps what `rounding` leaves of keys and values, or all of them where it is None."""
+
+    rounding: Rounding | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep new keys and values, and return all that the layer holds."""
+        if self.rounding is not None:
+            key_states, value_states = self.rounding(key_states, value_states, layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+class ScoringCache(RoundedCache, DynamicCache):
+    """The cache of one forward pass over whole sequences."""
+
+    def __init__(self, rounding: Rounding | None) -> None:
+        super().__init__()
+        self.rounding = rounding
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer: "rows heads length dim", allocated once and written in place.
+    """Keys and values of one layer: "rows heads columns dim", allocated once and written in place.
 
     They are in the dtype that attention multiplies in: under autocast its own.
 
     Args:
-        cache: the cache that this layer belongs to; it holds the number of live rows and of filled columns.
+        cache: the cache that this layer belongs to; it says what the next forward writes.
     """
 
     is_sliding = False
@@ -31,53 +89,66 @@ class SlotLayer(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the layer for the whole batch and length."""
-        shape = (self.cache.capacity, key_states.shape[1], self.cache.max_length)
-        self.keys = key_states.new_empty(*shape, key_states.shape[3])
-        self.values = value_states.new_empty(*shape, value_states.shape[3])
+        """Allocate the layer; what is never written to must be finite, since a mask multiplies it by 0."""
+        shape = (self.cache.capacity, key_states.shape[1], self.cache.columns)
+        self.keys = key_states.new_zeros(*shape, key_states.shape[3])
+        self.values = value_states.new_zeros(*shape, value_states.shape[3])
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the new columns and return all filled columns of the live rows."""
+        """Write the new columns and return all filled ones, or all there are, of the rows that are computed."""
         key_states, value_states = autocast_input(key_states), autocast_input(value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        rows, start = self.cache.rows, self.cache.filled
-        stop = start + key_states.shape[2]
-        self.keys[:rows, :, start:stop] = key_states
-        self.values[:rows, :, start:stop] = value_states
-        return self.keys[:rows, :, :stop], self.values[:rows, :, :stop]
+        at, rows = self.cache.at, self.cache.rows
+        keys, values = self.keys[:rows], self.values[:rows]
+        if at is None:
+            start, stop = self.cache.filled, self.cache.filled + key_states.shape[2]
+            keys[:, :, start:stop] = key_states
+            values[:, :, start:stop] = value_states
+            return keys[:, :, :stop], values[:, :, :stop]
+        if dispatch.available(key_states):
+            from lit_qrl.rollout.embedded import attention_triton
+
+            attention_triton.write(key_states[:, :, 0], value_states[:, :, 0], keys, values, at)
+        else:
+            row = torch.arange(rows, device=at.device)
+            keys[row, :, at] = key_states[:, :, 0]
+            values[row, :, at] = value_states[:, :, 0]
+        return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return length and offset of the keys that the next forward sees."""
-        return self.cache.filled + query_length, 0
+        return (self.cache.filled + query_length if self.cache.at is None else self.cache.columns), 0
 
     def get_seq_length(self) -> int:
-        """Return the number of filled columns."""
-        return self.cache.filled
+        """Return the number of filled columns; 0 where each row has its own and positions are given."""
+        return self.cache.filled if self.cache.at is None else 0
 
     def get_max_length(self) -> int:
         """Return the number of allocated columns."""
-        return self.cache.max_length
+        return self.cache.columns
 
 
 class SlotCache(RoundedCache):
-    """Key-value cache of one decode batch, in the form that Hugging Face models take.
+    """Key-value cache of slots, in the form that Hugging Face models take; the caller says before each forward where.
 
-    The caller sets `filled` after each forward and `rows` when sequences end.
+    Either all rows have the first `filled` columns and get the next ones, or each gets the column `at` " b", which lies
+    on the device; a forward is of the first `rows`.
 
     Args:
         layers: number of layers.
         capacity: rows allocated.
-        max_length: columns allocated: prompt plus completion limit.
+        columns: allocated for each.
         rounding: of what is kept; None keeps it as it comes.
     """
 
-    def __init__(self, layers: int, capacity: int, max_length: int, rounding: Rounding | None = None) -> None:
-        self.capacity, self.max_length, self.rounding = capacity, max_length, rounding
+    def __init__(self, layers: int, capacity: int, columns: int, rounding: Rounding | None = None) -> None:
+        self.capacity, self.columns, self.rounding = capacity, columns, rounding
         self.rows, self.filled = capacity, 0
+        self.at: Tensor | None = None
         super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
 
     @property
@@ -85,31 +156,26 @@ class SlotCache(RoundedCache):
         """The layers."""
         return self.layers  # pyright: ignore[reportReturnType]
 
-    def take(self, prompts: "SlotCache", counts: Tensor, start: int) -> None:
-        """Copy prefilled prompts into the rows from `start` on, each as often as it has completions.
+    def place(self, prompts: "SlotCache", owners: Tensor, slots: Tensor) -> None:
+        """Copy prefilled prompts into the first columns of slots.
 
         Args:
-            prompts: cache of the prompts, one row each, as wide as this cache's filled part.
-            counts: completions of each prompt.
-            start: first row to write.
+            prompts: their cache, one row each.
+            owners: " m", the prompt of each slot.
+            slots: " m", which to fill.
         """
-        stop, width = start + int(counts.sum()), prompts.filled
-        same = bool((counts == counts[0]).all())
+        width = prompts.filled
         for source, target in zip(prompts.slots, self.slots, strict=True):
             if not target.is_initialized:
                 target.lazy_initialization(source.keys, source.values)
             for old, new in ((source.keys, target.keys), (source.values, target.values)):
-                if same:
-                    rows = new[start:stop, :, :width].unflatten(0, (len(counts), -1))
-                    rows.copy_(old[: len(counts), None, :, :width].expand_as(rows))
-                else:
-                    new[start:stop, :, :width] = old[:, :, :width].repeat_interleave(counts, dim=0)
+                new[:, :, :width].index_copy_(0, slots, old[:, :, :width].index_select(0, owners))
 
     def move(self, sources: Tensor, targets: Tensor, swap: bool = False) -> None:
-        """Copy the filled part of some rows over others, or exchange the two."""
+        """Copy what is filled of some rows over others, or exchange the two."""
         for layer in self.slots:
             for tensor in (layer.keys, layer.values):
-                filled = tensor[:, :, : self.filled]
+                filled = tensor[:, :, : self.filled] if self.at is None else tensor
                 moved = filled.index_select(0, sources)
                 if swap:
                     filled.index_copy_(0, sources, filled.index_select(0, targets))
@@ -140,7 +206,6 @@ class SlotCache(RoundedCache):
             for old, new in zip(held.slots, self.slots, strict=True):
                 if not new.is_initialized:
                     new.lazy_initialization(old.keys, old.values)
-                    new.keys[:, :, :ends], new.values[:, :, :ends] = 0, 0
                 for source, target in ((old.keys, new.keys), (old.values, new.values)):
                     if alike:
                         taken = source[:, :, begin : begin + ends].index_select(0, sources)
@@ -176,3 +241,77 @@ class HeldRow:
         if list(self.tokens[:most]) == list(sequence[:most]):
             return most
         return next(index for index in range(most) if self.tokens[index] != sequence[index])
+
+
+class CacheScales:
+    """The scales of an engine's cache.
+
+    Args:
+        dtype: of the cache: `auto` is the model's and has none, `fp8` is E4M3.
+        margin: as `MARGIN`.
+
+    Raises:
+        ConfigError: for another dtype.
+    """
+
+    def __init__(self, dtype: CacheDtype, margin: float = MARGIN) -> None:
+        if dtype not in ("auto", "fp8"):
+            raise ConfigError("engine.kv_cache_dtype is unknown.", expected="auto or fp8", given=dtype)
+        self.quantized, self.margin = dtype == "fp8", margin
+        self._rounding: Rounding | None = None
+
+    def check(self, spec: SamplerSpec, invariant: bool) -> None:
+        """Raise `ConfigError` for what is not there beside rounded keys and values.
+
+        Args:
+            spec: of the run's sampler.
+            invariant: `batch_invariant` is on.
+        """
+        for asked, name in (
+            (invariant, "data.engine.batch_invariant"),
+            (spec.in_flight != "none", "in-flight updates"),
+        ):
+            if self.quantized and asked:
+                raise ConfigError(
+                    f"An FP8 KV cache cannot be had beside {name}.",
+                    expected="data.engine.kv_cache_dtype: auto",
+                    given="fp8",
+                    remedy="batch_invariant needs a learner that attends to the sampler's keys and values, and weights "
+                    "in flight would change under scales of older ones. Leave one of the two out.",
+                )
+
+    def forget(self) -> None:
+        """Take new scales before anything is drawn: the weights are others."""
+        self._rounding = None
+
+    def of(self, network: Any, sequences: Sequence[Sequence[int]], keep: bool = True) -> Rounding | None:
+        """Return how keys and values are rounded; None where they are kept as they are.
+
+        Args:
+            network: the sampler's Hugging Face model.
+            sequences: that are asked for; those of the first call after `forget` give the scales.
+            keep: those scales are for later calls too.
+        """
+        if not self.quantized:
+            return None
+        rounding = self._rounding or Rounding(self._scales(network, sequences[:SEQUENCES]))
+        if keep:
+            self._rounding = rounding
+        return rounding
+
+    @torch.no_grad()
+    def _scales(self, network: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """Return the scales "layers 2" that hold the largest key and value of each layer, with the margin."""
+        lengths = torch.tensor([len(one) for one in sequences])
+        tokens = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.long)
+        for row, one in enumerate(sequences):
+            tokens[row, : len(one)] = torch.tensor(one)
+        device = network.get_input_embeddings().weight.device
+        cache = ScoringCache(None)
+        body(network)(input_ids=tokens.to(device), **cached(network, cache))
+        # what stands behind a sequence's end is seen by nothing before it, and does not count
+        filler = (torch.arange(tokens.shape[1]) >= lengths[:, None])[:, None, :, None].to(device)
+        kept: list[tuple[Tensor, Tensor]] = [(layer.keys, layer.values) for layer in cache.layers]  # pyright: ignore
+        found = [torch.stack([part.float().masked_fill(filler, 0).abs().amax() for part in pair]) for pair in kept]
+        largest = torch.stack(found)
+        return torch.where(largest > 0, largest, 1.0) * (self.margin / E4M3_MAX)

@@ -1,26 +1,40 @@
-"""Batched decoding over a static cache: one prefill per prompt, ended rows dropped at once."""
+"""Decoding in slots: one prefill per prompt, then one token of every row in a step.
 
+Rows are batched in one of two ways. *Static*: all rows of a batch stand in one column of the cache, prompts padded in
+front; the host looks at every step, and rows that have ended leave at once. *Continuous*: steps have fixed shapes and
+wait for nothing, so that a GPU replays them as CUDA graphs; the host looks at which rows have ended a few steps after
+the device knows, so that a row's slot goes on for some steps after its end, which are written nowhere, and other rows
+take its place.
+"""
+
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from lit_qrl.network.autocast import without_autocast
 from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.routing import Routing, routers, unrouted
 from lit_qrl.network.structure import body, cached
-from lit_qrl.rollout.embedded.cache import HeldRow, SlotCache
-from lit_qrl.rollout.embedded.cache_scales import Rounding
-from lit_qrl.rollout.embedded.flight import Flight
+from lit_qrl.rollout.embedded.cache import HeldRow, Rounding, SlotCache
 from lit_qrl.rollout.embedded.sampling import TokenSampler
+from lit_qrl.rollout.engine import RolloutEngine
+from lit_qrl.rollout.graphs import Trust, recorded
 from lit_qrl.types import SamplingParams
 
 PREFILL_TOKENS = 16384
 """Padded prompt tokens of one prefill forward: enough to fill a GPU, with activations of a few hundred MB."""
+CHECK = 4
+"""Steps of continuous batching between two looks at which rows have ended, each at what was so at the look before."""
+REFILL = 8
+"""One slot in so many is free before the next prompts are prefilled, since a prefill holds up all rows."""
+NARROW = 4
+"""Rows get fewer where one slot in so many is left: a smaller step saves little, and recording it takes that of ten."""
 
 
 NOTHING: Mapping[int, HeldRow] = MappingProxyType({})
@@ -115,9 +129,18 @@ def split(pieces: Sequence[Piece], rows: int) -> list[list[Piece]]:
     return batches
 
 
+def sizes_of(slots: int) -> list[int]:
+    """Return the numbers of rows that steps of fixed shapes are made for: all slots, and the powers of two below.
+
+    >>> sizes_of(12)
+    [12, 8, 4, 2, 1]
+    """
+    return [slots, *(2**power for power in range(slots.bit_length() - 1, -1, -1) if 2**power < slots)]
+
+
 @dataclass(slots=True)
 class Drawn:
-    """What one decode batch drew, on the device: rows in the order of its pieces.
+    """What was drawn, on the device: rows in the order of their pieces.
 
     Args:
         tokens: "b steps".
@@ -127,7 +150,7 @@ class Drawn:
         routes: "b width+steps layers k", the experts of each token behind the left padding of its prompt; None where
             they are not recorded.
         cache: keys and values of all tokens but the last of each row, where they are kept.
-        places: " b", the cache's row of each.
+        places: the cache's row of each.
         width: columns of the cache that the prompts take; a prompt ends in the last of them.
         kept: " n", the ids among which the tokens were drawn, row by row and step by step, and "b steps", how many of
             them belong to each token; None where they are not recorded.
@@ -140,23 +163,179 @@ class Drawn:
     stopped: Tensor
     routes: Tensor | None = None
     cache: SlotCache | None = None
-    places: Tensor | None = None
+    places: Sequence[int] = ()
     width: int = 0
     kept: tuple[Tensor, Tensor] | None = None
     versions: Tensor | None = None
 
 
+class InFlight:
+    """Lets new weights in between two steps, and says which version draws what comes next.
+
+    Args:
+        engine: whose `between_steps` may publish.
+        recompute: keys and values of what was drawn are computed again with the new weights, instead of kept.
+    """
+
+    def __init__(self, engine: RolloutEngine, recompute: bool) -> None:
+        self.engine, self.recompute = engine, recompute
+
+    @property
+    def version(self) -> int:
+        """Of the weights that draw the next token."""
+        return self.engine.version
+
+    def changed(self) -> bool:
+        """Let weights in, and return whether there were any."""
+        before = self.engine.version
+        if self.engine.between_steps is not None:
+            # weights are noted by their versions, which tensors of inference mode lack, and sent as they are
+            with torch.inference_mode(False), without_autocast():
+                self.engine.between_steps()
+        return self.engine.version != before
+
+
+Gone = Callable[[Sequence[int], Drawn], None]
+"""Takes rows by their numbers, and what was drawn of them, on the host."""
+
+
+class Leaving:
+    """Copies ended rows to the host without waiting for the device, and gives them away when they have come.
+
+    Args:
+        drawn: of all rows, on the device; steps write to it.
+        gone: takes the rows.
+    """
+
+    def __init__(self, drawn: Drawn, gone: Gone) -> None:
+        self.drawn, self.gone = drawn, gone
+        self._under_way: deque[tuple[list[int], Drawn, torch.cuda.Event | None]] = deque()
+
+    def take(self, rows: Sequence[int], at: Tensor) -> None:
+        """Ask for rows whose last token comes by a step that the device has been given already.
+
+        Args:
+            rows: their numbers.
+            at: the same, on the device.
+        """
+        parts = self.drawn.tokens, self.drawn.logprobs, self.drawn.length, self.drawn.stopped
+        tokens, logprobs, length, stopped = (part.index_select(0, at).to("cpu", non_blocking=True) for part in parts)
+        done = None
+        if at.is_cuda:
+            done = torch.cuda.Event()
+            done.record()
+        self._under_way.append((list(rows), Drawn(tokens, logprobs, length, stopped), done))
+
+    def hand(self) -> None:
+        """Give away the rows that have come."""
+        while self._under_way:
+            rows, drawn, done = self._under_way[0]
+            if done is not None and not done.query():
+                return
+            self._under_way.popleft()
+            self.gone(rows, drawn)
+
+
+@dataclass(slots=True)
+class Rows:
+    """What some slots are at, each " s" on the device; steps write over it.
+
+    Args:
+        token: the last one drawn, which the next step takes in.
+        start: column of the cache in which the sequence begins.
+        column: where that token goes; its position is `column − start`.
+        row: of the results, that the slot draws.
+        drawn: tokens of that row.
+        ended: whether they are all there are.
+    """
+
+    token: Tensor
+    start: Tensor
+    column: Tensor
+    row: Tensor
+    drawn: Tensor
+    ended: Tensor
+
+    @classmethod
+    def empty(cls, slots: int, device: torch.device) -> "Rows":
+        """Return slots of which none is used."""
+        token, start, column, row, drawn = torch.zeros(5, slots, dtype=torch.long, device=device)
+        return cls(token, start, column, row, drawn, torch.ones(slots, dtype=torch.bool, device=device))
+
+    def first(self, count: int) -> "Rows":
+        """Return the first slots, in the same memory."""
+        return Rows(*(getattr(self, field.name)[:count] for field in fields(self)))
+
+    def put(self, slots: Tensor, rows: "Rows") -> None:
+        """Write over some slots."""
+        for field in fields(self):
+            getattr(self, field.name).index_copy_(0, slots, getattr(rows, field.name))
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy slots over others."""
+        self.put(targets, Rows(*(getattr(self, field.name).index_select(0, sources) for field in fields(self))))
+
+
+@dataclass(slots=True)
+class Seat:
+    """What the host knows of a slot in use.
+
+    Args:
+        row: of the results.
+        due: the step by which it has ended in any case.
+    """
+
+    row: int
+    due: int
+
+
+@dataclass(slots=True)
+class Look:
+    """What the device will have said of its slots.
+
+    Args:
+        found: "2 s", whether a slot has ended, and how many tokens it has drawn.
+        rows: of the results, that each slot drew then.
+        done: the copy; None where there is nothing to wait for.
+    """
+
+    found: Tensor
+    rows: list[int | None]
+    done: torch.cuda.Event | None
+
+
+@dataclass(slots=True)
+class Prefilled:
+    """Sequences whose keys and values are known.
+
+    Args:
+        numbers: theirs: positions of prompts in the call.
+        starts: " p", columns in which they begin.
+        cache: one row each.
+        logits: "p v" of their first tokens.
+        routes: "p width layers k", where they are recorded.
+    """
+
+    numbers: list[int]
+    starts: Tensor
+    cache: SlotCache
+    logits: Tensor
+    routes: Tensor | None
+
+
 class Decoder:
-    """Runs decode batches of one Hugging Face causal language model.
+    """Draws completions of one Hugging Face causal language model.
 
     Args:
         network: the model, in eval mode.
         sampling: how tokens are drawn.
         head_dtype: that the output head computes in; None is its own.
-        routes: record which experts every token takes.
-        kept: record the ids among which every token is drawn.
+        routes: record which experts every token takes; static batching alone.
+        kept: record the ids among which every token is drawn; likewise.
         flight: lets new weights in between two steps; None where none come.
         rounding: of the keys and values that the cache keeps; None keeps them as they are.
+        trust: what is known of recorded steps, and the memory of former ones, for continuous batching; a CPU launches
+            every step. None is static batching.
     """
 
     def __init__(
@@ -166,11 +345,12 @@ class Decoder:
         head_dtype: torch.dtype | None = None,
         routes: bool = False,
         kept: bool = False,
-        flight: Flight | None = None,
+        flight: InFlight | None = None,
         rounding: Rounding | None = None,
+        trust: Trust | None = None,
     ) -> None:
-        self.network, self.sampling, self.kept, self.flight = network, sampling, kept, flight
-        self.rounding = rounding
+        self.network, self.sampling, self.steps = network, sampling, sampling.max_tokens
+        self.kept, self.flight, self.rounding, self.trust = kept, flight, rounding, trust
         self.routers = routers(network) if routes else []
         self.head = SamplerHead.of(network, head_dtype)
         self.device = network.get_input_embeddings().weight.device
@@ -181,210 +361,331 @@ class Decoder:
         self.windowed = windowed(config)
         stops = () if sampling.ignore_stop else sampling.stop_token_ids
         self.stops = torch.tensor(stops, dtype=torch.long, device=self.device)
+        self.static, self._cuda = trust is None, self.device.type == "cuda"
+        self.replays = self._cuda
 
-    @torch.inference_mode()
+    # A tensor of inference mode cannot tell that it was not written to, so that layers would not share its codes.
+    @torch.no_grad()
     def run(
         self,
         prompts: Sequence[Sequence[int]],
-        pieces: list[Piece],
+        pieces: Sequence[Piece],
         random: Random,
         report: Callable[[int, int], None],
+        slots: int | None = None,
         held: Mapping[int, HeldRow] = NOTHING,
         keep: bool = False,
-        ended: Callable[["Drawn", Tensor], None] | None = None,
+        gone: Gone | None = None,
     ) -> Drawn:
-        """Return the completions of one batch.
+        """Return the completions of all pieces, which take the slots in their order.
 
         Args:
             prompts: all prompts of the call.
-            pieces: the rows of this batch.
+            pieces: what to draw.
             random: what the tokens are drawn with; not asked for where decoding is greedy.
-            report: called after each step with (sequences ended in this batch, tokens drawn in this batch).
-            held: keys and values of the beginning of prompts, by their position in the call.
-            keep: give the cache back with what was drawn.
-            ended: called after a step in which rows drew their last token before the limit, with what is drawn so far
-                and their numbers.
+            report: called now and then with (sequences ended, tokens drawn).
+            slots: rows that are decoded at once, fewer than all where batching is continuous alone; None is all.
+            held: keys and values of the beginning of prompts, by their position in the call; static batching alone.
+            keep: give the cache back with what was drawn; likewise.
+            gone: takes rows that have ended while others are drawn; not all of them.
         """
-        steps, width = self.sampling.max_tokens, max(piece.length for piece in pieces)
-        counts = torch.tensor([piece.count for piece in pieces])
-        rows = int(counts.sum())
-        cache = SlotCache(self.layers, rows, width + steps, self.rounding)
-        lengths = torch.tensor([piece.length for piece in pieces])
-        known = {row: held[piece.prompt] for row, piece in enumerate(pieces) if piece.prompt in held}
-        logits, routes = self._prefill([prompts[piece.prompt] for piece in pieces], known, counts, width, cache)
-        numbers = None
+        self.prompts, self.held, self.keep = prompts, held, keep
+        self.owner = [piece.prompt for piece in pieces for _ in range(piece.count)]
+        total = len(self.owner)
+        self.width = max(piece.length for piece in pieces)
+        self.padded = self.windowed or min(piece.length for piece in pieces) < self.width
+        drawn = self._allocate(total, total if slots is None else slots)
+        self.numbers = None
         if not self.sampler.greedy:
-            parts = [random(p.prompt, steps)[p.first : p.first + p.count] for p in pieces]
-            numbers = torch.cat(parts).to(self.device)
-        positions = lengths.repeat_interleave(counts).to(self.device)
-        valid = None
-        if self.windowed or int(lengths.min()) < width:
-            columns = torch.arange(width + steps, device=self.device)
-            valid = columns >= (width - positions)[:, None]
-        drawn = Drawn(
-            tokens=torch.zeros(rows, steps, dtype=torch.long, device=self.device),
-            logprobs=torch.zeros(rows, steps, dtype=torch.float32, device=self.device),
-            length=torch.full((rows,), steps, device=self.device),
-            stopped=torch.zeros(rows, dtype=torch.bool, device=self.device),
-            routes=None if routes is None else F.pad(routes, (0, 0, 0, 0, 0, steps), value=unrouted(routes.dtype)),
-        )
-        if self.flight is not None:
-            drawn.versions = torch.full((rows, steps), self.flight.version)
-        of_rows = [prompts[piece.prompt] for piece in pieces for _ in range(piece.count)]
-        places = self._decode(cache, logits, positions, valid, numbers, drawn, report, keep, ended, of_rows)
+            parts = [random(p.prompt, self.steps)[p.first : p.first + p.count] for p in pieces]
+            self.numbers = torch.cat(parts).to(self.device)
+        leaving = None if gone is None else Leaving(drawn, gone)
+        counts, ended, waiting = [0] * total, 0, min(total, self.slots)
+        self._refill(range(waiting), 0)
+        look: Look | None = None
+        while True:
+            latest = self._look()
+            known, look = latest if self.static else look, latest
+            over = set() if known is None else self._read(known, counts)
+            rows = []
+            for slot, seat in enumerate(self.seats):
+                if seat is not None and (seat.row in over or seat.due <= self.now):
+                    self.seats[slot] = None
+                    rows.append(seat.row)
+            ended += len(rows)
+            report(ended, sum(counts))
+            if leaving is not None:
+                if rows:
+                    leaving.take(rows, self._on(rows))
+                leaving.hand()
+            free = [slot for slot, seat in enumerate(self.seats) if seat is None]
+            share = min(total - waiting, len(free))
+            if share and (share == total - waiting or len(free) * REFILL >= self.slots):
+                self._refill(free[:share], waiting)
+                waiting += share
+            if not any(self.seats):
+                break
+            if waiting == total:
+                self._narrow()
+            if self.flight is not None and self.flight.changed():
+                self._renew(self.flight)
+            steps = 1 if self.static else CHECK
+            until = min(self.now + steps, *(seat.due for seat in self.seats if seat is not None))
+            while self.now < until:
+                self._advance()
+                self.now += 1
+        report(total, int(drawn.length.sum()))
+        if self._ids:
+            drawn.kept = _by_token(self._ids, drawn.tokens.shape)
         if keep:
-            drawn.cache, drawn.places, drawn.width = cache, places, width
+            places = sorted(range(total), key=self.occupants.__getitem__)
+            drawn.cache, drawn.places, drawn.width = self.cache, places, self.width
         return drawn
 
-    def _hidden(self, cache: SlotCache, **inputs: Any) -> tuple[Tensor, Tensor | None]:
-        """Return the last hidden state "rows h" of some columns, and their experts "rows columns layers k"."""
-        with Routing(self.network, found=self.routers) if self.routers else nullcontext() as routing:
-            hidden = body(self.network)(**inputs, **cached(self.network, cache)).last_hidden_state[:, -1]
-        shape = inputs["input_ids"].shape
-        return hidden, None if routing is None else routing.own.unflatten(0, shape)
+    def _allocate(self, rows: int, slots: int) -> Drawn:
+        """Make the slots, and the results, with one row more for what is drawn after a row's end."""
+        self.slots = self.size = slots
+        self.now = 0
+        self._held: Prefilled | None = None
+        self.state = Rows.empty(slots, self.device)
+        self.seats: list[Seat | None] = [None] * slots
+        self.occupants = list(range(slots))
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.warm: set[int] = set()
+        self._staging = [torch.empty(2, slots, dtype=torch.long, pin_memory=self._cuda) for _ in range(2)]
+        self.cache = SlotCache(self.layers, slots, self.width + self.steps, self.rounding)
+        self.cache.filled, self.cache.at = self.width, None if self.static else self.state.column
+        self.columns = torch.arange(self.cache.columns, device=self.device)
+        self.tokens = torch.zeros(rows + 1, self.steps, dtype=torch.long, device=self.device)
+        self.logprobs = torch.zeros(rows + 1, self.steps, dtype=torch.float32, device=self.device)
+        self.length = torch.full((rows + 1,), self.steps, device=self.device)
+        self.stopped = torch.zeros(rows + 1, dtype=torch.bool, device=self.device)
+        self._ids: list[tuple[Tensor, Tensor]] = []
+        self.drawn = Drawn(self.tokens[:-1], self.logprobs[:-1], self.length[:-1], self.stopped[:-1])
+        self.versions: Tensor | None = None
+        if self.flight is not None:
+            self.versions = torch.zeros(rows + 1, self.steps, dtype=torch.long, device=self.device)
+            self.drawn.versions = self.versions[:-1]
+            self._version = torch.tensor(self.flight.version, device=self.device)
+        return self.drawn
 
-    def _prefill(
-        self,
-        prompts: list[Sequence[int]],
-        held: Mapping[int, HeldRow],
-        counts: Tensor,
-        width: int,
-        cache: SlotCache,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Fill the cache with every prompt's keys and values; return the logits "rows v" of the first token, and the
-        prompts' experts "rows width layers k" where they are recorded, which takes prompts of which nothing is held.
+    def _renew(self, flight: InFlight) -> None:
+        """Go on with other weights: what was recorded reads the memory of the old ones."""
+        self._version.fill_(flight.version)
+        self.graphs.clear()
+        self.warm.clear()
+        self._held = None
+        if not flight.recompute:
+            return
+        drawn, tokens = self.state.drawn.tolist(), self.tokens.tolist()
+        live = [(slot, seat.row) for slot, seat in enumerate(self.seats) if seat is not None]
+        while live:
+            # A slot's last token is not in its cache yet: the next step takes it in.
+            known = {slot: [*self.prompts[self.owner[row]], *tokens[row][: drawn[slot] - 1]] for slot, row in live}
+            share = max(1, PREFILL_TOKENS // (self.cache.filled if self.static else max(map(len, known.values()))))
+            chosen, live = [slot for slot, _ in live[:share]], live[share:]
+            filled = self._prefilled(chosen, [known[slot] for slot in chosen], NOTHING)
+            self.cache.place(filled.cache, self._on(range(len(chosen))), self._on(chosen))
 
-        Of prompts whose beginning is held, the last tokens alone are computed, of all in a share as many as of the one
-        of which the least is held.
+    # -------------------------------------------------------------------------------------------------------- prompts
+
+    def _refill(self, slots: Sequence[int], first: int) -> None:
+        """Begin the next rows in free slots.
+
+        Args:
+            slots: which.
+            first: of the rows.
         """
-        logits, taken, row = [], [], 0
-        share = max(1, PREFILL_TOKENS // width)
-        for start in range(0, len(prompts), share):
-            part = prompts[start : start + share]
-            rows = {index: held[start + index] for index in range(len(part)) if start + index in held}
-            shared = [rows[index].shared(prompt) if index in rows else 0 for index, prompt in enumerate(part)]
-            new = max(len(prompt) - count for prompt, count in zip(part, shared, strict=True)) if rows else width
-            tokens = torch.zeros(len(part), width, dtype=torch.long)
-            mask = torch.zeros(len(part), width, dtype=torch.long)
-            for index, prompt in enumerate(part):
-                tokens[index, width - len(prompt) :] = torch.tensor(prompt)
-                mask[index, width - len(prompt) :] = 1
-            tokens, mask = tokens.to(self.device), mask.to(self.device)
-            padded = any(len(prompt) < width for prompt in part)
-            # A prompt of one completion each, all in one share: the cache itself takes what is computed.
-            alone = len(part) == len(counts) == cache.capacity
-            once = cache if alone else SlotCache(self.layers, len(part), width, self.rounding)
-            if new < width:
-                once.restore(rows, [max(0, len(prompt) - new) for prompt in part], width - new)
-                once.filled = width - new
-            hidden, routes = self._hidden(
-                once,
-                input_ids=tokens[:, width - new :],
-                attention_mask=mask if padded else None,
-                position_ids=(mask.cumsum(1) - 1).clamp_(min=0)[:, width - new :],
-            )
-            once.filled = width
-            share_counts = counts[start : start + share].to(self.device)
-            if not alone:
-                cache.take(once, share_counts, row)
-            row += int(share_counts.sum())
-            logits.append(self.head.logits(hidden).repeat_interleave(share_counts, dim=0))
-            if routes is not None:
-                routes = routes.masked_fill(mask[:, :, None, None] == 0, unrouted(routes.dtype))
-                taken.append(routes.repeat_interleave(share_counts, dim=0))
-        cache.filled = width
-        return torch.cat(logits), torch.cat(taken) if taken else None
+        owners, done = self.owner[first : first + len(slots)], 0
+        wanted = list(dict.fromkeys(owners))
+        share = self._held if self._held is not None and self._held.numbers[-1] == wanted[0] else None
+        while done < len(owners):
+            if share is None:
+                widest = self.width if self.static else max(len(self.prompts[prompt]) for prompt in wanted)
+                part = wanted[: max(1, PREFILL_TOKENS // widest)]
+                share = self._prefilled(part, [self.prompts[prompt] for prompt in part], self.held)
+            there = set(share.numbers)
+            wanted = [prompt for prompt in wanted if prompt not in there]
+            of = [owner for owner in owners[done:] if owner in there]
+            self._begin(share, of, slots[done : done + len(of)], first + done)
+            done += len(of)
+            self._held, share = None if self.static else share, None
 
-    def _forward(
-        self, tokens: Tensor, positions: Tensor, valid: Tensor | None, cache: SlotCache
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the logits "rows v" after one more token of every live row, and that token's experts."""
-        mask = None
-        if valid is not None:
-            mask = valid[:, : cache.filled + 1]
-            mask = mask.long() if self.windowed else mask[:, None, None, :]
-        hidden, routes = self._hidden(
-            cache, input_ids=tokens[:, None], attention_mask=mask, position_ids=positions[:, None]
+    def _prefilled(
+        self, numbers: list[int], sequences: Sequence[Sequence[int]], held: Mapping[int, HeldRow]
+    ) -> Prefilled:
+        """Compute some sequences, which end in one column where batching is static, and begin in column 0 otherwise.
+
+        Of sequences whose beginning is held, the last tokens alone are computed, of all as many as of the one of which
+        the least is held.
+        """
+        count, width = len(sequences), self.cache.filled if self.static else max(map(len, sequences))
+        begins = [width - len(one) if self.static else 0 for one in sequences]
+        tokens = torch.zeros(count, width, dtype=torch.long)
+        for row, (begin, one) in enumerate(zip(begins, sequences, strict=True)):
+            tokens[row, begin : begin + len(one)] = torch.tensor(one)
+        known = {row: held[number] for row, number in enumerate(numbers) if number in held}
+        new = width
+        if known:
+            new = max(len(one) - (known[row].shared(one) if row in known else 0) for row, one in enumerate(sequences))
+        cache = SlotCache(self.layers, count, width, self.rounding)
+        if new < width:
+            cache.restore(known, [max(0, len(one) - new) for one in sequences], width - new)
+            cache.filled = width - new
+        starts = self._on(begins)
+        position = torch.arange(width, device=self.device) - starts[:, None]
+        seen = position >= 0  # what stands behind a sequence's end is seen by nothing before it
+        states, routes = self._states(
+            cache,
+            input_ids=self._on(tokens[:, width - new :]),
+            attention_mask=seen.long() if any(begins) else None,
+            position_ids=position.clamp_(min=0)[:, width - new :],
         )
-        cache.filled += 1
-        return self.head.logits(hidden), routes
+        cache.filled = width
+        ends = self._on([begin + len(one) - 1 - (width - new) for begin, one in zip(begins, sequences, strict=True)])
+        logits = self.head.logits(states[torch.arange(count, device=self.device), ends])
+        if routes is not None:
+            routes = routes.masked_fill(~seen[:, :, None, None], unrouted(routes.dtype))
+        return Prefilled(numbers, starts, cache, logits, routes)
 
-    def _decode(
-        self,
-        cache: SlotCache,
-        logits: Tensor,
-        positions: Tensor,
-        valid: Tensor | None,
-        random: Tensor | None,
-        drawn: Drawn,
-        report: Callable[[int, int], None],
-        keep: bool,
-        handed: Callable[[Drawn, Tensor], None] | None,
-        prompts: Sequence[Sequence[int]],
-    ) -> Tensor:
-        """Draw until all rows have ended, and return the cache's row of each where they are kept."""
-        order = rows = torch.arange(len(logits), device=self.device)
-        total, steps = 0, drawn.tokens.shape[1]
-        kept: list[tuple[Tensor, Tensor]] = []
-        for step in range(steps):
-            scores = self.sampler.processed(logits)
-            tokens, logprobs = self.sampler.draw(scores, None if random is None else random[rows, step])
-            if self.kept:
-                row, ids = (scores > -torch.inf).nonzero(as_tuple=True)
-                kept.append((rows[row] * steps + step, ids.int()))
-            drawn.tokens[rows, step] = tokens
-            drawn.logprobs[rows, step] = logprobs
-            total += len(rows)
-            ended = torch.isin(tokens, self.stops)
-            over = ended.nonzero()[:, 0]
-            if len(over):
-                drawn.length[rows[over]] = step + 1
-                drawn.stopped[rows[over]] = True
-                if handed is not None:
-                    handed(drawn, rows[over])
-                live = len(rows) - len(over)
-                # The last live rows move into the places of the ended ones, so that few rows are copied.
-                targets = over[over < live]
-                sources = (~ended[live:]).nonzero()[:, 0] + live
-                order[torch.cat([targets, sources])] = order[torch.cat([sources, targets])]
-                for tensor in (tokens, positions, *(() if valid is None else (valid,))):
-                    tensor[targets] = tensor[sources]
-                rows, tokens, positions = rows[:live], tokens[:live], positions[:live]
-                valid = None if valid is None else valid[:live]
-                if live and len(targets):
-                    cache.move(sources, targets, swap=keep)
-                cache.rows = live
-            last = step + 1 == drawn.tokens.shape[1]
-            report(len(drawn.tokens) if last else len(drawn.tokens) - len(rows), total)
-            if last or len(rows) == 0:
-                break
-            column, again = cache.filled, False
-            if self.flight is not None and self.flight.changed():
-                assert drawn.versions is not None
-                drawn.versions[:, step + 1 :] = self.flight.version
-                again = self.flight.recompute
-            if again:
-                cache, logits, routes = self._again(prompts, drawn, rows, step + 1, cache)
-            else:
-                logits, routes = self._forward(tokens, positions, valid, cache)
-            if routes is not None and drawn.routes is not None:
-                drawn.routes[rows, column] = routes[:, -1]  # the tokens before keep those that they were drawn by
-            positions = positions + 1
-        if kept:
-            drawn.kept = _by_token(kept, drawn.tokens.shape)
-        return order.argsort()
+    def _begin(self, share: Prefilled, owners: Sequence[int], slots: Sequence[int], first: int) -> None:
+        """Copy prompts into slots and draw their first tokens."""
+        rows = range(first, first + len(slots))
+        places = {number: place for place, number in enumerate(share.numbers)}
+        of = self._on([places[owner] for owner in owners])
+        at = self._on(list(slots))
+        self.cache.place(share.cache, of, at)
+        start = Rows.empty(len(slots), self.device)
+        start.start.copy_(share.starts.index_select(0, of))
+        start.column.copy_(start.start + self._on([len(self.prompts[owner]) for owner in owners]))
+        start.row.copy_(self._on(list(rows)))
+        start.ended.fill_(False)
+        if share.routes is not None:
+            taken = share.routes
+            if self.drawn.routes is None:
+                shape = len(self.drawn.tokens), self.width + self.steps, *taken.shape[2:]
+                self.drawn.routes = taken.new_full(shape, unrouted(taken.dtype))
+            self.drawn.routes[start.row, : self.width] = taken.index_select(0, of)
+        self._draw(start, share.logits.index_select(0, of))
+        self.state.put(at, start)
+        for slot, row in zip(slots, rows, strict=True):
+            self.seats[slot] = Seat(row, self.now + self.steps - 1)
 
-    def _again(
-        self, prompts: Sequence[Sequence[int]], drawn: Drawn, rows: Tensor, step: int, old: SlotCache
-    ) -> tuple[SlotCache, Tensor, Tensor | None]:
-        """Return a cache that prompts and `step` tokens of live rows fill anew, the logits after them, and experts."""
-        drawn_now = drawn.tokens[rows, :step].tolist()
-        sequences: list[Sequence[int]] = [
-            [*prompts[row], *new] for row, new in zip(rows.tolist(), drawn_now, strict=True)
-        ]
-        cache = SlotCache(self.layers, len(sequences), old.max_length, self.rounding)
-        ones = torch.ones(len(sequences), dtype=torch.long)
-        return cache, *self._prefill(sequences, {}, ones, old.filled + 1, cache)
+    def _on(self, numbers: Tensor | Sequence[int]) -> Tensor:
+        """Return numbers on the device, without waiting for it."""
+        tensor = torch.as_tensor(numbers)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self._cuda else tensor.to(self.device)
+
+    def _states(self, cache: SlotCache, **inputs: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the last hidden states "rows columns h", and the experts "rows columns layers k" where recorded."""
+        with Routing(self.network, found=self.routers) if self.routers else nullcontext() as routing:
+            states = body(self.network)(**inputs, **cached(self.network, cache)).last_hidden_state
+        return states, None if routing is None else routing.own.unflatten(0, inputs["input_ids"].shape)
+
+    # ---------------------------------------------------------------------------------------------------------- steps
+
+    def _advance(self) -> None:
+        """Take one step of the first `size` slots: launched once, then recorded, then replayed."""
+        trust = self.trust
+        if self.size in self.graphs:
+            self.graphs[self.size].replay()
+        elif trust is not None and self.replays and not trust.broken and self.size in self.warm:
+            rows = self.state.first(self.size)
+            results = (rows.token, rows.column, rows.drawn, rows.ended)
+            graph = recorded(self._step, results, trust, self.device, trust.former)
+            if graph is not None:
+                self.graphs[self.size] = trust.former = graph
+        else:
+            self._step()
+            self.warm.add(self.size)
+
+    def _step(self) -> None:
+        """Take the last token of the first `size` slots in and draw the next; nothing waits for the device."""
+        rows = self.state.first(self.size)
+        inputs: dict[str, Any] = {}
+        self.cache.rows, seen = self.size, None
+        if not self.static:
+            self.cache.at = inputs["last_columns"] = rows.column
+            seen = (self.columns <= rows.column[:, None])[:, None, None, :]
+        elif self.padded:
+            seen = self.columns[: self.cache.filled + 1] >= rows.start[:, None]
+            seen = seen.long() if self.windowed else seen[:, None, None, :]
+        position = (rows.column - rows.start)[:, None]
+        states, routes = self._states(
+            self.cache, input_ids=rows.token[:, None], attention_mask=seen, position_ids=position, **inputs
+        )
+        self.cache.filled += 1  # where all rows have one last column
+        if routes is not None and self.drawn.routes is not None:
+            self.drawn.routes[rows.row, rows.column] = routes[:, -1]
+        rows.column.add_(~rows.ended)
+        self._draw(rows, self.head.logits(states[:, -1]))
+
+    def _draw(self, rows: Rows, logits: Tensor) -> None:
+        """Draw a token of each row that has not ended and write it down.
+
+        Args:
+            rows: which.
+            logits: "s v".
+        """
+        at = rows.drawn.clamp(max=self.steps - 1)
+        scores = self.sampler.processed(logits)
+        tokens, logprobs = self.sampler.draw(scores, None if self.numbers is None else self.numbers[rows.row, at])
+        if self.kept:
+            of, ids = (scores > -torch.inf).nonzero(as_tuple=True)
+            self._ids.append((rows.row[of] * self.steps + at[of], ids.int()))
+        to = rows.row.masked_fill(rows.ended, len(self.tokens) - 1)
+        rows.drawn.add_(~rows.ended)
+        stopped = (tokens[:, None] == self.stops).any(dim=1)
+        self.tokens[to, at] = tokens
+        self.logprobs[to, at] = logprobs
+        if self.versions is not None:
+            self.versions[to, at] = self._version
+        self.length[to] = rows.drawn
+        self.stopped[to] = stopped
+        rows.token.copy_(tokens)
+        rows.ended.logical_or_(stopped | (rows.drawn >= self.steps))
+
+    # ----------------------------------------------------------------------------------------------------------- ends
+
+    def _look(self) -> Look:
+        """Ask the device what its slots are at, without waiting for the answer."""
+        self._staging.reverse()  # the other answer may still be to be read
+        found, done = self._staging[0], None
+        found.copy_(torch.stack((self.state.ended.long(), self.state.drawn)), non_blocking=self._cuda)
+        if self._cuda:
+            done = torch.cuda.Event()
+            done.record()
+        return Look(found, [None if seat is None else seat.row for seat in self.seats], done)
+
+    def _read(self, look: Look, counts: list[int]) -> set[int]:
+        """Return the rows that had ended; note the tokens of all of them in `counts`."""
+        if look.done is not None:
+            look.done.synchronize()
+        ended, drawn = look.found.tolist()
+        for slot, row in enumerate(look.rows):
+            if row is not None:
+                counts[row] = drawn[slot]
+        return {row for slot, row in enumerate(look.rows) if row is not None and ended[slot]}
+
+    def _narrow(self) -> None:
+        """Step fewer slots where few rows are left, or those alone that are; they move to the first ones."""
+        live = [slot for slot, seat in enumerate(self.seats) if seat is not None]
+        if self.static:
+            size = len(live)
+        elif len(live) * NARROW > self.size:
+            return
+        else:
+            size = min(size for size in sizes_of(self.slots) if size >= len(live))
+        self.size = size
+        sources = [slot for slot in live if slot >= size]
+        targets = [slot for slot in range(size) if self.seats[slot] is None][: len(sources)]
+        if sources:
+            self.cache.move(self._on(sources), self._on(targets), swap=self.keep)
+            self.state.move(self._on(sources), self._on(targets))
+            seats, rows = self.seats, self.occupants
+            for source, target in zip(sources, targets, strict=True):
+                seats[target], seats[source] = seats[source], None
+                rows[target], rows[source] = rows[source], rows[target]
 
 
 def _by_token(kept: Sequence[tuple[Tensor, Tensor]], shape: Sequence[int]) -> tuple[Tensor, Tensor]:

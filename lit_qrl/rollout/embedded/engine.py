@@ -1,5 +1,6 @@
 """The embedded engine: the sampler as Hugging Face modules in this process, on the CPU or the learner's GPU."""
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,23 +13,30 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.invariant import batch_invariant, check_invariant
 from lit_qrl.network.memory import free_memory
-from lit_qrl.network.structure import ATTENTION_KINDS, body, states
+from lit_qrl.network.routing import routers
+from lit_qrl.network.structure import ATTENTION_KINDS, PLAIN_ATTENTION, body, cached, states
+from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger
-from lit_qrl.rollout.embedded.cache import SlotCache
-from lit_qrl.rollout.embedded.cache_scales import CacheDtype, CacheScales
-from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Piece, Random, plan
-from lit_qrl.rollout.embedded.flight import flight_of
-from lit_qrl.rollout.embedded.held import Held, grouped
+from lit_qrl.rollout.embedded.attention import FOLDED, take_step_norms
+from lit_qrl.rollout.embedded.cache import CacheDtype, CacheScales, HeldRow, Rounding, ScoringCache, SlotCache
+from lit_qrl.rollout.embedded.decode import Decoder, Drawn, InFlight, Piece, Random, plan, windowed
 from lit_qrl.rollout.embedded.loading import Modules
-from lit_qrl.rollout.embedded.replay import SLOTS, CudaGraphs, Replay
-from lit_qrl.rollout.embedded.sampler import EmbeddedSampler, computed
+from lit_qrl.rollout.embedded.sampler import UNLIMITED, EmbeddedSampler, computed, freed
 from lit_qrl.rollout.embedded.sampling import check_sampling, uniforms
-from lit_qrl.rollout.embedded.scoring import scores_of
 from lit_qrl.rollout.engine import Dialogue, EnginePolicy, Finished, Progress, SamplerSpec, Turn
 from lit_qrl.rollout.graphs import Trust
 from lit_qrl.types import Completion, SamplingParams
 
-"""What a config calls layers whose only state are keys and values."""
+log = logging.getLogger(__name__)
+
+CudaGraphs = bool | Literal["auto"]
+SLOTS = 512
+"""Most rows at once where `max_batch` does not say: more hardly raise the speed, and take memory for their logits."""
+
+WORD_BYTES = 16
+"""Of each row and word while a token is drawn: logits, scores, their exponentials and running sums."""
+SCORE_TOKENS = 2**14
+"""Padded tokens of one scoring forward."""
 CPU_CACHE_BYTES = 2**29
 """Key-value cache on a CPU, 0.5 GB: a quarter of the memory that the smallest supported run may take."""
 GPU_CACHE_SHARE = 0.5
@@ -76,7 +84,10 @@ class TransformersEngine(EmbeddedSampler):
             raise ConfigError("engine.cache_gigabytes is too small.", expected="above 0", given=cache_gigabytes)
         self.cache_gigabytes = cache_gigabytes
         self.batch_invariant, self._checked = batch_invariant, False
-        self.cuda_graphs, self._replay = cuda_graphs, Replay(cuda_graphs)
+        if cuda_graphs not in (True, False, "auto"):
+            raise ConfigError("engine.cuda_graphs is unknown.", expected="auto, true, false", given=cuda_graphs)
+        self.cuda_graphs: CudaGraphs = cuda_graphs
+        self.trust, self.continuous = Trust(), False
         self.kv_cache_dtype, self.cache_scales = kv_cache_dtype, CacheScales(kv_cache_dtype)
 
     def validate(self, spec: SamplerSpec) -> None:
@@ -99,11 +110,24 @@ class TransformersEngine(EmbeddedSampler):
         """Do nothing: what a model's routers choose is seen as it decodes."""
 
     def setup(self, spec: SamplerSpec, policy: EnginePolicy) -> None:
+        """Build the sampler's modules, and see whether they batch continuously; what keeps them from it is logged."""
         super().setup(spec, policy)
-        self._checked = False
+        self._checked, self.trust, self.continuous = False, Trust(), False
         assert self._modules is not None
-        records = spec.routes or spec.kept
-        self._replay.prepare(self._modules.network, self._modules.device, self.batch_invariant, records)
+        network, on_gpu = self._modules.network, self._modules.device.type == "cuda"
+        if not self.cuda_graphs or (self.cuda_graphs == "auto" and not on_gpu):
+            return
+        why = "batch_invariant is on" if self.batch_invariant else unfit(network)
+        if why is not None:
+            level = logging.INFO if self.cuda_graphs == "auto" else logging.WARNING
+            log.log(level, "The embedded engine decodes without CUDA graphs: %s.", why)
+            return
+        self.continuous = True
+        if spec.routes or spec.kept:
+            log.info("Rollouts are decoded without CUDA graphs: what each token was drawn among is recorded.")
+        if on_gpu:
+            take_one_pass(network)
+            take_step_norms(network)
 
     def loaded(self, modules: Modules) -> None:
         """Check once for each setup that tokens compute alike in every batch, where they have to."""
@@ -145,22 +169,18 @@ class TransformersEngine(EmbeddedSampler):
         def random(prompt: int, steps: int) -> Tensor:
             return uniforms(seed, positions[prompt], n, steps)
 
-        room = self._cache_tokens()
-        flight = flight_of(self, self.spec.in_flight)
+        room, n_steps = self._cache_tokens(), sampling.max_tokens
+        flight = None if self.spec.in_flight == "none" else InFlight(self, self.spec.in_flight == "recompute")
         rounding = self.cache_scales.of(self.network, prompts) if rollout else None
-        decoder = Decoder(self.network, sampling, self.spec.head_dtype, self.spec.routes, kept, flight, rounding)
-        if self._replay.possible and not (kept or self.spec.routes):
-            results: list[Completion | None] = [None] * (len(prompts) * n)
-            most = min(room // (max(map(len, prompts)) + sampling.max_tokens), self.max_batch or SLOTS)
-            report = progress or (lambda finished, tokens: None)
-            gone = None if finished is None else partial(_hand, finished, self.version)
-            pieces, drawn = self._replay.draw(decoder, prompts, n, most, random, report, self._shortage, gone)
-            self._collect(drawn, pieces, n, results)
-            if finished is not None:
-                finished({number: one for number, one in enumerate(results) if one is not None})
-            return results  # pyright: ignore[reportReturnType]
-        batches = self._plan(prompts, n, sampling.max_tokens, room)
-        return self._draw(decoder, prompts, n, batches, random, progress, finished=finished)
+        trust = self.trust if self.continuous and not (kept or self.spec.routes) else None
+        head_dtype, routes = self.spec.head_dtype, self.spec.routes
+        decoder = Decoder(self.network, sampling, head_dtype, routes, kept, flight, rounding, trust)
+        if trust is None:
+            batches, most = self._plan(prompts, n, n_steps, room), None
+        else:
+            batches = plan([len(prompt) for prompt in prompts], n, 0, UNLIMITED, None)
+            most = max(1, min(room // (max(map(len, prompts)) + n_steps), self.max_batch or SLOTS))
+        return self._draw(decoder, prompts, n, batches, random, progress, most, finished=finished)
 
     @computed
     def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
@@ -172,7 +192,7 @@ class TransformersEngine(EmbeddedSampler):
         """
         rollout, sampling = sampling is None, sampling or self.spec.sampling
         kept = self.spec.kept and rollout
-        held = Held(self._cache_tokens(), keeps=not (self.batch_invariant or self.spec.routes))
+        held = TurnCache(self._cache_tokens(), keeps=not (self.batch_invariant or self.spec.routes))
         while dialogue.open:
             turns = dialogue.waiting("all")
             if not turns:
@@ -194,7 +214,7 @@ class TransformersEngine(EmbeddedSampler):
             batches = [held.in_order(pieces, turns, n) for pieces in batches]
             rounding = self.cache_scales.of(self.network, prompts) if rollout else None
             decoder = Decoder(self.network, params, self.spec.head_dtype, self.spec.routes, kept, rounding=rounding)
-            drawn = self._draw(decoder, prompts, n, batches, random, None, (held, turns))
+            drawn = self._draw(decoder, prompts, n, batches, random, None, kept=(held, turns))
             for turn, completion in zip(turns, drawn, strict=True):
                 dialogue.answered(turn, completion.cut(turn.max_tokens))
 
@@ -209,37 +229,39 @@ class TransformersEngine(EmbeddedSampler):
         batches: Iterable[list[Piece]],
         random: Random,
         progress: Progress | None,
-        kept: tuple[Held, list[Turn]] | None = None,
+        most: int | None = None,
+        kept: tuple["TurnCache", list[Turn]] | None = None,
         finished: Finished | None = None,
     ) -> list[Completion]:
         results: list[Completion | None] = [None] * (len(prompts) * n)
         done = tokens = 0
+        held, turns = kept or (None, [])
 
         def report(ended: int, drawn: int) -> None:
             if progress is not None:
                 progress(done + ended, tokens + drawn)
 
-        def draw(part: list[Piece]) -> Drawn:
-            with batch_invariant(self.batch_invariant):
-                if kept is None:
-                    ended = None if finished is None else partial(_hand_some, finished, self.version, _numbers(part, n))
-                    return decoder.run(prompts, part, random, report, ended=ended)
-                held, turns = kept
-                try:
-                    return decoder.run(prompts, part, random, report, held.of(turns, n), held.whole)
-                except (RuntimeError, MemoryError):
+        def draw(part: list[Piece], rows: int) -> Drawn:
+            gone = None if finished is None else partial(_hand, finished, self.version, _numbers(part, n))
+            rows_held, keep = ({}, False) if held is None else (held.of(turns, n), held.whole)
+            try:
+                with batch_invariant(self.batch_invariant):
+                    return decoder.run(prompts, part, random, report, rows, rows_held, keep, gone)
+            except (RuntimeError, MemoryError):
+                self.trust.former = None
+                if held is not None:
                     held.drop()
-                    raise
+                raise
 
         for batch in batches:
-            longest = max(piece.length for piece in batch) + decoder.sampling.max_tokens
-            for pieces, drawn in self._shortage.halving(batch, longest, draw):
+            longest = max(piece.length for piece in batch) + decoder.steps
+            for pieces, drawn in self._shortage.halving(batch, longest, draw, most):
                 tokens += self._collect(drawn, pieces, n, results)
                 done += len(drawn.tokens)
                 if finished is not None:
                     finished({number: one for number in _numbers(pieces, n) if (one := results[number]) is not None})
-                if kept is not None:
-                    kept[0].keep(kept[1], n, pieces, drawn)
+                if held is not None:
+                    held.keep(turns, n, pieces, drawn)
         return results  # pyright: ignore[reportReturnType]
 
     def _collect(self, drawn: Drawn, pieces: list[Piece], n: int, results: list[Completion | None]) -> int:
@@ -273,7 +295,7 @@ class TransformersEngine(EmbeddedSampler):
 
     def close(self) -> None:
         super().close()
-        self._replay.trust = Trust()  # the last graph keeps memory
+        self.trust = Trust()  # the last graph keeps memory
 
     @computed
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -289,33 +311,28 @@ def _numbers(pieces: Sequence[Piece], n: int) -> list[int]:
     return [piece.prompt * n + i for piece in pieces for i in range(piece.first, piece.first + piece.count)]
 
 
-def _hand(finished: Finished, version: int, numbers: Sequence[int], drawn: Drawn) -> None:
+def _hand(finished: Finished, version: int, numbers: Sequence[int], rows: Sequence[int], drawn: Drawn) -> None:
     """Give away completions that have ended while others go on.
 
     Args:
         finished: takes them.
         version: of the weights.
-        numbers: theirs.
-        drawn: of them.
+        numbers: of all rows, among the completions of the call.
+        rows: that have ended.
+        drawn: of these.
     """
     lengths, stopped = drawn.length.tolist(), drawn.stopped.tolist()
     finished(
         {
-            number: Completion(
-                token_ids=drawn.tokens[row, : lengths[row]].tolist(),
-                logprobs=drawn.logprobs[row, : lengths[row]].tolist(),
-                finish_reason="stop" if stopped[row] else "length",
+            numbers[row]: Completion(
+                token_ids=drawn.tokens[place, : lengths[place]].tolist(),
+                logprobs=drawn.logprobs[place, : lengths[place]].tolist(),
+                finish_reason="stop" if stopped[place] else "length",
                 version=version,
             )
-            for row, number in enumerate(numbers)
+            for place, row in enumerate(rows)
         }
     )
-
-
-def _hand_some(finished: Finished, version: int, numbers: Sequence[int], drawn: Drawn, rows: Tensor) -> None:
-    """Give away some rows of a batch that goes on."""
-    some = Drawn(drawn.tokens[rows], drawn.logprobs[rows], drawn.length[rows], drawn.stopped[rows])
-    _hand(finished, version, [numbers[row] for row in rows.tolist()], some)
 
 
 def _tokens_in(network: Any, gigabytes: float | None, dtype: torch.dtype | None) -> int:
@@ -327,3 +344,148 @@ def _tokens_in(network: Any, gigabytes: float | None, dtype: torch.dtype | None)
     else:
         room = CPU_CACHE_BYTES
     return room // SlotCache.bytes_per_token(network.config, dtype or weight.dtype)
+
+
+def unfit(network: Any) -> str | None:
+    """Return why a model does not decode in slots, or None.
+
+    Args:
+        network: the sampler's Hugging Face model.
+    """
+    config = network.config
+    if config.model_type not in PLAIN_ATTENTION:
+        return f"{config.model_type} models are not known to attend over their whole past alone"
+    if config._attn_implementation != FOLDED:
+        return f"its attention is {config._attn_implementation}"
+    if windowed(config):
+        return "some of its layers have a window"
+    if routers(network):
+        return "its experts are chosen token by token"
+    turned = {getattr(part, "rope_type", None) for part in network.modules()} & {"dynamic", "longrope"}
+    return f"its rotary embedding is {turned.pop()}, which depends on the batch" if turned else None
+
+
+class TurnCache:
+    """What is kept of the conversations of one dialogue; whatever does not fit is computed anew.
+
+    Args:
+        room: tokens of one sequence that fit into memory, in all caches together.
+        keeps: False computes everything anew.
+    """
+
+    def __init__(self, room: int, keeps: bool = True) -> None:
+        self.room, self.keeps = room, keeps
+        self.rows: dict[int, HeldRow] = {}
+        self.whole = True
+
+    @property
+    def tokens(self) -> int:
+        """Tokens for which the caches that are kept have memory."""
+        caches: dict[int, SlotCache] = {id(row.cache): row.cache for row in self.rows.values()}
+        return sum(cache.capacity * cache.columns for cache in caches.values())
+
+    def drop(self) -> None:
+        """Forget all of it, and keep nothing of the batch that is being drawn."""
+        self.rows, self.whole = {}, False
+
+    def make_room(self, dialogue: Dialogue, batches: Sequence[Sequence[Piece]], steps: int) -> None:
+        """Forget what has ended, and everything where the next batches do not fit beside it.
+
+        Args:
+            dialogue: knows what has ended.
+            batches: that are drawn next; several do not fit together, so that nothing of them is kept.
+            steps: limit of their completions.
+        """
+        self.rows = {index: row for index, row in self.rows.items() if not dialogue.has_ended(index)}
+        self.whole = self.keeps and len(batches) == 1
+        wanted = max(sum(one.count for one in pieces) * (pieces[0].length + steps) for pieces in batches)
+        if self.tokens + wanted > self.room:
+            self.rows = {}
+
+    def in_order(self, pieces: Sequence[Piece], turns: Sequence[Turn], n: int) -> list[Piece]:
+        """Return the pieces of a batch so ordered that those stand together of which as many tokens are new."""
+        rows = self.of(turns, n)
+        held = {prompt: row.shared(turns[prompt * n].tokens) for prompt, row in rows.items()}
+        return sorted(pieces, key=lambda piece: held.get(piece.prompt, 0) - piece.length)
+
+    def of(self, turns: Sequence[Turn], n: int) -> dict[int, HeldRow]:
+        """Return what is held of prompts, each of `n` turns, by their position."""
+        found = ((i // n, self.rows.get(turn.index)) for i, turn in enumerate(turns))
+        return {prompt: row for prompt, row in found if row is not None}
+
+    def keep(self, turns: Sequence[Turn], n: int, pieces: Sequence[Piece], drawn: Drawn) -> None:
+        """Keep what a batch has left in its cache.
+
+        Args:
+            turns: of the call, `n` for each prompt.
+            n: completions of each prompt.
+            pieces: of the batch.
+            drawn: their tokens, and the cache.
+        """
+        if drawn.cache is None:
+            return
+        places, lengths, tokens = drawn.places, drawn.length.tolist(), drawn.tokens.tolist()
+        row = 0
+        for piece in pieces:
+            for number in range(piece.first, piece.first + piece.count):
+                turn = turns[piece.prompt * n + number]
+                ids = [*turn.tokens, *tokens[row][: lengths[row] - 1]]
+                self.rows[turn.index] = HeldRow(drawn.cache, places[row], drawn.width - piece.length, ids)
+                row += 1
+
+
+def grouped(turns: Sequence[Turn]) -> tuple[list[Turn], int]:
+    """Return turns so ordered that those with the same tokens stand together, and how many of each there are.
+
+    Where their numbers differ, each counts for itself.
+
+    >>> turns = [Turn(index=i, tokens=[token], max_tokens=4, seed=i) for i, token in enumerate([7, 8, 7, 8])]
+    >>> [turn.index for turn in grouped(turns)[0]], grouped(turns)[1]
+    ([0, 2, 1, 3], 2)
+    """
+    same: dict[tuple[int, ...], list[Turn]] = {}
+    for turn in turns:
+        same.setdefault(tuple(turn.tokens), []).append(turn)
+    n = min(map(len, same.values())) if len({len(equal) for equal in same.values()}) == 1 else 1
+    return [turn for equal in same.values() for turn in equal], n
+
+
+@torch.no_grad()
+def scores_of(
+    network: Any, head: SamplerHead, sequences: Sequence[Sequence[int]], invariant: bool, rounding: Rounding | None
+) -> list[Tensor]:
+    """Return the log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first.
+
+    Where memory runs out, fewer sequences are computed at once.
+
+    Args:
+        network: the sampler's Hugging Face model.
+        head: of it.
+        sequences: token ids.
+        invariant: every token is computed alike in every batch.
+        rounding: of keys and values; None takes them as they are.
+    """
+    device = network.get_input_embeddings().weight.device
+    scores: list[Tensor] = [torch.empty(0)] * len(sequences)
+    order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
+    room = SCORE_TOKENS
+    while order:
+        width = len(sequences[order[0]])
+        share, rest = order[: max(1, room // width)], order[max(1, room // width) :]
+        tokens = torch.zeros(len(share), width, dtype=torch.long)
+        for row, index in enumerate(share):
+            tokens[row, : len(sequences[index])] = torch.tensor(sequences[index])
+        try:
+            tokens = tokens.to(device)
+            cache = None if rounding is None else ScoringCache(rounding)
+            with batch_invariant(invariant):
+                states = body(network)(input_ids=tokens, **cached(network, cache))
+                logprobs = head.logprobs(states.last_hidden_state[:, :-1], tokens[:, 1:])
+        except (RuntimeError, MemoryError) as error:
+            freed(error, len(share), "scored")
+            room = len(share) // 2 * width
+            continue
+        order = rest
+        for row, index in enumerate(share):
+            scores[index] = logprobs[row, : len(sequences[index]) - 1].clone()
+    return scores

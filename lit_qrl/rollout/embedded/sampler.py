@@ -1,6 +1,8 @@
 """What engines of Hugging Face modules in this process share: the sampler's modules, and how they are published to."""
 
+import logging
 import time
+import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
@@ -9,7 +11,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, asked, out_of_memory
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
 from lit_qrl.formats.support import tell_emulated
@@ -17,11 +19,10 @@ from lit_qrl.network.autocast import computing_in
 from lit_qrl.network.shards import is_sharded
 from lit_qrl.network.structure import check_positions, check_tokens
 from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger, RefusedError
-from lit_qrl.rollout.embedded.adapter import EmbeddedAdapter
-from lit_qrl.rollout.embedded.loading import Loader, Modules, skeleton
+from lit_qrl.rollout.embedded.decode import Piece, split
+from lit_qrl.rollout.embedded.loading import EmbeddedAdapter, Loader, Modules, skeleton
 from lit_qrl.rollout.embedded.sampling import check_sampling
-from lit_qrl.rollout.embedded.shortage import Shortage
-from lit_qrl.rollout.engine import EnginePolicy, OutlinedPolicy, RolloutEngine, SamplerSpec
+from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, OutlinedPolicy, RolloutEngine, SamplerSpec
 from lit_qrl.types import SamplingParams
 
 Arguments = ParamSpec("Arguments")
@@ -40,6 +41,85 @@ def computed(method: Callable[Concatenate[Any, Arguments], Result]) -> Callable[
             return method(self, *args, **kwargs)
 
     return inside
+
+
+log = logging.getLogger(__name__)
+
+UNLIMITED = 2**62
+"""Tokens that fit as long as memory has not run out."""
+
+
+class Shortage:
+    """Remembers how much fitted into memory, from an engine's start to its end."""
+
+    def __init__(self) -> None:
+        self.fitting = UNLIMITED
+
+    def halving(
+        self,
+        batch: list[Piece],
+        longest: int,
+        draw: Callable[[list[Piece], int], Result],
+        most: int | None = None,
+    ) -> Iterator[tuple[list[Piece], Result]]:
+        """Yield what is drawn for a batch, in halves where memory runs out; later batches are not larger than those.
+
+        Args:
+            batch: of sequences.
+            longest: of them, prompt and completion, in tokens.
+            draw: the completions of a part of it, so many at once; they depend on both by rounding alone.
+            most: sequences at once, where others take the place of those that have ended; None splits the batch.
+
+        Raises:
+            EngineDiedError: when memory does not do for one sequence.
+        """
+        fits = max(1, self.fitting // longest)
+        waiting = split(batch, fits) if most is None else [batch]
+        while waiting:
+            pieces, drawn = waiting.pop(0), None
+            rows = sum(piece.count for piece in pieces)
+            rows = rows if most is None else min(rows, most, fits)
+            try:
+                drawn = draw(pieces, rows)
+            except (RuntimeError, MemoryError) as error:
+                fits = freed(error, rows, "decoded")
+                self.fitting = fits * longest
+                waiting = [*(split(pieces, fits) if most is None else [pieces]), *waiting]
+            if drawn is not None:
+                yield pieces, drawn
+
+
+def freed(error: Exception, rows: int, done: str) -> int:
+    """Return half of the rows that memory did not do for, after what they took is given back.
+
+    Args:
+        error: what was raised; any other than that memory ran out is raised again.
+        rows: sequences of the batch.
+        done: what was done to them, as a participle.
+
+    Raises:
+        EngineDiedError: when it was one sequence.
+    """
+    if not out_of_memory(error):
+        raise error
+    said, half = asked(error), rows // 2
+    if not half:
+        raise EngineDiedError(
+            f"Memory ran out while one sequence was {done}: {said}. Lower data.max_completion_tokens or "
+            "data.max_prompt_tokens, or leave the sampler more of the device's memory."
+        ) from error
+    traceback.clear_frames(error.__traceback__)  # they hold the batch's tensors
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    log.warning(
+        "Memory ran out while %d sequences were %s (%s): going on with %d at a time. Lower data.engine.max_batch or "
+        "data.engine.cache_gigabytes to begin with fewer.",
+        rows,
+        done,
+        said,
+        half,
+    )
+    return half
 
 
 class EmbeddedSampler(RolloutEngine):

@@ -21,7 +21,7 @@ from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.sampler_kernels import adopt
 from lit_qrl.network.structure import check_tokens
 from lit_qrl.precision.vllm_kernels.borrowed import TILE_IN, TILE_OUT, MarlinNVFP4
-from lit_qrl.receipts.garbage import young_garbage_alone
+from lit_qrl.receipts.clock import gc_pause
 from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
 from lit_qrl.rollout.engine import (
     Dialogue,
@@ -62,8 +62,7 @@ from lit_qrl.rollout.vllm.shutdown import collect_memory, shutdown
 from lit_qrl.rollout.vllm.start import undone_on_failure
 from lit_qrl.rollout.vllm.upkeep import unlock_workspaces
 from lit_qrl.rollout.vllm.watchdog import Watchdog
-from lit_qrl.run.console import without_bars
-from lit_qrl.run.phases import phase
+from lit_qrl.run.console import phase, without_bars
 from lit_qrl.types import Completion, SamplingParams
 
 SLEEP_REMEDY = "A sleep of level 1 keeps the weights in memory of the host: set data.engine.sleep_level to 2."
@@ -378,7 +377,7 @@ class VLLMEngine(RolloutEngine):
         self._usable = False
         try:
             watchdog = self._watchdog("the publish of one tensor")
-            with young_garbage_alone(), blamed(Sender(tensors), version, watchdog) as stream:
+            with gc_pause(), blamed(Sender(tensors), version, watchdog) as stream:
                 ledger = load(stream, version)
         except BaseException as error:
             with suppress(Exception):  # of an engine that died
@@ -631,7 +630,6 @@ class VLLMEngine(RolloutEngine):
             scales.detach().view(torch.uint8),
             sum(sizes[: place.part]),
             sizes[place.part],
-            kernel_scale=module.weight_global_scale.detach(),
         )
 
     # ------------------------------------------------------------------------------------------------------------ end

@@ -27,10 +27,8 @@ from lit_qrl.errors import listed
 from lit_qrl.formats import support
 from lit_qrl.network.linears import transposed_layers
 from lit_qrl.network.names import checkpoint_name, stored
-from lit_qrl.receipts.checksum import Checksums
-from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError, TensorReceipt
-from lit_qrl.receipts.rounding import share_of_bound
-from lit_qrl.receipts.slices import slice_of, slices
+from lit_qrl.receipts.checksum import Checksums, slice_of, slices
+from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError, TensorReceipt, share_of_bound
 from lit_qrl.rollout.vllm.locations import (
     DESCRIPTIVE,
     WIDENED,

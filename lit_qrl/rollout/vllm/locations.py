@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lit_qrl.formats import support
 from lit_qrl.network.names import checkpoint_name
-from lit_qrl.receipts.slices import slice_of, slices
+from lit_qrl.receipts.checksum import slice_of, slices
 
 # vLLM writes the shape of an INT4 weight once per projection into one parameter that nothing reads.
 DESCRIPTIVE = frozenset({"weight_shape", "w13_weight_shape", "w2_weight_shape"})

@@ -16,7 +16,7 @@ from lit_qrl.network.experts import expert_stacks
 from lit_qrl.rollout.engine import Progress, SamplerSpec
 from lit_qrl.rollout.vllm.locations import ExpertPlace, Place
 from lit_qrl.rollout.vllm.models import latent, recurrent
-from lit_qrl.run.allocator import keep_segments_fixed
+from lit_qrl.run.torch_settings import keep_segments_fixed
 
 Joined = tuple[list[Sequence[int]], list[int], slice]
 """The prompts of all processes, the number of each, and which are this process's."""

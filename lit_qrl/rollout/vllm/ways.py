@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from lit_qrl.run.allocator import fixed_segments
+from lit_qrl.run.torch_settings import fixed_segments
 
 Named = tuple[str, Tensor]
 Packed = dict[str, Any]

@@ -7,7 +7,7 @@ from lit_qrl.data.tasks.countdown_solver import solve
 from lit_qrl.data.tasks.generated import key_hash
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards.base import Sample
-from lit_qrl.rewards.constant import ConstantReward
+from lit_qrl.rewards.simple import ConstantReward
 from tests.rewards.datasets import DATA
 
 PUBLIC = DATA / "countdown.jsonl"

@@ -4,7 +4,7 @@ from fractions import Fraction
 import pytest
 
 from lit_qrl.data.tasks.countdown_solver import expressions, reachable, solve
-from lit_qrl.rewards.countdown import evaluate
+from lit_qrl.rewards.puzzles import evaluate
 
 
 def calculate(op, a, b):

@@ -9,7 +9,7 @@ from lit_qrl.data.tasks.generated import key_hash
 from lit_qrl.data.tasks.sudoku import read_puzzles, solutions, solved_grids
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards import Sample, score_all
-from lit_qrl.rewards.sudoku import is_solved
+from lit_qrl.rewards.puzzles import is_solved
 from tests.rewards.datasets import DATA
 
 PUBLIC = str(DATA / "sudoku4x4.csv")

@@ -1,5 +1,4 @@
 import copy
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -226,42 +225,6 @@ def test_an_engine_with_other_weights_is_refused_by_name(packed):
     del other.layers["model.layers.0.self_attn.q_proj"]
     with pytest.raises(ConfigError, match=r"q_proj in a layout that is not known"):
         settle(plugin, policy, other)
-
-
-def test_the_engines_kernel_gets_whole_tiles_of_the_layer_and_its_scale(packed, monkeypatch):
-    configured, (reference, _), engine = packed
-    seen = []
-
-    def apply(kernel, x, weight, bias):
-        (out, inside), stored = weight.shape, weight.weight_scale.view(torch.uint8)
-        assert weight.weight.is_contiguous()
-        assert stored.is_contiguous()
-        assert (weight.weight.shape, stored.shape) == ((inside // 16, 2 * out), (inside // 16, out))
-        seen.append((out, inside))
-        held = MarlinNVFP4(weight.weight, stored, 0, out)
-        return torch.nn.functional.linear(x, held.dequantized(NVFP4, weight.weight_global_scale, x.dtype), bias)
-
-    monkeypatch.setattr("lit_qrl.precision.vllm_kernels.borrowed.MarlinFP4.apply", apply)
-    policy, plugin = configured(True)
-    plugin.kernel = "marlin"
-    scales = {name: layer.global_scale for name, layer in plugin.packed(policy).items()}
-    other = copy.copy(engine)
-    other.layers = {name: replace(held, kernel_scale=scales[name]) for name, held in engine.layers.items()}
-    settle(plugin, policy, other)
-    whole = [layer for layer in plugin.packed(policy).values() if layer.stored.aligned]
-    assert 0 < len(whole) < len(LINEARS)  # k and v of the toy are half a tile
-    logits, grads = gradients(policy)
-    assert len(seen) == len(whole)
-    expected = gradients(reference)
-    assert torch.equal(logits, expected[0])
-    assert all(torch.equal(a, b) for a, b in zip(grads, expected[1], strict=True))
-
-
-def test_the_engines_kernel_needs_its_tensors():
-    with pytest.raises(ConfigError, match="marlin with share_weights: true"):
-        NVFP4LoRA(kernel="marlin")
-    with pytest.raises(ConfigError, match="kernel cannot be had"):
-        NVFP4LoRA(share_weights=True, kernel="machete")
 
 
 def test_plain_weights_in_another_dtype_or_layout_stay_the_learners():

@@ -1,15 +1,21 @@
 """What the adapters hand to vLLM's ops: stand-ins on a CPU undo the documented layouts and multiply."""
 
+import logging
 import sys
-from types import ModuleType
+from itertools import pairwise
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
+from torch import nn
 
-from lit_qrl.formats import NVFP4, FP8Row, Int4Group
-from lit_qrl.formats.numerics import unpack_int4
+from lit_qrl.errors import ConfigError
+from lit_qrl.formats import FP8Row, Int4Group
+from lit_qrl.precision import PackedLoRA, QATAligned
 from lit_qrl.precision.vllm_kernels import kernels as sampler_kernels
-from lit_qrl.precision.vllm_kernels.kernels import CutlassFP8Row, CutlassW4A8, Machete, MarlinFP4, MarlinInt4
+from lit_qrl.precision.vllm_kernels.kernels import CutlassFP8Row, CutlassW4A8, KernelChoice, SamplerKernel, choose
+from tests.precision.toy import Module, Policy, batches, trainer
 
 HALF = torch.bfloat16
 
@@ -22,16 +28,6 @@ def hopper(monkeypatch):
 @pytest.mark.parametrize(
     ("kernel", "format", "shape", "dtype", "reason"),
     [
-        (Machete, Int4Group(), (256, 128), HALF, None),
-        (Machete, Int4Group(32), (256, 128), HALF, "groups"),
-        (Machete, Int4Group(), (64, 128), HALF, "out_features of 128"),
-        (Machete, Int4Group(), (256, 128), torch.float32, "bf16 and fp16"),
-        (Machete, NVFP4(), (256, 128), HALF, "int4_group"),
-        (Machete, Int4Group(activations="fp8"), (256, 128), HALF, "activations left alone"),
-        (MarlinInt4, Int4Group(32), (48, 128), HALF, None),
-        (MarlinInt4, Int4Group(8), (48, 128), HALF, "groups"),
-        (MarlinFP4, NVFP4(), (48, 64), HALF, None),
-        (MarlinFP4, FP8Row(), (48, 64), HALF, "nvfp4 and mxfp4"),
         (CutlassW4A8, Int4Group(activations="fp8"), (128, 256), HALF, None),
         (CutlassW4A8, Int4Group(64, activations="fp8"), (128, 256), HALF, "groups"),
         (CutlassW4A8, Int4Group(), (128, 256), HALF, "under FP8 activations"),
@@ -44,64 +40,9 @@ def test_a_kernel_says_what_it_cannot_multiply(kernel, format, shape, dtype, rea
     assert said is None if reason is None else reason in said
 
 
-def test_older_devices_have_no_machete(monkeypatch):
+def test_older_devices_have_no_w4a8(monkeypatch):
     monkeypatch.setattr(sampler_kernels, "_capability", lambda: (8, 9))
-    assert "9.0" in Machete().missing(Int4Group(), (256, 128), HALF)
-
-
-@pytest.mark.vllm
-def test_machete_gets_columns_of_words_and_scales_by_group(monkeypatch):
-    from vllm import _custom_ops as ops
-    from vllm.scalar_type import scalar_types
-
-    seen = {}
-
-    def prepack(codes, a_type, b_type, group_scales_type):
-        seen.update(a_type=a_type, b_type=b_type, scales_type=group_scales_type, stride=codes.stride())
-        return codes
-
-    def multiply(a, b_q, b_type, b_group_scales, b_group_zeros, b_group_size):
-        weight = unpack_int4(b_q.t()).float()  # words run along k: "k/8 n"
-        scales = b_group_scales.float().repeat_interleave(b_group_size, dim=0)  # "k/g n"
-        return (a.float() @ (weight.t() * scales)).to(a.dtype)
-
-    monkeypatch.setattr(ops, "machete_prepack_B", prepack)
-    monkeypatch.setattr(ops, "machete_mm", multiply)
-    torch.manual_seed(0)
-    format = Int4Group(64)
-    q, bias = format.quantize(torch.randn(128, 256)), torch.randn(128).bfloat16()
-    x = torch.randn(2, 5, 256).bfloat16()
-    kernel = Machete()
-    out = kernel.apply(x, kernel.prepare(q, HALF), bias)
-    assert seen == {"a_type": HALF, "b_type": scalar_types.uint4b8, "scales_type": HALF, "stride": (1, 32)}
-    expected = x.float() @ format.dequantize(q).t() + bias.float()
-    assert (out.float() - expected).norm() / expected.norm() < 2.0**-7
-
-
-@pytest.mark.vllm
-def test_marlin_gets_what_this_version_takes(monkeypatch):
-    from vllm import _custom_ops as ops
-    from vllm.model_executor.layers.quantization.utils import marlin_utils as utils
-
-    calls = {}
-
-    def repack(b_q_weight, perm, size_k, size_n, num_bits, is_a_8bit=False):  # as 0.26 has it
-        calls["repack"] = (tuple(b_q_weight.shape), perm.numel(), size_k, size_n, num_bits)
-        return b_q_weight
-
-    def apply(input, weight, weight_scale, weight_zp, g_idx, g_idx_sort_indices, workspace, wtype,
-              output_size_per_partition, input_size_per_partition, is_k_full, bias=None):  # fmt: skip
-        calls["apply"] = (g_idx.numel(), is_k_full, workspace, tuple(weight_scale.shape))
-        return input.new_zeros(input.shape[0], output_size_per_partition)
-
-    monkeypatch.setattr(ops, "gptq_marlin_repack", repack)
-    monkeypatch.setattr(utils, "apply_gptq_marlin_linear", apply)
-    monkeypatch.setattr(sampler_kernels, "_workspace", lambda device: "locks")
-    format = Int4Group(32)
-    kernel = MarlinInt4()
-    weight = kernel.prepare(format.quantize(torch.randn(128, 256)), HALF)
-    assert kernel.apply(torch.randn(3, 256).bfloat16(), weight, None).shape == (3, 128)
-    assert calls == {"repack": ((32, 128), 0, 256, 128, 4), "apply": (0, True, "locks", (8, 128))}
+    assert "9.0" in CutlassW4A8().missing(Int4Group(activations="fp8"), (256, 128), HALF)
 
 
 def test_rows_of_fp8_are_quantized_once_for_all_layers_that_read_them(monkeypatch):
@@ -131,3 +72,151 @@ def test_rows_of_fp8_are_quantized_once_for_all_layers_that_read_them(monkeypatc
     assert made == [(6, 64)]
     kernel.multiply(x.view(6, 64), kernel.prepare(q, torch.bfloat16), None)
     assert len(made) == 2
+
+
+CPU = torch.device("cpu")
+LOW = Int4Group(32, activations="int8")
+
+
+class Fake(SamplerKernel):
+    """Multiplies the weight out, twice as large, and counts its packings."""
+
+    vllm_name = "FakeKernel"
+
+    def __init__(self):
+        self.packed = 0
+
+    def missing(self, format, shape, dtype):
+        return None if shape[1] % 64 == 0 else "it takes in_features in units of 64"
+
+    def prepare(self, q, dtype):
+        self.packed += 1
+        return q.format.dequantize(q, dtype) * 2
+
+    def multiply(self, x, weight, bias):
+        out = x @ weight.t()
+        return out if bias is None else out + bias
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    kernel = Fake()
+
+    def choose(format, shape, dtype, device):
+        return kernel.missing(format, shape, dtype) or kernel
+
+    monkeypatch.setattr(sampler_kernels, "choose", choose)
+    return kernel
+
+
+def sequential(*widths):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+
+
+@pytest.mark.parametrize("plugin", [QATAligned, PackedLoRA])
+@pytest.mark.parametrize("kernel", ["machete", "cublas"])
+def test_an_unknown_kernel_is_refused(plugin, kernel):
+    with pytest.raises(ConfigError, match=f"Expected: auto or dequantize. Given: {kernel}. Set kernel to auto."):
+        plugin("int4_group", kernel=kernel)
+
+
+def test_weights_alone_are_multiplied_out_also_with_vllm_as_the_sampler(fake):
+    model, plugin = sequential(128, 64), QATAligned(Int4Group(32))
+    plugin.convert_module(model)
+    plugin.choice.sampler = "vllm"
+    x = torch.randn(3, 128)
+    assert torch.equal(model(x), plugin.format.linear(x, plugin.format.quantize(model[0].weight), model[0].bias))
+    assert fake.packed == 0
+
+
+def test_without_vllm_as_the_sampler_the_weight_is_multiplied_out(fake):
+    model = sequential(128, 64)
+    plugin = QATAligned(LOW)
+    plugin.convert_module(model)
+    x = torch.randn(3, 128)
+    assert torch.equal(model(x), plugin.format.linear(x, plugin.format.quantize(model[0].weight), model[0].bias))
+    assert fake.packed == 0
+
+
+def test_with_vllm_as_the_sampler_its_kernel_multiplies_and_packs_once_per_update(fake):
+    model = sequential(128, 64)
+    plugin = QATAligned(LOW)
+    plugin.convert_module(model)
+    plugin.choice.sampler = "vllm"
+    layer = model[0]
+    x = torch.randn(2, 3, 128, requires_grad=True)
+    for _ in range(2):
+        out = model(x)
+    weight = layer.quantized().format.dequantize(layer.quantized())
+    assert torch.allclose(out, x @ (2 * weight).t() + layer.bias, rtol=1e-5, atol=1e-5)
+    out.sum().backward()
+    assert torch.allclose(x.grad, torch.ones(2, 3, 64) @ weight)  # of what the format holds, not of the kernel
+    assert fake.packed == 1
+    with torch.no_grad():
+        layer.weight.mul_(2.0)
+    model(x)
+    assert fake.packed == 2
+    assert torch.float32 not in layer._prepared  # no weight was multiplied out
+
+
+def test_a_layer_that_the_kernel_does_not_take_falls_back_and_says_so(fake, caplog):
+    model = sequential(64, 96, 64)
+    plugin = QATAligned(LOW)
+    plugin.convert_module(model)
+    plugin.choice.sampler = "vllm"
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            model(torch.randn(3, 64))
+    assert fake.packed == 1
+    said = [record.message for record in caplog.records if record.name.endswith("vllm_kernels.kernels")]
+    assert len(said) == 2
+    assert "0 takes the sampler's kernel FakeKernel" in said[0]
+    assert "1 is multiplied out in the learner, unlike in the sampler: it takes in_features in units of 64" in said[1]
+
+
+def test_the_engine_of_the_run_says_whose_kernels_the_sampler_takes(fake, tmp_path):
+    class Data(LightningDataModule):
+        engine = SimpleNamespace(kernels="vllm")
+
+        def train_dataloader(self):
+            return batches()
+
+    plugin = QATAligned(LOW)
+    trainer(tmp_path, plugin).fit(Module(Policy()), datamodule=Data())
+    assert plugin.choice.sampler == "vllm"
+    assert fake.packed > 0
+
+
+def test_nothing_runs_on_a_cpu_whatever_is_installed():
+    assert "CUDA" in choose(FP8Row(), (128, 128), torch.bfloat16, CPU)
+
+
+def test_where_bits_must_agree_a_layer_without_the_samplers_kernel_is_refused_by_name(fake):
+    choice = KernelChoice("auto", FP8Row())
+    choice.sampler, choice.exact = "vllm", True
+    assert choice.pick("up", (64, 64), torch.randn(1, 64)) is fake
+    with pytest.raises(ConfigError, match=r"down \(64, 65\).*in units of 64.*Given: fp8_row, multiplied out"):
+        choice.pick("down", (64, 65), torch.randn(1, 65))
+
+
+def test_the_fp8_kernel_of_the_sampler_says_what_it_lacks():
+    kernel = CutlassFP8Row()
+    assert kernel.missing(Int4Group(), (64, 64), torch.bfloat16) == "this kernel multiplies fp8_row weights"
+    if not torch.cuda.is_available():
+        assert "on cpu" in str(choose(FP8Row(), (64, 64), torch.bfloat16, CPU))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "shape", "reason"),
+    [
+        ((8, 9), torch.bfloat16, (64, 64), "9.0"),
+        ((9, 0), torch.float32, (64, 64), "bf16"),
+        ((9, 0), torch.bfloat16, (64, 72), "16"),
+    ],
+)
+def test_the_fp8_kernel_is_for_some_gpus_dtypes_and_shapes(monkeypatch, capability, dtype, shape, reason):
+    monkeypatch.setattr("lit_qrl.precision.vllm_kernels.kernels._capability", lambda: capability)
+    assert reason in str(CutlassFP8Row().missing(FP8Row(), shape, dtype))
+    monkeypatch.setattr("lit_qrl.precision.vllm_kernels.kernels._capability", lambda: (9, 0))
+    assert CutlassFP8Row().missing(FP8Row(), (64, 64), torch.bfloat16) is None

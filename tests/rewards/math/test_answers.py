@@ -2,14 +2,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_qrl.rewards.math.answers import (
+from lit_qrl.rewards.math.equivalence import unescaped
+from lit_qrl.rewards.math.reward import (
     after_thinking,
     extract_answer,
     find_last_number,
     last_boxed,
     last_tagged,
     refuse,
-    unescaped,
 )
 
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_qrl.rewards.math.equivalence import _container, equivalent, settled, split_top
-from lit_qrl.rewards.math.normalize import normalize
+from lit_qrl.rewards.math.equivalence import _container, equivalent, normalize, settled, split_top
 from tests.rewards.datasets import rows
 
 PAIRS = [json.loads(line) for line in Path(__file__).with_name("math_pairs.jsonl").read_text("utf-8").splitlines()]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_qrl.rewards.math.normalize import normalize, read_number, same_number, squeezed
+from lit_qrl.rewards.math.equivalence import normalize, read_number, same_number, squeezed
 
 
 @pytest.mark.parametrize(

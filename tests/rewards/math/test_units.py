@@ -1,6 +1,6 @@
 import pytest
 
-from lit_qrl.rewards.math.units import canonical_unit, same_unit, split_unit
+from lit_qrl.rewards.math.equivalence import canonical_unit, same_unit, split_unit
 
 
 @pytest.mark.parametrize(

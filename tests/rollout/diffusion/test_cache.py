@@ -3,7 +3,7 @@ import torch
 
 from lit_qrl.network.denoising import Layout
 from lit_qrl.network.structure import cached
-from lit_qrl.rollout.diffusion.cache import CanvasCache
+from lit_qrl.rollout.diffusion.stack import CanvasCache
 from tests.networks import build_denoiser
 
 

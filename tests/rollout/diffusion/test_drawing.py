@@ -1,7 +1,7 @@
 import torch
 
 from lit_qrl.functional.diffusion import confidence, gumbel_argmax
-from lit_qrl.rollout.diffusion.drawing import Drawer
+from lit_qrl.rollout.diffusion.decode import Drawer
 from lit_qrl.types import SamplingParams
 from tests.networks import MASK, build_denoiser
 
@@ -11,9 +11,8 @@ def drawn_by(network, share=None, **sampling):
     drawer.share = share or drawer.share
     states = torch.randn(3, 4, network.config.hidden_size, generator=torch.Generator().manual_seed(0))
     noise = [torch.Generator().manual_seed(row) for row in range(3)]
-    masked = torch.ones(3, 4, dtype=torch.bool)
     with torch.no_grad():
-        return drawer, states, drawer.draw(states, masked, None, noise)
+        return drawer, states, drawer.draw(states, None, noise)
 
 
 def test_tokens_and_confidences_are_of_the_heads_logits_without_the_mask_token():

@@ -5,9 +5,7 @@ from transformers import Qwen3Config
 from lit_qrl.network.denoising import Layout
 from lit_qrl.network.structure import cached
 from lit_qrl.precision.layers.one_pass import take_one_pass
-from lit_qrl.rollout.diffusion.cache import CanvasCache
-from lit_qrl.rollout.diffusion.fused_projections import lay_together
-from lit_qrl.rollout.diffusion.stack import Stack
+from lit_qrl.rollout.diffusion.stack import CanvasCache, Stack
 from tests.networks import build_denoiser, build_network
 
 
@@ -61,18 +59,14 @@ def test_layers_that_are_not_known_are_the_librarys():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("prompts", [[4, 4], [4, 2]])
-@pytest.mark.parametrize("together", [False, True])
 @torch.no_grad()
-def test_states_on_a_gpu_are_those_of_the_librarys_forward(prompts, together):
+def test_states_on_a_gpu_are_those_of_the_librarys_forward(prompts):
     network = build_denoiser(hidden_size=256, intermediate_size=512, head_dim=64, dtype=torch.bfloat16).cuda()
     layout, tokens = canvas(prompts)
     layout = Layout(layout.positions.cuda(), None if layout.valid is None else layout.valid.cuda())
     expected = layout.states(network, tokens.cuda()).float()
     take_one_pass(network, True)
-    if together:
-        lay_together(network.model.layers, ())
     stack = Stack.of(network)
-    assert (stack.groups[0]["mlp"] is not None) == together
     angles = stack.angles(layout.positions)
     there = slice(None) if layout.valid is None else layout.valid
     found = stack.states(tokens.cuda(), angles, layout.valid).float()

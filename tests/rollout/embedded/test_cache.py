@@ -17,18 +17,34 @@ def filled(rows, width, heads=2, dim=3, layers=2, capacity=None):
     return cache
 
 
-@pytest.mark.parametrize("counts", [[3, 3], [1, 4], [2, 0]])
-def test_prompts_are_repeated_for_their_completions(counts):
-    prompts = filled(2, 5)
-    cache = SlotCache(2, 1 + sum(counts), 9)
-    cache.take(prompts, torch.tensor(counts), start=1)
-    rows = [row for row, count in enumerate(counts) for _ in range(count)]
+def test_prompts_are_placed_into_their_slots_and_no_others():
+    cache = SlotCache(2, 4, 8)
+    cache.place(filled(2, 5), owners=torch.tensor([1, 0, 1]), slots=torch.tensor([3, 0, 2]))
     for layer in range(2):
-        got = cache.slots[layer].keys[1 : 1 + len(rows), :, :5]
-        assert torch.equal(got, prompts.slots[layer].keys[rows][:, :, :5])
-        assert torch.equal(
-            cache.slots[layer].values[1 : 1 + len(rows), :, :5], prompts.slots[layer].values[rows][:, :, :5]
-        )
+        keys, values = cache.slots[layer].keys, cache.slots[layer].values
+        assert keys.shape == (4, 2, 8, 3)
+        assert keys[:, 0, 4, 0].tolist() == [4 + layer, 0, 104 + layer, 104 + layer]
+        assert values[:, 0, 4, 0].tolist() == [-4, 0, -104, -104]
+        assert (keys[:, :, 5:] == 0).all()  # what a mask hides must be finite
+
+
+def test_a_step_writes_each_row_at_its_own_column_in_the_same_memory():
+    cache = SlotCache(2, 4, 8)
+    cache.place(filled(1, 5), torch.tensor([0, 0, 0, 0]), torch.arange(4))
+    before, after = cache.slots[1].keys.clone(), cache.slots[1].values.clone()
+    memory = cache.slots[1].keys.data_ptr()
+    cache.at, cache.rows = torch.tensor([5, 2, 7]), 3
+    new = torch.arange(3 * 2 * 3).float().view(3, 2, 1, 3) + 1000
+    keys, values = cache.update(new, -new, 1)
+    for row, column in enumerate(cache.at.tolist()):
+        before[row, :, column], after[row, :, column] = new[row, :, 0], -new[row, :, 0]
+    assert torch.equal(keys, before[:3])
+    assert torch.equal(values, after[:3])
+    assert torch.equal(cache.slots[1].keys, before)
+    assert keys.data_ptr() == memory
+    assert (cache.get_mask_sizes(1, 1), cache.get_seq_length()) == ((8, 0), 0)
+    cache.move(torch.tensor([3]), torch.tensor([0]))
+    assert torch.equal(cache.slots[1].keys[0], before[3])
 
 
 def test_update_writes_in_place_and_returns_what_is_filled():

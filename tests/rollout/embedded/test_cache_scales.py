@@ -8,7 +8,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.network.adapters import merged_weights
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.network.structure import cached
-from lit_qrl.rollout.embedded.cache_scales import MARGIN, CacheScales, Rounding
+from lit_qrl.rollout.embedded.cache import MARGIN, CacheScales, Rounding
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.types import SamplingParams
@@ -143,7 +143,7 @@ def test_on_a_gpu_rollouts_are_drawn_over_rounded_keys_and_values(network, cuda_
     network = network.bfloat16().cuda()
     engine = engine_of(network, cuda_graphs=cuda_graphs)
     drawn = engine.generate(PROMPTS, 64, seed=1)
-    assert not engine._replay.trust.broken
+    assert not engine.trust.broken
     assert drawn == engine.generate(PROMPTS, 64, seed=1)
     sequences = [[*PROMPTS[index // 64], *one.token_ids] for index, one in enumerate(drawn)]
     apart = []

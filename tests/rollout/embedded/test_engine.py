@@ -467,7 +467,7 @@ def test_on_a_gpu_decode_and_score_agree(name, cuda_graphs):
     network = network.bfloat16().cuda()
     engine = engine_of(network, formats.get(name) if name else None, cuda_graphs=cuda_graphs)
     completions = engine.generate(PROMPTS, 64, seed=0)
-    assert not engine._replay.trust.broken
+    assert not engine.trust.broken
     assert completions == engine.generate(PROMPTS, 64, seed=0)
     sequences = [PROMPTS[i // 64] + completion.token_ids for i, completion in enumerate(completions)]
     differences = []
@@ -540,7 +540,7 @@ def test_rows_that_have_ended_are_handed_out_while_others_go_on(max_batch, in_sl
     tokens, stops = (24, ()) if in_slots else (12, range(3, 60, 5))
     sampling = SamplingParams(max_tokens=tokens, stop_token_ids=(EOS, *stops))
     engine = engine_of(network, sampling=sampling, max_batch=max_batch, cuda_graphs=in_slots)
-    assert engine._replay.possible == in_slots
+    assert engine.continuous == in_slots
     done, handed = [0], []
 
     def progress(ended, tokens):

@@ -7,8 +7,8 @@ import torch
 from transformers import DynamicCache
 
 from lit_qrl.network.structure import cached
+from lit_qrl.rollout.embedded.decode import InFlight
 from lit_qrl.rollout.embedded.engine import TransformersEngine
-from lit_qrl.rollout.embedded.flight import Flight, flight_of
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
@@ -130,8 +130,7 @@ def test_without_a_word_of_it_no_weights_come_on_the_way():
     engine = set_up(network, "none")
     engine.between_steps = after(1, lambda: pytest.fail("asked"))
     assert engine.generate(PROMPTS, 1, 7)
-    assert flight_of(engine, "none") is None
-    assert Flight(engine, recompute=True).version == 0
+    assert InFlight(engine, recompute=True).version == 0
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ from transformers import MistralConfig
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.embedded.cache import SlotCache
-from lit_qrl.rollout.embedded.held import grouped
+from lit_qrl.rollout.embedded.engine import grouped
 from lit_qrl.rollout.engine import Turn
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network

@@ -1,7 +1,6 @@
 import torch
 
-from lit_qrl.rollout.embedded.decode import Drawn
-from lit_qrl.rollout.embedded.leaving import Leaving
+from lit_qrl.rollout.embedded.decode import Drawn, Leaving
 
 
 class Copy:

@@ -6,8 +6,8 @@ from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, 
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
-from lit_qrl.rollout.embedded.engine import TransformersEngine
-from lit_qrl.rollout.embedded.replay import unfit
+from lit_qrl.rollout.embedded.decode import Decoder
+from lit_qrl.rollout.embedded.engine import TransformersEngine, unfit
 from lit_qrl.rollout.engine import EngineDiedError, SamplerSpec
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
@@ -34,7 +34,7 @@ def check_same(found, expected, atol=1e-5):
 def test_families_draw_the_same_in_slots(config_class, changes):
     network = build_network(config_class, **changes)
     engine = engine_of(network, cuda_graphs=True, max_batch=5)
-    assert engine._replay.possible
+    assert engine.continuous
     found = engine.generate(PROMPTS, 4, seed=1)
     check_same(found, engine_of(network, cuda_graphs=False).generate(PROMPTS, 4, seed=1))
     check_log_probs(network, PROMPTS, found, 4)
@@ -95,38 +95,37 @@ def test_completions_are_handed_over_by_their_numbers():
 def test_batch_invariant_runs_keep_their_promise(caplog):
     network = build_network()
     engine = engine_of(network, cuda_graphs=True, batch_invariant=True)
-    assert not engine._replay.possible
+    assert not engine.continuous
     assert "batch_invariant is on" in caplog.text
     alone = engine.generate(PROMPTS[:1], 3, seed=1)
     assert engine.generate(PROMPTS, 3, seed=1)[:3] == alone
 
 
 def test_it_is_left_to_gpus_where_it_is_left_open():
-    assert not engine_of(build_network(), cuda_graphs="auto")._replay.possible
+    assert not engine_of(build_network(), cuda_graphs="auto").continuous
     with pytest.raises(ConfigError, match="cuda_graphs is unknown"):
         engine_of(build_network(), cuda_graphs="maybe")
 
 
 def test_a_call_that_memory_does_not_do_for_is_drawn_in_fewer_slots(monkeypatch, caplog):
-    from lit_qrl.rollout.embedded.slots import SlotDecoder
-
     network = build_network()
     engine = engine_of(network, cuda_graphs=True)
-    allocate, asked = SlotDecoder._allocate, []
+    allocate, asked = Decoder._allocate, []
 
-    def short(self, rows, width):
-        asked.append(self.slots)
-        if self.slots > 4:
+    def short(self, rows, slots):
+        asked.append(slots)
+        if slots > 4:
             raise MemoryError
-        allocate(self, rows, width)
+        return allocate(self, rows, slots)
 
-    monkeypatch.setattr(SlotDecoder, "_allocate", short)
+    monkeypatch.setattr(Decoder, "_allocate", short)
     found = engine.generate(PROMPTS, 4, seed=1)
     assert asked == [16, 8, 4]
-    check_same(found, engine_of(network).generate(PROMPTS, 4, seed=1))
     engine.generate(PROMPTS, 4, seed=1)
     assert asked[3:] == [4]
-    monkeypatch.setattr(SlotDecoder, "_allocate", lambda self, rows, width: (_ for _ in ()).throw(MemoryError()))
+    monkeypatch.setattr(Decoder, "_allocate", allocate)
+    check_same(found, engine_of(network).generate(PROMPTS, 4, seed=1))
+    monkeypatch.setattr(Decoder, "_allocate", lambda self, rows, slots: (_ for _ in ()).throw(MemoryError()))
     with pytest.raises(EngineDiedError, match="one sequence"):
         engine.generate(PROMPTS, 4, seed=1)
 
@@ -151,8 +150,8 @@ def test_replayed_steps_draw_what_launched_ones_draw(name, sampling, caplog, mon
     format = name and formats.get(name)
     replayed = engine_of(network, format, params, cuda_graphs=True, max_batch=12)
     found = replayed.generate(PROMPTS, 8, seed=5)
-    assert replayed._replay.trust.checked
-    assert not replayed._replay.trust.broken, caplog.text
+    assert replayed.trust.checked
+    assert not replayed.trust.broken, caplog.text
     check_same(replayed.generate(PROMPTS, 8, seed=5), found, atol=1e-6)
 
     def refuse(*args):
@@ -161,7 +160,7 @@ def test_replayed_steps_draw_what_launched_ones_draw(name, sampling, caplog, mon
     monkeypatch.setattr(graphs, "record", refuse)
     launched = engine_of(network, format, params, cuda_graphs=True, max_batch=12)
     check_same(launched.generate(PROMPTS, 8, seed=5), found, atol=1e-6)
-    assert launched._replay.trust.broken
+    assert launched.trust.broken
     old = engine_of(network, format, params, max_batch=12).generate(PROMPTS, 8, seed=5)
     # Where bf16 rounds otherwise, a token at an edge may differ, and all after it.
     first = [left.token_ids[0] == right.token_ids[0] for left, right in zip(found, old, strict=True)]
@@ -181,8 +180,8 @@ def test_on_a_gpu_steps_under_the_learners_autocast_are_recorded_and_have_its_lo
     publish(engine, network)
     handed = []
     found = engine.generate(PROMPTS, 8, seed=5, finished=lambda some: handed.append(dict(some)))
-    assert engine._replay.trust.checked
-    assert not engine._replay.trust.broken, caplog.text
+    assert engine.trust.checked
+    assert not engine.trust.broken, caplog.text
     with torch.autocast("cuda", dtype):
         assert engine.generate(PROMPTS, 8, seed=5) == found
     assert len(handed) > 1  # some ended while others were drawn

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from lit_qrl.network.head import SamplerHead
-from lit_qrl.rollout.embedded import scoring
-from lit_qrl.rollout.embedded.cache_scales import Rounding
+from lit_qrl.rollout.embedded import engine as scoring
+from lit_qrl.rollout.embedded.cache import Rounding
 from tests.networks import build_network
 
 SEQUENCES = [[5, 6, 7, 8, 9, 2], [4, 4], [3, 3, 12, 1], [10, 11, 6]]

@@ -2,10 +2,8 @@ import pytest
 import torch
 
 from lit_qrl.rollout import graphs
-from lit_qrl.rollout.embedded import slots
-from lit_qrl.rollout.embedded.decode import Decoder, Piece
+from lit_qrl.rollout.embedded.decode import CHECK, Decoder, Piece, sizes_of
 from lit_qrl.rollout.embedded.sampling import uniforms
-from lit_qrl.rollout.embedded.slots import SlotDecoder, sizes_of
 from lit_qrl.rollout.graphs import Trust
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
@@ -29,9 +27,9 @@ def batch(network, sampling=SAMPLING):
 
 
 def in_slots(network, count, sampling=SAMPLING, trust=None, replays=False, report=lambda *said: None):
-    decoder = SlotDecoder(Decoder(network, sampling), count, trust or Trust())
-    decoder._replays = replays
-    return decoder.run(PROMPTS, PIECES, random, report)
+    decoder = Decoder(network, sampling, trust=trust or Trust())
+    decoder.replays = replays
+    return decoder.run(PROMPTS, PIECES, random, report, count)
 
 
 def check_same(found, expected):
@@ -74,16 +72,16 @@ def test_every_look_is_reported_and_the_last_one_is_exact(network):
 
 def test_prompts_are_prefilled_once_and_slots_stay_full(network, monkeypatch):
     prefilled, widths = [], []
-    prefill, step = SlotDecoder._prefilled, SlotDecoder._step
+    prefill, step = Decoder._prefilled, Decoder._step
     monkeypatch.setattr(
-        SlotDecoder, "_prefilled", lambda self, numbers, of: prefilled.extend(numbers) or prefill(self, numbers, of)
+        Decoder, "_prefilled", lambda self, numbers, *of: prefilled.extend(numbers) or prefill(self, numbers, *of)
     )
-    monkeypatch.setattr(SlotDecoder, "_step", lambda self: widths.append(self.size) or step(self))
+    monkeypatch.setattr(Decoder, "_step", lambda self: widths.append(self.size) or step(self))
     drawn = in_slots(network, 8)
     assert prefilled == [piece.prompt for piece in PIECES]
     # Every slot draws one row after the other: as few steps as there can be, but for the looks that come late.
     tokens = int(drawn.length.sum())
-    assert tokens / 8 - 3 <= len(widths) <= tokens / 8 + 12 + 3 * 2 * slots.CHECK
+    assert tokens / 8 - 3 <= len(widths) <= tokens / 8 + 12 + 3 * 2 * CHECK
     assert set(widths) <= set(sizes_of(8))
     assert widths == sorted(widths, reverse=True)
 
@@ -117,12 +115,6 @@ def pretend(monkeypatch):
     def replay_by(graph):
         monkeypatch.setattr(graphs, "record", graph)
         monkeypatch.setattr(Repeated, "made", 0)
-        monkeypatch.setattr(SlotDecoder, "_look", lambda self: looked(self))
-        monkeypatch.setattr(SlotDecoder, "_on", lambda self, numbers: torch.as_tensor(numbers))
-
-    def looked(decoder):
-        found = torch.stack((decoder.state.ended.long(), decoder.state.drawn))
-        return slots.Look(found, [None if seat is None else seat.row for seat in decoder.seats], None)
 
     return replay_by
 

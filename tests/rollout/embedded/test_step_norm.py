@@ -6,8 +6,8 @@ import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from lit_qrl import rollout
-from lit_qrl.rollout.embedded import step_norm
-from lit_qrl.rollout.embedded.step_norm import StepNorm, take_step_norms
+from lit_qrl.rollout.embedded import attention
+from lit_qrl.rollout.embedded.attention import StepNorm, take_step_norms
 from tests.networks import build_network
 
 
@@ -24,7 +24,7 @@ def calls(monkeypatch):
     module = SimpleNamespace(norm=norm, WIDEST=16384)
     monkeypatch.setitem(sys.modules, "lit_qrl.rollout.norm_triton", module)
     monkeypatch.setattr(rollout, "norm_triton", module, raising=False)
-    monkeypatch.setattr(step_norm.dispatch, "available", lambda x: True)
+    monkeypatch.setattr(attention.dispatch, "available", lambda x: True)
     return asked
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from lit_qrl.receipts.checksum import slices
 from lit_qrl.receipts.ledger import ReceivedLedger, SentLedger, compare
-from lit_qrl.receipts.slices import slices
 from lit_qrl.rollout.vllm.live_model import Held, Narrower, by_stack
 from lit_qrl.rollout.vllm.locations import ExpertPlace, Place
 from tests.operations import counted

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lit_qrl.formats.int4_group import Int4Group
-from lit_qrl.receipts.slices import slice_of, slices
+from lit_qrl.receipts.checksum import slice_of, slices
 from lit_qrl.rollout.vllm import locations
 from lit_qrl.rollout.vllm.locations import (
     Cutter,

@@ -1,0 +1,456 @@
+"""Checkpoint files: whole or not at all, written in the background; whose they are; and in parts."""
+
+import errno
+import os
+import shutil
+import threading
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.serialization import get_crc32_options, set_crc32_options
+from torch.utils import _pytree as pytree
+
+from lit_qrl.errors import ConfigError, StoppedError
+
+_staging: ContextVar[bool] = ContextVar("staging", default=False)
+
+
+class Later:
+    """What a staged checkpoint will hold in a place, known when it is written.
+
+    Args:
+        made: returns it, in the thread that writes.
+    """
+
+    def __init__(self, made: Callable[[], Any]) -> None:
+        self.made = made
+
+
+def when_written(made: Callable[[], Any]) -> Any:
+    """Return what a checkpoint holds in a place: at once, or a `Later` where it is written in the background.
+
+    >>> when_written(lambda: 2)
+    2
+    """
+    return Later(made) if _staging.get() else made()
+
+
+@contextmanager
+def staging() -> Iterator[None]:
+    """Say that the checkpoint which is made meanwhile goes to `CheckpointFiles.save`."""
+    token = _staging.set(True)
+    try:
+        yield
+    finally:
+        _staging.reset(token)
+
+
+class CheckpointFiles:
+    """Writes one checkpoint at a time, in a thread of its own.
+
+    `save` copies every tensor into buffers on the host, which the next save uses again, and returns; the thread writes
+    the file beside its place, forces it to the disk, and moves it there, so that whoever reads finds the previous
+    checkpoint or the new one. Further targets are names of the same file where the disk can give one more than one. An
+    error of the thread is raised by the next `save` or `wait`.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._target = Path()
+
+    def save(self, checkpoint: dict[str, Any], targets: Sequence[Path]) -> None:
+        """Stage a checkpoint and begin to write it to every target, after the one before it is written.
+
+        Args:
+            checkpoint: anything that `torch.save` takes; its tensors may change as soon as this returns. The thread
+                puts in what is to come later.
+            targets: the files.
+
+        Raises:
+            StoppedError: when the checkpoint before could not be written.
+        """
+        self.wait()
+        staged = self._stage(checkpoint)
+        self._thread = threading.Thread(target=self._write, args=(staged, list(targets)), name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when everything is written.
+
+        Raises:
+            StoppedError: when it could not be.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise StoppedError(_sentence(self._target, error)) from error
+
+    @property
+    def writing(self) -> bool:
+        """True while a file is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def _stage(self, checkpoint: dict[str, Any]) -> Any:
+        """Return the checkpoint with every tensor in a buffer on the host."""
+        leaves, structure = pytree.tree_flatten(checkpoint)
+        free, self._buffers = self._buffers, defaultdict(list)
+        copies: dict[tuple[Any, ...], Tensor] = {}
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                key = leaf.data_ptr(), leaf.dtype, leaf.size(), leaf.stride()
+                if key not in copies or not leaf.numel():  # tied weights are one tensor in the file too
+                    copies[key] = self._copy(leaf.detach(), free)
+                leaves[index] = copies[key]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return pytree.tree_unflatten(leaves, structure)
+
+    def _copy(self, tensor: Tensor, free: dict[tuple[Any, ...], list[Tensor]]) -> Tensor:
+        on_gpu = tensor.device.type == "cuda"
+        kind = tensor.dtype, tensor.shape, on_gpu
+        found = free[kind].pop() if free.get(kind) else None
+        if found is None:
+            found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+        found.copy_(tensor, non_blocking=on_gpu)
+        self._buffers[kind].append(found)
+        return found
+
+    def _write(self, staged: Any, targets: list[Path]) -> None:
+        for target in targets:
+            self._target = target
+            partial = target.with_name(f".{target.name}.partial")
+            try:
+                if target == targets[0] or not _same_file(targets[0], partial):
+                    staged = pytree.tree_map(lambda leaf: leaf.made() if isinstance(leaf, Later) else leaf, staged)
+                    with partial.open("wb") as file, _without_sums():
+                        torch.save(staged, file)
+                        file.flush()
+                        os.fsync(file.fileno())
+                os.replace(partial, target)
+                _sync_folder(target.parent)
+            except BaseException as error:
+                self._error = error
+                with suppress(OSError):
+                    partial.unlink(missing_ok=True)
+                return
+
+
+@contextmanager
+def _without_sums() -> Iterator[None]:
+    """Leave out the sums that `torch.load` does not look at: the run would stand still while they are made."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
+def _same_file(written: Path, name: Path) -> bool:
+    """Give a file that is never written again, only replaced, another name; return whether the disk can."""
+    name.unlink(missing_ok=True)
+    try:
+        os.link(written, name)
+    except OSError:  # file systems without hard links, or with as many as they allow
+        return False
+    return True
+
+
+def _sync_folder(folder: Path) -> None:
+    """Force the names in a folder to the disk, where the system can."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _sentence(target: Path, error: BaseException) -> str:
+    # torch's own writer turns an error of the file into one of its own
+    error = error.__context__ if isinstance(error.__context__, OSError) else error
+    what = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "Free some space" if full or "failed writing" in str(error) else "See that the folder can be written"
+    kept = f"The one before it is whole: {target}." if target.exists() else "No checkpoint had been written before it."
+    return f"A checkpoint could not be written: {what}. {kept} {remedy}, and go on with --ckpt_path last."
+
+
+class Cadence:
+    """How often to save so that it costs at most a share of the time.
+
+    Args:
+        share: of the wall time.
+
+    >>> cadence = Cadence(0.02)
+    >>> cadence.due(10.0)
+    True
+    >>> cadence.saved(10.0, 11.0)
+    >>> cadence.due(60.0), cadence.due(61.0)
+    (False, True)
+    """
+
+    def __init__(self, share: float = 0.02) -> None:
+        self.share = share
+        self._cost = 0.0
+        self._last: float | None = None
+
+    def due(self, now: float | None = None) -> bool:
+        """Return whether a save of what the last one cost, in seconds, is within the share."""
+        now = time.perf_counter() if now is None else now
+        return self._last is None or now - self._last >= self._cost / self.share
+
+    def saved(self, began: float, ended: float) -> None:
+        """Note that a save kept the run waiting from `began` to `ended`, in seconds."""
+        self._cost, self._last = ended - began, ended
+
+
+SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
+"""What tells one model from another in its config."""
+SAMPLED = 64
+"""Numbers of each tensor that tell one base from another, spread over it."""
+
+
+def identity(policy: Any) -> dict[str, Any]:
+    """Return what a checkpoint says about the policy it is of: the model's shape and its adapter's.
+
+    Args:
+        policy: with the model's `config`, and `lora`, a PEFT config or None.
+    """
+    config = policy.config.get_text_config()
+    shape = {name: getattr(config, name, None) for name in SHAPE}
+    lora = policy.lora
+    adapter = {"adapter": None if lora is None else str(lora.peft_type.value), "rank": getattr(lora, "r", None)}
+    return {**shape, **adapter}
+
+
+def check_identity(checkpoint: dict[str, Any], policy: Any) -> None:
+    """Raise `ConfigError` when a checkpoint is of another model, or of no policy at all.
+
+    Args:
+        checkpoint: as `torch.load` returns it; no tensor is read.
+        policy: that is to be restored.
+    """
+    saved, own = checkpoint.get("policy"), identity(policy)
+    if not isinstance(saved, dict):
+        raise ConfigError(
+            "The checkpoint holds no policy.", expected="one that a run of lit-qrl saved", remedy="Check --ckpt_path."
+        )
+    differing = [name for name in own if saved.get(name) != own[name]]
+    if differing:
+        raise ConfigError(
+            "The checkpoint is of another model.",
+            expected=", ".join(f"{name} {own[name]}" for name in differing),
+            given=", ".join(f"{name} {saved.get(name)}" for name in differing),
+            remedy="Set model.policy to what the checkpoint was trained from, or start without --ckpt_path.",
+        )
+
+
+def describe_frozen(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return what a checkpoint says about the frozen weights that it leaves out: names, dtype and a fingerprint.
+
+    The fingerprint is a short digest of names, shapes and some numbers of each tensor: equal for equal tensors.
+
+    >>> one, other = (describe_frozen({"w": torch.full((3,), value)}) for value in (1.0, 2.0))
+    >>> one["names"], one["dtype"], one["fingerprint"] == other["fingerprint"]
+    (['w'], 'float32', False)
+    """
+    digest, samples = blake2b(digest_size=8), []
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        # What processes share (a DTensor) is made whole, one at a time.
+        flat = getattr(tensor.detach(), "full_tensor", tensor.detach)().flatten()
+        if flat.is_floating_point():
+            samples.append(flat[:: max(flat.numel() // SAMPLED, 1)][:SAMPLED].float())
+    if samples:  # one transfer
+        digest.update(torch.cat([sample.to(samples[0].device) for sample in samples]).cpu().numpy().tobytes())
+    dtype = next((str(one.dtype).removeprefix("torch.") for one in tensors.values() if one.is_floating_point()), None)
+    return {"names": list(tensors), "dtype": dtype, "fingerprint": digest.hexdigest()}
+
+
+def check_frozen(checkpoint: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Raise `ConfigError` when the frozen weights that a checkpoint leaves out are not the ones loaded here.
+
+    Args:
+        checkpoint: as `torch.load` returns it.
+        tensors: the policy's weights, by the checkpoint's names; others than the frozen ones do not matter.
+    """
+    saved = checkpoint["policy"].get("frozen")
+    if saved is None:
+        return
+    own = describe_frozen({name: tensors[name] for name in saved["names"] if name in tensors})
+    if own["fingerprint"] != saved["fingerprint"]:
+        raise ConfigError(
+            "The checkpoint's adapter was trained over another base.",
+            expected=f"frozen weights with fingerprint {saved['fingerprint']}",
+            given=own["fingerprint"],
+            remedy="Set model.policy to the model and the dtype that the run started from.",
+        )
+
+
+FOLDER = "parts"
+"""Under this key a checkpoint names the folder, beside its file, that holds its divided tensors."""
+
+
+def take_parts(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
+    """Take the divided tensors out of weights and optimizer states, and return them by one name each.
+
+    Args:
+        checkpoint: as the Trainer makes it; the rest stays.
+    """
+    found: dict[str, Tensor] = {}
+    weights = checkpoint["state_dict"]
+    found |= {weight_key(name): weights.pop(name) for name in list(weights) if isinstance(weights[name], DTensor)}
+    for number, optimizer in enumerate(checkpoint.get("optimizer_states", ())):
+        for index, kept in optimizer["state"].items():
+            for name in [name for name, value in kept.items() if isinstance(value, DTensor)]:
+                found[state_key(number, index, name)] = kept.pop(name)
+    return found
+
+
+def weight_key(name: str) -> str:
+    """Return under which name a weight is written.
+
+    >>> weight_key("policy.model.norm.weight")
+    'weights.policy.model.norm.weight'
+    """
+    return f"weights.{name}"
+
+
+def state_key(number: int, index: int, name: str) -> str:
+    """Return under which name what an optimizer keeps of a parameter is written.
+
+    Args:
+        number: of the optimizer.
+        index: of the parameter.
+        name: of what is kept.
+
+    >>> state_key(0, 12, "exp_avg")
+    'optimizers.0.12.exp_avg'
+    """
+    return f"optimizers.{number}.{index}.{name}"
+
+
+def written_states(keys: Iterable[str], number: int) -> Iterator[tuple[int, str]]:
+    """Yield index of the parameter and name of what optimizer `number` keeps of it.
+
+    >>> list(written_states(["weights.a", "optimizers.0.12.exp_avg", "optimizers.1.0.exp_avg"], 0))
+    [(12, 'exp_avg')]
+    """
+    for key in keys:
+        if key.startswith(f"optimizers.{number}."):
+            index, _, name = key.split(".", 2)[2].partition(".")
+            yield int(index), name
+
+
+def new_folder(beside: Path, step: int) -> Path:
+    """Return a folder for the parts of a checkpoint that no other one has; it is not made.
+
+    Args:
+        beside: the checkpoint's file.
+        step: of the optimizer.
+    """
+    names = (f"parts-{step}{f'-{again}' if again else ''}" for again in range(10**6))
+    return next(folder for name in names if not (folder := beside.parent / name).exists())
+
+
+def write_parts(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Write tensors, each process its own parts; returns when all are on the disk."""
+    dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder))
+
+
+def read_parts(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Fill tensors, each process its own parts, whatever the number of processes that wrote them."""
+    if tensors:
+        _load(dict(tensors), folder)
+
+
+def _load(tensors: dict[str, Any], folder: Path, **options: Any) -> None:
+    with warnings.catch_warnings():  # a process that reads alone is told that it does
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), **options)
+
+
+def parts_of(checkpoint: Mapping[str, Any], path: str | Path) -> Path | None:
+    """Return the folder of a checkpoint's divided tensors, or None of one whose tensors are in its file.
+
+    Args:
+        checkpoint: as `torch.load` returns it.
+        path: its file.
+
+    Raises:
+        ConfigError: for a folder that is not there.
+    """
+    if FOLDER not in checkpoint:
+        return None
+    folder = Path(path).parent / checkpoint[FOLDER]
+    if not (folder / ".metadata").is_file():
+        raise ConfigError(
+            f"The checkpoint {path} was written in parts, and they are not beside it.",
+            expected=f"the folder {folder} with its .metadata",
+            remedy="Move or copy a checkpoint together with its folder.",
+        )
+    return folder
+
+
+def shapes_of(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return shape and dtype of every tensor that was written in parts, by its name there."""
+    found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {key: (one.size, one.properties.dtype) for key, one in found.items() if hasattr(one, "size")}  # pyright: ignore
+
+
+def put_together(checkpoint: dict[str, Any], path: str | Path, optimizers: bool = True) -> None:
+    """Put whole tensors, on the host, where a checkpoint had them divided; one without parts stays as it is.
+
+    Args:
+        checkpoint: as `torch.load` returns it.
+        path: its file.
+        optimizers: their states too, not the weights alone.
+    """
+    folder = parts_of(checkpoint, path)
+    if folder is None:
+        return
+    shapes = shapes_of(folder)
+    wanted = [key for key in shapes if optimizers or key.startswith(weight_key(""))]
+    whole: dict[str, Any] = {key: torch.empty(shapes[key][0], dtype=shapes[key][1]) for key in wanted}
+    _load(whole, folder, no_dist=True)
+    prefix = weight_key("")
+    names = {key.removeprefix(prefix): whole[key] for key in whole if key.startswith(prefix)}
+    checkpoint["state_dict"] = {**checkpoint["state_dict"], **names}
+    for number, optimizer in enumerate(checkpoint.get("optimizer_states", ()) if optimizers else ()):
+        for index, name in written_states(whole, number):
+            optimizer["state"][index][name] = whole[state_key(number, index, name)]
+    del checkpoint[FOLDER]
+
+
+def remove_unused(folder: Path, kept: Path) -> None:
+    """Remove the parts that no checkpoint of a folder names.
+
+    Args:
+        folder: of the checkpoints.
+        kept: parts of the checkpoint that is being written.
+    """
+    named = {kept.name}
+    for file in folder.glob("*.ckpt"):
+        try:
+            named.add(torch.load(file, map_location="meta", weights_only=True, mmap=True).get(FOLDER, ""))
+        except Exception:  # of a damaged file it is not known what it names
+            return
+    for parts in folder.glob("parts-*"):
+        if parts.name not in named:
+            shutil.rmtree(parts, ignore_errors=True)
