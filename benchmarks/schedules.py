@@ -63,8 +63,7 @@ def run(args: argparse.Namespace, seed: int, schedule: str, correction: str, dea
     options = {
         "seed_everything": seed,
         "model.policy.model": "models/tiny-countdown",
-        "data.engine": "RemoteEngine",
-        "data.engine.engine": "TransformersEngine",
+        "data.engine": "RemoteVLLMEngine",
         **SCHEDULES[schedule],
         "model.optimizer.lr": args.lr,
         "trainer.max_epochs": args.iterations,

@@ -25,9 +25,8 @@ def test_vllm_reads_the_folder(name, source, tmp_path):
     from transformers import AutoModelForCausalLM
     from vllm import LLM, SamplingParams
 
-    from lit_qrl.rollout.vllm.process import kept_process_state, prepare_environment
-    from lit_qrl.rollout.vllm.shutdown import shutdown
-    from lit_qrl.rollout.vllm.start import undone_on_failure
+    from lit_qrl.rollout.vllm.arguments import EXTENSION
+    from lit_qrl.rollout.vllm.process import kept_process_state, prepare_environment, shutdown, undone_on_failure
     from tests import vllm_cpu_shim
 
     prepare_environment(deep_gemm=False, kv_cache_gib=None)  # in this process, where the shim is
@@ -47,6 +46,7 @@ def test_vllm_reads_the_folder(name, source, tmp_path):
             kv_cache_memory_bytes=64 * 2**20,
             disable_log_stats=True,
             distributed_executor_backend="uni",
+            worker_extension_cls=EXTENSION,
         )
     prompt = torch.randint(3, VOCABULARY, (40,), generator=generator).tolist()
     sampling = SamplingParams(max_tokens=8, temperature=1.0, seed=1, logprobs=1, ignore_eos=True, detokenize=False)

@@ -262,9 +262,10 @@ class RemoteEngine(RolloutEngine):
 
     def discard(self) -> None:
         """Give up the servers that died, of which the rest hears nothing; they were started again already."""
-        if all(server.ready for server in self.servers):
+        if all(server.ready for server in self.servers):  # all are to begin anew, maybe with another format
             for server in self.servers:
-                server.restart()
+                server.close()
+            self._remove_folder()
 
     def close(self) -> None:
         """End the servers that the run started, and give back what it made."""
@@ -273,6 +274,9 @@ class RemoteEngine(RolloutEngine):
             server.close()
         self._leave()
         self._kept, self._usable = ("", {}), False
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
         if self._folder is not None:
             folder.remove(self._folder)
             self._folder = None

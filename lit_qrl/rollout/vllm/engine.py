@@ -57,9 +57,14 @@ from lit_qrl.rollout.vllm.locations import undescribed, weight_bytes
 from lit_qrl.rollout.vllm.models import check_model, refused_model
 from lit_qrl.rollout.vllm.parallel import joined, shown
 from lit_qrl.rollout.vllm.patches import apply_all
-from lit_qrl.rollout.vllm.process import kept_process_state, own_world, prepare_environment
-from lit_qrl.rollout.vllm.shutdown import collect_memory, shutdown
-from lit_qrl.rollout.vllm.start import undone_on_failure
+from lit_qrl.rollout.vllm.process import (
+    collect_memory,
+    kept_process_state,
+    own_world,
+    prepare_environment,
+    shutdown,
+    undone_on_failure,
+)
 from lit_qrl.rollout.vllm.upkeep import unlock_workspaces
 from lit_qrl.rollout.vllm.watchdog import Watchdog
 from lit_qrl.run.console import phase, without_bars

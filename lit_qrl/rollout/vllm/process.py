@@ -1,14 +1,20 @@
-"""The process that an engine runs in: its environment, and what an engine changes of it."""
+"""The process that an engine runs in: its environment, a start that fails and leaves it as it was, and the end."""
 
+import gc
+import logging
 import os
 import random
-from collections.abc import Iterator
+import sys
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed import distributed_c10d
+
+from lit_qrl.rollout.vllm.upkeep import forget_graph_pool, hold_pools, release_pools
 
 
 def environment_of(deep_gemm: bool, kv_cache_gib: float | None, first_runner: bool = False) -> dict[str, str]:
@@ -149,3 +155,134 @@ def kept_process_state(seed: int | None = None) -> Iterator[None]:
         numpy.random.set_state(state[2])
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
+
+
+PAYS_FROM = 50_000
+"""Decode steps from which a compiled start is over sooner: it takes about a minute more, and a step 1 to 2 ms less."""
+
+
+def compilation(quick_start: bool | Literal["auto"], decode_steps: int) -> dict[str, Any]:
+    """Return vLLM's argument for a start without compilation, or none where it compiles, as on a CPU it may.
+
+    Args:
+        quick_start: as of `VLLMEngine`.
+        decode_steps: that the run plans, 0 where nobody knows.
+    """
+    quick = decode_steps < PAYS_FROM if quick_start == "auto" else quick_start
+    if not quick or not torch.cuda.is_available():
+        return {}
+    return {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+
+
+@contextmanager
+def undone_on_failure(remove_folder: Callable[[], None]) -> Iterator[None]:
+    """Take back on an exception what vLLM's start has changed: environment, process groups, memory, and its folder.
+
+    Generators and `torch.set_num_threads` are restored in any case, by `process.kept_process_state`.
+    """
+    environment, owns_process_group = dict(os.environ), not torch.distributed.is_initialized()
+    groups = _groups()  # those of an engine that runs already
+    handled = sys.exception()
+    try:
+        yield
+    except BaseException as error:
+        _clear_frames(error, handled)
+        _leave_groups(groups, owns_process_group)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        remove_folder()
+        collect_memory()
+        raise
+
+
+def _clear_frames(error: BaseException, handled: BaseException | None) -> None:
+    """Drop the local variables of the frames that an exception came through: they hold the unfinished engine.
+
+    Args:
+        error: of the start.
+        handled: what the caller was handling when it began; its frames are not the engine's.
+    """
+    seen = {id(handled)}
+    pending: list[BaseException | None] = [error]
+    while pending:
+        one = pending.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            pending += [one.__cause__, one.__context__]
+
+
+def _groups() -> dict[str, Any]:
+    """Return the process groups that vLLM keeps in this process, by the names of its variables."""
+    state = sys.modules.get("vllm.distributed.parallel_state")
+    if state is None:
+        return {}
+    return {name: value for name, value in vars(state).items() if isinstance(value, state.GroupCoordinator)}
+
+
+def _leave_groups(before: dict[str, Any], owns_process_group: bool) -> None:
+    """End the groups that are not among those of before, and torch's own process group if the start made it."""
+    state: Any = sys.modules.get("vllm.distributed.parallel_state")
+    if state is None:
+        return
+    if owns_process_group:
+        state.cleanup_dist_env_and_memory()
+        forget_graph_pool()
+        return
+    made = {name: group for name, group in _groups().items() if name not in before}
+    for group in {id(group): group for group in made.values()}.values():  # one may have several names
+        group.destroy()
+    for name in made:
+        setattr(state, name, None)
+
+
+log = logging.getLogger(__name__)
+
+
+def shutdown(llm: Any, owns_process_group: bool, keep_weights: bool = False) -> None:
+    """End an in-process engine and free its GPU memory, whoever still refers to it.
+
+    Args:
+        llm: the engine.
+        owns_process_group: the engine made the process group, so it is destroyed.
+        keep_weights: a learner computes with them.
+    """
+    from vllm.distributed import parallel_state
+
+    ((model, storages),) = llm.collective_rpc("held_at_the_end", args=(keep_weights,))
+    hold_pools()
+    with others_group_kept(owns_process_group):
+        try:
+            llm.llm_engine.engine_core.shutdown()
+        except Exception as error:  # of an engine that died
+            log.warning("vLLM did not shut down cleanly: %s: %s", type(error).__name__, error)
+        _forget_reloads(model)
+        # Its argument is the model, from which the watched loaders lead back to the engine: alone it would never run.
+        finalizer = getattr(llm.llm_engine, "_finalizer", None)
+        if finalizer is not None:
+            finalizer()
+    for storage in storages:
+        storage.resize_(0)
+    forget_graph_pool()
+    if owns_process_group:
+        parallel_state.cleanup_dist_env_and_memory()
+    else:
+        parallel_state.destroy_model_parallel()
+        end_world()
+
+
+def _forget_reloads(model: nn.Module) -> None:
+    """Drop what vLLM keeps of a model's layers: by weak reference, but the watched loaders refer to the model."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for module in model.modules():
+        layerwise.LAYERWISE_INFO.pop(module, None)
+
+
+def collect_memory() -> None:
+    """Give back what an engine held; nothing may refer to it any more, and its own objects refer to each other."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        release_pools()

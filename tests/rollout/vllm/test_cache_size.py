@@ -6,7 +6,7 @@ from transformers import Gemma3TextConfig, Mamba2Config, Qwen2Config
 
 from lit_qrl import formats
 from lit_qrl.network.structure import outline
-from lit_qrl.rollout.vllm.cache_size import sufficient_cache, whole_cache
+from lit_qrl.rollout.vllm.arguments import sufficient_cache, whole_cache
 
 NETWORK = outline(
     Qwen2Config(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lit_qrl.rollout.engine import EngineDiedError
-from lit_qrl.rollout.vllm import start as vllm_start
+from lit_qrl.rollout.vllm import process as vllm_start
 from tests.vllm_engines import build_engine, disagreement, publish, tiny_network
 
 WHERE = {
