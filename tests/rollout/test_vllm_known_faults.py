@@ -31,7 +31,7 @@ from tests.vllm_engines import (
 
 pytestmark = pytest.mark.vllm
 
-PACKS_ON_CPU = (0, 32)  # from this version on the CPU build packs experts and heads, and forgets it in a reload
+PACKS_ON_CPU = (0, 27)  # from this version on the CPU build packs experts and heads, and forgets it in a reload
 
 
 def named(faults):

@@ -117,7 +117,7 @@ class LiveAdapter:
         if lacking:
             raise PublishError([Fault("missing", name) for name in lacking], ledger.version)
         if not self._registered:
-            register_adapter(self.live.runner, self.config["r"], ADAPTER_ID)
+            register_adapter(self.live.runner.lora_manager, self.config["r"], ADAPTER_ID)
             self._registered = True
         for name in layers:
             self._replace(name, given[name + _A], given[name + _B], ledger)

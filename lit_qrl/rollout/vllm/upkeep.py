@@ -40,18 +40,18 @@ def _is_wrapper(module: nn.Module) -> bool:
     return type(module).__name__.endswith("WithLoRA") and isinstance(getattr(module, "base_layer", None), nn.Module)
 
 
-def register_adapter(runner: Any, rank: int, slot: int) -> None:
+def register_adapter(manager: Any, rank: int, slot: int) -> None:
     """Make room for an adapter of zeros in a running engine: vLLM reads one from files alone.
 
     Args:
-        runner: of the engine's model.
+        manager: vLLM's, of the adapters of a model runner.
         rank: of the adapter.
         slot: the id of its requests.
     """
     from vllm.lora.request import LoRARequest
 
-    runner.lora_manager.add_dummy_lora(LoRARequest("policy", slot, "in-memory"), rank)
-    runner.lora_manager._adapter_manager.activate_adapter(slot)
+    manager.add_dummy_lora(LoRARequest("policy", slot, "in-memory"), rank)
+    manager._adapter_manager.activate_adapter(slot)
 
 
 def forget_kernels(model: nn.Module) -> None:

@@ -1,5 +1,6 @@
 """What makes a decoding step shorter, of the GPU's work and of the host's beside it."""
 
+import os
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -167,6 +168,8 @@ def lists_of_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
     def tolists(self: Any, *args: Any, **named: Any) -> Any:
         arrays = original(self, *args, **named)
         words, logprobs, ranks, starts = arrays
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":  # what takes them in another process gets arrays
+            return arrays
         if starts is not None or logprobs.ndim != 2 or logprobs.shape[1] != 1:
             return arrays
         if type(arrays) not in kinds:

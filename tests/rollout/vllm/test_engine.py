@@ -1,6 +1,7 @@
 """The real vLLM on CPU: every format is loaded, published again, verified, and followed by what is generated."""
 
 import copy
+import logging
 import weakref
 
 import pytest
@@ -328,7 +329,9 @@ def test_memory_is_counted_once(plain):
     assert 0 < engine.weight_bytes() <= sum(p.numel() * 4 for p in network.parameters()) * 1.2
 
 
-def test_a_closed_engine_leaves_nothing_in_memory():
+def test_a_closed_engine_leaves_nothing_in_memory(monkeypatch):
+    # 0.29 logs a traceback (it has no tokenizer to warm up), of which pytest would keep the frames.
+    monkeypatch.setattr(logging.getLogger("vllm.renderers.base"), "disabled", True)
     network = tiny_network()
     engine = build_engine(network)
     publish(network, engine, None, 1)

@@ -230,7 +230,8 @@ def taken(made, steps, read, update):
 @pytest.mark.vllm
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("columns", [1, 3])
-def test_requests_have_what_vllm_gives_them(flat, columns):
+def test_requests_have_what_vllm_gives_them(flat, columns, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     read, update = originals()
     steps = [tensors(4, columns) for _ in range(3)]
     expected = taken([processor(flat, count=columns - 1) for _ in range(4)], steps, read, update)
@@ -242,7 +243,8 @@ def test_requests_have_what_vllm_gives_them(flat, columns):
 
 
 @pytest.mark.vllm
-def test_the_arrays_are_vllm_s_where_several_tokens_come_at_once():
+def test_the_arrays_are_vllm_s_where_several_tokens_come_at_once_or_another_process_takes_them(monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     read, _ = originals()
     ours = decoding.lists_of_numbers(read)
     given = tensors(5, 1, [0, 2, 5])
@@ -252,6 +254,8 @@ def test_the_arrays_are_vllm_s_where_several_tokens_come_at_once():
     two, expected = arrays.slice_request(1, 2), plain.slice_request(1, 2)
     assert all((a == b).all() for a, b in zip(two[:3], expected[:3], strict=True))
     assert type(copy.copy(arrays.slice_request(1, 1))) is decoding.One
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    assert type(ours(tensors(5, 1))) is type(plain)
 
 
 def manager(held, kind="FullAttentionManager", size=16, count=1):
