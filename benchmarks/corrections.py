@@ -34,7 +34,7 @@ from lit_qrl.functional import diagnostics, objective
 from lit_qrl.functional._compile import SWITCH, compiled
 from lit_qrl.functional.importance import ais_correction, batch_normalized, log_ratio
 from lit_qrl.functional.mismatch import mismatch_metrics
-from lit_qrl.loop.combine import combine
+from lit_qrl.loop.correction import combine
 from lit_qrl.loop.weighting import _keeps, _weights
 from lit_qrl.types import LossContext, no_all_reduce
 

@@ -10,22 +10,24 @@ from types import ModuleType
 from typing import Any
 
 MOVED = {
-    "callbacks._apart": "publish.adapter",
-    "callbacks._restarts": "publish.recovery",
+    "callbacks._apart": "publish.delivery",
+    "callbacks._restarts": "publish.publisher",
     "callbacks._scores": "publish.probe",
-    "callbacks._sources": "publish.source",
-    "callbacks._updates": "loop.updates",
+    "callbacks._sources": "publish.spec",
+    "callbacks._updates": "callbacks.mismatch",
     "callbacks._weighting": "loop.weighting",
     "callbacks.base": "loop.hooks",
     "callbacks.geometric": "callbacks.rejection",
     "commands": "cli",
     "commands.runs": "run.folder",
     "config_files": "cli.config_files",
+    "data.dataset": "data.module",
     "data.dealing": "loop.batching",
+    "data.tasks.countdown_solver": "data.tasks.countdown",
     "events": "run.diary",
     "identity": "run.identity",
     "loggers": "run.loggers",
-    "metrics": "loop.metrics",
+    "metrics": "loop.evaluation",
     "parser_errors": "cli.errors",
     "precision.awq": "quantize.awq",
     "precision.block_fp8": "precision.layers.block_fp8",
@@ -90,6 +92,7 @@ MOVED = {
     "run_config": "run.config",
     "run_folder": "run.folder",
     "trainer_errors": "cli.errors",
+    "strategies.offload": "strategies.colocated",
     "training_cli": "cli.training",
 }
 """From what a module or package was called to what it is called, both within `lit_qrl`; what lay in it is in there."""

@@ -150,7 +150,7 @@ def test_one_line_names_the_new_path_and_python_s_own_record_stays(caplog):
     assert hooks.__spec__.name == hooks.__name__ == "lit_qrl.loop.hooks"
     import lit_qrl.metrics
 
-    assert reload(lit_qrl.metrics).__name__ == "lit_qrl.loop.metrics"
+    assert reload(lit_qrl.metrics).__name__ == "lit_qrl.loop.evaluation"
 
 
 @pytest.mark.usefixtures("unseen")

@@ -45,8 +45,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from lit_qrl.data.tasks.countdown import Countdown, problem_key
-from lit_qrl.data.tasks.countdown_solver import expressions
+from lit_qrl.data.tasks.countdown import Countdown, expressions, problem_key
 from lit_qrl.data.tasks.generated import is_held_out, key_hash, read_hashes
 from lit_qrl.rewards.base import Sample
 from lit_qrl.rewards.countdown import CountdownReward

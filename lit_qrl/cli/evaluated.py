@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lit_qrl.aliases import METRICS
-from lit_qrl.loop.metrics import BOUNDS, is_bound
+from lit_qrl.loop.evaluation import BOUNDS, is_bound
 
 
 def told(metrics: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,5 @@
 """LightningCLI with the parts that every run has: publisher, monitor, guard, report, checkpoint, progress."""
 
-import os
 import re
 import signal
 import time
@@ -54,7 +53,7 @@ from lit_qrl.data import tasks
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.data.task import Task
 from lit_qrl.errors import ConfigError, IncompleteError, StoppedError, collected
-from lit_qrl.loop.combine import check_combination
+from lit_qrl.loop.correction import check_combination
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.module import GRPOModule
 from lit_qrl.network.adapters import drop_loftq
@@ -68,7 +67,6 @@ from lit_qrl.run.identity import check_identity
 from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.run.lock import RunLock
 from lit_qrl.run.loggers import RunCSVLogger
-from lit_qrl.run.peers import require_free_port
 from lit_qrl.run.phases import BEGAN
 from lit_qrl.run.quiet import quiet
 from lit_qrl.run.shortage import stop_where_short
@@ -318,9 +316,6 @@ class QRLCLI(LightningCLI):
                 raise
             raise refused(error, config) from error
         check_strategy(trainer.strategy)  # before other processes are started
-        met = torch.distributed.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if trainer.world_size > 1 and trainer.global_rank == 0 and not met:
-            require_free_port(trainer.strategy.cluster_environment.main_port)  # pyright: ignore[reportAttributeAccessIssue]
         return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:

@@ -7,8 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lit_qrl.data.tasks.countdown import Countdown
-from lit_qrl.data.tasks.countdown_solver import expressions
+from lit_qrl.data.tasks.countdown import Countdown, expressions
 from lit_qrl.network.experts import expert_weights
 from lit_qrl.network.routing import routers
 

@@ -2,8 +2,7 @@ import json
 
 import pytest
 
-from lit_qrl.data.tasks.countdown import Countdown, problem_key, read_problems
-from lit_qrl.data.tasks.countdown_solver import solve
+from lit_qrl.data.tasks.countdown import Countdown, problem_key, read_problems, solve
 from lit_qrl.data.tasks.generated import key_hash
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards.base import Sample

@@ -3,7 +3,7 @@ from fractions import Fraction
 
 import pytest
 
-from lit_qrl.data.tasks.countdown_solver import expressions, reachable, solve
+from lit_qrl.data.tasks.countdown import expressions, reachable, solve
 from lit_qrl.rewards.countdown import evaluate
 
 
