@@ -14,6 +14,7 @@ import socket
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -30,7 +31,7 @@ from lit_qrl.run.config import flat
 from lit_qrl.run.description import Described, describe
 from lit_qrl.run.diary import event
 from lit_qrl.run.folder import last_checkpoint
-from lit_qrl.run.interrupt import InterruptedTogether
+from lit_qrl.run.interrupt import InterruptedTogether, Interruption
 from lit_qrl.run.stop import has_learned
 
 EXIT_AGAIN = 75
@@ -39,6 +40,8 @@ SIGNALLED = 128
 """A process says this and its number of a signal, its exit status of its end, and nothing where it is killed."""
 GRACE = 20.0
 """Seconds in which a process may end by the same error as another, before that one's is told for all."""
+REACHED = 25.0
+"""Seconds in which the first process's host must answer; one that cannot be reached is named then."""
 COME = 600.0
 """Seconds in which all must have come: a cluster may start one host minutes after another."""
 CONNECT = 60.0
@@ -93,11 +96,13 @@ class Meeting:
         self._rank, self._size, self._place, self._rounds = rank, size, f"{address}:{port}", 0
         hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun holds the store
         try:
-            limit = timedelta(seconds=COME)
+            if rank or hosted:
+                _reach(address, port)
+            limit = timedelta(seconds=CONNECT)
             store = TCPStore(
                 address, port, size, rank == 0 and not hosted, limit, wait_for_workers=False, multi_tenant=True
             )
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             raise ConfigError(
                 "The processes of the run cannot meet.",
                 expected=f"the first of them at {self._place}" if rank else f"a port that it can listen on, {port}",
@@ -119,15 +124,12 @@ class Meeting:
         keys = [f"{self._rounds}/{rank}" for rank in range(self._size)]
         try:
             self._store.set(keys[self._rank], json.dumps(own))
-            with suppress(distributed.DistStoreError):
-                self._store.wait(keys, timedelta(seconds=COME))
-            missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
+            missing = self._missing(keys, COME)
             if not missing:
                 found = [json.loads(self._store.get(key)) for key in keys]
                 self._store.set(f"{keys[self._rank]} read", "")
                 if self._rank == 0:  # whose end may be the store's
-                    with suppress(distributed.DistStoreError):
-                        self._store.wait([f"{key} read" for key in keys], timedelta(seconds=CONNECT))
+                    self._missing([f"{key} read" for key in keys], REACHED)
                 return found
         except RuntimeError as error:
             raise ConfigError(
@@ -141,6 +143,28 @@ class Meeting:
             given=f"none of rank {listed(missing, 8)}",
             remedy="See what their hosts say, and start all of them with the same MASTER_ADDR and MASTER_PORT.",
         )
+
+    def _missing(self, keys: Sequence[str], seconds: float) -> list[str]:
+        """Return the ranks that have not given theirs after so long; in steps, between which a signal is heard."""
+        until = time.monotonic() + seconds
+        while missing := [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]:
+            if time.monotonic() > until:
+                break
+            time.sleep(0.05)
+        return missing
+
+
+def _reach(address: str, port: int) -> None:
+    """Wait for the first process, for long only where its host answers that it does not listen yet."""
+    until = time.monotonic() + COME
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=REACHED).close()
+            return
+        except ConnectionRefusedError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(1)
 
 
 def check_same(settings: Sequence[Mapping[str, Any]]) -> None:
@@ -299,11 +323,17 @@ class Peers(Callback):
         """
         self._trainer = trainer
         rank, size, exchange = trainer.global_rank, trainer.world_size, gather_objects
-        if not several_processes():
-            place: Any = trainer.strategy.cluster_environment  # pyright: ignore[reportAttributeAccessIssue]
-            self._meeting = Meeting(place.main_address, place.main_port, rank, size)
-            exchange = self._meeting.exchange
-        check_same(exchange(settings(trainer)))
+        waiting = Interruption()
+        waiting.install()  # an `Interrupted` has Lightning end those that this one started; the signal alone has not
+        try:
+            if not several_processes():
+                place: Any = trainer.strategy.cluster_environment  # pyright: ignore[reportAttributeAccessIssue]
+                self._meeting = Meeting(place.main_address, place.main_port, rank, size)
+                exchange = self._meeting.exchange
+            given = exchange(settings(trainer))
+        finally:
+            waiting.remove()
+        check_same(given)
         self._watch.start(rank, size, exchange)
         return self
 

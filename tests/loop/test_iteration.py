@@ -37,7 +37,7 @@ def test_each_pass_deals_every_sequence_once_and_groups_stay_whole(tmp_path, siz
     passes, mini_batches, micro_batches = sizes
     seen = Dealt()
     data = {"passes": passes, "mini_batches": mini_batches, "micro_batches": micro_batches}
-    _, module, module_data = fit(tmp_path, callbacks=[seen], data=data)
+    _, _, module_data = fit(tmp_path, callbacks=[seen], data=data)
     dataset = module_data.train_dataloader().dataset
     assert len(dataset) == passes * mini_batches * micro_batches
     orders = []
