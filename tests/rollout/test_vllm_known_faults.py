@@ -10,8 +10,7 @@ from transformers import Qwen3MoeConfig
 
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.stream import weight_stream
-from lit_qrl.publish.learner_scores import learner_scores
-from lit_qrl.publish.probe import Probe
+from lit_qrl.publish.probe import Probe, learner_scores
 from lit_qrl.receipts.ledger import PublishError, SentLedger, compare, compare_columns
 from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.rollout.vllm import fast_load, live_model

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_qrl.loop.ahead import Ahead
+from lit_qrl.loop.schedule import RolloutPrefetcher
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.remote import replica
 from lit_qrl.rollout.remote.engine import RemoteVLLMEngine
@@ -169,34 +169,9 @@ def test_a_run_whose_weights_come_in_flight_learns_from_the_log_probs_of_those_t
         apart = [float(row["mismatch/kl_k3"]) for row in csv.DictReader(file) if row.get("mismatch/kl_k3")]
     assert len(apart) == 5
     assert max(apart) < 1e-7
-    ages = data.ahead.tokens_of_age
+    ages = data.schedule.tokens_of_age
     assert set(ages) <= {0, 1, 2}
     assert ages.keys() - {0}
-
-
-@pytest.mark.parametrize("mode", ["keep", "recompute"])
-def test_a_replay_is_the_run_that_it_follows(served, tmp_path, mode, monkeypatch):
-    """As far as vLLM's kernels repeat: on a CPU to the last bit."""
-    monkeypatch.setattr(replica, "COMMAND", (sys.executable, "-c", SLOW))
-    model_folder(tmp_path / "model", hidden_size=128, intermediate_size=256, head_dim=32, max_position_embeddings=128)
-    weights, rows, came = [], [], []
-    for name, followed in (("first", None), ("again", str(tmp_path / "first"))):
-        flight = {"schedule": "async", "max_staleness": 2, "in_flight_updates": mode, "max_completion_tokens": 56}
-        trainer, module, data = build(
-            tmp_path,
-            engine=RemoteVLLMEngine(max_num_seqs=8, dtype="fp32"),
-            data={**flight, "replay": followed},
-            trainer={"max_epochs": 4, "default_root_dir": str(tmp_path / name), "logger": False},
-            format="fp32",
-            lr=3e-2,
-        )
-        trainer.fit(module, datamodule=data)
-        weights.append(parameters_of(module))
-        rows.append([{**one, "settings": None} for one in read_jsonl(tmp_path / name / "flight.jsonl")])
-        came.append([steps for row in rows[-1] for _, steps in row.get("publish", [])])
-    assert any(steps is not None and steps > 0 for steps in came[0])  # in the middle of a draw
-    assert rows[0] == rows[1]  # steps, and sums over tokens and versions
-    assert torch.equal(*weights)
 
 
 @pytest.mark.parametrize("what", ["generate", "load_weights"])
@@ -216,7 +191,7 @@ ONE_OFF = {"schedule": "one_step_off"}
 def one_off(run):
     """The weights of a run that never sends any while its engine draws."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ahead, "drawing", False)
+        patch.setattr(RolloutPrefetcher, "drawing", False)
         return run(data=ONE_OFF)[0]
 
 
@@ -224,7 +199,7 @@ def test_a_run_whose_weights_come_while_vllm_draws_is_the_same_run(run, one_off,
     staged = []
     take = Replica.begin_taking
     monkeypatch.setattr(Replica, "begin_taking", lambda one, *args: (staged.append(args[0]), take(one, *args)))
-    monkeypatch.setattr(Ahead, "drawing", True)
+    monkeypatch.setattr(RolloutPrefetcher, "drawing", True)
     assert torch.equal(run(data=ONE_OFF)[0], one_off)
     assert len(staged) == 2
     assert min(staged) > 0
@@ -232,7 +207,7 @@ def test_a_run_whose_weights_come_while_vllm_draws_is_the_same_run(run, one_off,
 
 @pytest.mark.parametrize("what", ["stage", "take"])
 def test_a_server_that_is_killed_with_weights_on_their_way_is_replaced(run, one_off, monkeypatch, what):
-    monkeypatch.setattr(Ahead, "drawing", property(lambda ahead: bool(ahead._futures)))
+    monkeypatch.setattr(RolloutPrefetcher, "drawing", property(lambda ahead: bool(ahead._futures)))
     killing = Killing(what, version=1)
     weights, deaths = run(monkeypatch, killing, data=ONE_OFF)
     assert len(killing.killed) == len(deaths) == 1

@@ -300,8 +300,8 @@ def test_a_run_learns_from_completions_that_took_weights_in_flight(tmp_path, mon
         trainer, module, data = build(tmp_path, engine=engine, data=flight, trainer={"max_epochs": 4}, report=True)
         with without_plots():
             trainer.fit(module, datamodule=data)
-    assert set(data.ahead.tokens_of_age) <= {0, 1, 2}
-    assert data.ahead.tokens_of_age[1] > 0
+    assert set(data.schedule.tokens_of_age) <= {0, 1, 2}
+    assert data.schedule.tokens_of_age[1] > 0
     told = [row["versions"] for row in read_jsonl(tmp_path / "run" / "samples.jsonl") if "versions" in row]
     assert told
     assert all(isinstance(version, int) and count > 0 for versions in told for version, count in versions)

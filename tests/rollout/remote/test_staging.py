@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_qrl.loop.ahead import Ahead
+from lit_qrl.loop.schedule import RolloutPrefetcher
 from lit_qrl.publish.delivery import Stages
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
@@ -286,7 +286,7 @@ def fit(folder, monkeypatch, staged=True, data=ONE_OFF, **options):
         for name, value in {"staged": staged, "calls": 0, "staging": threading.Semaphore(0)}.items():
             patch.setattr(Waits, name, value)
         if not staged:
-            patch.setattr(Ahead, "drawing", False)
+            patch.setattr(RolloutPrefetcher, "drawing", False)
         engine = RemoteEngine(Waits(), hosts=[place], token_file=str(folder / "token"))
         return fit_ahead(folder, data, epochs=5, engine=engine, format="fp8_row", **options)
 
@@ -305,13 +305,13 @@ def test_a_run_whose_weights_come_while_it_draws_is_the_same_run(tmp_path, monke
 def test_a_wait_for_the_draw_is_no_part_of_the_publish(tmp_path, monkeypatch):
     import time
 
-    take = Ahead.settle
+    take = RolloutPrefetcher.settle
 
     def late(ahead, learner):
         time.sleep(0.3)
         return take(ahead, learner)
 
-    monkeypatch.setattr(Ahead, "settle", late)
+    monkeypatch.setattr(RolloutPrefetcher, "settle", late)
     run = fit(tmp_path / "run", monkeypatch)
     later = rows(run)[1:]
     assert all(float(row["time/wait"]) > 0.3 for row in later)
@@ -337,7 +337,7 @@ def test_a_death_while_weights_are_on_their_way_is_outlived(tmp_path, monkeypatc
     assert run.watch.prompts == whole.watch.prompts
     deaths = [one for one in read_jsonl(run.folder / "events.jsonl") if one["kind"] == "engine_died"]
     assert len(deaths) == 1
-    assert max(run.data.ahead.tokens_of_age) <= 1
+    assert max(run.data.schedule.tokens_of_age) <= 1
 
 
 def test_an_engine_that_dies_of_its_draw_is_built_again_also_where_it_says_that_memory_ran_out(tmp_path, monkeypatch):

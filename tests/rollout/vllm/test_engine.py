@@ -10,8 +10,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import Qwen2Config, Qwen3MoeConfig
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.publish.learner_scores import learner_scores
-from lit_qrl.publish.probe import Probe
+from lit_qrl.publish.probe import Probe, learner_scores
 from lit_qrl.receipts.ledger import SentLedger, compare
 from lit_qrl.types import SamplingParams
 from tests.vllm_engines import (
