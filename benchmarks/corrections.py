@@ -30,7 +30,7 @@ from lit_qrl.callbacks.veto import TokenVeto
 from lit_qrl.functional import diagnostics, objective
 from lit_qrl.functional.importance import batch_normalized, log_ratio
 from lit_qrl.functional.mismatch import mismatch_metrics
-from lit_qrl.loop.combine import combine
+from lit_qrl.loop.correction import combine
 from lit_qrl.types import LossContext
 
 WARM_UP = 3

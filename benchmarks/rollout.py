@@ -437,8 +437,7 @@ class Bench:
     # ------------------------------------------------------------------------------------------------------- sections
 
     def run_verify(self) -> dict[str, Any]:
-        from lit_qrl.publish.learner_scores import learner_scores
-        from lit_qrl.publish.probe import Probe
+        from lit_qrl.publish.probe import Probe, learner_scores
 
         figures = self.ready()
         activations = self.format is not None and self.format.quantizes_activations
@@ -604,8 +603,7 @@ class Bench:
     def run_probe(self) -> dict[str, Any]:
         from transformers import AutoModelForCausalLM
 
-        from lit_qrl.publish.learner_scores import learner_scores
-        from lit_qrl.publish.probe import Probe
+        from lit_qrl.publish.probe import Probe, learner_scores
 
         figures = self.ready()
         network = self.network

@@ -17,15 +17,19 @@ from lit_qrl.data.benchmark import Share
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.errors import ConfigError, require_object
 from lit_qrl.loop.batching import deal_by_length
-from lit_qrl.loop.combine import check_combination, check_estimated
-from lit_qrl.loop.correction import close, needs_kept, weigh_here
-from lit_qrl.loop.evaluation import answer
+from lit_qrl.loop.correction import check_combination, check_estimated, close, needs_kept, weigh_here
+from lit_qrl.loop.evaluation import EvaluationMetrics, answer
 from lit_qrl.loop.generation import drawn
-from lit_qrl.loop.hooks import PreparesTrainer, rl_callbacks, trainer_all_reduce
-from lit_qrl.loop.metrics import EvaluationMetrics, log_row
+from lit_qrl.loop.hooks import (
+    PreparesTrainer,
+    check_limits,
+    expect_metrics,
+    follow_iterations,
+    rl_callbacks,
+    trainer_all_reduce,
+)
 from lit_qrl.loop.routing import balanced, record_difference, shifted
-from lit_qrl.loop.state import IterationState
-from lit_qrl.loop.stopping import check_limits, expect_metrics, follow_iterations
+from lit_qrl.loop.state import IterationState, log_row
 from lit_qrl.network.adapters import drop_loftq
 from lit_qrl.network.balance import balance_coefficient
 from lit_qrl.network.modes import evaluating
@@ -112,6 +116,7 @@ class GRPOModule(Described, LightningModule):
         self.first_step: int | None = None
         """Optimizer steps that were taken before this start of the run."""
         self._cut_short = False
+        self._strict: dict[int, bool] = {}
 
     # ---------------------------------------------------------------------------------------------------- the algorithm
 
@@ -152,7 +157,7 @@ class GRPOModule(Described, LightningModule):
         with balanced(self) as balance:
             forward = self.policy(batch, self.temperature, entropy=True, entropy_gradient=bonus, routes=replays)
         self.iteration.logprobs = forward.logprobs.detach()
-        if batch_idx < self.data.parts:
+        if batch_idx < self.data.budget.parts:
             self.iteration.remember_old(micro_batch, forward.logprobs)
         weigh_here(self, micro_batch, forward.logprobs)
         terms = self.objective.terms(forward.logprobs, shifted(self, batch, forward.gates), forward.entropy)
@@ -180,7 +185,7 @@ class GRPOModule(Described, LightningModule):
         for name, pair in metrics.items():
             record.add(name, pair)
         record.add("update/entropy", torch.stack([(entropy.detach() * mask).sum(), mask.sum().float()]))
-        parts = self.data.parts * self.trainer.world_size  # of a mini-batch, whose loss is their sum
+        parts = self.data.budget.parts * self.trainer.world_size  # of a mini-batch, whose loss is their sum
         if self.policy.recomputation is not None:
             record.value("update/recomputed_layers", float(self.policy.recomputation.again))
         record.add("update/loss", torch.stack([loss.detach(), loss.new_full((), 1 / parts)]))
@@ -407,34 +412,28 @@ class GRPOModule(Described, LightningModule):
 
     def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:
         """Decide at the first micro-batch of an optimizer step whether it has anything to learn from."""
-        if batch_idx % self.data.parts == 0:
+        if batch_idx % self.data.budget.parts == 0:
             self.iteration.skip_step = not bool(batch.has_signal)
         self.iteration.update_begins()
-        self.data.update_begins()
-        if self.data.budget is not None:
-            self.data.budget.pass_begins(self, batch.batch, batch_idx)
+        self.data.schedule.update_begins(self.trainer.current_epoch)
+        self.data.budget.pass_begins(self, batch.batch, batch_idx)
 
     def on_after_backward(self) -> None:
         """Take what the pass needed of memory, where micro-batches follow from it."""
-        if self.data.budget is not None:
-            self.data.budget.pass_ends(self)
+        self.data.budget.pass_ends(self)
 
     def on_train_batch_end(self, outputs: Any, batch: MicroBatch, batch_idx: int) -> None:
         """Close the iteration after its last update."""
         if self.trainer.is_last_batch:
-            if self.data.budget is not None:
-                self.data.budget.end(self)
+            self.data.budget.end(self)
             close(self)
 
     def on_train_epoch_end(self) -> None:
         """Log the iteration's row; the epoch end that a resumed run repeats has none and logs nothing."""
-        ahead = self.data.ahead
-        if ahead is not None and ahead.replay is not None and self.trainer.current_epoch + 1 >= ahead.replay.end:
-            self.trainer.should_stop = True
         row = self.iteration.take_row()
         if row:
             log_row(self.trainer, row)
-        expect_metrics(self.trainer, bool(row))
+        expect_metrics(self.trainer, bool(row), self._strict)
 
     # -------------------------------------------------------------------------------------------------- evaluation
 
@@ -454,7 +453,7 @@ class GRPOModule(Described, LightningModule):
                 {kind: found.correct.to(self.device) for kind, found in answers.items()},
                 {kind: found.stopped.to(self.device) for kind, found in answers.items()},
             )
-            place = f"{stage}/{share.set.name}".rstrip("/")
+            place = f"{stage}/{share.name}".rstrip("/")
             for name, metric in accuracy.items():
                 shown = name in accuracy.accuracies
                 self.log(f"{place}/{name}", metric, on_epoch=True, batch_size=max(len(share), 1), prog_bar=shown)
@@ -473,13 +472,13 @@ class GRPOModule(Described, LightningModule):
     def predict_step(self, batch: Share, batch_idx: int) -> list[dict[str, Any]]:
         """Return one record per sampled completion of a set of held-out problems; greedy ones where none is sampled."""
         found = answer(self, batch, "predict")
-        answers, task = found.get("sampled") or found["greedy"], batch.set.task
+        answers, task = found.get("sampled") or found["greedy"], batch.task
         samples = self.data.samples(batch.problems, answers.completions, task)
         rewards, parts, _ = self.data.reward(batch.problems, answers.completions, task)
         correct = answers.correct.flatten()
         return [
             {
-                "benchmark": batch.set.name or task.name,
+                "benchmark": batch.name or task.name,
                 "prompt": sample.prompt,
                 "completion": sample.completion,
                 "reward": number(rewards[i]),

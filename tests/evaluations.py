@@ -3,7 +3,7 @@
 import torch
 
 from lit_qrl.callbacks import RLCallback
-from lit_qrl.publish.learner_scores import learner_scores
+from lit_qrl.publish.probe import learner_scores
 
 
 class Distance(RLCallback):

@@ -390,18 +390,6 @@ KNOWN_BEFORE_A_MODEL = {
         ["--data.in_flight_updates", "keep"],
         ["data.in_flight_updates does not fit data.schedule", "keep with on_policy", "Set data.schedule to async"],
     ),
-    "a replay of what repeats by itself": (
-        ["--data.replay", "empty"],
-        [
-            "data.replay follows a run whose weights came in flight",
-            "none with data.replay: empty",
-            "Leave data.replay out",
-        ],
-    ),
-    "a replay of a folder without a record": (
-        ["--data.schedule", "async", "--data.in_flight_updates", "keep", "--data.replay", "empty"],
-        ["data.replay names a folder without the record", "flight.jsonl", "Given: empty"],
-    ),
     "staleness without a schedule": (
         ["--data.max_staleness", 4],
         ["data.max_staleness does not fit data.schedule", "4 with on_policy", "Set data.schedule to async"],

@@ -14,10 +14,10 @@ import yaml
 from lit_qrl import __version__, callbacks, objective
 from lit_qrl.functional.mismatch import mismatch_metrics
 from lit_qrl.functional.objective import clipped_surrogate
-from lit_qrl.loop.combine import combine
+from lit_qrl.loop.correction import combine
 from lit_qrl.loop.hooks import RLCallback
-from lit_qrl.loop.metrics import IterationMetrics
 from lit_qrl.loop.routing import load_balance, record_difference
+from lit_qrl.loop.state import IterationMetrics
 from lit_qrl.types import no_all_reduce
 from tests.callbacks.corrections import context
 

@@ -14,7 +14,7 @@ from lit_qrl import formats
 from lit_qrl.callbacks import AIS, GeometricRejection, MaskedIS, RLCallback, TokenVeto, TruncatedIS
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.errors import ConfigError
-from lit_qrl.loop.metrics import BOUNDS
+from lit_qrl.loop.evaluation import BOUNDS
 from lit_qrl.module import GRPOModule
 from lit_qrl.network import padding_free
 from lit_qrl.objective import DAPO, GRPO, GSPO, TBPO, DrGRPO

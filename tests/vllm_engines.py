@@ -8,7 +8,7 @@ import torch
 from lit_qrl import formats
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.stream import weight_stream
-from lit_qrl.publish.learner_scores import computing_as
+from lit_qrl.publish.probe import computing_as
 from lit_qrl.receipts.ledger import (
     SentLedger,
     choose,

@@ -26,9 +26,11 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from itertools import combinations_with_replacement, product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -45,8 +47,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from lit_qrl.data.tasks.countdown import Countdown, problem_key
-from lit_qrl.data.tasks.countdown_solver import expressions
+from lit_qrl.data.tasks.countdown import MAX_NUMBERS, Countdown, problem_key, splits
 from lit_qrl.data.tasks.generated import is_held_out, key_hash, read_hashes
 from lit_qrl.rewards.base import Sample
 from lit_qrl.rewards.puzzles import CountdownReward
@@ -60,6 +61,117 @@ CHARACTERS = "0123456789+-*/()=,: "
 ACCURACY_BAND = (0.30, 0.45)
 MIN_VALID = 0.95
 MAX_COMPLETION_TOKENS = 16  # the longest canonical answer, "(30-29)*30" and the like, has 10 characters
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A sum or a product of any number of operands, or a single number.
+
+    Args:
+        kind: `+` for a sum, `*` for a product, `n` for a number.
+        direct: operands that are added or multiplied.
+        inverse: operands that are subtracted or divided by.
+        number: the number, when `kind` is `n`.
+    """
+
+    kind: Literal["n", "+", "*"]
+    direct: tuple["Expression", ...] = ()
+    inverse: tuple["Expression", ...] = ()
+    number: int = 0
+
+    @cached_property
+    def value(self) -> Fraction:
+        """The exact value."""
+        if self.kind == "n":
+            return Fraction(self.number)
+        if self.kind == "+":
+            return sum((e.value for e in self.direct), Fraction(0)) - sum((e.value for e in self.inverse), Fraction(0))
+        result = Fraction(1)
+        for operand in self.direct:
+            result *= operand.value
+        for operand in self.inverse:
+            result /= operand.value
+        return result
+
+    @cached_property
+    def text(self) -> str:
+        """The expression with no spaces and no parentheses that could be left out."""
+        if self.kind == "n":
+            return str(self.number)
+        forward, backward = ("+", "-") if self.kind == "+" else ("*", "/")
+
+        def written(operand: "Expression") -> str:
+            return f"({operand.text})" if self.kind == "*" and operand.kind == "+" else operand.text
+
+        return forward.join(map(written, self.direct)) + "".join(backward + written(e) for e in self.inverse)
+
+    def as_operands(self, kind: str) -> tuple[tuple["Expression", ...], tuple["Expression", ...]]:
+        """Return (direct, inverse) operands when this becomes a part of a sum or product."""
+        return (self.direct, self.inverse) if self.kind == kind else ((self,), ())
+
+
+def _in_order(operands: Sequence[Expression]) -> tuple[Expression, ...]:
+    return tuple(sorted(operands, key=lambda e: (-e.value, e.text)))
+
+
+def _join(kind: Literal["+", "*"], left: Expression, right: Expression, *, inverse: bool) -> Expression:
+    """Return left∘right, flattened: a − (b − c) becomes a + c − b, and operands stand largest first."""
+    direct, inverted = left.as_operands(kind)
+    more, less = right.as_operands(kind)
+    if inverse:
+        more, less = less, more
+    return Expression(kind, _in_order(direct + more), _in_order(inverted + less))
+
+
+def _pairs(left: Expression, right: Expression) -> Iterator[Expression]:
+    yield _join("+", left, right, inverse=False)
+    yield _join("+", left, right, inverse=True)
+    yield _join("+", right, left, inverse=True)
+    yield _join("*", left, right, inverse=False)
+    if right.value != 0:
+        yield _join("*", left, right, inverse=True)
+    if left.value != 0:
+        yield _join("*", right, left, inverse=True)
+
+
+@lru_cache(maxsize=4096)
+def expressions(numbers: tuple[int, ...]) -> tuple[Expression, ...]:
+    """Return every expression that uses each of the sorted `numbers` exactly once, without duplicates.
+
+    Two expressions count as one when they differ only by the order of operands or by parentheses that do not matter.
+
+    Args:
+        numbers: positive integers, ascending; at most `MAX_NUMBERS` of them.
+
+    Raises:
+        ValueError: numbers that are not sorted, or too many of them.
+
+    >>> [e.text for e in expressions((2, 3))]
+    ['3+2', '2-3', '3-2', '3*2', '2/3', '3/2']
+    """
+    if list(numbers) != sorted(numbers) or not 1 <= len(numbers) <= MAX_NUMBERS:
+        raise ValueError(f"Expected 1 to {MAX_NUMBERS} numbers in ascending order, given {numbers}. Sort them first.")
+    if len(numbers) == 1:
+        return (Expression("n", number=numbers[0]),)
+    found: dict[str, Expression] = {}
+    for some, rest in splits(numbers):
+        for left, right in product(expressions(some), expressions(rest)):
+            for joined in _pairs(left, right):
+                found.setdefault(joined.text, joined)
+    return tuple(found.values())
+
+
+def solve(numbers: Sequence[int], target: int) -> list[str]:
+    """Return all expressions that use each number exactly once and equal `target`, sorted; empty when there is none.
+
+    Args:
+        numbers: positive integers, in any order.
+        target: the value to reach.
+
+    >>> solve([3, 5, 7], 22)
+    ['5*3+7']
+    """
+    return sorted(e.text for e in expressions(tuple(sorted(numbers))) if e.value == target)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_only
@@ -52,10 +53,11 @@ class RunCheckpoint(Described, Checkpoint):
         self.every_n_iterations, self.keep_every = every_n_iterations, keep_every
         self._cadence, self._files, self._interruption = Cadence(), CheckpointFiles(), Interruption()
         self._saved = self._loaded = -1
+        self._requeueing: Any = None
 
     def setup(self, trainer: Trainer, pl_module: "GRPOModule", stage: str) -> None:
         """Refuse a folder that cannot be written, before anything is computed."""
-        relieve_requeueing(trainer)
+        self._requeueing = ends_where_requeued()
         if stage != "fit":
             return
         folder = Path(trainer.default_root_dir) / "checkpoints"
@@ -79,9 +81,6 @@ class RunCheckpoint(Described, Checkpoint):
             self._interruption.install(together, peers.tell_signal)
             peers.on_signal = self._interruption.pass_on
         self._interruption.install(together)
-        if together and trainer.received_sigterm:  # since the run began
-            trainer._signal_connector.received_sigterm = False  # Lightning would stop where nothing can be saved
-            signal.raise_signal(signal.SIGTERM)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Stop all processes before the publish, where one of them was told to."""
@@ -152,6 +151,8 @@ class RunCheckpoint(Described, Checkpoint):
             with _told(trainer):
                 self._files.wait()
             self._interruption.remove()
+        if self._requeueing is not None:
+            signal.signal(signal.SIGUSR1, self._requeueing)
 
     def on_exception(self, trainer: Trainer, pl_module: "GRPOModule", exception: BaseException) -> None:
         """Save a run that a signal ended before the first update of an iteration, and finish what is being written."""
@@ -209,14 +210,15 @@ def _ends(trainer: Trainer) -> bool:
     return bool(reached or trainer.should_stop)
 
 
-def relieve_requeueing(trainer: Trainer) -> None:
-    """Have SLURM's signal end the run as SIGTERM does: Lightning would save wherever it is, and queue the job again.
+def ends_where_requeued() -> Any:
+    """Have SLURM's signal end the run as SIGTERM does; return the handler of before, None where SLURM runs nothing.
 
-    What is saved within an iteration does not go on as the run would have, and in a collective of several processes not
-    at all.
+    Lightning, which leaves a handler in place, would save wherever it is and queue the job again: what is saved within
+    an iteration does not go on as the run would have, and in a collective of several processes not at all.
     """
-    connector: Any = trainer._signal_connector
-    connector._slurm_sigusr_handler_fn = lambda number, frame: signal.raise_signal(signal.SIGTERM)
+    if not SLURMEnvironment.detect():
+        return None
+    return signal.signal(signal.SIGUSR1, lambda number, frame: signal.raise_signal(signal.SIGTERM)) or signal.SIG_DFL
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.functional._checks import check_choice
 from lit_qrl.functional.importance import log_ratio
 from lit_qrl.functional.mismatch import k3_divergence
-from lit_qrl.loop.budget import scoring_passes
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.loop.routing import load_balance, record_difference
 from lit_qrl.network.padding_free import is_padding_free, prompt_tokens_shared
@@ -90,7 +89,7 @@ class RouterReplay(RLCallback):
             metrics.add("routing/shared_prompt_tokens", pair.to(routes.device))
         if not self.compare_every or trainer.current_epoch % self.compare_every:
             return
-        chunks, own = scoring_passes(module, batch), torch.full_like(routes, 0)
+        chunks, own = module.data.budget.scoring_passes(module, batch), torch.full_like(routes, 0)
         with module.iteration.timed("score"):
             free = module.score(replace(batch, routed_experts=None, router_logprobs=None), chunks, own)
             replayed = batch.learner_old_logprobs

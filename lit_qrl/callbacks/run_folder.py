@@ -24,8 +24,7 @@ from lit_qrl.run.description import describe
 from lit_qrl.run.folder import RunLock
 from lit_qrl.run.interrupt import Interrupted, InterruptedTogether
 from lit_qrl.run.loggers import RunCSVLogger
-from lit_qrl.strategies.peers import Peers
-from lit_qrl.strategies.settings import trainer_settings
+from lit_qrl.strategies.peers import Peers, trainer_settings
 
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
@@ -76,7 +75,6 @@ class RunFolder(Checkpoint):
     def _set(self, trainer: Trainer) -> None:
         trainer.num_sanity_val_steps = 0
         trainer.log_every_n_steps = 1  # pyright: ignore[reportAttributeAccessIssue]
-        trainer._accelerator_connector.use_distributed_sampler = False  # ranks take their share themselves
         trainer.callbacks = [one for one in trainer.callbacks if type(one) not in SUMMARIES]  # pyright: ignore
 
     def _choose(self, trainer: Trainer) -> None:

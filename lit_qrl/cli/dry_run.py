@@ -16,6 +16,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
 from lit_qrl.functional.logprobs import CHUNK_ELEMENTS
+from lit_qrl.loop.budget import TokenBudget
 from lit_qrl.loop.routing import replayed_level
 from lit_qrl.module import GRPOModule
 from lit_qrl.network.experts import expert_stacks
@@ -118,7 +119,7 @@ def without_weights(module: GRPOModule, trainer: Trainer) -> None:
 
 def by_tokens(data: RolloutDataModule, device: torch.device) -> str:
     """Return how many those are where `data.micro_batches` is auto, as the end of a sentence."""
-    if data.budget is None:
+    if not isinstance(data.budget, TokenBudget):
         return ""
     known = f", at most {data.budget.tokens}"
     return f"{known} in the first iteration and by free memory after it" if data.budget.measures(device) else known
@@ -299,7 +300,7 @@ def logits(data: RolloutDataModule, config: Any, device: torch.device) -> Part:
     """Return the memory of the logits that exist at a time, in fp32, and of their gradient."""
     rows = data.prompts_per_rank // data.mini_batches * data.group_size // data.parts
     positions = rows * data.max_completion_tokens
-    if data.budget is not None:
+    if isinstance(data.budget, TokenBudget):
         positions = min(positions, max(data.budget.tokens, data.max_completion_tokens))
     chunk = max(1, CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"]) // config.vocab_size)
     held = min(positions, chunk)

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from lit_qrl.shipped import SHIPPED
 
 EXIT_INTERRUPTED = 130
 """Exit status after Ctrl-C; after SIGTERM it is 143."""
+MOMENT = 5.0
+"""Seconds that a process which fails gives the first one of its run to say why, and to end it."""
 
 HELP = re.compile(r"-h|--([\w.]+\.)?help(=.*)?|--print_config(=.*)?")
 """Words with which a command prints something and ends."""
@@ -106,11 +109,12 @@ def fail(message: str, status: int = EXIT_CONFIG) -> NoReturn:
     """Print one paragraph, on the first rank of a run or on one that alone has something to say, and exit."""
     import textwrap
 
-    from lit_qrl.run.peers import silent
-
     rank = max(int(os.environ.get(name) or 0) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
-    if silent(rank):
-        sys.exit(status)
+    parent, until = os.getppid(), time.monotonic() + MOMENT
+    while rank and time.monotonic() < until:  # what started it ends it too, where the first one ends by the same
+        if os.getppid() != parent:
+            sys.exit(status)
+        time.sleep(0.1)
 
     message = f"Rank {rank}: {message}" if rank else message
     paragraph = textwrap.fill(f"lit-qrl: {message}", 110, break_long_words=False, break_on_hyphens=False)

@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import os
 import re
 import shlex
 import signal
@@ -56,9 +55,9 @@ from lit_qrl.data import tasks
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.data.task import Task
 from lit_qrl.errors import ConfigError, IncompleteError, StoppedError, collected, nearest
-from lit_qrl.loop.combine import check_combination
+from lit_qrl.loop.correction import check_combination
+from lit_qrl.loop.evaluation import BOUNDS, is_bound
 from lit_qrl.loop.hooks import RLCallback
-from lit_qrl.loop.metrics import BOUNDS, is_bound
 from lit_qrl.module import GRPOModule
 from lit_qrl.network.adapters import drop_loftq
 from lit_qrl.optim.build import filled_in, leaves_open
@@ -70,7 +69,6 @@ from lit_qrl.run.console import BEGAN, LOG_FILE, kept_from_the_screen, quiet
 from lit_qrl.run.folder import RunLock, absent, keep_last, let_go, place, remove_empty
 from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.run.loggers import RunCSVLogger
-from lit_qrl.run.peers import require_free_port
 from lit_qrl.run.stop import stop_where_short
 from lit_qrl.shipped import SHIPPED
 from lit_qrl.strategies.sharded import check_strategy
@@ -318,9 +316,6 @@ class QRLCLI(LightningCLI):
                 raise
             raise refused(error, config) from error
         check_strategy(trainer.strategy)  # before other processes are started
-        met = torch.distributed.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if trainer.world_size > 1 and trainer.global_rank == 0 and not met:
-            require_free_port(trainer.strategy.cluster_environment.main_port)  # pyright: ignore[reportAttributeAccessIssue]
         return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:

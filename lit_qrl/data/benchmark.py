@@ -2,14 +2,15 @@
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_qrl.data.problems import Problem
 from lit_qrl.data.task import Task
 from lit_qrl.errors import ConfigError
-from lit_qrl.types import SamplingParams
+from lit_qrl.loop.contracts import Problem
+from lit_qrl.rewards.base import Sample
+from lit_qrl.types import Completion, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -134,12 +135,37 @@ class Share:
     """
 
     def __init__(self, evaluated: EvaluationSet, index: int = 0, rank: int = 0, world_size: int = 1) -> None:
-        self.set, self.index = evaluated, index
+        self.index, self.name, self.task, self.decodings = index, evaluated.name, evaluated.task, evaluated.decodings
         self.problems = evaluated.problems[rank::world_size]
         self.positions = list(range(rank, len(evaluated.problems), world_size)) if world_size > 1 else None
 
     def __len__(self) -> int:
         return len(self.problems)
+
+    def is_correct(self, completions: Sequence[Completion], decode: Callable[[Sequence[int]], str]) -> list[bool]:
+        """Return for each completion, prompt-major, whether it solves its problem."""
+        return self.task.is_correct(samples_of(self.problems, completions, self.task, decode))
+
+
+def samples_of(
+    problems: Sequence[Problem], completions: Sequence[Completion], task: Task, decode: Callable[[Sequence[int]], str]
+) -> list[Sample]:
+    """Return what rewards see of completions: texts and references, prompt-major.
+
+    Args:
+        problems: with as many completions each.
+        completions: of them.
+        task: of the problems.
+        decode: from token ids to text.
+    """
+    n = len(completions) // max(len(problems), 1)
+    return [sample_of(problems[i // n], one, task, decode) for i, one in enumerate(completions)]
+
+
+def sample_of(problem: Problem, completion: Completion, task: Task, decode: Callable[[Sequence[int]], str]) -> Sample:
+    """Return what rewards see of one completion."""
+    text, gold = decode(completion.token_ids), task.reference(problem.row)
+    return Sample(problem.prompt_text, text, gold, dict(problem.row), completion.episode)
 
 
 def evaluation_sets(

@@ -3,33 +3,30 @@
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from lit_qrl.data.benchmark import Benchmark, Share, evaluation_sets, without_benchmarks
-from lit_qrl.data.dataset import RolloutDataset
-from lit_qrl.data.judging import Judging
-from lit_qrl.data.problems import Problem, PromptOrder, admit
-from lit_qrl.data.sizes import check_ranks, check_sizes, warn_of_fewer
+from lit_qrl.data.benchmark import Benchmark, Share, evaluation_sets, sample_of, samples_of, without_benchmarks
+from lit_qrl.data.problems import PromptOrder, admit, warn_of_fewer
 from lit_qrl.data.task import Task
 from lit_qrl.errors import ConfigError, StoppedError, require_object
-from lit_qrl.loop.ahead import ahead_of, resumed_position
 from lit_qrl.loop.budget import TokenBudget
+from lit_qrl.loop.contracts import Learner, MicroBatches, Problem, Slots
 from lit_qrl.loop.generation import scoring_progress
-from lit_qrl.loop.hooks import Learner
-from lit_qrl.loop.ranks import Slots
-from lit_qrl.loop.schedule import check_ahead
+from lit_qrl.loop.iteration import iterate
+from lit_qrl.loop.schedule import check_ahead, schedule_of
 from lit_qrl.loop.turns import TakesTurns
 from lit_qrl.network.structure import check_positions, check_tokens
-from lit_qrl.rewards.base import Sample, as_tensor, weigh_by_name
+from lit_qrl.rewards.base import Sample, Scoring, as_tensor, weigh_by_name
+from lit_qrl.rewards.streaming import Scored, StreamingRewards
 from lit_qrl.rollout.engine import Converses, InFlight, RolloutEngine
 from lit_qrl.run.description import Described
 from lit_qrl.run.stop import stop_run
-from lit_qrl.types import Completion, SamplingParams
+from lit_qrl.types import Completion, MicroBatch, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +67,7 @@ class RolloutDataModule(Described, LightningDataModule):
             updates on this one, `async` the next `max_staleness`, by an engine in a process of its own.
         max_staleness: iterations by which the weights that drew may be older than the learner, with `async`.
         in_flight_updates: `async` publishes while completions are drawn, and their keys and values `keep`, `recompute`.
-        replay: the folder of a run with `in_flight_updates`, where each update met the engine; here it meets it there.
+        replay: a former setting; null, as saved configurations have it, is all that it can be.
         error_reward: the reward of a sample whose reward function failed or timed out; null leaves the sample out of
             its group's statistics and of the loss, as a reward that returns None does.
         reward_weights: factors of the task's rewards by name, instead of their own.
@@ -105,7 +102,7 @@ class RolloutDataModule(Described, LightningDataModule):
         schedule: Literal["on_policy", "one_step_off", "async"] = "on_policy",
         max_staleness: int = 1,
         in_flight_updates: InFlight = "none",
-        replay: str | None = None,
+        replay: None = None,
         error_reward: float | None = 0.0,
         reward_weights: dict[str, float] | None = None,
         seed: int | None = None,
@@ -120,20 +117,20 @@ class RolloutDataModule(Described, LightningDataModule):
         self.max_prompt_tokens, self.max_completion_tokens = max_prompt_tokens, max_completion_tokens
         self.temperature, self.top_p, self.top_k, self.long_prompt = temperature, top_p, top_k, long_prompt
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
-        self.budget = TokenBudget(max_tokens_per_micro_batch) if micro_batches == "auto" else None
+        by_tokens = not isinstance(micro_batches, int)
+        self.budget = TokenBudget(max_tokens_per_micro_batch) if by_tokens else MicroBatches(micro_batches)
         self.evaluation_limit = evaluation_limit if evaluation_size is None else evaluation_size
         self.evaluation_samples = evaluation_samples
         self.evaluation_temperature, self.evaluation_top_p = evaluation_temperature, evaluation_top_p
         self.evaluation_greedy, self.evaluation_completion_tokens = evaluation_greedy, evaluation_completion_tokens
         self.evaluate_task, self.benchmarks = evaluate_task, list(benchmarks or [])
         self.error_reward, self.reward_weights = error_reward, reward_weights or {}
-        self.schedule: Literal["on_policy", "one_step_off", "async"] = schedule
-        self.max_staleness, self.in_flight_updates = max_staleness, in_flight_updates
-        self.ahead = ahead_of(schedule, max_staleness, in_flight_updates, replay)
+        self.max_staleness = max_staleness
+        self.in_flight_updates: InFlight = in_flight_updates
+        self.schedule, self._schedule = schedule_of(schedule, max_staleness, in_flight_updates), schedule
         weigh_by_name(task.rewards, self.reward_weights)
         self.base_seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.position = 0
-        self.unfinished: int | None = None
         self._problems: dict[str, list[Problem]] = {}
         self._order: PromptOrder | None = None
         check_sizes(self)
@@ -169,7 +166,7 @@ class RolloutDataModule(Described, LightningDataModule):
     @property
     def parts(self) -> int:
         """Micro-batches of each optimizer step, in this iteration where tokens say how many."""
-        return self.micro_batches if isinstance(self.micro_batches, int) else self.budget.parts if self.budget else 1
+        return self.budget.parts
 
     @property
     def slots(self) -> Slots:
@@ -206,7 +203,7 @@ class RolloutDataModule(Described, LightningDataModule):
         check_ranks(self, self.trainer.world_size if self.trainer else 1)
         longest = self.max_prompt_tokens + self.max_completion_tokens
         rows, limit = self.rows, self.max_tokens_per_micro_batch
-        sequences = 1 if self.budget is not None else rows // self.parts
+        sequences = 1 if isinstance(self.budget, TokenBudget) else rows // self.parts
         if limit is not None and sequences * longest > limit:
             fits = [k for k in range(1, rows + 1) if rows % k == 0 and rows // k * longest <= limit]
             alone = "One sequence alone exceeds the limit: raise it, or lower data.max_completion_tokens."
@@ -226,8 +223,8 @@ class RolloutDataModule(Described, LightningDataModule):
                     expected="an engine with `converse`, such as TransformersEngine or VLLMEngine",
                     remedy="Set data.engine.",
                 )
-        if self.ahead is not None and stage == "fit":
-            check_ahead(self.module, self.schedule)
+        if self._schedule != "on_policy" and stage == "fit":
+            check_ahead(self.module, self._schedule)
         self.task.setup()
         for one in self.evaluations:
             one.task.setup()
@@ -257,6 +254,11 @@ class RolloutDataModule(Described, LightningDataModule):
         longest = max(end + one.completion_tokens for end, one in zip(ends, self.evaluations, strict=True))
         return longest if longest > self.max_prompt_tokens + self.max_completion_tokens else None
 
+    @property
+    def evaluation_limits(self) -> tuple[int, ...]:
+        """Longest answers of the sets to evaluate on, in tokens."""
+        return tuple(one.completion_tokens for one in self.evaluations)
+
     # ------------------------------------------------------------------------------------------------------ prompts
 
     def next_problems(self, count: int, numbers: Sequence[int] | None = None) -> list[Problem]:
@@ -282,61 +284,48 @@ class RolloutDataModule(Described, LightningDataModule):
             self._order = PromptOrder(sources, self.task.weights, self.base_seed, self.task.in_order)
         return [problems[self._order.index(start + i)] for i in numbers]
 
-    def rollout_begins(self) -> None:
-        """Keep the position of before: a rollout of which nothing was learned is drawn anew by whoever resumes."""
-        self.unfinished = self.position
-
-    def update_begins(self) -> None:
-        """Forget it: from the first update on, the rollout is behind the weights."""
-        self.unfinished = None
-        if self.ahead is not None:
-            self.ahead.over = self.module.trainer.current_epoch
-
     def samples(
         self, problems: Sequence[Problem], completions: Sequence[Completion], task: Task | None = None
     ) -> list[Sample]:
         """Return what the rewards see: texts and references, prompt-major; of a benchmark's task where one is given."""
-        n = len(completions) // max(len(problems), 1)
-        return [self._sample(problems[i // n], completion, task) for i, completion in enumerate(completions)]
+        return samples_of(problems, completions, task or self.task, self.module.policy.decode)
 
-    def _sample(self, problem: Problem, completion: Completion, task: Task | None = None) -> Sample:
-        text, gold = self.module.policy.decode(completion.token_ids), (task or self.task).reference(problem.row)
-        return Sample(problem.prompt_text, text, gold, dict(problem.row), completion.episode)
-
-    def judging(self, problems: Sequence[Problem]) -> Judging | None:
-        """Return what scores a rollout's completions as they come, or None where they are scored at the end.
+    def judging(self, problems: Sequence[Problem], streams: bool) -> StreamingRewards:
+        """Return the rewards of a rollout, at work while it is drawn where the engine hands out what it has finished.
 
         Args:
             problems: of the rollout, with `group_size` completions each.
+            streams: whether it is drawn now.
         """
-        early = self.task.begin() if self.engine.hands_out else None
-        if early is None:
-            return None
-        return Judging(early, lambda number, one: self._sample(problems[number // self.group_size], one))
+
+        def sample(number: int, completion: Completion) -> Sample:
+            return sample_of(problems[number // self.group_size], completion, self.task, self.module.policy.decode)
+
+        rewards = self.task.streaming if streams and self.engine.hands_out else ()
+        return StreamingRewards(rewards, sample, lambda all, begun: self.reward(problems, all, begun=begun))
 
     def reward(
         self,
         problems: Sequence[Problem],
         completions: Sequence[Completion],
         task: Task | None = None,
-        judging: Judging | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor], float]:
+        begun: Mapping[str, Scoring] | None = None,
+    ) -> Scored:
         """Return total rewards, the parts by name, and how many samples' rewards failed; NaN is no score.
 
         Args:
             problems: of the completions.
             completions: prompt-major.
             task: of a benchmark; None is the run's.
-            judging: that has begun with these completions.
+            begun: rewards by name that have begun with these completions.
         """
-        begun = {} if judging is None else {"early": judging.of(completions)}
         try:
             total, parts, failed = (task or self.task).score(
                 self.samples(problems, completions, task),
                 self.error_reward,
                 max(len(completions) // max(len(problems), 1), 1),
                 lambda name: scoring_progress(self.trainer, name),
-                **begun,
+                **({"begun": begun} if begun else {}),
             )
         except StoppedError as error:  # a service that is away: the run goes on when it is back
             if self.trainer is None or not self.trainer.training:
@@ -355,34 +344,31 @@ class RolloutDataModule(Described, LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         """Return the loader whose every pass is one iteration."""
-        if self.budget is not None and self.trainer is not None:  # as its length says before anything is drawn
-            self.trainer.accumulate_grad_batches = self.rows
-        return DataLoader(RolloutDataset(self.module), batch_size=None, num_workers=0)
+        most = self.budget.most(self.rows)
+        self.module.trainer.accumulate_grad_batches = most  # as its length says before anything is drawn
+        return DataLoader(RolloutDataset(self.module, self.updates * most), batch_size=None, num_workers=0)
 
     def val_dataloader(self) -> DataLoader:
         """Return this rank's share of every set to evaluate on, one batch each."""
         rank, size = self.module.global_rank, self.module.trainer.world_size
         shares = [Share(one, index, rank, size) for index, one in enumerate(self.evaluations)]
-        return DataLoader(shares, batch_size=None, num_workers=0)  # pyright: ignore[reportArgumentType]
+        return DataLoader(_Shares(shares), batch_size=None, num_workers=0)
 
     test_dataloader = predict_dataloader = val_dataloader
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the stream of prompts, at the start of a rollout that is not finished."""
-        chosen = {} if self.budget is None or self.budget.chosen is None else {"micro_batch_tokens": self.budget.chosen}
-        if self.ahead is None:
-            return {"position": self.position if self.unfinished is None else self.unfinished, **chosen}
-        return {**self.ahead.state(self.position, self.module.trainer.world_size == 1), **chosen}
+        return {**self.schedule.state(self.position, self._alone), **self.budget.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the saved position."""
-        self.position = state_dict["position"]
-        if self.budget is not None and self.max_tokens_per_micro_batch is None:
-            self.budget.chosen = state_dict.get("micro_batch_tokens")
-        if saved := state_dict.get("ahead"):
-            self.position = resumed_position(
-                self.ahead, saved, self.position, self.trainer is None or self.trainer.world_size == 1
-            )
+        self.position = self.schedule.load(state_dict, self._alone)
+        self.budget.load(state_dict)
+
+    @property
+    def _alone(self) -> bool:
+        """True where this is the only process of the learner."""
+        return self.trainer is None or self.trainer.world_size == 1
 
     def teardown(self, stage: str) -> None:
         """Free the engine and the rewards' workers."""
@@ -398,6 +384,107 @@ class RolloutDataModule(Described, LightningDataModule):
             log.warning("The engine could not be closed: %s: %s", type(error).__name__, error)
 
     def _close_engine(self) -> None:
-        if self.ahead is not None:
-            self.ahead.close()
+        self.schedule.close()
         self.engine.close()
+
+
+class RolloutDataset(IterableDataset):
+    """Yields the micro-batches of one iteration each time it is iterated.
+
+    It has a length, because Lightning fetches one batch ahead from a loader without one and every update would be one
+    step stale; and `__iter__` is a generator, so that nothing runs before the weights of the iteration are published.
+
+    Args:
+        learner: that learns from them.
+        length: micro-batches at most.
+    """
+
+    def __init__(self, learner: Learner, length: int) -> None:
+        self.learner, self._length = learner, length
+
+    def __len__(self) -> int:
+        # Where tokens say how many micro-batches there are, `TokenBudget` tells Lightning once they are drawn.
+        return self._length
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        yield from iterate(self.learner)
+
+
+class _Shares(IterableDataset):
+    """Shares of an evaluation; as an iterable, which Lightning does not deal out among the ranks once more."""
+
+    def __init__(self, shares: list[Share]) -> None:
+        self._shares = shares
+
+    def __len__(self) -> int:
+        return len(self._shares)
+
+    def __iter__(self) -> Iterator[Share]:
+        yield from self._shares
+
+
+def check_sizes(data: RolloutDataModule) -> None:
+    """Raise `ConfigError` for sizes of a `RolloutDataModule` that are out of range or do not divide each other."""
+    by_tokens = data.micro_batches == "auto"
+    if isinstance(data.micro_batches, str) and not by_tokens:
+        raise ConfigError("data.micro_batches is no number.", expected="one, or auto", given=data.micro_batches)
+    positive = ["prompts_per_iteration", "group_size", "passes", "mini_batches"]
+    positive += [] if by_tokens else ["micro_batches"]
+    for name in (*positive, "max_prompt_tokens", "max_completion_tokens"):
+        if getattr(data, name) < 1:
+            raise ConfigError(f"data.{name} is too small.", expected="at least 1", given=getattr(data, name))
+    if data.temperature <= 0:
+        raise ConfigError(
+            "data.temperature must be positive: equal completions of a prompt have no signal.",
+            expected="a number above 0",
+            given=data.temperature,
+            remedy="Leave it out, which is 1.0; data.evaluation_temperature: 0 evaluates greedily.",
+        )
+    if not 0 < data.top_p <= 1:
+        raise ConfigError("data.top_p is out of range.", expected="a number in (0, 1]", given=data.top_p)
+    for name in ("top_k", "evaluation_limit"):
+        if getattr(data, name) < 0:
+            raise ConfigError(
+                f"data.{name} is too small.", expected="0 (all) or a positive number", given=getattr(data, name)
+            )
+    if data.prompts_per_iteration % data.mini_batches:
+        raise ConfigError(
+            "data.prompts_per_iteration is not divisible by data.mini_batches.",
+            expected=f"a multiple of {data.mini_batches}",
+            given=data.prompts_per_iteration,
+            remedy="Groups stay whole: change one of the two.",
+        )
+    rows = data.prompts_per_iteration // data.mini_batches * data.group_size
+    if isinstance(data.micro_batches, int) and rows % data.micro_batches:
+        raise ConfigError(
+            "A mini-batch is not divisible by data.micro_batches.",
+            expected=f"a divisor of its {rows} sequences",
+            given=data.micro_batches,
+            remedy="Change data.micro_batches.",
+        )
+
+
+def check_ranks(data: RolloutDataModule, ranks: int) -> None:
+    """Raise `ConfigError` where the groups of a `RolloutDataModule` do not divide over the ranks.
+
+    Args:
+        data: the data module.
+        ranks: processes of the learner.
+    """
+    unit = ranks * data.mini_batches
+    if data.prompts_per_iteration % unit:
+        raise ConfigError(
+            "data.prompts_per_iteration does not divide over the ranks.",
+            expected=f"a multiple of {ranks} ranks × {data.mini_batches} mini-batches",
+            given=data.prompts_per_iteration,
+            remedy=f"Set it to {-(-data.prompts_per_iteration // unit) * unit}, or trainer.devices to a divisor of "
+            f"{data.prompts_per_iteration // data.mini_batches}, the groups of a mini-batch.",
+        )
+    rows = data.prompts_per_iteration // unit * data.group_size
+    if isinstance(data.micro_batches, int) and rows < data.micro_batches:
+        raise ConfigError(
+            "A rank has fewer sequences of a mini-batch than data.micro_batches.",
+            expected=f"at most {rows}, since {ranks} ranks share a mini-batch",
+            given=data.micro_batches,
+            remedy="Lower data.micro_batches: a micro-batch is a rank's, and grows smaller with more ranks.",
+        )

@@ -9,6 +9,7 @@ import torch
 
 from lit_qrl.data.task import Row, Task
 from lit_qrl.errors import ConfigError
+from lit_qrl.loop.contracts import Problem
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.seeding import derive_seed
 
@@ -16,13 +17,6 @@ log = logging.getLogger(__name__)
 
 MOST_SLOTS = 1000
 """Of a block in which every source has its share: weights are met to a thousandth."""
-
-
-class Problem:
-    """A row of the task with its prompt; a plain class, so that no data loader takes it apart or copies it."""
-
-    def __init__(self, row: Row, prompt_ids: list[int], prompt_text: str) -> None:
-        self.row, self.prompt_ids, self.prompt_text = row, prompt_ids, prompt_text
 
 
 def admit(
@@ -137,3 +131,15 @@ class PromptOrder:
             generator = torch.Generator().manual_seed(derive_seed(self.seed, *name, lap))
             self._orders[name] = (lap, torch.randperm(size, generator=generator))
         return self._orders[name][1]
+
+
+def warn_of_fewer(key: str, wanted: int | None, there: int) -> None:
+    """Say that there are fewer problems to evaluate on than a setting asks for.
+
+    Args:
+        key: of the setting.
+        wanted: how many; None and 0 stand for all.
+        there: how many there are.
+    """
+    if wanted and there < wanted:
+        log.warning("%s asks for %d problems, and there are %d: these are evaluated on.", key, wanted, there)

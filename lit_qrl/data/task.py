@@ -4,8 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lit_qrl.rewards.base import Reward, RewardProgress, Sample, Score, Scores, no_progress, score_all
-from lit_qrl.rewards.early import Early
+from lit_qrl.rewards.base import Reward, RewardProgress, Sample, Score, Scores, Scoring, no_progress, score_all
 from lit_qrl.run.description import Described
 
 Row = Mapping[str, Any]
@@ -58,18 +57,15 @@ class Task(Described, ABC):
         error_reward: Score = 0.0,
         group_size: int = 1,
         progress: RewardProgress = no_progress,
-        early: Early | None = None,
+        begun: Mapping[str, Scoring] | None = None,
     ) -> Scores:
-        """Return what the rewards say of samples, as `score_all` does, with `early` what `begin` returned."""
-        begun = {} if early is None else early.begun
-        return score_all(self.rewards, samples, error_reward, group_size, progress, begun)
+        """Return what the rewards say of samples, as `score_all` does; of `streaming` ones some have `begun`."""
+        return score_all(self.rewards, samples, error_reward, group_size, progress, begun or {})
 
-    def begin(self) -> Early | None:
-        """Return what takes samples while others are drawn; None where no reward does, or `score` is the task's own."""
-        if type(self).score is not Task.score:
-            return None
-        early = Early(self.rewards)
-        return early if early.begun else None
+    @property
+    def streaming(self) -> Sequence[Reward]:
+        """Rewards that may take samples while others are drawn; none where `score` is the task's own."""
+        return self.rewards if type(self).score is Task.score else ()
 
     def key(self, row: Row) -> str:
         """Return what identifies a problem: none is both trained on and a benchmark's. By default its prompt."""

@@ -79,7 +79,7 @@ class NVFP4(NumberFormat):
         self.check("This weight", (rows, columns))
         weights = weights.detach()
         shared = None if shared_amax is None else shared_amax.to(weights.device, weights.dtype)
-        if dispatch.available_for_e4m3(weights) and weights.dtype != torch.float64:
+        if dispatch.available_for_e4m3(weights, "fp4_weights") and weights.dtype != torch.float64:
             from lit_qrl.formats.kernels import fp4_triton
 
             global_scale = self._global_scale(magnitudes(weights) if shared is None else shared)

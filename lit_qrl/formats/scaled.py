@@ -153,7 +153,7 @@ class ScaledE4M3(Scaled):
         return F.linear(codes, weight).mul_(scale)
 
     def kept_input(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.input_codes(x) if dispatch.available_for_e4m3(x) else (x,)
+        return self.input_codes(x) if dispatch.available_for_e4m3(x, "values") else (x,)
 
     def dequantized_input(self, x: Tensor) -> Tensor:
         return self.dequantized_kept(self.kept_input(x), x.dtype).view(x.shape)

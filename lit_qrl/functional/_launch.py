@@ -1,5 +1,6 @@
 """Starts Triton kernels."""
 
+import os
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -8,9 +9,13 @@ from torch import Tensor
 
 
 @lru_cache
-def triton_installed() -> bool:
-    """Return True when Triton can be imported."""
-    return find_spec("triton") is not None
+def triton_installed(kernel: str = "") -> bool:
+    """Return True when Triton can be imported, and the kernel of that name is not switched off.
+
+    The environment variable LIT_QRL_WITHOUT names, joined by commas, kernels that a run is to do without, so that one
+    can measure what each is worth (`benchmarks/iteration.py --without`).
+    """
+    return find_spec("triton") is not None and kernel not in os.environ.get("LIT_QRL_WITHOUT", "").split(",")
 
 
 def pieces(count: int, size: int) -> int:

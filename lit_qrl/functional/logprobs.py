@@ -247,7 +247,11 @@ def _entropy(scores: Tensor, normalizer: Tensor) -> Tensor:
 
 def _kernel_takes(hidden: Tensor) -> bool:
     """Return whether the logits of these hidden states may be reduced by `_logprobs_triton`."""
-    return hidden.device.type == "cuda" and hidden.dtype in (torch.bfloat16, torch.float16) and triton_installed()
+    return (
+        hidden.device.type == "cuda"
+        and hidden.dtype in (torch.bfloat16, torch.float16)
+        and triton_installed("logprobs")
+    )
 
 
 class _Options(NamedTuple):

@@ -2,15 +2,15 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lit_qrl.loop.batching import deal_by_length, deal_by_tokens, padded_parts, token_parts
-from lit_qrl.loop.hooks import Learner
-from lit_qrl.loop.ranks import widest
+from lit_qrl.loop.contracts import Learner, MicroBatches, widest
 from lit_qrl.network.memory import RESERVE, free_memory
 from lit_qrl.network.padding_free import is_padding_free
 from lit_qrl.network.shards import own
@@ -43,7 +43,7 @@ def tokens_that_fit(tokens: int, peak: int, free: int, total: int) -> int:
     return min(max(2 ** math.floor(math.log2(room)), PLAIN), LARGEST)
 
 
-class TokenBudget:
+class TokenBudget(MicroBatches):
     """How many tokens a micro-batch holds at most, and how many micro-batches an optimizer step of this iteration has.
 
     Where the number is not given, it is 8192 in the first iteration; on a GPU that measures what its passes take, and
@@ -55,7 +55,8 @@ class TokenBudget:
     """
 
     def __init__(self, limit: int | None) -> None:
-        self.chosen, self.parts = limit, 1
+        super().__init__(parts=1)
+        self.limit = self.chosen = limit
         self._before: tuple[int, int] | None = None
         self._measured: tuple[int, int] | None = None
 
@@ -63,6 +64,15 @@ class TokenBudget:
     def tokens(self) -> int:
         """Tokens of a micro-batch at most; one longer sequence is a micro-batch alone."""
         return self.chosen or PLAIN
+
+    @property
+    def whole(self) -> bool:
+        """False: a rollout may need more."""
+        return False
+
+    def most(self, rows: int) -> int:
+        """Return as many as there are sequences, each of which is one at the least; `begin` says how many it is."""
+        return rows
 
     def measures(self, device: torch.device) -> bool:
         """Return whether memory is to be looked at."""
@@ -128,20 +138,18 @@ class TokenBudget:
         sizes = _Sizes.of(batch)
         return deal_by_tokens(*sizes, self.parts) if _flat(learner) else deal_by_length(sizes.lengths, self.parts)
 
-    def passes(self, learner: Learner, batch: RolloutBatch) -> int:
+    def scoring_passes(self, learner: Learner, rollout: RolloutBatch) -> int:
         """Return in how many forward passes a rollout is scored."""
-        return len(_Sizes.of(batch).cut(self.tokens, _flat(learner)))
+        return len(_Sizes.of(rollout).cut(self.tokens, _flat(learner)))
 
+    def state(self) -> dict[str, Any]:
+        """Return the tokens of a micro-batch, once they are chosen."""
+        return {} if self.chosen is None else {"micro_batch_tokens": self.chosen}
 
-def scoring_passes(learner: Learner, rollout: RolloutBatch) -> int:
-    """Return in how many forward passes a whole rollout is scored, before it is cut into mini-batches.
-
-    Args:
-        learner: with its data module.
-        rollout: of this process.
-    """
-    data = learner.data
-    return data.mini_batches * data.parts if data.budget is None else data.budget.passes(learner, rollout)
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take the tokens that a run before chose, where this one is not given them."""
+        if self.limit is None:
+            self.chosen = state.get("micro_batch_tokens")
 
 
 class _Sizes(NamedTuple):
@@ -176,18 +184,18 @@ def _flat(learner: Learner) -> bool:
     return is_padding_free(learner.policy.network)
 
 
-def expect(trainer: Any, batches: int, parts: int) -> None:
+def expect(trainer: Trainer, batches: int, parts: int) -> None:
     """Tell Lightning's loop, which is in its first batch, how many there are and after how many it steps.
 
     Until then it takes each sequence for a micro-batch of its own, as the length of the data set says before anything
     is drawn.
 
     Args:
-        trainer: Lightning's.
+        trainer: of the run.
         batches: micro-batches of this epoch.
         parts: of them, for an optimizer step.
     """
     interval = trainer.val_check_interval
     trainer.accumulate_grad_batches, trainer.fit_loop.max_batches = parts, batches
-    if isinstance(interval, float) and math.isfinite(trainer.val_check_batch):
+    if isinstance(interval, float) and trainer.val_check_batch is not None and math.isfinite(trainer.val_check_batch):
         trainer.val_check_batch = max(int(batches * interval), 1)

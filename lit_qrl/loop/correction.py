@@ -1,41 +1,59 @@
-"""When learner_old is scored, and what callbacks and objective make of its mismatch with the sampler."""
+"""When learner_old is scored, and what callbacks and objective make of its mismatch with the sampler.
 
-from typing import Any
+The corrections of several callbacks become one: weights multiply, rejections add up, two ratios are refused.
+"""
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from functools import reduce
+from itertools import combinations
 
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor
 
+from lit_qrl.errors import ConfigError
+from lit_qrl.functional._statistics import masked, share
 from lit_qrl.functional.importance import batch_normalized, log_ratio
-from lit_qrl.loop.combine import combine
-from lit_qrl.loop.hooks import Learner, corrected, overrides, rl_callbacks
-from lit_qrl.types import AllReduce, LossContext, MicroBatch, RolloutBatch, no_all_reduce
+from lit_qrl.loop.contracts import Learner
+from lit_qrl.loop.hooks import RLCallback, corrected, overrides, rl_callbacks
+from lit_qrl.objective import Objective
+from lit_qrl.types import AllReduce, Correction, LossContext, MicroBatch, RolloutBatch, no_all_reduce
 
 
-def is_one_pass(learner: Learner) -> bool:
-    """Return whether an iteration is one update of one micro-batch, whose forward pass sees all that there is."""
-    data = learner.data
-    return data.budget is None and data.passes * data.mini_batches * data.parts == 1
+class Scoring(Enum):
+    """When learner_old's log-probs are known, and so where corrections are taken."""
+
+    BEFORE = "by forward passes of their own, before the first update"
+    WHOLE = "by the training forward, which sees all of the only mini-batch"
+    PARTS = "by the training forwards of the only mini-batch's parts, each corrected by itself"
+    NOWHERE = "nothing asks for them before the update"
 
 
-def needs_learner_old(learner: Learner) -> bool:
-    """Return whether learner_old must be scored on its own, before the update.
+def scoring_of(learner: Learner) -> Scoring:
+    """Return when learner_old is scored.
 
     With one update per rollout it is the training forward's own log-probs, and `weigh_here` takes them there; what has
     to be known of several micro-batches before the first, or after the learner has moved, is not to be had from that;
     nor is what a training forward with dropout says.
     """
-    objective: Any = learner.objective
-    callbacks = list(rl_callbacks(learner.trainer))
+    objective, data, callbacks = learner.objective, learner.data, list(rl_callbacks(learner.trainer))
     corrections = [callback for callback in callbacks if overrides(callback, "correct")]
-    if learner.policy.dropout or any(callback.needs_learner_old for callback in callbacks):
-        return True
-    of_whole = any(callback.needs == "batch" for callback in corrections)
-    if (of_whole or (corrections and objective.normalize_weights is not None)) and not is_one_pass(learner):
-        return True
-    if objective.kl_coefficient and objective.kl_in == "reward" and objective.old_logprobs != "bypass":
-        return True
-    several = learner.data.passes * learner.data.mini_batches > 1
-    return several and (objective.old_logprobs == "decoupled" or bool(corrections) or objective.carries_ratio)
+    several = data.passes * data.mini_batches > 1
+    whole = not several and data.budget.whole
+    looks_at_all = any(callback.needs == "batch" for callback in corrections)
+    shaped = bool(objective.kl_coefficient) and objective.kl_in == "reward"
+    if (
+        learner.policy.dropout
+        or any(callback.needs_learner_old for callback in callbacks)
+        or (not whole and (looks_at_all or (corrections and objective.normalize_weights is not None)))
+        or (shaped and objective.old_logprobs != "bypass")
+        or (several and (objective.old_logprobs == "decoupled" or corrections or objective.carries_ratio))
+    ):
+        return Scoring.BEFORE
+    if not corrections:
+        return Scoring.NOWHERE
+    return Scoring.WHOLE if whole else Scoring.PARTS
 
 
 def needs_kept(learner: Learner) -> bool:
@@ -108,32 +126,150 @@ def weigh_here(learner: Learner, part: MicroBatch, logprobs: Tensor) -> None:
     Raises:
         ValueError: a correction that needs only sequences rejected tokens, which changes the whole batch's denominator.
     """
-    batch = part.batch
-    if batch.learner_old_logprobs is not None or not corrected(learner.trainer):
+    batch, how = part.batch, scoring_of(learner)
+    if batch.learner_old_logprobs is not None:
         return
-    if is_one_pass(learner):
+    if how is Scoring.WHOLE:
         batch.mask = batch.mask & torch.isfinite(logprobs)  # as `Guard` drops what was scored
         batch.learner_old_logprobs = torch.where(batch.mask, logprobs.detach().float(), 0.0)
         part.total, part.has_signal = correct(learner, batch)
         if batch.keep is not None:
             learner.iteration.skip_step = not bool(part.has_signal)
-        return
-    weigh(learner, batch, logprobs.detach())
-    if batch.keep is not None:
-        raise ValueError(
-            "A correction rejected tokens when the loss's denominator was known already. Expected: weights alone from "
-            "a callback whose needs is 'sequence'. Given: keep. Set its needs to 'batch', or return weights of 0."
-        )
+    elif how is Scoring.PARTS:
+        weigh(learner, batch, logprobs.detach())
+        if batch.keep is not None:
+            raise ValueError(
+                "A correction rejected tokens when the loss's denominator was known already. Expected: weights alone "
+                "from a callback whose needs is 'sequence'. Given: keep. Set its needs to 'batch', or return weights "
+                "of 0."
+            )
 
 
 @torch.no_grad()
 def close(learner: Learner) -> None:
     """Close the iteration after its last update; what was weighed by parts is measured as a whole."""
-    state = learner.iteration
-    measured = state.measured()
-    old = None if measured is None or measured is state.rollout else measured.learner_old_logprobs
-    if measured is not None and old is not None and corrected(learner.trainer) and not is_one_pass(learner):
-        state.metrics.update(weigh(learner, measured, old, learner.reduce))
-    if learner.data.ahead is not None:
-        learner.data.ahead.tell_staleness(learner)
-    state.close(learner.reduce)
+    measured = learner.iteration.measured()
+    if measured is not None and measured.learner_old_logprobs is not None and scoring_of(learner) is Scoring.PARTS:
+        learner.iteration.metrics.update(weigh(learner, measured, measured.learner_old_logprobs, learner.reduce))
+    learner.data.schedule.measured(learner)
+    learner.iteration.close(learner.reduce)
+
+
+def combine(
+    corrections: Sequence[Correction], mask: Tensor, *, all_reduce: AllReduce = no_all_reduce
+) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:
+    """Return the product of all weights, the conjunction of all keeps, and the metrics of all corrections.
+
+    The same bits come out for any order of the corrections: factors are sorted before they are multiplied. The
+    metrics of the result are added: `correction/reweighted_tokens`, `rejected_tokens`, `rejected_sequences` (shares),
+    `weight_mean` and `weight_max`.
+
+    Args:
+        corrections: what the callbacks returned, without the None.
+        mask: "b t", tokens that count.
+        all_reduce: makes the metrics global over ranks.
+
+    Raises:
+        ValueError: weights or keep of another shape than `mask`; the same metric from two corrections.
+
+    >>> half = Correction(weights=torch.full((1, 2), 0.5))
+    >>> combine([half, half], torch.ones(1, 2, dtype=torch.bool))[0]
+    tensor([[0.2500, 0.2500]])
+    """
+    metrics: dict[str, Tensor] = {}
+    for correction in corrections:
+        for name, value in (("weights", correction.weights), ("keep", correction.keep)):
+            if value is not None and value.shape != mask.shape:
+                raise ValueError(
+                    f"A correction returned {name} of the wrong shape. Expected: {tuple(mask.shape)}. "
+                    f"Given: {tuple(value.shape)}. Return one value for every completion token."
+                )
+        for name in metrics.keys() & correction.metrics.keys():
+            raise ValueError(f"Two corrections log {name}. Expected: distinct names. Given: it twice. Rename one.")
+        metrics.update(correction.metrics)
+    factors = [correction.weights.detach() for correction in corrections if correction.weights is not None]
+    keeps = [correction.keep for correction in corrections if correction.keep is not None]
+    weights, keep, figures = _combined(mask, factors, keeps, all_reduce=all_reduce)
+    metrics.update({f"correction/{name}": value for name, value in figures.items()})
+    return weights, keep, metrics
+
+
+def _combined(
+    mask: Tensor, factors: list[Tensor], keeps: list[Tensor], *, all_reduce: AllReduce
+) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:
+    figures: dict[str, Tensor] = {}
+    if len(factors) > 2:
+        factors = list(torch.stack(factors).sort(dim=0).values)
+    weights = reduce(torch.mul, factors) if factors else None
+    keep = reduce(torch.logical_and, keeps) if keeps else None
+    if weights is not None:
+        inside = masked(mask, weights)
+        reweighted = mask & (weights != 1)
+        tokens = torch.stack([mask.sum(), reweighted.sum()]).to(inside.dtype)
+        count, reweighted, total = all_reduce(torch.cat([tokens, inside.sum()[None]])).unbind()
+        figures["weight_mean"] = total / count.clamp(min=1)
+        figures["weight_max"] = all_reduce(inside.amax(), op="max")
+        figures["reweighted_tokens"] = reweighted / count.clamp(min=1)
+    if keep is not None:
+        figures["rejected_tokens"] = share(mask, ~keep, all_reduce)
+        figures["rejected_sequences"] = share(mask.any(dim=1), ~(mask & keep).any(dim=1), all_reduce)
+    return weights, keep, figures
+
+
+def check_combination(callbacks: Iterable[Callback], objective: Objective | None = None) -> None:
+    """Raise `ConfigError` for callbacks that cannot stand beside each other, or beside the objective.
+
+    Args:
+        callbacks: all callbacks of the trainer.
+        objective: what they correct.
+    """
+    ours = [callback for callback in callbacks if isinstance(callback, RLCallback)]
+    for first, second in combinations(ours, 2):
+        if first.state_key == second.state_key:
+            raise ConfigError(
+                f"trainer.callbacks holds {type(first).__name__} twice.",
+                expected="each callback once",
+                given=", ".join(type(callback).__name__ for callback in ours),
+                remedy="Remove one; a fragment of configs/correction replaces the list, callbacks+ appends to it.",
+            )
+    carriers = [type(callback).__name__ for callback in ours if callback.carries_ratio]
+    if objective is not None and objective.carries_ratio:
+        carriers.append(type(objective).__name__)
+    if len(carriers) > 1:
+        count = "both" if len(carriers) == 2 else "all"
+        raise ConfigError(
+            f"{' and '.join(carriers)} {count} multiply by the ratio learner_old / sampler, which would raise it to "
+            f"the power {len(carriers)}.",
+            expected="at most one of AIS, TruncatedIS, MaskedIS and TBPO",
+            given=", ".join(carriers),
+            remedy="Keep one; rejections (RatioRejection, GeometricRejection, TokenVeto, OffPolicySequenceMask) "
+            "combine with any.",
+        )
+    if carriers and objective is not None and objective.old_logprobs == "bypass":
+        raise ConfigError(
+            f"With old_logprobs: bypass the objective's own ratio is learner / sampler, and {carriers[0]} would "
+            "multiply by learner_old / sampler once more.",
+            expected="old_logprobs: decoupled or policy_gradient",
+            given="bypass",
+            remedy=f"Change old_logprobs, or remove {carriers[0]}.",
+        )
+
+
+def check_estimated(callbacks: Iterable[Callback], objective: Objective) -> None:
+    """Raise `ConfigError` for what needs autoregressive log-probs, beside a policy whose log-probs are estimates.
+
+    Args:
+        callbacks: all callbacks of the trainer.
+        objective: what they correct.
+    """
+    parts: list[RLCallback | Objective] = [one for one in callbacks if isinstance(one, RLCallback)]
+    odd = [type(one).__name__ for one in (*parts, objective) if one.takes_sequence_ratio]
+    if odd:
+        raise ConfigError(
+            f"{odd[0]} multiplies the ratios of a sequence's tokens into one of its probabilities, which needs "
+            "autoregressive log-probs; those of a masked-diffusion policy are estimated token by token.",
+            expected="corrections and objectives that weigh each token by its own ratio",
+            given=", ".join(odd),
+            remedy="Set level (of AIS, TruncatedIS, MaskedIS) or over (of RatioRejection) to token, take TokenVeto for "
+            "GeometricRejection and OffPolicySequenceMask, and GRPO, DAPO, DrGRPO, CISPO or SAPO for GSPO and TBPO.",
+        )

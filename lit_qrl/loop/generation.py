@@ -6,58 +6,58 @@ from contextlib import nullcontext, suppress
 from typing import Any, TypeVar, cast, get_args
 
 import torch
+from lightning.pytorch import Trainer
 
-from lit_qrl.loop.hooks import Learner, rl_callbacks
+from lit_qrl.loop.contracts import Judging, Learner, Problem
+from lit_qrl.loop.hooks import rl_callbacks
 from lit_qrl.loop.turns import Conversations, TakesTurns
-from lit_qrl.rollout.engine import EngineDiedError, Progress
+from lit_qrl.rollout.engine import Converses, EngineDiedError, Progress
 from lit_qrl.run.interrupt import Cut, EndsTogether
 from lit_qrl.types import Completion, EpisodeEnd, SamplingParams
 
 log = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
-Played = tuple[Any, Sequence[Any]]
-"""A task of several turns and the rows of the prompts."""
 
 
 def draw(
     learner: Learner,
-    prompts: Sequence[Sequence[int]],
+    problems: Sequence[Problem],
+    task: object,
     n: int,
     seed: int,
     stage: str,
     sampling: SamplingParams | None = None,
     positions: Sequence[int] | None = None,
-    played: Played | None = None,
-    judging: Any = None,
+    judging: Judging | None = None,
 ) -> list[Completion]:
-    """Return `n` completions of each prompt; when the engine dies and a callback revives it, the same once more.
+    """Return `n` completions of each problem; when the engine dies and a callback revives it, the same once more.
 
     A task of several turns gives whole conversations as completions.
 
     Args:
         learner: whose data module owns the engine.
-        prompts: token ids.
-        n: completions per prompt.
+        problems: with their prompts.
+        task: of the problems; one that takes turns plays them.
+        n: completions per problem.
         seed: of this draw.
         stage: named on the progress bar.
         sampling: instead of the rollout's.
-        positions: of the prompts among those that several processes share; see `RolloutEngine.generate`.
-        played: the task, where its completions are conversations, and the row of each prompt.
+        positions: of the problems among those that several processes share; see `RolloutEngine.generate`.
         judging: takes completions as they are finished, of an engine that hands them out; `again` makes it forget them.
 
     Raises:
         EngineDiedError: when no callback built the engine again.
     """
-    trainer = learner.trainer
+    trainer, prompts = learner.trainer, [problem.prompt_ids for problem in problems]
     options: dict[str, Any] = {} if positions is None else {"positions": positions}
-    if judging is not None and played is None:
+    if judging is not None and judging.streams:
         options["finished"] = judging
     while True:
         progress = progress_of(trainer, stage, len(prompts) * n)
         try:
-            if played is not None:
-                return _conversations(learner, prompts, n, seed, progress, sampling, positions, played)
+            if isinstance(task, TakesTurns):
+                return _conversations(learner, problems, task, n, seed, progress, sampling, positions)
             return learner.data.engine.generate(prompts, n, seed, progress, sampling, **options)
         except EngineDiedError as error:
             revived = [callback.on_engine_died(trainer, learner, error) for callback in rl_callbacks(trainer)]
@@ -80,7 +80,7 @@ def together(learner: Learner, draw: Callable[[], Made]) -> Made:
         InterruptedTogether: on all ranks.
     """
     trainer, made = learner.trainer, None
-    ends = next((one for one in trainer.callbacks if isinstance(one, EndsTogether)), None)
+    ends = next((one for one in trainer.callbacks if isinstance(one, EndsTogether)), None)  # pyright: ignore
     if ends is None or trainer.world_size == 1:
         return draw()
     with suppress(Cut), nullcontext() if learner.data.engine.draws_together else ends.cut():
@@ -89,29 +89,24 @@ def together(learner: Learner, draw: Callable[[], Made]) -> Made:
     return cast(Made, made)
 
 
-def played_by(task: Any, rows: Sequence[Any]) -> Played | None:
-    """Return a task and the rows of its prompts where their completions are conversations."""
-    return (task, rows) if isinstance(task, TakesTurns) else None
-
-
 def _conversations(
     learner: Learner,
-    prompts: Sequence[Sequence[int]],
+    problems: Sequence[Problem],
+    task: TakesTurns,
     n: int,
     seed: int,
     progress: Progress | None,
     sampling: SamplingParams | None,
     positions: Sequence[int] | None,
-    played: Played,
 ) -> list[Completion]:
-    task, rows = played
     policy, data = learner.policy, learner.data
-    chat = not isinstance(task.prompt(rows[0]), str)
-    numbers = range(len(prompts)) if positions is None else positions
+    assert isinstance(data.engine, Converses)
+    chat = not isinstance(task.prompt(problems[0].row), str)
+    numbers = range(len(problems)) if positions is None else positions
     talks = Conversations(
         task,
-        [row for row in rows for _ in range(n)],
-        [prompt for prompt in prompts for _ in range(n)],
+        [problem.row for problem in problems for _ in range(n)],
+        [problem.prompt_ids for problem in problems for _ in range(n)],
         lambda messages: policy.encode_turn(messages, chat),
         policy.decode,
         (sampling or data.sampling).max_tokens,
@@ -156,13 +151,13 @@ def drawn(learner: Learner) -> None:
         callback.on_generation_end(learner.trainer, learner)
 
 
-def progress_of(trainer: Any, stage: str, total: int) -> Progress | None:
+def progress_of(trainer: Trainer, stage: str, total: int) -> Progress | None:
     """Return what moves the progress bar during generation, or None where the bar cannot."""
     update: Callable[..., Any] | None = getattr(trainer.progress_bar_callback, "update_generation", None)
     return None if update is None else lambda done, tokens: update(stage, done, total, tokens)
 
 
-def scoring_progress(trainer: Any, name: str) -> Callable[[int, int], None] | None:
+def scoring_progress(trainer: Trainer | None, name: str) -> Callable[[int, int], None] | None:
     """Return what moves the progress bar while a reward judges, called with (done, total), or None where it cannot."""
     bar = getattr(trainer, "progress_bar_callback", None)
     update: Callable[..., Any] | None = getattr(bar, "update_scoring", None)

@@ -1,68 +1,33 @@
-"""The hooks of reinforcement learning: Lightning's `Callback` with five more, and what they may ask of the learner."""
+"""The hooks of reinforcement learning: Lightning's `Callback` with five more; and what a run asks of Lightning's own.
+
+What ends a run whose epochs are iterations must not cut one, and what `EarlyStopping` and `ModelCheckpoint` watch of
+iterations is known at their ends.
+"""
 
 from collections.abc import Iterator
 from typing import Any, Literal, Protocol, runtime_checkable
 
-import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from torch import Tensor
 
-from lit_qrl.loop.state import IterationState
-from lit_qrl.objective import Objective
-from lit_qrl.policy import CausalPolicy
+from lit_qrl.errors import ConfigError
+from lit_qrl.loop.contracts import Learner
 from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.run.description import Described
 from lit_qrl.types import AllReduce, Correction, LossContext, RolloutBatch, no_all_reduce
-
-
-class Learner(Protocol):
-    """What the loop and its callbacks may ask of the module that is trained."""
-
-    policy: CausalPolicy
-    objective: Objective
-    iteration: IterationState
-
-    @property
-    def trainer(self) -> Any:
-        """The Lightning Trainer."""
-        ...
-
-    @property
-    def data(self) -> Any:
-        """The data module, with the engine."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where the learner's weights are."""
-        ...
-
-    @property
-    def global_rank(self) -> int:
-        """The number of this process."""
-        ...
-
-    @property
-    def reduce(self) -> AllReduce:
-        """How a tensor is reduced over all ranks."""
-        ...
-
-    def score(self, rollout: RolloutBatch, chunks: int = 1, routes: Tensor | None = None) -> Tensor:
-        """Return the learner's log-probs "b t" of a rollout's completions, in the learner's own arithmetic.
-
-        Args:
-            rollout: the sequences.
-            chunks: forward passes.
-            routes: "b s layers k", into which the experts that its own routers choose are written.
-        """
-        ...
 
 
 @runtime_checkable
 class PreparesTrainer(Protocol):
     """A callback that sets the Trainer up for a run, before anything of it is used."""
 
-    def prepare(self, trainer: Trainer, module: Any) -> None:
+    def prepare(self, trainer: Trainer, module: Learner) -> None:
         """Change the Trainer's settings; no folder has been chosen and no logger has written yet."""
 
 
@@ -93,24 +58,24 @@ class RLCallback(Described, Callback):
     shift_floor: float | None = None
     """The smallest ratio by which the shift of routers rescales that of an objective; None where it does not."""
 
-    def on_rollout_start(self, trainer: Trainer, module: "Learner", version: int) -> None:
+    def on_rollout_start(self, trainer: Trainer, module: Learner, version: int) -> None:
         """Called before the weights of `version` are published."""
 
-    def on_publish(self, trainer: Trainer, module: "Learner", name: str, tensor: Tensor) -> Tensor:
+    def on_publish(self, trainer: Trainer, module: Learner, name: str, tensor: Tensor) -> Tensor:
         """Return what the engine should get instead of the learner's clean, not yet quantized `tensor`."""
         return tensor
 
-    def on_rollout_end(self, trainer: Trainer, module: "Learner", batch: RolloutBatch) -> None:
+    def on_rollout_end(self, trainer: Trainer, module: Learner, batch: RolloutBatch) -> None:
         """Called with the scored rollout of the iteration, before any mini-batch is cut."""
 
-    def on_generation_end(self, trainer: Trainer, module: "Learner") -> None:
+    def on_generation_end(self, trainer: Trainer, module: Learner) -> None:
         """Called when the last completion of a rollout or an evaluation is drawn, before anything is scored."""
 
-    def on_engine_died(self, trainer: Trainer, module: "Learner", error: EngineDiedError) -> bool:
+    def on_engine_died(self, trainer: Trainer, module: Learner, error: EngineDiedError) -> bool:
         """Return True when the engine was built again and holds its weights, so that the same is drawn once more."""
         return False
 
-    def correct(self, trainer: Trainer, module: "Learner", context: LossContext) -> Correction | None:
+    def correct(self, trainer: Trainer, module: Learner, context: LossContext) -> Correction | None:
         """Return weights and rejections, called once for every whole mini-batch.
 
         With `needs` = "sequence" and one update of several micro-batches per rollout it is called for each, on one rank
@@ -153,3 +118,98 @@ def trainer_all_reduce(trainer: Trainer) -> AllReduce:
 def corrected(trainer: Trainer) -> bool:
     """Return True when some callback looks at learner_old before the update."""
     return any(overrides(callback, "correct") for callback in rl_callbacks(trainer))
+
+
+EVALUATED = "val/"
+"""Metrics of an evaluation begin so; all others are of an iteration."""
+
+CANNOT_SERVE: dict[type[Callback], tuple[str, str]] = {
+    GradientAccumulationScheduler: (
+        "would take optimizer steps elsewhere than at the ends of mini-batches",
+        "data.micro_batches cuts a mini-batch into passes, data.mini_batches an iteration into steps",
+    ),
+    StochasticWeightAveraging: (
+        "copies the module before the policy's weights are loaded, so that it would average nothing",
+        "EMAWeightAveraging and WeightAveraging average them",
+    ),
+}
+"""Callbacks of Lightning that a run cannot have: why, and what there is instead."""
+
+
+def check_limits(trainer: Trainer, steps: int) -> None:
+    """Raise `ConfigError` for a limit of the Trainer that ends an iteration in its middle, or that it divides by.
+
+    Callbacks that cannot serve a run are refused with them.
+
+    A cut iteration has no metrics, and what it learned from is not what its loss was divided by.
+
+    Args:
+        trainer: of a fit.
+        steps: optimizer steps of an iteration.
+    """
+    if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]  # one batch of everything, of which nothing stays
+        return
+    if trainer.max_epochs == -1 and trainer.max_steps == -1:
+        raise ConfigError(
+            "The run has no number of iterations, which learning-rate schedules and the report follow.",
+            expected="trainer.max_epochs",
+            given=trainer.max_epochs,
+            remedy="Set trainer.max_epochs; trainer.max_time may end the run before.",
+        )
+    if trainer.max_steps > 0 and trainer.max_steps % steps:
+        raise ConfigError(
+            "trainer.max_steps would end the run in the middle of an iteration.",
+            expected=f"a multiple of its {steps} optimizer steps (data.passes × data.mini_batches), or nothing",
+            given=trainer.max_steps,
+            remedy=f"Set trainer.max_epochs to {-(-trainer.max_steps // steps)}, which counts iterations.",
+        )
+    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        for kind, (wrong, instead) in CANNOT_SERVE.items():
+            if isinstance(callback, kind):
+                raise ConfigError(f"{kind.__name__} {wrong}.", remedy=f"Remove it from trainer.callbacks; {instead}.")
+    batches = trainer.limit_train_batches
+    if not (isinstance(batches, float) and batches == 1.0):
+        raise ConfigError(
+            "trainer.limit_train_batches, or overfit_batches, would leave a part of each iteration out.",
+            expected="all micro-batches of what was drawn",
+            given=batches,
+            remedy="Leave it out; data.prompts_per_iteration makes iterations small, trainer.max_epochs runs short.",
+        )
+    every = trainer.check_val_every_n_epoch
+    if every is not None and every < 1:
+        raise ConfigError(
+            "trainer.check_val_every_n_epoch is too small.",
+            expected="at least 1",
+            given=every,
+            remedy="Set trainer.limit_val_batches to 0 for a run without evaluations.",
+        )
+
+
+def follow_iterations(trainer: Trainer) -> None:
+    """Let what watches a metric of iterations look at the end of each.
+
+    Left to itself it looks at the end of evaluations wherever they are less frequent, the one before the first
+    iteration included, when there is no such metric, or that of the iteration before.
+    """
+    for callback in _stopping(trainer):
+        if not str(callback.monitor).startswith(EVALUATED):
+            callback._check_on_train_epoch_end = True
+    for callback in trainer.callbacks:  # pyright: ignore
+        if isinstance(callback, ModelCheckpoint) and not str(callback.monitor or EVALUATED).startswith(EVALUATED):
+            callback._save_on_train_epoch_end = True
+
+
+def expect_metrics(trainer: Trainer, logged: bool, strict: dict[int, bool]) -> None:
+    """Say whether the iteration that ends has metrics: the end that a resumed run repeats has none, and counts not.
+
+    Args:
+        trainer: of the run.
+        logged: whether it has.
+        strict: by the identity of each `EarlyStopping`, whether it was made to miss none; kept by the caller.
+    """
+    for callback in _stopping(trainer):
+        callback.strict = strict.setdefault(id(callback), callback.strict) and logged
+
+
+def _stopping(trainer: Trainer) -> Iterator[EarlyStopping]:
+    return (one for one in trainer.callbacks if isinstance(one, EarlyStopping))  # pyright: ignore

@@ -11,25 +11,23 @@ deal      each mini-batch is one optimizer step, cut into micro-batches that pad
 ========= =================================================================================== ==================
 
 The weights were published to the sampler before the first of these; what the objective makes of w, keep and A is the
-module's `training_step`. With one update per rollout the forward pass of that step is learner_old's: it is scored
-before only for what has to be known of the whole batch (`needs_learner_old`), and else corrected there (`weigh_here`).
+module's `training_step`. With one update per rollout the forward pass of that step is learner_old's: `scoring_of`
+says whether it is scored before, for what has to be known of the whole batch, or corrected there (`weigh_here`).
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from lit_qrl.functional.advantage import differing
-from lit_qrl.loop.batching import assemble, concatenate, deal_by_length, rows_of
-from lit_qrl.loop.budget import scoring_passes
-from lit_qrl.loop.correction import correct, needs_learner_old
-from lit_qrl.loop.generation import draw, drawn, played_by, tell_episodes, together
-from lit_qrl.loop.hooks import Learner, rl_callbacks
-from lit_qrl.loop.ranks import lacking, widest
+from lit_qrl.loop.batching import assemble, concatenate, rows_of
+from lit_qrl.loop.contracts import Judging, Learner, PendingRollout, Problem, widest
+from lit_qrl.loop.correction import Scoring, correct, scoring_of
+from lit_qrl.loop.generation import draw, drawn, tell_episodes, together
+from lit_qrl.loop.hooks import rl_callbacks
 from lit_qrl.loop.routing import scored_gates, scored_routes
 from lit_qrl.loop.turns import TakesTurns
 from lit_qrl.network.padding_free import laid_out
@@ -60,26 +58,23 @@ def roll_out(learner: Learner) -> RolloutBatch:
     """
     data, objective, slots = learner.data, learner.objective, learner.data.slots
     parts: list[RolloutBatch] = []
-    filled: dict[int, Any] = {}
+    filled: dict[int, Problem] = {}
     rounds = 1 + (objective.max_resample if objective.filter_zero_variance else 0)
-    data.rollout_begins()
+    data.schedule.rollout_begins(data.position)
     for attempt in range(rounds):
         open_slots = list(range(slots.groups))
         if attempt:
-            open_slots = lacking(slots, list(filled), learner.reduce, learner.device)
+            open_slots = slots.lacking(list(filled), learner.reduce, learner.device)
         if not open_slots:
             break
         numbers = [number for number, slot in enumerate(open_slots) if slot % slots.width in slots.columns]
-        completions = None
-        if data.ahead is None:
-            problems = data.next_problems(len(open_slots), numbers)
-        else:
-            problems, completions = _drawn_ahead(learner)
+        pending = data.schedule.take(learner, len(open_slots), numbers)
+        problems = pending.problems
         if not problems:  # the others' slots alone are open
             asked = partial(_draw, learner, problems, attempt, numbers)
             together(learner, asked if data.engine.draws_together else list)  # `list` draws nothing
             continue
-        drawn_now = together(learner, partial(_draw_groups, learner, problems, attempt, numbers, completions))
+        drawn_now = together(learner, partial(_draw_groups, learner, pending, attempt, numbers))
         kept = list(range(len(problems)))
         varied = differing(drawn_now.rewards.view(-1, data.group_size))
         if data.group_size > 1:
@@ -104,43 +99,28 @@ def _in_order(learner: Learner, parts: list[RolloutBatch], found: list[int]) -> 
     return replace(rollout.select(rows_of(order, g), trim=False), group=rollout.group)
 
 
-def _drawn_ahead(learner: Learner) -> tuple[Sequence[Any], list[Completion] | None]:
-    """Return the problems and completions that were drawn while earlier iterations went on, when they are there."""
-    state = learner.iteration
-    with state.timed("wait"):
-        draft = learner.data.ahead.take(learner)
-    state.drawing = draft.seconds
-    return draft.problems, draft.completions
-
-
-def _draw_groups(
-    learner: Learner,
-    problems: Sequence[Any],
-    attempt: int,
-    numbers: Sequence[int],
-    completions: list[Completion] | None = None,
-) -> RolloutBatch:
+def _draw_groups(learner: Learner, pending: PendingRollout, attempt: int, numbers: Sequence[int]) -> RolloutBatch:
     """Return G completions of each problem, with their rewards.
 
     Args:
         learner: whose iteration it is.
-        problems: of this rank.
+        pending: the problems of this rank, and their completions where they were drawn already.
         attempt: the round.
         numbers: of the problems among those that all ranks draw in this round; their randomness comes from it.
-        completions: where they were drawn already.
     """
-    data, state = learner.data, learner.iteration
-    ids = [problem.prompt_ids for problem in problems]
-    judging = data.judging(problems) if completions is None and not isinstance(data.task, TakesTurns) else None
-    with nullcontext() if judging is None else closing(judging):
+    data, state, problems = learner.data, learner.iteration, pending.problems
+    streams = pending.completions is None and not isinstance(data.task, TakesTurns)
+    with closing(data.judging(problems, streams)) as judging:
+        completions = pending.completions
         if completions is None:
             completions = _draw(learner, problems, attempt, numbers, judging)
-        if judging is not None:
+        if judging.streams:
             state.hidden = (state.hidden or 0.0) + judging.seconds
         tell_episodes(learner, completions)
+        ids = [problem.prompt_ids for problem in problems]
         batch = assemble(ids, completions, data.group_size, learner.policy.pad_token_id)
         with state.timed("reward"):
-            batch.rewards, batch.reward_parts, failed = data.reward(problems, completions, judging=judging)
+            batch.rewards, batch.reward_parts, failed = judging.rewards(completions)
     unscored = batch.rewards.isnan()
     batch.mask &= ~unscored[:, None]  # its tokens are in no loss, no correction and no metric
     state.metrics.values("reward/unscored", unscored.float())
@@ -152,18 +132,21 @@ def _draw_groups(
 
 
 def _draw(
-    learner: Learner, problems: Sequence[Any], attempt: int, numbers: Sequence[int], judging: Any = None
+    learner: Learner,
+    problems: Sequence[Problem],
+    attempt: int,
+    numbers: Sequence[int],
+    judging: Judging | None = None,
 ) -> list[Completion]:
     """Return G completions of each problem; the arguments are those of `_draw_groups`, and who judges meanwhile."""
     data = learner.data
     # The 0 was a rank's number once; runs of one process repeat what they drew then.
     seed = derive_seed(data.base_seed, "rollout", learner.trainer.current_epoch, attempt, 0)
     positions = numbers if data.slots.world_size > 1 else None
-    ids = [problem.prompt_ids for problem in problems]
     with learner.iteration.timed("generate"):
-        played = played_by(data.task, [problem.row for problem in problems])
-        options = {"positions": positions, "played": played, "judging": judging}
-        return draw(learner, ids, data.group_size, seed, "rollout", **options)
+        return draw(
+            learner, problems, data.task, data.group_size, seed, "rollout", positions=positions, judging=judging
+        )
 
 
 @torch.no_grad()
@@ -187,8 +170,8 @@ def masked_anew(learner: Learner, rollout: RolloutBatch) -> list[RolloutBatch]:
 def score(learner: Learner, rollout: RolloutBatch) -> RolloutBatch:
     """Return the rollout with learner_old's and the reference's log-probs, where needed, and advantages."""
     data, objective = learner.data, learner.objective
-    chunks = scoring_passes(learner, rollout)
-    if needs_learner_old(learner):
+    chunks = data.budget.scoring_passes(learner, rollout)
+    if scoring_of(learner) is Scoring.BEFORE:
         routes, rollout.router_logprobs = scored_routes(learner, rollout), scored_gates(learner, rollout)
         rollout.learner_old_logprobs = learner.score(rollout, chunks, routes)
         rollout.routed_experts = rollout.routed_experts if routes is None else routes
@@ -217,16 +200,12 @@ def deal(learner: Learner, passes: Sequence[RolloutBatch]) -> Iterator[MicroBatc
         rollout = passes[min(number, len(passes) - 1)]
         dealt = data.slots.mini_batches_of_pass(generator)
         steps += [(rollout, rows_of(groups, data.group_size).to(learner.device)) for groups in dealt]
-    if data.budget is not None:
-        data.budget.begin(learner, steps)
+    data.budget.begin(learner, steps)
     for rollout, rows in steps:
         mini_batch = rollout.select(rows, trim=False)
         with learner.iteration.timed("score"):
             total, has_signal = correct(learner, mini_batch)
-        if data.budget is None:
-            parts = deal_by_length(mini_batch.total_length.tolist(), data.parts)
-        else:
-            parts = data.budget.deal(learner, mini_batch)
+        parts = data.budget.deal(learner, mini_batch)
         # cut and laid out before the first pass: whatever the host must see would make it wait for the pass before
         chosen = [torch.tensor(part, device=rows.device) for part in parts]
         made = [laid_out(learner.policy.network, mini_batch.select(part)) for part in chosen]

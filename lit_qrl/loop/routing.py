@@ -23,8 +23,9 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lit_qrl.functional.diagnostics import router_shift
-from lit_qrl.loop.hooks import Learner, rl_callbacks
-from lit_qrl.loop.metrics import IterationMetrics
+from lit_qrl.loop.contracts import Learner
+from lit_qrl.loop.hooks import rl_callbacks
+from lit_qrl.loop.state import IterationMetrics
 from lit_qrl.network.balance import balance_coefficient, balance_loss, real_tokens, router_logits
 from lit_qrl.network.routing import differing, experts_taken, route_dtype, routers, unrouted
 from lit_qrl.types import RolloutBatch
@@ -123,7 +124,7 @@ def balanced(learner: Learner) -> Iterator[Callable[[RolloutBatch], Tensor | flo
             real = real_tokens(len(seen[0]), batch.total_length, batch.tokens.shape[1])
             value = balance_loss(seen, routers(network)[0].chosen, real)
             learner.iteration.metrics.value("routing/balance_loss", value)
-            return value * (coefficient / (learner.data.parts * learner.trainer.world_size))
+            return value * (coefficient / (learner.data.budget.parts * learner.trainer.world_size))
 
         yield loss
 

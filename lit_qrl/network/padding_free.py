@@ -338,7 +338,7 @@ class _LayOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         restored, copies = ctx.saved_tensors
-        if copies.shape[1] > 1 and dispatch.available(grads[0]):
+        if copies.shape[1] > 1 and dispatch.available(grads[0], "rows"):
             from lit_qrl.formats.kernels import rows_triton
 
             return rows_triton.summed(grads[0], restored, copies), None, None, None
@@ -361,7 +361,7 @@ class _PutBack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         index, restored = ctx.saved_tensors
-        if dispatch.available(grads[0]):
+        if dispatch.available(grads[0], "rows"):
             from lit_qrl.formats.kernels import rows_triton
 
             return rows_triton.returned(grads[0], index, restored), None, None

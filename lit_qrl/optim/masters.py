@@ -262,7 +262,7 @@ def saved_masters(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 def _in_one_pass(parameter: Tensor) -> bool:
     """Return whether the kernel takes a parameter; a part of a sharded one is none."""
     plain = parameter.device.type == "cuda" and parameter.dtype == torch.bfloat16 and parameter.is_contiguous()
-    return plain and type(parameter.data) is Tensor and triton_installed()
+    return plain and type(parameter.data) is Tensor and triton_installed("masters")
 
 
 def _plain_adam(group: dict[str, Any]) -> bool:

@@ -1,5 +1,6 @@
 """One stream to the engine, and the comparison of what was sent with what it holds."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -9,9 +10,10 @@ from torch import Tensor
 from lit_qrl.errors import within_memory
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
-from lit_qrl.publish.shares import weigh
+from lit_qrl.precision.source import Change, WeightSource
 from lit_qrl.receipts.clock import Clock, gc_pause
 from lit_qrl.receipts.ledger import (
+    Ledger,
     PublishError,
     PublishReport,
     SentLedger,
@@ -22,7 +24,7 @@ from lit_qrl.receipts.ledger import (
     compare_read_back,
     compare_receipts,
 )
-from lit_qrl.rollout.engine import HoldsShare, ReadsBack, ReadsColumns, RolloutEngine, TakesAdapter
+from lit_qrl.rollout.engine import HoldsShare, LendsWeights, ReadsBack, ReadsColumns, RolloutEngine, TakesAdapter
 
 Stream = Iterator[tuple[str, Tensor]]
 
@@ -126,3 +128,73 @@ class Delivery:
             if faults:
                 raise PublishError(faults, sent.version)
             self._receipts[kind] = sent.receipts()
+
+
+def weigh(report: PublishReport, sent: Ledger, shapes: Mapping[str, tuple[int, int]]) -> None:
+    """Write sizes and shares into the report of a whole publish.
+
+    Args:
+        report: of the engine.
+        sent: the sender's ledger.
+        shapes: (out, in) of the layers that went out in a format of 8 bits or less.
+    """
+    read = set() if report.received is None else set(sent.sizes) - set(report.received.unread)
+    whole = sum(size for _, size in sent.sizes.values())
+    report.verified_share = sum(sent.sizes[name][1] for name in read) / max(whole, 1)
+    quantized, plain = sum(math.prod(shape) for shape in shapes.values()), 0
+    for name, (numbers, size) in sent.sizes.items():
+        layer = name.partition(".weight")[0]
+        if layer not in shapes or name == f"{layer}.bias":
+            plain += numbers
+        key = name if name in report.layers else f"{layer}.weight"
+        report.sizes[key] = report.sizes.get(key, 0) + size
+    report.quantized_share = quantized / max(quantized + plain, 1)
+
+
+class AdapterBeside:
+    """Publishes a base once, and from then on what differs from it: norms that callbacks change, and the adapter.
+
+    Args:
+        source: of the run's weights.
+        delivery: to the engine.
+    """
+
+    def __init__(self, source: WeightSource, delivery: Delivery) -> None:
+        self.source, self.delivery = source, delivery
+        # What the engine holds: the base's state and layers, and which norms differ from it.
+        self._base: tuple[Any, PublishReport] | None = None
+        self._perturbed: set[str] = set()
+
+    def forget(self) -> None:
+        """Send the base again at the next publish, whatever the engine holds."""
+        self._base = None
+
+    def publish(self, change: Change, version: int) -> PublishReport:
+        """Publish the base where the engine does not hold it, then what differs; return the report of all.
+
+        Args:
+            change: of the norms.
+            version: of the publish.
+        """
+        source, engine = self.source, self.delivery.engine
+        dtype, sent = source.plain_dtype(engine.plain_dtype), 0
+        state = source.base_state()
+        if self._base is None or self._base[0] != state:
+            self._base, self._perturbed = None, set()
+            report = self.delivery.weights(source.base(dtype), source.format, source.shapes(), version)
+            if isinstance(engine, LendsWeights):
+                source.settle(engine)
+            self._base, sent = (source.base_state(), report), report.bytes
+        changed = source.changed_norms(change)
+        restored = source.norms(self._perturbed - changed.keys())
+        if changed or restored:
+            norms = ((name, tensor.to(dtype)) for name, tensor in {**restored, **changed}.items())
+            self._perturbed |= changed.keys()
+            sent += self.delivery.part("norms", norms, version).bytes
+            self._perturbed = set(changed)
+        report = self.delivery.part("adapter", source.adapter(engine.plain_dtype), version)
+        base = self._base[1]
+        report.layers, report.sizes = {**base.layers, **report.layers}, base.sizes
+        report.quantized_share, report.verified_share = base.quantized_share, base.verified_share
+        report.bytes += sent
+        return report

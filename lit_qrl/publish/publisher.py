@@ -1,33 +1,36 @@
-"""A run's publishes, one after the other: before each rollout and evaluation, and again when the engine died of one."""
+"""A run's publishes, one after the other: before each rollout and evaluation, and again when the engine died of one.
+
+The engine holds the sampler of a rollout, the weights of an evaluation, or nothing that is known (`_held`); what a new
+engine is published when one dies is what was published last (`_wanted`). It takes weights between two draws; one that
+is sent them while it draws with others stands still when they are there (`_to_stop`, `_paused`).
+"""
 
 import json
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from lit_qrl.errors import MemoryShortageError, listed, within_memory
+from lit_qrl.errors import ConfigError, MemoryShortageError, listed, within_memory
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
-from lit_qrl.loop.ahead import Ahead
-from lit_qrl.loop.hooks import Learner, overrides, rl_callbacks
+from lit_qrl.loop.contracts import Learner
+from lit_qrl.loop.hooks import overrides, rl_callbacks
 from lit_qrl.network.shards import is_sharded
-from lit_qrl.precision.source import Change, WeightSource, unchanged
-from lit_qrl.publish.adapter import AdapterBeside
-from lit_qrl.publish.delivery import Delivery, Stages
+from lit_qrl.precision.source import Change, PublishingPrecision, WeightSource, unchanged
+from lit_qrl.publish.delivery import AdapterBeside, Delivery, Stages
 from lit_qrl.publish.probe import ScoreCheck
-from lit_qrl.publish.recovery import Restarts, repeated
-from lit_qrl.publish.source import source_of, trained_source
-from lit_qrl.publish.spec import PublishSettings, sampler_spec
-from lit_qrl.receipts.ledger import PublishReport
+from lit_qrl.publish.spec import OnHang, PublishSettings, sampler_spec, source_of, trained_source
+from lit_qrl.receipts.ledger import PublishError, PublishReport
 from lit_qrl.rollout.engine import EngineDiedError, Sleeps
 from lit_qrl.rollout.pauses import Pauses
-from lit_qrl.run.event_log import tell
+from lit_qrl.run.event_log import event, tell
 from lit_qrl.run.stop import stop_run, stop_where_short
 from lit_qrl.strategies.colocated import begin_rollout, begin_update
 
@@ -53,6 +56,9 @@ class _DrawFailedError(Exception):
         self.error = error
 
 
+Weights = Literal["rollout", "evaluation"]
+
+
 class Publisher:
     """Keeps the engine's weights what the settings say they are, and counts their versions.
 
@@ -64,77 +70,44 @@ class Publisher:
         self.settings = settings
         self.version = -1
         self.scores = ScoreCheck(settings.probe_every)
-        self._restarts = Restarts(settings.max_restarts)
+        self._deaths = 0
+        """Of the engine, since it last drew everything that it was asked for."""
         self._published, self._published_at = 0, -1
+        self._wanted: Weights = "rollout"
+        self._to_stop: Literal["pause", "settle"] | None = None
+        """How the engine comes to stand still in the middle of a publish: between two steps, or when all is drawn."""
         self._paused = False
         """True while the engine stands still in the middle of what it draws."""
-        self._again: Callable[[], None] | None = None
-        self._still: Callable[[], None] | None = None
-        """What waits until the engine stands still, while it draws and weights are on their way."""
 
-    def prepare(self, learner: Learner, on_hang: Callable[[str], None]) -> None:
+    def prepare(self, learner: Learner, on_hang: OnHang) -> None:
         """Check everything that can be known before a weight is loaded; see `sampler_spec`."""
-        self.learner, self.engine = learner, learner.data.engine
+        self.learner, self.engine, self.schedule = learner, learner.data.engine, learner.data.schedule
         self._disconnect()  # the stage before has closed its engine
         self.spec = sampler_spec(self.settings, learner, on_hang)
-        ahead = learner.data.ahead
-        if ahead is not None and ahead.replay is not None and isinstance(self.engine, Pauses):
-            ahead.replay.check_engines(self.engine.engines)
 
     # ------------------------------------------------------------------------------------------------- what is due when
 
     def begin_iteration(self) -> None:
         """Publish this iteration's sampler where one is due; else wake the engine that holds it."""
-        trainer, ahead = self.learner.trainer, self.learner.data.ahead
-        if ahead is not None:
-            self._follow(ahead)
-        if ahead is not None and not ahead.due(trainer.current_epoch, trainer.max_epochs):
+        trainer = self.learner.trainer
+        if not self.schedule.due(trainer.current_epoch, trainer.max_epochs):
             return  # the engine draws with what it holds, or has drawn already
-        if (
-            ahead is not None
-            or trainer.current_epoch % self.settings.every_n_iterations == 0
-            or not self._holds_rollout
-        ):
+        if trainer.current_epoch % self.settings.every_n_iterations == 0 or self._held != "rollout":
             with self._engine_between_draws(), self.learner.iteration.timed("publish"):
                 self.version += 1
-                self._publish_rollout()
-        else:
-            try:
-                begin_rollout(trainer, self.engine)
-            except EngineDiedError as error:
-                self.revive(error)
-            except MemoryShortageError as error:
-                stop_where_short(trainer, error, save=True)
-
-    def _follow(self, ahead: Ahead) -> None:
-        """Have the engine stand still where that of the run stood which is followed; a new one, where it was one."""
-        if ahead.begins_anew(self.learner):
-            self._disconnect()
-            self.engine.discard()
-            self._published = 0
-        ahead.follow(self.learner)
+                self._publish("rollout")
+            return
+        try:
+            begin_rollout(trainer, self.engine)
+        except EngineDiedError as error:
+            self.revive(error)
+        except MemoryShortageError as error:
+            stop_where_short(trainer, error, save=True)
 
     def begin_evaluation(self) -> None:
         """Give the engine the current clean weights, which count as no version."""
         self._settle()
-        self._again = self.begin_evaluation
-        learner, engine, choice = self.learner, self.engine, self.settings.evaluation_format
-
-        def publish(connection: Connection) -> PublishReport:
-            source, delivery, beside = connection
-            # Base and adapter side by side are the packed learner's own arithmetic.
-            beside_base = self.spec.adapter is not None and source.packed
-            if choice == "rollout" or engine.single_format or beside_base:
-                return self._sampler(connection, unchanged)
-            beside.forget()
-            trained = trained_source(learner.policy, learner.trainer.precision_plugin) if choice == "auto" else None
-            if trained is None:
-                return delivery.weights(source.plain(engine.plain_dtype), None, source.shapes(), self.version)
-            stream = trained.whole(unchanged, trained.plain_dtype(engine.plain_dtype))
-            return delivery.weights(stream, trained.format, trained.shapes(), self.version)
-
-        self._repeated(publish)
-        self._holds_rollout = False
+        self._publish("evaluation")
 
     def end_generation(self) -> None:
         """Give the device back to the learner: all that was asked for is drawn.
@@ -144,7 +117,7 @@ class Publisher:
         trainer = self.learner.trainer
         try:
             begin_update(trainer, self.learner)
-            self._restarts.reset()
+            self._deaths = 0
         except EngineDiedError as error:
             self._bury(error)
             begin_update(trainer, self.learner)
@@ -154,9 +127,12 @@ class Publisher:
     def revive(self, error: EngineDiedError) -> None:
         """Build the engine again and publish what it held; stop the run when it keeps dying."""
         self._bury(error)
-        assert self._again is not None
         with self.learner.iteration.timed("publish"):
-            self._again()
+            if self._wanted == "rollout":  # a sampler that was kept over updates cannot be had back: a new version
+                self.version += self._published_at != self.learner.trainer.global_step
+            self._publish(self._wanted)
+
+    # ----------------------------------------------------------------------------------- an engine that draws meanwhile
 
     @contextmanager
     def _engine_between_draws(self) -> Iterator[None]:
@@ -164,10 +140,10 @@ class Publisher:
 
         An engine that is sent weights meanwhile does so when they are there.
         """
-        ahead = self.learner.data.ahead
-        flies = ahead is not None and ahead.in_flight and self._holds_rollout and not ahead.failed
-        if ahead is not None and ahead.drawing and self._holds_rollout and isinstance(self.engine, Stages):
-            self._still = self._pause if flies else self._drawn
+        holds = self._held == "rollout"
+        flies = self.schedule.in_flight and holds and not self.schedule.failed
+        if self.schedule.drawing and holds and isinstance(self.engine, Stages):
+            self._to_stop = "pause" if flies else "settle"
         elif flies:
             with self.learner.iteration.timed("wait"):
                 self._pause()
@@ -178,28 +154,30 @@ class Publisher:
             yield
             whole = True
         finally:
-            self._still = None
+            self._to_stop = None
             self._resume(whole)
 
-    def _pause(self) -> None:
-        """Let the engine stand still between two of its steps."""
-        assert isinstance(self.engine, Pauses)
-        stands = self.engine.pause()
-        self._paused = True
-        self.learner.data.ahead.record.stood("publish", stands)
-
-    def _drawn(self) -> None:
-        """Wait for what is drawn ahead; raise what the engine died of."""
-        error = self.learner.data.ahead.settle(self.learner)
+    def _settle(self) -> None:
+        """Wait for what is drawn ahead: an engine takes weights between two draws."""
+        error = self.schedule.wait(self.learner)
         if error is not None:
-            raise _DrawFailedError(error)
+            self._bury(error)
 
     def _stand_still(self) -> None:
         """Wait, in the middle of a publish, until the engine can take what it was sent."""
-        still, self._still = self._still, None
-        if still is not None:
-            with self.learner.iteration.timed_apart("wait", "publish"):
-                still()
+        how, self._to_stop = self._to_stop, None
+        if how is None:
+            return
+        with self.learner.iteration.timed_apart("wait", "publish"):
+            if how == "pause":
+                self._pause()
+            elif (error := self.schedule.settle(self.learner)) is not None:
+                raise _DrawFailedError(error)
+
+    def _pause(self) -> None:
+        assert isinstance(self.engine, Pauses)
+        self.engine.pause()
+        self._paused = True
 
     def _resume(self, whole: bool) -> None:
         """Let an engine go on that stands still, with verified weights; or let what it draws end."""
@@ -208,52 +186,115 @@ class Publisher:
             assert isinstance(self.engine, Pauses)
             self.engine.resume(whole)
 
-    def _settle(self) -> None:
-        """Wait for what is drawn ahead: an engine takes weights between two draws."""
-        ahead = self.learner.data.ahead
-        if ahead is None:
-            return
-        with self.learner.iteration.timed("wait"):
-            error = ahead.settle(self.learner)
-        if error is not None:
-            self._bury(error)
-
     # ------------------------------------------------------------------------------------------------------ publishing
 
-    def _publish_rollout(self) -> None:
+    def _publish(self, what: Weights) -> None:
+        """Publish, once more where `on_fault` says so, and to a new engine where this one dies of it.
+
+        Raises:
+            PublishError: of the last attempt.
+            StoppedError: when memory ran out on the sender's side.
+            ConfigError: of the first that raises one.
+        """
+        trainer, attempts = self.learner.trainer, 0
+        retries = 1 if self.settings.on_fault == "retry" else 0
+        self._wanted, self._held = what, None
+        while True:
+            attempts += 1
+            try:
+                if attempts > 1:  # nobody knows what became of the first
+                    self._stand_still()
+                report = self._once(what)
+                break
+            except _DrawFailedError as failed:
+                self._bury(failed.error)
+            except EngineDiedError as error:
+                self._bury(error)
+            except MemoryShortageError as error:
+                stop_where_short(trainer, error, save=True)
+            except (PublishError, ValueError) as error:
+                if isinstance(error, ConfigError):
+                    raise
+                if self._connection is not None:  # whatever arrived, the next publish sends everything
+                    self._connection.beside.forget()
+                faults = [fault.kind for fault in getattr(error, "faults", ())]
+                event(trainer, "publish_fault", str(error), faults=faults)
+                if not retries:
+                    raise
+                retries -= 1
+        self._held = what
+        if what == "rollout":
+            self._note(report)
+
+    def _once(self, what: Weights) -> PublishReport:
+        staged, engine = nullcontext(), self.engine
+        if self._to_stop is not None and isinstance(engine, Stages):
+            staged = engine.staged(self._stand_still)
+        seconds, start = self.learner.iteration.seconds, time.perf_counter()
+        before = seconds["wait"]
+        connection = self._connected()
+        begin_rollout(self.learner.trainer, engine)
+        if isinstance(engine, Sleeps) and not engine.holds_weights:
+            connection.beside.forget()
+        with staged, within_memory("publishing the weights to the engine", PUBLISH_REMEDY):
+            report = self._rollout(connection) if what == "rollout" else self._evaluation(connection)
+        report.seconds = time.perf_counter() - start - (seconds["wait"] - before)
+        return report
+
+    def _rollout(self, connection: Connection) -> PublishReport:
+        """Publish what callbacks make of the learner's weights in the rollout format; compare log-probs where due."""
         learner, trainer = self.learner, self.learner.trainer
-        self._holds_rollout = False
-        self._again = self._publish_rollout_again
         perturbing = [callback for callback in rl_callbacks(trainer) if overrides(callback, "on_publish")]
+        # A learner in parts scores through the strategy's hooks alone, not layer by layer in a format.
+        compared = self.scores.due(self._published, self._rebuilt) and not is_sharded(learner.policy.network)
+        # Each attempt starts the callbacks anew: what a repeated one draws is what the first drew.
+        for callback in rl_callbacks(trainer):
+            callback.on_rollout_start(trainer, learner, self.version)
+        altered: dict[str, Tensor] = {}
 
-        def publish(connection: Connection) -> PublishReport:
-            # A learner in parts scores through the strategy's hooks alone, not layer by layer in a format.
-            compared = self.scores.due(self._published, self._rebuilt) and not is_sharded(learner.policy.network)
-            # Each attempt starts the callbacks anew: what a repeated one draws is what the first drew.
-            for callback in rl_callbacks(trainer):
-                callback.on_rollout_start(trainer, learner, self.version)
-            altered: dict[str, Tensor] = {}
+        def change(name: str, tensor: Tensor) -> Tensor:
+            before = tensor
+            for callback in perturbing:
+                tensor = callback.on_publish(trainer, learner, name, tensor)
+            if tensor is not before:
+                altered[name] = tensor if tensor.ndim == 1 else tensor.new_empty(0)
+            return tensor
 
-            def change(name: str, tensor: Tensor) -> Tensor:
-                before = tensor
-                for callback in perturbing:
-                    tensor = callback.on_publish(trainer, learner, name, tensor)
-                if tensor is not before:
-                    altered[name] = tensor if tensor.ndim == 1 else tensor.new_empty(0)
-                return tensor
+        report = self._sampler(connection, change)
+        if compared:
+            merged = self.spec.adapter is None
+            self.scores.check(learner, self.engine, connection.source, merged, altered, self.version)
+        return report
 
-            report = self._sampler(connection, change)
-            if compared:
-                merged = self.spec.adapter is None
-                self.scores.check(learner, self.engine, connection.source, merged, altered, self.version)
-            return report
+    def _evaluation(self, connection: Connection) -> PublishReport:
+        """Publish the clean weights, in what `evaluation_format` says."""
+        source, delivery, beside = connection
+        learner, engine, choice = self.learner, self.engine, self.settings.evaluation_format
+        # Base and adapter side by side are the packed learner's own arithmetic.
+        beside_base = self.spec.adapter is not None and source.packed
+        if choice == "rollout" or engine.single_format or beside_base:
+            return self._sampler(connection, unchanged)
+        beside.forget()
+        trained = trained_source(learner.policy, learner.trainer.precision_plugin) if choice == "auto" else None
+        if trained is None:
+            return delivery.weights(source.plain(engine.plain_dtype), None, source.shapes(), self.version)
+        stream = trained.whole(unchanged, trained.plain_dtype(engine.plain_dtype))
+        return delivery.weights(stream, trained.format, trained.shapes(), self.version)
 
-        report = self._repeated(publish)
-        self._holds_rollout, self._rebuilt = True, False
+    def _sampler(self, connection: Connection, change: Change) -> PublishReport:
+        """Publish in the rollout format, the adapter beside its base or merged into it."""
+        source, delivery, beside = connection
+        if self.spec.adapter is not None:
+            return beside.publish(change, self.version)
+        stream = source.whole(change, source.plain_dtype(self.engine.plain_dtype))
+        return delivery.weights(stream, source.format, source.shapes(), self.version)
+
+    def _note(self, report: PublishReport) -> None:
+        """Log a rollout's publish; of the first, write and tell what was loaded."""
+        trainer, self._rebuilt = self.learner.trainer, False
         self._published_at = trainer.global_step
-        if learner.data.ahead is not None:
-            learner.data.ahead.published(report.version, trainer.current_epoch)
-        learner.iteration.metrics.update(
+        self.schedule.published(report.version, trainer.current_epoch)
+        self.learner.iteration.metrics.update(
             {
                 "publish/version": float(report.version),
                 "publish/bytes": float(report.bytes),
@@ -266,54 +307,7 @@ class Publisher:
             tell_shares(trainer, self.spec.format, report)
         self._published += 1
 
-    def _publish_rollout_again(self) -> None:
-        """Publish to a new engine; a sampler that was kept over updates cannot be had back and gets a new version."""
-        self.version += self._published_at != self.learner.trainer.global_step
-        self._publish_rollout()
-
-    def _sampler(self, connection: Connection, change: Change) -> PublishReport:
-        """Publish in the rollout format, the adapter beside its base or merged into it."""
-        source, delivery, beside = connection
-        if self.spec.adapter is not None:
-            return beside.publish(change, self.version)
-        stream = source.whole(change, source.plain_dtype(self.engine.plain_dtype))
-        return delivery.weights(stream, source.format, source.shapes(), self.version)
-
-    def _repeated(self, publish: Callable[[Connection], PublishReport]) -> PublishReport:
-        """Publish, once more where `on_fault` says so, and to a new engine where this one dies of it."""
-        attempts = 0
-
-        def attempt() -> PublishReport:
-            nonlocal attempts
-            attempts += 1
-            try:
-                if attempts > 1:  # nobody knows what became of the first
-                    self._stand_still()
-                return self._once(publish)
-            except _DrawFailedError as failed:
-                raise failed.error from None
-
-        def forget() -> None:  # whatever arrived, the next publish sends everything
-            if self._connection is not None:
-                self._connection.beside.forget()
-
-        retries = 1 if self.settings.on_fault == "retry" else 0
-        return repeated(attempt, self.learner.trainer, retries, forget, self._bury)
-
-    def _once(self, publish: Callable[[Connection], PublishReport]) -> PublishReport:
-        staged, engine = nullcontext(), self.engine
-        if self._still is not None and isinstance(engine, Stages):
-            staged = engine.staged(self._stand_still)
-        seconds, start = self.learner.iteration.seconds, time.perf_counter()
-        before = seconds["wait"]
-        connection = self._connected()
-        begin_rollout(self.learner.trainer, self.engine)
-        if isinstance(self.engine, Sleeps) and not self.engine.holds_weights:
-            connection.beside.forget()
-        with staged, within_memory("publishing the weights to the engine", PUBLISH_REMEDY):
-            report = publish(connection)
-        report.seconds = time.perf_counter() - start - (seconds["wait"] - before)
-        return report
+    # ------------------------------------------------------------------------------------------------------ the engine
 
     def _connected(self) -> Connection:
         """Return the connection to the engine; the first call sets it up."""
@@ -327,26 +321,35 @@ class Publisher:
         return self._connection
 
     def _bury(self, error: EngineDiedError) -> None:
-        """Count a death, and free what is left of the engine."""
-        ahead = self.learner.data.ahead
-        if ahead is not None:  # others draw on, in flight with weights that this publish began to replace
-            self._resume(whole=False)
-            drawn = ahead.settle(self.learner)
-            if drawn is not None and not ahead.in_flight:
-                error = drawn  # what it died of, where another call found it gone
+        """Count a death, and free what is left of the engine; stop the run when it was one too many."""
+        self._resume(whole=False)  # others draw on, in flight with weights that this publish began to replace
+        drawn = self.schedule.settle(self.learner)
+        if drawn is not None and not self.schedule.in_flight:
+            error = drawn  # what it died of, where another call found it gone
         self._disconnect()
-        if ahead is not None:
-            ahead.record.died()
-        if ahead is not None and ahead.replay is not None:
-            stop_run(self.learner.trainer, "replay", f"An engine died of what is replayed: {error}.", error=error)
-        self._restarts.died(self.learner.trainer, error, self.engine.draws_together)
+        self._deaths += 1
+        trainer, limit = self.learner.trainer, self.settings.max_restarts
+        plugin, again = trainer.precision_plugin, self._deaths <= limit
+        what = f"restart {self._deaths} of {limit}" if again else f"{limit} restarts did not help"
+        if isinstance(plugin, PublishingPrecision) and plugin.share_weights:
+            again, what = False, "the learner read the engine's own weights, so nothing is left to build it from"
+        if self.engine.draws_together:
+            again, what = False, "it was one with those of other processes, which this one cannot build again alone"
+        event(trainer, "engine_died", f"{error} ({what})", restart=self._deaths, max_restarts=limit)
+        if not again:
+            stop_where_short(trainer, error, " in the engine", save=True)
+            stop_run(trainer, "engine_died", f"{error} ({what}).", save=True, error=error)
+        cause: BaseException | None = error
+        while cause is not None:  # frames of the dead engine hold its memory
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
         self.engine.discard()
 
     def _disconnect(self) -> None:
         """Forget everything about an engine that is gone."""
         self._connection: Connection | None = None
-        self._holds_rollout = False
-        """True while the engine holds the weights of the last rollout."""
+        self._held: Weights | None = None
+        """What the engine holds, as far as is known."""
         self._rebuilt = True
         """True until the first rollout's publish to an engine."""
 

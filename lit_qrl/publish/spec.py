@@ -1,32 +1,36 @@
 """From the publisher's arguments to what the engine is told before it starts."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator
 
 from lit_qrl.diffusion_policy import DiffusionPolicy
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
+from lit_qrl.loop.contracts import Learner
 from lit_qrl.loop.correction import needs_kept
-from lit_qrl.loop.hooks import Learner
 from lit_qrl.loop.routing import replayed_level
-from lit_qrl.network.adapters import check_fits
-from lit_qrl.network.head import tied_head
+from lit_qrl.loop.schedule import RolloutPrefetcher
+from lit_qrl.network.adapters import check_fits, check_separable
+from lit_qrl.network.head import check_head, tied_head
+from lit_qrl.network.linears import check_quantizable
 from lit_qrl.network.structure import outline_of
 from lit_qrl.policy import CausalPolicy
-from lit_qrl.precision.base import check_layers
-from lit_qrl.precision.source import PublishingPrecision
-from lit_qrl.publish.adapter import published_apart
-from lit_qrl.rollout.engine import ChecksModel, RolloutEngine, SamplerSpec, Scores
+from lit_qrl.precision.base import check_layers, check_shapes
+from lit_qrl.precision.source import PublishingPrecision, WeightSource
+from lit_qrl.rollout.engine import ChecksModel, Learners, LendsWeights, RolloutEngine, SamplerSpec, Scores, TakesAdapter
 from lit_qrl.strategies.colocated import check_phases
-from lit_qrl.strategies.disjoint import learners
 
 log = logging.getLogger(__name__)
+
+OnHang = Callable[[str], None]
+"""Called with a sentence when the engine hangs, which ends the process after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +60,7 @@ class PublishSettings:
                 raise ConfigError(f"publisher.{name} is negative.", expected="0 or more", given=getattr(self, name))
 
 
-def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[[str], None]) -> SamplerSpec:
+def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: OnHang) -> SamplerSpec:
     """Return the spec of a run's sampler, checked against precision plugin, policy, strategy and engine.
 
     Args:
@@ -106,7 +110,7 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
     if engine.batch_invariant:
         _check_same_arithmetic(settings, format, aligned, learner)
     apart = published_apart(settings.lora, policy.lora, engine, plugin, same, settings.unaligned)
-    if data.ahead is not None and settings.every_n_iterations > 1:
+    if settings.every_n_iterations > 1 and isinstance(data.schedule, RolloutPrefetcher):
         raise ConfigError(
             "data.schedule says when weights are published, and the publisher too.",
             expected="publisher.every_n_iterations: 1",
@@ -132,7 +136,7 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: Callable[
         adapter=policy.lora if apart else None,
         prompt_limit=data.max_prompt_tokens,
         sequence_limit=data.longest_evaluation,
-        evaluation_limits=tuple(one.completion_tokens for one in data.evaluations),
+        evaluation_limits=data.evaluation_limits,
         decode_steps=max(learner.trainer.max_epochs or 0, 0) * data.sampling.max_tokens,
         estimator=policy.estimator if isinstance(policy, DiffusionPolicy) else None,
         outlives_update=settings.every_n_iterations > 1,
@@ -227,3 +231,116 @@ def _check_model(policy: Any, spec: SamplerSpec, engine: RolloutEngine, same: bo
         engine.check_model(network)
     if policy.model is None:
         check_fits(network, policy.lora, policy.source)
+
+
+def source_of(
+    policy: Any, plugin: Any, format: NumberFormat | None, exclude: Sequence[str] = (), head: bool = False
+) -> WeightSource:
+    """Return what the publishes of a policy in `format` are made of: what its precision plugin says, if it says so.
+
+    Args:
+        policy: as `WeightSource` takes it.
+        plugin: the Trainer's precision plugin.
+        format: of the sampler's linear layers, or None.
+        exclude: name patterns of layers that stay plain, where the plugin does not say.
+        head: publish the output head in the format too.
+
+    Raises:
+        ConfigError: where the format applies to no layer, or does not fit one.
+    """
+    if isinstance(plugin, PublishingPrecision):
+        source = plugin.source(policy, format, exclude, head)
+    else:
+        source = WeightSource(policy, format, exclude, head)
+    _check(source)
+    return source
+
+
+def trained_source(policy: Any, plugin: Any) -> WeightSource | None:
+    """Return what the policy that is trained is made of where its plugin trains it in a format, else None.
+
+    Args:
+        policy: as `WeightSource` takes it.
+        plugin: the Trainer's precision plugin.
+    """
+    if isinstance(plugin, PublishingPrecision) and plugin.trains_format:
+        return plugin.source(policy, plugin.format)
+    return None
+
+
+def _check(source: WeightSource) -> None:
+    if source.format is None or isinstance(source.format, Dense) or source.aligned:  # the plugin checked its own layers
+        return
+    if source.head:
+        check_head(source.policy.network)
+    check_quantizable(source.policy.network, source.format.name, source.exclude)
+    check_shapes(source.format, source.shapes(), "publisher.exclude", source.exclude)
+
+
+def published_apart(lora: str, config: Any, engine: RolloutEngine, plugin: Any, aligned: bool, unaligned: bool) -> bool:
+    """Return whether the adapter goes out beside its base instead of merged into it.
+
+    Args:
+        lora: `publisher.lora`.
+        config: the policy's PEFT config, or None.
+        engine: what receives it.
+        plugin: the Trainer's precision plugin.
+        aligned: True when the sampler's format is the plugin's.
+        unaligned: `publisher.unaligned`.
+
+    Raises:
+        ConfigError: for an adapter that policy, engine or plugin cannot hold that way.
+    """
+    ours = plugin if isinstance(plugin, PublishingPrecision) else None
+    packed = ours is not None and ours.packs_base and aligned
+    apart = lora == "adapter" or (lora == "auto" and packed)
+    if packed and not apart and not unaligned:
+        raise ConfigError(
+            "The sum of a packed base and its adapter would be rounded once more, which the learner never sees.",
+            expected="publisher.lora: adapter",
+            given="merged",
+            remedy="Set publisher.unaligned to true to study the mismatch.",
+        )
+    if ours is not None and ours.share_weights:
+        if not (packed and apart):
+            raise ConfigError(
+                "share_weights needs the plugin's own base in the engine, and the adapter beside it.",
+                expected="publisher.format: auto and publisher.lora: auto",
+                given=f"publisher.lora: {lora}",
+            )
+        if not isinstance(engine, LendsWeights):
+            raise ConfigError(
+                f"{type(engine).__name__} keeps no weights that a learner could share.",
+                expected="VLLMEngine on CUDA with nvfp4",
+                remedy="Set share_weights to false.",
+            )
+        engine.check_sharing(ours.format)
+    if not apart:
+        return False
+    if config is None and lora == "auto":
+        return False  # a plugin that packs refuses to be without an adapter, and says how to give one
+    if config is None:
+        raise ConfigError(
+            "The policy has no adapter to publish.",
+            expected="model.policy.lora",
+            given="publisher.lora: adapter",
+            remedy="Give the policy an adapter, or leave publisher.lora at auto.",
+        )
+    check_separable(config)
+    if not isinstance(engine, TakesAdapter):
+        raise ConfigError(f"{type(engine).__name__} cannot load adapters.", remedy="Set publisher.lora to merged.")
+    return True
+
+
+def learners(trainer: Trainer) -> Learners:
+    """Return what an engine is told of the learner's processes, so that it takes other GPUs than theirs.
+
+    Args:
+        trainer: whose strategy has its devices.
+    """
+    size = max(trainer.world_size // max(trainer.num_nodes, 1), 1)
+    return Learners(
+        devices=tuple(trainer.device_ids) if isinstance(trainer.accelerator, CUDAAccelerator) else (),
+        local=(trainer.local_rank, size),
+        whole=(trainer.global_rank, trainer.world_size),
+    )

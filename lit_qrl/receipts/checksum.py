@@ -229,7 +229,7 @@ class Checksums:
     def _sums(self, bits: Tensor, stack: Tensor) -> _Entry:
         """Return the sums over rows and columns of "slices rows columns", which are the bits of `stack`."""
         names: list[str | None] = [None] * len(bits)
-        if bits.dtype == torch.int64 and dispatch.available(bits):
+        if bits.dtype == torch.int64 and dispatch.available(bits, "checksum"):
             from lit_qrl.receipts.checksum_triton import Sums
 
             if bits.device not in self._fused:

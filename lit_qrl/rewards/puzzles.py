@@ -136,10 +136,6 @@ class CountdownReward(Reward):
             return None
         return evaluate(expression)
 
-    def is_valid(self, sample: Sample) -> bool:
-        """Return whether a completion is an expression at all, whatever its numbers and value."""
-        return self.parse(sample.completion, Fraction(str(sample.columns[self.target_column]))) is not None
-
 
 def given_numbers(given: Any) -> list[int]:
     """Return the numbers of a row.

@@ -90,17 +90,18 @@ class Gathering:
                 progress(told, len(self._results))
             if time.monotonic() >= last:
                 break
+        begun = set(self._begun)
         self.drop()
         late, unbegun = Failure(f"not done within {limit:g} s"), Failure(f"its turn did not come within {limit:g} s")
         return [
-            (late if position in self._begun else unbegun) if one.cancelled() else one.result()
+            (late if position in begun else unbegun) if one.cancelled() else one.result()
             for position, one in sorted(self._results.items())
         ]
 
     def drop(self) -> None:
         """Give up what is not done."""
-        for one in self._results.values():
-            one.cancel()
+        for position in sorted(self._results, key=self._begun.__contains__):  # or those that wait would take the places
+            self._results[position].cancel()
 
     async def _made(self, position: int, call: Callable[[], Any]) -> Any:
         self._open += 1

@@ -142,7 +142,8 @@ class ShardedStrategy(Described, ModelParallelStrategy):
                 if parameter is None or isinstance(parameter, DTensor):
                     continue
                 if not trains and parameter.requires_grad:  # the learner's own until here
-                    parameter = module._parameters[name] = nn.Parameter(parameter.detach(), requires_grad=False)
+                    parameter = nn.Parameter(parameter.detach(), requires_grad=False)
+                    module.register_parameter(name, parameter)
                 # What an adapter's or a checkpoint's own dtype is, the parts are fp32.
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.float()

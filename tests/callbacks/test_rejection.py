@@ -7,7 +7,7 @@ from lit_qrl.callbacks import AIS, MaskedIS, TruncatedIS
 from lit_qrl.callbacks.rejection import GeometricRejection, RatioRejection
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional.rejection import ratio_keep
-from lit_qrl.loop.combine import check_combination, combine
+from lit_qrl.loop.correction import check_combination, combine
 from lit_qrl.objective import GRPO, TBPO
 from tests.callbacks.corrections import context
 from tests.functional.helpers import listed, no_host_sync

@@ -1,7 +1,6 @@
 import json
 import re
 import shutil
-import socket
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,16 +136,6 @@ def test_of_a_learner_in_parts_each_process_has_its_share_and_the_codes_of_a_pac
     assert found["sharded"]["gradients"] == found["replicated"]["gradients"] == whole["gradients"] / 2
     codes = 2 * (found["replicated"]["weights"] - found["sharded"]["weights"])
     assert codes * 8 / 4.5 * 4 + (whole["weights"] - codes) == pytest.approx(4 * 987_776)
-
-
-def test_a_port_that_is_taken_is_said_before_other_processes_start(run, monkeypatch):
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        monkeypatch.setenv("MASTER_PORT", str(listening.getsockname()[1]))
-        status, _, text = run("--trainer.devices", 2, "--trainer.strategy", "ddp")
-    assert status == 2
-    assert "their port is in use" in text
 
 
 PRECISION = ROOT / "configs" / "precision"

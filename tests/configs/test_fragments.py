@@ -9,7 +9,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 
 from lit_qrl import callbacks, objective
-from lit_qrl.loop.combine import check_combination
+from lit_qrl.loop.correction import check_combination
 from lit_qrl.objective import DAPO, DrGRPO, Objective
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -1,6 +1,6 @@
 import pytest
 
-from lit_qrl.data.conversations import posed, read_turns, split_answer, text_of
+from lit_qrl.data.tasks.dataset import posed, read_turns, split_answer, text_of
 from lit_qrl.errors import ConfigError
 
 USER, ANSWER = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}

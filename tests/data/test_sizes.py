@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lit_qrl.data.module import RolloutDataModule
-from lit_qrl.data.sizes import check_ranks, check_sizes
+from lit_qrl.data.module import RolloutDataModule, check_ranks, check_sizes
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout import TransformersEngine
 from tests.tiny_run import DigitTask

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from lit_qrl.callbacks.ais import AIS
 from lit_qrl.callbacks.veto import TokenVeto
 from lit_qrl.errors import ConfigError
-from lit_qrl.loop.combine import check_combination, combine
+from lit_qrl.loop.correction import check_combination, combine
 from tests.callbacks.corrections import context
 from tests.functional.helpers import listed, no_host_sync, spread_out
 

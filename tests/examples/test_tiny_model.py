@@ -8,9 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_qrl.data.tasks.countdown import Countdown
-from lit_qrl.data.tasks.countdown_solver import expressions
 from lit_qrl.network.experts import expert_weights
 from lit_qrl.network.routing import routers
+from lit_qrl.rewards.puzzles import evaluate
+from tests.data.tasks.test_countdown_solver import brute_force
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "models" / "tiny-countdown"
@@ -82,13 +83,15 @@ def test_an_upcycled_model_begins_with_parts_of_the_dense_one(script, shipped):
     assert 0.7 < mean.norm() / whole.norm() < 1.5
 
 
-def test_shipped_tokenizer_round_trip(shipped):
+def test_shipped_tokenizer_round_trip(shipped, script):
     _, tokenizer = shipped
     for text in ["3,5,7=22:", "(30-29)*12/4+10", "1 + 2 = 3"]:
         ids = tokenizer(text).input_ids
         assert len(ids) == len(text)
         assert tokenizer.decode(ids) == text
-    longest = {token for numbers in [(28, 29, 30), (7, 11, 13)] for e in expressions(numbers) for token in e.text}
+    longest = {
+        token for numbers in [(28, 29, 30), (7, 11, 13)] for e in script.expressions(numbers) for token in e.text
+    }
     assert tokenizer.unk_token_id not in tokenizer("".join(sorted(longest))).input_ids
     assert len({tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}) == 3
     assert tokenizer.decode([tokenizer.eos_token_id, *tokenizer("1+2").input_ids], skip_special_tokens=True) == "1+2"
@@ -169,3 +172,36 @@ def test_build_outside_the_band_exits_with_one(script, tmp_path, capsys):
     tiny = "--layers 1 --batch 4 --steps 1 --unsure_steps 1 --max_number 6 --max_target 10 --threads 1"
     assert script.main([*tiny.split(), "--evaluation_size", "8", "--output", str(tmp_path)]) == 1
     assert "Expected accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("numbers", [(2, 3, 7), (1, 4, 6), (3, 8, 30), (5, 10, 15)])
+def test_solver_finds_every_expression_once_and_nothing_else(numbers, script):
+    # Two trees are the same expression when they agree as functions, told here by large stand-ins for the numbers.
+    by_function = {function: value for value, function in brute_force(numbers)}
+    found = script.expressions(numbers)
+    assert len(found) == len(by_function)
+    assert sorted(e.value for e in found) == sorted(by_function.values())
+    assert len({e.text for e in found}) == len(found)
+
+
+def test_solutions_are_what_they_say(script):
+    for numbers, target in [((3, 5, 7), 22), ((25, 6, 4), 27), ((2, 2, 2), 2), ((1, 2, 3, 4), 24)]:
+        solutions = script.solve(numbers, target)
+        assert solutions
+        for text in solutions:
+            result = evaluate(text)
+            assert result is not None
+            assert result[0] == target
+            assert sorted(result[1]) == sorted(numbers)
+    assert script.solve((1, 1, 1), 30) == []
+
+
+def test_solutions_carry_no_needless_parentheses(script):
+    assert script.solve((3, 5, 7), 15) == ["7+5+3"]
+    assert script.solve((2, 3, 10), 16) == ["10+3*2"]
+    assert script.solve((2, 3, 10), 26) == ["(10+3)*2"]
+
+
+def test_expressions_want_sorted_numbers(script):
+    with pytest.raises(ValueError, match="ascending"):
+        script.expressions((3, 2))

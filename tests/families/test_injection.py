@@ -13,7 +13,7 @@ from lit_qrl.network.adapters import merged_weights
 from lit_qrl.network.experts import expert_weights
 from lit_qrl.precision.source import unchanged
 from lit_qrl.publish.delivery import Delivery
-from lit_qrl.publish.source import source_of
+from lit_qrl.publish.spec import source_of
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.embedded.loading import Modules

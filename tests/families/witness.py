@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.precision import QATAligned
-from lit_qrl.publish.learner_scores import computing_as
+from lit_qrl.publish.probe import computing_as
 
 
 class Difference(AssertionError):

@@ -5,16 +5,6 @@ from lit_qrl.functional import _statistics as statistics
 from tests.functional.helpers import Ranks, no_host_sync, rows
 
 
-def test_as_float_raises_half_types_alone():
-    for given, wanted in (
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
-        (torch.int64, torch.float32),
-    ):
-        assert statistics.as_float(torch.zeros(2, dtype=given)).dtype == wanted
-    assert statistics.as_float(torch.zeros(2, dtype=torch.float64)).dtype == torch.float64
-
-
 def test_masked_sums_ignore_what_stands_in_the_padding():
     learner, _, mask, _ = rows()
     count, total = statistics.masked_sums(mask, learner)
@@ -50,10 +40,6 @@ def test_share_over_ranks():
     for part in Ranks(2).run(lambda r, f: statistics.share(mask[r::2], hit[r::2], f)):
         assert float(part) == pytest.approx(sum(values) / len(values))
     assert float(statistics.share(mask & False, hit)) == 0.0
-
-
-def test_precise_is_double():
-    assert statistics.precise(torch.zeros(2, dtype=torch.float16)).dtype == torch.float64
 
 
 def test_no_columns_is_an_error():

@@ -10,12 +10,11 @@ from lightning.pytorch import Callback
 
 from lit_qrl.callbacks import RunCheckpoint, TruncatedIS
 from lit_qrl.errors import ConfigError
-from lit_qrl.loop.ahead import Ahead, tell_ages
-from lit_qrl.loop.drafts import Draft
+from lit_qrl.loop.contracts import PendingRollout
 from lit_qrl.loop.hooks import RLCallback
+from lit_qrl.loop.schedule import RolloutPrefetcher, ages_in_words
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError
-from lit_qrl.rollout.pauses import Stand
 from lit_qrl.run.event_log import read_jsonl
 from tests.tiny_run import build, parameters_of
 
@@ -90,8 +89,8 @@ def test_every_rollout_is_drawn_by_the_weights_that_the_schedule_says(tmp_path, 
     assert run.watch.prompts == on_policy.watch.prompts
     assert torch.equal(run.watch.tokens[0], on_policy.watch.tokens[0])  # the same weights and seeds
     assert [float(row["rollout/age"]) for row in rows(run)] == [i - run_at(i, schedule) for i in range(7)]
-    assert {age: count > 0 for age, count in run.data.ahead.tokens_of_age.items()} == dict.fromkeys(ages, True)
-    assert run.data.engine.threads == {"ahead_0"}
+    assert {age: count > 0 for age, count in run.data.schedule.tokens_of_age.items()} == dict.fromkeys(ages, True)
+    assert run.data.engine.threads == {"prefetch_0"}
 
 
 def run_at(iteration, schedule):
@@ -118,7 +117,7 @@ def test_a_run_that_goes_on_is_the_same_run(tmp_path, schedule):
     rest = fit(tmp_path / "rest", schedule, ckpt_path=str(cut.folder / "checkpoints" / "last.ckpt"))
     assert torch.equal(rest.weights, whole.weights)
     assert rest.watch.versions == whole.watch.versions[5:]
-    assert rest.data.ahead.tokens_of_age == whole.data.ahead.tokens_of_age
+    assert rest.data.schedule.tokens_of_age == whole.data.schedule.tokens_of_age
 
 
 class Held(Apart):
@@ -143,13 +142,13 @@ class SaveLast(Callback):
 
 
 def test_a_run_that_ends_waits_for_what_its_checkpoint_is_to_hold(tmp_path, monkeypatch):
-    whole, engine, close = fit(tmp_path / "whole", THREE_OFF), Held(), Ahead.close
+    whole, engine, close = fit(tmp_path / "whole", THREE_OFF), Held(), RolloutPrefetcher.close
 
     def let_go(ahead):
         engine.goes_on.set()
         close(ahead)
 
-    monkeypatch.setattr(Ahead, "close", let_go)
+    monkeypatch.setattr(RolloutPrefetcher, "close", let_go)
     cut = fit(tmp_path / "cut", THREE_OFF, engine=engine, callbacks=[SaveLast(), StopAfter(2)])
     rest = fit(tmp_path / "rest", THREE_OFF, ckpt_path=str(cut.folder / "checkpoints" / "last.ckpt"))
     assert torch.equal(rest.weights, whole.weights)
@@ -192,7 +191,7 @@ def test_what_an_engine_died_of_is_drawn_again_with_the_same_prompts(tmp_path, d
     whole = fit(tmp_path / "whole", THREE_OFF)
     run = fit(tmp_path / "died", THREE_OFF, engine=Apart(dies_at))
     assert run.watch.prompts == whole.watch.prompts
-    assert max(run.data.ahead.tokens_of_age) <= 3
+    assert max(run.data.schedule.tokens_of_age) <= 3
     deaths = [one for one in read_jsonl(run.folder / "events.jsonl") if one["kind"] == "engine_died"]
     assert len(deaths) == len(dies_at)
     if dies_at == [1]:  # nothing was learned yet, so the weights are the same
@@ -205,7 +204,7 @@ def test_a_run_goes_on_that_ended_when_not_all_was_drawn(tmp_path, dies_at):
     cut = fit(tmp_path / "cut", THREE_OFF, engine=Apart([dies_at]), callbacks=[StopAfter(1)])
     rest = fit(tmp_path / "rest", THREE_OFF, ckpt_path=str(cut.folder / "checkpoints" / "last.ckpt"))
     assert rest.watch.prompts == whole.watch.prompts[1:]
-    assert max(rest.data.ahead.tokens_of_age) <= 3
+    assert max(rest.data.schedule.tokens_of_age) <= 3
 
 
 def test_evaluations_wait_for_what_is_drawn_and_change_nothing(tmp_path):
@@ -217,11 +216,10 @@ def test_evaluations_wait_for_what_is_drawn_and_change_nothing(tmp_path):
 def test_the_end_says_how_old_the_weights_were(tmp_path):
     run = fit(tmp_path, ONE_OFF, epochs=3)
     (event,) = [one for one in read_jsonl(run.folder / "events.jsonl") if one["kind"] == "ages"]
-    counts = run.data.ahead.tokens_of_age
+    counts = run.data.schedule.tokens_of_age
     assert event["tokens"] == {str(age): count for age, count in counts.items()}
     assert f"{counts[1] / sum(counts.values()):.1%} 1" in event["message"]
-    in_turns = SimpleNamespace(data=SimpleNamespace(ahead=None))
-    assert tell_ages(in_turns) == ""
+    assert ages_in_words({}) == ages_in_words({0: 5}) == ""
 
 
 class Flying(Apart):
@@ -261,17 +259,11 @@ class Flying(Apart):
                 self.drawing = False
                 self.changed.notify_all()
 
-    engines = 1
-
     def pause(self):
         with self.changed:
             self.wanted = True
             self.changed.notify_all()
             self.changed.wait_for(lambda: self.stands or not self.drawing)
-            return [Stand(self.rollout, self.steps if self.drawing else None)]
-
-    def follow(self, courses):
-        raise NotImplementedError("It is asked to stand still.")
 
     def resume(self, whole=True):
         with self.changed:
@@ -318,7 +310,7 @@ def test_every_token_says_which_weights_drew_it_while_they_came(tmp_path):
     for number, rows_of_rollout in enumerate(run.tokens.rows[1:], start=1):
         for versions in rows_of_rollout:
             assert versions == [number - 1] * min(2, len(versions)) + [number] * (len(versions) - 2)
-    counts = run.data.ahead.tokens_of_age
+    counts = run.data.schedule.tokens_of_age
     flat = [
         number - version
         for number, rollout in enumerate(run.tokens.rows[1:], start=1)
@@ -335,15 +327,15 @@ def test_every_token_says_which_weights_drew_it_while_they_came(tmp_path):
 
 
 def test_rollouts_are_drawn_as_late_as_the_learner_need_not_wait():
-    one, done = Ahead(3, "keep"), []
-    one.drafts = {5: Draft(5, 4, 0, []), 6: Draft(6, 4, 0, [])}
+    one, done = RolloutPrefetcher(3, "keep"), []
+    one.pending = {5: PendingRollout(5, 4, 0, []), 6: PendingRollout(6, 4, 0, [])}
     for _ in range(3):  # it waits, however often
         one.adjust(5)
         done.append(one.depth)
-    one.drafts[5].completions = []
+    one.pending[5].completions = []
     one.adjust(5)
     done.append(one.depth)
-    one.drafts[6].completions = []
+    one.pending[6].completions = []
     for _ in range(3):  # two are there at a time
         one.adjust(5)
         done.append(one.depth)
@@ -355,7 +347,7 @@ def test_a_staleness_that_cannot_be_measured_is_left_out(tmp_path, monkeypatch):
     def gone(*args):
         raise RuntimeError("The engine holds no whole set of weights.")
 
-    monkeypatch.setattr("lit_qrl.loop.ahead.moved_since", gone)
+    monkeypatch.setattr("lit_qrl.loop.schedule.moved_since", gone)
     for run in (flight(tmp_path / "flight", epochs=3), fit(tmp_path / "ahead", ONE_OFF, epochs=3)):
         assert [row.get("mismatch/staleness_kl") for row in rows(run)] == [None] * 3
 
@@ -377,12 +369,12 @@ def test_the_learner_does_not_wait_for_the_engine_to_score(tmp_path):
     engine.score = late
     run = fit(tmp_path, ONE_OFF, epochs=3, engine=engine, callbacks=[Updated()])
     assert all(float(row["mismatch/staleness_kl"]) > 0 for row in rows(run)[1:])
-    assert run.data.ahead.tokens_of_age[1] > 0
+    assert run.data.schedule.tokens_of_age[1] > 0
 
 
 def test_tokens_are_never_older_than_allowed_whenever_the_weights_come(tmp_path):
     run = flight(tmp_path, epochs=8, waits=False)
-    assert set(run.data.ahead.tokens_of_age) <= {0, 1, 2}
+    assert set(run.data.schedule.tokens_of_age) <= {0, 1, 2}
     assert run.watch.prompts == fit(tmp_path / "on", {}, epochs=8).watch.prompts
 
 
@@ -394,7 +386,7 @@ def test_log_probs_in_flight_are_those_of_the_weights_that_drew(tmp_path):
 def test_a_run_with_updates_in_flight_goes_on(tmp_path):
     cut = flight(tmp_path / "cut", epochs=6, waits=False, callbacks=[StopAfter(3)])
     rest = flight(tmp_path / "rest", epochs=6, waits=False, ckpt_path=str(cut.folder / "checkpoints" / "last.ckpt"))
-    assert set(rest.data.ahead.tokens_of_age) <= {0, 1, 2}
+    assert set(rest.data.schedule.tokens_of_age) <= {0, 1, 2}
     whole = cut.watch.prompts + rest.watch.prompts
     assert whole == fit(tmp_path / "on", {}, epochs=6).watch.prompts
 
@@ -412,7 +404,7 @@ def test_an_engine_that_dies_of_a_publish_in_flight_draws_everything_under_way_a
     assert run.watch.prompts == fit(tmp_path / "on", {}, epochs=5).watch.prompts
     (death,) = [one for one in read_jsonl(run.folder / "events.jsonl") if one["kind"] == "engine_died"]
     assert "of a publish" in death["message"]
-    assert set(run.data.ahead.tokens_of_age) <= {0, 1, 2}
+    assert set(run.data.schedule.tokens_of_age) <= {0, 1, 2}
 
 
 def test_a_publisher_that_publishes_less_often_is_refused(tmp_path):
@@ -435,12 +427,12 @@ def test_several_processes_draw_anew_what_one_had_drawn(tmp_path):
     for processes, position, due in ((1, 9, {2, 3}), (2, 4, {1, 2, 3})):
         data.trainer = SimpleNamespace(world_size=processes)
         data.load_state_dict({"position": 9, "ahead": saved})
-        assert (data.position, data.ahead.tokens_of_age) == (position, {0: 3})
-        assert {number for number in range(1, 4) if data.ahead.due(number, number + 1)} == due
+        assert (data.position, data.schedule.tokens_of_age) == (position, {0: 3})
+        assert {number for number in range(1, 4) if data.schedule.due(number, number + 1)} == due
 
 
 def test_only_new_weights_are_due():
-    one = Ahead(3)
-    one.drafts = {number: Draft(number, 0, 0, []) for number in range(5)}
+    one = RolloutPrefetcher(3)
+    one.pending = {number: PendingRollout(number, 0, 0, []) for number in range(5)}
     assert [one.due(number, 5) for number in range(5)] == [True, False, False, True, False]
     assert [one.due(number) for number in (2, 4, 5)] == [False, True, True]  # of a run without an end

@@ -12,7 +12,7 @@ from lit_qrl.callbacks.veto import TokenVeto
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional.importance import batch_normalized
 from lit_qrl.functional.mismatch import mismatch_metrics
-from lit_qrl.loop.combine import check_combination, check_estimated, combine
+from lit_qrl.loop.correction import check_combination, check_estimated, combine
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.objective import CISPO, GRPO, GSPO, SAPO, TBPO, DualClipGRPO, PositiveGRPO
 from lit_qrl.types import Correction

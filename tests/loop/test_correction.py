@@ -9,7 +9,9 @@ import torch
 from lightning.pytorch import Callback
 
 from lit_qrl.callbacks import AIS, GeometricRejection, Guard, MaskedIS, RLCallback, TokenVeto, TruncatedIS
-from lit_qrl.loop.correction import needs_learner_old, weigh, weigh_here
+from lit_qrl.loop.budget import TokenBudget
+from lit_qrl.loop.contracts import MicroBatches
+from lit_qrl.loop.correction import Scoring, scoring_of, weigh, weigh_here
 from lit_qrl.module import GRPOModule
 from lit_qrl.objective import GRPO, TBPO
 from lit_qrl.policy import CausalPolicy
@@ -28,10 +30,15 @@ WHOLE = [
 ]
 
 
-def learner(objective, callbacks=(), passes=1, mini_batches=1, parts=2, dropout=False, budget=None):
-    data = SimpleNamespace(passes=passes, mini_batches=mini_batches, parts=parts, budget=budget)
+def learner(objective, callbacks=(), passes=1, mini_batches=1, parts=2, dropout=False):
+    data = SimpleNamespace(passes=passes, mini_batches=mini_batches)
+    data.budget = MicroBatches(parts) if parts else TokenBudget(None)
     policy, trainer = SimpleNamespace(dropout=dropout), SimpleNamespace(callbacks=list(callbacks))
     return SimpleNamespace(objective=objective, data=data, policy=policy, trainer=trainer)
+
+
+def needs_learner_old(learner):
+    return scoring_of(learner) is Scoring.BEFORE
 
 
 @pytest.mark.parametrize("callback", LOCAL, ids=lambda c: f"{type(c).__name__}-{c.level}")
@@ -50,7 +57,7 @@ def test_what_looks_at_the_whole_batch_waits_unless_one_pass_sees_it(callback):
     assert not needs_learner_old(learner(GRPO(normalize_weights="token"), [callback], parts=1))
     assert needs_learner_old(learner(GRPO(), [callback], parts=1, passes=2))
     assert needs_learner_old(learner(GRPO(), [callback], parts=1, mini_batches=2))
-    assert needs_learner_old(learner(GRPO(), [callback], parts=1, budget=object()))  # which may take more
+    assert needs_learner_old(learner(GRPO(), [callback], parts=None))  # which may take more
 
 
 def test_a_gate_of_the_rollout_waits_for_the_rollout():

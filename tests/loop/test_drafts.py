@@ -2,7 +2,7 @@
 
 import torch
 
-from lit_qrl.loop.drafts import packed, unpacked, versions_of
+from lit_qrl.loop.schedule import packed, unpacked, versions_of
 from lit_qrl.types import Completion
 
 

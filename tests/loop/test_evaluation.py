@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from lit_qrl.data.benchmark import EvaluationSet, Share
+from lit_qrl.loop.contracts import Problem
 from lit_qrl.loop.evaluation import answer
 from lit_qrl.rollout.embedded.sampling import uniforms
 from lit_qrl.types import Completion
@@ -28,17 +29,17 @@ class Echo:
         ]
 
 
-TASK = SimpleNamespace(is_correct=lambda samples: [ids[0] % 2 == ids[-1] % 2 for ids in samples])
-PROBLEMS = [SimpleNamespace(prompt_ids=[4], row={}), SimpleNamespace(prompt_ids=[5], row={})]
+TASK = SimpleNamespace(
+    is_correct=lambda samples: [one.completion[0] % 2 == one.completion[-1] % 2 for one in samples],
+    reference=lambda row: None,
+)
+PROBLEMS = [Problem({}, [4], ""), Problem({}, [5], "")]
 
 
 def learner():
-    data = SimpleNamespace(
-        base_seed=3, engine=Echo(),
-        samples=lambda problems, completions, task: [completion.token_ids for completion in completions],
-    )  # fmt: skip
+    data = SimpleNamespace(base_seed=3, engine=Echo())
     trainer = SimpleNamespace(callbacks=[], progress_bar_callback=None)
-    return SimpleNamespace(trainer=trainer, data=data, policy=SimpleNamespace(stop_token_ids=(1,)))
+    return SimpleNamespace(trainer=trainer, data=data, policy=SimpleNamespace(stop_token_ids=(1,), decode=list))
 
 
 def share(rank=0, world_size=1, problems=PROBLEMS, **options):

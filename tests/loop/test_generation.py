@@ -2,9 +2,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from lit_qrl.loop.contracts import Problem
 from lit_qrl.loop.generation import draw, drawn, progress_of, scoring_progress
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.rollout.engine import EngineDiedError
+
+
+def problems(*prompts):
+    return [Problem({}, ids, "") for ids in prompts]
 
 
 class Mortal:
@@ -40,14 +45,14 @@ def learner(deaths, *callbacks):
 def test_an_engine_that_nothing_revives_ends_the_draw():
     given = learner(1, RLCallback())
     with pytest.raises(EngineDiedError, match="gone"):
-        draw(given, [[1]], 1, 0, "rollout")
+        draw(given, problems([1]), None, 1, 0, "rollout")
     assert len(given.data.engine.calls) == 1
 
 
 def test_a_revived_engine_is_asked_for_the_same_once_more():
     reviver = Reviver()
     given = learner(2, RLCallback(), reviver)
-    assert draw(given, [[1], [2]], 3, 7, "rollout") == ["drawn"] * 3
+    assert draw(given, problems([1], [2]), None, 3, 7, "rollout") == ["drawn"] * 3
     assert given.data.engine.calls == [([[1], [2]], 3, 7, None)] * 3
     assert reviver.deaths == 2
     assert reviver.ended == 0
@@ -83,6 +88,8 @@ class Handing(Mortal):
 
 
 class Judge:
+    streams = True
+
     def __init__(self):
         self.seen = []
 
@@ -96,5 +103,5 @@ class Judge:
 def test_what_a_dead_engine_handed_out_is_forgotten():
     taught, judge = learner(1, Reviver()), Judge()
     taught.data.engine = Handing(1)
-    assert draw(taught, [[1]], 2, 5, "rollout", judging=judge) == ["drawn"] * 2
+    assert draw(taught, problems([1]), None, 2, 5, "rollout", judging=judge) == ["drawn"] * 2
     assert judge.seen == [{0: "early"}]

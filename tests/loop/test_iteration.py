@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from lit_qrl.callbacks import RLCallback
-from lit_qrl.data.dataset import RolloutDataset
 from lit_qrl.data.module import Problem, RolloutDataModule
 from lit_qrl.loop.batching import rows_of
 from lit_qrl.loop.iteration import roll_out
@@ -38,8 +37,8 @@ def test_each_pass_deals_every_sequence_once_and_groups_stay_whole(tmp_path, siz
     passes, mini_batches, micro_batches = sizes
     seen = Dealt()
     data = {"passes": passes, "mini_batches": mini_batches, "micro_batches": micro_batches}
-    _, module, module_data = fit(tmp_path, callbacks=[seen], data=data)
-    dataset = RolloutDataset(module)
+    _, _, module_data = fit(tmp_path, callbacks=[seen], data=data)
+    dataset = module_data.train_dataloader().dataset
     assert len(dataset) == passes * mini_batches * micro_batches
     orders = []
     for rollout, parts in zip(seen.rollouts, seen.parts, strict=True):
@@ -139,7 +138,7 @@ def rank_of(world_size, rank, all_reduce, rounds, mini_batches=1, groups=8):
     )
     trainer.lightning_module, data.trainer = learner, trainer
     data._problems["train"] = [Problem({}, [i], str(i)) for i in range(60)]
-    data.reward = lambda problems, completions, judging: (
+    data.reward = lambda problems, completions, begun: (
         torch.tensor([float(c.token_ids[0] % 3 == 0 and i % 2) for i, c in enumerate(completions)]),
         {},
         0.0,
@@ -229,7 +228,7 @@ def test_dynamic_sampling_looks_at_the_scores_that_were_given():
     learner.iteration = IterationState()
     nan = float("nan")
     given = iter([[nan, 1.0, nan, nan, 0.0, 1.0, 1.0, 1.0], [0.0, 1.0] * 3])
-    learner.data.reward = lambda problems, completions, judging: (torch.tensor(next(given)), {}, 0.0)
+    learner.data.reward = lambda problems, completions, begun: (torch.tensor(next(given)), {}, 0.0)
     rollout = roll_out(learner)
     assert rollout.rewards.tolist() == [0.0, 1.0] * 4  # one group varied at first, three were drawn again
 

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_qrl.loop.metrics import AverageAtK, IterationMetrics, PassAtK, log_row
+from lit_qrl.loop.evaluation import AverageAtK, PassAtK
+from lit_qrl.loop.state import IterationMetrics, log_row
 from lit_qrl.types import no_all_reduce
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lit_qrl.loop.ranks import Slots, lacking, widest
+from lit_qrl.loop.contracts import Slots, widest
 from lit_qrl.types import no_all_reduce
 from tests.functional.helpers import Ranks
 
@@ -33,7 +33,7 @@ def test_ranks_own_every_slot_once_and_know_which_are_open():
         slots = Slots(groups=12, mini_batches=3, rank=rank, world_size=2)
         filled = [slot for slot in slots.own if slot % 5]
         assert widest(3 + rank, all_reduce, torch.device("cpu")) == 4
-        return slots.own, lacking(slots, filled, all_reduce, torch.device("cpu"))
+        return slots.own, slots.lacking(filled, all_reduce, torch.device("cpu"))
 
     (first, second) = Ranks(2).run(one)
     assert sorted(first[0] + second[0]) == list(range(12))
@@ -43,4 +43,4 @@ def test_ranks_own_every_slot_once_and_know_which_are_open():
 def test_one_process_owns_all():
     slots = Slots(groups=6, mini_batches=2)
     assert slots.own == list(range(6))
-    assert lacking(slots, slots.own, no_all_reduce, torch.device("cpu")) == []
+    assert slots.lacking(slots.own, no_all_reduce, torch.device("cpu")) == []

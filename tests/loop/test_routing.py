@@ -7,8 +7,8 @@ from torch.nn import functional as F
 
 from lit_qrl.callbacks.router_replay import RouterReplay
 from lit_qrl.loop.batching import assemble
-from lit_qrl.loop.metrics import IterationMetrics
 from lit_qrl.loop.routing import balanced, load_balance, record_difference, replayed_level
+from lit_qrl.loop.state import IterationMetrics
 from lit_qrl.network.hidden import scored_hidden
 from lit_qrl.network.routing import Routing, routers
 from lit_qrl.objective import GRPO
@@ -127,7 +127,7 @@ def learner_of(network, coefficient, micro_batches=2, world_size=3):
     return SimpleNamespace(
         policy=SimpleNamespace(network=network),
         objective=GRPO(load_balance_coefficient=coefficient),
-        data=SimpleNamespace(parts=micro_batches),
+        data=SimpleNamespace(budget=SimpleNamespace(parts=micro_batches)),
         trainer=SimpleNamespace(world_size=world_size),
         iteration=SimpleNamespace(metrics=IterationMetrics()),
     )

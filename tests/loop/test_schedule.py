@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.loop.ahead import Ahead, ahead_of
-from lit_qrl.loop.schedule import check_ahead, check_in_flight, staleness_of
+from lit_qrl.loop.contracts import Schedule
+from lit_qrl.loop.schedule import RolloutPrefetcher, check_ahead, check_in_flight, schedule_of
 from lit_qrl.objective import GRPO
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from tests.loop.test_ahead import Apart, Flying
@@ -15,30 +15,30 @@ from tests.loop.test_turns import Echo
 
 
 def test_an_engine_that_takes_no_weights_in_flight_is_refused():
-    learner = SimpleNamespace(data=SimpleNamespace(engine=Apart(), ahead=Ahead(2, "keep")))
+    learner = SimpleNamespace(data=SimpleNamespace(engine=Apart(), schedule=RolloutPrefetcher(2, "keep")))
     with pytest.raises(ConfigError, match="Apart"):
         check_in_flight(learner)
 
 
 def test_updates_in_flight_are_refused_where_bits_must_repeat(monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    learner = SimpleNamespace(data=SimpleNamespace(engine=Flying(), ahead=Ahead(2, "keep")))
+    learner = SimpleNamespace(data=SimpleNamespace(engine=Flying(), schedule=RolloutPrefetcher(2, "keep")))
     with pytest.raises(ConfigError, match=r"trainer\.deterministic .* in flight"):
         check_in_flight(learner)
-    learner.data.ahead = Ahead(2)
+    learner.data.schedule = RolloutPrefetcher(2)
     check_in_flight(learner)
 
 
 @pytest.mark.parametrize("schedule", ["on_policy", "one_step_off"])
 def test_updates_in_flight_are_of_the_schedule_async(schedule):
     with pytest.raises(ConfigError, match=r"data\.in_flight_updates does not fit data\.schedule"):
-        staleness_of(schedule, 1, "keep")
+        schedule_of(schedule, 1, "keep")
 
 
 @pytest.mark.parametrize(("schedule", "staleness"), [("later", 1), ("async", 0), ("on_policy", 2), ("one_step_off", 2)])
 def test_a_schedule_that_does_not_exist_is_refused(schedule, staleness):
     with pytest.raises(ConfigError, match=r"data\.(schedule|max_staleness)"):
-        staleness_of(schedule, staleness)
+        schedule_of(schedule, staleness)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,9 @@ def test_a_schedule_that_does_not_exist_is_refused(schedule, staleness):
 )
 def test_what_cannot_be_drawn_meanwhile_is_refused(changes, named):
     learner = SimpleNamespace(
-        data=SimpleNamespace(engine=changes.get("engine", Apart()), task=changes.get("task"), ahead=None),
+        data=SimpleNamespace(
+            engine=changes.get("engine", Apart()), task=changes.get("task"), schedule=RolloutPrefetcher(1)
+        ),
         objective=changes.get("objective", GRPO()),
         policy=SimpleNamespace(denoises=changes.get("denoises", False)),
     )
@@ -60,7 +62,7 @@ def test_what_cannot_be_drawn_meanwhile_is_refused(changes, named):
         check_ahead(learner, "one_step_off")
 
 
-def test_only_schedules_that_draw_ahead_have_drafts():
-    assert ahead_of("on_policy", 1) is None
-    assert ahead_of("one_step_off", 1).staleness == 1
-    assert ahead_of("async", 3, "recompute").in_flight
+def test_a_schedule_is_made_of_what_says_it():
+    assert type(schedule_of("on_policy", 1)) is Schedule
+    assert schedule_of("one_step_off", 1).staleness == 1
+    assert schedule_of("async", 3, "recompute").in_flight

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lit_qrl.loop.updates import LENGTH_BINS, UpdateCounts, clip_edges
+from lit_qrl.callbacks.mismatch import LENGTH_BINS, UpdateCounts, clip_edges
 from lit_qrl.objective import GRPO, TBPO, DualClipGRPO
 from lit_qrl.types import no_all_reduce
 from tests.callbacks.corrections import context, rollout

@@ -144,11 +144,11 @@ def test_int4_weights_under_8_bit_activations_equal_the_cpu_s(activations):
 @pytest.mark.parametrize("case", list(weights(torch.float32)))
 def test_fused_weight_quantizers_are_the_plain_operations(case, dtype, monkeypatch):
     weight = weights(dtype)[case].to(DEVICE)
-    assert dispatch.available(weight)
+    assert dispatch.available(weight, "values")
     for format in (FP8Block(), Int4Group(32), Int4Group(128)):
         one_pass = format.quantize(weight)
         with monkeypatch.context() as patch:
-            patch.setattr(dispatch, "available", lambda x: False)
+            patch.setattr(dispatch, "available", lambda x, kernel: False)
             plain = format.quantize(weight)
             values = {kind: format.dequantize(plain, kind) for kind in (torch.float32, torch.bfloat16)}
         assert torch.equal(bits(one_pass.scales), bits(plain.scales))
@@ -165,7 +165,7 @@ def test_fused_dequantizers_are_the_plain_operations(case, dtype, monkeypatch):
         q = format.quantize(weight)
         for kind in (torch.float32, torch.bfloat16):
             with monkeypatch.context() as patch:
-                patch.setattr(dispatch, "available", lambda x: False)
+                patch.setattr(dispatch, "available", lambda x, kernel: False)
                 expected = format.dequantize(q, kind)
             made = format.dequantize(q, kind)
             assert torch.equal(bits(made), bits(expected)), (format.name, kind)

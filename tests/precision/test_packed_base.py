@@ -289,3 +289,21 @@ def test_experts_in_their_own_mxfp4_are_read_as_plain_weights(tmp_path):
     assert len(plain) == 4
     assert all(torch.equal(parameters[name], weight) for name, weight in plain.items())
     assert multiplied_out(policy.network.config) == {}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "packing", "name"),
+    [
+        ("NVFP4A16", "nvfp4-pack-quantized", "nvfp4"),
+        ("MXFP4A16", "mxfp4-pack-quantized", "mxfp4"),
+        ("W4A16", "pack-quantized", "int4_group"),
+        ("FP8_DYNAMIC", "float-quantized", "fp8_row"),
+        ("W8A8", "int-quantized", "int8_channel"),
+    ],
+)
+def test_what_llm_compressor_names_a_scheme_is_a_format_here(scheme, packing, name):
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+
+    made = QuantizationConfig(config_groups={"group_0": preset_name_to_scheme(scheme, ["Linear"])}, ignore=["lm_head"])
+    config = {**made.model_dump(mode="json"), "quant_method": "compressed-tensors", "format": packing}
+    assert packed_format(config).name == name

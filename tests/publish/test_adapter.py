@@ -8,7 +8,8 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision import NVFP4LoRA, QATAligned
 from lit_qrl.precision.source import WeightSource, unchanged
-from lit_qrl.publish.adapter import AdapterBeside, published_apart
+from lit_qrl.publish.delivery import AdapterBeside
+from lit_qrl.publish.spec import published_apart
 from lit_qrl.receipts.ledger import PublishReport
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import RolloutEngine

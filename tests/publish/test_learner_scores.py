@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from lit_qrl import formats
 from lit_qrl.network.linears import fused_groups, quantizable_linears
 from lit_qrl.network.stream import shared_amax
-from lit_qrl.publish.learner_scores import learner_scores
+from lit_qrl.publish.probe import learner_scores
 from tests.families.configs import BY_TYPE, random_network
 from tests.networks import build_network
 from tests.stacked_experts import rounded

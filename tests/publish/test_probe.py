@@ -10,8 +10,16 @@ from lit_qrl import formats
 from lit_qrl.loop.state import IterationState
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision.source import WeightSource
-from lit_qrl.publish.learner_scores import learner_scores
-from lit_qrl.publish.probe import FIRST_BOUND, FIRST_BOUND_ACTIVATIONS, FLOOR, GROWTH, SENSITIVITY, Probe, ScoreCheck
+from lit_qrl.publish.probe import (
+    FIRST_BOUND,
+    FIRST_BOUND_ACTIVATIONS,
+    FLOOR,
+    GROWTH,
+    SENSITIVITY,
+    Probe,
+    ScoreCheck,
+    learner_scores,
+)
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.types import no_all_reduce
 from tests.networks import WORDS

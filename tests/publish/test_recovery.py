@@ -8,7 +8,8 @@ import torch
 from lit_qrl.callbacks import RLCallback
 from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.errors import ConfigError, MemoryShortageError, StoppedError
-from lit_qrl.publish.recovery import repeated
+from lit_qrl.publish.publisher import Publisher
+from lit_qrl.publish.spec import PublishSettings
 from lit_qrl.receipts.ledger import Fault, PublishError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError, Sleeps
@@ -224,35 +225,35 @@ def test_embedded_engine_is_untouched_by_all_this(tmp_path):
     assert events(tmp_path, "engine_died") == []
 
 
-def failing(*errors):
-    """A publish that raises these one after the other, then returns its number of calls."""
-    left, calls = list(errors), []
+def repeat(folder, *errors, retries=0):
+    """Publish where each attempt raises one of these, until none is left; return the attempts and what followed."""
+    left, story = list(errors), []
+    publisher = Publisher(PublishSettings(on_fault="retry" if retries else "stop"))
+    trainer = SimpleNamespace(default_root_dir=str(folder), is_global_zero=True, current_epoch=0)
+    publisher.learner = SimpleNamespace(trainer=trainer)
+    publisher._connection = SimpleNamespace(beside=SimpleNamespace(forget=lambda: story.append("forgot")))
+    publisher._bury = lambda error: story.append("buried")
 
-    def publish():
-        calls.append(1)
+    def once(what):
+        story.append("tried")
         if left:
             raise left.pop(0)
-        return len(calls)
 
-    return publish
-
-
-def repeat(folder, publish, retries=0):
-    story, trainer = [], SimpleNamespace(default_root_dir=str(folder), is_global_zero=True, current_epoch=0)
-    forget, bury = (lambda: story.append("forgot")), (lambda error: story.append("buried"))
-    return repeated(publish, trainer, retries, forget, bury), story
+    publisher._once = once
+    publisher._publish("evaluation")
+    return story
 
 
 def test_a_publish_is_repeated_to_a_new_engine_and_after_a_fault_where_asked(tmp_path):
     died, fault = EngineDiedError("boom"), PublishError([Fault("missing", "a")], 0)
-    assert repeat(tmp_path, failing(died, died)) == (3, ["buried", "buried"])
-    assert repeat(tmp_path, failing(died, fault), retries=1) == (3, ["buried", "forgot"])
+    assert repeat(tmp_path, died, died) == ["tried", "buried", "tried", "buried", "tried"]
+    assert repeat(tmp_path, died, fault, retries=1) == ["tried", "buried", "tried", "forgot", "tried"]
     for error in (fault, ValueError("of an engine")):
         with pytest.raises(type(error)) as caught:
-            repeat(tmp_path, failing(error, error), retries=1)
+            repeat(tmp_path, error, error, retries=1)
         assert caught.value is error
     with pytest.raises(ConfigError):  # a mistake of the user's is none of the wire
-        repeat(tmp_path, failing(ConfigError("no")), retries=1)
+        repeat(tmp_path, ConfigError("no"), retries=1)
     logged = [event["faults"] for event in read_jsonl(tmp_path / "events.jsonl")]
     assert logged == [["missing"], ["missing"], ["missing"], [], []]
 

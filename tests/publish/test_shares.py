@@ -1,6 +1,6 @@
 import torch
 
-from lit_qrl.publish.shares import weigh
+from lit_qrl.publish.delivery import weigh
 from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger, SentLedger
 
 

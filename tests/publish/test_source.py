@@ -7,7 +7,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision import NVFP4LoRA, QATAligned, UnifiedFP8
 from lit_qrl.precision.source import PublishingPrecision, WeightSource
-from lit_qrl.publish.source import source_of, trained_source
+from lit_qrl.publish.spec import source_of, trained_source
 from tests.tiny_run import model_folder
 
 

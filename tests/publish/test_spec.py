@@ -12,6 +12,7 @@ from peft import LoraConfig
 from lit_qrl import formats
 from lit_qrl.callbacks import AIS
 from lit_qrl.errors import ConfigError
+from lit_qrl.loop.contracts import Schedule
 from lit_qrl.objective import GRPO
 from lit_qrl.precision import NVFP4LoRA, QATAligned
 from lit_qrl.publish.spec import PublishSettings, compute_dtype, sampler_spec
@@ -45,12 +46,12 @@ def spec(plugin=None, adapter=None, tied=False, engine=None, callbacks=(), sampl
         ),
         data=SimpleNamespace(
             engine=engine or TransformersEngine(),
-            ahead=None,
+            schedule=Schedule(),
             in_flight_updates="none",
             sampling=sampling,
             max_prompt_tokens=11,
             longest_evaluation=30,
-            evaluations=[SimpleNamespace(completion_tokens=19)],
+            evaluation_limits=(19,),
         ),
         objective=GRPO(),
     )

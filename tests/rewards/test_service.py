@@ -60,11 +60,13 @@ def test_what_fails_or_is_late_is_a_failure_and_tried_again(monkeypatch):
 
 
 def test_all_together_have_a_limit():
-    never = threading.Event()
-    results = gather([lambda: never.wait(60)] * 3, concurrency=1, timeout=60, retries=5, limit=0.2)
+    never, called = threading.Event(), []
+    calls = [lambda i=i: called.append(i) or never.wait(60) for i in range(3)]
+    results = gather(calls, concurrency=1, timeout=60, retries=5, limit=0.5)
     never.set()
-    assert results[0] == Failure("not done within 0.2 s")
-    assert results[1:] == [Failure("its turn did not come within 0.2 s")] * 2
+    assert called == [0]
+    assert results[0] == Failure("not done within 0.5 s")
+    assert results[1:] == [Failure("its turn did not come within 0.5 s")] * 2
 
 
 def test_nothing_to_do():

@@ -6,8 +6,7 @@ from peft import LoraConfig
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 from lit_qrl.network.experts import expert_stacks
-from lit_qrl.publish.learner_scores import learner_scores
-from lit_qrl.publish.probe import Probe
+from lit_qrl.publish.probe import Probe, learner_scores
 from lit_qrl.receipts.ledger import PublishError
 from tests.vllm_engines import (
     VOCABULARY,

@@ -9,8 +9,7 @@ from lit_qrl.network.experts import expert_stacks, unstacked
 from lit_qrl.network.linears import quantizable_layers
 from lit_qrl.network.routing import Routing, differing
 from lit_qrl.network.stream import weight_stream
-from lit_qrl.publish.learner_scores import learner_scores
-from lit_qrl.publish.probe import Probe
+from lit_qrl.publish.probe import Probe, learner_scores
 from lit_qrl.receipts.ledger import PublishError, SentLedger, compare, compare_columns, compare_read_back
 from tests.vllm_engines import VOCABULARY, build_engine, optimizer_step, prompts, sampler_format, tiny_network
 

@@ -103,7 +103,7 @@ def learner(**options):
     optimizer = torch.optim.AdamW([weight])
     optimizer.step()
     engine = SimpleNamespace(overlaps=False, gpu_memory_utilization=0.3)
-    data = SimpleNamespace(budget=None, parts=2, micro_batches=2, prompts_per_rank=4, mini_batches=1, group_size=8)
+    data = SimpleNamespace(parts=2, micro_batches=2, prompts_per_rank=4, mini_batches=1, group_size=8)
     data.engine = engine
     vars(data).update(options.pop("data", {}))
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
@@ -134,7 +134,7 @@ def test_remedies_come_in_the_order_of_what_they_cost_and_leave_out_what_is_set(
     few.datamodule.engine.overlaps = True
     few.strategy.packed_base, few.strategy.offload = "replicated", False
     assert remedies(few) == "What helps, what costs least first: more GPUs, or offload: true of ShardedStrategy."
-    assert "a lower data.max_tokens_per_micro_batch" in remedies(learner(data={"budget": object()}))
+    assert "a lower data.max_tokens_per_micro_batch" in remedies(learner(data={"micro_batches": "auto"}))
 
 
 def test_the_command_line_says_one_paragraph_and_exits_as_it_never_fitted(tmp_path, monkeypatch, capsys):

@@ -195,7 +195,7 @@ def test_what_would_change_nothing_or_lose_the_weights_is_refused(tmp_path):
 
 @pytest.mark.gpu
 def test_optimizer_state_leaves_the_gpu():
-    from lit_qrl.strategies.offload import OffloadedState
+    from lit_qrl.strategies.colocated import OffloadedState
 
     parameter = torch.nn.Parameter(torch.randn(2**20, 16, device="cuda"))
     optimizer = torch.optim.AdamW([parameter], lr=0.1)

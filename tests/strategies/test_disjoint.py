@@ -2,8 +2,8 @@ from types import SimpleNamespace
 
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 
+from lit_qrl.publish.spec import learners
 from lit_qrl.rollout.engine import Learners
-from lit_qrl.strategies.disjoint import learners
 
 
 def trainer(accelerator, **changes):

@@ -1,7 +1,7 @@
 import torch
 
 from lit_qrl.optim.masters import MasterWeights
-from lit_qrl.strategies.offload import OffloadedState
+from lit_qrl.strategies.colocated import OffloadedState
 
 
 def stepped(optimizer_class=torch.optim.AdamW):

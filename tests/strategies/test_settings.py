@@ -3,7 +3,7 @@ from lightning.pytorch import Trainer
 from lit_qrl.callbacks import AIS, TruncatedIS
 from lit_qrl.precision import QATAligned
 from lit_qrl.strategies import ColocatedStrategy
-from lit_qrl.strategies.settings import trainer_settings
+from lit_qrl.strategies.peers import trainer_settings
 
 PLAIN = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 

@@ -2,12 +2,13 @@
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, Literal
 
 from lit_qrl.data.task import Row
-from lit_qrl.data.tasks.countdown_solver import MAX_NUMBERS, reachable
 from lit_qrl.data.tasks.generated import GeneratedTask
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards.puzzles import CountdownReward
@@ -17,6 +18,9 @@ INSTRUCTION = (
     "expression that equals {target}. Think step by step, then give the expression alone inside <answer> and "
     "</answer>, for example <answer>(1 + 2) * 3</answer>."
 )
+
+# 3 numbers have about a hundred expressions, 4 a few thousand, 5 some hundred thousand.
+MAX_NUMBERS = 5
 
 
 def problem_key(numbers: Sequence[int], target: int) -> str:
@@ -120,3 +124,42 @@ class Countdown(GeneratedTask):
     def reference(self, row: Row) -> int:
         """Return the target."""
         return row["target"]
+
+
+def splits(numbers: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield every way to part the numbers in two, each once: the first number is always on the left."""
+    positions = range(1, len(numbers))
+    for size in range(len(positions)):
+        for chosen in combinations(positions, size):
+            yield tuple(numbers[i] for i in (0, *chosen)), tuple(numbers[i] for i in positions if i not in chosen)
+
+
+@lru_cache(maxsize=1 << 16)
+def _values(numbers: tuple[int, ...]) -> frozenset[tuple[int, int]]:
+    """All reachable values as (numerator, denominator), not reduced: ten times faster than fractions."""
+    if len(numbers) == 1:
+        return frozenset({(numbers[0], 1)})
+    found: set[tuple[int, int]] = set()
+    for some, rest in splits(numbers):
+        for (p, q), (r, s) in product(_values(some), _values(rest)):
+            found |= {(p * s + r * q, q * s), (p * s - r * q, q * s), (r * q - p * s, q * s), (p * r, q * s)}
+            if r:
+                found.add((p * s, q * r))
+            if p:
+                found.add((r * q, s * p))
+    return frozenset(found)
+
+
+@lru_cache(maxsize=1 << 16)
+def reachable(numbers: tuple[int, ...], max_target: int) -> tuple[int, ...]:
+    """Return the integers in 1..max_target that the sorted `numbers` can make, ascending.
+
+    Args:
+        numbers: positive integers, ascending.
+        max_target: the largest target of interest.
+
+    >>> reachable((2, 3), 10)
+    (1, 5, 6)
+    """
+    whole = {p // q for p, q in _values(numbers) if p % q == 0}
+    return tuple(sorted(value for value in whole if 1 <= value <= max_target))

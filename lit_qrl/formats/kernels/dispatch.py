@@ -16,14 +16,14 @@ TILES = "tiles"
 """The source of what `kept_tiles` keeps."""
 
 
-def available(x: Tensor) -> bool:
-    """Return True when our Triton kernels can run on `x`."""
-    return x.device.type == "cuda" and triton_installed()
+def available(x: Tensor, kernel: str) -> bool:
+    """Return True when our Triton kernel of that name can run on `x`."""
+    return x.device.type == "cuda" and triton_installed(kernel)
 
 
-def available_for_e4m3(x: Tensor) -> bool:
-    """Return True when our Triton kernels that read or write E4M3 can run on `x`."""
-    return available(x) and gemm.has_fp8(x.device)
+def available_for_e4m3(x: Tensor, kernel: str) -> bool:
+    """Return True when our Triton kernel of that name, which reads or writes E4M3, can run on `x`."""
+    return available(x, kernel) and gemm.has_fp8(x.device)
 
 
 Tile = tuple[Tensor, Tensor]
@@ -82,7 +82,7 @@ def e4m3_tiles(x: Tensor, rows: bool, columns: bool) -> tuple[Tile | None, Tile 
         rows: make (codes "m k", scales "m k/128").
         columns: make (codes "k m", scales "k m/128"), m padded with zeros to a multiple of 128.
     """
-    if available_for_e4m3(x):
+    if available_for_e4m3(x, "tiles"):
         from lit_qrl.formats.kernels import tiles_triton
 
         return tiles_triton.tiles(x, rows, columns)[1:]
@@ -95,7 +95,7 @@ def e4m3_tiles(x: Tensor, rows: bool, columns: bool) -> tuple[Tile | None, Tile 
 
 def e4m3_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes "m k" and scales "m 1" of `x` ("m k") as E4M3 with a scale per row."""
-    if available_for_e4m3(x):
+    if available_for_e4m3(x, "tokens"):
         from lit_qrl.formats.kernels import fp8_triton
 
         return fp8_triton.e4m3_tokens(x)
@@ -105,7 +105,7 @@ def e4m3_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def e4m3_whole(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes "m k" and one scale of `x` ("m k") as E4M3."""
-    if available_for_e4m3(x):
+    if available_for_e4m3(x, "tokens"):
         from lit_qrl.formats.kernels import fp8_triton
 
         return fp8_triton.e4m3_whole(x)
@@ -115,7 +115,7 @@ def e4m3_whole(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def transposed(codes: Tensor) -> Tensor:
     """Return codes "n k" of one byte as "k n", contiguous."""
-    if not (available(codes) and codes.is_contiguous()):
+    if not (available(codes, "transposed") and codes.is_contiguous()):
         return codes.t().contiguous()
     from lit_qrl.formats.kernels import transposed_triton
 
@@ -124,7 +124,7 @@ def transposed(codes: Tensor) -> Tensor:
 
 def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return codes and scales of `FP8Block.quantize` from one kernel, or None where there is none."""
-    if not available_for_e4m3(weight):
+    if not available_for_e4m3(weight, "fp8_weights"):
         return None
     from lit_qrl.formats.kernels import fp8_triton
 
@@ -133,7 +133,7 @@ def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return codes and scales of `FP8Row.quantize` from one kernel, or None where there is none."""
-    if not available_for_e4m3(weight):
+    if not available_for_e4m3(weight, "fp8_weights"):
         return None
     from lit_qrl.formats.kernels import fp8_triton
 
@@ -142,7 +142,7 @@ def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def int4_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor] | None:
     """Return codes and scales of `Int4Group.quantize` from one kernel, or None where there is none."""
-    if not available(weight) or not _power_of_two(group_size):
+    if not available(weight, "int4_weights") or not _power_of_two(group_size):
         return None
     from lit_qrl.formats.kernels import values_triton
 
@@ -151,7 +151,7 @@ def int4_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor] | None
 
 def int4_values(codes: Tensor, scales: Tensor, group_size: int, dtype: torch.dtype) -> Tensor | None:
     """Return the weight of `Int4Group.dequantize` from one kernel, or None where there is none."""
-    if not available(codes):
+    if not available(codes, "values"):
         return None
     from lit_qrl.formats.kernels import values_triton
 
@@ -168,7 +168,7 @@ def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: tupl
         dtype: of the numbers.
         block: rows and columns that a scale covers, where it is not a row or the whole.
     """
-    if not (available_for_e4m3(codes) if codes.dtype == E4M3 else available(codes)):
+    if not (available_for_e4m3(codes, "values") if codes.dtype == E4M3 else available(codes, "values")):
         return None
     from lit_qrl.formats.kernels import values_triton
 
@@ -187,7 +187,7 @@ def fp4_values(
         dtype: of the weight.
         divisor: of all scales, or as many as there are matrices; None divides none.
     """
-    if not (available_for_e4m3(codes) if scales.dtype == E4M3 else available(codes)):
+    if not (available_for_e4m3(codes, "values") if scales.dtype == E4M3 else available(codes, "values")):
         return None
     from lit_qrl.formats.kernels import values_triton
 
@@ -199,7 +199,7 @@ def nf4_values(
     codes: Tensor, scales: Tensor, block: int, shape: tuple[int, int], dtype: torch.dtype, table: Tensor
 ) -> Tensor | None:
     """Return the weight of `NF4.dequantize` from one kernel, or None where there is none."""
-    if not available(codes):
+    if not available(codes, "values"):
         return None
     from lit_qrl.formats.kernels import values_triton
 

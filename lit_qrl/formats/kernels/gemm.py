@@ -154,7 +154,7 @@ def scaled_mm_block(
 
 def _with_bias(out: Tensor, bias: Tensor) -> Tensor:
     """Return `out + bias`, written over `out`; torch's own sum of a matrix and a row takes three times as long."""
-    plain = torch.compiler.is_compiling() or not (out.is_cuda and triton_installed())
+    plain = torch.compiler.is_compiling() or not (out.is_cuda and triton_installed("rows"))
     if plain or out.dtype != bias.dtype or not (out.is_contiguous() and bias.is_contiguous()):
         return out.add_(bias)
     from lit_qrl.formats.kernels import rows_triton

@@ -51,7 +51,7 @@ def _known(module: Any, x: Tensor, turns: tuple[Tensor, Tensor], kwargs: dict[st
     if cached or module.config._attn_implementation != ATTENTION:
         return False
     cos, sin = turns
-    if torch.compiler.is_compiling() or x.is_inference() or len(x) != 1 or not dispatch.available(x):
+    if torch.compiler.is_compiling() or x.is_inference() or len(x) != 1 or not dispatch.available(x, "turned"):
         return False
     half = x.dtype in (torch.bfloat16, torch.float16) and cos.dtype == sin.dtype == x.dtype
     return half and cos.shape == (*x.shape[:2], module.head_dim) and module.head_dim % 2 == 0

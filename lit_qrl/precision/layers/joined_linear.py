@@ -113,7 +113,7 @@ class _Plain(Together):
 
     @override
     def takes(self, x: Tensor) -> bool:
-        if not super().takes(x) or not dispatch.available(x) or torch.is_autocast_enabled(x.device.type):
+        if not super().takes(x) or not dispatch.available(x, "joined") or torch.is_autocast_enabled(x.device.type):
             return False
         if x.dtype not in (torch.bfloat16, torch.float16) or x.numel() < ROWS * x.shape[-1]:
             return False

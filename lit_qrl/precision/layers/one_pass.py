@@ -28,9 +28,9 @@ Fuse = bool | Literal["auto"]
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def _in_one_pass(codes: bool, x: Tensor, *others: Tensor) -> bool:
+def _in_one_pass(kernel: str, codes: bool, x: Tensor, *others: Tensor) -> bool:
     available = dispatch.available_for_e4m3 if codes else dispatch.available
-    if torch.compiler.is_compiling() or not available(x) or x.is_inference():
+    if torch.compiler.is_compiling() or not available(x, kernel) or x.is_inference():
         return False
     same = all(other.dtype == x.dtype for other in others)
     return same and x.dtype in _HALF and x.shape[-1] % dispatch.BLOCK == 0
@@ -99,7 +99,7 @@ class OnePassRMSNorm(nn.Module):
         """Return `weight · h / sqrt(mean h² + ε)` of h = residual + x, and with `both` h too: "... k" -> "... k"."""
         others = (self.weight,) if residual is None else (self.weight, residual)
         # the kernel sums in another order than the module of a sampler that is to give the same bits
-        if BatchInvariant.entered or not _in_one_pass(self.codes, x, *others):
+        if BatchInvariant.entered or not _in_one_pass("norm", self.codes, x, *others):
             h = x if residual is None else residual + x
             wide = h.float()
             y = self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(
@@ -206,7 +206,7 @@ class OnePassGatedMLP(nn.Module):
             return False
         if down._forward_hooks or down._forward_pre_hooks or down._backward_hooks or down._backward_pre_hooks:
             return False
-        return not torch.is_autocast_enabled(gate.device.type) and _in_one_pass(False, gate, up, down.weight)
+        return not torch.is_autocast_enabled(gate.device.type) and _in_one_pass("gated", False, gate, up, down.weight)
 
     def _by_codes_alone(self, x: Tensor) -> bool:
         """Return whether `down` reads nothing of its input but the codes, and nobody else does."""
@@ -219,7 +219,7 @@ class OnePassGatedMLP(nn.Module):
 
     def hidden(self, gate: Tensor, up: Tensor, read: bool = True) -> Tensor:
         """Return `SiLU(gate) · up`, which `down` reads; NaN beside its codes where these alone are read."""
-        if not _in_one_pass(self.codes, gate, up):
+        if not _in_one_pass("gated", self.codes, gate, up):
             return self.act_fn(gate) * up
         made: list[Any] | None = [] if self.codes else None
         hidden: Tensor = _Gated.apply(gate, up, self.columns and torch.is_grad_enabled(), made, read)  # pyright: ignore

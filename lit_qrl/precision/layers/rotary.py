@@ -76,4 +76,4 @@ def _in_kernel(*tensors: Tensor) -> bool:
     first = tensors[0]
     same = all(one.dtype == first.dtype and not one.is_inference() for one in tensors)
     half = first.dtype in (torch.bfloat16, torch.float16)
-    return same and half and dispatch.available(first) and not torch.compiler.is_compiling()
+    return same and half and dispatch.available(first, "rotary") and not torch.compiler.is_compiling()

@@ -112,7 +112,7 @@ class LowBitTogether(Together):
         format = self.layers[0].format
         if self.layers[0].gathered_in is not None or not isinstance(format, Scaled):
             return False
-        return dispatch.triton_installed() and format.has_gemm(device, self.shape)
+        return dispatch.triton_installed("together") and format.has_gemm(device, self.shape)
 
     def quantized(self) -> QuantizedWeight:
         """Return the codes of all layers as one weight; the layers' own are slices of it."""

@@ -158,7 +158,7 @@ class Stack:
 
 
 def _fused(x: Tensor) -> bool:
-    return dispatch.available(x) and x.dtype in (torch.bfloat16, torch.float16)
+    return dispatch.available(x, "denoising") and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def _normed(norm: Any, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:

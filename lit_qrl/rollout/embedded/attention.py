@@ -52,7 +52,7 @@ def attend_folded(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     query = query.to(key.dtype)  # under autocast turned queries are wider than what is cached
-    if last_columns is not None and dispatch.available(query):
+    if last_columns is not None and dispatch.available(query, "decoding"):
         from lit_qrl.rollout.embedded import attention_triton
 
         return attention_triton.attend(query[:, :, 0], key, value, last_columns, scaling)[:, None], None
@@ -78,7 +78,7 @@ class StepNorm(OnePassRMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Return `weight · x / sqrt(mean x² + ε)`: "b 1 … k" -> "b 1 … k" in a step."""
         half = x.dtype in (torch.bfloat16, torch.float16) and self.weight.dtype == x.dtype
-        if x.shape[1] == 1 and half and dispatch.available(x) and not torch.is_grad_enabled():
+        if x.shape[1] == 1 and half and dispatch.available(x, "step_norm") and not torch.is_grad_enabled():
             from lit_qrl.rollout import norm_triton
 
             if x.shape[-1] <= norm_triton.WIDEST:

@@ -109,7 +109,7 @@ class SlotLayer(CacheLayerMixin):
             keys[:, :, start:stop] = key_states
             values[:, :, start:stop] = value_states
             return keys[:, :, :stop], values[:, :, :stop]
-        if dispatch.available(key_states):
+        if dispatch.available(key_states, "decoding"):
             from lit_qrl.rollout.embedded import attention_triton
 
             attention_triton.write(key_states[:, :, 0], value_states[:, :, 0], keys, values, at)

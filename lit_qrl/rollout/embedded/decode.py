@@ -469,6 +469,10 @@ class Decoder:
             self._version = torch.tensor(self.flight.version, device=self.device)
         return self.drawn
 
+    def forget(self) -> None:
+        """Give back the memory of what was being drawn when memory ran out."""
+        self.cache, self.graphs, self._held = SlotCache(0, 0, 0), {}, None
+
     def _renew(self, flight: InFlight) -> None:
         """Go on with other weights: what was recorded reads the memory of the old ones."""
         self._version.fill_(flight.version)

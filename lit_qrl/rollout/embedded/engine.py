@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -242,13 +241,19 @@ class TransformersEngine(EmbeddedSampler):
                 progress(done + ended, tokens + drawn)
 
         def draw(part: list[Piece], rows: int) -> Drawn:
-            gone = None if finished is None else partial(_hand, finished, self.version, _numbers(part, n))
+            numbers, version = _numbers(part, n), self.version
+
+            def gone(ended: Sequence[int], drawn: Drawn) -> None:
+                if finished is not None:
+                    finished(dict(zip([numbers[row] for row in ended], _plain(drawn, version), strict=True)))
+
             rows_held, keep = ({}, False) if held is None else (held.of(turns, n), held.whole)
             try:
                 with batch_invariant(self.batch_invariant):
-                    return decoder.run(prompts, part, random, report, rows, rows_held, keep, gone)
+                    return decoder.run(prompts, part, random, report, rows, rows_held, keep, gone if finished else None)
             except (RuntimeError, MemoryError):
                 self.trust.former = None
+                decoder.forget()
                 if held is not None:
                     held.drop()
                 raise
@@ -265,8 +270,7 @@ class TransformersEngine(EmbeddedSampler):
         return results  # pyright: ignore[reportReturnType]
 
     def _collect(self, drawn: Drawn, pieces: list[Piece], n: int, results: list[Completion | None]) -> int:
-        length, stopped = drawn.length.tolist(), drawn.stopped.tolist()
-        tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
+        length = drawn.length.tolist()
         routes = None if drawn.routes is None else drawn.routes.cpu()
         kept: list[list[Tensor]] | None = None
         if drawn.kept is not None:
@@ -274,19 +278,17 @@ class TransformersEngine(EmbeddedSampler):
             ids = iter(drawn.kept[0].cpu().split([count for row in counts for count in row]))
             kept = [[next(ids) for _ in row] for row in counts]
         versions = None if drawn.versions is None else drawn.versions.tolist()
-        width, row = max(piece.length for piece in pieces), 0
-        for piece in pieces:
-            for index in range(piece.first, piece.first + piece.count):
-                results[piece.prompt * n + index] = Completion(
-                    token_ids=tokens[row][: length[row]],
-                    logprobs=logprobs[row][: length[row]],
-                    finish_reason="stop" if stopped[row] else "length",
-                    version=self.version if versions is None else versions[row][0],
-                    versions=None if versions is None else versions[row][: length[row]],
-                    routed_experts=None if routes is None else routes[row, width - piece.length : width + length[row]],
-                    kept=None if kept is None else kept[row][: length[row]],
-                )
-                row += 1
+        width = max(piece.length for piece in pieces)
+        owners = [piece for piece in pieces for _ in range(piece.count)]
+        numbers = _numbers(pieces, n)
+        for row, (number, piece, plain) in enumerate(zip(numbers, owners, _plain(drawn, self.version), strict=True)):
+            results[number] = replace(
+                plain,
+                version=self.version if versions is None else versions[row][0],
+                versions=None if versions is None else versions[row][: length[row]],
+                routed_experts=None if routes is None else routes[row, width - piece.length : width + length[row]],
+                kept=None if kept is None else kept[row][: length[row]],
+            )
         return sum(length)
 
     def _cache_tokens(self) -> int:
@@ -311,28 +313,19 @@ def _numbers(pieces: Sequence[Piece], n: int) -> list[int]:
     return [piece.prompt * n + i for piece in pieces for i in range(piece.first, piece.first + piece.count)]
 
 
-def _hand(finished: Finished, version: int, numbers: Sequence[int], rows: Sequence[int], drawn: Drawn) -> None:
-    """Give away completions that have ended while others go on.
-
-    Args:
-        finished: takes them.
-        version: of the weights.
-        numbers: of all rows, among the completions of the call.
-        rows: that have ended.
-        drawn: of these.
-    """
-    lengths, stopped = drawn.length.tolist(), drawn.stopped.tolist()
-    finished(
-        {
-            numbers[row]: Completion(
-                token_ids=drawn.tokens[place, : lengths[place]].tolist(),
-                logprobs=drawn.logprobs[place, : lengths[place]].tolist(),
-                finish_reason="stop" if stopped[place] else "length",
-                version=version,
-            )
-            for place, row in enumerate(rows)
-        }
-    )
+def _plain(drawn: Drawn, version: int) -> list[Completion]:
+    """Return what was drawn as completions, without what is recorded beside tokens and log-probs."""
+    length, stopped = drawn.length.tolist(), drawn.stopped.tolist()
+    tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
+    return [
+        Completion(
+            token_ids=tokens[row][:count],
+            logprobs=logprobs[row][:count],
+            finish_reason="stop" if stopped[row] else "length",
+            version=version,
+        )
+        for row, count in enumerate(length)
+    ]
 
 
 def _tokens_in(network: Any, gigabytes: float | None, dtype: torch.dtype | None) -> int:

@@ -36,7 +36,6 @@ from lit_qrl.rollout.engine import (
     SamplerSpec,
     Turn,
 )
-from lit_qrl.rollout.pauses import Stand
 from lit_qrl.rollout.vllm import folder, requests
 from lit_qrl.rollout.vllm.arguments import flags
 from lit_qrl.rollout.vllm.engine import VLLMEngine
@@ -459,18 +458,12 @@ class RemoteEngine(RolloutEngine):
 
     # ----------------------------------------------------------------------------------------------- weights in flight
 
-    @property
-    def engines(self) -> int:
-        """How many draw."""
-        return len(self.servers)
-
-    def pause(self) -> list[Stand]:
+    def pause(self) -> None:
         """Let all servers stand still between two steps, so that they take weights with completions under way."""
         self._paused = True
         for server in self.servers:
             with suppress(EngineDiedError):  # whoever draws hears of it
                 server.post("/pause", None, self.silence, mode="keep", clear_cache="false")
-        return [Stand() for _ in self.servers]
 
     def resume(self, whole: bool = True) -> None:
         """Let all go on; what was under way is given up where nobody knows what the servers hold."""
@@ -481,18 +474,6 @@ class RemoteEngine(RolloutEngine):
                     server.post("/resume", None, self.silence)
                 else:
                     server.died("a publish to it failed while it drew")
-
-    def follow(self, courses: Sequence[Sequence[Stand]]) -> None:
-        """Refuse: vLLM's server stands still when it is asked to, and not at a step that is named before.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "data.replay needs an engine that stands still at a step of its own, which vLLM's server does not.",
-            expected="no data.replay with RemoteVLLMEngine",
-            remedy="Leave it out.",
-        )
 
     # ----------------------------------------------------------------------------------------------------- generation
 

@@ -45,9 +45,9 @@ def test_without_a_gpu_there_is_no_kernel():
 @pytest.mark.parametrize(("capability", "known"), [((8, 0), False), ((8, 9), True)])
 def test_kernels_of_e4m3_need_a_gpu_that_knows_it(capability, known, monkeypatch):
     monkeypatch.setattr(gemm, "capability", lambda index: capability)
-    monkeypatch.setattr(dispatch, "triton_installed", lambda: True)
+    monkeypatch.setattr(dispatch, "triton_installed", lambda kernel: True)
     weight = SimpleNamespace(device=torch.device("cuda", 0))
-    assert dispatch.available(weight)
+    assert dispatch.available(weight, "values")
     assert dispatch.available_for_e4m3(weight) is known
     if not known:  # Triton would not compile them
         assert dispatch.fp8_blocks(weight) is None

@@ -49,7 +49,7 @@ def calls(monkeypatch):
     monkeypatch.setitem(sys.modules, "lit_qrl.formats.kernels.turned_triton", module)
     monkeypatch.setattr(kernels, "turned_triton", module, raising=False)
     known = flat_attention._known
-    monkeypatch.setattr(flat_attention.dispatch, "available", lambda x: False)
+    monkeypatch.setattr(flat_attention.dispatch, "available", lambda x, kernel: False)
     monkeypatch.setattr(flat_attention, "_known", lambda *a: not known(*a))
     return asked
 
@@ -137,7 +137,7 @@ def test_other_families_and_rows_without_a_layout_are_left_to_the_library(calls)
 
 
 def test_the_kernel_is_asked_for_16_bits_and_whole_heads_alone(monkeypatch):
-    monkeypatch.setattr(flat_attention.dispatch, "available", lambda x: True)
+    monkeypatch.setattr(flat_attention.dispatch, "available", lambda x, kernel: True)
     module = SimpleNamespace(config=SimpleNamespace(_attn_implementation="lit_qrl_padding_free"), head_dim=8)
     x, turns = torch.zeros(1, 5, 16).bfloat16(), torch.zeros(1, 5, 8).bfloat16()
     assert flat_attention._known(module, x, (turns, turns), {})

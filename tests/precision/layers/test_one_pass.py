@@ -90,7 +90,7 @@ def stand_in(monkeypatch):
     for name, module in modules.items():
         monkeypatch.setitem(__import__("sys").modules, f"lit_qrl.formats.kernels.{name}", module)
         monkeypatch.setattr(kernels, name, module, raising=False)
-    monkeypatch.setattr(one_pass, "_in_one_pass", lambda codes, x, *others: not x.is_inference())
+    monkeypatch.setattr(one_pass, "_in_one_pass", lambda kernel, codes, x, *others: not x.is_inference())
     return calls
 
 
@@ -318,7 +318,7 @@ def test_plain_blocks_stand_under_an_adapter_and_over_weights_that_are_drawn_lat
 )
 def test_blocks_keep_codes_only_on_a_gpu_that_knows_fp8(capability, codes, fuses, monkeypatch):
     monkeypatch.setattr(gemm, "capability", lambda index: capability)
-    monkeypatch.setattr(dispatch, "triton_installed", lambda: True)
+    monkeypatch.setattr(dispatch, "triton_installed", lambda kernel: True)
     device, shape = torch.device("cuda", 0), (4, 128)
     x = SimpleNamespace(device=device, dtype=torch.bfloat16, shape=shape, is_inference=lambda: False)
-    assert one_pass._in_one_pass(codes, x, x) is fuses
+    assert one_pass._in_one_pass("norm", codes, x, x) is fuses

@@ -44,7 +44,7 @@ def calls(monkeypatch):
     module = SimpleNamespace(rotate=lambda *a, **o: asked.append(o) or rotate(*a, **o))
     monkeypatch.setitem(sys.modules, "lit_qrl.formats.kernels.rotary_triton", module)
     monkeypatch.setattr(kernels, "rotary_triton", module, raising=False)
-    monkeypatch.setattr(rotary.dispatch, "available", lambda x: True)
+    monkeypatch.setattr(rotary.dispatch, "available", lambda x, kernel: True)
     return asked
 
 

@@ -86,12 +86,6 @@ def test_what_does_not_decode_in_slots_says_so_once_and_draws_as_before(network,
     assert first == engine_of(network, cuda_graphs=False).generate(PROMPTS, 3, seed=1)
 
 
-def test_completions_are_handed_over_by_their_numbers():
-    engine, handed = engine_of(build_network(), cuda_graphs=True, max_batch=5), {}
-    drawn = engine.generate(PROMPTS, 3, seed=1, finished=handed.update)
-    assert [handed[number] for number in range(12)] == drawn
-
-
 def test_batch_invariant_runs_keep_their_promise(caplog):
     network = build_network()
     engine = engine_of(network, cuda_graphs=True, batch_invariant=True)

@@ -1,7 +1,12 @@
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from lit_qrl.rollout import graphs
+from lit_qrl.rollout.embedded.attention import FOLDED
 from lit_qrl.rollout.embedded.decode import CHECK, Decoder, Piece, sizes_of
 from lit_qrl.rollout.embedded.sampling import uniforms
 from lit_qrl.rollout.graphs import Trust
@@ -136,3 +141,33 @@ def test_a_graph_that_draws_other_tokens_or_cannot_be_recorded_is_not_used(netwo
     check_same(in_slots(network, 9, trust=trust, replays=True), batch(network))
     assert trust.broken
     assert "steps are launched one by one" in caplog.text
+
+
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config, MistralConfig])
+def test_on_a_gpu_each_row_is_attended_up_to_its_own_column(config_class, monkeypatch):
+    """The kernels get the column of each row, through the model's own layers; here plain operations stand for them."""
+    asked = []
+
+    def write(key, value, keys, values, last):
+        row = torch.arange(len(last))
+        keys[row, :, last], values[row, :, last] = key, value
+
+    def attend(query, keys, values, last, scale):
+        asked.append(last.tolist())
+        seen = (torch.arange(keys.shape[2]) <= last[:, None])[:, None, None, :]
+        groups = query.shape[1] // keys.shape[1]
+        keys, values = (part.repeat_interleave(groups, dim=1) for part in (keys, values))
+        out = torch.nn.functional.scaled_dot_product_attention(query[:, :, None], keys, values, seen, scale=scale)
+        return out[:, :, 0]
+
+    network = build_network(config_class, **({"sliding_window": None} if config_class is MistralConfig else {}))
+    network.set_attn_implementation(FOLDED)
+    expected = batch(network)
+    kernels = SimpleNamespace(write=write, attend=attend)
+    monkeypatch.setitem(sys.modules, "lit_qrl.rollout.embedded.attention_triton", kernels)
+    monkeypatch.setattr("lit_qrl.rollout.embedded.attention_triton", kernels, raising=False)
+    for place in ("cache", "attention"):
+        monkeypatch.setattr(f"lit_qrl.rollout.embedded.{place}.dispatch.available", lambda x: True)
+    check_same(in_slots(network, 9), expected)
+    assert asked
+    assert any(len(set(columns)) > 1 for columns in asked)

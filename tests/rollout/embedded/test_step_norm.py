@@ -24,7 +24,7 @@ def calls(monkeypatch):
     module = SimpleNamespace(norm=norm, WIDEST=16384)
     monkeypatch.setitem(sys.modules, "lit_qrl.rollout.norm_triton", module)
     monkeypatch.setattr(rollout, "norm_triton", module, raising=False)
-    monkeypatch.setattr(attention.dispatch, "available", lambda x: True)
+    monkeypatch.setattr(attention.dispatch, "available", lambda x, kernel: True)
     return asked
 
 

@@ -213,11 +213,6 @@ def test_handles_of_a_gpu_are_of_one_host():
         RemoteVLLMEngine(hosts=["node:1"], transfer="ipc")
 
 
-def test_a_replay_needs_an_engine_that_stops_by_itself():
-    with pytest.raises(ConfigError, match=r"data\.replay"):
-        RemoteVLLMEngine().follow([])
-
-
 def test_addresses_and_their_key(tmp_path):
     (tmp_path / "token").write_text(f"{KEY}\n")
     found = places("auto", ["node:80", "https://other:443"], str(tmp_path / "token"), Learners())

@@ -7,9 +7,18 @@ import pytest
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards import FunctionReward, MathReward, Reward, Sample, score_all
 from lit_qrl.rewards import service as reward_service
-from lit_qrl.rewards.early import Early
+from lit_qrl.rewards.streaming import StreamingRewards
+from lit_qrl.types import Completion
 
 SAMPLES = [Sample("", text, "1/2") for text in ("a", "bb", "ccc", "dddd", "eeeee", "ffffff")]
+
+
+def drawn(*tokens):
+    return Completion(token_ids=list(tokens), logprobs=[0.0] * len(tokens), finish_reason="stop", version=0)
+
+
+def streaming(rewards, sample=lambda number, completion: SAMPLES[number]):
+    return StreamingRewards(rewards, sample, lambda completions, begun: begun)
 
 
 def length(completions):
@@ -34,13 +43,13 @@ class Own(Reward):
 
 def scored(rewards, order, added=6, **options):
     """Scores with the first of an order added one by one before the whole is asked for."""
-    early = Early(rewards)
+    early = streaming(rewards)
     for i in order[:added]:
-        early.add({i: SAMPLES[i]})
+        early({i: drawn(0)})
     try:
         return score_all(rewards, SAMPLES, begun=early.begun, group_size=3, **options)
     finally:
-        early.drop()
+        early.close()
 
 
 @pytest.mark.parametrize("added", [0, 3, 6])
@@ -61,10 +70,10 @@ def test_rewards_that_want_all_samples_at_once_are_left_alone():
         overlaps = False
 
     one, plain = Whole(), FunctionReward(length)
-    assert not Early([one, plain]).begun
-    early = Early([one, FunctionReward(length, concurrency=1)])
-    early.add({0: SAMPLES[0]})
-    score_all(early.rewards, SAMPLES, begun=early.begun)
+    assert not streaming([one, plain]).begun
+    early = streaming([one, FunctionReward(length, concurrency=1)])
+    early({0: drawn(0)})
+    score_all(early._rewards, SAMPLES, begun=early.begun)
     assert one.calls == [len(SAMPLES)]
 
 
@@ -81,8 +90,8 @@ def test_a_sample_is_scored_before_the_next_one_is_there():
 
     for reward in (FunctionReward(judge, concurrency=4), Told()):
         was_called.clear()
-        early = Early([reward])
-        early.add({2: SAMPLES[2]})
+        early = streaming([reward])
+        early({2: drawn(0)})
         assert was_called.wait(30)
         assert early.begun[reward.name].scores(SAMPLES) == length([one.completion for one in SAMPLES])
         assert early.seconds > 0
@@ -121,12 +130,12 @@ def test_a_function_that_is_late_fails_alone():
 
 def test_what_is_dropped_is_begun_anew():
     reward = FunctionReward(length, concurrency=1)
-    early = Early([reward])
-    early.add({0: Sample("", "of an engine that died")})
+    early = streaming([reward])
+    early({0: drawn(9)})
     early.again()
-    early.add({1: SAMPLES[1]})
+    early({1: drawn(0)})
     assert score_all([reward], SAMPLES[:2], begun=early.begun).total == [1.0, 2.0]
-    early.drop()
+    early.close()
 
 
 def test_a_reward_that_returns_too_few_scores_is_an_error():
@@ -135,8 +144,8 @@ def test_a_reward_that_returns_too_few_scores_is_an_error():
             return [1.0]
 
     one = Few()
-    early = Early([one])
-    early.add({0: SAMPLES[0], 1: SAMPLES[1]})
+    early = streaming([one])
+    early({0: drawn(0), 1: drawn(1)})
     with pytest.raises(ConfigError, match="returned 1 scores for 2 samples"):
         score_all([one], SAMPLES[:2], begun=early.begun)
 
@@ -153,16 +162,63 @@ def test_what_is_drawn_again_is_scored_when_the_call_under_way_has_returned():
             inside.pop()
             return super().__call__(samples)
 
-    early = Early([Slow()])
-    early.add({0: SAMPLES[5]})
+    early = streaming([Slow()])
+    early({0: drawn(0)})
     assert entered.wait(30)
     entered.clear()
     early.again()  # the engine died
-    early.add({0: SAMPLES[0]})
+    early({0: drawn(0)})
     second = entered.wait(0.1)
     goes_on.set()
     scores = early.begun["own"].scores(SAMPLES)
     assert not second
     assert (most[:2], max(most)) == ([1, 1], 1)
     assert scores == [float(i) for i in range(1, 7)]
-    assert list(early.rewards[0].failures) == [0]
+    assert list(early._rewards[0].failures) == [0]
+
+
+class Noted(Own):
+    """Notes what is handed over."""
+
+    def begin(self):
+        self.begun = Scored()
+        return self.begun
+
+
+class Scored:
+    seconds = 1.5
+
+    def __init__(self):
+        self.added, self.dropped = [], 0
+
+    def add(self, samples):
+        self.added.append(samples)
+
+    def drop(self):
+        self.dropped += 1
+
+
+def test_completions_are_handed_on_once_and_forgotten_where_others_were_drawn():
+    reward = Noted()
+    judging = streaming([reward], lambda number, completion: (number, completion.token_ids))
+    first = reward.begun
+    judging({2: drawn(5)})
+    judging({2: drawn(5), 0: drawn(6)})
+    assert first.added == [{2: (2, [5])}, {0: (0, [6])}]
+    assert judging.rewards([drawn(6), drawn(7), drawn(5)]) == {"own": first}
+    judging.rewards([drawn(6), drawn(7), drawn(8)])
+    assert (first.dropped, reward.begun.added) == (1, [])
+    judging({2: drawn(8)})
+    assert reward.begun.added == [{2: (2, [8])}]
+    assert judging.seconds == 1.5
+    judging.close()
+    assert reward.begun.dropped == 1
+
+
+def test_a_sample_that_cannot_be_made_is_no_fault_of_the_engine():
+    reward = Noted()
+    judging = streaming([reward], lambda number, completion: completion.missing)
+    judging({0: drawn(1)})
+    judging({1: drawn(2)})
+    assert reward.begun.added == []
+    assert judging.rewards([drawn(1), drawn(2)]) == {"own": reward.begun}

@@ -1,52 +1,91 @@
 """Rewards at work on a rollout that is still being drawn."""
 
+import logging
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from lit_qrl.rewards.base import Reward, Sample, Score, Scoring, check_names
 from lit_qrl.rewards.service import Clock
+from lit_qrl.types import Completion
+
+log = logging.getLogger(__name__)
+
+Scored = tuple[Tensor, dict[str, Tensor], float]
 
 
-class Early:
-    """The rewards of a task that score samples as they come.
+class StreamingRewards:
+    """The rewards of one rollout, those of which score samples as they come that can; an engine hands them over.
 
     Args:
-        rewards: of the task; those that want all samples at once are left out.
-
-    >>> from lit_qrl.rewards.simple import ConstantReward
-    >>> Early([ConstantReward(1.0)]).begun
-    {}
+        rewards: of the task, none where nothing streams; those that want all samples at once are left out.
+        sample: from a completion's number, prompt-major, and the completion to what rewards see.
+        score: total rewards, the parts by name and the number of failures of all completions, from them and what has
+            begun with them, by the rewards' names.
     """
 
-    def __init__(self, rewards: Sequence[Reward]) -> None:
-        check_names(rewards)
-        self.rewards = rewards
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        sample: Callable[[int, Completion], Sample],
+        score: Callable[[Sequence[Completion], Mapping[str, Scoring]], Scored],
+    ) -> None:
+        if rewards:
+            check_names(rewards)
+        self._rewards, self._sample, self._score = rewards, sample, score
         self.begun: dict[str, Scoring] = {}
         self.again()
 
-    def again(self) -> None:
-        """Begin anew: what came before is drawn once more, and scored when the call under way has returned."""
-        self.drop()
-        before = self.begun
-        started = ((reward.name, _begun(reward, before.get(reward.name))) for reward in self.rewards)
-        self.begun = {name: scoring for name, scoring in started if scoring is not None}
-
-    def add(self, samples: Mapping[int, Sample]) -> None:
-        """Take samples by their positions in the rollout."""
-        for scoring in self.begun.values():
-            scoring.add(samples)
-
-    def drop(self) -> None:
-        """Give up what is not done."""
-        for scoring in self.begun.values():
-            scoring.drop()
+    @property
+    def streams(self) -> bool:
+        """True where some take samples as they come."""
+        return bool(self.begun)
 
     @property
     def seconds(self) -> float:
         """That the rewards have worked so far, one beside another, added up."""
         return sum(scoring.seconds for scoring in self.begun.values())
+
+    def again(self) -> None:
+        """Begin anew: what came before is drawn once more, and scored when the call under way has returned."""
+        self.close()
+        before = self.begun
+        started = ((reward.name, _begun(reward, before.get(reward.name))) for reward in self._rewards)
+        self.begun = {name: scoring for name, scoring in started if scoring is not None}
+        self._seen: dict[int, list[int]] = {}
+        self._waits = False
+
+    def __call__(self, drawn: Mapping[int, Completion]) -> None:
+        """Take completions by their numbers; one that came before is known.
+
+        What goes wrong in making a sample of one is no fault of the engine that calls: it comes up again at the end.
+        """
+        new = {number: one for number, one in drawn.items() if number not in self._seen}
+        if self._waits or not new:
+            return
+        try:
+            samples = {number: self._sample(number, one) for number, one in new.items()}
+        except Exception as error:
+            log.debug("The rewards wait for the last completion: %s: %s", type(error).__name__, error)
+            self._waits = True
+            return
+        self._seen.update({number: one.token_ids for number, one in new.items()})
+        for scoring in self.begun.values():
+            scoring.add(samples)
+
+    def rewards(self, completions: Sequence[Completion]) -> Scored:
+        """Return what all completions score; begun anew where other ones were handed out."""
+        if any(completions[number].token_ids != tokens for number, tokens in self._seen.items()):
+            self.again()
+        return self._score(completions, self.begun)
+
+    def close(self) -> None:
+        """Give up what is not done."""
+        for scoring in self.begun.values():
+            scoring.drop()
 
 
 def _begun(reward: Reward, before: Scoring | None) -> Scoring | None:
