@@ -384,7 +384,7 @@ KNOWN_BEFORE_A_MODEL = {
     ),
     "drawing ahead with an engine of the learner's process": (
         ["--data.schedule", "one_step_off"],
-        ["data.schedule: one_step_off", "TransformersEngine, which shares the learner's memory", "RemoteEngine"],
+        ["data.schedule: one_step_off", "TransformersEngine, which shares the learner's memory", "RemoteVLLMEngine"],
     ),
     "updates in flight without a schedule": (
         ["--data.in_flight_updates", "keep"],

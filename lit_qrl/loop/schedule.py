@@ -451,7 +451,7 @@ def check_ahead(learner: Learner, schedule: str) -> None:
             not engine.overlaps,
             "an engine in a process of its own",
             f"data.engine: {type(engine).__name__}, which shares the learner's memory",
-            "Put it into data.engine: RemoteEngine.",
+            "Set data.engine to RemoteVLLMEngine.",
         ),
         (
             objective.filter_zero_variance,
@@ -496,7 +496,7 @@ def check_in_flight(learner: Learner) -> None:
     if not (engine.takes_in_flight and isinstance(engine, Pauses)):
         raise ConfigError(
             "data.in_flight_updates gives the engine weights between two of its steps, which it cannot take.",
-            expected="TransformersEngine or VLLMEngine in data.engine: RemoteEngine",
+            expected="data.engine: RemoteVLLMEngine",
             given=given,
             remedy=remedy,
         )
