@@ -668,7 +668,7 @@ def configuration(
         options = {"engine": engine, "transfer": args.transfer[0]}
         if not args.tiny:
             options["engine"]["init_args"]["gpu_memory_utilization"] = 0.8
-        engine = {"class_path": "RemoteEngine", "init_args": options}
+        engine = {"class_path": "RemoteVLLMEngine", "init_args": options}
     if denoises(case):
         engine = {"class_path": "DiffusionEngine", "init_args": {"block": 8 if args.tiny else 32}}
     plugins = [{"class_path": "NVFP4LoRA", "init_args": {"autocast": "bf16"}}] if case.get("format") else None

@@ -10,7 +10,7 @@ class TakeTurns(RLCallback):
     """Sets the way that weights take to an engine apart before a publish.
 
     Args:
-        ways: of `RemoteEngine`'s `transfer`.
+        ways: of `RemoteVLLMEngine`'s `transfer`.
         each: publishes of a way; the last way has the rest.
     """
 

@@ -1,9 +1,12 @@
 """Draw docs/figures/architecture.png from the code: the loop with its functions, and the rooms with their imports.
 
 python docs/draw_architecture.py
+
+What is drawn, but for the numbers of lines, is noted in the file: a test sees when the picture is no longer true.
 """
 
 import ast
+import hashlib
 import sys
 from pathlib import Path
 
@@ -14,6 +17,8 @@ from matplotlib import pyplot as plt
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 ROOT = Path(__file__).parent.parent
+SMALL = 600
+"""Of a room with fewer lines the picture does not say how many."""
 sys.path.insert(0, str(ROOT))
 from tests.test_imports import FILES, FLOORS, name_of, ours, room  # noqa: E402
 
@@ -62,18 +67,18 @@ def draw_loop(axes: plt.Axes) -> None:
     for index, (function, file, what) in enumerate(steps):
         y = 10 - 1.7 * index
         box(axes, 0.4, y, 5.4, 1.15, SOFT if index in (0, 1) else PAPER)
-        axes.text(0.6, y + 0.78, function, fontsize=11, fontweight="bold", color=INK, va="center")
-        axes.text(5.6, y + 0.78, file, fontsize=8, color=ACCENT, va="center", ha="right", family="monospace")
-        axes.text(0.6, y + 0.33, what, fontsize=8.5, color=INK, va="center")
+        axes.text(0.6, y + 0.78, function, fontsize=9, fontweight="bold", color=INK, va="center")
+        axes.text(5.6, y + 0.78, file, fontsize=6.5, color=ACCENT, va="center", ha="right", family="monospace")
+        axes.text(0.6, y + 0.33, what, fontsize=7, color=INK, va="center")
         if index:
             arrow(axes, (3.1, y + 1.7), (3.1, y + 1.15))
     bottom, top = 10 - 1.7 * (len(steps) - 1) + 0.55, 10.55
     arrow(axes, (5.8, bottom), (5.8, top), connectionstyle="bar,fraction=0.05", color=ACCENT)
     axes.text(6.5, (bottom + top) / 2, "next iteration", rotation=90, color=ACCENT, fontsize=9, va="center")
     axes.text(
-        0.4, 11.45, "sampler's side shaded; hooks of callbacks: on_rollout_start, on_publish,", fontsize=8, color=INK
+        0.4, 11.45, "sampler's side shaded; hooks of callbacks: on_rollout_start, on_publish,", fontsize=6.5, color=INK
     )
-    axes.text(0.4, 11.2, "on_generation_end, on_rollout_end, correct", fontsize=8, color=INK)
+    axes.text(0.4, 11.2, "on_generation_end, on_rollout_end, correct", fontsize=6.5, color=INK)
     axes.set(xlim=(0, 7), ylim=(0.8, 11.8))
     axes.axis("off")
 
@@ -85,14 +90,27 @@ def purpose(name: str) -> str:
     return (text or "").splitlines()[0]
 
 
-def draw_rooms(axes: plt.Axes) -> None:
-    """Draw the floors, each room as wide as its code is long, and how many files import from another floor."""
+def rooms_of() -> tuple[dict[str, int], dict[str, set[str]]]:
+    """Return the lines of each room, and the rooms that it imports from."""
     lines: dict[str, int] = {}
     uses: dict[str, set[str]] = {}
     for path in FILES:
         own = room(name_of(path))
         lines[own] = lines.get(own, 0) + len(path.read_text().splitlines())
         uses.setdefault(own, set()).update(room(name) for name in ours(path) if room(name) != own)
+    return lines, uses
+
+
+def drawn() -> str:
+    """Return a digest of all that the picture says, but for numbers of lines."""
+    uses = rooms_of()[1]
+    floors = [[(name, sorted(uses[name])) for name in floor] + [purpose(floor[0])] for floor in FLOORS]
+    return hashlib.sha256(repr((checked_steps(), floors)).encode()).hexdigest()
+
+
+def draw_rooms(axes: plt.Axes) -> None:
+    """Draw the floors, each room as wide as its code is long, and how many files import from another floor."""
+    lines, uses = rooms_of()
     axes.set_title(
         "Rooms: each imports only from rooms above it", loc="left", color=INK, fontsize=12, fontweight="bold"
     )
@@ -100,20 +118,20 @@ def draw_rooms(axes: plt.Axes) -> None:
     for floor, rooms in enumerate(FLOORS):
         y, x = 10.9 - 0.55 * floor, 0.2
         for name in rooms:
-            width = 0.45 + 0.1 * len(name) + 2.1 * (lines[name] / max(lines.values())) ** 0.5
+            told = lines[name] >= SMALL
+            width = 0.22 + 0.12 * len(name) + (0.25 + 1.6 * (lines[name] / max(lines.values())) ** 0.5 if told else 0)
             box(axes, x, y, width, height, SOFT if name == "loop" else PAPER)
-            axes.text(x + 0.1, y + height / 2, name, fontsize=9, color=INK, va="center", fontweight="bold")
-            axes.text(
-                x + width - 0.08, y + height / 2, f"{lines[name]}", fontsize=7, color=FAINT, va="center", ha="right"
-            )
-            x += width + 0.12
+            axes.text(x + 0.1, y + height / 2, name, fontsize=6.8, color=INK, va="center", fontweight="bold")
+            shown = f"{lines[name]}" if told else ""
+            axes.text(x + width - 0.08, y + height / 2, shown, fontsize=6.5, color=FAINT, va="center", ha="right")
+            x += width + 0.06
         wanted = {one for name in rooms for one in uses[name]}
         order = [name for above in FLOORS[:floor] for name in above if name in wanted]
-        axes.text(4.95, y + height / 2 + 0.1, purpose(rooms[0]), fontsize=7.6, color=INK, va="center")
-        axes.text(4.95, y + height / 2 - 0.12, ", ".join(order), fontsize=6.2, color=FAINT, va="center")
-    axes.text(4.95, 11.45, "what it is for, and what it imports from", fontsize=8, color=FAINT)
-    axes.text(0.2, 11.45, "room, with its lines", fontsize=8, color=FAINT)
-    axes.set(xlim=(0, 10), ylim=(10.55 - 0.55 * (len(FLOORS) - 1), 11.8))
+        axes.text(5.6, y + height / 2 + 0.1, purpose(rooms[0]), fontsize=7.6, color=INK, va="center")
+        axes.text(5.6, y + height / 2 - 0.12, ", ".join(order), fontsize=6.2, color=FAINT, va="center")
+    axes.text(5.6, 11.45, "what it is for, and what it imports from", fontsize=8, color=FAINT)
+    axes.text(0.2, 11.45, "room, with its lines if they are many", fontsize=8, color=FAINT)
+    axes.set(xlim=(0, 11.6), ylim=(10.55 - 0.55 * (len(FLOORS) - 1), 11.8))
     axes.axis("off")
 
 
@@ -125,7 +143,7 @@ def main() -> None:
     figure.tight_layout()
     target = ROOT / "docs" / "figures" / "architecture.png"
     target.parent.mkdir(exist_ok=True)
-    figure.savefig(target, dpi=110)
+    figure.savefig(target, dpi=110, metadata={"Source": drawn()})
     print(target.relative_to(ROOT))
 
 

@@ -29,6 +29,15 @@ def test_every_folder_is_named_and_every_folder_that_is_named_exists():
     assert missing == {"data/tasks/"} - rooms, missing
 
 
+def test_the_picture_is_of_the_code_as_it_is():
+    from PIL import Image
+
+    from docs.draw_architecture import drawn
+
+    with Image.open(ROOT / "docs" / "figures" / "architecture.png") as picture:
+        assert picture.info["Source"] == drawn(), "python docs/draw_architecture.py draws it anew"
+
+
 def test_files_that_are_named_exist():
     named = set(re.findall(r"`((?:[\w]+/)*\w+\.py)`", PAGE))
     roots = [

@@ -39,7 +39,7 @@ def test_without_a_gpu_there_is_no_kernel():
         assert dispatch.fp8_blocks(weight) is None
         assert dispatch.fp8_rows(weight) is None
         assert dispatch.int4_groups(weight, 32) is None
-        assert not dispatch.available(weight)
+        assert not dispatch.available(weight, "values")
 
 
 @pytest.mark.parametrize(("capability", "known"), [((8, 0), False), ((8, 9), True)])
@@ -48,7 +48,7 @@ def test_kernels_of_e4m3_need_a_gpu_that_knows_it(capability, known, monkeypatch
     monkeypatch.setattr(dispatch, "triton_installed", lambda kernel: True)
     weight = SimpleNamespace(device=torch.device("cuda", 0))
     assert dispatch.available(weight, "values")
-    assert dispatch.available_for_e4m3(weight) is known
+    assert dispatch.available_for_e4m3(weight, "tiles") is known
     if not known:  # Triton would not compile them
         assert dispatch.fp8_blocks(weight) is None
         assert dispatch.fp8_rows(weight) is None
