@@ -125,7 +125,7 @@ class TokenBudget(MicroBatches):
         total = torch.cuda.get_device_properties(learner.device).total_memory
         fits = tokens_that_fit(tokens, peak, free, total)
         self.chosen = -widest(-fits, learner.reduce, learner.device)  # the least of any process
-        log.info(
+        log.debug(
             "data.micro_batches: auto takes %d tokens a micro-batch from now on; a pass of %d took %.1f GiB of %.1f.",
             self.chosen,
             tokens,
