@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 WANTED = ("generation", "update", "publish", "checkpoint writing", "any")
 MARKS = (
-    ("checkpoint writing", r"run/saving\.py\", line \d+ in _write"),
+    ("checkpoint writing", r"run/checkpoint_files\.py\", line \d+ in _write"),
     ("checkpoint staging", r"callbacks/checkpoint\.py\", line \d+ in _save"),
     ("publish", r"lit_qrl/publish/|callbacks/publisher\.py"),
     ("evaluation", r"loop/evaluation\.py"),

@@ -99,7 +99,7 @@ def test_runs_of_both_orders_are_compared_together(iteration):
     runs += [{**ours, "masters": "fp32", "walls": [5, 5]}]  # beside nothing
     runs += [{**theirs, "walls": [5, 5], "recompute": "none"}]  # not its default
     (line,) = iteration.compared(runs)
-    found = "TRL 7.50 s, here bf16 recompute auto 3.00 s: 2.50 times as fast; peaks 60.0 and 52.0 GiB"
+    found = "TRL 7.50 s, here bf16 3.00 s: 2.500 times as fast; peaks 60.0 and 52.0 GiB"
     assert line == f"bf16 masters: {found}"
 
 

@@ -153,7 +153,7 @@ def remedies(trainer: Any) -> str:
 def _remedies(trainer: Any, module: Any, data: Any) -> Iterator[str]:
     policy, engine = getattr(module, "policy", None), getattr(data, "engine", None)
     sharded = hasattr(trainer.strategy, "packed_base")
-    if getattr(data, "budget", None) is not None:
+    if getattr(data, "micro_batches", None) == "auto":
         yield "a lower data.max_tokens_per_micro_batch"
     elif data is not None and data.parts < data.prompts_per_rank // data.mini_batches * data.group_size:
         yield f"data.micro_batches above {data.micro_batches}"

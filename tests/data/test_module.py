@@ -96,13 +96,13 @@ def test_a_restored_stream_goes_on_where_it_was():
 def test_an_unfinished_rollout_is_drawn_again():
     data = module()
     drawn(data, 4)
-    data.rollout_begins()
+    data.schedule.rollout_begins(data.position)
     expected = drawn(data, 4)
     assert data.state_dict() == {"position": 4}
     data.load_state_dict(data.state_dict())
-    data.rollout_begins()
+    data.schedule.rollout_begins(data.position)
     assert drawn(data, 4) == expected
-    data.update_begins()
+    data.schedule.update_begins(0)
     assert data.state_dict() == {"position": 8}
 
 
