@@ -7,7 +7,7 @@ import torch
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.receipts.ledger import PublishError
-from lit_qrl.rollout.vllm import derived, models
+from lit_qrl.rollout.vllm import live_model, models
 from tests.families.configs import BY_TYPE, FAMILIES
 from tests.families.page import kept
 from tests.families.vllm_cells import allowed, disagreement, dtype_of, eager_network, publish, start, stream
@@ -119,7 +119,7 @@ def test_what_stays_behind_and_what_is_exchanged_is_named(family, format, monkey
                 module.W_UK_T.data, module.W_UV.data = module.W_UK_T.data.clone(), module.W_UV.data.clone()
             step(network, 2, engine.plain_dtype)
             with monkeypatch.context() as patch:
-                patch.setattr(derived, "make_again", lambda llm, modules: None)
+                patch.setattr(live_model, "derive_again", lambda config, modules: None)
                 named = faults_of(network, engine, 10, None)
             pieces = {f"{name}.{piece}" for name in engine.live._derived for piece in ("W_UK_T", "W_UV")}
             assert {name for kind, name in named if kind == "derived"} == pieces
