@@ -14,7 +14,7 @@ from tests.tiny_run import model_folder
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "token").write_text("ours\n")
-    model_folder(tmp_path / "model")
+    model_folder(tmp_path / "model", head_dim=64)
     return tmp_path
 
 
