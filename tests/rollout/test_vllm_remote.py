@@ -29,7 +29,7 @@ from tests.vllm_engines import (
     tiny_network,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 CORRUPTIONS = [
     faults.test_skipped_layer,
     faults.test_dropped_k_proj_is_refused_and_the_old_weights_stay,
