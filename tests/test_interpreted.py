@@ -51,7 +51,7 @@ def play_gpu(patch):
     """Let the learner take the kernels of a GPU that has FP8."""
     importlib.import_module("tests.plain_instructions").use(patch)
     for name in ("available", "available_for_e4m3"):
-        patch.setattr(dispatch, name, lambda x: True)
+        patch.setattr(dispatch, name, lambda x, kernel: True)
     patch.setattr(gemm, "has_fp8", lambda device: True)
     patch.setattr(gemm, "fp8_block_gemm", lambda device, shape: True)
     patch.setattr(gemm.F, "scaled_mm", scaled_mm)
