@@ -102,7 +102,7 @@ class DiffusionPolicy(CausalPolicy):
 
     def _scores(self, network: Any, batch: RolloutBatch, temperature: float, *asked: bool) -> TokenScores:
         """Return estimates of the completion tokens' log-probs; an entropy is the mean over the masks."""
-        entropy, entropy_gradient, _ = asked
+        entropy, entropy_gradient, *_ = asked
         options = output_head(network)
         options["bias"] = without_mask_token(options["bias"], options["weight"], network.config.mask_token_id)
 

@@ -155,12 +155,15 @@ class GRPOModule(Described, LightningModule):
         bonus = self.objective.entropy_coefficient != 0
         replays = batch.routed_experts is not None
         with balanced(self) as balance:
-            forward = self.policy(batch, self.temperature, entropy=True, entropy_gradient=bonus, routes=replays)
+            asked = {"entropy_gradient": bonus, "routes": replays, "divergence": self.objective.diverges}
+            forward = self.policy(batch, self.temperature, entropy=True, **asked)
         self.iteration.logprobs = forward.logprobs.detach()
         if batch_idx < self.data.budget.parts:
             self.iteration.remember_old(micro_batch, forward.logprobs)
         weigh_here(self, micro_batch, forward.logprobs)
-        terms = self.objective.terms(forward.logprobs, shifted(self, batch, forward.gates), forward.entropy)
+        given = shifted(self, batch, forward.gates)
+        more = {} if forward.divergence is None else {"divergence": forward.divergence}
+        terms = self.objective.terms(forward.logprobs, given, forward.entropy, **more)
         loss = self.objective.loss(terms.loss, batch, micro_batch.total) + balance(batch)
         self._record(micro_batch, forward.entropy, terms.metrics, loss)
         if batch.routed_experts is not None:
@@ -212,6 +215,12 @@ class GRPOModule(Described, LightningModule):
         objective, data = self.objective, self.data
         check_combination(list(rl_callbacks(self.trainer)), objective)
         check_plugin(self.trainer.precision_plugin, self.policy, self.trainer.strategy.root_device)
+        if objective.diverges and self.policy.denoises:
+            raise ConfigError(
+                "objective.kl_estimator: vocabulary needs autoregressive log-probs, and masked diffusion has estimates.",
+                expected="k1, k2, k3 or k3+",
+                given="vocabulary",
+            )
         if self.policy.denoises:
             check_estimated(list(rl_callbacks(self.trainer)), objective)
         monitored: set[Any] = {getattr(callback, "monitor", None) for callback in self.trainer.callbacks}  # pyright: ignore

@@ -2,8 +2,9 @@
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.functional.logprobs import token_logprobs
+from lit_qrl.functional.vocabulary_kl import vocabulary_kl
 from lit_qrl.network.adapters import check_adapter, merged_weights, starts_from_base, with_adapter
 from lit_qrl.network.attention import implementation
 from lit_qrl.network.chat import chat_ids, turn_ids, with_special_tokens
@@ -38,7 +40,7 @@ from lit_qrl.network.hidden import scored_hidden
 from lit_qrl.network.invariant import batch_invariant
 from lit_qrl.network.memory import SelectiveRecomputation, compute_again, room_for_logits
 from lit_qrl.network.modes import train_without_dropout
-from lit_qrl.network.padding_free import enable_padding_free, spread
+from lit_qrl.network.padding_free import enable_padding_free, is_padding_free, spread
 from lit_qrl.network.reference import Reference
 from lit_qrl.network.sampler_kernels import kernels_adopted
 from lit_qrl.network.shards import whole
@@ -80,6 +82,8 @@ class CausalPolicy(Described, nn.Module):
         fuse: norms and gated activations in one kernel each: `auto` where there is CUDA and Triton.
         compile: let torch compile the decoder layers, of all weights trained: the first passes take up to minutes more.
         head_dtype: `fp32` computes logits, and their gradients, in fp32; `auto` in the dtype of the hidden states.
+        reference: name or folder of the model that the objective's KL is taken to, with the same tokenizer: a teacher.
+            It computes in its plain dtype, whatever the learner does; None is the policy as the run began.
         dropout: train with the rates of the model's config and of `lora_dropout`. The sampler has no dropout, so each
             of the learner's ratios to it then holds one draw of the noise. Scoring and evaluation have none anyway.
 
@@ -119,6 +123,7 @@ class CausalPolicy(Described, nn.Module):
         compile: bool = False,
         head_dtype: Literal["auto", "fp32"] = "auto",
         dropout: bool = False,
+        reference: str | None = None,
     ) -> None:
         super().__init__()
         if dtype not in ("auto", *DTYPES):
@@ -142,6 +147,8 @@ class CausalPolicy(Described, nn.Module):
         self.model: nn.Module | None = None
         self.recomputation: SelectiveRecomputation | None = None
         self.deferred: DeferredWeights | None = None
+        self.reference_config: Any = None
+        self._load_reference = None if reference is None else self._other_model(reference)
         self.frozen_copies: list[Reference] = []  # no registered submodule: the state dict is the learner's alone
         self._scoring_with_reference = False
 
@@ -371,9 +378,42 @@ class CausalPolicy(Described, nn.Module):
 
     # ------------------------------------------------------------------------------------------------------ reference
 
+    def _other_model(self, source: str) -> Callable[[], nn.Module]:
+        """Return what loads the network of another model that words the same tokens."""
+        options: dict[str, Any] = {"dtype": self.dtype, "packing": self.packing, **self._hub, "revision": None}
+        other = CausalPolicy(source, attn_implementation=self.attn_implementation, **options)
+        if other.tokenizer.get_vocab() != self.tokenizer.get_vocab():
+            raise ConfigError(
+                "model.policy.reference has another tokenizer than the policy: its log-probs would be of other tokens.",
+                expected=f"the words of {self.source}",
+                given=source,
+                remedy="Take a model of the same family.",
+            )
+
+        self.reference_config = other.config
+
+        def load() -> nn.Module:
+            other.configure()
+            if other.deferred is not None:
+                other.deferred.fill_all()
+            if is_padding_free(other.network) != is_padding_free(self.network):
+                raise ConfigError(
+                    "The policy and model.policy.reference lay out their batches differently.",
+                    expected="two models that run without padding, or none",
+                    given=f"{self.source} and {source}",
+                    remedy="Set model.policy.packing to never.",
+                )
+            return other.network.requires_grad_(False)
+
+        return load
+
     def keep_reference(self) -> None:
-        """Keep a frozen copy of the current weights for `reference`; under an adapter the base serves and none is."""
-        if self.lora is None and not self.frozen_copies:
+        """Load the reference, or keep a frozen copy of the weights of now; of an adapter the base serves."""
+        if self.frozen_copies:
+            return
+        if self._load_reference is not None:
+            self.frozen_copies.append(Reference(self._load_reference().eval()))
+        elif self.lora is None:
             if self.deferred is not None:  # weights that are still to come are frozen by whoever fills them
                 frozen = self.deferred.twin()
             else:
@@ -382,12 +422,12 @@ class CausalPolicy(Described, nn.Module):
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Make `forward` score with the reference: the base without its adapter, or the frozen copy.
+        """Make `forward` score with the reference: another model, the base without its adapter, or the frozen copy.
 
         Raises:
-            RuntimeError: when there is neither an adapter nor a copy.
+            RuntimeError: when there is none of them.
         """
-        if self.lora is not None:
+        if self.lora is not None and not self.frozen_copies:
             with self.model.disable_adapter():  # pyright: ignore
                 yield
             return
@@ -409,6 +449,7 @@ class CausalPolicy(Described, nn.Module):
         entropy: bool = False,
         entropy_gradient: bool = False,
         routes: bool = False,
+        divergence: bool = False,
     ) -> TokenScores:
         """Return fp32 log-probs "b t" of the completion tokens, exactly 0 where the mask is False.
 
@@ -422,15 +463,26 @@ class CausalPolicy(Described, nn.Module):
             entropy: also return the full-vocabulary entropy of each position.
             entropy_gradient: let gradients through it; else it is detached.
             routes: also return which experts the routers chose themselves.
+            divergence: also return KL(policy‖reference) over the vocabulary of each position, with gradient.
         """
-        asked = batch, temperature, entropy, entropy_gradient, routes
+        asked = batch, temperature, entropy, entropy_gradient, routes, divergence
         with batch_invariant(self.batch_invariant, kernels_adopted(self.network)):
-            if self._scoring_with_reference:
-                return self.frozen_copies[0](self._scores, *asked)
-            return self._scores(self.network, *asked)
+            return self._in_use(self._scores, *asked)
+
+    def _in_use(self, function: Any, *arguments: Any) -> Any:
+        """Return `function(network, …)` of the learner's network, or within `reference` of that one's."""
+        if self._scoring_with_reference:
+            return self.frozen_copies[0](function, *arguments)
+        return function(self.network, *arguments)
+
+    def _reference_states(self, batch: RolloutBatch) -> tuple[Tensor, dict[str, Any]]:
+        """Return the reference's hidden states "m h" of the scored tokens, with its output head."""
+        free = replace(batch, routed_experts=None, router_logprobs=None)  # its routers choose for themselves
+        with torch.no_grad(), self.reference():
+            return self._in_use(lambda network: (scored_hidden(network, free).states, output_head(network)))
 
     def _scores(self, network: Any, batch: RolloutBatch, temperature: float, *asked: bool) -> TokenScores:
-        entropy, gradient, routes = asked
+        entropy, gradient, routes, divergence = asked
         hidden, scored, own, gates = scored_hidden(network, batch, routes)
         completions = batch.tokens[:, -batch.mask.shape[1] :]
         head = output_head(network)
@@ -446,9 +498,15 @@ class CausalPolicy(Described, nn.Module):
             held=room_for_logits(hidden, head["weight"]) if self.holds_logits else 0,
             **head,
         )
+        kl = None
+        if divergence:
+            states, reference_head = self._reference_states(batch)
+            kl = vocabulary_kl(hidden.flatten(0, -2), head, states.flatten(0, -2), reference_head, temperature)
+            kl = spread(kl.view(logprobs.shape), batch.mask, scored)
         return TokenScores(
             spread(logprobs, batch.mask, scored),
             None if entropies is None else spread(entropies, batch.mask, scored),
             own,
             gates,
+            kl,
         )

@@ -238,12 +238,14 @@ class TokenScores(NamedTuple):
     """What the policy says of a batch: log-probs "b t" and, where asked for, entropies "b t" and its routers' choices.
 
     The choices are "b s layers k", as in `network.routing`, and as wide what the routers give the experts taken.
+    The divergence "b t" is KL(policy‖reference) over the vocabulary, where asked for.
     """
 
     logprobs: Tensor
     entropy: Tensor | None
     routes: Tensor | None = None
     gates: Tensor | None = None
+    divergence: Tensor | None = None
 
 
 class MicroBatch:

@@ -288,6 +288,55 @@ def test_the_frozen_reference_stays_behind(folder):
     assert list(policy.state_dict()) == keys
 
 
+@pytest.mark.parametrize("reference", ["own", "adapter", "other"])
+def test_the_kl_over_the_vocabulary_is_that_of_both_models_logits(folder, tmp_path, reference):
+    options = {"lora": peft.LoraConfig(**LORA)} if reference == "adapter" else {}
+    if reference == "other":  # of another width
+        build_network(hidden_size=48, head_dim=24).save_pretrained(tmp_path)
+        CausalPolicy(str(folder)).tokenizer.save_pretrained(tmp_path)
+        options["reference"] = str(tmp_path)
+    policy = CausalPolicy(str(folder), **options)
+    policy.configure()
+    keys = list(policy.state_dict())
+    policy.keep_reference()
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    batch = batch_of(PROMPTS, COMPLETIONS)
+    kl = policy(batch, 0.7, divergence=True).divergence
+    gradient = torch.autograd.grad(kl.sum(), [p for p in policy.parameters() if p.requires_grad], allow_unused=True)
+    assert any(one is not None and one.abs().sum() > 0 for one in gradient)
+    assert list(policy.state_dict()) == keys
+    model = policy.model if reference == "adapter" else policy.network
+    with policy.reference():
+        plain = model if reference == "adapter" else policy.frozen_copies[0].network
+        other = [plain(row[None]).logits[0] for row in rows_of_tokens(batch)]
+    own = [model(row[None]).logits[0] for row in rows_of_tokens(batch)]
+    for row, (p, q) in enumerate(zip(own, other, strict=True)):
+        p, q = ((one / 0.7).log_softmax(-1) for one in (p, q))
+        wanted = (p.exp() * (p - q)).sum(-1)[batch.prompt_length[row] - 1 : -1]
+        torch.testing.assert_close(kl[row][batch.mask[row]], wanted, rtol=1e-4, atol=1e-5)
+    assert (kl[~batch.mask] == 0).all()
+
+
+def rows_of_tokens(batch):
+    """The sequences of a batch without their padding."""
+    start = batch.tokens.shape[1] - batch.mask.shape[1] - batch.prompt_length
+    return [
+        tokens[int(s) : int(s) + int(n)] for tokens, s, n in zip(batch.tokens, start, batch.total_length, strict=True)
+    ]
+
+
+def test_a_reference_that_words_other_tokens_is_refused(folder, tmp_path):
+    build_network().save_pretrained(tmp_path)
+    tokenizer = CausalPolicy(str(folder)).tokenizer
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        CausalPolicy(str(folder), reference=str(tmp_path))
+
+
 def test_state_restores_into_a_fresh_policy(folder):
     trained, fresh = lora_policy(folder), CausalPolicy(str(folder), lora=peft.LoraConfig(**LORA))
     fresh.configure()

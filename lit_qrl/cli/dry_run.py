@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import Trainer
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.data.module import RolloutDataModule
@@ -184,8 +185,7 @@ def parts(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, learner
         optimizer_states(module, learner, torch.float32 if masters or step > item else learner.dtype),
         Part(
             "reference",
-            weights if module.objective.kl_coefficient > 0 and module.policy.lora is None else 0,
-            "a frozen copy, for the KL penalty" if module.objective.kl_coefficient > 0 else "none",
+            *reference(module, weights),
         ),
     ]
     if isinstance(trainer.strategy, ShardedStrategy):
@@ -201,6 +201,19 @@ def parts(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, learner
         logits(data, module.policy.config.get_text_config(), trainer.strategy.root_device),
         *([routes(data, module.policy.network)] if replayed_level(trainer) else []),
     ]
+
+
+def reference(module: GRPOModule, weights: float) -> tuple[float, str]:
+    """Return the bytes of the KL's reference, and what it is; `weights` are those of a copy of the learner."""
+    policy = module.policy
+    if not module.objective.kl_coefficient:
+        return 0, "none"
+    if policy.reference_config is not None:
+        with torch.device("meta"):
+            other = AutoModelForCausalLM.from_config(policy.reference_config)
+        item = 4 if policy.dtype == "fp32" or module.trainer.strategy.root_device.type == "cpu" else 2
+        return sum(one.numel() for one in other.parameters()) * item, "another model"
+    return (weights, "a frozen copy, for the KL penalty") if policy.lora is None else (0, "the adapter's base")
 
 
 def optimizer_states(module: GRPOModule, learner: Tensors, dtype: torch.dtype) -> Part:

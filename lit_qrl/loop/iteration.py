@@ -175,7 +175,7 @@ def score(learner: Learner, rollout: RolloutBatch) -> RolloutBatch:
         routes, rollout.router_logprobs = scored_routes(learner, rollout), scored_gates(learner, rollout)
         rollout.learner_old_logprobs = learner.score(rollout, chunks, routes)
         rollout.routed_experts = rollout.routed_experts if routes is None else routes
-    if objective.kl_coefficient > 0:
+    if objective.kl_coefficient > 0 and not objective.diverges:
         with learner.policy.reference():  # another model, whose routers choose for themselves
             rollout.reference_logprobs = learner.score(
                 replace(rollout, routed_experts=None, router_logprobs=None), chunks

@@ -8,9 +8,22 @@ from lit_qrl.objective.variants import (
     GSPO,
     SAPO,
     TBPO,
+    Distillation,
     DrGRPO,
     DualClipGRPO,
     PositiveGRPO,
 )
 
-__all__ = ["CISPO", "DAPO", "GRPO", "GSPO", "SAPO", "TBPO", "DrGRPO", "DualClipGRPO", "Objective", "PositiveGRPO"]
+__all__ = [
+    "CISPO",
+    "DAPO",
+    "GRPO",
+    "GSPO",
+    "SAPO",
+    "TBPO",
+    "Distillation",
+    "DrGRPO",
+    "DualClipGRPO",
+    "Objective",
+    "PositiveGRPO",
+]

@@ -35,9 +35,10 @@ class Objective(Described, ABC):
         old_logprobs: against what the ratio is taken. `decoupled`: learner_old, scored again. `bypass`: the sampler
             itself, no second forward. `policy_gradient`: the current learner, so that the ratio is 1 and nothing is
             clipped; only the corrections' weights act.
-        kl_coefficient: factor of the KL to the reference policy; 0 means that no reference is kept.
+        kl_coefficient: factor of the KL to the reference policy (`model.policy.reference`); 0 means that none is kept.
         kl_estimator: how the KL is estimated from drawn tokens: `k1`, `k2`, `k3`, or `k3+`, which corrects the gradient
-            of k3; null is `k3+` in the loss and `k1` in the reward, the two whose gradient is that of the KL.
+            of k3; `vocabulary` does not estimate it, at the price of the reference's forward pass beside each of the
+            learner's. null is `k3+` in the loss and `k1` in the reward, the two whose gradient is that of the KL.
         kl_in: whether it is added to the `loss` of each token or taken off the `reward` of the completion.
         kl_input_clamp: largest |log p − log p_reference| of a token in it, in nats; null does not clamp.
         kl_output_clamp: largest estimate of a token, in nats; null does not clamp.
@@ -66,7 +67,7 @@ class Objective(Described, ABC):
         baseline: Baseline = "group",
         old_logprobs: OldLogprobs = "decoupled",
         kl_coefficient: float = 0.0,
-        kl_estimator: Estimator | None = None,
+        kl_estimator: Estimator | Literal["vocabulary"] | None = None,
         kl_in: Literal["loss", "reward"] = "loss",
         kl_input_clamp: float | None = None,
         kl_output_clamp: float | None = None,
@@ -81,13 +82,13 @@ class Objective(Described, ABC):
         checks.check_choice("objective.scale", scale, "group", "batch", "none", "whiten")
         checks.check_choice("objective.baseline", baseline, "group", "leave_one_out", "none")
         checks.check_choice("objective.old_logprobs", old_logprobs, "decoupled", "bypass", "policy_gradient")
-        checks.check_choice("objective.kl_estimator", kl_estimator, None, "k1", "k2", "k3", "k3+")
+        checks.check_choice("objective.kl_estimator", kl_estimator, None, "k1", "k2", "k3", "k3+", "vocabulary")
         checks.check_choice("objective.kl_in", kl_in, "loss", "reward")
-        if (kl_in, kl_estimator) == ("reward", "k3+"):
+        if kl_in == "reward" and kl_estimator in ("k3+", "vocabulary"):
             raise ConfigError(
-                "k3+ corrects a gradient, and the KL in the reward has none.",
-                expected="kl_in: loss with k3+, or kl_estimator k1, k2 or k3",
-                given="kl_in: reward, kl_estimator: k3+",
+                f"{kl_estimator} is made for the KL's gradient, and the KL in the reward has none.",
+                expected=f"kl_in: loss with {kl_estimator}, or kl_estimator k1, k2 or k3",
+                given=f"kl_in: reward, kl_estimator: {kl_estimator}",
                 remedy="Set kl_estimator to k1, whose expected gradient in the reward is the KL's.",
             )
         checks.check_clamps(
@@ -117,7 +118,7 @@ class Objective(Described, ABC):
         self.reduction: Reduction = reduction
         self.old_logprobs: OldLogprobs = old_logprobs
         self.kl_coefficient = kl_coefficient
-        self.kl_estimator: Estimator = kl_estimator or ("k3+" if kl_in == "loss" else "k1")
+        self.kl_estimator: Estimator | Literal["vocabulary"] = kl_estimator or ("k3+" if kl_in == "loss" else "k1")
         self.kl_in: Literal["loss", "reward"] = kl_in
         self.kl_input_clamp, self.kl_output_clamp = kl_input_clamp, kl_output_clamp
         self.entropy_coefficient, self.load_balance_coefficient = entropy_coefficient, load_balance_coefficient
@@ -130,6 +131,11 @@ class Objective(Described, ABC):
     def penalized(self) -> bool:
         """True when the loss has a gradient of its own, of KL or entropy, where every advantage is zero."""
         return self.entropy_coefficient > 0 or (self.kl_coefficient > 0 and self.kl_in == "loss")
+
+    @property
+    def diverges(self) -> bool:
+        """True when the loss takes the KL over the whole vocabulary, which a forward pass must give it."""
+        return self.kl_coefficient > 0 and self.kl_estimator == "vocabulary"
 
     @abstractmethod
     def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> ObjectiveTerms:
@@ -170,18 +176,25 @@ class Objective(Described, ABC):
             return advantage.whitened(advantages, batch.completion_length, all_reduce=all_reduce)
         return advantages
 
-    def terms(self, logprobs: Tensor, batch: RolloutBatch, entropy: Tensor | None = None) -> ObjectiveTerms:
+    def terms(
+        self,
+        logprobs: Tensor,
+        batch: RolloutBatch,
+        entropy: Tensor | None = None,
+        divergence: Tensor | None = None,
+    ) -> ObjectiveTerms:
         """Return the loss of every token of a micro-batch, "b t", and metrics as vectors (sum, count).
 
         Args:
             logprobs: "b t", nats, of the current learner, with gradient.
             batch: the micro-batch, with the corrections' weights and keep.
             entropy: "b t", nats, of the current learner; needed when `entropy_coefficient` is not 0.
+            divergence: "b t", nats, KL(learner‖reference) over the vocabulary; needed where it `diverges`.
         """
         mask = self.effective_mask(batch)
         terms = self.surrogate(logprobs, self._old(logprobs, batch), mask, batch)
         if self.kl_coefficient and self.kl_in == "loss":
-            penalty = self._kl(logprobs, batch, mask)
+            penalty = self._kl(logprobs, batch, mask) if divergence is None else torch.where(mask, divergence, 0.0)
             terms.loss = terms.loss + self.kl_coefficient * penalty
             terms.metrics["update/reference_kl"] = torch.stack([penalty.detach().sum(), mask.sum().to(penalty.dtype)])
         if self.entropy_coefficient:
@@ -234,4 +247,4 @@ class Objective(Described, ABC):
         given = (logprobs, batch.reference_logprobs, self._old(logprobs, batch))
         learner, reference, old = (torch.where(mask, values, 0.0) for values in given)
         clamps = (self.kl_input_clamp, self.kl_output_clamp)
-        return kl_penalty(learner, reference, self.kl_estimator, old, *clamps)
+        return kl_penalty(learner, reference, self.kl_estimator, old, *clamps)  # pyright: ignore[reportArgumentType]

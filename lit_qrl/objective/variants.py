@@ -1,14 +1,16 @@
 """The objectives that YAML names; their maths is in `lit_qrl.functional.objective`."""
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional import _checks as checks
 from lit_qrl.functional import objective
 from lit_qrl.functional.importance import log_ratio
+from lit_qrl.functional.penalty import Estimator
 from lit_qrl.functional.reduction import Reduction
 from lit_qrl.objective.base import Normalization, Objective
 from lit_qrl.types import ObjectiveTerms, RolloutBatch
@@ -50,6 +52,38 @@ class GRPO(_Clipped):
 
     def __init__(self, clip_low: float = 0.2, clip_high: float = 0.2, **kwargs) -> None:
         super().__init__(clip_low=clip_low, clip_high=clip_high, **kwargs)
+
+
+class Distillation(Objective):
+    r"""On-policy distillation: KL(learner‖reference) on the sampler's own completions, and nothing of their rewards.
+
+    $\mathcal L = \mathbb E_{y \sim \pi_{sampler}} \sum_t \mathrm{KL}(\pi(\cdot | x, y_{<t}) \|
+    \pi_{ref}(\cdot | x, y_{<t}))$, the reverse KL of GKD (arXiv:2306.13649, λ = 1). Rejections leave tokens out, and
+    weights of corrections do not act: they are the surrogate's. The reference is `model.policy.reference`: a larger
+    model, or the policy's own folder, whose plain weights then teach a learner that computes in few bits.
+
+    Args:
+        kl_coefficient: factor of the KL.
+        kl_estimator: `vocabulary` takes the KL over all words; `k3+`, or another, estimates it from the drawn one.
+        reduction: see `Objective`.
+        **kwargs: see `Objective`.
+    """
+
+    def __init__(
+        self,
+        kl_coefficient: float = 1.0,
+        kl_estimator: Estimator | Literal["vocabulary"] = "vocabulary",
+        reduction: Reduction = "token",
+        **kwargs,
+    ) -> None:
+        if kl_coefficient == 0:
+            raise ConfigError(
+                "Distillation learns from the KL alone.", expected="objective.kl_coefficient > 0", given=kl_coefficient
+            )
+        super().__init__(kl_coefficient=kl_coefficient, kl_estimator=kl_estimator, reduction=reduction, **kwargs)
+
+    def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> ObjectiveTerms:
+        return ObjectiveTerms(torch.zeros_like(logprobs))
 
 
 class DrGRPO(GRPO):

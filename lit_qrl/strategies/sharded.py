@@ -284,6 +284,13 @@ def check_divisible(strategy: ShardedStrategy, module: Any) -> None:
             given=policy.dtype,
             remedy=f"Set it, and trainer.strategy.compute_dtype to {'bf16' if policy.dtype == 'bf16' else 'fp32'}.",
         )
+    if module.objective.kl_coefficient and (module.objective.diverges or policy.reference_config is not None):
+        raise ConfigError(
+            "ShardedStrategy divides the learner's own reference alone, and of that gives the drawn tokens' log-probs.",
+            expected="model.policy.reference: null, and objective.kl_estimator k1, k2, k3 or k3+",
+            given=f"{getattr(policy.reference_config, 'name_or_path', None)} and {module.objective.kl_estimator}",
+            remedy="Set trainer.strategy to ddp.",
+        )
     if policy.batch_invariant:
         raise ConfigError(
             "The same bits for any batch are made for whole weights, and ShardedStrategy divides them.",

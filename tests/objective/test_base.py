@@ -4,7 +4,7 @@ import torch
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional import objective as F
 from lit_qrl.functional.advantage import group_advantages, whitened
-from lit_qrl.objective import DAPO, GRPO, DrGRPO, Objective
+from lit_qrl.objective import DAPO, GRPO, Distillation, DrGRPO, Objective
 from tests.objective.batches import batch, value
 
 
@@ -101,6 +101,19 @@ def test_the_kl_in_the_loss_is_corrected_by_default_for_the_policy_that_drew_the
         torch.testing.assert_close(gradient, torch.where(data.mask, wanted, 0.0), rtol=1e-12, atol=1e-15)
     clamped = GRPO(kl_coefficient=1.0, kl_estimator="k2", kl_output_clamp=1e-4).terms(learner, data).loss
     assert float(clamped.detach().max()) == 1e-4
+
+
+def test_distillation_is_the_kl_over_the_vocabulary_alone():
+    learner, data = batch(weights=torch.zeros(8, 6, dtype=torch.float64))
+    divergence = torch.rand_like(learner).detach().requires_grad_()
+    objective = Distillation(kl_coefficient=2.0)
+    assert objective.diverges
+    assert objective.penalized
+    terms = objective.terms(learner, data, divergence=divergence)
+    assert torch.equal(terms.loss, torch.where(data.mask, 2.0 * divergence, 0.0))
+    for refused in ({"kl_coefficient": 0.0}, {"kl_in": "reward"}):
+        with pytest.raises(ConfigError):
+            Distillation(**refused)
 
 
 def test_shaped_rewards():
