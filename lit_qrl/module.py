@@ -217,7 +217,7 @@ class GRPOModule(Described, LightningModule):
         check_plugin(self.trainer.precision_plugin, self.policy, self.trainer.strategy.root_device)
         if objective.diverges and self.policy.denoises:
             raise ConfigError(
-                "objective.kl_estimator: vocabulary needs autoregressive log-probs, and masked diffusion has estimates.",
+                "objective.kl_estimator: vocabulary needs autoregressive log-probs; masked diffusion has estimates.",
                 expected="k1, k2, k3 or k3+",
                 given="vocabulary",
             )
