@@ -7,6 +7,32 @@ from typing import Any
 
 from torch import Tensor
 
+from lit_qrl.errors import ConfigError
+
+KERNELS = [
+    "checksum",
+    "decoding",
+    "denoising",
+    "fp4_weights",
+    "fp8_weights",
+    "gated",
+    "int4_weights",
+    "joined",
+    "logprobs",
+    "masters",
+    "norm",
+    "rotary",
+    "rows",
+    "step_norm",
+    "tiles",
+    "together",
+    "tokens",
+    "transposed",
+    "turned",
+    "values",
+]
+"""What can be switched off."""
+
 
 @lru_cache
 def triton_installed(kernel: str = "") -> bool:
@@ -14,8 +40,14 @@ def triton_installed(kernel: str = "") -> bool:
 
     The environment variable LIT_QRL_WITHOUT names, joined by commas, kernels that a run is to do without, so that one
     can measure what each is worth (`benchmarks/iteration.py --without`).
+
+    Raises:
+        ConfigError: the variable names something else than `KERNELS`.
     """
-    return find_spec("triton") is not None and kernel not in os.environ.get("LIT_QRL_WITHOUT", "").split(",")
+    without = [name for name in os.environ.get("LIT_QRL_WITHOUT", "").split(",") if name]
+    if unknown := [name for name in without if name not in KERNELS]:
+        raise ConfigError("LIT_QRL_WITHOUT names no kernel.", expected=", ".join(KERNELS), given=", ".join(unknown))
+    return find_spec("triton") is not None and kernel not in without
 
 
 def pieces(count: int, size: int) -> int:

@@ -404,7 +404,7 @@ class LiveModel:
     def read_columns(self, layer: str, columns: Sequence[int]) -> Tensor | None:
         """Return columns "out columns" of a linear layer by multiplying it with unit vectors, or None if unknown.
 
-        A product with a unit vector has one term that is not zero; `rounding.column_bound` says what it may round.
+        A product with a unit vector has one term that is not zero; `ledger.column_bound` says what it may round.
         """
         place = self.locate_layer(layer)
         rows = None if place is None or place.rewritten else self._columns(place.module, columns)
