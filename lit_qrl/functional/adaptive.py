@@ -144,7 +144,7 @@ def ais_oracle(
 
     >>> d, mask = torch.tensor([[0.5, -0.5]]), torch.ones(1, 2, dtype=torch.bool)
     >>> [round(float(one), 3) for one in ais_oracle(d, mask, torch.tensor([1.0]))]
-    [0.045, 0.045]
+    [0.057, 0.057]
     """
     check_band(0.0, clip, what="The clip of AIS")
     require_tokens(mask)
