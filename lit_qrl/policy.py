@@ -460,7 +460,7 @@ class CausalPolicy(Described, nn.Module):
         Args:
             batch: the sequences.
             temperature: positive; the log-probs are those of the distribution at it.
-            entropy: also return the full-vocabulary entropy of each position.
+            entropy: also return the entropy of each position, over the words that a token could be.
             entropy_gradient: let gradients through it; else it is detached.
             routes: also return which experts the routers chose themselves.
             divergence: also return KL(policy‖reference) over the vocabulary of each position, with gradient.

@@ -96,6 +96,7 @@ def test_an_environment(newcomer):
     given = ["--config", "configs/quickstart.yaml", "--config", "guess.yaml", "--data.max_prompt_tokens", "64"]
     metrics, _ = fit(*given, *with_template())
     assert float(metrics["environment/turns"]) >= 1
+    assert float(metrics["mismatch/abs_log_ratio_turn_1"]) < 0.1  # what follows the first answer has others of its own
     assert not float(metrics.get("environment/ended_error", 0))
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional._checks import check_ais, check_choice
+from lit_qrl.functional.adaptive import ais_oracle
 from lit_qrl.functional.importance import AISGate, ais_gate, ais_weights, log_ratio
 from lit_qrl.loop.hooks import RLCallback, trainer_all_reduce
 from lit_qrl.types import Correction, LossContext, RolloutBatch
@@ -33,6 +34,8 @@ class AIS(RLCallback):
         eps: ε, keeps the spread of equal advantages from dividing by 0.
         level: whether a weight belongs to a `token` or to a whole `sequence`.
         scope: whether α is measured on each `minibatch` or once on the whole `rollout`.
+        oracle: also log Proposition 1's α* = ‖b0‖² / (‖b0‖² + σ1²) of each mini-batch (`ais_oracle`), which α does not
+            look at.
     """
 
     carries_ratio = True
@@ -46,6 +49,7 @@ class AIS(RLCallback):
         eps: float = 1e-6,
         level: Literal["token", "sequence"] = "token",
         scope: Literal["minibatch", "rollout"] = "minibatch",
+        oracle: bool = False,
     ) -> None:
         check_ais(clip, saturation, tolerance, sensitivity, eps, level)
         check_choice("scope of AIS", scope, "minibatch", "rollout")
@@ -59,6 +63,7 @@ class AIS(RLCallback):
         self.level: Literal["token", "sequence"] = level
         self.takes_sequence_ratio = level == "sequence"
         self.scope: Literal["minibatch", "rollout"] = scope
+        self.oracle = oracle
         self.needs_learner_old = scope == "rollout"
         self.gates: deque[Tensor] = deque(maxlen=HISTORY)
 
@@ -94,6 +99,17 @@ class AIS(RLCallback):
         weights = ais_weights(context.log_ratio, context.mask, gate.alpha, self.clip, level=self.level)
         metrics = {f"correction/{name}": value for name, value in gate._asdict().items() if name != "truncated"}
         metrics[f"correction/truncated_{self.level}s"] = gate.truncated
+        metrics["correction/clipped_cv"] = (1 / gate.ess_ratio - 1).clamp(min=0).sqrt()
+        if self.oracle:
+            best = ais_oracle(
+                context.log_ratio,
+                context.mask,
+                context.advantages,
+                self.clip,
+                level=self.level,
+                all_reduce=context.all_reduce,
+            )
+            metrics["correction/oracle_alpha"], metrics["correction/oracle_alpha_exact"] = best
         return Correction(weights=weights, metrics=metrics)
 
     def _keep(self, gate: Tensor) -> None:

@@ -13,9 +13,11 @@ from torch import Tensor
 from lit_qrl.errors import ConfigError, nearest
 from lit_qrl.functional.noise import aqn_sigma
 from lit_qrl.loop.hooks import RLCallback
+from lit_qrl.network.names import base_of, checkpoint_modules
 from lit_qrl.network.structure import outline_of
 from lit_qrl.network.wiring import norms_before_projections
 from lit_qrl.seeding import derive_seed
+from lit_qrl.strategies import ShardedStrategy
 
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
@@ -42,6 +44,11 @@ class AQNNoise(RLCallback):
         norms: patterns of the perturbed parameters' names; None takes the norms that linear layers read, which are
             found by running the model once, whatever they are called.
         seed: of the noise; by default derived from the run's seed.
+        entropy_sequences: of so many sequences of each rollout the entropies of the noisy policy, which drew them, and
+            of the clean one are logged (QeRL Figs. 5 and 14), for a forward pass of the learner each; 0 logs none.
+            What a format rounds off is in neither, unless the learner holds it too (`NVFP4LoRA`, `QATAligned`).
+
+    Logged are σ, what of it is realized after rounding to the norms' dtype, and the share of their weights that moved.
     """
 
     def __init__(
@@ -52,6 +59,7 @@ class AQNNoise(RLCallback):
         schedule: Schedule = "exponential",
         norms: Sequence[str] | None = None,
         seed: int | None = None,
+        entropy_sequences: int = 0,
     ) -> None:
         for name, sigma in (("start", start), ("end", end)):
             if not (math.isfinite(sigma) and sigma > 0):
@@ -74,11 +82,16 @@ class AQNNoise(RLCallback):
             )
         if num_stages < 2:
             raise ConfigError("AQNNoise.num_stages counts the silent stage too.", expected=">= 2", given=num_stages)
+        if entropy_sequences < 0:
+            raise ConfigError("AQNNoise.entropy_sequences counts them.", expected=">= 0", given=entropy_sequences)
         self.start, self.end, self.num_stages = start, end, num_stages
+        self.entropy_sequences = entropy_sequences
         self.schedule: Schedule = schedule
         self.norms, self.seed = None if norms is None else tuple(norms), seed
         self._chosen: frozenset[str] = frozenset()
         self.stage, self.sigma, self.perturbed = 0, 0.0, 0
+        self._sent: dict[str, Tensor] = {}
+        self._moves: list[Tensor] = []
         self._generator = torch.Generator()
 
     def setup(self, trainer: Trainer, pl_module: "GRPOModule", stage: str) -> None:
@@ -91,6 +104,12 @@ class AQNNoise(RLCallback):
                 "AQNNoise cuts the run into stages, and the run has no length.",
                 expected="a positive trainer.max_epochs, the number of iterations",
                 given=epochs,
+            )
+        if self.entropy_sequences and isinstance(trainer.strategy, ShardedStrategy):
+            raise ConfigError(
+                "AQNNoise.entropy_sequences puts noisy norms into the learner, of which each process holds a part.",
+                expected="0 under ShardedStrategy",
+                given=self.entropy_sequences,
             )
         if self._stages(trainer) < self.num_stages:
             log.info("AQNNoise has %d stages: one for each iteration of the run.", self._stages(trainer))
@@ -138,7 +157,7 @@ class AQNNoise(RLCallback):
         self.sigma = aqn_sigma(self.stage, stages, self.start, self.end, self.schedule)
         seed = module.data.base_seed if self.seed is None else self.seed
         self._generator.manual_seed(derive_seed(seed, "aqn", trainer.current_epoch))
-        self.perturbed = 0
+        self.perturbed, self._sent, self._moves = 0, {}, []
 
     def _stages(self, trainer: Trainer) -> int:
         """Return how many stages the run has: every one has an iteration at least."""
@@ -150,11 +169,39 @@ class AQNNoise(RLCallback):
             return tensor
         self.perturbed += 1
         noise = torch.randn(tensor.shape, generator=self._generator, dtype=torch.float32) * self.sigma
-        return (tensor.float() + noise.to(tensor.device)).to(tensor.dtype)
+        noisy = (tensor.float() + noise.to(tensor.device)).to(tensor.dtype)
+        moved = noisy.float() - tensor.float()
+        self._moves.append(torch.stack([moved.square().sum(), (moved != 0).sum(), moved.new_tensor(moved.numel())]))
+        if self.entropy_sequences:
+            self._sent[name] = noisy
+        return noisy
 
     def on_rollout_end(self, trainer: Trainer, module: "GRPOModule", batch: Any) -> None:
         """Log what was done."""
-        module.iteration.metrics.update({"noise/sigma": self.sigma, "noise/perturbed_norms": float(self.perturbed)})
+        metrics = module.iteration.metrics
+        metrics.update({"noise/sigma": self.sigma, "noise/perturbed_norms": float(self.perturbed)})
+        if self._moves:
+            squares, moved, count = torch.stack(self._moves).sum(dim=0).unbind()
+            metrics.update({"noise/realized_sigma": (squares / count).sqrt(), "noise/moved_weights": moved / count})
+        if self.entropy_sequences:
+            rows = torch.arange(min(self.entropy_sequences, len(batch)), device=batch.mask.device)
+            part = batch.select(rows).to(module.device)
+            for name, noise in (("learner", {}), ("sampler", self._sent)):
+                metrics.values(f"noise/{name}_entropy", self._entropies(trainer, module, part, noise))
+
+    def _entropies(self, trainer: Trainer, module: "GRPOModule", batch: Any, norms: dict[str, Tensor]) -> Tensor:
+        """Return the entropy of each token with `norms` in the place of the learner's."""
+        layers = {f"{name}.weight": base_of(layer) for name, layer in checkpoint_modules(module.policy.network)}
+        held = {name: layers[name].weight.detach().clone() for name in norms}
+        with torch.no_grad(), trainer.precision_plugin.forward_context():
+            try:
+                for name, noisy in norms.items():
+                    layers[name].weight.copy_(noisy)
+                scores = module.policy(batch, temperature=module.data.temperature, entropy=True)
+            finally:
+                for name, clean in held.items():
+                    layers[name].weight.copy_(clean)
+        return scores.entropy[batch.mask]
 
     def _matches(self, name: str) -> bool:
         if self.norms is None:

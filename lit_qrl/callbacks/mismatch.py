@@ -9,8 +9,15 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from lit_qrl.data.environment import MultiTurnTask
 from lit_qrl.errors import ConfigError
-from lit_qrl.functional.diagnostics import histogram2d_by_sign, low_probability_share, mean_by_position, repeated_ngrams
+from lit_qrl.functional.diagnostics import (
+    histogram2d_by_sign,
+    low_probability_share,
+    mean_by_position,
+    mean_by_turn,
+    repeated_ngrams,
+)
 from lit_qrl.functional.importance import log_ratio
 from lit_qrl.functional.mismatch import k3_divergence, mismatch_metrics
 from lit_qrl.loop.hooks import RLCallback
@@ -27,6 +34,8 @@ from lit_qrl.objective import Objective
 from lit_qrl.types import AllReduce, RolloutBatch
 
 VALUE_BINS, PROBABILITY_BINS, POSITION_BINS = 40, 20, 16
+TURNS = 4
+"""Turns whose mismatch is told apart; the last takes all that come later."""
 LOG_WEIGHT_LIMIT = 0.5
 """Log weights drawn, in nats either side; the outer bins take what lies beyond."""
 
@@ -78,6 +87,8 @@ class MismatchMonitor(RLCallback):
         learner, sampler, mask = measured.learner_old_logprobs, measured.sampler_logprobs, measured.mask
         metrics = mismatch_metrics(learner, sampler, mask, all_reduce=pl_module.reduce)
         pl_module.iteration.metrics.update({f"mismatch/{name}": value for name, value in metrics.items()})
+        if isinstance(pl_module.data.task, MultiTurnTask):
+            self._by_turn(pl_module, log_ratio(learner, sampler, mask), mask)
         rare = low_probability_share(learner, mask, rollout.advantages, all_reduce=pl_module.reduce)
         pl_module.iteration.metrics.value("rollout/low_probability_negative", rare)
         if draw:
@@ -85,6 +96,15 @@ class MismatchMonitor(RLCallback):
             drawn = self._histograms(pl_module, d, sampler, mask, rollout.advantages)
             drawn += updates.histograms(pl_module.objective, limit, pl_module.reduce)
             self._write(trainer, drawn)
+
+    @staticmethod
+    def _by_turn(module: "GRPOModule", d: Tensor, mask: Tensor) -> None:
+        """Log the mismatch of each turn; from the second on it follows what a tool or an environment said."""
+        for name, values in (("abs_log_ratio", d.abs()), ("kl_k3", k3_divergence(d))):
+            means, counts = mean_by_turn(values, mask, TURNS, all_reduce=module.reduce)
+            for turn, (mean, count) in enumerate(zip(means.tolist(), counts.tolist(), strict=True), start=1):
+                if count:
+                    module.iteration.metrics.value(f"mismatch/{name}_turn_{turn}", mean)
 
     def on_train_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Say how old the weights were that drew the tokens, where rollouts were drawn ahead."""

@@ -16,11 +16,12 @@ SIZE, WARPS = 4096, 8
 
 
 @triton.jit
-def _reduce_kernel(logits, tokens, normalizer, chosen, mean, words, factor, SIZE: tl.constexpr, MEAN: tl.constexpr):
-    """One row: log Σ e^z, the z of its token, and Σ p z, with z = factor · logit in fp32."""
+def _reduce_kernel(logits, tokens, normalizer, chosen, spread, words, factor, SIZE: tl.constexpr, SPREAD: tl.constexpr):
+    """One row: log Σ e^z, the z of its token, and the entropy, with z = factor · logit in fp32."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, SIZE)
-    # Each lane sums on its own, from its own largest value; they meet at the end.
+    # Each lane sums on its own, from its own largest value; they meet at the end. So does
+    # Σ e^(z − top) (z − top), in which nothing large cancels.
     top = tl.full((SIZE,), float("-inf"), tl.float32)
     total = tl.zeros((SIZE,), tl.float32)
     weighted = tl.zeros((SIZE,), tl.float32)
@@ -31,16 +32,18 @@ def _reduce_kernel(logits, tokens, normalizer, chosen, mean, words, factor, SIZE
         # A logit of -inf adds nothing: its share is 0, and 0 · -inf is not asked for.
         shrink = tl.where(top == float("-inf"), 0.0, tl.exp(top - higher))
         share = tl.where(z == float("-inf"), 0.0, tl.exp(z - higher))
+        if SPREAD:
+            weighted = (weighted + tl.where(total == 0.0, 0.0, total * (top - higher))) * shrink
+            weighted += tl.where(z == float("-inf"), 0.0, share * (z - higher))
         total = total * shrink + share
-        if MEAN:
-            weighted = weighted * shrink + tl.where(z == float("-inf"), 0.0, share * z)
         top = higher
     highest = tl.max(top, axis=0)
     shrink = tl.where(top == float("-inf"), 0.0, tl.exp(top - highest))
     whole = tl.sum(total * shrink, axis=0)
     tl.store(normalizer + row, highest + tl.log(whole))
-    if MEAN:
-        tl.store(mean + row, tl.sum(weighted * shrink, axis=0) / whole)
+    if SPREAD:
+        weighted = (weighted + tl.where(total == 0.0, 0.0, total * (top - highest))) * shrink
+        tl.store(spread + row, tl.log(whole) - tl.sum(weighted, axis=0) / whole)
     token = tl.load(tokens + row)
     tl.store(chosen + row, tl.load(logits + row * words + token).to(tl.float32) * factor)
 
@@ -59,19 +62,19 @@ def _gradient_kernel(logits, tokens, normalizer, upstream, words, factor, SIZE: 
     tl.store(at, (hit - share * step).to(logits.dtype.element_ty), mask=inside)
 
 
-def reduced(logits: Tensor, tokens: Tensor, factor: float, mean: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return log Σ e^z, the z of each row's token and, where asked for, Σ p z, " n" each in fp32.
+def reduced(logits: Tensor, tokens: Tensor, factor: float, entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return log Σ e^z, the z of each row's token and, where asked for, the entropy of softmax(z), " n" each in fp32.
 
     Args:
         logits: "n v", contiguous, of 16 bits.
         tokens: " n", int64.
         factor: z = factor · logit.
-        mean: whether Σ p z is wanted; the entropy is log Σ e^z − Σ p z.
+        entropy: whether it is wanted, nats.
     """
     n, words = logits.shape
-    normalizer, chosen, means = (torch.empty(n, dtype=torch.float32, device=logits.device) for _ in range(3))
-    _reduce_kernel[(n,)](logits, tokens, normalizer, chosen, means, words, factor, SIZE, mean, num_warps=WARPS)
-    return normalizer, chosen, means if mean else None
+    normalizer, chosen, spread = (torch.empty(n, dtype=torch.float32, device=logits.device) for _ in range(3))
+    _reduce_kernel[(n,)](logits, tokens, normalizer, chosen, spread, words, factor, SIZE, entropy, num_warps=WARPS)
+    return normalizer, chosen, spread if entropy else None
 
 
 def to_gradient(logits: Tensor, tokens: Tensor, normalizer: Tensor, upstream: Tensor, factor: float) -> None:

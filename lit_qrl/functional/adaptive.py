@@ -107,6 +107,63 @@ def ais_gate(
     return AISGate(*torch.stack(fields).to(dtype).unbind())
 
 
+class AISOracle(NamedTuple):
+    """The mixing coefficient that minimises the error of the gradient, 0-dim tensors (AIS, Proposition 1).
+
+    Args:
+        simplified: ‖b0‖² / (‖b0‖² + σ1²) (26), as the paper writes it where σ1² outweighs σ0² and κ.
+        exact: (‖b0‖² + σ0² − κ) / (‖b0‖² + σ0² + σ1² − 2κ) (25).
+    """
+
+    simplified: Float[Tensor, ""]
+    exact: Float[Tensor, ""]
+
+
+def ais_oracle(
+    d: Float[Tensor, "b t"],
+    mask: Bool[Tensor, "b t"],
+    advantages: Float[Tensor, " b"],
+    clip: float = 5.0,
+    *,
+    level: Level = "token",
+    all_reduce: AllReduce = no_all_reduce,
+) -> AISOracle:
+    """Return Proposition 1's α* of one mini-batch, with scores of one direction and length.
+
+    Scores s(x) take a backward pass each, so that A·s(x) is A here, as Δσ (15) has it: b0 = mean(A) − mean(w A) is the
+    bias without correction, σ1² = Var(w̄ A) and σ0² = Var(A) are per sample, as in the paper, κ = Cov(A, w̄ A), and the
+    bias b1 of the clip is taken for 0 (A4). Both are 0 where learner and sampler agree. Detached.
+
+    Args:
+        d: "b t", nats.
+        mask: completion tokens that count.
+        advantages: " b".
+        clip: C >= 1 of w̄ = min(w, C).
+        level: what one weight belongs to.
+        all_reduce: makes all sums global over ranks.
+
+    >>> d, mask = torch.tensor([[0.5, -0.5]]), torch.ones(1, 2, dtype=torch.bool)
+    >>> [round(float(one), 3) for one in ais_oracle(d, mask, torch.tensor([1.0]))]
+    [0.057, 0.057]
+    """
+    check_band(0.0, clip, what="The clip of AIS")
+    require_tokens(mask)
+    d = precise(d.detach())
+    units, d = (mask, d) if level == "token" else (mask.any(dim=1, keepdim=True), d.sum(dim=1, keepdim=True))
+    w = d.exp()
+    a = precise(advantages.detach())[:, None].expand_as(w)
+    clipped = w.clamp(max=clip) * a
+    products = [torch.ones_like(w), a, w * a, clipped, a.square(), clipped.square(), a * clipped]
+    n, *sums = all_reduce(masked(units, torch.stack(products)).sum(dim=(1, 2))).unbind()
+    mean_a, mean_wa, mean_clipped, a2, clipped2, cross = (total / n.clamp(min=1) for total in sums)
+    bias2 = (mean_a - mean_wa).square()
+    var0, var1, cov = a2 - mean_a.square(), clipped2 - mean_clipped.square(), cross - mean_a * mean_clipped
+    simplified = torch.where(bias2 > 0, bias2 / (bias2 + var1.clamp(min=0)), 0.0)
+    whole = bias2 + var0 + var1 - 2 * cov
+    exact = torch.where(bias2 > 0, ((bias2 + var0 - cov) / whole).clamp(0, 1), 0.0)
+    return AISOracle(simplified.to(advantages.dtype), exact.to(advantages.dtype))
+
+
 def ais_weights(
     d: Float[Tensor, "b t"],
     mask: Bool[Tensor, "b t"],

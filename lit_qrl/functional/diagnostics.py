@@ -123,6 +123,34 @@ def mean_by_position(
     return total / count.clamp(min=1), count
 
 
+def mean_by_turn(
+    values: Float[Tensor, "b t"],
+    mask: Bool[Tensor, "b t"],
+    turns: int = 4,
+    *,
+    all_reduce: AllReduce = no_all_reduce,
+) -> tuple[Float[Tensor, " turns"], Float[Tensor, " turns"]]:
+    """Return the mean of values by the sampler's turn, and the number of tokens in each.
+
+    A turn is a run of masked tokens; what stands between two is the environment's, such as a tool's output. Tokens of
+    the first turn have none before them.
+
+    Args:
+        values: "b t", such as |d| in nats.
+        mask: what the sampler drew, without gaps within a turn.
+        turns: told apart; the last takes all that come later.
+        all_reduce: adds up over ranks.
+
+    >>> mask = torch.tensor([[True, False, True]])
+    >>> mean_by_turn(torch.tensor([[0.25, 9.0, 0.75]]), mask, 2)
+    (tensor([0.2500, 0.7500]), tensor([1., 1.]))
+    """
+    begins = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
+    index = (begins.cumsum(dim=1) - 1).clamp(0, turns - 1)
+    count = _counts(index, mask, turns, all_reduce)
+    return _counts(index, torch.where(mask, as_float(values), 0.0), turns, all_reduce) / count.clamp(min=1), count
+
+
 def accepted_by_length(
     keep: Bool[Tensor, "b t"],
     mask: Bool[Tensor, "b t"],

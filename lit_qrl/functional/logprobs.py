@@ -89,7 +89,7 @@ def token_logprobs(
 
     $\log \pi(y) = z_y - \log \sum_v e^{z_v}$ with
     $z = \mathrm{cap}(\mathrm{scale} \cdot (W h + b)) / T$ and $\mathrm{cap}(x) = c \tanh(x / c)$;
-    $H = \log \sum_v e^{z_v} - \sum_v \pi_v z_v$.
+    $H = \log \sum_v e^{z_v - m} - \sum_v \pi_v (z_v - m)$ and $m = \max_v z_v$, never below 0.
 
     The rows go through in chunks; each chunk's logits are made in the dtype of `hidden`, raised to fp32, reduced, and
     dropped, and made again in the backward pass. Neither pass holds more than `chunk_elements` logits, but for those
@@ -188,7 +188,7 @@ def logits_logprobs(
         scores = scores / temperature
     normalizer = scores.logsumexp(dim=-1)
     logprobs = scores.gather(-1, tokens[..., None])[..., 0] - normalizer
-    return logprobs, _entropy(scores.detach(), normalizer.detach()) if entropy else None
+    return logprobs, _entropy(scores.detach()) if entropy else None
 
 
 def raised_linear(
@@ -239,10 +239,13 @@ def _raised(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _entropy(scores: Tensor, normalizer: Tensor) -> Tensor:
+def _entropy(scores: Tensor) -> Tensor:
+    # From the largest score on, so that no two large numbers cancel and no term is below zero.
+    below = scores - scores.amax(dim=-1, keepdim=True)
+    shares = below.exp()
+    total = shares.sum(dim=-1)
     # A word of probability 0 has a score of -inf and adds 0 · -inf = nan; its true share is 0.
-    probabilities = (scores - normalizer[..., None]).exp_()
-    return normalizer - torch.where(probabilities > 0, probabilities * scores, 0.0).sum(dim=-1)
+    return total.log() - torch.where(shares > 0, below.mul_(shares), 0.0).sum(dim=-1) / total
 
 
 def _kernel_takes(hidden: Tensor) -> bool:
@@ -334,10 +337,12 @@ class _TokenLogprobs(torch.autograd.Function):
                 if start < options.stay * rows:  # the first, which are given back while others are made
                     ctx.logits[start] = logits
                 factor = options.scale / options.temperature
-                normalizer[part], chosen, mean = _logprobs_triton.reduced(logits, tokens[part], factor, options.entropy)
+                normalizer[part], chosen, spread = _logprobs_triton.reduced(
+                    logits, tokens[part], factor, options.entropy
+                )
                 logprobs[part] = chosen - normalizer[part]
-                if mean is not None:
-                    entropies[part] = normalizer[part] - mean
+                if spread is not None:
+                    entropies[part] = spread
                 continue
             scores, _ = _TokenLogprobs._scores(hidden[part], weight, bias, options)
             if kept is not None:
@@ -348,7 +353,7 @@ class _TokenLogprobs(torch.autograd.Function):
             else:
                 logprobs[part] = pick(scores, tokens[part])
             if options.entropy:
-                entropies[part] = _entropy(scores, normalizer[part])
+                entropies[part] = _entropy(scores)
         differentiable = options.entropy and options.entropy_gradient
         ctx.save_for_backward(hidden, weight, bias, tokens, kept, normalizer, entropies if differentiable else None)
         ctx.options, ctx.weight = options, weight  # itself, whose gradient may be there

@@ -162,7 +162,7 @@ def combine(
 
     The same bits come out for any order of the corrections: factors are sorted before they are multiplied. The
     metrics of the result are added: `correction/reweighted_tokens`, `rejected_tokens`, `rejected_sequences` (shares),
-    `weight_mean` and `weight_max`.
+    `weight_mean`, `weight_cv` (deviation over mean, ddof = 1; of clipped weights that of AIS Fig. 3) and `weight_max`.
 
     Args:
         corrections: what the callbacks returned, without the None.
@@ -206,10 +206,15 @@ def _combined(
         inside = masked(mask, weights)
         reweighted = mask & (weights != 1)
         tokens = torch.stack([mask.sum(), reweighted.sum()]).to(inside.dtype)
-        count, reweighted, total = all_reduce(torch.cat([tokens, inside.sum()[None]])).unbind()
-        figures["weight_mean"] = total / count.clamp(min=1)
+        apart = masked(mask, weights - 1)  # from 1, so that a small deviation does not cancel
+        sums = torch.stack([inside.sum(), apart.sum(), apart.square().sum()])
+        count, reweighted, total, first, second = all_reduce(torch.cat([tokens, sums])).unbind()
+        n = count.clamp(min=1)
+        variance = (second / n - (first / n).square()).clamp(min=0) * n / (n - 1).clamp(min=1)
+        figures["weight_mean"] = total / n
+        figures["weight_cv"] = variance.sqrt() / (total / n)
         figures["weight_max"] = all_reduce(inside.amax(), op="max")
-        figures["reweighted_tokens"] = reweighted / count.clamp(min=1)
+        figures["reweighted_tokens"] = reweighted / n
     if keep is not None:
         figures["rejected_tokens"] = share(mask, ~keep, all_reduce)
         figures["rejected_sequences"] = share(mask.any(dim=1), ~(mask & keep).any(dim=1), all_reduce)

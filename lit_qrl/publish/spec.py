@@ -126,6 +126,8 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: OnHang) -
         log.warning("%s holds %s alone, so evaluations are in it.", type(engine).__name__, format.name)
     if settings.probe_every and not isinstance(engine, Scores):
         log.info("%s cannot score given tokens, so no probe compares it with the learner.", type(engine).__name__)
+    if apart:
+        make_room(engine, policy.lora)
     spec = SamplerSpec(
         sampling=data.sampling,
         format=format,
@@ -330,6 +332,17 @@ def published_apart(lora: str, config: Any, engine: RolloutEngine, plugin: Any, 
     if not isinstance(engine, TakesAdapter):
         raise ConfigError(f"{type(engine).__name__} cannot load adapters.", remedy="Set publisher.lora to merged.")
     return True
+
+
+def make_room(engine: RolloutEngine, config: Any) -> None:
+    """Give an engine that is built with room for adapters, and was given none, room for that of a PEFT config."""
+    if engine.max_lora_rank != 0 or engine.batch_invariant:
+        return
+    from lit_qrl.rollout.vllm.checks import LORA_RANKS
+
+    rank = max([config.r, *(getattr(config, "rank_pattern", None) or {}).values()])
+    engine.max_lora_rank = next((room for room in LORA_RANKS if room >= rank), rank)
+    log.info("The engine gets room for adapters of rank %d (data.engine.max_lora_rank).", engine.max_lora_rank)
 
 
 def learners(trainer: Trainer) -> Learners:

@@ -5,6 +5,7 @@ import torch
 
 from lit_qrl.callbacks.ais import AIS
 from lit_qrl.errors import ConfigError
+from lit_qrl.functional.adaptive import ais_oracle
 from lit_qrl.functional.importance import AISGate, ais_gate, ais_weights
 from tests.callbacks.corrections import context, rollout, trainer
 from tests.functional.helpers import Ranks, no_host_sync
@@ -22,6 +23,15 @@ def test_weights_are_those_of_the_gate(level):
     for name in ("alpha", "reliability", "necessity", "variance_penalty", "amplification", "mean_abs_log_ratio"):
         assert torch.equal(got.metrics[f"correction/{name}"], getattr(gate, name))
     assert torch.equal(got.metrics["correction/ess_ratio"], gate.ess_ratio)
+    ratio = given.log_ratio if level == "token" else given.log_ratio.sum(dim=1, keepdim=True)
+    clipped = ratio.exp().clamp(max=3.0)[given.mask if level == "token" else given.mask.any(dim=1, keepdim=True)]
+    assert float(got.metrics["correction/clipped_cv"]) == pytest.approx(float(clipped.std() / clipped.mean()))
+    assert not any("oracle" in name for name in got.metrics)
+    asked = AIS(clip=3.0, saturation=0.5, tolerance=0.6, sensitivity=0.2, level=level, oracle=True)
+    told = asked.correct(None, None, given)
+    assert torch.equal(told.weights, got.weights)
+    best = ais_oracle(given.log_ratio, given.mask, given.advantages, 3.0, level=level)
+    assert torch.equal(told.metrics["correction/oracle_alpha"], best.simplified)
     assert torch.equal(got.metrics[f"correction/truncated_{level}s"], gate.truncated)
 
 

@@ -1,10 +1,14 @@
 import csv
+from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lit_qrl.callbacks import AQNNoise, RLCallback
 from lit_qrl.errors import ConfigError
+from lit_qrl.loop.state import IterationState
+from lit_qrl.types import no_all_reduce
 from tests.families import configs as families
 from tests.tiny_run import build, fit
 
@@ -54,6 +58,59 @@ def test_the_noise_is_counted_in_the_samplers_log_probs(tmp_path):
     assert min(mismatch[2:]) > 3 * max(mismatch[:2])
     # Two layers, two norms before projections each.
     assert [float(row["noise/perturbed_norms"]) for row in rows] == [0, 0, 4, 4]
+
+
+class Entropies(Norms):
+    """Scores what was drawn once more, with the norms that the engine holds, by the library's own forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.entropy, self.moves = [], []
+
+    def on_rollout_end(self, trainer, module, batch):
+        noisy, moves = deepcopy(module.policy.network).eval(), []
+        for name, parameter in noisy.named_parameters():
+            if "input_layernorm" in name or "post_attention" in name:
+                sent = module.data.engine.read_back(name)
+                moves.append((sent.double() - parameter.detach().double()).flatten())
+                parameter.data.copy_(sent)
+        entropies = []
+        for row in range(3):
+            start = batch.tokens.shape[1] - batch.mask.shape[1]
+            tokens = batch.tokens[row, start - int(batch.prompt_length[row]) :]
+            with torch.no_grad():
+                logits = noisy(input_ids=tokens[None]).logits[0].double() / module.data.temperature
+            drawn = logits[int(batch.prompt_length[row]) - 1 : -1][batch.mask[row]]
+            entropies.append(torch.special.entr(drawn.softmax(-1)).sum(-1))
+        self.entropy.append(float(torch.cat(entropies).mean()))
+        self.moves.append(torch.cat(moves))
+
+
+def test_realized_noise_and_the_entropy_of_the_noisy_sampler(tmp_path):
+    reference = Entropies()
+    noise = AQNNoise(start=0.5, end=0.5, num_stages=2, entropy_sequences=3)
+    fit(tmp_path, callbacks=[noise, reference], trainer={"max_epochs": 2})
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        silent, noisy = csv.DictReader(file)
+    assert float(silent["noise/sampler_entropy"]) == float(silent["noise/learner_entropy"])
+    assert float(noisy["noise/sampler_entropy"]) == pytest.approx(reference.entropy[1], abs=2e-5)
+    assert float(noisy["noise/learner_entropy"]) != pytest.approx(reference.entropy[1], abs=1e-4)
+    moves = reference.moves[1]
+    assert float(noisy["noise/realized_sigma"]) == pytest.approx(float(moves.square().mean().sqrt()), rel=1e-5)
+    assert float(noisy["noise/moved_weights"]) == pytest.approx(float((moves != 0).double().mean()))
+    assert not silent["noise/realized_sigma"]
+
+
+def test_small_noise_is_rounded_away_in_16_bits():
+    """σ = 5e-4 at a weight of 1, where numbers of bf16 lie 4e-3 and 8e-3 apart: few move, and those farther."""
+    noise, weight = AQNNoise(norms=["w"]), torch.ones(100_000, dtype=torch.bfloat16)
+    noise.sigma = 5e-4
+    noise.on_publish(None, None, "w", weight)
+    metrics = IterationState().metrics
+    noise.on_rollout_end(None, SimpleNamespace(iteration=SimpleNamespace(metrics=metrics)), None)
+    logged = metrics.compute(no_all_reduce)
+    assert logged["noise/moved_weights"] < 0.01
+    assert logged["noise/realized_sigma"] < 1e-4
 
 
 def test_noise_on_a_norm_is_multiplicative_noise_on_the_next_matrix():

@@ -28,7 +28,7 @@ def test_the_scale_rounds_up_from_seven_quarters_of_a_power(amax, exponent):
     assert MXFP4().quantize(weight).scales.item() - 127 == exponent
 
 
-def test_dequantized_is_code_times_a_power_of_two():
+def test_dequantized_is_code_times_a_power_of_two_and_the_last_byte_is_nan():
     torch.manual_seed(0)
     weight = torch.randn(2, 64)
     q = MXFP4().quantize(weight)
@@ -39,6 +39,8 @@ def test_dequantized_is_code_times_a_power_of_two():
             code = int(q.codes[row, column // 2]) >> (4 * (column % 2)) & 15
             value = values[code & 7] * (-1 if code & 8 else 1)
             assert dequantized[row, column].item() == value * 2.0 ** (int(q.scales[row, column // 32]) - 127)
+    q.scales[1, 1] = 255  # OCP Microscaling 1.0, 5.4.1
+    assert MXFP4().dequantize(q).isnan().tolist() == [[False] * 64, [False] * 32 + [True] * 32]
 
 
 def test_a_shape_that_does_not_fit_names_layer_shape_and_remedy():

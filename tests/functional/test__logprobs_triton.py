@@ -11,11 +11,10 @@ from lit_qrl.functional.logprobs import token_logprobs
 from tests.triton_interpreter import run_interpreted
 
 
-def reduced(logits, tokens, factor, mean):
+def reduced(logits, tokens, factor, entropy):
     z = logits.float() * factor
-    normalizer = z.logsumexp(-1)
-    weighted = torch.where(z == -torch.inf, 0.0, z.softmax(-1) * z).sum(-1)
-    return normalizer, z.gather(-1, tokens[:, None])[:, 0], weighted if mean else None
+    spread = torch.special.entr(z.softmax(-1)).sum(-1)
+    return z.logsumexp(-1), z.gather(-1, tokens[:, None])[:, 0], spread if entropy else None
 
 
 def to_gradient(logits, tokens, normalizer, upstream, factor):
@@ -139,14 +138,15 @@ def compare_kernels(device):
             for factor in (1.0, 1 / 0.7):
                 logits = torch.nn.functional.linear(hidden, weight)
                 logits[0, :3] = -torch.inf
+                logits[-1] = 200 + logits[-1] / 64  # a shift must not be felt in the entropy
                 wide = logits.double() * factor
-                normalizer, chosen, mean = _logprobs_triton.reduced(logits, tokens, factor, True)
+                normalizer, chosen, spread = _logprobs_triton.reduced(logits, tokens, factor, True)
                 torch.testing.assert_close(normalizer.double(), wide.logsumexp(-1), atol=1e-5, rtol=1e-6)
                 torch.testing.assert_close(
                     chosen.double(), wide.gather(-1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-6
                 )
-                weighted = torch.where(wide == -torch.inf, 0.0, wide.softmax(-1) * wide).sum(-1)
-                torch.testing.assert_close(mean.double(), weighted, atol=1e-5, rtol=1e-5)
+                entropies = torch.special.entr(wide.softmax(-1)).sum(-1)
+                torch.testing.assert_close(spread.double(), entropies, atol=1e-6, rtol=1e-6)
                 upstream = torch.linspace(-1, 2, n, device=device)
                 expected = logits.clone()
                 to_gradient(expected, tokens, normalizer, upstream, factor)

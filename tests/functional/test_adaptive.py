@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.functional.adaptive import AISGate, ais_gate, ais_weights
+from lit_qrl.functional.adaptive import AISGate, ais_gate, ais_oracle, ais_weights
 from lit_qrl.functional.importance import log_ratio, token_truncated
 from tests.functional.helpers import DTYPES, RTOL, Ranks, listed, no_host_sync, rows, spread_out
 
@@ -137,3 +137,27 @@ def test_gate_and_weights_keep_their_bounds(values, lengths, advantages, clip, d
 def test_bad_parameters_are_refused(options):
     with pytest.raises(ConfigError, match=r"Expected: .* Given: .*"):
         ais_gate(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), torch.zeros(1), **options)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(("seed", "inside"), [(0, False), (2, True)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_oracle_minimises_the_error_of_the_mixed_gradient(dtype, seed, inside, level):
+    """Proposition 1: bias² + variance of (1 − α + α w̄) A, from lists in fp64, is smallest at the exact α*."""
+    learner, sampler, mask, advantages = rows(dtype, huge=0.0, spread=1.0, seed=seed)
+    d = log_ratio(learner, sampler, mask)
+    per_row = listed(d, mask) if level == "token" else [[sum(row)] for row in listed(d, mask) if row]
+    kept = advantages.double().tolist() if level == "token" else advantages.double()[mask.any(dim=1)].tolist()
+    pairs = [(math.exp(x), a) for row, a in zip(per_row, kept, strict=True) for x in row]
+    bias2 = (statistics.mean(a for _, a in pairs) - statistics.mean(w * a for w, a in pairs)) ** 2
+
+    def error(alpha):  # with b1 = 0, as the proposition has it
+        return (1 - alpha) ** 2 * bias2 + statistics.pvariance([(1 - alpha + alpha * w) * a for w, a in pairs])
+
+    got = ais_oracle(d, mask, advantages, 1e9, level=level)
+    steps = [error(step / 500) for step in range(501)]  # of [0, 1]
+    assert float(got.exact) == pytest.approx(steps.index(min(steps)) / 500, abs=2e-3)
+    assert (0 < float(got.exact) < 1) == inside
+    variance = statistics.pvariance([w * a for w, a in pairs])
+    assert float(got.simplified) == pytest.approx(bias2 / (bias2 + variance), rel=1e-3)
+    assert ais_oracle(0 * d, mask, advantages) == (0.0, 0.0)

@@ -155,3 +155,23 @@ def test_the_ratio_is_that_of_the_mean_move_over_layers_and_experts():
 def test_a_floor_that_is_no_ratio_is_refused(floor):
     with pytest.raises(ConfigError, match=r"number in \(0, 1\]"):
         check_floor(floor)
+
+
+def test_the_mean_of_each_turn_is_that_of_the_loop():
+    generator = random.Random(0)
+    drawn = [[generator.random() < 0.6 for _ in range(17)] for _ in range(9)] + [[False] * 17, [True] * 17]
+    values = torch.randn(len(drawn), 17, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    wanted = [[], [], []]
+    for row, keep in enumerate(drawn):
+        turn = -1
+        for column, kept in enumerate(keep):
+            turn += kept and (column == 0 or not keep[column - 1])
+            if kept:
+                wanted[min(turn, 2)].append(float(values[row, column]))
+    mask = torch.tensor(drawn)
+    with no_host_sync():
+        means, counts = F.mean_by_turn(values, mask, 3)
+    assert counts.tolist() == [len(one) for one in wanted]
+    torch.testing.assert_close(means, torch.tensor([sum(one) / len(one) for one in wanted]), rtol=1e-5, atol=1e-6)
+    parts = Ranks(2).run(lambda r, f: F.mean_by_turn(values[r::2], mask[r::2], 3, all_reduce=f)[0])
+    torch.testing.assert_close(parts[0], means, rtol=1e-5, atol=1e-6)

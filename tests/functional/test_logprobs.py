@@ -236,6 +236,21 @@ def test_from_logits_matches_the_loop_and_its_gradient():
     assert torch.autograd.gradcheck(lambda x: logits_logprobs(x, tokens, temperature=0.8)[0], [logits])
 
 
+@pytest.mark.parametrize("shift", [0.0, 30.0, 200.0])
+def test_entropy_loses_nothing_to_a_shift_and_is_never_below_zero(shift):
+    logits = torch.randn(50, 3000, generator=torch.Generator().manual_seed(0)) * 3 + shift
+    logits[0, 0] += 300  # a word that is certain
+    tokens = torch.zeros(50, dtype=torch.long)
+    expected = torch.special.entr(logits.double().softmax(-1)).sum(-1)
+    columns = torch.eye(50)
+    for got in (
+        logits_logprobs(logits, tokens, entropy=True)[1],
+        token_logprobs(columns, logits.T.contiguous(), tokens, entropy=True)[1],
+    ):
+        assert got.min() >= 0
+        torch.testing.assert_close(got.double(), expected, atol=1e-6, rtol=0)
+
+
 def test_masked_words_have_no_entropy():
     logits = torch.tensor([[0.0, -math.inf, 0.0]])
     logprobs, entropy = logits_logprobs(logits, torch.tensor([2]), entropy=True)

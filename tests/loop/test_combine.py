@@ -53,6 +53,9 @@ def test_weights_multiply_and_keeps_are_anded():
     assert torch.equal(keep, parts[2].keep & parts[3].keep)
     inside = given.mask
     assert float(metrics["correction/weight_mean"]) == pytest.approx(float(weights[inside].mean()))
+    assert float(metrics["correction/weight_cv"]) == pytest.approx(
+        float(weights[inside].std() / weights[inside].mean())
+    )
     assert float(metrics["correction/weight_max"]) == float(weights[inside].max())
     assert float(metrics["correction/reweighted_tokens"]) == 1.0
     assert float(metrics["correction/rejected_tokens"]) == pytest.approx(float((~keep)[inside].double().mean()))

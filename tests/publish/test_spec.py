@@ -15,9 +15,10 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.loop.contracts import Schedule
 from lit_qrl.objective import GRPO
 from lit_qrl.precision import NVFP4LoRA, QATAligned
-from lit_qrl.publish.spec import PublishSettings, compute_dtype, sampler_spec
+from lit_qrl.publish.spec import PublishSettings, compute_dtype, make_room, sampler_spec
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import RolloutEngine, SamplerSpec
+from lit_qrl.rollout.vllm import VLLMEngine
 from lit_qrl.strategies import ShardedStrategy
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
@@ -169,3 +170,10 @@ def test_where_vllm_is_the_batch_invariant_engine_its_own_kernels_and_head_are_w
     monkeypatch.setattr(engine, "kernels", "vllm", raising=False)
     with pytest.raises(ConfigError, match=f"compute differently.*Given: {given}"):
         spec(plugin, engine=engine)
+
+
+@pytest.mark.parametrize(("rank", "pattern", "given", "room"), [(20, {}, 0, 32), (4, {"q": 64}, 0, 64), (20, {}, 8, 8)])
+def test_an_engine_without_room_for_an_adapter_gets_that_of_the_policys_rank(rank, pattern, given, room):
+    engine = VLLMEngine(max_lora_rank=given)
+    make_room(engine, LoraConfig(r=rank, rank_pattern=pattern))
+    assert engine.max_lora_rank == room

@@ -39,8 +39,9 @@ def _values_kernel(
     codes = tl.load(packed + word, mask=inside)
     scale = tl.load(scales + word // PER_SCALE, mask=inside)
     if E8M0:
-        exponent = tl.minimum(scale.to(tl.int32), 254)
-        scale = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
+        exponent = scale.to(tl.int32)
+        shifted = tl.where(exponent == 255, 0x7FC00000, exponent << 23)  # 255 is NaN
+        scale = tl.where(exponent == 0, 1 << 22, shifted).to(tl.float32, bitcast=True)
     else:
         scale = scale.to(tl.float32)
     if DIVIDED:

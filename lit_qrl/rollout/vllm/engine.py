@@ -96,7 +96,7 @@ class VLLMEngine(RolloutEngine):
         max_num_seqs: sequences decoded at a time.
         enforce_eager: no compilation and no CUDA graphs: starts in seconds and decodes slower; always so on CPU.
         quick_start: CUDA graphs without compilation, which takes a minute; `auto` compiles from 50,000 decode steps on.
-        max_lora_rank: of adapters published apart from their base; 0 allows none.
+        max_lora_rank: of adapters published apart from their base; 0 takes the policy's, where one is.
         sleep_level: what `sleep` does on a GPU: 0 nothing, 1 moves the weights to the host, 2 drops them; the KV cache
             is dropped in both. Needs `trainer.strategy: ColocatedStrategy`.
         deep_gemm: use DeepGEMM for fp8_block where vLLM has it; it compiles for minutes at its first use.
