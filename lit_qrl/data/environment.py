@@ -85,15 +85,15 @@ class MultiTurnTask(Task):
         Raises:
             ConfigError: `processes` is true, and they cannot.
         """
-        methods = [getattr(self, name) for name in METHODS]
         if self.processes is False or type(self).play is not MultiTurnTask.play:
             return
         try:
-            if any(map(inspect.iscoroutinefunction, methods)):
-                raise WorkerStartError("a method of it is `async`")
-            if sent(self) is None:
-                raise WorkerStartError("pickle cannot take it")
-            self._pool = self._pool or WorkerPool(_Methods(self), timeout=self.time_limit + 1.0)
+            if self._pool is None:
+                if any(inspect.iscoroutinefunction(getattr(self, name)) for name in METHODS):
+                    raise WorkerStartError("a method of it is `async`")
+                if sent(self) is None:
+                    raise WorkerStartError("pickle cannot take it")
+                self._pool = WorkerPool(_Methods(self), timeout=self.time_limit + 1.0)
             self._pool.start()
         except WorkerStartError as error:
             self._stay(str(error))

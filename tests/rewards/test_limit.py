@@ -138,3 +138,32 @@ def test_a_child_that_returns_ends_and_its_parent_goes_on(seconds):
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout == "5\n5\n"
     assert ended.stderr.count("the child returned: it ends here") == 2
+
+
+HANGS = {
+    "loop": "call(loop, seconds=600)",
+    "held": "call(hold, seconds=600)",
+    "concurrent": "FunctionReward(hold_all, concurrency=2, timeout=600)(SAMPLES)",
+    "apart": "FunctionReward(hold_all, processes=True)(SAMPLES)",
+}
+
+
+def hold_all(completions):
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+@pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS)
+def test_a_signal_ends_what_hangs(hang):
+    code = (
+        "import signal, sys; from lit_qrl.rewards import FunctionReward, Sample\n"
+        "from tests.rewards.test_limit import call, hold_all, spin as loop\n"
+        "hold = lambda: hold_all([]); SAMPLES = [Sample('', '')] * 2\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print('in', flush=True)\n"
+        f"{hang}"
+    )
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert run.stdout.readline() == b"in\n"
+    time.sleep(2)
+    run.terminate()
+    assert run.wait(60) == 143
+    run.stdout.close()
