@@ -54,6 +54,10 @@ class TakesTurns(Protocol):
         """Return the prompt: a text, or messages."""
         ...
 
+    def prepare(self) -> None:
+        """Do what takes long before the first sequence is played, whose time it must not take."""
+        ...
+
     async def play(self, row: Mapping[str, Any], say: Say) -> float | None:
         """Return the score of one sequence; `say([])` answers the prompt itself."""
         ...
@@ -122,6 +126,7 @@ class Conversations:
     # ------------------------------------------------------------------------------------------------- environments
 
     def __enter__(self) -> "Conversations":
+        self.task.prepare()
         self._thread.start()
         return self
 

@@ -1,21 +1,16 @@
-"""The contract of a reward, samples in and one score each out, and the limit of its calls, which are not our code."""
+"""The contract of a reward: samples in, one score each out."""
 
-import faulthandler
 import logging
 import math
-import signal
-import sys
-import threading
-import time
 import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from lit_qrl.errors import ConfigError, StoppedError, nearest
+from lit_qrl.rewards.limit import call
 from lit_qrl.run.description import Described
 
 if TYPE_CHECKING:
@@ -28,10 +23,8 @@ log = logging.getLogger(__name__)
 MAX_FAILED_CALLS = 3
 """Calls in a row of a reward that has worked before which may fail until the run stops."""
 
-GRACE = 30.0
-"""Seconds between the interruption of a call and the end of a process in which nothing came of it."""
-REPEAT = 1.0
-"""Seconds until a call is interrupted again that went on all the same."""
+MAX_SCORE = 1e18
+"""Largest size of a score, and of one times its weight: in a group's variance a larger one leaves fp32's range."""
 
 Score = float | None
 """None is no score: the sample is left out of its group's statistics."""
@@ -332,7 +325,8 @@ def _scored_singly(reward: Reward, samples: Sequence[Sample]) -> tuple[list[Scor
 
 def _told(error: Exception) -> str:
     """Return an error in a line, with the place in the user's code where it came up."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/lit_qrl/" not in frame.filename]
+    ours = ("/lit_qrl/", "/contextlib.py")  # the latter within the limit of a call
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not any(map(frame.filename.count, ours))]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     text = " ".join(str(error).split())[:300].rstrip(".")
     if isinstance(error, TimeoutError) and not frames:
@@ -361,7 +355,7 @@ def checked(reward: Reward, returned: Any, samples: Sequence[Sample], first: int
         first: position of the first of these, for an error.
 
     Raises:
-        ConfigError: there are not as many as samples, or one is neither a finite number nor None.
+        ConfigError: there are not as many as samples, or one is neither None nor a number of at most `MAX_SCORE`.
     """
     many = not isinstance(returned, (str, bytes, Mapping, set, frozenset))
     try:
@@ -382,91 +376,12 @@ def checked(reward: Reward, returned: Any, samples: Sequence[Sample], first: int
         except (TypeError, ValueError, OverflowError, RuntimeError):
             scores.append(math.nan)
         last = scores[-1]
-        if last is not None and not math.isfinite(last):
+        if last is not None and not abs(last) * max(abs(reward.weight), 1.0) <= MAX_SCORE:
+            beyond = f" within fp32's range, times its weight {reward.weight:g}" if math.isfinite(last) else ""
             raise ConfigError(
-                f"{reward.described} returned a score that is not a finite number.",
-                expected="a finite number for every sample, or None",
+                f"{reward.described} returned a score that is not a finite number{beyond}.",
+                expected=f"a number of at most {MAX_SCORE:g} in size for every sample, or None",
                 given=f"{score!r} for sample {first + i}, {_shown(samples[i])}",
                 remedy="Return None for what cannot be judged: the sample is left out.",
             )
     return scores
-
-
-class _Late(BaseException):
-    """Raised within a call that is late; no `except Exception` of the call's own takes it for a fault of its own."""
-
-
-def call(function: Callable[..., Any], *arguments: Any, seconds: float | None) -> Any:
-    """Return what a function returns.
-
-    In the main thread a late call is interrupted by an alarm, which also ends what loops in Python, sleeps, waits for a
-    socket or matches a regular expression; in another thread it goes on, abandoned. Native code that holds the
-    interpreter hears neither: `GRACE` seconds later `faulthandler`, whose clock needs no interpreter, prints the lines
-    at which all threads stand and ends the process with status 1.
-
-    Args:
-        function: what is called.
-        arguments: its arguments.
-        seconds: the limit; None has none.
-
-    Raises:
-        TimeoutError: the call was late.
-
-    >>> call(pow, 2, 10, seconds=60)
-    1024
-    """
-    if seconds is None:
-        return function(*arguments)
-    if sys.__stderr__ is not None:
-        faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=sys.__stderr__)
-    try:
-        if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
-            with _alarm(seconds):
-                return function(*arguments)
-        return _in_thread(function, arguments, seconds)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-@contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    is_over = False
-
-    def interrupt(number: int, frame: Any) -> None:
-        if not is_over:
-            raise _Late
-
-    started, previous = time.monotonic(), signal.signal(signal.SIGALRM, interrupt)
-    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT)
-    try:
-        try:
-            yield
-        finally:
-            is_over = True
-    except _Late:
-        raise TimeoutError(f"not done within {seconds:g} s") from None
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL if previous is None else previous)
-        if remaining:  # somebody else's clock
-            signal.setitimer(signal.ITIMER_REAL, max(remaining - (time.monotonic() - started), 1e-3), interval)
-
-
-def _in_thread(function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> Any:
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append((True, function(*arguments)))
-        except BaseException as error:
-            outcome.append((False, error))
-
-    thread = threading.Thread(target=run, name="reward", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not outcome:
-        raise TimeoutError(f"not done within {seconds:g} s")
-    succeeded, result = outcome[0]
-    if succeeded:
-        return result
-    raise result

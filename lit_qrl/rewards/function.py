@@ -3,12 +3,13 @@
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from lit_qrl.errors import ConfigError, nearest
 from lit_qrl.rewards.base import Reward, Sample, Score
-from lit_qrl.rewards.service import Gathering, awaited, gather
-from lit_qrl.rewards.workers import Failure
+from lit_qrl.rewards.service import Gathering, awaited
+from lit_qrl.rewards.workers import Failure, WorkerPool, WorkerStartError, by_name, sent
 
 Function = Callable[..., Any]
 GIVEN = ("prompts", "completions", "references")
@@ -32,7 +33,10 @@ class FunctionReward(Reward):
         completions: what a completion is: its `text`, or `messages`, a list with the assistant's message. `auto` is
             messages where a column of the row holds the prompt as messages, and text otherwise.
         concurrency: 0 calls the function once with all samples; a number calls it for each sample alone, so many at the
-            same time (in threads, or as coroutines), for a function that waits for a service.
+            same time, for a function that waits for a service or works long.
+        processes: call it in processes of its own, which a limit can end whatever it does; what it writes to variables
+            of its module stays there. By default where `concurrency` is set and another process can import the
+            function; one that is `async`, in the main script or within another is called in this process.
         timeout: seconds for one of these calls.
         retries: how often one of these calls is repeated when it raised or was late; the pause doubles each time.
         time_limit: seconds for all samples together.
@@ -59,6 +63,7 @@ class FunctionReward(Reward):
         timeout: float = 60.0,
         retries: int = 2,
         time_limit: float = 600.0,
+        processes: bool | None = None,
     ) -> None:
         self.function = find_function(function) if isinstance(function, str) else function
         inner = getattr(self.function, "__qualname__", type(self.function).__name__)
@@ -75,6 +80,15 @@ class FunctionReward(Reward):
         self.arguments, self.completions = dict(arguments or {}), completions
         self.concurrency, self.timeout, self.retries, self.time_limit = concurrency, timeout, retries, time_limit
         self.failures = {}
+        self._pool: WorkerPool | None = None
+        if processes or (processes is None and concurrency and by_name(self.function)):
+            if sent(self.function) is None:
+                raise ConfigError(
+                    f"{self.described} cannot be called in a process of its own.",
+                    expected="a function of a module, which another process can import",
+                    remedy="Move it to a file beside the script, or set `processes: false`.",
+                )
+            self._pool = WorkerPool(_Finished(self.function), timeout=timeout if concurrency else time_limit)
         try:
             parameters = list(inspect.signature(self.function).parameters.values())
         except (TypeError, ValueError):  # a builtin
@@ -116,23 +130,55 @@ class FunctionReward(Reward):
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         self.failures = {}
+        self._start()
         if not self.concurrency:
-            return awaited(self.function(**self._arguments(samples)), self.time_limit or float("inf"))
-        calls = [self.call_for(sample) for sample in samples]
-        returned = gather(calls, self.concurrency, self.timeout, self.retries, self.progress, self.limit)
-        return self.concluded(returned, samples)
+            if self._pool is None:
+                return awaited(self.function(**self._arguments(samples)), self.time_limit or float("inf"))
+            returned = self._pool.call(self._arguments(samples))
+            if isinstance(returned, Failure):
+                raise returned()
+            return returned
+        return Singly(self).scores(samples)
 
     def begin(self) -> "Singly | None":
         """Return what calls the function for samples as they come, where it is called for each alone."""
-        return Singly(self) if self.concurrency else None
+        if not self.concurrency:
+            return None
+        self._start()
+        return Singly(self)
+
+    def _start(self) -> None:
+        """Have the function imported where it is called, whose time is not counted as a call's."""
+        try:
+            if self._pool is not None:
+                self._pool.start()
+        except WorkerStartError as error:
+            raise ConfigError(
+                f"{self.described} cannot be called in a process of its own.",
+                expected="a module that another process can import",
+                given=error,
+                remedy="Correct it, or set `processes: false`.",
+            ) from error
+
+    def close(self) -> None:
+        """Kill the worker processes, if any; a later call starts new ones."""
+        if self._pool is not None:
+            self._pool.close()
 
     @property
     def limit(self) -> float:
         """Seconds for all calls, so that the scores of those that are done are there before `time_limit`."""
         return 0.95 * (self.time_limit or float("inf"))
 
+    @property
+    def apart(self) -> bool:
+        """Whether calls run in processes of their own."""
+        return self._pool is not None
+
     def call_for(self, sample: Sample) -> Callable[[], Any]:
         """Return the call of the function for one sample."""
+        if self._pool is not None:
+            return partial(self._pool.call, self._arguments([sample]))
         return lambda: self.function(**self._arguments([sample]))
 
     def concluded(self, returned: Sequence[Any], samples: Sequence[Sample]) -> list[Score]:
@@ -172,6 +218,16 @@ class FunctionReward(Reward):
         return {**values, **self.arguments}
 
 
+class _Finished:
+    """A function as a worker calls it: what it returns to be awaited or yields is there when it returns."""
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+
+    def __call__(self, arguments: dict[str, Any]) -> Any:
+        return awaited(self.function(**arguments), float("inf"))
+
+
 class Singly:
     """A function at work on samples as they come, called for each alone, with the reward's own `concurrency`.
 
@@ -181,7 +237,7 @@ class Singly:
 
     def __init__(self, reward: FunctionReward) -> None:
         self.reward = reward
-        self._calls = Gathering(reward.concurrency, reward.timeout, reward.retries)
+        self._calls = Gathering(reward.concurrency, reward.timeout, reward.retries, reward.apart)
         self._added: set[int] = set()
 
     def add(self, samples: Mapping[int, Sample]) -> None:

@@ -1,18 +1,23 @@
 """Many calls at the same time of a function that waits for a service: each bounded, repeated when it failed."""
 
 import asyncio
+import faulthandler
 import inspect
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
+from lit_qrl.rewards.limit import abandon, end_if_held, in_thread
 from lit_qrl.rewards.workers import Failure
 
 FIRST_PAUSE = 0.5
 """Seconds before a failed call is repeated; twice as many each time after."""
+BEAT = 1.0
+"""Seconds between two signs of life of an interpreter that calls may hold."""
 LOOK = 0.1
 """Seconds between two looks at how many calls are done."""
 
@@ -44,16 +49,45 @@ class Clock:
         return self._whole + (0.0 if since is None else time.monotonic() - since)
 
 
+class HoldingEnds:
+    """Ends the process where calls of an event loop, while they are in this context, hold the interpreter too long.
+
+    Args:
+        seconds: for one call; the process ends `limit.GRACE` later.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self._inside = seconds, 0
+        self._next: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> None:
+        self._inside += 1
+        if self._inside == 1:
+            self._beat()
+
+    def __exit__(self, *_: object) -> None:
+        self._inside -= 1
+        if not self._inside:
+            if self._next is not None:
+                self._next.cancel()
+            faulthandler.cancel_dump_traceback_later()
+
+    def _beat(self) -> None:
+        end_if_held(self.seconds)
+        self._next = asyncio.get_running_loop().call_later(BEAT, self._beat)
+
+
 class Gathering:
     """Calls that may come one after another, and what they return in the end.
 
     Functions run in threads, what they return to be awaited in one event loop that stays open. A thread that is late
-    cannot be ended, and is left alone.
+    ends at its next line of Python (`abandon`); where one holds the interpreter, the process ends (`HoldingEnds`).
 
     Args:
         concurrency: calls at the same time.
         timeout: seconds for one.
         retries: how often a failed one is repeated.
+        apart: the calls only wait for processes of their own.
 
     >>> calls = Gathering(concurrency=2, timeout=60)
     >>> calls.add({1: lambda: "second"})
@@ -62,9 +96,10 @@ class Gathering:
     ['first', 'second']
     """
 
-    def __init__(self, concurrency: int, timeout: float, retries: int = 0) -> None:
+    def __init__(self, concurrency: int, timeout: float, retries: int = 0, apart: bool = False) -> None:
         self.timeout, self.retries, self.clock = timeout, retries, Clock()
         self._places = asyncio.Semaphore(concurrency)
+        self._held = nullcontext() if apart else HoldingEnds(timeout)
         self._begun: set[int] = set()
         self._open = 0
         self._results: dict[int, Future[Any]] = {}
@@ -114,7 +149,8 @@ class Gathering:
                 async with self._places:
                     self._begun.add(position)
                     try:
-                        result = await asyncio.wait_for(_caught(call), self.timeout)
+                        with self._held:
+                            result = await asyncio.wait_for(_caught(call), self.timeout)
                     except TimeoutError:
                         result = Failure(f"not done within {self.timeout:g} s")
                 if not isinstance(result, Failure):
@@ -125,49 +161,22 @@ class Gathering:
             self.clock.run(self._open > 0)
 
 
-def gather(
-    calls: Sequence[Callable[[], Any]],
-    concurrency: int,
-    timeout: float,
-    retries: int = 0,
-    progress: Callable[[int, int], None] | None = None,
-    limit: float = float("inf"),
-) -> list[Any]:
-    """Return what the calls return, in order; a `Failure` for each that raised or was late to the last.
-
-    Args:
-        calls: without arguments.
-        concurrency: calls at the same time.
-        timeout: seconds for one.
-        retries: how often a failed one is repeated.
-        progress: called with (calls done, calls).
-        limit: seconds for all; those that are not done then have failed.
-
-    >>> gather([lambda: 1, lambda: 1 / 0], concurrency=2, timeout=60)
-    [1, Failure(reason='ZeroDivisionError: division by zero')]
-    """
-    one = Gathering(concurrency, timeout, retries)
+async def called(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function returns: awaited where it is `async`, else run in a thread, beside all other calls."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments)
+    running = in_thread(function, *arguments)
     try:
-        one.add(dict(enumerate(calls)))
-        return one.end(limit, progress)
-    finally:
-        one.drop()
+        return await asyncio.wrap_future(running)
+    except asyncio.CancelledError:
+        abandon(running)
+        raise
 
 
 async def _caught(call: Callable[[], Any]) -> Any:
     """Return what a call returns, a `Failure` of what it raises."""
-    called: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            called.set_result(_whole(call()))
-        except BaseException as error:
-            called.set_exception(error)
-
-    called.set_running_or_notify_cancel()
-    threading.Thread(target=run, name="reward call", daemon=True).start()
     try:
-        result = await asyncio.wrap_future(called)
+        result = await called(lambda: _whole(call()))
         # in a loop of its own: what blocks there keeps no clock here from running
         return await asyncio.wrap_future(_begun(result)) if inspect.isawaitable(result) else result
     except asyncio.CancelledError:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lit_qrl.rewards.base import Reward, Sample, Score, Scoring, check_names
+from lit_qrl.rewards.limit import call
 from lit_qrl.rewards.service import Clock
 from lit_qrl.types import Completion
 
@@ -181,7 +182,7 @@ class InTurn:
 
     def _score(self, samples: dict[int, Sample]) -> None:
         positions = list(samples)
-        returned = list(self.reward(list(samples.values())))
+        returned = list(call(self.reward, list(samples.values()), seconds=self.reward.time_limit))
         if len(returned) != len(positions):
             raise ValueError(f"it returned {len(returned)} scores for {len(positions)} samples")
         self._scores.update(zip(positions, returned, strict=True))

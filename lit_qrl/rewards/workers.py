@@ -1,27 +1,36 @@
-"""Function calls in processes that can be killed.
+"""Calls in processes of their own, which can be killed: the only limit that holds whatever the called code does.
 
-Each worker is a fresh interpreter, started on first use. It neither forks this process (CUDA would not survive it) nor
-imports the user's main script again (as `multiprocessing`'s spawn does), and it starts in the time of its imports.
-Calls and results are lines of JSON over its pipes; a worker that is late is killed, and the next call gets a new one.
+A server, a fresh interpreter that has imported the function, forks a worker for each call that is under way. So nothing
+forks this process (CUDA would not survive it) or imports the user's main script again (as the spawn and the forkserver
+of `multiprocessing` do). Calls go out pickled, and results come back as JSON: no result can run code here.
 """
 
+import contextlib
+import inspect
 import json
 import os
-import select
+import pickle
+import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
+from lit_qrl.rewards.limit import in_this_process
+
 START_SECONDS = 60.0
-"""Limit for a worker's start, which imports a computer algebra system from a possibly cold disk."""
+"""Limit for a server's start, which imports a computer algebra system from a possibly cold disk."""
+LONGEST = 1e6
+"""Seconds that a system call may wait."""
 MEMORY_BYTES = 2 << 30
-"""Address space of a worker: a comparison needs some 100 MB; what asks for more is an attack."""
+"""Address space of a confined worker: a comparison needs some 100 MB; what asks for more is an attack."""
 MAX_STILLBORN = 3
 """Workers that may die one after another before they are ready, until it is taken for more than bad luck."""
 _CODE = "import sys, json; sys.path[:0] = json.loads(sys.argv[1]); from lit_qrl.rewards.workers import serve; serve()"
@@ -32,103 +41,165 @@ class Failure:
     """Why a call has no result: it was late, it raised, or its worker died."""
 
     reason: str
+    late: bool = field(default=False, compare=False)
+
+    def __call__(self) -> Exception:
+        """Return it as an error."""
+        return (TimeoutError if self.late else RuntimeError)(self.reason)
 
 
 class WorkerStartError(RuntimeError):
     """Workers cannot work at all on this machine."""
 
 
-class _Worker:
-    """One process, which a thread calls and waits for.
+def by_name(function: Any) -> bool:
+    """Return True for a plain function, not `async`, that another process can import.
 
-    Args:
-        function: that it calls.
-        timeout: seconds for a call.
+    >>> by_name(by_name), by_name(lambda: 1)
+    (True, False)
     """
+    if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
+        return False
+    return sent(function) is not None
 
-    def __init__(self, function: str, timeout: float) -> None:
-        path = json.dumps([entry or os.getcwd() for entry in sys.path])
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _CODE, path, function, str(timeout), str(MEMORY_BYTES)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-        )
-        self.function, self.timeout, self._rest = function, timeout, b""
 
-    def start(self) -> Failure | None:
-        """Wait until it is ready; return why it died before.
+def sent(function: Any) -> bytes | None:
+    """Return what another process makes a function or an object of; None where it is not to be had there."""
+    try:
+        pickled = pickle.dumps(function)
+    except Exception:  # of as many kinds as there are objects
+        return None
+    return None if b"__main__" in pickled else pickled
 
-        Raises:
-            WorkerStartError: for a function that no worker can call.
-        """
-        answer = self._answer(START_SECONDS)
-        if isinstance(answer, dict):
-            raise WorkerStartError(f"A worker for {self.function} cannot start: {answer['error']}")
-        return answer if isinstance(answer, Failure) else None
 
-    def call(self, arguments: Sequence[Any]) -> Any:
-        """Return the result of a call, or a `Failure`; of one that is late or dies the process is gone."""
-        assert self.process.stdin is not None
+class _Peer:
+    """The other end of a pipe: a server, or a worker of it."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe, self.pid = pipe, 0
+
+    def ask(self, message: bytes | None, seconds: float) -> Any:
+        """Return the answer to a message, or to none the first word; a `Failure` where there is none in time."""
         try:
-            self.process.stdin.write(json.dumps(list(arguments)).encode() + b"\n")
-        except OSError:
+            if message is not None:
+                self.pipe.send_bytes(message)
+            if self.pipe.poll(min(seconds, LONGEST)):
+                answer = json.loads(self.pipe.recv_bytes())
+                return answer["ok"] if "ok" in answer else Failure(answer["error"])
             self.kill()
-            return Failure("the worker died")
-        answer = self._answer(self.timeout)
-        return answer if isinstance(answer, Failure) else answer["ok"] if "ok" in answer else Failure(answer["error"])
-
-    def _answer(self, seconds: float) -> Any:
-        """Return the next line of the worker, or why there is none."""
-        assert self.process.stdout is not None
-        deadline = time.monotonic() + seconds
-        while b"\n" not in self._rest:
-            ready, _, _ = select.select([self.process.stdout], [], [], max(deadline - time.monotonic(), 0.0))
-            chunk = os.read(self.process.stdout.fileno(), 1 << 16) if ready else b""
-            if not chunk:
-                self.kill()
-                return Failure(
-                    "the worker died, perhaps for want of memory" if ready else f"not done within {seconds:g} s"
-                )
-            self._rest += chunk
-        line, _, self._rest = self._rest.partition(b"\n")
-        return json.loads(line)
+            return Failure(f"not done within {seconds:g} s", late=True)
+        except (EOFError, OSError):
+            self.pipe.close()
+            return Failure("the worker died, perhaps for want of memory")
+        except BaseException:  # an interrupt: the answer still to come would be taken for that of a later call
+            self.kill()
+            raise
 
     @property
     def lives(self) -> bool:
-        return self.process.poll() is None
+        """Whether it waits for a call: one that is dead has something to say, which is nothing."""
+        return not self.pipe.closed and not self.pipe.poll(0)
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        """End the process, which is alive."""
+        with contextlib.suppress(OSError):
+            if self.pid:
+                os.kill(self.pid, signal.SIGKILL)
+                self.pipe.poll(0.25)  # until it is gone, which is not worth more of the caller's time
+        self.pipe.close()
 
 
 class WorkerPool:
-    """Calls one function in several processes, each call under a time limit.
+    """Calls a function in processes, each call under a time limit; any thread may call.
 
     Args:
-        function: `package.module:name`; its arguments and result must be JSON.
-        size: number of workers; they start when there is work for them.
+        function: what pickle knows by its name, or an object that can be called.
+        size: calls at the same time of `map`; a worker starts when a call finds none that is free.
         timeout: seconds for one call.
+        confined: limits memory and forbids what `confine` lists.
 
-    >>> pool = WorkerPool("math:gcd", size=1)
+    >>> import math
+    >>> pool = WorkerPool(math.gcd)
     >>> pool.map([(12, 18), (7, 5)])
     [6, 1]
     >>> pool.close()
     """
 
-    def __init__(self, function: str, size: int = 1, timeout: float = 2.0) -> None:
-        self.function, self.size, self.timeout = function, size, timeout
-        self._workers: list[_Worker] = []
-        self._lock = threading.Lock()
-        self._owner = os.getpid()
-        self._finalizer = weakref.finalize(self, _kill_all, self._workers, self._owner)
+    def __init__(
+        self, function: Callable[..., Any], size: int = 1, timeout: float = 2.0, confined: bool = False
+    ) -> None:
+        self.function, self.size, self.timeout, self.confined = function, size, timeout, confined
+        self._idle: list[_Peer] = []
+        self._servers: list[tuple[subprocess.Popen[bytes], _Peer]] = []  # one, or none yet
+        self._lock, self._owner = threading.RLock(), os.getpid()
+        self._finalizer = weakref.finalize(self, _end, self._servers, self._idle, self._owner)
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers that are alive."""
-        return [worker.process.pid for worker in self._workers if worker.lives]
+        """Process ids of the workers that wait for a call."""
+        return [worker.pid for worker in self._idle if worker.lives]
+
+    def start(self) -> None:
+        """Have the server import the function, unless it has.
+
+        Raises:
+            WorkerStartError: it cannot.
+        """
+        with self._lock:
+            if os.getpid() != self._owner:  # the pipes belong to the process that this one was forked from
+                self._finalizer.detach()
+                self.__setstate__(self.__getstate__())
+            if self._servers and self._servers[0][1].lives:
+                return
+            result = Failure("")
+            for _ in range(MAX_STILLBORN):
+                self.close()
+                process, server = _served(self.confined)
+                self._servers.append((process, server))
+                result = server.ask(sent(self.function) or b"", START_SECONDS)
+                if not isinstance(result, Failure):
+                    return
+                if not server.pipe.closed:  # it lives, and says why it does not work
+                    break
+            self.close()
+            raise WorkerStartError(f"A worker for {_name(self.function)} does not start: {result.reason}")
+
+    def call(self, *arguments: Any) -> Any:
+        """Return the result of one call, or a `Failure`.
+
+        Raises:
+            WorkerStartError: no worker starts.
+        """
+        try:
+            message = pickle.dumps(arguments)
+        except Exception as error:
+            return Failure(f"its arguments cannot go to another process: {type(error).__name__}: {str(error)[:200]}")
+        worker = self._worker()
+        result = worker.ask(message, self.timeout)
+        with self._lock:
+            if not worker.pipe.closed:
+                self._idle.append(worker)
+        return result
+
+    def _worker(self) -> _Peer:
+        """Return one that is free, or a new one."""
+        with self._lock:
+            ready: Any = Failure("")
+            for _ in range(MAX_STILLBORN):
+                self.start()
+                while self._idle:
+                    if (worker := self._idle.pop()).lives:
+                        return worker
+                    worker.pipe.close()
+                ours, theirs = Pipe()
+                with theirs, contextlib.suppress(OSError):
+                    send_handle(self._servers[0][1].pipe, theirs.fileno(), None)
+                worker = _Peer(ours)
+                ready = worker.ask(None, START_SECONDS)
+                if not isinstance(ready, Failure):
+                    worker.pid = ready
+                    return worker
+        raise WorkerStartError(f"A worker for {_name(self.function)} does not start: {ready.reason}")
 
     def map(self, calls: Sequence[Sequence[Any]]) -> list[Any]:
         """Return each call's result, or a `Failure`, in order.
@@ -136,100 +207,130 @@ class WorkerPool:
         Raises:
             WorkerStartError: no worker starts.
         """
-        with self._lock:
-            if os.getpid() != self._owner:  # the pipes belong to the process that this one was forked from
-                self._finalizer.detach()
-                WorkerPool.__init__(self, self.function, self.size, self.timeout)
-                return self.map(calls)
-            for worker in [worker for worker in self._workers if not worker.lives]:  # killed since
-                worker.kill()
-                self._workers.remove(worker)
-            if not calls:
-                return []
-            stopped, free = threading.Event(), self._workers[:]
-            executor = ThreadPoolExecutor(min(self.size, len(calls)), "reward worker")
-            try:
-                return list(executor.map(lambda arguments: self._call(arguments, free, stopped), calls))
-            except BaseException:  # an interrupt: answers still to come would be taken for those of later calls
-                stopped.set()
-                _kill_all(self._workers, self._owner)
-                raise
-            finally:
-                executor.shutdown(cancel_futures=True)
-                if stopped.is_set():  # what a thread had begun to start
-                    _kill_all(self._workers, self._owner)
-
-    def _call(self, arguments: Sequence[Any], free: list[_Worker], stopped: threading.Event) -> Any:
-        """Return a call's result, by a worker that is free or a new one."""
-        died = Failure("")
-        for _ in range(MAX_STILLBORN):
-            if stopped.is_set():
-                return died
-            try:
-                worker = free.pop()
-            except IndexError:
-                worker = _Worker(self.function, self.timeout)
-                self._workers.append(worker)
-                if (failed := worker.start()) is not None:
-                    self._workers.remove(worker)
-                    died = failed
-                    continue
-            result = worker.call(arguments)
-            if worker.lives:
-                free.append(worker)
-            else:
-                self._workers.remove(worker)
-            return result
-        raise WorkerStartError(f"A worker for {self.function} does not start: {died.reason}")
+        if not calls:
+            return []
+        executor = ThreadPoolExecutor(min(self.size, len(calls)), "reward worker")
+        try:
+            return list(executor.map(lambda arguments: self.call(*arguments), calls))
+        except BaseException:
+            executor.shutdown(wait=False, cancel_futures=True)
+            self.close()
+            raise
+        finally:
+            executor.shutdown()
 
     def close(self) -> None:
         """Kill all workers; a later call starts new ones."""
         with self._lock:
-            _kill_all(self._workers, self._owner)
+            _end(self._servers, self._idle, self._owner)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"function": self.function, "size": self.size, "timeout": self.timeout}
+        return {name: getattr(self, name) for name in ("function", "size", "timeout", "confined")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         WorkerPool.__init__(self, **state)
 
 
-def _kill_all(workers: list[_Worker], owner: int) -> None:
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def _served(confined: bool) -> tuple["subprocess.Popen[bytes]", _Peer]:
+    """Return a server that begins to start, at the head of a process group with its workers."""
+    ours, theirs = Pipe()
+    path = json.dumps([entry or os.getcwd() for entry in sys.path])
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _CODE, path, str(theirs.fileno()), str(int(confined))],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL if confined else None,
+            stderr=subprocess.DEVNULL if confined else None,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # Ctrl-C is the parent's, which ends us all
+        )
+    return process, _Peer(ours)
+
+
+def _end(servers: list[tuple["subprocess.Popen[bytes]", _Peer]], idle: list[_Peer], owner: int) -> None:
     if os.getpid() == owner:
-        for worker in workers:
-            worker.kill()
-    workers.clear()
+        for process, server in servers:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            server.pipe.close()
+        for worker in idle:
+            with contextlib.suppress(OSError):
+                worker.pipe.poll(1.0)  # until it is gone
+            worker.pipe.close()
+    servers.clear()
+    idle.clear()
 
 
 def serve() -> None:
-    """Answer calls from stdin until it is closed: what a worker runs."""
-    import importlib
-    import signal
-
-    _, _, function, limit, memory = sys.argv
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints must not mix with the answers
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it kills us
+    """Fork workers until the parent is gone, and end with all of them: what a server runs."""
+    _, _, descriptor, confined = sys.argv
+    parent = Connection(int(descriptor))
     try:
-        module, _, name = function.partition(":")
-        call = getattr(importlib.import_module(module), name)
-        prepare = getattr(sys.modules[module], "prepare_worker", lambda: None)
-        prepare()  # imports, which the confined worker may not
-        confine(int(memory))
-        prepare()  # works confined
-    except Exception as error:
-        answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
+        function = pickle.loads(parent.recv_bytes())
+        prepare = getattr(sys.modules.get(function.__module__), "prepare_worker", lambda: None)
+        prepare()  # imports, which a confined worker may not
+    except BaseException as error:
+        parent.send_bytes(_answer("error", _told(error)))
+        parent.poll(None)
         return
-    answers.write(b'"ready"\n')
-    for line in sys.stdin.buffer:
-        # Should the parent be gone when we are stuck, the alarm's default action ends us.
-        signal.setitimer(signal.ITIMER_REAL, 2 * float(limit) + 1)
+    parent.send_bytes(_answer("ok", None))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a worker ended
+    while True:
         try:
-            answer: dict[str, Any] = {"ok": call(*json.loads(line))}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.write(json.dumps(answer).encode() + b"\n")
+            handle = recv_handle(parent)
+        except BaseException:
+            os.killpg(0, signal.SIGKILL)
+            raise
+        if os.fork() == 0:
+            parent.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _work(Connection(handle), function, prepare if confined == "1" else None)
+        os.close(handle)
+
+
+def _work(parent: Connection, function: Callable[..., Any], prepare: Callable[[], None] | None) -> None:
+    """Answer calls until the pipe is closed: what a worker runs, whose process ends here."""
+    message = b""
+    try:
+        if prepare is not None:
+            confine(MEMORY_BYTES)
+            prepare()  # works confined
+        parent.send_bytes(_answer("ok", os.getpid()))
+        while True:
+            message = parent.recv_bytes()
+            try:
+                answer = _answer("ok", in_this_process(function, *pickle.loads(message)))
+            except BaseException as error:
+                answer = _answer("error", _told(error))
+            parent.send_bytes(answer)
+    except Exception as error:
+        if not message:
+            parent.send_bytes(_answer("error", _told(error)))
+    finally:
+        os._exit(0)
+
+
+def _answer(kind: str, value: Any) -> bytes:
+    return json.dumps({kind: value}, default=_plain).encode()
+
+
+def _plain(value: Any) -> Any:
+    """Return a number or an array of any library as JSON has it."""
+    return value.tolist() if hasattr(value, "tolist") else float(value)
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_REFUSED = ("os.", "socket.", "ctypes.", "subprocess.", "shutil.", "mmap.", "pty.", "signal.", "resource.", "code.")
+_IMPORTS = ("os.listdir", "os.scandir")
 
 
 def _is_generated(source: Any) -> bool:
@@ -237,22 +338,31 @@ def _is_generated(source: Any) -> bool:
 
 
 def confine(memory: int) -> None:
-    """Limit this process's memory and forbid it to evaluate source text, start programs, or open connections.
+    """Limit this process's memory, and refuse Python code in it what an answer needs for harm.
 
+    Refused are source text to evaluate, opening files but to read them, every audited function of `os` but listing a
+    folder, and those of `socket`, `ctypes`, `subprocess`, `shutil`, `mmap` and `signal`; the system lets no file grow
+    and, but for root, no process start. It may read files and use a core until it is late. It is no sandbox for native
+    code: a fault in a C library that an answer can use is out of its reach, but for those limits of the system.
     The one exception is SymPy's arithmetic of monomials, which it writes itself, from the number of variables alone.
+
+    Args:
+        memory: bytes of address space.
     """
     import resource
 
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_AS, (memory if hard < 0 else min(memory, hard), hard))
+    limits = [(resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NPROC, 0), (resource.RLIMIT_CORE, 0)]
+    for limit, most in [*limits, (resource.RLIMIT_AS, memory)] if sys.platform == "linux" else limits:
+        hard = resource.getrlimit(limit)[1]
+        most = most if hard < 0 else min(most, hard)
+        resource.setrlimit(limit, (most, most))
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "compile" and str(arguments[1]).startswith("<") and not _is_generated(arguments[0]):
             raise PermissionError("A worker evaluates no source text.")
-        if event in ("os.system", "os.exec", "os.fork", "os.posix_spawn", "subprocess.Popen", "socket.connect"):
+        if event.startswith(_REFUSED) and event not in _IMPORTS:
             raise PermissionError(f"A worker must not call {event}.")
-        if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):
-            raise PermissionError("A worker writes no files.")
+        if event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITES:
+            raise PermissionError("A worker opens no file for writing.")
 
     sys.addaudithook(refuse)

@@ -23,6 +23,7 @@ class Echo(MultiTurnTask):
     """Says its row's words, one after each answer; the score is the number of answers."""
 
     name = "echo"
+    processes = False  # which start by the imports of this file
 
     def train_rows(self):
         return [{"says": ["1+", "2+"]}]

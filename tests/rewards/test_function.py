@@ -1,4 +1,6 @@
 import asyncio
+import os
+import re
 import threading
 
 import pytest
@@ -217,3 +219,45 @@ def test_functions_stand_for_rewards():
     found = as_rewards([reward, right])
     assert found[0] is reward
     assert (found[1].name, found[1].function) == ("right", right)
+
+
+def hold(completions, **kwargs):
+    if completions[0] == "2":
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    if completions[0] == "3":
+        while True:
+            pass
+    return [1.0] * len(completions)
+
+
+def test_calls_that_hold_the_interpreter_end_alone():
+    reward = FunctionReward(f"{HERE}.hold", concurrency=4, timeout=2.0, retries=0)
+    whole = FunctionReward(hold, processes=True, time_limit=2.0)
+    try:
+        assert score_all([reward], SAMPLES, error_reward=-1.0).total == [1.0, -1.0, -1.0, 1.0]
+        assert reward.failures == dict.fromkeys((1, 2), "not done within 2 s")
+        assert whole(SAMPLES[:1]) == [1.0]
+        with pytest.raises(TimeoutError, match="not done within 2 s"):
+            whole([*SAMPLES[1:2], *SAMPLES])
+    finally:
+        reward.close()
+        whole.close()
+
+
+def test_what_no_other_process_can_import_stays_in_this_one():
+    def within(completions, **kwargs):
+        return [float(os.getpid())]
+
+    assert FunctionReward(within, concurrency=1)(SAMPLES[:1]) == [os.getpid()]
+    assert FunctionReward(right, concurrency=1, processes=False)(SAMPLES) == [1.0] * 4
+    with pytest.raises(ConfigError, match=r"'within'.*process of its own.*set `processes: false`"):
+        FunctionReward(within, processes=True)
+    broken = FunctionReward(right, concurrency=1)
+    broken._pool.function = Unimportable()
+    with pytest.raises(ConfigError, match=r"'right'.*Unimportable does not start.*ValueError"):
+        broken(SAMPLES)
+
+
+class Unimportable:
+    def __reduce__(self):
+        return int, ("no number",)

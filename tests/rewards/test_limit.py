@@ -1,14 +1,16 @@
+import queue
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 
-from lit_qrl.rewards import base as limit
-from lit_qrl.rewards.base import call
+from lit_qrl.rewards import limit
+from lit_qrl.rewards.limit import Threads, call
 
 
 def spin():
@@ -77,7 +79,7 @@ def test_in_another_thread_a_late_call_is_abandoned():
 
 def test_native_code_that_cannot_be_interrupted_ends_the_process_with_its_line():
     code = (
-        "import ctypes, lit_qrl.rewards.base as limit; limit.GRACE = 0.2;"
+        "import ctypes, lit_qrl.rewards.limit as limit; limit.GRACE = 0.2;"
         "lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64);"  # keeps the interpreter
         "print('before', flush=True); limit.call(lambda: [lock(mutex), lock(mutex)], seconds=0.1)"
     )
@@ -85,3 +87,83 @@ def test_native_code_that_cannot_be_interrupted_ends_the_process_with_its_line()
     assert ended.returncode == 1
     assert ended.stdout == "before\n"
     assert 'File "<string>", line 1 in <lambda>' in ended.stderr
+
+
+def test_calls_run_side_by_side_and_in_threads_that_have_come_back():
+    threads, release, seen = Threads(), threading.Event(), queue.SimpleQueue()
+
+    def call(number):
+        seen.put((number, threading.get_ident()))
+
+    def held():
+        release.wait()
+        call(0)
+
+    threads.run(held)
+    found = []
+    for number in range(1, 40):  # none waits for the one that is held up
+        threads.run(partial(call, number))
+        found.append(seen.get(timeout=60))
+    release.set()
+    found.append(seen.get(timeout=60))
+    assert sorted(number for number, _ in found) == list(range(40))
+    assert len({thread for _, thread in found}) < 40
+
+
+def test_a_thread_without_a_call_ends_and_the_next_call_has_another():
+    threads, done = Threads(patience=0.001), queue.SimpleQueue()
+    for _ in range(20):
+        threads.run(lambda: done.put(threading.current_thread()))
+        thread = done.get(timeout=60)
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    threads, done = Threads(), queue.SimpleQueue()
+    threads.run(partial(done.put, 1))
+    assert done.get(timeout=60) == 1
+    threads._begin()  # as the system calls it in the child
+    threads.run(partial(done.put, 2))
+    assert done.get(timeout=60) == 2
+
+
+@pytest.mark.parametrize("seconds", [None, 60.0])
+def test_a_child_that_returns_ends_and_its_parent_goes_on(seconds):
+    code = (
+        "import os, threading; from lit_qrl.rewards.limit import call\n"
+        f"def work(): print(call(lambda: os.fork() and 5, seconds={seconds}), flush=True)\n"
+        "work(); thread = threading.Thread(target=work); thread.start(); thread.join()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "5\n5\n"
+    assert ended.stderr.count("the child returned: it ends here") == 2
+
+
+HANGS = {
+    "loop": "call(loop, seconds=600)",
+    "held": "call(hold, seconds=600)",
+    "concurrent": "FunctionReward(hold_all, concurrency=2, timeout=600)(SAMPLES)",
+    "apart": "FunctionReward(hold_all, processes=True)(SAMPLES)",
+}
+
+
+def hold_all(completions):
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+@pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS)
+def test_a_signal_ends_what_hangs(hang):
+    code = (
+        "import signal, sys; from lit_qrl.rewards import FunctionReward, Sample\n"
+        "from tests.rewards.test_limit import call, hold_all, spin as loop\n"
+        "hold = lambda: hold_all([]); SAMPLES = [Sample('', '')] * 2\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print('in', flush=True)\n"
+        f"{hang}"
+    )
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert run.stdout.readline() == b"in\n"
+    time.sleep(2)
+    run.terminate()
+    assert run.wait(60) == 143
+    run.stdout.close()

@@ -1,11 +1,19 @@
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
 
 from lit_qrl.rewards import service
-from lit_qrl.rewards.service import awaited, gather
+from lit_qrl.rewards.service import Gathering, awaited, called
 from lit_qrl.rewards.workers import Failure
+
+
+def gather(calls, limit=float("inf"), **options):
+    gathering = Gathering(**options)
+    gathering.add(dict(enumerate(calls)))
+    return gathering.end(limit)
 
 
 def test_results_are_in_order_and_no_more_run_at_once_than_allowed():
@@ -92,3 +100,62 @@ def test_a_late_coroutine_is_named_and_its_own_timeout_is_its_own():
 
     with pytest.raises(TimeoutError, match="the service"):
         awaited(own(), 60)
+
+
+def test_a_plain_function_runs_beside_the_event_loop_and_an_async_one_in_it():
+    def plain(a, b):
+        return threading.current_thread().name, a + b
+
+    async def awaited(a):
+        return threading.current_thread().name, a
+
+    assert asyncio.run(called(plain, 1, 2)) == ("user code", 3)
+    assert asyncio.run(called(awaited, 4)) == (threading.current_thread().name, 4)
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), StopIteration(), SystemExit(2)])
+def test_what_a_function_raises_is_an_ordinary_error(error):
+    def failing():
+        raise error
+
+    with pytest.raises(type(error) if isinstance(error, KeyError) else RuntimeError):
+        asyncio.run(called(failing))
+
+
+def test_an_abandoned_function_does_not_trouble_the_loop_that_left_it():
+    release = threading.Event()
+
+    async def abandon():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(called(release.wait), timeout=0.01)
+
+    asyncio.run(abandon())
+    release.set()
+
+
+def test_late_calls_leave_no_threads_behind(monkeypatch):
+    monkeypatch.setattr("lit_qrl.rewards.limit._threads.patience", 0.1)
+
+    def call():
+        while True:
+            pass
+
+    before = set(threading.enumerate())
+    late = Failure("not done within 0.3 s")
+    for _ in range(3):
+        assert gather([call, call], concurrency=2, timeout=0.3) == [late, late]
+    left = [one for one in threading.enumerate() if one not in before and one.name == "user code"]
+    for one in left:
+        one.join(30)
+    assert not any(one.is_alive() for one in left)
+
+
+def test_a_call_that_holds_the_interpreter_ends_the_process():
+    code = (
+        "import re; from lit_qrl.rewards import FunctionReward, Sample, limit; limit.GRACE = 0.5\n"
+        "def hold(completions): re.match('(a+)+$', 'a' * 60 + 'b')\n"
+        "FunctionReward(hold, concurrency=2, timeout=0.5)([Sample('', '')])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert 'File "<string>", line 2 in hold' in ended.stderr

@@ -222,3 +222,15 @@ def test_a_sample_that_cannot_be_made_is_no_fault_of_the_engine():
     judging({1: drawn(2)})
     assert reward.begun.added == []
     assert judging.rewards([drawn(1), drawn(2)]) == {"own": reward.begun}
+
+
+def test_an_early_reward_that_is_late_is_ended():
+    class Endless(Own):
+        time_limit = 0.5
+
+        def __call__(self, samples):
+            while True:
+                pass
+
+    with pytest.raises(ConfigError, match=r"'own'.*failed on the first 6 samples: not done within 0\.5 s"):
+        scored([Endless()], range(6))

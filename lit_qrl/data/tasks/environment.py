@@ -104,7 +104,8 @@ class Environment(MultiTurnTask):
     async def play(self, row: Row, say: Say) -> float | None:
         client = _Client(say, row["prompt"])
         request = {"example_id": 0, "task": self.env_name, "answer": "", "info": {}, **row}
-        state = await self.environment.rollout(request, client, "policy", {})
+        with self._held:
+            state = await self.environment.rollout(request, client, "policy", {})
         if client.failed is not None:
             raise client.failed
         error = state.get("error")

@@ -431,8 +431,8 @@ def equivalent(gold: str, answer: str) -> bool:
 
     Equal are numbers of one value, expressions that simplify to each other, tuples element by element, sets and plain
     lists in any order, intervals with the same ends and brackets, relations with the same solutions. A member that
-    stands twice counts twice in a list and once in a set. A unit may be missing, but not differ. Text is compared
-    without case.
+    stands twice counts once, but for a gold list in which one does. A unit may be missing, but not differ. Text is
+    compared without case.
 
     Args:
         gold: the reference.
@@ -595,9 +595,11 @@ def _same_collections(gold: tuple[str | None, list[str]], answer: tuple[str | No
         return _in_order(ours, theirs, same)
     if gold_kind in ("list", "set") and answer_kind in ("list", "set"):
         ours, theirs = _spread(ours), _spread(theirs)
-        if len(ours) != len(theirs):  # a set has each member once; a list, such as of roots, as often as it says
-            ours = _distinct(ours, same) if gold_kind == "set" else ours
-            theirs = _distinct(theirs, same) if "set" in (gold_kind, answer_kind) else theirs
+        if len(ours) != len(theirs):
+            # A list in which one stands twice, such as of roots, has each as often as it says.
+            once = _distinct(ours, same)
+            ours = once if gold_kind == "set" else ours
+            theirs = _distinct(theirs, same) if answer_kind == "set" or len(once) == len(ours) else theirs
         return _any_order(ours, theirs, same)
     return False
 

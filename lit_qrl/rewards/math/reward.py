@@ -12,22 +12,25 @@ from typing import Any
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards.base import Reward, Sample
-from lit_qrl.rewards.math.equivalence import normalize, settled, with_decimal_points
+from lit_qrl.rewards.math.equivalence import equivalent, normalize, settled, with_decimal_points
 from lit_qrl.rewards.workers import Failure, WorkerPool, WorkerStartError
 
 _ANSWER_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 # A backslash takes the next character with it, so that `\{` and `\\` are no braces. Of `\\boxed`, which is no LaTeX,
 # the backslash was doubled by JSON.
 _BOX_OR_BRACE = re.compile(r"\\{1,8}(?:boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
-# What may stand between the boxes of one answer: a comma, a semicolon, "and" or "or", perhaps the next one's name.
+# What may stand between the boxes of one answer: nothing, a comma, a semicolon, "and" or "or" (and before it what the
+# first is, such as "for part (a)"), perhaps the next one's name.
 _BETWEEN_BOXES = re.compile(
-    r"(?:[$\s]|\\[()\[\],;:! ]|\\q?quad)*(?:[,;&]|(?:[,;]\s*)?(?:\\+text\{\s*)?\b(?:and|or)\b(?:\s*\})?)"
+    r"(?:[$\s]|\\[()\[\],;:! ]|\\q?quad)*(?:[,;&]|(?:[^.!?:\n\\]*?[,;\s])?(?:\\+text\{\s*)?\b(?:and|or)\b(?:\s*\})?)?"
     r"(?:[$\s]|\\[()\[\],;:! ]|\\q?quad)*(?:[A-Za-z](?:_\{?\w+\}?)?\s*=\s*)?"
 )
 _THINKING = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
 _BARE_BOX = re.compile(r"\\boxed\s*(-?\d[\d.,/]*|[A-Za-z](?![A-Za-z]))")
 # GSM8K's own mark. Only a number up to the end of the line counts: in Markdown, `####` starts a heading.
 _HASH_MARK = re.compile(r"^####[ \t]{0,8}([-+]?\$?[ \t]?\d[\d.,/ ]{0,60}%?)[ \t]{0,8}$", re.MULTILINE)
+# The last line that DAPO's prompt asks for, perhaps in bold.
+_ANSWER_LINE = re.compile(r"(?mi)^[ \t>*_]{0,8}(?:final )?answer[ \t*_]{0,4}:[ \t*_]{0,4}(\S.{0,1000})$")
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?(?:\\?%)?|(?<![\w.])[-+]?\.\d+")
 MAX_BETWEEN_BOXES = 60
 """Characters between two boxes of one answer."""
@@ -51,7 +54,8 @@ def extract_answer(text: str, last_number: bool = False) -> str | None:
     r"""Return what a text gives as its answer, or None.
 
     The inside of the last `<answer>…</answer>`, else of the last balanced `\boxed{…}`, else a number after `####` on
-    a line of its own, else, if `last_number`, the last number. A box or mark inside the tags is opened too.
+    a line of its own, else what the last line `Answer: …` says, else, if `last_number`, the last number. A box or mark
+    inside the tags is opened too.
 
     Args:
         text: a completion or a solution.
@@ -71,11 +75,9 @@ def extract_answer(text: str, last_number: bool = False) -> str | None:
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed.strip()
-    marked = None
-    for match in _HASH_MARK.finditer(text):
-        marked = match
-    if marked is not None:
-        return marked.group(1).strip()
+    for mark in (_HASH_MARK, _ANSWER_LINE):
+        if found := mark.findall(text):
+            return found[-1].strip(" \t\r*_")
     return find_last_number(text) if last_number else None
 
 
@@ -98,8 +100,8 @@ def last_tagged(text: str) -> str | None:
 def last_boxed(text: str) -> str | None:
     r"""Return the inside of the last `\boxed{…}` whose braces balance, or None.
 
-    Boxes with nothing but a comma, a semicolon, "and" or "or" between them are one answer of several members, which
-    are joined by semicolons.
+    Boxes that stand side by side, or with nothing but a comma, a semicolon, "and" or "or" between them, are one answer
+    of several members, which are joined by semicolons.
 
     >>> last_boxed(r"\boxed{1} and \boxed{\{2, \frac{1}{3}\}} but \boxed{4")
     '1; \\{2, \\frac{1}{3}\\}'
@@ -188,12 +190,13 @@ def refuse(text: str) -> str | None:
     powers = re.sub(r"\^[{(]+", "^", re.sub(r"\s|\\left|\\right", "", text).replace("**", "^"))
     if re.search(rf"(?:\^{_EXPONENT}){{{MAX_TOWER}}}\^", powers):
         return "a power tower"
+    # By the count of its digits first: what no number is made of can be of any length.
+    exponents = (digits.replace(",", "").lstrip("0") for digits in re.findall(r"\^[-+]*([\d,]+)", powers))
+    if any(len(digits) > len(str(MAX_EXPONENT)) or int(digits or 0) > MAX_EXPONENT for digits in exponents):
+        return f"an exponent over {MAX_EXPONENT}"
     numeric = re.findall(r"\^(\d+)\^(\d+)", powers)
     if any(int(top) * math.log10(int(base) or 1) > math.log10(MAX_EXPONENT) for base, top in numeric):
         return "a power tower"
-    powers = re.findall(r"(?:\^|\*\*)\s*[{(]?\s*[-+]?\s*([\d,]+)", text)
-    if any(int(p.replace(",", "") or 0) > MAX_EXPONENT for p in powers):
-        return f"an exponent over {MAX_EXPONENT}"
     if re.search(r"!\s*!\s*!|\d{6,}\s*!", text):
         return "a factorial of a large number"
     return None
@@ -220,10 +223,12 @@ class MathReward(Reward):
     r"""Scores 1 for an answer equivalent to the reference, else 0.
 
     The answer is the inside of the last `<answer>…</answer>`, else of the last `\boxed{…}` (of several that stand side
-    by side, as in `\boxed{1} and \boxed{2}`, all of them), else the number after a last `####`. The reference may be a
-    whole solution, from which the answer is read in the same way. Equal numbers are recognized at once; all else goes
-    to math-verify in a worker process, which is killed when it is late: that sample scores 0 and stands in `failures`.
-    Inputs made to be slow (power towers, huge numbers, deep nesting) score 0 without being tried.
+    by side, as in `\boxed{1} and \boxed{2}`, all of them), else the number after a last `####`, else the last line
+    `Answer: …`. The reference may be a whole solution, from which the answer is read in the same way. Equal numbers
+    are recognized at once; all else goes to math-verify in a worker process, which is killed when it is late: that
+    sample scores 0 and stands in `failures`.
+    Inputs made to be slow (power towers, huge numbers, deep nesting) score 0 without being tried; what a completion
+    raises all the same is its own failure.
 
     Args:
         weight: factor in the sum of rewards.
@@ -262,7 +267,7 @@ class MathReward(Reward):
         self.skip_thinking, self.decimal_comma = skip_thinking, decimal_comma
         self.timeout, self.workers = timeout, workers or min(MAX_WORKERS, os.cpu_count() or 1)
         self.failures = {}
-        self._pool = WorkerPool("lit_qrl.rewards.math.equivalence:equivalent", self.workers, timeout)
+        self._pool = WorkerPool(equivalent, self.workers, timeout, confined=True)
         self._judged: dict[tuple[str, str], bool] = {}
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
@@ -271,21 +276,15 @@ class MathReward(Reward):
         hard: dict[tuple[str, str], list[int]] = {}
         for i, sample in enumerate(samples):
             golds = self._golds(sample.reference)
-            answer = self._answer(sample)
-            if not answer:
+            try:
+                judged = self._quickly(golds, self._answer(sample))
+            except Exception as error:  # whatever a completion brings about, it costs that one alone
+                failures[i] = f"{type(error).__name__}: {str(error)[:200]}"
                 continue
-            for gold in golds:
-                judged = quick_verdict(gold, answer)
-                if judged is None:
-                    judged = self._judged.get((gold, answer))
-                if judged is None:
-                    hard.setdefault((gold, answer), []).append(i)
-                elif judged:
-                    scores[i] = 1.0
-                    break
-        # Where one of several references has matched already, the others need no judgement.
-        open_pairs = [pair for pair, positions in hard.items() if any(scores[i] == 0 for i in positions)]
-        for pair, verdict in zip(open_pairs, self._verdicts(open_pairs), strict=True):
+            scores[i] = float(True in judged.values())
+            for pair in [] if scores[i] else judged:
+                hard.setdefault(pair, []).append(i)
+        for pair, verdict in zip(hard, self._verdicts(list(hard)), strict=True):
             if isinstance(verdict, Failure):
                 failures.update(dict.fromkeys(hard[pair], f"{verdict.reason}: {pair[1][:80]!r}"))
                 continue
@@ -297,6 +296,16 @@ class MathReward(Reward):
                     scores[i] = 1.0
         self.failures = {i: why for i, why in failures.items() if scores[i] == 0}
         return scores
+
+    def _quickly(self, golds: list[str], answer: str | None) -> dict[tuple[str, str], bool | None]:
+        """Return by pair of a gold answer and the answer what is clear or known already; None needs algebra."""
+        judged: dict[tuple[str, str], bool | None] = {}
+        for pair in [(gold, answer) for gold in golds] if answer else []:
+            verdict = quick_verdict(*pair)
+            judged[pair] = self._judged.get(pair) if verdict is None else verdict
+            if judged[pair]:
+                break
+        return {pair: verdict for pair, verdict in judged.items() if verdict is not False}
 
     def _answer(self, sample: Sample) -> str | None:
         text = after_thinking(sample.completion, sample.prompt) if self.skip_thinking else sample.completion
@@ -349,7 +358,12 @@ def gold_answers(reference: Any) -> list[str]:
     return [extract_answer(text) or text.strip()]
 
 
-_SENTENCES = re.compile(r"[a-z)\d}$][.!?]\s+[A-Z][a-z]|\n\s*\n")
+_SENTENCES = re.compile(r"[a-z)\d}$][.!?]\s+(?:[A-Z][a-z]|I\s)|\n\s*\n")
+_NUMBER_WORD = (
+    "zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|"
+    "(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundred|thousand|[mb]illion"
+)
+_IN_WORDS = re.compile(rf"(?:(?:{_NUMBER_WORD}|one|an?|and)(?:[\s,-]+|$))*(?:{_NUMBER_WORD})", re.IGNORECASE)
 
 
 def unreadable(gold: str) -> str | None:
@@ -365,6 +379,8 @@ def unreadable(gold: str) -> str | None:
         return "its brackets do not match"
     if not normalize(gold):
         return "nothing is left of it without layout"
+    if _IN_WORDS.fullmatch(gold.strip()):
+        return "it is a number in words, which an answer gives in digits"
     return "it is a text that marks no answer" if _SENTENCES.search(gold) else None
 
 

@@ -36,6 +36,11 @@ from lit_qrl.rewards.math.reward import (
         ("#### 1\n#### 1,234\n", "1,234"),
         ("#### $5.50", "$5.50"),
         ("<answer></answer>", ""),
+        ("Answer: 1\n\n**Answer:** $\\frac{1}{2}$\n", r"$\frac{1}{2}$"),
+        ("**Final answer: 34**", "34"),
+        ("Answer: 1\n#### 2", "2"),
+        ("Answer: 1\n" + r"so \boxed{3}", "3"),
+        ("The answer: 4", None),
     ],
 )
 def test_answer_is_found(text, answer):
@@ -53,6 +58,10 @@ def test_answer_is_found(text, answer):
         (r"first \boxed{0}. So \boxed{1}, \boxed{2}", "1; 2"),
         (r"\boxed{5} and \boxed{5}", "5"),
         (r"\boxed{1} and hence \boxed{2}", "2"),
+        (r"\boxed{1}\boxed{2}", "1; 2"),
+        (r"\boxed{5} $\boxed{6}$", "5; 6"),
+        (r"\boxed{(3,3)} for part (a) and \boxed{(1,1)}", "(3,3); (1,1)"),
+        (r"\boxed{1} is the hand. So or not, \boxed{2}", "2"),
         (r"\boxed{1}" + "," + " " * 100 + r"\boxed{2}", "2"),
     ],
 )
@@ -142,6 +151,9 @@ def test_last_number_is_an_option():
         (r"\left(9^{9}\right)^{9^{9^9}}", "power tower"),
         ("2^{1000000}", "exponent"),
         ("2**1000000", "exponent"),
+        ("2^3^" + "9" * 350, "exponent"),
+        ("2^" + "9" * 350, "exponent"),
+        ("2^{-(3^{" + "9" * 350 + "})}", "exponent"),
         ("1" * 100_000, "characters"),
         ("1" * 500, "digits"),
         ("(" * 400 + ")" * 400, "nested"),

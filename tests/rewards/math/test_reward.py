@@ -79,7 +79,8 @@ def test_pairs_are_judged_alike_in_workers(reward):
 HOSTILE = [
     "9**9**9**9", "9^{9^{9^{9}}}", "9^9^9", "1" * 100_000, "-" * 100_000, "(" * 10_000 + ")" * 10_000, "{" * 10_000,
     "\\frac{" * 300, "\\sqrt{" * 20 + "}" * 20, "5\x00", "\x00" * 100, "__import__('os').system('exit')", "{{}}",
-    "\\boxed{", "\\", "$$", "}{", "&", "^", "1/0", "\\frac{1}{0}", "1e999999999", "5," * 400, "\\pm" * 99,
+    "2^3^" + "9" * 350, "\\boxed{", "\\", "$$", "}{", "&", "^", "1/0", "\\frac{1}{0}", "1e999999999", "5," * 400,
+    "\\pm" * 99,
     "\\begin{pmatrix}", "\\text{", "\ud800", "\u202e5", "(lambda: 5)()", "{'a': 5}", "0x5", "5j", "nan", "\\cup" * 50,
 ]  # fmt: skip
 
@@ -128,7 +129,20 @@ def test_any_of_several_references_is_right(reward):
 
 def test_only_the_last_answer_counts(reward):
     texts = [r"\boxed{5} \boxed{6}", r"\boxed{6} \boxed{5}", "<answer>5</answer> \\boxed{6}", "5", ""]
-    assert reward([Sample("", text, "5") for text in texts]) == [0.0, 1.0, 1.0, 0.0, 0.0]
+    assert reward([Sample("", text, "5") for text in texts]) == [0.0, 0.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("error", [OverflowError("int too large"), RecursionError(), MemoryError()])
+def test_whatever_a_completion_brings_about_costs_that_one_alone(error, monkeypatch):
+    def settled(gold, answer):
+        if answer == "bad":
+            raise error
+
+    monkeypatch.setattr("lit_qrl.rewards.math.reward.settled", settled)
+    reward = MathReward()
+    scores = score_all([reward], samples([("5", "bad"), ("5", "5")]), error_reward=-1.0)
+    assert (scores.total, scores.errors) == ([-1.0, 1.0], 1)
+    assert type(error).__name__ in reward.failures[0]
 
 
 def test_a_missing_reference_is_an_error():
@@ -195,6 +209,9 @@ def test_decimal_commas_are_an_option():
         ("9^{9^{9^9}}", "power tower"),
         ("x" * 1001, "longer than"),
         ("She has 3 apples. Then she buys 4.", "marks no answer"),
+        (r"$28 \%$. I hope it is correct.", "marks no answer"),
+        ("forty two", "in words"),
+        ("one hundred and twenty-five", "in words"),
         (None, "needs a reference"),
         ([], "empty"),
     ],

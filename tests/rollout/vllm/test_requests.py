@@ -150,6 +150,8 @@ def test_a_connector_is_reset_where_there_is_one_and_vllm_can(connector):
 class Counting(MultiTurnTask):
     """Three answers to each row; every message is one token."""
 
+    processes = False
+
     def train_rows(self):
         return [{}]
 
