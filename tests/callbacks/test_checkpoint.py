@@ -53,7 +53,7 @@ def test_resolve_last_and_missing(tmp_path):
         resolve_checkpoint(str(tmp_path / "other.ckpt"), tmp_path, False)
     broken = tmp_path / "broken.ckpt"
     broken.write_bytes(b"not a checkpoint")
-    with pytest.raises(ConfigError, match="not a readable checkpoint"):
+    with pytest.raises(ConfigError, match="was never a checkpoint"):
         resolve_checkpoint(str(broken), tmp_path, False)
 
 

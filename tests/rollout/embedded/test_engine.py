@@ -11,7 +11,7 @@ from lit_qrl.network.adapters import merged_weights
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.routing import Routing, differing
 from lit_qrl.network.stream import weight_stream
-from lit_qrl.receipts.ledger import Ledger, compare
+from lit_qrl.receipts.ledger import Fault, Ledger, compare
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.embedded.sampling import truncate
 from lit_qrl.rollout.engine import SamplerSpec
@@ -316,6 +316,21 @@ def test_what_is_sent_is_what_is_held(network, format):
         held = engine.read_back(name)
         assert held.dtype == tensor.dtype
         assert torch.equal(held.view(torch.uint8), tensor.view(torch.uint8)) if held.ndim else held == tensor
+
+
+@pytest.mark.parametrize("format", [None, formats.get("fp8_row")])
+def test_a_buffer_that_no_publish_sends_is_looked_at_with_each(network, format):
+    engine = TransformersEngine()
+    engine.setup(SamplerSpec(), policy_of(network))
+    assert publish(engine, network, format, 0).received.faults == []
+    engine.score(PROMPTS)
+    assert publish(engine, network, format, 1).received.faults == []
+    engine.network.get_buffer("model.rotary_emb.inv_freq")[1] += 2**-20
+    changed = [Fault("buffer", "model.rotary_emb.inv_freq")]
+    for version in (2, 3):  # it is not forgotten
+        assert publish(engine, network, format, version).received.faults == changed
+    norm = {"model.norm.weight": network.model.norm.weight}
+    assert engine.perturb(iter(norm.items()), 4).received.faults == changed
 
 
 def test_formats_may_alternate():
